@@ -229,7 +229,7 @@ def test_constraints_are_read_from_text(text: str, expected: TopologyConstraint)
 
 
 @pytest.mark.parametrize(
-    ("text", "mend"),
+    ("text", "hint"),
     [
         ("", "known: node, rack, pod, datacenter"),
         ("pods:fail", "did you mean 'pod'"),
@@ -242,8 +242,8 @@ def test_constraints_are_read_from_text(text: str, expected: TopologyConstraint)
         ("pod:preferred:0.5:1", "too many parts"),
     ],
 )
-def test_wrong_constraints_are_mended(text: str, mend: str) -> None:
-    with pytest.raises(InputError, match=mend):
+def test_wrong_constraints_are_mended(text: str, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
         TopologyConstraint.parse(text)
 
 

@@ -95,7 +95,7 @@ def test_copies_are_reviewed_as_often_as_they_say(tmp_path: Path) -> None:
     assert spec is not None
     assert (spec.review_s, spec.budget_s, spec.hotspots.reads_min, spec.across) == (7.0, 2.0, 5, False)
     assert alone.settings(SimSettings()).review_s == 7.0
-    both = read_scenario(of(tmp_path, "copies: {review: 7 s}\noffload: {look: 3 s}"))
+    both = read_scenario(of(tmp_path, "copies: {review: 7 s}\noffload: {check_interval: 3 s}"))
     assert both.settings(SimSettings()).review_s == 3.0
 
 
@@ -149,10 +149,10 @@ def test_an_unknown_link_is_named_before_anything_is_touched(tmp_path: Path) -> 
     before = log.read_bytes()
     ended = runner.invoke(app, [*line, "--out", str(out), "--scenario", str(scenario)])
     assert isinstance(ended.exception, InputError)
-    mend = "name a link, or one of wan, prefill-site to local-site, local-site to prefill-site"
+    hint = "name a link, or one of wan, prefill-site to local-site, local-site to prefill-site"
     assert str(ended.exception).splitlines() == [
-        f"{scenario}:3: changes[1].link: two-datacenters has no link 'wn'; {mend}",
-        f"{scenario}:5: fluctuations[0].link: two-datacenters has no link 'wann'; {mend}",
+        f"{scenario}:3: changes[1].link: two-datacenters has no link 'wn'; {hint}",
+        f"{scenario}:5: fluctuations[0].link: two-datacenters has no link 'wann'; {hint}",
     ]
     assert (log.read_bytes(), out.exists()) == (before, False)
 

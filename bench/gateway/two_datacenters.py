@@ -201,7 +201,7 @@ async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientS
         },
         fallen_back=looks[-1].get("away_down", 0.0),
         threshold_tokens=(looks[1]["threshold"], state["tick"]["load"]["offload"]["sites"][0]["threshold_tokens"]),
-        conversions={name: value for name, value in page.items() if name.startswith("kvroute_conversions_total")},
+        conversions={name: value for name, value in page.items() if name.startswith("kvroute_role_switches_total")},
         left={name: value for name, value in page.items() if name.startswith(GAUGES) and value},
     )
 

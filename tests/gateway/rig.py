@@ -112,7 +112,7 @@ class Front:
 
     def leftovers(self) -> dict[str, int]:
         """Return the number of resources that requests hold now, by kind."""
-        runtime = self.gateway.serving
+        runtime = self.gateway.runtime
         return {
             "core": runtime.control.in_flight,
             "journeys": len(runtime.requests),
@@ -127,7 +127,7 @@ class Front:
 
     async def becomes(self, name: str, up: bool) -> bool:
         """Return whether the gateway marks the instance as up or down within the time limit."""
-        return await becomes_true(lambda: self.gateway.serving.engines[name].availability.up is up)
+        return await becomes_true(lambda: self.gateway.runtime.engines[name].availability.up is up)
 
 
 @dataclass(slots=True)

@@ -215,7 +215,7 @@ def test_a_stream_lets_go_of_its_request_s_body_with_the_first_token() -> None:
 
     async def main() -> None:
         async with rig() as gate:
-            (runtime,) = [gate.gateway.serving]
+            (runtime,) = [gate.gateway.runtime]
             body = {"model": MODEL, "prompt": "word " * 40_000, "max_tokens": 60, "stream": True}
             async with gate.session.post(gate.url + COMPLETIONS, json=body) as answer:
                 (proxied,) = runtime.requests.values()
@@ -321,7 +321,7 @@ def test_who_has_no_key_is_refused_before_the_body(path: str, framing: str) -> N
             await close(client)
             page = await gate.metrics()
             assert 'kvroute_rejects_total{reason="key"} 1' in page
-            kind = {COMPLETIONS: "completions", "/v1/embeddings": "passed_on"}.get(path, "other")
+            kind = {COMPLETIONS: "completions", "/v1/embeddings": "passthrough"}.get(path, "other")
             assert f'kvroute_requests_total{{endpoint="{kind}",code="401"}} 1' in page
             if framing.startswith("Expect"):
                 client = await asyncio.open_connection("127.0.0.1", gate.gateway.port)

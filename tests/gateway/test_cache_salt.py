@@ -16,7 +16,7 @@ from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Answer, Rig, ri
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.openai_api.api_keys import KeySettings, hash_text
 from kvroute.gateway.openai_api.cache_salt import CacheSalts
-from kvroute.gateway.openai_api.requests import passed_on_with_salt, read_completion, read_passed_on, with_salt
+from kvroute.gateway.openai_api.requests import passthrough_with_salt, read_completion, read_passthrough, with_salt
 from kvroute.gateway.telemetry.engine_blocks import EngineBlocks
 from kvroute.gateway.telemetry.kv_batch import read_batch
 from kvroute.prefix import block_hashes, salt_seed
@@ -77,9 +77,9 @@ def test_the_salt_takes_the_place_of_the_client_s(own: str | None) -> None:
         seen.append(text)
         return "ours"
 
-    read = read_passed_on(b"/v1/embeddings", body)
-    passed_on = passed_on_with_salt(read._replace(body=b"not read again"), salt)
-    assert json.loads(passed_on.body) == {"model": "m", "prompt": "hi", "cache_salt": "ours"}
+    read = read_passthrough(b"/v1/embeddings", body)
+    passthrough = passthrough_with_salt(read._replace(body=b"not read again"), salt)
+    assert json.loads(passthrough.body) == {"model": "m", "prompt": "hi", "cache_salt": "ours"}
     assert seen == ["" if own is None else json.dumps(own)]
 
 
@@ -152,7 +152,7 @@ def test_salts_outlive_a_reload() -> None:
             engines = gate.fleet.ready().instances
             text = CLUSTER + PER_KEY + "  retries: {attempts: 2}\n"
             assert await gate.gateway.reload(lambda: Deployment.of(text, "test.yaml", endpoints=engines))
-            assert gate.gateway.serving.settings.retries.attempts == 2
+            assert gate.gateway.runtime.settings.retries.attempts == 2
             assert await asked(gate, "bob") == 0
             assert await asked(gate, "alice") >= BLOCKS_TOKENS - 16
 

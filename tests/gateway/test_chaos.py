@@ -114,7 +114,7 @@ class Storm:
                 response.close()
             return
         gateway, transfers = self.gate.gateway, self.draw.random() < 0.7
-        proxied_requests = gateway.serving.requests
+        proxied_requests = gateway.runtime.requests
         before = set(proxied_requests)
         asked = asyncio.create_task(self.gate.post(body))
         while not asked.done() and before.issuperset(proxied_requests):
@@ -140,7 +140,7 @@ async def nothing_stays(gate: Rig) -> None:
     """Check that nothing is held in the gateway, in the core or in the engines, client connections included."""
     assert await gate.settles(), gate.leftovers()
     await gate.session.close()
-    now, runtime = gate.gateway.now, gate.gateway.serving
+    now, runtime = gate.gateway.now, gate.gateway.runtime
 
     def held() -> list[float]:
         tick = gate.gateway.state.tick(now())
@@ -252,11 +252,11 @@ def test_files_read_again_under_load_disturb_no_request() -> None:
             texts = (smaller + PATIENCE + "  policy: round-robin\n", TEXT + PATIENCE)
             storm = Storm(gate, await truths(gate), random.Random(3))
             reloads: set[asyncio.Task[bool]] = set()
-            retired = [gate.gateway.serving]
+            retired = [gate.gateway.runtime]
 
             async def read(text: str) -> bool:
                 taken = await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
-                retired.append(gate.gateway.serving)
+                retired.append(gate.gateway.runtime)
                 return taken
 
             def weather(ended: int) -> None:

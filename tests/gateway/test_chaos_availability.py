@@ -43,7 +43,7 @@ def test_all_health_checks_fail_at_once_and_no_request_is_refused(
     async def run() -> None:
         async with rig(FEW % "" + f"  log: {{events: {log}}}\n", TEXT) as gate:
             storm = Storm(gate, await truths(gate), random.Random(11))
-            healthy = [gate.gateway.serving.engines[name].availability for name in NAMES]
+            healthy = [gate.gateway.runtime.engines[name].availability for name in NAMES]
             await storm.blow(requests=5, clients=2)
             await checks_fail(gate, 1)
             while any(availability.healthy for availability in healthy):
@@ -63,7 +63,7 @@ def test_all_health_checks_fail_at_once_and_no_request_is_refused(
     uvloop.run(run())
     assert replays(log)["InstanceUp"] > 0
     levels = {record.message: record.levelname for record in caplog.records if record.message.startswith("panic_")}
-    assert levels == {"panic_begun": "WARNING", "panic_over": "INFO"}
+    assert levels == {"panic_started": "WARNING", "panic_ended": "INFO"}
 
 
 def test_without_the_threshold_the_same_storm_is_refused() -> None:
@@ -123,7 +123,7 @@ def test_a_stalled_event_loop_takes_no_engine_out() -> None:
             storm.after = stall
             await storm.blow(requests=40, clients=6)
             assert set(storm.kinds) == {"whole"}, storm.kinds
-            guards = [gate.gateway.serving.engines[name].availability for name in NAMES]
+            guards = [gate.gateway.runtime.engines[name].availability for name in NAMES]
             assert all(
                 availability.healthy and availability.breaker.state(gate.gateway.now()) == "closed"
                 for availability in guards

@@ -19,7 +19,7 @@ from tests.gateway.two_sites import LONG, TEXT, metric, reaches, two_sites
 from tests.waiting import until
 
 from kvroute.control import decisions_equal, read_log, replay
-from kvroute.gateway.config.offload import ConversionSection, hook_url
+from kvroute.gateway.config.offload import RoleSwitchSection, hook_url
 from kvroute.gateway.gateway import Deployment
 from kvroute.gateway.lifecycle.role_hook import convert
 from kvroute.topology import parse
@@ -29,15 +29,15 @@ from kvroute.types import Endpoint, InstanceConverted
 EAGER = "review: 50 ms, requests_min: 5, window: 10 s, busy_above: 0.01, prefill_min: 1, decode_min: 1"
 ONCE = EAGER.replace("prefill_min: 1, decode_min: 1", "prefill_min: 2, decode_min: 2")
 """One conversion, after which every instance keeps its role."""
-OUTCOMES = "kvroute_conversions_total"
+OUTCOMES = "kvroute_role_switches_total"
 
 
 def offload(conversion: str = "", long_term: str = EAGER) -> str:
     """Return settings under which no prompt is offloaded; the home site has one prefill and three decode instances, too
     few prefill instances for long prompts."""
-    hook = f"    conversion: {conversion}\n" if conversion else ""
+    hook = f"    role_switch: {conversion}\n" if conversion else ""
     return (
-        "  offload:\n    threshold: 100K\n    look: 20 ms\n    short_term: {enabled: false}\n"
+        "  offload:\n    threshold: 100K\n    check_interval: 20 ms\n    short_term: {enabled: false}\n"
         f"    long_term: {{{long_term}}}\n{hook}"
     )
 
@@ -110,7 +110,7 @@ def test_emulated_engines_change_their_roles_under_load(tmp_path: Path) -> None:
             load = Load(gate)
             await reaches(gate, OUTCOMES, 1, outcome="converted")
             (name,) = [n for n, s in gate.fleet.servers.items() if n.startswith("decode") and s.role == "prefill"][:1]
-            engines = gate.gateway.serving.engines
+            engines = gate.gateway.runtime.engines
             assert engines[name].role == "prefill"
             await until(lambda: engines[name].in_flight > 0)
             assert await metric(gate, "kvroute_instance_up", engine=name, role="prefill") == 1
@@ -140,14 +140,14 @@ def test_a_hook_is_called_when_the_requests_have_left_and_told_who_and_what() ->
         load = Load(gate, clients=9, tokens=30)  # two thirds of a second each, on every decode instance
         await until(lambda: bool(told))
         name = told[0]["instance"]
-        engines = gate.gateway.serving.engines
+        engines = gate.gateway.runtime.engines
         assert engines[name].in_flight == 0
         assert told == [{"instance": name, "role": "prefill", "from": "decode"}]
         before = load.answers
         await until(lambda: load.answers > before + 10)
         assert engines[name].in_flight == 0
         assert engines[name].availability.reason == "converting"
-        assert await metric(gate, "kvroute_conversions_under_way") == 1
+        assert await metric(gate, "kvroute_role_switches_in_progress") == 1
         gone.set()
         await reaches(gate, OUTCOMES, 1, outcome="converted")
         await until(lambda: engines[name].in_flight > 0)
@@ -170,7 +170,7 @@ def test_a_request_that_does_not_leave_is_not_waited_for_for_ever() -> None:
                 await gate.order(name, "slow", factor=1000)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True, tokens=3)) for n in range(30)]
             await reaches(gate, OUTCOMES, 1, outcome="failed")
-            engines = gate.gateway.serving.engines
+            engines = gate.gateway.runtime.engines
             assert all(engines[name].in_flight for name in names)
             for task in tasks:
                 task.cancel()
@@ -192,7 +192,7 @@ def test_a_hook_that_fails_gives_the_instance_back_and_is_left_alone_for_a_while
                 load = Load(gate)
                 await reaches(gate, OUTCOMES, 1, outcome="failed")
                 name = told[0]["instance"]
-                engines = gate.gateway.serving.engines
+                engines = gate.gateway.runtime.engines
                 assert (engines[name].role, engines[name].availability.reason) == ("decode", "")
                 await reaches(gate, OUTCOMES, 1, outcome="declined")
                 assert len(told) == 1
@@ -200,7 +200,7 @@ def test_a_hook_that_fails_gives_the_instance_back_and_is_left_alone_for_a_while
                 assert await gate.settles(), gate.leftovers()
 
     uvloop.run(run())
-    (said,) = [record.__dict__["fields"] for record in caplog.records if record.message == "conversion_failed"]
+    (said,) = [record.__dict__["fields"] for record in caplog.records if record.message == "role_switch_failed"]
     assert said["reason"] == "the hook answered 500"
     assert {role for _, role in _converted(log)} == {"decode"}
     assert _replays(log)
@@ -215,7 +215,7 @@ def test_an_engine_that_dies_while_it_is_converted_stays_away_until_it_is_back()
                 load = Load(gate)
                 await until(lambda: bool(told))
                 name = told[0]["instance"]
-                availability = gate.gateway.serving.engines[name].availability
+                availability = gate.gateway.runtime.engines[name].availability
                 await gate.goes_down(name)
                 await until(lambda: not availability.healthy)
                 gone.set()
@@ -223,7 +223,7 @@ def test_an_engine_that_dies_while_it_is_converted_stays_away_until_it_is_back()
                 assert not availability.up
                 await gate.comes_back(name)
                 await until(lambda: availability.up)
-                engines = gate.gateway.serving.engines
+                engines = gate.gateway.runtime.engines
                 await until(lambda: engines[name].in_flight > 0)
                 await load.end()
                 assert await gate.settles(), gate.leftovers()
@@ -251,7 +251,7 @@ def test_a_reload_during_a_conversion(tmp_path: Path, change: str) -> None:
                 if change == "another-engine":
                     endpoints[name] = Endpoint(url="http://127.0.0.1:9")
                 assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
-                station = gate.gateway.serving.engines[name]
+                station = gate.gateway.runtime.engines[name]
                 assert station.availability.reason.endswith("converting") is (change == "same")
                 gone.set()
                 await reaches(gate, OUTCOMES, 1, outcome="converted" if change == "same" else "abandoned")
@@ -275,10 +275,10 @@ def test_a_reload_keeps_the_roles_of_before(tmp_path: Path) -> None:
             load = Load(gate)
             await reaches(gate, OUTCOMES, 1, outcome="converted")
             await load.end()
-            roles = {name: station.role for name, station in gate.gateway.serving.engines.items()}
+            roles = {name: station.role for name, station in gate.gateway.runtime.engines.items()}
             endpoints = gate.fleet.ready().instances
             assert await gate.gateway.reload(lambda: Deployment.of(TEXT + section, "new.yaml", endpoints=endpoints))
-            assert {n: s.role for n, s in gate.gateway.serving.engines.items()} == roles
+            assert {n: s.role for n, s in gate.gateway.runtime.engines.items()} == roles
             assert (await gate.ask(LONG, stream=True)).status == 200
             assert await gate.settles(), gate.leftovers()
 
@@ -323,7 +323,7 @@ def test_without_a_hook_a_review_only_says_what_it_would_do(caplog: pytest.LogCa
             gain = await metric(gate, "kvroute_review_gain_ratio")
             assert gain is not None
             assert gain > 0.5
-            assert all(station.role == station.instance.role for station in gate.gateway.serving.engines.values())
+            assert all(station.role == station.instance.role for station in gate.gateway.runtime.engines.values())
 
     uvloop.run(run())
     said = [record.__dict__["fields"]["reason"] for record in caplog.records if record.message == "review"]
@@ -348,14 +348,14 @@ def test_a_program_as_hook(code: str, why: str) -> None:
         next(i for i in parse(TEXT).instances if i.name == "decode0"), endpoint=Endpoint(url="http://127.0.0.1:1")
     )
     timeout_s = Duration(0.5 if "took" in why else 60.0)
-    section = msgspec.structs.replace(ConversionSection(command=[sys.executable, "-c", code]), timeout_s=timeout_s)
+    section = msgspec.structs.replace(RoleSwitchSection(command=[sys.executable, "-c", code]), timeout_s=timeout_s)
     assert uvloop.run(convert(section, instance, "decode", "prefill")) == why
 
 
 def test_a_hook_that_is_not_there() -> None:
     instance = msgspec.structs.replace(parse(TEXT).instances[0], endpoint=Endpoint(url="http://127.0.0.1:9/"))
-    missing = uvloop.run(convert(ConversionSection(command=["/no/such/program"]), instance, "decode", "prefill"))
+    missing = uvloop.run(convert(RoleSwitchSection(command=["/no/such/program"]), instance, "decode", "prefill"))
     assert missing == "/no/such/program cannot be run (No such file or directory)"
-    nobody = uvloop.run(convert(ConversionSection(url="{endpoint}/convert"), instance, "decode", "prefill"))
+    nobody = uvloop.run(convert(RoleSwitchSection(url="{endpoint}/convert"), instance, "decode", "prefill"))
     assert nobody.startswith("the hook cannot be reached (")
     assert hook_url("{endpoint}/convert", "http://a:1/") == "http://a:1/convert"

@@ -167,7 +167,7 @@ def test_a_copy_is_off_the_link_when_it_should_be_there() -> None:
 
 def backlog(gate: Rig) -> list[float]:
     """Return the bytes that the core counts as backlog on each link between the sites."""
-    offloading = gate.gateway.serving.control.offloading
+    offloading = gate.gateway.runtime.control.offloading
     assert offloading is not None
     sites = range(len(offloading.datacenters.names))
     return [link.backlog_bytes for a in sites for b in sites for link in offloading.wan_links(a, b)]
@@ -247,7 +247,7 @@ def test_late_answers_open_no_breaker() -> None:
             await ask(gate, TOKENS[:SEEN])
             await gate.order("prefill0", leg="prefill", fail_next=1, status="hang")
             assert ((await ask(gate, TOKENS)).status, await copies(gate)) == (200, {"failed": 1})
-            assert gate.gateway.serving.engines["prefill0"].availability.up
+            assert gate.gateway.runtime.engines["prefill0"].availability.up
             await clean(gate)
 
     uvloop.run(main())
@@ -328,7 +328,7 @@ def test_a_prefill_that_fails_with_a_copy_is_tried_again_without() -> None:
 
 
 def _at_source(gate: Rig) -> bool:
-    return gate.gateway.serving.engines["prefill0"].in_flight > 0
+    return gate.gateway.runtime.engines["prefill0"].in_flight > 0
 
 
 def _at_target(gate: Rig) -> bool:

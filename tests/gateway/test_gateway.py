@@ -175,7 +175,7 @@ def test_a_clients_fault_is_the_clients_and_no_instances() -> None:
                 answer = await gate.ask(PROMPT, tokens=10**9)
                 assert answer.status == 400
                 assert answer.json["error"]["message"]
-            assert all(engine.availability.up for engine in gate.gateway.serving.engines.values())
+            assert all(engine.availability.up for engine in gate.gateway.runtime.engines.values())
             assert await gate.settles(), gate.leftovers()
 
     uvloop.run(run())
@@ -310,7 +310,7 @@ def test_who_times_transfers(measure: str) -> None:
 
     async def run() -> None:
         async with rig(f"  measure: {measure}\n  oracle: {{source: push}}\n  scrape: {{interval: 1 h}}\n") as gate:
-            runtime, at = gate.gateway.serving, gate.gateway.now()
+            runtime, at = gate.gateway.runtime, gate.gateway.now()
             engines = runtime.engines
             assert {engine.measures for engine in engines.values()} == {measure != "engine"}
             pushed = {"source": "prefill0", "target": "decode0", "kv_bytes": 1e9, "seconds": 100.0, "transfers": 9}

@@ -243,7 +243,7 @@ def test_what_went_wrong_is_counted() -> None:
     assert _value(metrics, "kvroute_leg_failures_total", leg="decode", engine="decode0", kind="reset") == 1
     assert _value(metrics, "kvroute_retries_total", leg="decode") == 1
     assert _value(metrics, "kvroute_retries_refused_total", leg="prefill") == 1
-    assert _value(metrics, "kvroute_client_gone_total") == 1
+    assert _value(metrics, "kvroute_client_disconnects_total") == 1
     assert _value(metrics, "kvroute_stream_errors_total") == 1
     assert _value(metrics, "kvroute_kv_events_total", engine="decode0") == 3
     assert _value(metrics, "kvroute_kv_event_gaps_total", engine="decode0") == 1
@@ -266,14 +266,14 @@ def test_prefill_across_datacenters_is_counted_and_shown() -> None:
         (1, "kvroute_offload_decisions_total", {"site": "far", "reason": "home_down"}),
         (1, "kvroute_decisions_total", {"kind": "convert", "engine": "decode0"}),
         (1, "kvroute_reviews_total", {"verdict": "convert"}),
-        (1, "kvroute_conversions_total", {"outcome": "failed"}),
+        (1, "kvroute_role_switches_total", {"outcome": "failed"}),
         (24_000, "kvroute_offload_threshold_tokens", {"site": "far"}),
         (19_400, "kvroute_offload_base_tokens", {"site": "far"}),
         (0.5, "kvroute_egress_used_ratio", {"site": "far"}),
         (2e9, "kvroute_egress_backlog_bytes", {"site": "far"}),
         (2.5, "kvroute_egress_backlog_seconds", {"site": "far"}),
-        (1, "kvroute_way_state", {"site": "far"}),
-        (1, "kvroute_conversions_under_way", {}),
+        (1, "kvroute_wan_path_state", {"site": "far"}),
+        (1, "kvroute_role_switches_in_progress", {}),
         (2.5, "kvroute_review_requests_per_second", {"split": "present", "binding": "pd_p"}),
         (3.25, "kvroute_review_requests_per_second", {"split": "best", "binding": "pd_p"}),
         (0.25, "kvroute_review_gain_ratio", {}),

@@ -37,7 +37,7 @@ STERN = "  breaker: {failures: 2}\n  retries: {floor_per_s: 1000}\n"
 
 def up(front: Front) -> list[str]:
     """Return the names of the available instances."""
-    return sorted(name for name, station in front.gateway.serving.engines.items() if station.availability.up)
+    return sorted(name for name, station in front.gateway.runtime.engines.items() if station.availability.up)
 
 
 def asked(engines: Sequence[Engine]) -> int:
@@ -138,11 +138,13 @@ def test_what_is_passed_on_keeps_to_the_retry_settings(section: str, calls: int)
             assert asked(prefill + decode) == calls
             assert asked(prefill) == min(calls, 2)
             failures = [
-                await value(front, f'kvroute_leg_failures_total{{leg="passed_on",engine="{engine.name}",kind="status"')
+                await value(
+                    front, f'kvroute_leg_failures_total{{leg="passthrough",engine="{engine.name}",kind="status"'
+                )
                 for engine in prefill + decode
             ]
             assert sum(found or 0 for found in failures) == calls
-            assert (await value(front, 'kvroute_retries_total{leg="passed_on"}') or 0) == calls - 1
+            assert (await value(front, 'kvroute_retries_total{leg="passthrough"}') or 0) == calls - 1
             assert await front.settles(), front.leftovers()
 
     run(main())
@@ -361,7 +363,7 @@ def test_a_mistake_of_the_gateways_own_costs_one_request_and_nothing_else(way: s
             asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context["exception"])))
             statuses, failures = [], 0
             for number in range(20):
-                front.gateway.serving.tracer = tracer = Failing(number)
+                front.gateway.runtime.tracer = tracer = Failing(number)
                 answer = await front.post(body, path)
                 statuses.append(answer.status)
                 if answer.status == 200:
@@ -389,7 +391,7 @@ def test_a_mistake_leaves_no_engine_at_work() -> None:
             engine.serve = gate.before(tokens)
         async with foreign(prefill + decode, CALM) as front:
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-            front.gateway.serving.tracer = Failing(3)  # the end of the decode leg
+            front.gateway.runtime.tracer = Failing(3)  # the end of the decode leg
             answer = await front.post(completion(stream=True))
             assert answer.events[-1]["error"]["message"] == "the gateway failed"
             await gate.left.wait()
@@ -407,7 +409,7 @@ def test_a_mistake_at_the_beginning_makes_room_for_the_next() -> None:
         async with foreign(prefill + decode, CALM + "  limits: {in_flight: 1}\n") as front:
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
             for number in range(3):
-                front.gateway.serving.tracer = Failing(number)
+                front.gateway.runtime.tracer = Failing(number)
                 answers = await asyncio.gather(*[front.post(completion()) for _ in range(3)])
                 assert sorted(answer.status for answer in answers) == [200, 200, 500]
                 assert "the gateway failed" in next(a.json["error"]["message"] for a in answers if a.status == 500)

@@ -257,7 +257,7 @@ def test_what_a_full_way_lacks_is_others_share(ends: list[tuple[str, str]], shar
     assert not math.isnan(state.queue_delay_s)
 
 
-WATCHED = OFFLOAD.replace("way: {failures: 2, open: 200 ms}", "way: {failures: 2, open: 200 ms, still: 300 ms}")
+WATCHED = OFFLOAD.replace("way: {failures: 2, open: 200 ms}", "way: {failures: 2, open: 200 ms, stalled_after: 300 ms}")
 SCRAPED = "  scrape: {interval: 50 ms}\n"
 PATIENT = 60.0
 HUGE = LONG * 4
@@ -267,7 +267,7 @@ HUGE = LONG * 4
 def heard(gate: Rig) -> list[Event]:
     """Record the events that collectors send to the core from now on."""
     events: list[Event] = []
-    runtime = gate.gateway.serving
+    runtime = gate.gateway.runtime
     tell = runtime.notify
 
     def told(event: Event) -> None:
@@ -289,13 +289,13 @@ def test_a_cut_way_is_shut_before_anybody_gives_up(layerwise: bool) -> None:
             assert (await gate.ask(LONG)).status == 200
             await gate.order("far0", "wan", share=0)
             waiting = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(2)]
-            await metric_is(gate, "kvroute_way_state", 2, site=AWAY)
+            await metric_is(gate, "kvroute_wan_path_state", 2, site=AWAY)
             assert (await gate.ask(f"later {LONG}", stream=True)).status == 200
             assert await metric(gate, "kvroute_offload_decisions_total", site=HOME, reason="away_down") == 1
             assert not any(task.done() for task in waiting)
             assert "kvroute_leg_failures_total{" not in (await gate.get("/metrics")).body.decode()
             await gate.order("far0", "wan", share=1)
-            await metric_is(gate, "kvroute_way_state", 0, site=AWAY)
+            await metric_is(gate, "kvroute_wan_path_state", 0, site=AWAY)
             assert [answer.status for answer in await asyncio.gather(*waiting)] == [200] * 2
             assert (await gate.ask(f"last {LONG}", stream=True)).status == 200
             assert await gate.settles(), gate.leftovers()
@@ -317,11 +317,11 @@ def test_a_slow_way_is_others_traffic_until_it_is_whole_again() -> None:
             await until(lambda: any(isinstance(event, TransferMeasured) for event in events))
             first = next(event for event in events if isinstance(event, CongestionMeasured))
             assert first.per_tier[:4] == (0.0,) * 4
-            offloading = gate.gateway.serving.control.offloading
+            offloading = gate.gateway.runtime.control.offloading
             assert offloading is not None
-            others, _ = offloading.utilisation(0, gate.gateway.serving.now())
+            others, _ = offloading.utilisation(0, gate.gateway.runtime.now())
             assert others > 0.0
-            assert (await metric(gate, "kvroute_way_others_ratio", site=AWAY) or 0.0) > 0.0
+            assert (await metric(gate, "kvroute_wan_path_other_traffic_ratio", site=AWAY) or 0.0) > 0.0
             assert [answer.status for answer in await asyncio.gather(*asking)] == [200] * 2
             shares = [event.per_tier[4] for event in events if isinstance(event, CongestionMeasured)]
             assert sorted(shares)[len(shares) // 2] == pytest.approx(half, abs=0.1)

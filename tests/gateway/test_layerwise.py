@@ -250,7 +250,7 @@ def test_a_prefill_engine_that_dies_while_it_is_pulled_from() -> None:
             answers = await asyncio.gather(*asking)
             assert [answer.status for answer in answers] == [200] * 2
             assert all(answer.text for answer in answers)
-            assert await metric(gate, "kvroute_way_state", site=AWAY) == 0
+            assert await metric(gate, "kvroute_wan_path_state", site=AWAY) == 0
             assert await gate.settles(), gate.leftovers()
 
     uvloop.run(main())
@@ -266,7 +266,7 @@ def test_a_way_that_is_cut_under_an_early_pull_is_blamed(stream: bool) -> None:
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=stream) for n in range(4)])
             assert [answer.status for answer in answers] == [200] * 4
             assert await metric(gate, "kvroute_offload_decisions_total", site=HOME, reason="away_down") == 4
-            stations = gate.gateway.serving.engines
+            stations = gate.gateway.runtime.engines
             assert all(stations[name].availability.breaker.state(1e6) == "closed" for name in stations)
             assert await gate.settles(), gate.leftovers()
 

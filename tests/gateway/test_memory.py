@@ -36,7 +36,7 @@ COPIES = """  offload:
     rule: abundant
     layerwise: true
     copy: {timeout: 10 s}
-    look: 20 ms
+    check_interval: 20 ms
 """
 
 
@@ -112,7 +112,7 @@ def test_requests_leave_no_cycles(way: Callable[[Rig], Coroutine[Any, Any, None]
         section = "  health: {interval: 20 ms}\n  scrape: {interval: 20 ms}\n"
         async with rig(section) as gate:
             await _whole(gate)
-            await until(lambda: len(gate.gateway.serving.measured) == 4)
+            await until(lambda: len(gate.gateway.runtime.measured) == 4)
             with without_collector() as cyclic:
                 for _ in range(2):
                     await way(gate)
@@ -165,7 +165,7 @@ def test_a_retired_cluster_is_gone_when_its_last_request_is(policy: str) -> None
                 assert await gate.gateway.reload(read)
             with without_collector() as cyclic:
                 for number in range(3):
-                    parts = _parts(gate.gateway.serving)
+                    parts = _parts(gate.gateway.runtime)
                     for name in ("one", "two"):
                         assert (await gate.ask(f"{number} {name} {PROMPT}")).status == 200
                     running = asyncio.create_task(gate.ask(PROMPT, tokens=40, stream=True))

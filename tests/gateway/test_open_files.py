@@ -120,7 +120,7 @@ async def occupied(front: Front, engine: Engine, path: str) -> list[asyncio.Task
     async def one(number: int) -> int:
         return (await front.post(completion(prompt=f"held {number}") | {"input": f"{number}"}, path)).status
 
-    pool = front.gateway.serving.engines[engine.name].pool
+    pool = front.gateway.runtime.engines[engine.name].pool
     held: list[asyncio.Task[int]] = []
     while pool.idle:
         held.append(asyncio.create_task(one(len(held))))
@@ -137,7 +137,7 @@ def test_no_descriptor_left_is_told_as_such_and_blames_no_engine(path: str, capl
         gate = Gate()
         engine = Engine("engine", "both", serve=gate.before(tokens))
         async with foreign([engine], CALM + "  breaker: {failures: 1}\n") as front:
-            availability = front.gateway.serving.engines["engine"].availability
+            availability = front.gateway.runtime.engines["engine"].availability
             assert await becomes_true(lambda: front.gateway.ready() == "")
             client = await asyncio.open_connection("127.0.0.1", front.gateway.port)
             held = await occupied(front, engine, path)
@@ -148,7 +148,7 @@ def test_no_descriptor_left_is_told_as_such_and_blames_no_engine(path: str, capl
                     assert b" 503 " in status
                     assert b"no file descriptor left" in body
                 assert await becomes_true(lambda: 'use="client"' in page(front))
-            assert 'kvroute_out_of_files_total{use="engine"} 5' in page(front)
+            assert 'kvroute_file_descriptors_exhausted_total{use="engine"} 5' in page(front)
             assert availability.up
             assert availability.breaker.state(front.gateway.now()) == "closed"
             lines = [record.__dict__["fields"] for record in caplog.records if record.message == "out_of_files"]

@@ -24,7 +24,7 @@ from kvroute.gateway.openai_api.json_fields import (
     values_in,
 )
 from kvroute.gateway.openai_api.openapi import document
-from kvroute.gateway.openai_api.requests import ANSWERS_MAX, IDS_MAX, read_completion, read_passed_on
+from kvroute.gateway.openai_api.requests import ANSWERS_MAX, IDS_MAX, read_completion, read_passthrough
 from kvroute.gateway.openai_api.responses import (
     cached_tokens,
     error_body,
@@ -417,7 +417,7 @@ def test_values_are_counted_wherever_a_piece_ends(before_end: int) -> None:
 def test_a_body_of_very_many_values_is_refused_before_they_are_made(path: bytes, body: bytes) -> None:
     assert str(VALUES_MAX) in refusal(path, body).message
     with pytest.raises(RequestError, match=str(VALUES_MAX)):
-        read_passed_on(path, body)
+        read_passthrough(path, body)
 
 
 def test_too_many_prompts_or_token_ids_are_refused_before_they_are_made() -> None:
@@ -458,11 +458,11 @@ def test_long_lists_of_token_ids_are_read_as_short_ones(separator: str) -> None:
 
 
 def test_only_the_model_is_read_of_other_requests() -> None:
-    assert read_passed_on(b"/v1/embeddings", b'{"model":"m","input":[[1,2]]}').model == "m"
-    assert read_passed_on(b"/tokenize", b"{}").model == ""
+    assert read_passthrough(b"/v1/embeddings", b'{"model":"m","input":[[1,2]]}').model == "m"
+    assert read_passthrough(b"/tokenize", b"{}").model == ""
     for body in (b"[]", b'{"model":1}', b"{", b'{"model":"\xff"}', b'{"a":' + b"[" * 100_000):
         with pytest.raises(RequestError):
-            read_passed_on(b"/tokenize", body)
+            read_passthrough(b"/tokenize", body)
 
 
 @given(
@@ -476,6 +476,6 @@ def test_fields_for_engines_are_taken_out_of_other_requests_and_nothing_else_cha
     body = json.dumps(sent, separators=(" ,", ": ")).encode()
     if escaped:
         body = body.replace(b'"kv_', b'"k\\u0076_').replace(b'"rid', b'"r\\u0069d')
-    there = read_passed_on(b"/tokenize", body).body
+    there = read_passthrough(b"/tokenize", body).body
     assert json.loads(there) == {name: value for name, value in sent.items() if name not in ENGINE_FIELDS}
     assert there == body or not ENGINE_FIELDS.isdisjoint(sent)

@@ -184,7 +184,7 @@ def test_tiers_are_asked_one_by_one_and_failures_are_said_once(caplog: pytest.Lo
     with caplog.at_level("INFO", logger="kvroute"):
         run(scenario)
     events = [record for record in caplog.records if record.name == "kvroute"]
-    assert [record.getMessage() for record in events] == ["telemetry_failed", "telemetry_is_back"]
+    assert [record.getMessage() for record in events] == ["telemetry_failed", "telemetry_recovered"]
     assert all("secret" not in str(record.__dict__) for record in events)
 
 

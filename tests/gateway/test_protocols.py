@@ -185,7 +185,7 @@ def test_an_engine_that_has_restarted_is_asked_for_its_name_again() -> None:
         source = prefill[0]
         async with foreign([source, *decode], "  scrape: {interval: 20 ms}\n") as front:
             assert (await front.post(completion())).status == 200
-            await until(lambda: source.name in front.gateway.serving.measured)
+            await until(lambda: source.name in front.gateway.runtime.measured)
             source.engine_id, source.started_s = "id-new", 2.0
             while source.queries < 2:
                 assert (await front.post(completion())).status == 200

@@ -327,7 +327,7 @@ def test_a_page_of_metrics_is_made_in_pieces_between_which_others_are_served() -
             admission = AdmissionController(AdmissionLimits(in_flight=1, queue=0, queue_wait_s=1.0, per_key=1))
             admission_queue = AdmissionQueue(admission, gateway.metrics, gateway.state, gateway.now)
             endpoints = Endpoints(
-                gateway.serving,
+                gateway.runtime,
                 admission_queue,
                 Keys({}),
                 ready=gateway.ready,

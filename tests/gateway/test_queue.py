@@ -58,14 +58,14 @@ def test_everybody_who_waits_is_answered_when_nobody_can_be_served() -> None:
         async with rig(HELD) as gate:
             (_, first), *waiting = await _clients(gate, 301)
             for name in ("decode0", "decode1"):
-                gate.gateway.serving.engines[name].availability.set_healthy(False, gate.gateway.now())
+                gate.gateway.runtime.engines[name].availability.set_healthy(False, gate.gateway.now())
             first.close()
             async with asyncio.timeout(HANGS_S):
                 statuses = [await _status(*pair) for pair in waiting]
             assert statuses == [b"503"] * 300
             assert await gate.settles(), gate.leftovers()
             for name in ("decode0", "decode1"):
-                gate.gateway.serving.engines[name].availability.set_healthy(True, gate.gateway.now())
+                gate.gateway.runtime.engines[name].availability.set_healthy(True, gate.gateway.now())
             assert (await gate.ask("hi")).status == 200
 
     uvloop.run(run())

@@ -85,10 +85,10 @@ def test_requests_under_way_still_count(tmp_path: Path, scraped: bool) -> None:
     async def run() -> None:
         async with rig(section) as gate:
             if scraped:
-                await until(lambda: len(gate.gateway.serving.measured) == 4)
+                await until(lambda: len(gate.gateway.runtime.measured) == 4)
             gate.slow(100)
             tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT}", tokens=80, stream=True)) for n in range(12)]
-            engines = gate.gateway.serving.engines
+            engines = gate.gateway.runtime.engines
             await until(lambda: sum(engines[name].in_flight for name in ("decode0", "decode1")) == 12)
             assert await gate.gateway.reload(_reader(gate, section))
             gate.slow(1)
@@ -98,7 +98,7 @@ def test_requests_under_way_still_count(tmp_path: Path, scraped: bool) -> None:
             # An engine that reports its load is scraped only once an hour here. The test sends no request meanwhile: a
             # load event also counts the new core's own requests.
             def given_back() -> bool:
-                gate.gateway.serving.events.flush()  # type: ignore[union-attr]
+                gate.gateway.runtime.events.flush()  # type: ignore[union-attr]
                 return not any(event.running for event in _loads(log).values())
 
             if not scraped:
@@ -132,17 +132,17 @@ def test_what_is_cached_where_is_known_still(tmp_path: Path) -> None:
         async with rig(section) as gate:
             for n in range(12):
                 assert (await gate.ask(f"{n % 5} {PROMPT * (1 + n % 3)}")).status == 200
-            before = gate.gateway.serving.control.prefix
+            before = gate.gateway.runtime.control.prefix
             held = [sorted(before.chains(index)) for index in range(4)]
             assert sum(map(len, held)) > 4
             assert await gate.gateway.reload(_reader(gate, section + "  policy: round-robin\n"))
-            after = gate.gateway.serving.control.prefix
+            after = gate.gateway.runtime.control.prefix
             assert after is not before
             assert [sorted(after.chains(index)) for index in range(4)] == held
             assert (await gate.ask(f"0 {PROMPT}")).status == 200
             assert await gate.settles(), gate.leftovers()
             assert await gate.gateway.reload(_reader(gate, "  prompt: {block_tokens: 32}\n"))
-            assert not any(gate.gateway.serving.control.prefix.used_blocks(index) for index in range(4))
+            assert not any(gate.gateway.runtime.control.prefix.used_blocks(index) for index in range(4))
 
     uvloop.run(run())
     assert _replays(log)
@@ -163,15 +163,15 @@ def test_what_foresight_has_learned_stays_known(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with rig(section) as gate:
-            runtime = gate.gateway.serving
+            runtime = gate.gateway.runtime
             learned = (0.0, 0.0, 0.5, -1.0, 0.25), (0.0, 0.0, 2.0, 3.0, 1.0), (0, 0, 2, 3, 1), (None, None, 1, 0, 1)
             runtime.notify(CapacityLearned(runtime.now(), *learned, answers=(7.0, 9.0)))
             runtime.notify(TransferMeasured(runtime.now(), "prefill0", "decode1", 1e9, 5.0))
             assert (await gate.ask(PROMPT)).status == 200
             for policy in ("  policy: round-robin\n  shadow: foresight\n", "  policy: foresight\n"):
-                before = gate.gateway.serving.control
+                before = gate.gateway.runtime.control
                 assert await gate.gateway.reload(_reader(gate, section + policy))
-                after, now = gate.gateway.serving.control, gate.gateway.now()
+                after, now = gate.gateway.runtime.control, gate.gateway.now()
                 assert after is not before
                 known, was = after.learned(now), before.learned(now)
                 assert known is not None
@@ -184,7 +184,7 @@ def test_what_foresight_has_learned_stays_known(tmp_path: Path) -> None:
                 assert any(after.oracle.learned_ratio(now))
                 assert (await gate.ask(PROMPT)).status == 200
             assert await gate.gateway.reload(_reader(gate, section, faster))
-            known = gate.gateway.serving.control.learned(gate.gateway.now())
+            known = gate.gateway.runtime.control.learned(gate.gateway.now())
             assert known is not None
             assert known[2].weight > 0
             assert known[3].weight == 0
@@ -205,7 +205,7 @@ def test_kv_events_are_followed_without_a_break() -> None:
         async with rig(section) as gate:
 
             def known() -> int:
-                prefix = gate.gateway.serving.control.prefix
+                prefix = gate.gateway.runtime.control.prefix
                 return sum(prefix.used_blocks(index) for index in range(4))
 
             # Events published before the gateway subscribes become known only with the next event.
@@ -232,11 +232,11 @@ def test_health_and_breakers_stay_as_they_are() -> None:
         async with rig(section) as gate:
             await gate.goes_down("decode0")
             assert await gate.becomes("decode0", False)
-            availability = gate.gateway.serving.engines["prefill0"].availability
+            availability = gate.gateway.runtime.engines["prefill0"].availability
             for _ in range(2):
                 availability.failed(availability.started(gate.gateway.now()), gate.gateway.now())
             assert await gate.gateway.reload(_reader(gate, section + "  policy: round-robin\n"))
-            engines = gate.gateway.serving.engines
+            engines = gate.gateway.runtime.engines
             assert {name for name, engine in engines.items() if not engine.availability.up} == {
                 "prefill0",
                 "decode0",
@@ -262,7 +262,7 @@ def test_who_comes_back_around_a_reload_is_taken_back() -> None:
             assert await gate.gateway.reload(_reader(gate, section))
             assert await gate.becomes("decode0", False)
             await gate.comes_back("decode0")
-            assert not gate.gateway.serving.engines["decode0"].availability.up
+            assert not gate.gateway.runtime.engines["decode0"].availability.up
             assert await gate.gateway.reload(_reader(gate, section))
             assert await gate.becomes("decode0", True)
 
@@ -291,7 +291,7 @@ def test_three_reloads_at_once_come_one_after_the_other() -> None:
             readers = [one_by_one(_reader(gate, f"{section}  policy: {policy}\n"), policy) for policy in policies]
             assert await asyncio.gather(*[gate.gateway.reload(reader) for reader in readers]) == [True] * 3
             assert most == [1, 1, 1]
-            assert gate.gateway.serving.settings.policy == "netkv"
+            assert gate.gateway.runtime.settings.policy == "netkv"
             assert (await gate.ask(PROMPT)).status == 200
             page = (await gate.get("/metrics")).body.decode()
             assert 'kvroute_reloads_total{outcome="taken"} 3\n' in page
@@ -315,10 +315,10 @@ def test_whatever_a_reader_stumbles_over_the_old_file_is_served(
 
             strange = CLUSTER.replace("name: decode1", "name: decode7")
             taken = f"  log: {{events: {notes}}}\n"
-            before = gate.gateway.serving
+            before = gate.gateway.runtime
             for reader in (broken, _reader(gate, "", strange), _reader(gate, taken)):
                 assert not await gate.gateway.reload(reader)
-            assert gate.gateway.serving is before
+            assert gate.gateway.runtime is before
             assert (await gate.ask(PROMPT)).status == 200
 
     uvloop.run(run())
@@ -343,11 +343,11 @@ def test_settings_are_taken_up_or_it_is_said_that_they_are_not(caplog: pytest.Lo
         push_source = "  oracle: {source: push}\n"
         async with rig(push_source) as gate:
             assert await push(gate, token, "localhost") == 200
-            told = gate.gateway.serving.control.oracle.congestion(gate.gateway.now())
+            told = gate.gateway.runtime.control.oracle.congestion(gate.gateway.now())
             assert told[1] > 0
             plain = CLUSTER.replace("admin: {port: 0}", f"admin: {{port: 0, push_token: {token}, hosts: [ops]}}")
             assert await gate.gateway.reload(_reader(gate, push_source, plain))
-            assert list(gate.gateway.serving.control.oracle.congestion(gate.gateway.now())) == list(told)
+            assert list(gate.gateway.runtime.control.oracle.congestion(gate.gateway.now())) == list(told)
             assert [await push(gate, shown, "ops") for shown in (token, other)] == [200, 401]
             assert await gate.gateway.reload(_reader(gate, push_source, plain.replace(token, other)))
             assert [await push(gate, shown, "ops") for shown in (token, other)] == [401, 200]
@@ -406,7 +406,7 @@ def test_numbers_in_the_log_go_on(tmp_path: Path) -> None:
             for _ in range(3):
                 assert (await gate.ask("hi")).status == 200
             assert await gate.gateway.reload(_reader(gate))
-            assert gate.gateway.serving.next_number() == 3
+            assert gate.gateway.runtime.next_number() == 3
 
     uvloop.run(run())
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.gateway.config.field_types import Wait
-from kvroute.gateway.config.offload import ConversionSection, OffloadSection
+from kvroute.gateway.config.offload import OffloadSection, RoleSwitchSection
 from kvroute.gateway.config.preflight import deployment_of, settings_of, tls_context
 from kvroute.gateway.config.settings import GatewaySettings, TlsSettings
 from kvroute.gateway.openai_api.api_keys import hash_text
@@ -67,11 +67,11 @@ gateway:
   offload:
     threshold: 19.4K tokens
     stay_factor: 3
-    look: 500 ms
+    check_interval: 500 ms
     short_term: {{enabled: false, utilisation_high: 0.9, queue_low: 0 s, step: 1.5, dwell: 1 s, threshold_max: 2M}}
     long_term: {{review: 5 s, window: 1 min, requests_min: 7, gain_min: 0.1, at_once: 2, prefill_min: 0}}
-    way: {{failures: 9, open: 1 s}}
-    conversion: {{url: "http://hook:8000/convert", drain: 1 s, timeout: 2 s, back_off: 3 s}}
+    wan_path: {{failures: 9, open: 1 s}}
+    role_switch: {{url: "http://hook:8000/convert", drain: 1 s, timeout: 2 s, back_off: 3 s}}
 """
 ENVIRON = {"ENGINE_KEY": "x", "WITH_NEWLINE": "x\n"}
 MACHINES = """\
@@ -135,11 +135,11 @@ def test_a_full_section_says_what_it_says() -> None:
 
 
 def test_what_is_said_of_offloading_is_what_the_core_gets(tmp_path: Path) -> None:
-    program = "gateway: {offload: {conversion: {command: [./convert, now]}}}"
+    program = "gateway: {offload: {role_switch: {command: [./convert, now]}}}"
     named = settings_of(program, str(tmp_path / "cluster.yaml")).offload
     assert named is not None
-    assert named.conversion is not None
-    assert named.conversion.command == [str(tmp_path / "convert"), "now"]
+    assert named.role_switch is not None
+    assert named.role_switch.command == [str(tmp_path / "convert"), "now"]
     read = settings_of(FULL, "f", ENVIRON)
     spec = read.control_spec().offload
     assert spec is not None
@@ -169,7 +169,7 @@ def test_the_documented_defaults_of_offloading_are_the_defaults() -> None:
     assert settings_of(OBSERVED, "f").oracle.prometheus is not None
     converted = settings_of(CONVERTED, "f")
     assert converted.offload is not None
-    assert converted.offload.conversion == ConversionSection(url="http://10.0.0.9:8000/convert")
+    assert converted.offload.role_switch == RoleSwitchSection(url="http://10.0.0.9:8000/convert")
     spec = converted.control_spec().offload
     assert spec is not None
     assert spec.long_term.conversions
@@ -189,11 +189,11 @@ OFFLOAD_FAULTS = {
     "rule": ("rule: abundant", "gateway.offload.rule", "copies cached prefixes between datacenters"),
     "auto": ("rule: auto", "gateway.offload.rule", "write `rule: scarce`"),
     "no time to copy": ("copy: {timeout: 0 s}", "gateway.offload.copy.timeout", "between 1 ms and 24 h"),
-    "no hook": ("conversion: {drain: 1 s}", "gateway.offload.conversion", "neither is given"),
-    "two hooks": ('conversion: {url: "http://a/b", command: [c]}', "gateway.offload.conversion", "not both"),
-    "hook of nowhere": ('conversion: {url: "ftp://a"}', "gateway.offload.conversion.url", "http://"),
-    "unknown place": ('conversion: {url: "http://a/{instance}"}', "gateway.offload.conversion.url", "http://"),
-    "no command": ("conversion: {command: []}", "gateway.offload.conversion.command", "length >= 1"),
+    "no hook": ("role_switch: {drain: 1 s}", "gateway.offload.role_switch", "neither is given"),
+    "two hooks": ('role_switch: {url: "http://a/b", command: [c]}', "gateway.offload.role_switch", "not both"),
+    "hook of nowhere": ('role_switch: {url: "ftp://a"}', "gateway.offload.role_switch.url", "http://"),
+    "unknown place": ('role_switch: {url: "http://a/{instance}"}', "gateway.offload.role_switch.url", "http://"),
+    "no command": ("role_switch: {command: []}", "gateway.offload.role_switch.command", "length >= 1"),
     "tokens": ("threshold: 19 bananas", "gateway.offload.threshold", "19.4K tokens"),
     "below the bounds": ("threshold: 10", "gateway.offload.threshold", "outside [1000, 1e+06]"),
     "no band": ("short_term: {utilisation_low: 0.99}", "gateway.offload.short_term", "leave no band"),
@@ -254,7 +254,7 @@ def test_a_decode_instance_that_may_come_to_prefill_needs_its_bootstrap_server()
 
     text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", reached, text)
     assert deployment_of(text, "f", environ={})
-    problems = refused(text + "    conversion: {command: [convert]}\n")
+    problems = refused(text + "    role_switch: {command: [convert]}\n")
     assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7, 12)}
     assert all("bootstrap" in str(problem) for problem in problems)
 

@@ -115,7 +115,7 @@ def poisonous(of: Gate | None = None) -> Serve:
 
 def up(front: Front) -> list[str]:
     """Return the names of the available instances."""
-    return sorted(name for name, station in front.gateway.serving.engines.items() if station.availability.up)
+    return sorted(name for name, station in front.gateway.runtime.engines.items() if station.availability.up)
 
 
 def asked(engines: list[Engine]) -> int:
@@ -192,7 +192,7 @@ def test_a_request_that_one_instance_has_failed_is_no_probe_of_another() -> None
             engine.serve = once
         decode[0].serve = gate.before(tokens)
         async with foreign(prefill + decode[:1], CALM + "  breaker: {open: 1 ms}\n") as front:
-            availability = front.gateway.serving.engines["decode0"].availability
+            availability = front.gateway.runtime.engines["decode0"].availability
             now = front.gateway.now()
             for attempt in [availability.started(now) for _ in range(FAILURES)]:
                 availability.failed(attempt, now)

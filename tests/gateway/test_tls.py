@@ -48,7 +48,7 @@ def test_engines_behind_https(
                 for streams in (False, True):
                     answer = await front.post(completion(stream=streams))
                     assert (answer.status, len(answer.text.split())) == (200, 3)
-                assert all(station.availability.up for station in front.gateway.serving.engines.values())
+                assert all(station.availability.up for station in front.gateway.runtime.engines.values())
             else:
                 assert (await front.post(completion())).status in (502, 503)
                 assert await front.becomes("prefill0", False)

@@ -213,9 +213,9 @@ def test_a_gateway_traces_its_legs_and_what_it_passes_on() -> None:
     with collector() as server:
         run(main(server.url))
     roots = {span.name: span for span in server.spans if span.kind == Span.SPAN_KIND_SERVER}
-    assert set(roots) == {"completions", "passed_on"}
+    assert set(roots) == {"completions", "passthrough"}
     assert {span.parent_span_id.hex() for span in roots.values()} == {PARENT.split(b"-")[2].decode()}
-    for name, legs in (("completions", ["prefill", "decode", "decode"]), ("passed_on", ["passed_on"])):
+    for name, legs in (("completions", ["prefill", "decode", "decode"]), ("passthrough", ["passthrough"])):
         own = [span for span in server.spans if span.parent_span_id == roots[name].span_id]
         assert sorted(span.name for span in own) == sorted(legs)
         assert sum(span.status.code == Status.STATUS_CODE_ERROR for span in own) == (name == "completions")

@@ -24,7 +24,7 @@ from kvroute.gateway.wan.paths import PathAttempt
 from kvroute.topology import parse
 from kvroute.types import Prefill
 
-WAY = "kvroute_way_state"
+WAY = "kvroute_wan_path_state"
 
 
 async def _placed(gate: Rig, site: str, reason: str) -> float:
@@ -124,7 +124,7 @@ def test_a_cut_way_loses_nothing_and_blames_neither_end(tmp_path: Path, stream: 
             assert [answer.status for answer in answers] == [200] * 6
             assert all(answer.text for answer in answers)
             assert await _placed(gate, HOME, "away_down") == 6
-            engines = gate.gateway.serving.engines
+            engines = gate.gateway.runtime.engines
             assert all(engines[name].availability.breaker.state(1e6) == "closed" for name in engines)
             assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
             assert await gate.settles(), gate.leftovers()
@@ -178,7 +178,7 @@ def test_requests_that_every_engine_answers_with_an_error_shut_no_way() -> None:
             assert await metric(gate, WAY, site=AWAY) == 0
             assert (await gate.ask(LONG, stream=True)).status == 200
             assert await _placed(gate, AWAY, "long") == 5
-            engines = gate.gateway.serving.engines
+            engines = gate.gateway.runtime.engines
             assert all(engines[name].availability.breaker.state(1e6) == "closed" for name in engines)
             assert await gate.settles(), gate.leftovers()
 
@@ -190,7 +190,7 @@ def test_a_client_that_leaves_says_nothing_of_the_way() -> None:
         async with two_sites(patience_s=3600.0) as gate:
             await gate.order("far0", "wan", share=0)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(4)]
-            await until(lambda: sum(proxied.computed for proxied in gate.gateway.serving.requests.values()) == 4)
+            await until(lambda: sum(proxied.computed for proxied in gate.gateway.runtime.requests.values()) == 4)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -211,7 +211,7 @@ def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next(cap
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
             assert [answer.status for answer in answers] == [200] * 3
             before = await _placed(gate, AWAY, "long")
-            proxied_requests = gate.gateway.serving.requests
+            proxied_requests = gate.gateway.runtime.requests
             for n in itertools.count():
                 trying = asyncio.create_task(gate.ask(f"{n} tries {LONG}", stream=True))
                 await until(
@@ -227,13 +227,13 @@ def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next(cap
             await asyncio.gather(trying, return_exceptions=True)
             assert await gate.settles(), gate.leftovers()
             await gate.order("far0", "wan", share=1)
-            await until(lambda: gate.gateway.serving.engines["far0"].availability.up)
+            await until(lambda: gate.gateway.runtime.engines["far0"].availability.up)
             assert (await gate.ask(f"next {LONG}", stream=True)).status == 200
             assert await metric(gate, WAY, site=AWAY) == 0
 
     uvloop.run(run())
     levels = {record.message: record.levelname for record in caplog.records if record.message.startswith("way_")}
-    assert levels == {"way_shut": "WARNING", "way_open": "INFO"}
+    assert levels == {"wan_path_closed": "WARNING", "wan_path_open": "INFO"}
 
 
 def test_a_reload_knows_that_a_way_is_shut() -> None:
@@ -267,7 +267,7 @@ def test_a_reload_goes_on_from_the_threshold_that_was_searched(tmp_path: Path) -
         async with two_sites(searched + section) as gate:
             for n in range(8):
                 assert (await gate.ask(f"{n} {LONG if n % 2 else SHORT}", stream=True)).status == 200
-            await until(lambda: gate.gateway.serving.control.offloading.last_review is not None)  # type: ignore[union-attr]
+            await until(lambda: gate.gateway.runtime.control.offloading.last_review is not None)  # type: ignore[union-attr]
             before = await metric(gate, "kvroute_offload_threshold_tokens", site=AWAY)
             endpoints = gate.fleet.ready().instances
             text = TEXT + searched.replace("requests_min: 5", "requests_min: 1000") + section

@@ -49,9 +49,9 @@ LONG, SHORT = "A long prompt indeed. " * 500, "A short prompt. "
 """2,750 and 4 tokens."""
 OFFLOAD = f"""  offload:
     threshold: {THRESHOLD} tokens
-    look: 20 ms
+    check_interval: 20 ms
     short_term: {{enabled: false}}
-    way: {{failures: 2, open: 200 ms}}
+    wan_path: {{failures: 2, open: 200 ms}}
 """
 KV_PATIENCE_S = 0.4
 

@@ -2,7 +2,7 @@
 
 `python dashboard_feed.py PODS RACKS NODES RATE [NAME]` prints its port and runs until its standard input ends; `python
 dashboard_feed.py two AWAY PREFILL DECODE RATE` has two datacenters, and each line of its standard input is the next
-event between them: `cut`, `try`, `mend`, `convert` or `converted`; in any cluster `panic` or `calm`. With `foresight`
+event between them: `cut`, `try`, `hint`, `convert` or `converted`; in any cluster `panic` or `calm`. With `foresight`
 as the first argument it is the acting policy and NetKV the shadow policy; otherwise the reverse.
 """
 

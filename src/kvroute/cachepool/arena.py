@@ -20,7 +20,7 @@ class Arena:
 
     def __init__(self, capacity_blocks: int) -> None:
         if capacity_blocks < 0:
-            raise InputError(f"{capacity_blocks} blocks", where="capacity_blocks", mend="give 0 or more")
+            raise InputError(f"{capacity_blocks} blocks", where="capacity_blocks", hint="give 0 or more")
         self.capacity_blocks = capacity_blocks
         self._table: IntArray = np.zeros((7, capacity_blocks + 1), np.int64)
         self._table[kernels.STACK] = np.arange(capacity_blocks, -1, -1) - 1  # the lowest number is on top

@@ -46,11 +46,11 @@ class HotspotSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.window_reads < 1:
-            raise InputError(f"{self.window_reads} reads", where="window_reads", mend="give 1 or more")
+            raise InputError(f"{self.window_reads} reads", where="window_reads", hint="give 1 or more")
         if self.reads_min < 1:
-            raise InputError(f"{self.reads_min} reads", where="reads_min", mend="give 1 or more")
+            raise InputError(f"{self.reads_min} reads", where="reads_min", hint="give 1 or more")
         if not (math.isfinite(self.factor) and self.factor > 1):
-            raise InputError(f"a factor of {self.factor}", where="factor", mend="give a number above 1, e.g. 1.5")
+            raise InputError(f"a factor of {self.factor}", where="factor", hint="give a number above 1, e.g. 1.5")
 
 
 class CopySpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,10 +69,10 @@ class CopySpec(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, seconds in (("review_s", self.review_s), ("budget_s", self.budget_s)):
             if not 0 < seconds < math.inf:
-                raise InputError(f"{seconds} s", where=f"copies.{name}", mend="give finite seconds above 0")
+                raise InputError(f"{seconds} s", where=f"copies.{name}", hint="give finite seconds above 0")
         if not 0 <= self.abundant_below <= 1:
             what = f"a utilisation of {self.abundant_below}"
-            raise InputError(what, where="copies.abundant_below", mend="give a share, 0 to 1")
+            raise InputError(what, where="copies.abundant_below", hint="give a share, 0 to 1")
 
 
 @dataclass(slots=True)
@@ -117,10 +117,10 @@ class Hotspots:
         size = self._prefixes.block_tokens
         if place not in self._prefixes.places:
             what = f"no place {place.instance!r} in {place.cluster!r}"
-            raise InputError(what, where="place", mend="see `places`")
+            raise InputError(what, where="place", hint="see `places`")
         if not 0 <= tokens <= len(blocks) * size:
             what = f"{tokens} tokens of a chain of {len(blocks) * size}"
-            raise InputError(what, where="tokens", mend="give what was reused")
+            raise InputError(what, where="tokens", hint="give what was reused")
         if tokens >= size:
             self._reads.append((place, blocks[: tokens // size], tokens))
 

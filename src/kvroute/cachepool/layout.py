@@ -49,7 +49,7 @@ class Layout:
             InputError: blocks of less than one token, or a model that caches nothing.
         """
         if block_tokens < 1:
-            raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", mend="give 1 or more")
+            raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", hint="give 1 or more")
         windows: dict[int, float] = {}
         for layers in model.layers:
             if layers.kind == "sliding":
@@ -64,7 +64,7 @@ class Layout:
         token_bytes = model.kv_bytes_per_token
         block_bytes = token_bytes * block_tokens or max((s.nbytes(s.window_tokens) for s in states), default=0.0)
         if not block_bytes:
-            raise InputError(f"{model.name} caches nothing", where="model", mend="give a model with attention layers")
+            raise InputError(f"{model.name} caches nothing", where="model", hint="give a model with attention layers")
         return cls(block_tokens, block_bytes, token_bytes, tuple(states))
 
     def capacity_blocks(self, capacity_bytes: float) -> int:

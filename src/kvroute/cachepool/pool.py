@@ -139,7 +139,7 @@ class CachePool:
         depth, end = _checked(tokens, "tokens") // self.layout.block_tokens, len(lease.blocks)
         if depth > end:
             what = f"{tokens} tokens of a chain of {end * self.layout.block_tokens}"
-            raise InputError(what, where="tokens", mend="count the tokens of whole blocks")
+            raise InputError(what, where="tokens", hint="count the tokens of whole blocks")
         if lease.era != self._era:
             return
         if self.layout.token_bytes and depth > lease.filled:
@@ -191,7 +191,7 @@ class CachePool:
         for tokens in lengths:
             if tokens % size or not 0 <= tokens <= len(blocks) * size:
                 what = f"no block of a chain of {len(blocks)} ends at {tokens} tokens"
-                raise InputError(what, where="states_at", mend=f"give multiples of {size}")
+                raise InputError(what, where="states_at", hint=f"give multiples of {size}")
         return [tokens // size for tokens in lengths]
 
     def _states(self, blocks: Blocks, reused: int, depths: list[int]) -> tuple[list[HeldState], list[HeldState]]:
@@ -244,15 +244,15 @@ class CachePool:
 
     def _check(self, lease: Lease) -> None:
         if lease not in self._leases:
-            raise InputError("the lease has ended, or is another pool's", where="lease", mend="end every lease once")
+            raise InputError("the lease has ended, or is another pool's", where="lease", hint="end every lease once")
 
     def _check_size(self, block_tokens: int) -> None:
         if block_tokens != self.layout.block_tokens:
             what = f"hashes of blocks of {block_tokens} tokens, where the pool has {self.layout.block_tokens}"
-            raise InputError(what, where="block_tokens", mend="hash prompts with the pool's block size")
+            raise InputError(what, where="block_tokens", hint="hash prompts with the pool's block size")
 
 
 def _checked(count: int, where: str) -> int:
     if count < 0:
-        raise InputError(f"{count} is negative", where=where, mend="give 0 or more")
+        raise InputError(f"{count} is negative", where=where, hint="give 0 or more")
     return count

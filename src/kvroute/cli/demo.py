@@ -59,7 +59,7 @@ def demo(
     try:
         from kvroute.experiments.live import Question, playable
     except ImportError as error:
-        raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
+        raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
     from kvroute.experiments.simulation import Workload
     from kvroute.report.dashboard_page import dashboard_page
     from kvroute.sim.workload import PROFILES
@@ -68,7 +68,7 @@ def demo(
     for name in policies:
         ControlSpec(decode=name, prefill=prefill).check()
     if profile not in PROFILES:
-        raise InputError(f"unknown profile {profile!r}", where="--profile", mend=f"use one of {', '.join(PROFILES)}")
+        raise InputError(f"unknown profile {profile!r}", where="--profile", hint=f"use one of {', '.join(PROFILES)}")
     loaded = topology.load(cluster)
     tell(loaded.remarks)
     make_folder(out, "--out")

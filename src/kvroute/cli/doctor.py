@@ -67,7 +67,7 @@ def doctor(
         from kvroute.gateway.http.open_files import raise_limit
         from kvroute.gateway.lifecycle.deployment import Deployment
     except ImportError as error:
-        raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
+        raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
     options = Options(pairs=_pairs(pairs), timeout_s=_timeout_s(timeout), prompt_tokens=prompt_tokens)
     deployment = Deployment.read(cluster)
     tell(deployment.cluster.remarks)
@@ -88,7 +88,7 @@ def _pairs(text: str) -> int | None:
     if text == "all":
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise InputError(f"{text!r} is no number of pairs", where="--pairs", mend="give a number, or all")
+        raise InputError(f"{text!r} is no number of pairs", where="--pairs", hint="give a number, or all")
     return int(text)
 
 
@@ -96,9 +96,9 @@ def _timeout_s(text: str) -> float:
     try:
         seconds = duration_s(text)
     except InputError as error:
-        raise InputError(error.what, where="--timeout", mend=error.mend) from None
+        raise InputError(error.what, where="--timeout", hint=error.hint) from None
     if seconds <= 0.0:
-        raise InputError("there is no time to ask anything", where="--timeout", mend="give a time above 0, such as 30s")
+        raise InputError("there is no time to ask anything", where="--timeout", hint="give a time above 0, such as 30s")
     return seconds
 
 
@@ -110,7 +110,7 @@ def _key(option: str | None, of_file: str | None) -> str:
     key = os.environ.get(name, "")
     if option is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         what = f"the environment variable {name} is not set, or holds what is no key"
-        raise InputError(what, where="--key-env", mend=f"export {name}=...")
+        raise InputError(what, where="--key-env", hint=f"export {name}=...")
     return key
 
 

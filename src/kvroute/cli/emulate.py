@@ -84,7 +84,7 @@ def emulate(
 
         from kvroute.emulator import EmulatedClusterSettings
     except ImportError as error:
-        raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
+        raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
     if ready_file is not None:
         check_writable(ready_file, "--ready-file")
     settings = EmulatedClusterSettings(
@@ -108,12 +108,12 @@ def shares_by_tier(text: str) -> tuple[float, ...]:
         shares = ()
     for share in shares:
         if not 0 <= share < 1:
-            raise InputError(f"{share:g} is no share", where="--background", mend="give 0 or more and less than 1")
+            raise InputError(f"{share:g} is no share", where="--background", hint="give 0 or more and less than 1")
     if len(shares) == 1:
         return (0.0,) + shares * (TIER_COUNT - 1)
     if len(shares) != TIER_COUNT:
-        mend = f"give one number, or {TIER_COUNT} with commas"
-        raise InputError(f"{text!r} are no shares by tier", where="--background", mend=mend)
+        hint = f"give one number, or {TIER_COUNT} with commas"
+        raise InputError(f"{text!r} are no shares by tier", where="--background", hint=hint)
     return shares
 
 

@@ -88,8 +88,8 @@ def experiment(
         return
     family, chosen = _chosen(names)
     if trace_dir is not None and family != "never-worse":
-        mend = "leave it out: only never-worse reads a folder of traces"
-        raise InputError(f"{family} does not take it", where="--trace-dir", mend=mend)
+        hint = "leave it out: only never-worse reads a folder of traces"
+        raise InputError(f"{family} does not take it", where="--trace-dir", hint=hint)
     check_where(on)
     asked = Asked(
         reading=reading_name,
@@ -143,11 +143,11 @@ def _chosen(names: Sequence[str]) -> tuple[str, list[Experiment]]:
         if family is None:
             known = [*FAMILIES, *(one for experiments in FAMILIES.values() for one in experiments)]
             near = get_close_matches(name, known, 1)
-            mend = (f"did you mean {near[0]}? " if near else "") + f"choose among {', '.join(known)}"
-            raise InputError(f"there is no experiment {name!r}", mend=mend)
+            hint = (f"did you mean {near[0]}? " if near else "") + f"choose among {', '.join(known)}"
+            raise InputError(f"there is no experiment {name!r}", hint=hint)
         families[family] = None
         chosen |= FAMILIES[family] if name == family else {name: FAMILIES[family][name]}
     if len(families) > 1:
         what = f"{' and '.join(families)} are different publications"
-        raise InputError(what, mend="run one after the other: they have different profiles and settings")
+        raise InputError(what, hint="run one after the other: they have different profiles and settings")
     return next(iter(families)), list(chosen.values())

@@ -23,7 +23,7 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
 
     if asked.reading != "paper" or asked.changes or asked.trace:
         what = "prefix-copies has one reading, no fields and requests of its own"
-        raise InputError(what, where="prefix-copies", mend="leave out --reading, --set and --trace")
+        raise InputError(what, where="prefix-copies", hint="leave out --reading, --set and --trace")
     folder = asked.folder(asked.reading)
     for one in chosen:
         sweep = asked.sweep(one, asked.reading)

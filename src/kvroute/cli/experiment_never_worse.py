@@ -57,8 +57,8 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
 def _refuse(asked: Asked) -> None:
     for given, option in ((asked.reading != "paper", "--reading"), (asked.changes, "--set"), (asked.trace, "--trace")):
         if given:
-            mend = "each cell has its own; recorded traces come from --trace-dir"
-            raise InputError("never-worse does not take it", where=option, mend=mend)
+            hint = "each cell has its own; recorded traces come from --trace-dir"
+            raise InputError("never-worse does not take it", where=option, hint=hint)
 
 
 def _runnable(one: Experiment, asked: Asked, missing: dict[str, str]) -> list[Cell]:
@@ -66,7 +66,7 @@ def _runnable(one: Experiment, asked: Asked, missing: dict[str, str]) -> list[Ce
     sweep = asked.sweep(one, "never-worse")
     seeds = asked.seeds[:SEEN_SEEDS] if one.name == FORESEEN.name else asked.seeds
     if asked.cell is not None and sweep[0].profile in missing:
-        raise InputError(missing[sweep[0].profile], where="--cell", mend="or choose another cell")
+        raise InputError(missing[sweep[0].profile], where="--cell", hint="or choose another cell")
     return [cell for cell in sweep if cell.profile not in missing and cell.seed in seeds]
 
 

@@ -60,7 +60,7 @@ def explain(
     found = [] if number is None else _about(number, read_log(log)[1])
     if not found:
         what = f"has no decision about request {request}"
-        raise InputError(what, where=str(log), mend=_what_there_is(read_log(log)[1]))
+        raise InputError(what, where=str(log), hint=_what_there_is(read_log(log)[1]))
     assert number is not None
     for made, learned in zip(found, learned_at(log, number, len(found)), strict=True):
         made.learned = learned

@@ -28,8 +28,8 @@ def key_new(
     try:
         msgspec.convert(name, Name)
     except msgspec.ValidationError as error:
-        mend = "use letters, digits, `-`, `_` and `.`, and begin with a letter or a digit"
-        raise InputError(f"{name!r} is no name for a key", where="NAME", mend=mend) from error
+        hint = "use letters, digits, `-`, `_` and `.`, and begin with a letter or a digit"
+        raise InputError(f"{name!r} is no name for a key", where="NAME", hint=hint) from error
     key, hashed = new_key(secrets.token_bytes(32))
     if as_json:
         print_json({"name": name, "key": key, "hash": hashed})

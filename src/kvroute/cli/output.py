@@ -68,7 +68,7 @@ def make_folder(path: Path, where: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"{path} is no folder to write to ({error.strerror})", where=where, mend="give another"
+            f"{path} is no folder to write to ({error.strerror})", where=where, hint="give another"
         ) from None
 
 
@@ -76,7 +76,7 @@ def check_writable(path: Path, where: str) -> None:
     """Raise an InputError that names the option `where` if a file cannot be written there; called before long work."""
     if path.is_dir() or not (os.access(path if path.exists() else path.parent, os.W_OK)):
         why = "it is a folder" if path.is_dir() else "no such folder" if not path.parent.is_dir() else "not allowed"
-        raise InputError(f"{path} cannot be written ({why})", where=where, mend="give another")
+        raise InputError(f"{path} cannot be written ({why})", where=where, hint="give another")
 
 
 def write_whole(path: Path, text: str, where: str) -> None:
@@ -86,7 +86,7 @@ def write_whole(path: Path, text: str, where: str) -> None:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror})", where=where, mend="give another") from None
+        raise InputError(f"{path} cannot be written ({error.strerror})", where=where, hint="give another") from None
 
 
 def _plain_progress(title: str) -> Iterator[Callable[[int, int], None]]:

@@ -90,13 +90,13 @@ def egress(
     """
     if gpus % gpus_per_instance:
         what = f"{gpus} GPUs are no whole number of instances of {gpus_per_instance}"
-        raise InputError(what, where="--gpus", mend=f"give a multiple of {gpus_per_instance}")
+        raise InputError(what, where="--gpus", hint=f"give a multiple of {gpus_per_instance}")
     count = _token_count(tokens)
     if not prefill and gpus_per_instance != 8:
-        mend = "measure one prompt and give --prefill"
-        raise InputError("the published table is of instances of 8 GPUs", where="--gpus-per-instance", mend=mend)
+        hint = "measure one prompt and give --prefill"
+        raise InputError("the published table is of instances of 8 GPUs", where="--gpus-per-instance", hint=hint)
     if prefill and not model:
-        raise InputError("--prefill needs --model", mend="it is the time of one model; name which")
+        raise InputError("--prefill needs --model", hint="it is the time of one model; name which")
     rows = [_egress_row(name, count, gpus, gpus_per_instance, prefill) for name in model or PUBLISHED_GBPS]
     if as_json:
         print_json({"gpus": gpus, "gpus_per_instance": gpus_per_instance, "tokens": count, "models": rows})
@@ -121,7 +121,7 @@ def _egress_row(name: str, tokens: int, gpus: int, gpus_per_instance: int, prefi
     if prefill:
         found, seconds = find_model(name), _prefill_s(prefill)
         if not seconds > 0:
-            raise InputError("a prefill takes time", where="--prefill", mend="give what you measured, e.g. '1.84 s'")
+            raise InputError("a prefill takes time", where="--prefill", hint="give what you measured, e.g. '1.84 s'")
         each, key, source = found.kv_bytes(tokens) / seconds, found.name, f"KV size over {prefill.strip()}"
     else:
         each, source = published_kv_bytes_per_s(key, tokens), "PrfaaS Table 3, 8 H200"
@@ -141,5 +141,5 @@ def _token_count(text: str) -> int:
     match = _TOKENS.fullmatch(text.strip())
     count = int(match[1]) * (1024 if match[2] else 1) if match else 0
     if not count:
-        raise InputError(f"{text!r} is no number of tokens", where="--tokens", mend="write 32768 or 32K")
+        raise InputError(f"{text!r} is no number of tokens", where="--tokens", hint="write 32768 or 32K")
     return count

@@ -55,10 +55,10 @@ def replay_log(
         file, line = records.place
         if error.where in (str(file), f"{file}:{line}"):
             raise
-        mend = "record the run again"
+        hint = "record the run again"
         if differing is not None:
-            mend = f"the decisions differ from line {differing[1]} of {differing[0]} on"
-        raise InputError(f"an event that cannot be: {error.what}", where=f"{file}:{line}", mend=mend) from None
+            hint = f"the decisions differ from line {differing[1]} of {differing[0]} on"
+        raise InputError(f"an event that cannot be: {error.what}", where=f"{file}:{line}", hint=hint) from None
     if as_json:
         counted = {"events": events, "decisions": decisions}
         beside = {"shadow": msgspec.to_builtins(tally)} if tally.policy else {}

@@ -125,7 +125,7 @@ class Scenario(Entry, frozen=True, kw_only=True):
         """Return the review interval; a threshold search and hotspot copies need regular reviews."""
         if self.review_s is not None:
             return float(self.review_s)
-        looks_s = [] if self.offload is None else [float(self.offload.look_s)]
+        looks_s = [] if self.offload is None else [float(self.offload.check_interval_s)]
         looks_s += [] if self.copies is None else [float(self.copies.review_s)]
         return min(looks_s, default=None)
 
@@ -155,14 +155,14 @@ def read_scenario(path: Path, cluster: Cluster | None = None) -> Scenario:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise InputError(f"cannot be read ({why})", where=str(path), mend="give a YAML file") from None
+        raise InputError(f"cannot be read ({why})", where=str(path), hint="give a YAML file") from None
     scenario, lines = read_mapping(text, str(path), Scenario, _BEGIN)
     try:
         scenario.copy_spec()
         scenario.offload_spec()
         scenario.settings(SimSettings())
     except InputError as error:
-        raise InputError(error.what, where=f"{path}: {error.where}".removesuffix(": "), mend=error.mend) from None
+        raise InputError(error.what, where=f"{path}: {error.where}".removesuffix(": "), hint=error.hint) from None
     if cluster is not None:
         _check_links(scenario, lines, cluster)
     return scenario
@@ -176,7 +176,7 @@ def _check_links(scenario: Scenario, lines: Lines, cluster: Cluster) -> None:
         try:
             links_named(cluster, link)
         except InputError as error:
-            faults.append(lines.error(error.what, key, error.mend))
+            faults.append(lines.error(error.what, key, error.hint))
     if not faults:
         faults += _endless_cuts(scenario, lines, cluster)
     if faults:
@@ -192,5 +192,5 @@ def _endless_cuts(scenario: Scenario, lines: Lines, cluster: Cluster) -> Iterato
         change = scenario.changes[number]
         if change.share == 0:
             what = f"{change.link!r} is cut for good, and a transfer that needs it never ends"
-            mend = f"add a change of {change.link!r} after it, with a share above 0"
-            yield lines.error(what, ("changes", number, "share"), mend)
+            hint = f"add a change of {change.link!r} after it, with a share above 0"
+            yield lines.error(what, ("changes", number, "share"), hint)

@@ -95,9 +95,9 @@ def serve(
     try:
         import uvloop
     except ImportError as error:
-        raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
+        raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
     if log_format not in (None, "text", "json"):
-        raise InputError(f"unknown format {log_format!r}", where="--log-format", mend="use text or json")
+        raise InputError(f"unknown format {log_format!r}", where="--log-format", hint="use text or json")
 
     def adjust(settings: GatewaySettings) -> GatewaySettings:
         if shadow is not None:
@@ -142,8 +142,8 @@ def _adjusted(
     listen = replace(listen, host=host or listen.host, port=listen.port if port is None else port)
     admin = replace(admin, port=admin.port if admin_port is None else admin_port)
     if listen.port == admin.port != 0:
-        mend = "give --port and --admin-port different numbers"
-        raise InputError(f"clients and the operator would share port {admin.port}", mend=mend)
+        hint = "give --port and --admin-port different numbers"
+        raise InputError(f"clients and the operator would share port {admin.port}", hint=hint)
     logs = replace(logs, events=str(log) if log else logs.events, format=log_format or logs.format)
     changed = replace(
         settings,
@@ -264,9 +264,9 @@ def _engines(cluster: Path, kv_scale: float, background: str, seed: int | None) 
     try:
         temporary = tempfile.TemporaryDirectory(prefix="kvroute-")
     except OSError as error:
-        mend = "set TMPDIR to a folder that can be"
+        hint = "set TMPDIR to a folder that can be"
         raise InputError(
-            f"no temporary folder can be written ({error.strerror})", where="--embedded", mend=mend
+            f"no temporary folder can be written ({error.strerror})", where="--embedded", hint=hint
         ) from None
     with temporary as folder:
         ready = Path(folder, "ready.json")
@@ -300,4 +300,4 @@ def _wait_for(process: subprocess.Popen[bytes], ready: Path) -> dict[str, Endpoi
         if ready.exists() and (text := ready.read_bytes()).endswith(b"\n"):
             return msgspec.json.decode(text, type=dict[str, dict[str, Endpoint]])["instances"]
         time.sleep(0.02)
-    raise InputError(f"the emulated engines were not ready within {_READY_S:g} s", mend="try a smaller cluster")
+    raise InputError(f"the emulated engines were not ready within {_READY_S:g} s", hint="try a smaller cluster")

@@ -230,7 +230,7 @@ def simulate(
     """
     if profile and profile not in PROFILES:
         raise InputError(
-            f"there is no profile {profile!r}", where="--profile", mend=f"choose one of {_names(PROFILES)}"
+            f"there is no profile {profile!r}", where="--profile", hint=f"choose one of {_names(PROFILES)}"
         )
     played = read_scenario(scenario, cluster_of(str(cluster))) if scenario else Scenario()
     question = Question(
@@ -313,16 +313,16 @@ def _weights(text: str) -> dict[str, float]:
         cache, load = (float(part) for part in text.split(","))
     except ValueError:
         raise InputError(
-            f"{text!r} is not two weights", where="--cla-weights", mend="write cache,load, e.g. 1,0.7"
+            f"{text!r} is not two weights", where="--cla-weights", hint="write cache,load, e.g. 1,0.7"
         ) from None
     return {"cache_weight": cache, "load_weight": load}
 
 
 def _check_log(question: Question, policies: list[str], seeds: int, log: Path) -> None:
     if len(policies) != 1 or seeds != 1:
-        raise InputError("a log holds one run", where="--log", mend="give one --policy and --seeds 1")
+        raise InputError("a log holds one run", where="--log", hint="give one --policy and --seeds 1")
     if question.workload.trace and log.exists() and log.samefile(question.workload.trace):
-        raise InputError("the log would take the place of the trace", where="--log", mend="give another file")
+        raise InputError("the log would take the place of the trace", where="--log", hint="give another file")
     check_can_create(log)
 
 

@@ -40,8 +40,8 @@ class Asked:
         """
         for name in self.profiles:
             if name not in one.profiles:
-                mend = f"choose among {', '.join(one.profiles)}"
-                raise InputError(f"there is no profile {name!r}", where="--profile", mend=mend)
+                hint = f"choose among {', '.join(one.profiles)}"
+                raise InputError(f"there is no profile {name!r}", where="--profile", hint=hint)
         wanted = tuple(name for name in one.profiles if not self.profiles or name in self.profiles)
         sweep = cells(one, reading, wanted, self.seeds)
         return sweep if self.cell is None else _matching(sweep, one, self.cell)
@@ -52,12 +52,12 @@ def _matching(sweep: list[Cell], one: Experiment, text: str) -> list[Cell]:
     parts = [part.strip() for part in text.split(",")]
     form = ",".join(("profile", *one.axes, "policy"))
     if len(parts) != len(one.axes) + 2:
-        raise InputError(f"{text!r} is not a cell of {one.name}", where="--cell", mend=f"write {form}")
+        raise InputError(f"{text!r} is not a cell of {one.name}", where="--cell", hint=f"write {form}")
     try:
         values = [float(part) for part in parts[1:-1]]
     except ValueError:
         raise InputError(
-            f"{text!r} has an axis value that is no number", where="--cell", mend=f"write {form}"
+            f"{text!r} has an axis value that is no number", where="--cell", hint=f"write {form}"
         ) from None
     found = [
         cell
@@ -66,6 +66,6 @@ def _matching(sweep: list[Cell], one: Experiment, text: str) -> list[Cell]:
     ]
     if not found:
         points = [f"{axis}: {', '.join(f'{value:g}' for value in values)}" for axis, values in one.axes.items()]
-        mend = "; ".join((f"profiles: {', '.join(one.profiles)}", *points, f"policies: {', '.join(one.policies)}"))
-        raise InputError(f"{one.name} has no cell {text!r}", where="--cell", mend=mend)
+        hint = "; ".join((f"profiles: {', '.join(one.profiles)}", *points, f"policies: {', '.join(one.policies)}"))
+        raise InputError(f"{one.name} has no cell {text!r}", where="--cell", hint=hint)
     return found

@@ -106,7 +106,7 @@ def run(
     try:
         from kvroute.experiments.live import playable
     except ImportError as error:
-        raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
+        raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
     from kvroute.control import ControlSpec
     from kvroute.experiments.simulation import Workload
     from kvroute.experiments.testbed import POLICIES, course
@@ -115,7 +115,7 @@ def run(
     for wanted in policy or POLICIES:
         ControlSpec(decode=wanted, prefill=prefill).check()
     if profile not in PROFILES:
-        raise InputError(f"unknown profile {profile!r}", where="--profile", mend=f"use one of {', '.join(PROFILES)}")
+        raise InputError(f"unknown profile {profile!r}", where="--profile", hint=f"use one of {', '.join(PROFILES)}")
     workload = Workload(
         trace=str(trace) if trace else "",
         generated_requests=requests,
@@ -149,10 +149,10 @@ def down(
     Example: [bold]sudo kvroute testbed down examples/testbed-literal.yaml[/bold]
     """
     if not everything and name is None and file is None:
-        raise InputError("which testbed?", where="testbed down", mend="give its cluster file, --name or --all")
+        raise InputError("which testbed?", where="testbed down", hint="give its cluster file, --name or --all")
     if everything and (name is not None or file is not None):
         what = f"it takes every testbed away, not only {name or file}"
-        raise InputError(what, where="--all", mend="leave out the one or the other")
+        raise InputError(what, where="--all", hint="leave out the one or the other")
     namespaces.check_tools()
     runs = known() if everything else [_run(name, topology.load(file).name if file else "")]
     for each in runs:
@@ -161,7 +161,7 @@ def down(
         said = f"{len(there)} things of testbed {each.name} are gone" if there else f"nothing was left of {each.name}"
         remarks().print(said, highlight=False)
     if left := [thing for each in runs for thing in each.remains()]:
-        raise InputError(f"still there: {', '.join(left)}", where="testbed down", mend="try again")
+        raise InputError(f"still there: {', '.join(left)}", where="testbed down", hint="try again")
 
 
 def _run(name: str | None, cluster: str) -> Run:
@@ -172,7 +172,7 @@ def _build(scale: float, queues: str, background: str, seed: int) -> Build:
     for known_one in get_args(Discipline):
         if queues == known_one:
             return Build(scale=scale, queues=known_one, background=shares_by_tier(background), seed=seed)
-    raise InputError(f"unknown queues {queues!r}", where="--queues", mend="use fair or fifo")
+    raise InputError(f"unknown queues {queues!r}", where="--queues", hint="use fair or fifo")
 
 
 @contextmanager

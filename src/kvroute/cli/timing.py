@@ -48,7 +48,7 @@ def fit(
     Example: [bold]kvroute timing fit perf_model.csv --model llama2-70b --hardware h100-80gb --tp 4[/bold]
     """
     if not _NAME.fullmatch(name):
-        raise InputError(f"{name!r} is no name", where="--name", mend="use letters, digits, '.', '_' and '-'")
+        raise InputError(f"{name!r} is no name", where="--name", hint="use letters, digits, '.', '_' and '-'")
     prefill, decode = _fit_all(files, model, hardware, tp, kind)
     if as_json:
         print_json({"name": name, "prefill": _plain(prefill), "decode": _plain(decode)})
@@ -69,7 +69,7 @@ def _fit_all(
         fits = fit_profile(profile, kind)
         for part, before, now in (("prefill", prefill, fits[0]), ("decode", decode, fits[1])):
             if before is not None and now is not None:
-                raise InputError(f"measures {part} a second time", where=str(file), mend="give one file for each part")
+                raise InputError(f"measures {part} a second time", where=str(file), hint="give one file for each part")
         prefill, decode = prefill or fits[0], decode or fits[1]
     return prefill, decode
 

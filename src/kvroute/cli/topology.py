@@ -87,16 +87,16 @@ def new(
     Example: [bold]kvroute topology new --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000[/bold]
     """
     if protocol not in get_args(KvProtocol):
-        mend = f"choose one of {', '.join(get_args(KvProtocol))}"
-        raise InputError(f"there is no protocol {protocol!r}", where="--protocol", mend=mend)
+        hint = f"choose one of {', '.join(get_args(KvProtocol))}"
+        raise InputError(f"there is no protocol {protocol!r}", where="--protocol", hint=hint)
     try:
         find_model(model)
     except InputError as error:
-        raise InputError(error.what, where=f"--model: {error.where}".removesuffix(": "), mend=error.mend) from None
+        raise InputError(error.what, where=f"--model: {error.where}".removesuffix(": "), hint=error.hint) from None
     try:
         nic_bytes_per_s = bandwidth_bytes_per_s(nic)
     except InputError as error:
-        raise InputError(error.what, where="--nic", mend=error.mend) from None
+        raise InputError(error.what, where="--nic", hint=error.hint) from None
     text = draft(
         name,
         prefill or (),
@@ -112,7 +112,7 @@ def new(
         parse(text, where=str(out or name))
     except InputErrors as errors:
         # The file does not exist yet, so line numbers would be useless to the reader.
-        problems = [InputError(fault.what, where=_option(fault), mend=fault.mend) for fault in errors.problems]
+        problems = [InputError(fault.what, where=_option(fault), hint=fault.hint) for fault in errors.problems]
         raise InputErrors(problems) from None
     if out is None:
         typer.echo(text, nl=False)
@@ -121,10 +121,10 @@ def new(
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise InputError("is there already", where=str(out), mend="give another file to --out") from None
+        raise InputError("is there already", where=str(out), hint="give another file to --out") from None
     except OSError as error:
-        mend = "give another file to --out"
-        raise InputError(f"cannot be written ({error.strerror})", where=str(out), mend=mend) from None
+        hint = "give another file to --out"
+        raise InputError(f"cannot be written ({error.strerror})", where=str(out), hint=hint) from None
     typer.echo(f"wrote {out}; next: {own_command()} topology check {out}")
 
 
@@ -189,7 +189,7 @@ def _checked(file: Path) -> tuple[Cluster, bool]:
 
 def _check_picture(path: Path, ending: str) -> None:
     if path.suffix != ending:
-        raise InputError(f"{path} does not end in {ending}", mend=f"name the picture {path.with_suffix(ending)}")
+        raise InputError(f"{path} does not end in {ending}", hint=f"name the picture {path.with_suffix(ending)}")
     check_writable(path, f"--{ending[1:]}")
 
 
@@ -200,7 +200,7 @@ def _option(fault: InputError) -> str:
 
 def _fault(problem: InputError) -> dict[str, Any]:
     line, field = (problem.line, problem.field) if isinstance(problem, FileError) else (0, "")
-    return {"line": line, "field": field, "what": problem.what, "mend": problem.mend}
+    return {"line": line, "field": field, "what": problem.what, "hint": problem.hint}
 
 
 def _counts(cluster: Cluster) -> dict[str, int]:

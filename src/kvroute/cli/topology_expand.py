@@ -34,20 +34,20 @@ def expand_file(
     Example: [bold]kvroute topology expand examples/small.yaml --endpoints prefill0=http://10.0.0.1:8000[/bold]
     """
     if protocol not in get_args(KvProtocol):
-        mend = f"choose one of {', '.join(get_args(KvProtocol))}"
-        raise InputError(f"there is no protocol {protocol!r}", where="--protocol", mend=mend)
+        hint = f"choose one of {', '.join(get_args(KvProtocol))}"
+        raise InputError(f"there is no protocol {protocol!r}", where="--protocol", hint=hint)
     cluster = parse(read_text(file), str(file))
     tell(cluster.remarks)
     try:
         placed = with_endpoints(cluster.file, _addresses(endpoints or []), cast(KvProtocol, protocol))
     except InputError as error:
-        raise InputError(error.what, where="--endpoints", mend=error.mend) from None
+        raise InputError(error.what, where="--endpoints", hint=error.hint) from None
     text = f"# {file.name}, written out by `kvroute topology expand`.\n{placed.to_yaml()}"
     try:
         written_out = parse(text, where="--endpoints")
     except InputErrors as errors:
         # The file does not exist yet, so line numbers would be useless to the reader.
-        problems = [InputError(fault.what, where="--endpoints", mend=fault.mend) for fault in errors.problems]
+        problems = [InputError(fault.what, where="--endpoints", hint=fault.hint) for fault in errors.problems]
         raise InputErrors(problems) from None
     if out is None:
         typer.echo(text, nl=False)
@@ -56,10 +56,10 @@ def expand_file(
         with out.open("x", encoding="utf-8") as written:
             written.write(text)
     except FileExistsError:
-        raise InputError("is there already", where=str(out), mend="give another file to --out") from None
+        raise InputError("is there already", where=str(out), hint="give another file to --out") from None
     except OSError as error:
-        mend = "give another file to --out"
-        raise InputError(f"cannot be written ({error.strerror})", where=str(out), mend=mend) from None
+        hint = "give another file to --out"
+        raise InputError(f"cannot be written ({error.strerror})", where=str(out), hint=hint) from None
     lacking = [each.name for each in written_out.instances if each.endpoint is None]
     after = f"give an endpoint to {', '.join(lacking)}" if lacking else f"{own_command()} serve {out}"
     typer.echo(f"wrote {out}; next: {after}")

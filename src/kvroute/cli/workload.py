@@ -79,7 +79,7 @@ def show(
     if (file is None) != generated:
         raise InputError("give either a FILE or --generate", where="kvroute trace show")
     if file is not None and seed is not None and p_share is None:
-        raise InputError("nothing of a file is drawn", where="--seed", mend="leave it out, or give --p-share too")
+        raise InputError("nothing of a file is drawn", where="--seed", hint="leave it out, or give --p-share too")
     seed = seed or 0
     if file is None:
         trace = _generated(requests or DEFAULT_REQUESTS, rate, seed, profile)
@@ -143,7 +143,7 @@ def _generated(requests: int, rate_per_s: float | None, seed: int, profile: str)
 def _profile(name: str) -> Profile:
     if name not in PROFILES:
         raise InputError(
-            f"there is no profile {name!r}", where="--profile", mend=f"choose one of {', '.join(PROFILES)}"
+            f"there is no profile {name!r}", where="--profile", hint=f"choose one of {', '.join(PROFILES)}"
         )
     return PROFILES[name]
 

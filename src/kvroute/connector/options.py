@@ -72,7 +72,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return self.token
         secret = environ.get(self.token_env, "")
         if not secret:
-            raise InputError(f"{self.token_env} is not set", where="token_env", mend="export it before vllm starts")
+            raise InputError(f"{self.token_env} is not set", where="token_env", hint="export it before vllm starts")
         return secret
 
     def advertised(self) -> str:
@@ -94,25 +94,25 @@ def read_options(extra: Mapping[str, Any]) -> Options:
     for word in extra:
         if word not in known:
             near = get_close_matches(word, known, 1)
-            mend = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise InputError(f"unknown option {word!r}", where="kv_connector_extra_config", mend=mend)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise InputError(f"unknown option {word!r}", where="kv_connector_extra_config", hint=hint)
     try:
         options = msgspec.convert(dict(extra), Options)
     except msgspec.ValidationError as error:
         raise InputError(str(error), where="kv_connector_extra_config") from None
     if options.token and options.token_env:
-        raise InputError("token and token_env are both given", where="kv_connector_extra_config", mend="keep one")
+        raise InputError("token and token_env are both given", where="kv_connector_extra_config", hint="keep one")
     if not (options.token or options.token_env or _loopback(options.host)):
         raise InputError(
             f"anybody who reaches {options.host} could read the KV cache",
             where="kv_connector_extra_config.host",
-            mend="give token_env (or token), the same on all instances",
+            hint="give token_env (or token), the same on all instances",
         )
     if options.congestion_control and not _congestion_control(options.congestion_control):
         raise InputError(
             f"this system has no congestion control {options.congestion_control!r}",
             where="kv_connector_extra_config.congestion_control",
-            mend="see /proc/sys/net/ipv4/tcp_available_congestion_control",
+            hint="see /proc/sys/net/ipv4/tcp_available_congestion_control",
         )
     return options
 

@@ -78,9 +78,9 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _check(self, vllm_config: Any, kv_cache_config: Any) -> None:
         where, parallel = "KvrouteConnector", vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
-            raise InputError("pipeline parallelism is not supported", where=where, mend="use tensor parallelism")
+            raise InputError("pipeline parallelism is not supported", where=where, hint="use tensor parallelism")
         if max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1:
-            raise InputError("context parallelism is not supported", where=where, mend="use tensor parallelism")
+            raise InputError("context parallelism is not supported", where=where, hint="use tensor parallelism")
         if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) != 1:
             raise InputError("models with several kinds of KV cache are not supported", where=where)
 

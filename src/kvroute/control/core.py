@@ -119,7 +119,7 @@ class Control:
     def _arrived(self, event: Arrived) -> tuple[Decision, ...]:
         request = event.request
         if request.id in self._journeys:
-            raise InputError(f"request {request.id} has already arrived", mend="give every request its own id")
+            raise InputError(f"request {request.id} has already arrived", hint="give every request its own id")
         model = self._view.model_name(request)
         if model is None:
             what = f"model {request.model!r}" if request.model else "a request without a model, for there are several"
@@ -141,7 +141,7 @@ class Control:
     def _prefill_finished(self, event: PrefillFinished) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         if journey.prefill < 0:
-            raise InputError(f"prefill of request {event.request_id} has already finished", mend=_ONCE)
+            raise InputError(f"prefill of request {event.request_id} has already finished", hint=_ONCE)
         self._view.prefill[journey.model].release(journey.prefill, event.at)
         journey.prefill = -1
         self._dispatch.end_copy(journey, event.at)
@@ -154,13 +154,13 @@ class Control:
     def _prefill_failed(self, event: PrefillFailed) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         if journey.prefill < 0:
-            raise InputError(f"prefill of request {event.request_id} is not under way", mend=_ONCE)
+            raise InputError(f"prefill of request {event.request_id} is not under way", hint=_ONCE)
         return self._again(journey, journey.source, event.at)
 
     def _decode_failed(self, event: DecodeFailed) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         if journey.position < 0:
-            raise InputError(f"decode of request {event.request_id} is not under way", mend=_ONCE)
+            raise InputError(f"decode of request {event.request_id} is not under way", hint=_ONCE)
         alone = journey.source == journey.target
         joint = self._cluster.instances[journey.source].protocol == "sglang"
         if event.kv_lost and self._dispatch.is_offloaded(journey):
@@ -190,7 +190,7 @@ class Control:
     def _transfer_finished(self, event: TransferFinished) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         if not journey.in_transfer:
-            raise InputError(f"request {event.request_id} has no transfer under way", mend=_ONCE)
+            raise InputError(f"request {event.request_id} has no transfer under way", hint=_ONCE)
         self._dispatch.end_transfer(journey, event.at, landed=True)
         if event.free_kv_bytes is not None and journey.pool is not None:
             journey.pool.free_kv_bytes[journey.position] = event.free_kv_bytes
@@ -199,7 +199,7 @@ class Control:
     def _admitted(self, event: Admitted) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         if journey.pool is None or journey.position < 0 or journey.admitted:
-            raise InputError(f"request {event.request_id} does not wait for a decode slot", mend=_ONCE)
+            raise InputError(f"request {event.request_id} does not wait for a decode slot", hint=_ONCE)
         journey.pool.admit(journey.position)
         journey.admitted = True
         return ()
@@ -222,8 +222,8 @@ class Control:
     def _journey(self, request_id: int) -> Booking:
         journey = self._journeys.get(request_id)
         if journey is None:
-            mend = "it has not arrived, was rejected or has left"
-            raise InputError(f"request {request_id} is not in flight", mend=mend)
+            hint = "it has not arrived, was rejected or has left"
+            raise InputError(f"request {request_id} is not in flight", hint=hint)
         return journey
 
     def _kv_stored(self, event: KvStored) -> tuple[Decision, ...]:
@@ -250,7 +250,7 @@ class Control:
         index = self._cluster.index(event.instance)
         if self.offloading is None or not self.offloading.may_convert(index):
             what = f"instance {event.instance} does not change its role"
-            raise InputError(what, mend="conversions are for the prefill and decode instances of `offload`")
+            raise InputError(what, hint="conversions are for the prefill and decode instances of `offload`")
         drained = self._view.roles[index] is None
         self._view.set_role(index, event.role)
         if drained:
@@ -259,7 +259,7 @@ class Control:
 
     def _copy_finished(self, event: CopyFinished) -> tuple[Decision, ...]:
         if not self._prefixes.ended(event.at, event.copy_id, landed=event.landed):
-            raise InputError(f"no copy {event.copy_id} is under way", mend="tell the end of every copy once")
+            raise InputError(f"no copy {event.copy_id} is under way", hint="tell the end of every copy once")
         return ()
 
     def _review_due(self, event: ReviewDue) -> tuple[Decision, ...]:
@@ -279,7 +279,7 @@ class Control:
         if self.offloading is None or not self.offloading.restore_threshold(
             event.site, event.tokens, event.base_tokens
         ):
-            raise InputError(f"{event.site} is no datacenter to offload to", mend="name one that only prefills")
+            raise InputError(f"{event.site} is no datacenter to offload to", hint="name one that only prefills")
         return ()
 
     def _capacity_learned(self, event: CapacityLearned) -> tuple[Decision, ...]:

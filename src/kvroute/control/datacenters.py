@@ -34,8 +34,8 @@ class Datacenters:
         prfaas = tuple(site for site in range(len(names)) if site not in decodes)
         if not prfaas or not pd:
             what = "no datacenter prefills only" if pd else "no datacenter decodes"
-            mend = "offloading needs one with prefill instances alone and one with decode instances"
-            raise InputError(what, where=cluster.name, mend=mend)
+            hint = "offloading needs one with prefill instances alone and one with decode instances"
+            raise InputError(what, where=cluster.name, hint=hint)
         egress = tuple(
             math.inf if site in decodes else min(_way_bytes_per_s(cluster, names[site], names[home]) for home in pd)
             for site in range(len(names))
@@ -51,7 +51,7 @@ def _way_bytes_per_s(cluster: Cluster, source: str, target: str) -> float:
     """Bandwidth of the narrowest link group on the path between two datacenters, summed over the links of the group."""
     route = cluster.routes.get((source, target))
     if not route:
-        raise InputError(f"no link leads from {source} to {target}", where=cluster.name, mend="add it under `wan`")
+        raise InputError(f"no link leads from {source} to {target}", where=cluster.name, hint="add it under `wan`")
     ways = []
     for entry, forward in route:
         links = cluster.cables.wan[entry][0 if forward else 1]

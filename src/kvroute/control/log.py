@@ -78,8 +78,8 @@ class EventLog:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
             self._file: IO[bytes] = os.fdopen(descriptor, "wb", buffering=_BUFFER_BYTES)
         except OSError as error:
-            mend = "give a file in a folder that exists"
-            raise InputError(f"cannot be written ({error.strerror})", where=str(path), mend=mend) from None
+            hint = "give a file in a folder that exists"
+            raise InputError(f"cannot be written ({error.strerror})", where=str(path), hint=hint) from None
         self.nbytes = self._file.write(_ENCODER.encode(header) + b"\n")
         """Bytes written so far."""
 
@@ -155,14 +155,14 @@ def read_header(path: Path) -> LogHeader:
         with path.open("rb") as file:
             line = file.readline()
     except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend=_LOG_MEND) from None
+        raise InputError(f"cannot be read ({error.strerror})", where=str(path), hint=_LOG_MEND) from None
     if not line:
-        raise InputError("the log is empty", where=str(path), mend=_LOG_MEND)
+        raise InputError("the log is empty", where=str(path), hint=_LOG_MEND)
     try:
         return _HEADERS.decode(line)
     except msgspec.DecodeError as error:
         why = f" of this version ({error})" if is_log(line) else ""
-        raise InputError(f"is not a kvroute log{why}", where=f"{path}:1", mend=_LOG_MEND) from None
+        raise InputError(f"is not a kvroute log{why}", where=f"{path}:1", hint=_LOG_MEND) from None
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -184,8 +184,8 @@ def parts_of(path: Path) -> list[Path]:
             parts.setdefault(other.part, file)
     for number in range(min(parts), max(parts)):
         if number not in parts:
-            mend = f"put it back beside {path.name}"
-            raise InputError(f"part {number} of this log is missing", where=str(path), mend=mend)
+            hint = f"put it back beside {path.name}"
+            raise InputError(f"part {number} of this log is missing", where=str(path), hint=hint)
     return [parts[number] for number in sorted(parts)]
 
 
@@ -205,8 +205,8 @@ def check_whole(path: Path, header: LogHeader) -> None:
     """Raises InputError if the first part of the log is missing: the log then cannot be replayed."""
     if header.part > 1:
         what = f"the log begins with its part {header.part}, and a replay starts from the first"
-        mend = "raise gateway.log.total_size to keep more, or reload the gateway to begin another log"
-        raise InputError(what, where=str(path), mend=mend)
+        hint = "raise gateway.log.total_size to keep more, or reload the gateway to begin another log"
+        raise InputError(what, where=str(path), hint=hint)
 
 
 class Records:
@@ -228,7 +228,7 @@ class Records:
         except msgspec.DecodeError as error:
             file, number = self.place
             what = f"broken record ({error})"
-            raise InputError(what, where=f"{file}:{number}", mend="record the run again") from None
+            raise InputError(what, where=f"{file}:{number}", hint="record the run again") from None
 
     def _read(self, files: Sequence[Path], header: LogHeader) -> Iterator[bytes]:
         for part, path in enumerate(files, start=header.part):
@@ -241,7 +241,7 @@ class Records:
                         elif line.endswith(b"\n"):
                             yield line
             except OSError as error:
-                raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend=_LOG_MEND) from None
+                raise InputError(f"cannot be read ({error.strerror})", where=str(path), hint=_LOG_MEND) from None
 
 
 def _check_part(line: bytes, path: Path, log_id: str, part: int) -> None:
@@ -252,7 +252,7 @@ def _check_part(line: bytes, path: Path, log_id: str, part: int) -> None:
         header = None
     if header is None or (header.log_id, header.part) != (log_id, part):
         what = f"is no longer part {part} of the log, because files were renamed while it was read"
-        raise InputError(what, where=str(path), mend="read the log again")
+        raise InputError(what, where=str(path), hint="read the log again")
 
 
 def replay(control: Control, records: Iterable[LogRecord]) -> Iterator[tuple[LogRecord, tuple[Decision, ...]]]:

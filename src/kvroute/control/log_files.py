@@ -25,14 +25,14 @@ def check_can_create(path: Path) -> None:
     refuse_other_files(path)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         why = "it is a folder" if path.is_dir() else "no such folder" if not path.parent.is_dir() else "not allowed"
-        raise InputError(f"cannot be written ({why})", where=str(path), mend="give a file in a folder that exists")
+        raise InputError(f"cannot be written ({why})", where=str(path), hint="give a file in a folder that exists")
 
 
 def refuse_other_files(path: Path) -> None:
     """Raises InputError if the file exists and is not a log: a log must not overwrite a cluster file or a trace."""
     start = _start(path)
     if start and not is_log(start):
-        raise InputError("is there already and is no kvroute log", where=str(path), mend="give another file")
+        raise InputError("is there already and is no kvroute log", where=str(path), hint="give another file")
 
 
 def numbered(path: Path) -> list[Path]:
@@ -65,8 +65,8 @@ def rotate(path: Path) -> Path | None:
     try:
         path.replace(kept)
     except OSError as error:
-        mend = "give a file in a folder that may be written"
-        raise InputError(f"cannot be renamed to {kept.name} ({error.strerror})", where=str(path), mend=mend) from None
+        hint = "give a file in a folder that may be written"
+        raise InputError(f"cannot be renamed to {kept.name} ({error.strerror})", where=str(path), hint=hint) from None
     return kept
 
 

@@ -52,15 +52,15 @@ class EmulatedClusterSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.kv_scale <= 1:
-            raise InputError(f"kv_scale is {self.kv_scale}", mend="give 0 to 1")
+            raise InputError(f"kv_scale is {self.kv_scale}", hint="give 0 to 1")
         if self.block_tokens < 1:
-            raise InputError(f"block_tokens is {self.block_tokens}", mend="give 1 or more")
+            raise InputError(f"block_tokens is {self.block_tokens}", hint="give 1 or more")
         if not 0 < self.kv_expiry_s < float("inf"):
-            raise InputError(f"kv_expiry_s is {self.kv_expiry_s}", mend="give seconds above 0")
+            raise InputError(f"kv_expiry_s is {self.kv_expiry_s}", hint="give seconds above 0")
         if not self.kv_patience_s > 0:
-            raise InputError(f"kv_patience_s is {self.kv_patience_s}", mend="give seconds above 0")
+            raise InputError(f"kv_patience_s is {self.kv_patience_s}", hint="give seconds above 0")
         if len(self.background) != TIER_COUNT or any(not 0 <= share < 1 for share in self.background):
-            raise InputError(f"background is {self.background}", mend=f"give {TIER_COUNT} shares in [0, 1)")
+            raise InputError(f"background is {self.background}", hint=f"give {TIER_COUNT} shares in [0, 1)")
 
 
 class EndpointList(msgspec.Struct, frozen=True):
@@ -145,7 +145,7 @@ class EmulatedCluster:
             return host, 0, 0, free, free
         if instance.endpoint is None:
             what = f"instance {instance.name} has no endpoint"
-            raise InputError(what, where=self._cluster.name, mend="give it one, or let the system choose ports")
+            raise InputError(what, where=self._cluster.name, hint="give it one, or let the system choose ports")
         url = urlsplit(instance.endpoint.url)
         _, _, bootstrap = instance.endpoint.bootstrap.rpartition(":")
         return (

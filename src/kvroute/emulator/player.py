@@ -194,7 +194,7 @@ class Client:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise InputError(f"{url!r} is no http:// address", where="url", mend="give http://host:port")
+            raise InputError(f"{url!r} is no http:// address", where="url", hint="give http://host:port")
         self._host, self._port = parts.hostname, parts.port or 80
         self._idle: list[Connection] = []
 

@@ -56,12 +56,12 @@ class Traces:
         found = [("generated", "")]
         if given:
             if not Path(given).is_dir():
-                raise InputError("there is no such folder", where=given, mend=_GIVE)
+                raise InputError("there is no such folder", where=given, hint=_GIVE)
             for name, files in _FILES.items():
                 paths = sorted(path for file in files for path in Path(given).rglob(file))
                 found += [(name, str(path)) for path in paths[:1]]
             if len(found) == 1:
-                raise InputError("this folder holds none of the recorded traces", where=given, mend=_GIVE)
+                raise InputError("this folder holds none of the recorded traces", where=given, hint=_GIVE)
         return cls(tuple(found))
 
     def path(self, case: Case) -> str | None:
@@ -214,12 +214,12 @@ def results_of(path: Path) -> list[Record]:
     """
     found = [record for record in finished(path).values() if record.cell.profile in CASES]
     for record in found:
-        cell, config, mend = record.cell, record.config, "choose another --out or delete that file"
+        cell, config, hint = record.cell, record.config, "choose another --out or delete that file"
         if config.get("case") != _plain(CASES[cell.profile]):
-            raise InputError(f"holds results of another cell {cell.profile!r}", where=str(path), mend=mend)
+            raise InputError(f"holds results of another cell {cell.profile!r}", where=str(path), hint=hint)
         variant = _plain(VARIANTS.get(cell.policy))
         if config.get("variant", variant) != variant:
-            raise InputError(f"holds results of another {cell.policy!r}", where=str(path), mend=mend)
+            raise InputError(f"holds results of another {cell.policy!r}", where=str(path), hint=hint)
     return found
 
 

@@ -150,7 +150,7 @@ def requests_of(study: PrfaasStudy, scenario: Scenario, rate_per_s: float, seed:
     room = len(trace.requests) - needed
     if room < 0:
         what = f"{len(trace.requests)} requests are too few: at {rate_per_s:.2f}/s a run may need {needed}"
-        raise InputError(what, where=trace.name, mend="give a longer trace, or --set burst_load to less")
+        raise InputError(what, where=trace.name, hint="give a longer trace, or --set burst_load to less")
     first = int(room * ((seed * 0.6180339887) % 1.0))
     part = Trace(trace.name, trace.requests[first : first + needed])
     return scenario.traffic.of_trace(part, rate_per_s, END_S)

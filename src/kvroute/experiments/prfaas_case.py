@@ -106,10 +106,10 @@ def assumptions(changes: Sequence[str] = ()) -> Assumptions:
     for change in changes:
         field, _, value = change.partition("=")
         if not value:
-            raise InputError(f"{change!r} gives no value", where="--set", mend="write field=value")
+            raise InputError(f"{change!r} gives no value", where="--set", hint="write field=value")
         if field not in fields or field == "name":
             known = ", ".join(key for key in fields if key != "name")
-            raise InputError(f"the PrfaaS experiments have no field {field!r}", where="--set", mend=f"known: {known}")
+            raise InputError(f"the PrfaaS experiments have no field {field!r}", where="--set", hint=f"known: {known}")
         fields[field] = value
     fields["name"] = "+".join((str(fields["name"]), *changes))
     try:

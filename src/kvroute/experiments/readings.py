@@ -112,13 +112,13 @@ def unfit(kind: type, changes: Sequence[str], fault: str) -> InputError:
     choices = [str(each) for each in get_args(get_type_hints(kind).get(name))]
     expected = re.fullmatch(r"Expected `(.+)`, got `.+`", what)
     if "enum" in what and choices:
-        problem, mend = "there is no such value", f"choose one of {', '.join(choices)}"
+        problem, hint = "there is no such value", f"choose one of {', '.join(choices)}"
     else:
-        problem, mend = (
+        problem, hint = (
             f"the value is no {expected[1].replace('float', 'number')}" if expected else what,
             "give one that fits",
         )
-    return InputError(f"{given}: {problem}", where="--set", mend=mend)
+    return InputError(f"{given}: {problem}", where="--set", hint=hint)
 
 
 def reading(name: str, changes: Sequence[str] = ()) -> Reading:
@@ -129,17 +129,17 @@ def reading(name: str, changes: Sequence[str] = ()) -> Reading:
     """
     if name not in READINGS:
         raise InputError(
-            f"there is no reading {name!r}", where="--reading", mend=f"choose one of {', '.join(READINGS)}"
+            f"there is no reading {name!r}", where="--reading", hint=f"choose one of {', '.join(READINGS)}"
         )
     fields = msgspec.to_builtins(READINGS[name])
     for change in changes:
         field, _, value = change.partition("=")
         if not value:
-            raise InputError(f"{change!r} gives no value", where="--set", mend="write field=value")
+            raise InputError(f"{change!r} gives no value", where="--set", hint="write field=value")
         holder = fields["times"] if field in fields["times"] else fields
         if field not in holder or field in ("name", "about", "times"):
             known = ", ".join(key for key in (*fields, *fields["times"]) if key not in ("name", "about", "times"))
-            raise InputError(f"a reading has no field {field!r}", where="--set", mend=f"known: {known}")
+            raise InputError(f"a reading has no field {field!r}", where="--set", hint=f"known: {known}")
         holder[field] = value
     fields["name"] = "+".join((name, *changes))
     try:

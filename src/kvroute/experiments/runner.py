@@ -39,8 +39,8 @@ def finished(path: Path) -> dict[str, Record]:
     except FileNotFoundError:
         return records
     except OSError as error:
-        mend = "choose another folder"
-        raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend=mend) from None
+        hint = "choose another folder"
+        raise InputError(f"cannot be read ({error.strerror})", where=str(path), hint=hint) from None
     whole, length = 0, path.stat().st_size
     with lines:
         for number, line in enumerate(lines, start=1):
@@ -48,8 +48,8 @@ def finished(path: Path) -> dict[str, Record]:
                 record = _DECODER.decode(line)
             except msgspec.DecodeError as error:
                 if line.endswith(b"\n"):  # a complete line: do not remove it
-                    mend = "delete that line or choose another folder"
-                    raise InputError(f"is not a result ({error})", where=f"{path}:{number}", mend=mend) from None
+                    hint = "delete that line or choose another folder"
+                    raise InputError(f"is not a result ({error})", where=f"{path}:{number}", hint=hint) from None
                 break
             if not line.endswith(b"\n"):
                 break
@@ -100,8 +100,8 @@ def run_cells(
     for record in records.values():
         for name, value in (config or {}).items():
             if record.config.get(name) != value:
-                mend = "choose another --out or delete that file"
-                raise InputError(f"holds results of another {name}", where=str(path), mend=mend)
+                hint = "choose another --out or delete that file"
+                raise InputError(f"holds results of another {name}", where=str(path), hint=hint)
     missing = [cell for cell in cells if cell.key not in records]
     codes = {policy: code_of(policy) for policy in {cell.policy for cell in missing}}  # before the source can change
     progress(len(cells) - len(missing), len(cells))
@@ -120,9 +120,9 @@ def run_cells(
 def check_where(on: str) -> None:
     """Raise InputError if `on` is neither "local" nor "ray", or if Ray is not installed."""
     if on not in ("local", "ray"):
-        raise InputError(f"cannot run on {on!r}", where="--on", mend="choose local or ray")
+        raise InputError(f"cannot run on {on!r}", where="--on", hint="choose local or ray")
     if on == "ray" and find_spec("ray") is None:
-        raise InputError("Ray is not installed", where="--on ray", mend="pip install 'kvroute[ray]'")
+        raise InputError("Ray is not installed", where="--on ray", hint="pip install 'kvroute[ray]'")
 
 
 def stream(cells: Sequence[Cell], run_cell: RunCell, on: str = "local", workers: int | None = None) -> Iterator[Record]:

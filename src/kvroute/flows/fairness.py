@@ -25,7 +25,7 @@ def max_min_rates(
     at_most = [math.inf] * len(links) if ceilings is None else ceilings
     for flow, path in enumerate(links):
         if not path and at_most[flow] == math.inf:
-            raise InputError("a flow without links has no rate", where=f"paths[{flow}]", mend="name at least one link")
+            raise InputError("a flow without links has no rate", where=f"paths[{flow}]", hint="name at least one link")
     rates = [0.0] * len(paths)
     room = list(capacities)
     rising: dict[int, set[int]] = {link: set() for link in sorted(set().union(*links))}
@@ -73,7 +73,7 @@ def fill_to_the_end(
         held = None if ceilings is None else [ceilings[flow] for flow in active]
         rates = max_min_rates([paths[flow] for flow in active], [weights[flow] for flow in active], capacities, held)
         if active and not min(rates) > 0.0:
-            raise InputError("a flow has no bandwidth and never finishes", mend="give every link a capacity above zero")
+            raise InputError("a flow has no bandwidth and never finishes", hint="give every link a capacity above zero")
         ends = [now + left[flow] / rate for flow, rate in zip(active, rates, strict=True)]
         to = min(ends + [starts_s[flow] for flow in waiting[-1:]])
         for flow, rate, end in list(zip(active, rates, ends, strict=True)):

@@ -75,7 +75,7 @@ class FlowNetwork:
         InputError for an id that is in flight, an unknown link or class, or numbers out of range.
         """
         if flow in self._slot:
-            raise InputError(f"flow {flow} is in flight already", mend="give every active flow its own number")
+            raise InputError(f"flow {flow} is in flight already", hint="give every active flow its own number")
         links, effective = self._checked(path, nbytes, weight, traffic_class)
         if ceiling_bytes_per_s != math.inf:
             links = self._held(links, ceiling_bytes_per_s)
@@ -132,7 +132,7 @@ class FlowNetwork:
         (1e-12 of the duration) finish together.
         """
         if not self.now <= to < math.inf:
-            raise InputError(f"time cannot go from {self.now} s to {to} s", mend="advance to a later, finite time")
+            raise InputError(f"time cannot go from {self.now} s to {to} s", hint="advance to a later, finite time")
         if self._next_slot != _UNKNOWN and self._next_s > to:
             self.now = to
             return []
@@ -154,7 +154,7 @@ class FlowNetwork:
         """Change several links' capacities from `now` on; both arguments have one entry per changed link."""
         numbers, values = np.asarray(links, np.int64), np.asarray(bytes_per_s, np.float64)
         if numbers.shape != values.shape or numbers.ndim != 1:
-            raise InputError(f"{numbers.size} links but {values.size} capacities", mend="give one capacity per link")
+            raise InputError(f"{numbers.size} links but {values.size} capacities", hint="give one capacity per link")
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < self._links):
             raise InputError(f"a link is not one of 0 to {self._links - 1}", where="set_capacities")
         _check_capacities(numbers.tolist(), values)
@@ -234,13 +234,13 @@ class FlowNetwork:
         if len(set(links)) != len(links):
             links = tuple(dict.fromkeys(links))
         if links and not (min(links) >= 0 and max(links) < self._links):
-            raise InputError(f"path {list(links)} leaves the links 0 to {self._links - 1}", mend="use known links")
+            raise InputError(f"path {list(links)} leaves the links 0 to {self._links - 1}", hint="use known links")
         if not 0.0 <= nbytes < math.inf:
-            raise InputError(f"a transfer of {nbytes} bytes", mend="give a size that is finite and not negative")
+            raise InputError(f"a transfer of {nbytes} bytes", hint="give a size that is finite and not negative")
         multiplier = self._classes.get(traffic_class)
         if multiplier is None:
             known = ", ".join(sorted(self._classes))
-            raise InputError(f"traffic class {traffic_class!r} is unknown", mend=f"choose one of {known}")
+            raise InputError(f"traffic class {traffic_class!r} is unknown", hint=f"choose one of {known}")
         effective = weight * multiplier
         if not WEIGHT_MIN <= effective <= WEIGHT_MAX:
             _check_weight(effective, f"a flow of class {traffic_class!r}")
@@ -249,7 +249,7 @@ class FlowNetwork:
     def _known(self, flow: FlowId) -> int:
         slot = self._slot.get(flow)
         if slot is None:
-            raise InputError(f"flow {flow} is not in flight", mend="name a flow that has started and not finished")
+            raise InputError(f"flow {flow} is not in flight", hint="name a flow that has started and not finished")
         return slot
 
     def _release(self, slot: int) -> FlowId:
@@ -297,7 +297,7 @@ class FlowNetwork:
 def _check_weight(weight: float, where: str) -> None:
     if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
         raise InputError(
-            f"weight {weight} is not between {WEIGHT_MIN:g} and {WEIGHT_MAX:g}", where=where, mend="scale the weights"
+            f"weight {weight} is not between {WEIGHT_MIN:g} and {WEIGHT_MAX:g}", where=where, hint="scale the weights"
         )
 
 
@@ -308,10 +308,10 @@ def _check_capacities(links: Sequence[LinkId], capacity: npt.NDArray[np.float64]
         raise InputError(
             f"capacity {capacity[at]} is not a number of bytes per second",
             where=f"link {links[at]}",
-            mend="give a finite capacity of 0 or more",
+            hint="give a finite capacity of 0 or more",
         )
 
 
 def _check_ceiling(bytes_per_s: float) -> None:
     if not bytes_per_s >= 0.0:
-        raise InputError(f"a ceiling of {bytes_per_s} bytes per second", mend="give 0 or more, inf for none")
+        raise InputError(f"a ceiling of {bytes_per_s} bytes per second", hint="give 0 or more, inf for none")

@@ -62,7 +62,7 @@ def read_scenario(path: Path) -> Scenario:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path), mend="name a readable file") from error
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path), hint="name a readable file") from error
     return parse_scenario(text, where=str(path))
 
 
@@ -70,7 +70,7 @@ def parse_scenario(text: bytes | str, where: str = "scenario") -> Scenario:
     """Parse and check a scenario from JSON text; `where` is its name in errors. Raises InputError or InputErrors."""
     data = text.encode() if isinstance(text, str) else text
     if not data.strip():
-        raise InputError("the file is empty", where=where, mend=_SCENARIO_MEND)
+        raise InputError("the file is empty", where=where, hint=_SCENARIO_MEND)
     try:
         scenario = msgspec.json.decode(data, type=Scenario)
     except msgspec.ValidationError as error:
@@ -80,8 +80,8 @@ def parse_scenario(text: bytes | str, where: str = "scenario") -> Scenario:
             raise foreign from error
         at = re.search(r"byte (\d+)", str(error))
         line = data[: int(at.group(1)) if at else len(data)].count(b"\n") + 1
-        raise InputError(f"bad JSON: {error}", where=f"{where}, line {line}", mend="correct the JSON") from error
-    problems = [InputError(what, where=f"{where}, {place}", mend=mend) for place, what, mend in _faults(scenario)]
+        raise InputError(f"bad JSON: {error}", where=f"{where}, line {line}", hint="correct the JSON") from error
+    problems = [InputError(what, where=f"{where}, {place}", hint=hint) for place, what, hint in _faults(scenario)]
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -93,14 +93,14 @@ def _invalid(error: str, where: str) -> InputError:
     """Convert msgspec's message about a field to an InputError."""
     what, _, field = error.partition(" - at ")
     place = field.strip("`").removeprefix("$").removeprefix(".")
-    mend = "correct the field" if place else _SCENARIO_MEND
+    hint = "correct the field" if place else _SCENARIO_MEND
     if missing := re.fullmatch(r"Object missing required field (.*)", what):
         what = f"{missing[1]} is missing"
     elif unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what):
         what = f"unknown field `{unknown[1]}`"
         kind = Link if place.startswith("links") else Flow
-        mend = nearest(unknown[1], [known.encode_name for known in msgspec.structs.fields(kind)])
-    return InputError(what, where=f"{where}, {place}" if place else where, mend=mend)
+        hint = nearest(unknown[1], [known.encode_name for known in msgspec.structs.fields(kind)])
+    return InputError(what, where=f"{where}, {place}" if place else where, hint=hint)
 
 
 def _foreign(data: bytes, where: str) -> InputError | None:
@@ -108,10 +108,10 @@ def _foreign(data: bytes, where: str) -> InputError | None:
     if data.lstrip().startswith((b"{", b"[")):
         return None
     try:
-        what, mend = other_kind(data.decode(), Scenario) or ("this is YAML, not JSON", _SCENARIO_MEND)
+        what, hint = other_kind(data.decode(), Scenario) or ("this is YAML, not JSON", _SCENARIO_MEND)
     except (UnicodeDecodeError, InputErrors):
         return None
-    return InputError(what, where=where, mend=mend)
+    return InputError(what, where=where, hint=hint)
 
 
 def completion_times(scenario: Scenario) -> list[float]:
@@ -137,7 +137,7 @@ def completion_times(scenario: Scenario) -> list[float]:
     run(math.inf)
     for flow, end_s in zip(scenario.flows, ends_s, strict=True):
         if end_s == math.inf:
-            raise InputError(f"flow {flow.id} never ends", mend="give its links a capacity above zero")
+            raise InputError(f"flow {flow.id} never ends", hint="give its links a capacity above zero")
     return ends_s
 
 
@@ -158,8 +158,8 @@ def _faults(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
     for k, flow in enumerate(scenario.flows):
         if uses[flow.id] > 1:
             yield f"flows[{k}].id", f"flow id {flow.id} is not unique", "give every flow its own id"
-        for field, what, mend in _flow_faults(flow, times, classes):
-            yield f"flows[{k}].{field}", f"flow {flow.id} {what}", mend
+        for field, what, hint in _flow_faults(flow, times, classes):
+            yield f"flows[{k}].{field}", f"flow {flow.id} {what}", hint
 
 
 def _flow_faults(flow: Flow, links: Counter[str], classes: dict[str, float]) -> Iterator[tuple[str, str, str]]:

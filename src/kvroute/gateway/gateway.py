@@ -102,10 +102,10 @@ class Gateway:
         return time.monotonic() - self._start
 
     @property
-    def serving(self) -> ClusterRuntime:
+    def runtime(self) -> ClusterRuntime:
         """The loaded cluster that serves new requests."""
         assert self._clusters is not None, "start first"
-        return self._clusters.serving
+        return self._clusters.runtime
 
     async def start(self) -> None:
         """Start to listen; sets `port` and `admin_port`.
@@ -118,7 +118,7 @@ class Gateway:
         settings, listen = deployment.settings, deployment.settings.listen
         succession = self._clusters = ClusterManager(deployment, self._common)
         self._endpoints = Endpoints(
-            succession.serving,
+            succession.runtime,
             self._admission_queue,
             Keys.of(settings.keys),
             ready=self.ready,
@@ -149,7 +149,7 @@ class Gateway:
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         address = f"{listen.host}:{self.port}"
         log_exposures(settings, settings)
-        log_event("info", "serving", address=address, policy=settings.policy, instances=len(succession.serving.engines))
+        log_event("info", "serving", address=address, policy=settings.policy, instances=len(succession.runtime.engines))
 
     def _check_pages(self, deployment: Deployment) -> None:
         """Set the origin checks: requests of web pages are checked if no API key is required."""
@@ -171,7 +171,7 @@ class Gateway:
         self._checked = self._checked or self._clusters.all_checked
         if not self._checked:
             return "the engines have yet to say that they live"
-        up = [engine.role for engine in self.serving.engines.values() if engine.availability.up]
+        up = [engine.role for engine in self.runtime.engines.values() if engine.availability.up]
         missing = [role for role in ("prefill", "decode") if role not in up and "both" not in up]
         return f"no {missing[0]} instance is up" if missing else ""
 
@@ -184,7 +184,7 @@ class Gateway:
         assert self._server is not None
         assert self._clusters is not None
         self._clusters.conversions.stop()
-        await self._server.drain(float(self.serving.settings.timeouts.drain_s))
+        await self._server.drain(float(self.runtime.settings.timeouts.drain_s))
 
     async def close(self) -> None:
         """Shut down; requests that are still in flight are aborted."""
@@ -223,7 +223,7 @@ class Gateway:
             assert self._clusters is not None, "start first"
             try:
                 if self._draining:
-                    raise InputError("the gateway is draining", mend="start another one")
+                    raise InputError("the gateway is draining", hint="start another one")
                 prepared = await asyncio.to_thread(self._clusters.prepare, read)
                 serving = self._clusters.next(prepared)
             except Exception as error:  # after any error in reading, the old file stays in effect
@@ -312,6 +312,6 @@ class Gateway:
             await asyncio.sleep(_LOOK_S)
             try:
                 self._clusters.look()
-                self.serving.open_files.look(self.now())
+                self.runtime.open_files.look(self.now())
             except Exception as error:  # the cause may be gone at the next run
-                log_event("error", "look_failed", reason=f"{type(error).__name__}: {error}")
+                log_event("error", "check_failed", reason=f"{type(error).__name__}: {error}")

@@ -77,8 +77,8 @@ class _Fields:
             raise self.error(f"{self.prefix}{name} does not list {length} layers", "give one entry per layer")
         return value[:length]
 
-    def error(self, what: str, mend: str = "") -> InputError:
-        return InputError(what, where=self.where, mend=mend)
+    def error(self, what: str, hint: str = "") -> InputError:
+        return InputError(what, where=self.where, hint=hint)
 
 
 def from_config(config: Mapping[str, Any] | Path, *, name: str = "", element_bytes: float | None = None) -> Model:
@@ -110,14 +110,14 @@ def _load(path: Path) -> Mapping[str, Any]:
     try:
         octets = path.read_bytes()
         if not octets.strip():
-            raise InputError("the file is empty", where=str(path), mend="give a Hugging Face config.json")
+            raise InputError("the file is empty", where=str(path), hint="give a Hugging Face config.json")
         document = msgspec.json.decode(octets)
     except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend="give a config.json") from error
+        raise InputError(f"cannot be read ({error.strerror})", where=str(path), hint="give a config.json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"is not JSON ({error})", where=str(path), mend="give a Hugging Face config.json") from error
+        raise InputError(f"is not JSON ({error})", where=str(path), hint="give a Hugging Face config.json") from error
     if not isinstance(document, dict):
-        raise InputError("holds no JSON object", where=str(path), mend="give a Hugging Face config.json")
+        raise InputError("holds no JSON object", where=str(path), hint="give a Hugging Face config.json")
     return document
 
 

@@ -140,10 +140,10 @@ class Model:
         sizes = [group.token_bytes() for group in self.layers if group.kind == kind]
         if not sizes:
             kinds = ", ".join(dict.fromkeys(group.kind for group in self.layers))
-            raise InputError(f"{self.name} has no layers of kind {kind!r}", mend=f"choose one of {kinds}")
+            raise InputError(f"{self.name} has no layers of kind {kind!r}", hint=f"choose one of {kinds}")
         return max(sizes)
 
 
 def _check_tp(tp: int) -> None:
     if tp < 1:
-        raise InputError(f"{tp} tensor-parallel shards are impossible", where="tp", mend="give 1 or more")
+        raise InputError(f"{tp} tensor-parallel shards are impossible", where="tp", hint="give 1 or more")

@@ -35,7 +35,7 @@ def staleness_bound(
     if not fast_bytes_per_s >= slow_bytes_per_s > 0:
         raise InputError(
             f"the faster tier has {fast_bytes_per_s:g} bytes/s and the slower {slow_bytes_per_s:g}",
-            mend="give the faster tier first, both above zero",
+            hint="give the faster tier first, both above zero",
         )
     ahead = fast_bytes_per_s * (1.0 - fast_congestion) - slow_bytes_per_s * (1.0 - slow_congestion)
     return ahead / (fast_bytes_per_s + slow_bytes_per_s)
@@ -65,7 +65,7 @@ def network_wins(
     if kv_bytes <= 0 or far_congestion >= 1:
         raise InputError(
             f"kv_bytes is {kv_bytes:g} and far_congestion {far_congestion:g}",
-            mend="kv_bytes must be above zero and far_congestion below one",
+            hint="kv_bytes must be above zero and far_congestion below one",
         )
     residual = 1.0 - near_congestion
     far_side = bandwidth_ratio * residual / (1.0 - far_congestion) * (1.0 - far_hit)

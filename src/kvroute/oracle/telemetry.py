@@ -49,17 +49,17 @@ class OracleSettings:
             raise InputError(
                 f"unknown prediction {self.prediction!r}",
                 where="oracle.prediction",
-                mend=f"try {near[0]!r}, or leave it",
+                hint=f"try {near[0]!r}, or leave it",
             )
         if self.in_flight_max < 0:
-            raise InputError(f"{self.in_flight_max} is negative", where="oracle.in_flight_max", mend="use 0 or more")
+            raise InputError(f"{self.in_flight_max} is negative", where="oracle.in_flight_max", hint="use 0 or more")
         if not 0 < self.alpha <= 1:
-            raise InputError(f"{self.alpha} is outside (0, 1]", where="oracle.alpha", mend="try 0.5")
+            raise InputError(f"{self.alpha} is outside (0, 1]", where="oracle.alpha", hint="try 0.5")
         if not 0 <= self.beta <= 1:
-            raise InputError(f"{self.beta} is outside [0, 1]", where="oracle.beta", mend="try 0.3")
+            raise InputError(f"{self.beta} is outside [0, 1]", where="oracle.beta", hint="try 0.3")
         if self.stale_after_s is not None and not 0 < self.stale_after_s < math.inf:
             raise InputError(
-                f"{self.stale_after_s} is not a positive time", where="oracle.stale_after_s", mend="try 60"
+                f"{self.stale_after_s} is not a positive time", where="oracle.stale_after_s", hint="try 60"
             )
 
 
@@ -71,12 +71,12 @@ def utilisation_array(values: Sequence[float] | FloatArray, length: int, where: 
     """
     measured = np.array(values, dtype=np.float64)
     if measured.shape != (length,):
-        raise InputError(f"{measured.size} values where {length} are due", where=where, mend="send one value for each")
+        raise InputError(f"{measured.size} values where {length} are due", where=where, hint="send one value for each")
     wrong = ~(np.isfinite(measured) & (measured >= -_ROUNDING))
     if wrong.any():
         first = int(np.argmax(wrong))
         raise InputError(
-            f"{measured[first]} is not a utilisation", where=f"{where}[{first}]", mend="send a number in [0, 1)"
+            f"{measured[first]} is not a utilisation", where=f"{where}[{first}]", hint="send a number in [0, 1)"
         )
     np.clip(measured, 0.0, CONGESTION_MAX, out=measured)
     return _read_only(measured)

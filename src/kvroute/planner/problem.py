@@ -100,9 +100,9 @@ def read_problem(path: Path) -> Problem:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend="give a YAML file") from error
+        raise InputError(f"cannot be read ({error.strerror})", where=str(path), hint="give a YAML file") from error
     except UnicodeDecodeError as error:
-        raise InputError("is not text in UTF-8", where=str(path), mend="give a YAML file") from error
+        raise InputError("is not text in UTF-8", where=str(path), hint="give a YAML file") from error
     file, lines = read_mapping(text, str(path), PlanFile, _BEGINS)
     return _Reader(file, lines, path.parent).problem()
 
@@ -173,8 +173,8 @@ class _Reader:
             return kv_curve(found)
         sizes = [float(size) for size in entry.sizes]
         if any(after < before for before, after in pairwise(sizes)):
-            mend = "give the sizes of whole prompts, in the order of `tokens`"
-            raise self.lines.error("a longer prompt has a smaller KV cache than a shorter one", ("kv", "sizes"), mend)
+            hint = "give the sizes of whole prompts, in the order of `tokens`"
+            raise self.lines.error("a longer prompt has a smaller KV cache than a shorter one", ("kv", "sizes"), hint)
         # A size as a function of the length has the same forms as a time, so the same fit serves both.
         fit = self._placed(("kv",), lambda: _fitted(entry.tokens, sizes, entry.form))
         self.choices.append(f"KV sizes: {_how(fit, entry.form)}")
@@ -200,7 +200,7 @@ class _Reader:
             case ProfiledPrefill(file=file, form=form):
                 found, _ = fit_profile(read_profile(self.folder / file), form)
                 if found is None:
-                    raise InputError("it measures no prompts", where=file, mend="give the columns tokens,seconds")
+                    raise InputError("it measures no prompts", where=file, hint="give the columns tokens,seconds")
                 return found.spec, _how(found, form)
             case given:
                 spec = TimingEntry(prefill=given, decode=_NO_DECODE).spec().prefill
@@ -251,8 +251,8 @@ class _Reader:
 
     def _decodes(self, found: Hardware, key: Key) -> None:
         if not found.decode_per_s:
-            mend = f"add `decode: {{batch_max: 20, iteration: 25 ms}}` to {found.name}"
-            raise self.lines.error(f"the hardware {found.name} has no decode times", key, mend)
+            hint = f"add `decode: {{batch_max: 20, iteration: 25 ms}}` to {found.name}"
+            raise self.lines.error(f"the hardware {found.name} has no decode times", key, hint)
 
     def _known(self, name: str, hardware: dict[str, Hardware], key: Key) -> Hardware:
         if name not in hardware:
@@ -274,12 +274,12 @@ class _Reader:
             return find()
         except InputError as error:
             what = f"{error.where}: {error.what}" if error.where else error.what
-            raise self.lines.error(what, key, error.mend) from error
+            raise self.lines.error(what, key, error.hint) from error
 
 
 def _fitted(tokens: list[int], values: list[float], form: Form) -> Fit[PrefillSpec]:
     if any(after <= before for before, after in pairwise(tokens)):
-        raise InputError("the token counts do not ascend", mend="sort the points, each count once")
+        raise InputError("the token counts do not ascend", hint="sort the points, each count once")
     return fit_prefill(tokens, values, form)
 
 

@@ -61,7 +61,7 @@ class TopologyConstraint:
         _known(self.level, get_args(Level), "level")
         _known(self.enforcement, get_args(Enforcement), "enforcement")
         if self.weight is not None and not 0 < self.weight <= 1:
-            raise InputError(f"weight {self.weight} is outside (0, 1]", where="constraint", mend="try 0.5")
+            raise InputError(f"weight {self.weight} is outside (0, 1]", where="constraint", hint="try 0.5")
 
     @classmethod
     def parse(cls, text: str) -> TopologyConstraint:
@@ -75,11 +75,11 @@ class TopologyConstraint:
         level, *rest = (part.strip() for part in text.split(":"))
         _known(level, get_args(Level), "level")
         if len(rest) > 2:
-            raise InputError(f"{text!r} has too many parts", where="constraint", mend="write level:enforcement:weight")
+            raise InputError(f"{text!r} has too many parts", where="constraint", hint="write level:enforcement:weight")
         word = rest[0] if rest else "required"
         _known(word, tuple(_ENFORCEMENT), "enforcement")
         if len(rest) == 2 and word != "preferred":
-            raise InputError(f"{word!r} takes no weight", where="constraint", mend=f"write {level}:preferred:{rest[1]}")
+            raise InputError(f"{word!r} takes no weight", where="constraint", hint=f"write {level}:preferred:{rest[1]}")
         weight = None if word == "fallback" else 1.0
         if len(rest) == 2:
             weight = _weight(rest[1])
@@ -168,12 +168,12 @@ def _nobody_inside(
 def _known(word: str, words: tuple[str, ...], what: str) -> None:
     if word not in words:
         near = get_close_matches(word, words, 1)
-        mend = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(words)}"
-        raise InputError(f"unknown {what} {word!r}", where="constraint", mend=mend)
+        hint = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(words)}"
+        raise InputError(f"unknown {what} {word!r}", where="constraint", hint=hint)
 
 
 def _weight(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"weight {text!r} is no number", where="constraint", mend="give one in (0, 1]") from None
+        raise InputError(f"weight {text!r} is no number", where="constraint", hint="give one in (0, 1]") from None

@@ -84,7 +84,7 @@ class LongTerm(msgspec.Struct, frozen=True, kw_only=True):
 
 def _check(name: str, value: float | str, right: bool, due: str) -> None:
     if not right:
-        raise InputError(f"{value} is not {due}", where=f"offload.long_term.{name}", mend=f"give {due}")
+        raise InputError(f"{value} is not {due}", where=f"offload.long_term.{name}", hint=f"give {due}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,9 +156,9 @@ class CacheAndLoadAware:
     def __post_init__(self) -> None:
         for name, weight in (("cache_weight", self.cache_weight), ("load_weight", self.load_weight)):
             if not 0 <= weight < math.inf:
-                raise InputError(f"{weight} is not a weight", where=name, mend="use a number of zero or more")
+                raise InputError(f"{weight} is not a weight", where=name, hint="use a number of zero or more")
         if self.cache_weight + self.load_weight == 0:
-            raise InputError("both weights are zero", where="cla", mend="give cache_weight or load_weight a value")
+            raise InputError("both weights are zero", where="cla", hint="give cache_weight or load_weight a value")
 
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
         """See DecodePolicy."""
@@ -243,13 +243,13 @@ def policy_of(
     """Look up a policy and build it. The InputError for a wrong name or parameter lists the right ones."""
     if name not in policies:
         near = get_close_matches(name, policies, 1, cutoff=0.5)
-        mend = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(policies)}"
-        raise InputError(f"unknown {kind} {name!r}", mend=mend)
+        hint = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(policies)}"
+        raise InputError(f"unknown {kind} {name!r}", hint=hint)
     accepted = list(inspect.signature(policies[name]).parameters)
     for parameter, value in parameters.items():
         if parameter not in accepted:
-            mend = f"it takes {', '.join(accepted)}" if accepted else "it takes none"
-            raise InputError(f"{kind} {name!r} has no parameter {parameter!r}", mend=mend)
+            hint = f"it takes {', '.join(accepted)}" if accepted else "it takes none"
+            raise InputError(f"{kind} {name!r} has no parameter {parameter!r}", hint=hint)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputError(f"{parameter} of {kind} {name!r} is {value!r}", mend="give a number")
+            raise InputError(f"{parameter} of {kind} {name!r} is {value!r}", hint="give a number")
     return policies[name](**parameters)

@@ -95,10 +95,10 @@ class LinkModel:
         """
         count = len(tier)
         if tier.shape != (count, count):
-            raise InputError(f"the tier map has shape {tier.shape}", where="tier", mend="give an [n, n] array")
+            raise InputError(f"the tier map has shape {tier.shape}", where="tier", hint="give an [n, n] array")
         nic = nic_bytes_per_s or float(bytes_per_s[SAME_RACK])
         if not (0 < nic < np.inf and hashed_paths >= 1):
-            raise InputError(f"a NIC of {nic} bytes per second", where="nic_bytes_per_s", mend="give a positive number")
+            raise InputError(f"a NIC of {nic} bytes per second", where="nic_bytes_per_s", hint="give a positive number")
         made = _Links()
         ways = np.full((count, 7), UNKNOWN, dtype=np.int64)
         ways[:, SITE] = 0

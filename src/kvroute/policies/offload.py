@@ -53,19 +53,19 @@ class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
-            mend = f"known: {', '.join(get_args(Rule))}"
-            raise InputError(f"unknown rule {self.rule!r}", where="offload.rule", mend=mend)
+            hint = f"known: {', '.join(get_args(Rule))}"
+            raise InputError(f"unknown rule {self.rule!r}", where="offload.rule", hint=hint)
         check_band("offload, scarce_above and abundant_below", self.abundant_below, self.scarce_above, 1.0)
         if self.stay_factor is not None and not 0.0 < self.stay_factor < math.inf:
-            raise InputError(f"{self.stay_factor} is no factor", where="offload.stay_factor", mend="try 3, or leave it")
+            raise InputError(f"{self.stay_factor} is no factor", where="offload.stay_factor", hint="try 3, or leave it")
         if self.copy_min_tokens < 1:
             what = f"{self.copy_min_tokens} tokens are no copy"
-            raise InputError(what, where="offload.copy_min_tokens", mend="give 1 or more")
+            raise InputError(what, where="offload.copy_min_tokens", hint="give 1 or more")
         tokens, bounds = self.threshold_tokens, self.short_term
         if tokens is not None and not bounds.threshold_min_tokens <= tokens <= bounds.threshold_max_tokens:
             what = f"{tokens} is outside [{bounds.threshold_min_tokens:g}, {bounds.threshold_max_tokens:g}]"
-            mend = "change it, or the bounds in offload.short_term"
-            raise InputError(what, where="offload.threshold_tokens", mend=mend)
+            hint = "change it, or the bounds in offload.short_term"
+            raise InputError(what, where="offload.threshold_tokens", hint=hint)
 
     def threshold(self) -> Threshold:
         """A new threshold for one PrfaaS site. If none is given, it starts at the upper bound: no request is offloaded

@@ -34,7 +34,7 @@ class PrefixIndex:
 
     def __init__(self, instances: int, capacity_blocks: int | Sequence[int | None] | None = None) -> None:
         if instances < 0:
-            raise InputError(f"{instances} instances", where="instances", mend="give 0 or more")
+            raise InputError(f"{instances} instances", where="instances", hint="give 0 or more")
         self._uniform_capacity: int | None = None
         if capacity_blocks is None or isinstance(capacity_blocks, int):
             self._uniform_capacity = _limit(capacity_blocks, "capacity_blocks")
@@ -43,7 +43,7 @@ class PrefixIndex:
             raise InputError(
                 f"{len(capacity_blocks)} capacities for {instances} instances",
                 where="capacity_blocks",
-                mend="give one each",
+                hint="give one each",
             )
         self._instances = [Holdings(i, _limit(limit, "capacity_blocks")) for i, limit in enumerate(capacity_blocks)]
         self._root = Node((), None, 0)
@@ -200,14 +200,14 @@ class PrefixIndex:
     def _of(self, instance: int) -> Holdings:
         if not 0 <= instance < len(self._instances):
             raise InputError(
-                f"no instance {instance} among {len(self._instances)}", where="instance", mend="add_instance first"
+                f"no instance {instance} among {len(self._instances)}", where="instance", hint="add_instance first"
             )
         return self._instances[instance]
 
 
 def _checked(count: int, where: str) -> int:
     if count < 0:
-        raise InputError(f"{count} is negative", where=where, mend="give 0 or more")
+        raise InputError(f"{count} is negative", where=where, hint="give 0 or more")
     return count
 
 

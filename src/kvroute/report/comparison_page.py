@@ -57,7 +57,7 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
         InputError: there is no record, or the folder cannot be written.
     """
     if not records:
-        raise InputError("there is no run to report on", where=str(out), mend="run at least one policy")
+        raise InputError("there is no run to report on", where=str(out), hint="run at least one policy")
     runs = summaries(records)
     timelines, seed = _timelines(records)
     config = _parameters(records)

@@ -250,7 +250,7 @@ def save(figure: Figure, folder: Path, name: str) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot be written ({error.strerror})", where=str(folder), mend=_MEND) from error
+        raise InputError(f"cannot be written ({error.strerror})", where=str(folder), hint=_MEND) from error
     with written_whole(folder / f"{name}.svg", _MEND) as part:
         part.write_text(text, encoding="utf-8")
     with written_whole(folder / f"{name}.png", _MEND) as part, style():

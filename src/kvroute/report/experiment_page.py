@@ -35,7 +35,7 @@ def write_experiment(experiment: Experiment, records: Sequence[Record], out: Pat
         InputError: there is no record, or the folder cannot be written.
     """
     if not records:
-        raise InputError(f"{experiment.name} has no result to report on", where=str(out), mend="run at least one cell")
+        raise InputError(f"{experiment.name} has no result to report on", where=str(out), hint="run at least one cell")
     found = findings(experiment, records)
     return write_page(
         "experiment.html.j2",

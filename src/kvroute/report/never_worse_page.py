@@ -50,7 +50,7 @@ def write_never_worse(
         InputError: there is no result, or the folder cannot be written.
     """
     if not matrix:
-        raise InputError("the matrix has no result to report on", where=str(out), mend="run never-worse-matrix")
+        raise InputError("the matrix has no result to report on", where=str(out), hint="run never-worse-matrix")
     tables = [headline_grid(matrix), terms_grid(ablation, matrix), seen_grid(seen), cells_grid(matrix, missing)]
     return write_page(
         "never_worse.html.j2",

@@ -52,7 +52,7 @@ def write_page(template: str, path: Path, **values: Any) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"cannot be written ({error.strerror})", where=str(path), mend="choose another folder"
+            f"cannot be written ({error.strerror})", where=str(path), hint="choose another folder"
         ) from error
     with written_whole(path, "choose another folder") as part:
         part.write_text(text, encoding="utf-8")

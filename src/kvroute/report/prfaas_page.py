@@ -54,7 +54,7 @@ def write_prfaas(experiment: Experiment, records: Sequence[Record], points: Sequ
     """
     used = points if experiment.name == "prfaas-kv-throughput" else records
     if not used:
-        raise InputError(f"{experiment.name} has no result to report on", where=str(out), mend="run at least one cell")
+        raise InputError(f"{experiment.name} has no result to report on", where=str(out), hint="run at least one cell")
     found = prfaas_findings(experiment, records, points)
     return write_page(
         "experiment.html.j2",

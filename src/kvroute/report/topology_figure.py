@@ -52,14 +52,14 @@ def draw_topology(cluster: Cluster, path: Path | str) -> None:
     path = Path(path)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(
-            f"{path.suffix or 'no ending'!r} is not a picture format", where=str(path), mend="use .png or .svg"
+            f"{path.suffix or 'no ending'!r} is not a picture format", where=str(path), hint="use .png or .svg"
         )
     figure = topology_figure(cluster)
     try:
         figure.savefig(path, dpi=160, bbox_inches="tight", pad_inches=0.15)
     except OSError as error:
         raise InputError(
-            f"the picture cannot be written: {error.strerror}", where=str(path), mend="check the path"
+            f"the picture cannot be written: {error.strerror}", where=str(path), hint="check the path"
         ) from error
 
 
@@ -68,7 +68,7 @@ def topology_figure(cluster: Cluster) -> Figure:
     count = len(cluster.instances)
     if count > _MOST:
         raise InputError(
-            f"{count} instances are too many to draw", mend="use `kvroute topology show FILE` without a picture"
+            f"{count} instances are too many to draw", hint="use `kvroute topology show FILE` without a picture"
         )
     labelled = count <= _LABELLED_MOST
     sites = [_layout(child, labelled) for child in domain_tree(cluster).children]

@@ -29,9 +29,9 @@ class Fleet:
         """
         models = sorted({instance.model for instance in cluster.instances})
         if len(models) > 1:
-            mend = "simulate a cluster file for each model"
+            hint = "simulate a cluster file for each model"
             what = f"the cluster serves {', '.join(models)}, and a trace does not say which one a request wants"
-            raise InputError(what, where=cluster.name, mend=mend)
+            raise InputError(what, where=cluster.name, hint=hint)
         self._cluster, self._prefill_queueing = cluster, prefill_queueing
         self.block_tokens = block_tokens
         self.prefill: dict[int, PrefillInstance] = {}
@@ -42,7 +42,7 @@ class Fleet:
             if instance.role == "both":
                 raise InputError(
                     f"instance {instance.name} has role {instance.role!r}, which the simulator does not model",
-                    mend="give it the role prefill or decode",
+                    hint="give it the role prefill or decode",
                 )
             self._equip(index, instance.role)
         models_of = [llm.model(instance.model) for instance in cluster.instances]

@@ -63,7 +63,7 @@ def _block_tokens(trace: Trace) -> int:
     sizes = sorted({request.block_tokens for request in trace.requests if request.blocks})
     if len(sizes) > 1:
         what = f"prefix blocks of {' and '.join(map(str, sizes))} tokens stand in one trace"
-        raise InputError(what, where=trace.name, mend="give every request blocks of one size")
+        raise InputError(what, where=trace.name, hint="give every request blocks of one size")
     return sizes[0] if sizes else max((request.block_tokens for request in trace.requests), default=16)
 
 
@@ -82,7 +82,7 @@ def _fabric(cluster: Cluster, settings: SimSettings, seed: int) -> Fabric:
     cut = capacity.cut_for_good()
     if len(cut) and settings.until_s is None:
         what = f"link {cluster.links[int(cut[0])].name!r} is cut for good, and whatever needs it never ends"
-        raise InputError(what, where="changes", mend="let it come back, or set until_s")
+        raise InputError(what, where="changes", hint="let it come back, or set until_s")
     return Fabric(cluster, capacity, seed, settings.wan)
 
 

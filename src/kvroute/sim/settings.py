@@ -26,11 +26,11 @@ class Background(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, shares in (("per_tier", self.per_tier), ("burst_per_tier", self.burst_per_tier)):
             if len(shares) != TIER_COUNT or any(not 0 <= share < 1 for share in shares):
-                raise InputError(f"background.{name} is {shares}", mend=f"give {TIER_COUNT} shares in [0, 1)")
+                raise InputError(f"background.{name} is {shares}", hint=f"give {TIER_COUNT} shares in [0, 1)")
         if any(a + b >= 1 for a, b in zip(self.per_tier, self.burst_per_tier, strict=True)):
-            raise InputError("background and burst together fill a tier", mend="keep their sum below 1")
+            raise InputError("background and burst together fill a tier", hint="keep their sum below 1")
         if not 0 <= self.burst_every_s < float("inf"):
-            raise InputError(f"background.burst_every_s is {self.burst_every_s}", mend="give seconds, 0 for none")
+            raise InputError(f"background.burst_every_s is {self.burst_every_s}", hint="give seconds, 0 for none")
 
     @classmethod
     def uniform(cls, share: float) -> Background:
@@ -51,9 +51,9 @@ class CapacityChange(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.at_s < float("inf"):
-            raise InputError(f"changes.at_s is {self.at_s}", mend="give finite seconds, 0 or more")
+            raise InputError(f"changes.at_s is {self.at_s}", hint="give finite seconds, 0 or more")
         if not 0 <= self.share <= 1:
-            raise InputError(f"changes.share is {self.share}", mend="give a share of the nominal capacity, 0 to 1")
+            raise InputError(f"changes.share is {self.share}", hint="give a share of the nominal capacity, 0 to 1")
 
 
 class Fluctuation(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,10 +69,10 @@ class Fluctuation(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.every_s < float("inf"):
-            raise InputError(f"fluctuations.every_s is {self.every_s}", mend="give finite seconds above 0")
+            raise InputError(f"fluctuations.every_s is {self.every_s}", hint="give finite seconds above 0")
         if not 0 < self.share_min <= self.share_max <= 1:
             what = f"fluctuations move between {self.share_min} and {self.share_max}"
-            raise InputError(what, mend="give 0 < share_min <= share_max <= 1; cuts belong to `changes`")
+            raise InputError(what, hint="give 0 < share_min <= share_max <= 1; cuts belong to `changes`")
 
 
 class WanTransport(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,12 +87,12 @@ class WanTransport(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.connections < 1:
-            raise InputError(f"wan.connections is {self.connections}", mend="give 1 or more")
+            raise InputError(f"wan.connections is {self.connections}", hint="give 1 or more")
         for name, size in (("window_bytes", self.window_bytes), ("mss_bytes", self.mss_bytes)):
             if not 0 < size < float("inf"):
-                raise InputError(f"wan.{name} is {size}", mend="give bytes above 0")
+                raise InputError(f"wan.{name} is {size}", hint="give bytes above 0")
         if not 0 <= self.loss < 1:
-            raise InputError(f"wan.loss is {self.loss}", mend="give a share of segments in [0, 1)")
+            raise InputError(f"wan.loss is {self.loss}", hint="give a share of segments in [0, 1)")
 
     def ceiling_bytes_per_s(self, latency_s: float) -> float:
         """Return the maximum rate of one connection on a path with this one-way latency; infinity if nothing limits
@@ -110,7 +110,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, limit_s in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
             if limit_s is not None and not 0 < limit_s < float("inf"):
-                raise InputError(f"slo.{name} is {limit_s}", mend="give finite seconds above 0")
+                raise InputError(f"slo.{name} is {limit_s}", hint="give finite seconds above 0")
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,19 +158,19 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.oracle_refresh_s > 0:
-            raise InputError(f"oracle_refresh_s is {self.oracle_refresh_s}", mend="give seconds above 0")
+            raise InputError(f"oracle_refresh_s is {self.oracle_refresh_s}", hint="give seconds above 0")
         if self.reported is not None and (
             len(self.reported) != TIER_COUNT or any(not 0 <= share < 1 for share in self.reported)
         ):
-            raise InputError(f"reported is {self.reported}", mend=f"give {TIER_COUNT} shares in [0, 1), or null")
+            raise InputError(f"reported is {self.reported}", hint=f"give {TIER_COUNT} shares in [0, 1), or null")
         measure_s = 1.0 if self.measure_s is None else self.measure_s
         if not (0 <= self.warmup_s < float("inf") and 0 < measure_s < float("inf")):
-            mend = "give finite warmup_s >= 0 and measure_s > 0"
-            raise InputError("the measurement window is empty or has no end", mend=mend)
+            hint = "give finite warmup_s >= 0 and measure_s > 0"
+            raise InputError("the measurement window is empty or has no end", hint=hint)
         for name, period_s in (("stall_s", self.stall_s), ("review_s", self.review_s)):
             if period_s is not None and not 0 < period_s < float("inf"):
-                raise InputError(f"{name} is {period_s}", mend="give finite seconds above 0, or null")
+                raise InputError(f"{name} is {period_s}", hint="give finite seconds above 0, or null")
         if not 0 <= self.convert_s < float("inf"):
-            raise InputError(f"convert_s is {self.convert_s}", mend="give finite seconds, 0 or more")
+            raise InputError(f"convert_s is {self.convert_s}", hint="give finite seconds, 0 or more")
         if self.until_s is not None and not self.until_s >= 0:
-            raise InputError(f"until_s is {self.until_s}", mend="give seconds, 0 or more")
+            raise InputError(f"until_s is {self.until_s}", hint="give seconds, 0 or more")

@@ -49,7 +49,7 @@ def run(*command: str, text: str | None = None) -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if not line.startswith("Warning")] or ["no word"]
-        raise Unavailable(f"`{' '.join(command)}` failed: {'; '.join(said[:2])}", mend="it takes a recent Linux")
+        raise Unavailable(f"`{' '.join(command)}` failed: {'; '.join(said[:2])}", hint="it takes a recent Linux")
     return done.stdout
 
 
@@ -60,10 +60,10 @@ def check_tools() -> None:
         Unavailable: one of them is missing.
     """
     if os.geteuid():
-        raise Unavailable("network namespaces need root", mend="run it with sudo")
+        raise Unavailable("network namespaces need root", hint="run it with sudo")
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise Unavailable(f"there is no `{tool}`", mend="install iproute2")
+            raise Unavailable(f"there is no `{tool}`", hint="install iproute2")
 
 
 def check() -> None:
@@ -86,7 +86,7 @@ def check() -> None:
             try:
                 run(*shlex.split(command))
             except Unavailable as error:
-                raise Unavailable(f"this kernel has no {what}", where=error.what, mend="load or build it") from None
+                raise Unavailable(f"this kernel has no {what}", where=error.what, hint="load or build it") from None
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def nameless() -> Iterator[None]:
     try:
         if _LIBC.unshare(_NEWNET):
             why = os.strerror(ctypes.get_errno())
-            raise Unavailable(f"no network namespace can be had: {why}", mend="run it as root, outside a sandbox")
+            raise Unavailable(f"no network namespace can be had: {why}", hint="run it as root, outside a sandbox")
         yield
     finally:
         _enter(home)
@@ -142,8 +142,8 @@ def make(name: str, seed: int, window_bytes: float) -> None:
             try:
                 Path("/proc/sys/net/ipv4", key).write_text(value, encoding="ascii")
             except OSError as error:
-                mend = "it takes Linux 6.11" if "seed" in key else "load or build it"
-                raise Unavailable(f"this kernel has no net.ipv4.{key} ({error.strerror})", mend=mend) from None
+                hint = "it takes Linux 6.11" if "seed" in key else "load or build it"
+                raise Unavailable(f"this kernel has no net.ipv4.{key} ({error.strerror})", hint=hint) from None
         for key, value in _OPTIONAL.items():
             if (path := Path("/proc/sys/net/ipv4", key)).exists():
                 path.write_text(value, encoding="ascii")

@@ -40,9 +40,9 @@ class Build:
 
     def __post_init__(self) -> None:
         if not 0 < self.scale <= 1:
-            raise InputError(f"a scale of {self.scale:g}", where="--scale", mend="give more than 0, at most 1")
+            raise InputError(f"a scale of {self.scale:g}", where="--scale", hint="give more than 0, at most 1")
         if len(self.background) != TIER_COUNT or any(not 0 <= share < 1 for share in self.background):
-            raise InputError(f"background is {self.background}", mend=f"give {TIER_COUNT} shares in [0, 1)")
+            raise InputError(f"background is {self.background}", hint=f"give {TIER_COUNT} shares in [0, 1)")
 
 
 @dataclass(slots=True)
@@ -68,8 +68,8 @@ class Network:
         """
         namespaces.check()
         if remains := self.run.remains():
-            mend = f"`kvroute testbed down --name {self.run.name}` first"
-            raise InputError(f"testbed {self.run.name} is there already ({remains[0]})", mend=mend)
+            hint = f"`kvroute testbed down --name {self.run.name}` first"
+            raise InputError(f"testbed {self.run.name} is there already ({remains[0]})", hint=hint)
         self.check_wiring()
 
     def check_wiring(self) -> None:

@@ -50,8 +50,8 @@ class Run:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            mend = "use 1 to 8 small letters and digits"
-            raise InputError(f"{self.name!r} is no name for a testbed", where="--name", mend=mend)
+            hint = "use 1 to 8 small letters and digits"
+            raise InputError(f"{self.name!r} is no name for a testbed", where="--name", hint=hint)
 
     @classmethod
     def of(cls, cluster: str) -> Run:
@@ -120,4 +120,4 @@ def addresses(run: Run) -> Iterator[IPv4Network]:
             if str(network[0]).rpartition(".")[0] not in taken:
                 yield network
                 return
-    raise InputError("no addresses are left", where=run.name, mend="`kvroute testbed down --all`")
+    raise InputError("no addresses are left", where=run.name, hint="`kvroute testbed down --all`")

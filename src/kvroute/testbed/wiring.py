@@ -128,7 +128,7 @@ def wire(cluster: Cluster, addresses: IPv4Network) -> Wiring:
                 place = near.name if place == near.node else place
                 if ways.setdefault((place, far.name), links) != links:
                     what = f"the way from {place} to {far.name} depends on where traffic comes from"
-                    raise InputError(what, where=cluster.name, mend="give the datacenters one route, without a detour")
+                    raise InputError(what, where=cluster.name, hint="give the datacenters one route, without a detour")
     beside = tuple((a.name, b.name) for a, b in permutations(hosts, 2) if a.node == b.node)
     return Wiring(hosts, tuple(name for name in switches if name not in names), cables, ways, beside, latency_s)
 
@@ -137,8 +137,8 @@ def _check(cluster: Cluster) -> None:
     pairs = permutations(range(len(cluster.instances)), 2)
     if any(cluster.flows_per_transfer(*pair) != 1 for pair in pairs):
         what = "emulated engines carry a KV cache over one connection, and the file asks for several flows"
-        mend = "write `network: {flows_per_transfer: 1}`, and `scope: instance` or `server` for the cards"
-        raise InputError(what, where=f"{cluster.name}: network.flows_per_transfer", mend=mend)
+        hint = "write `network: {flows_per_transfer: 1}`, and `scope: instance` or `server` for the cards"
+        raise InputError(what, where=f"{cluster.name}: network.flows_per_transfer", hint=hint)
     places = cluster.places
     sites = set(places.datacenters)
     kinds = {
@@ -153,7 +153,7 @@ def _check(cluster: Cluster) -> None:
             if name in seen:
                 what = f"{kind} {name} has the name of {seen[name]}, and each is a namespace of its own"
                 raise InputError(
-                    what, where=cluster.name, mend="give every node, rack, pod and datacenter its own name"
+                    what, where=cluster.name, hint="give every node, rack, pod and datacenter its own name"
                 )
             seen[name] = f"a {kind}"
 
@@ -165,10 +165,10 @@ def _hosts(cluster: Cluster, addresses: IPv4Network) -> tuple[Host, ...]:
         node = gpus[0][0]
         if not cluster.cables.nic[node]:
             what = f"{instance.name} is on {instance.node}, which has no compute card"
-            raise InputError(what, where=cluster.name, mend="add `nics: {compute: {...}}` to the node")
+            raise InputError(what, where=cluster.name, hint="add `nics: {compute: {...}}` to the node")
         cards.setdefault((node, card_of(cluster.places, gpus, 0)), []).append(instance.name)
     if len(cards) > _MOST_HOSTS:
-        raise InputError(f"{len(cards)} hosts are too many", where=cluster.name, mend=f"use {_MOST_HOSTS} at most")
+        raise InputError(f"{len(cards)} hosts are too many", where=cluster.name, hint=f"use {_MOST_HOSTS} at most")
     single = {node: sum(other == node for other, _ in cards) == 1 for node, _ in cards}
     return tuple(
         Host(

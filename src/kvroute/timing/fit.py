@@ -60,7 +60,7 @@ def fit_prefill(tokens: npt.ArrayLike, seconds: npt.ArrayLike, kind: PrefillKind
     distinct = len(np.unique(lengths))
     if distinct < least:
         what = f"{distinct} different token counts do not fix a {kind} curve"
-        raise InputError(what, mend=f"measure {least} or more")
+        raise InputError(what, hint=f"measure {least} or more")
     if kind == "piecewise":
         spec, remarks = _fit_piecewise(lengths, times_s)
         return Fit(spec, _error(_prefill_s(spec, lengths), times_s), remarks)
@@ -91,7 +91,7 @@ def fit_decode(
     sizes, times_s = _positive("batch", batch), _positive("seconds", seconds)
     _check_lengths(sizes, times_s)
     if len(np.unique(sizes)) < 2:
-        raise InputError("one batch size does not tell what a request costs", mend="measure 2 or more batch sizes")
+        raise InputError("one batch size does not tell what a request costs", hint="measure 2 or more batch sizes")
     terms = {"base": np.ones_like(sizes), "per_request": sizes}
     remarks: tuple[str, ...] = ()
     if context_tokens is not None:
@@ -126,7 +126,7 @@ def fit_profile(
         if profile.batch.size:
             decode = fit_decode(profile.batch, profile.iteration_s, profile.context_tokens)
     except InputError as error:
-        raise InputError(error.what, where=profile.where, mend=error.mend) from error
+        raise InputError(error.what, where=profile.where, hint=error.hint) from error
     if prefill is not None:
         prefill = Fit(prefill.spec, prefill.error, profile.prefill_remarks + prefill.remarks)
     if decode is not None:
@@ -166,7 +166,7 @@ def _independent(columns: list[FloatArray]) -> bool:
 def _fit_piecewise(lengths: FloatArray, seconds: FloatArray) -> tuple[PiecewisePrefill, tuple[str, ...]]:
     tokens = np.unique(np.round(lengths))
     if len(tokens) < 2:
-        raise InputError("one token count does not fix a piecewise curve", mend="measure 2 or more")
+        raise InputError("one token count does not fix a piecewise curve", hint="measure 2 or more")
     medians = [float(np.median(seconds[np.round(lengths) == count])) for count in tokens]
     smooth = _never_falling(medians)
     remarks = () if smooth == medians else ("times that fall with the length were pooled with their neighbours",)
@@ -202,14 +202,14 @@ def _positive(name: str, values: npt.ArrayLike, *, zero: bool = False) -> FloatA
     try:
         array = np.atleast_1d(np.asarray(values, dtype=np.float64))
     except (TypeError, ValueError) as error:
-        raise InputError(f"{name} holds something that is no number", mend="give numbers") from error
+        raise InputError(f"{name} holds something that is no number", hint="give numbers") from error
     wrong = ~np.isfinite(array) | (array < 0 if zero else array <= 0)
     if array.ndim != 1 or wrong.any():
         shown = repr(float(array[wrong][0])) if wrong.any() else f"of shape {array.shape}"
-        raise InputError(f"{name} is {shown}", mend="give finite numbers " + ("of 0 or more" if zero else "above 0"))
+        raise InputError(f"{name} is {shown}", hint="give finite numbers " + ("of 0 or more" if zero else "above 0"))
     return array
 
 
 def _check_lengths(one: FloatArray, other: FloatArray) -> None:
     if len(one) != len(other):
-        raise InputError(f"{len(one)} and {len(other)} numbers do not pair", mend="give one time per measurement")
+        raise InputError(f"{len(one)} and {len(other)} numbers do not pair", hint="give one time per measurement")

@@ -118,15 +118,15 @@ def prefill_time(spec: PrefillSpec) -> PrefillTime:
 def _piecewise(tokens: tuple[int, ...], seconds: tuple[float, ...]) -> _Piecewise:
     if len(tokens) != len(seconds) or len(tokens) < 2:
         what = f"{len(tokens)} token counts stand beside {len(seconds)} times"
-        raise InputError(what, where="prefill", mend="give two or more points, as many times as token counts")
+        raise InputError(what, where="prefill", hint="give two or more points, as many times as token counts")
     if tokens[0] < 0 or any(after <= before for before, after in pairwise(tokens)):
-        mend = "sort the points, each count once"
-        raise InputError("the token counts do not ascend from 0 or more", where="prefill", mend=mend)
+        hint = "sort the points, each count once"
+        raise InputError("the token counts do not ascend from 0 or more", where="prefill", hint=hint)
     for count, second in zip(tokens, seconds, strict=True):
         _check("prefill", **{f"time at {count} tokens": second})
     if any(after < before for before, after in pairwise(seconds)):
-        mend = "smooth the measurements, for example with `kvroute timing fit`"
-        raise InputError("a longer prompt takes less time than a shorter one", where="prefill", mend=mend)
+        hint = "smooth the measurements, for example with `kvroute timing fit`"
+        raise InputError("a longer prompt takes less time than a shorter one", where="prefill", hint=hint)
     slopes_s = tuple(
         (seconds[index + 1] - seconds[index]) / (tokens[index + 1] - tokens[index]) for index in range(len(tokens) - 1)
     )
@@ -137,7 +137,7 @@ def _piecewise(tokens: tuple[int, ...], seconds: tuple[float, ...]) -> _Piecewis
 def _check(where: str, **coefficients: float) -> None:
     for name, value in coefficients.items():
         if not 0 <= value < math.inf:
-            raise InputError(f"{name} is {value!r} s", where=where, mend="give a finite time, 0 or more")
+            raise InputError(f"{name} is {value!r} s", where=where, hint="give a finite time, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class IterationTime:
         time."""
         _check("decode", base=spec.base_s, per_request=spec.per_request_s, per_context_token=spec.per_context_token_s)
         if spec.base_s + spec.per_request_s <= 0:
-            raise InputError("an iteration takes no time", where="decode", mend="give `base` or `per_request`")
+            raise InputError("an iteration takes no time", where="decode", hint="give `base` or `per_request`")
         return cls(spec.base_s, spec.per_request_s, spec.per_context_token_s)
 
     def seconds(self, batch: int, context_tokens: float = 0.0) -> float:

@@ -78,12 +78,12 @@ class _Row:
             number = float(text)
         except ValueError:
             what = f"{text!r} is not a number" if text else "there is no number"
-            raise InputError(what, where=place, mend="give a number") from None
+            raise InputError(what, where=place, hint="give a number") from None
         if not (number >= 0 if zero else number > 0) or number == math.inf:
             raise InputError(
                 f"{text} is not possible",
                 where=place,
-                mend="give a finite number " + ("of 0 or more" if zero else "above 0"),
+                hint="give a finite number " + ("of 0 or more" if zero else "above 0"),
             )
         return number
 
@@ -107,10 +107,10 @@ def read_profile(
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(
-            f"cannot be read ({error.strerror})", where=str(path), mend="give a CSV or JSON file"
+            f"cannot be read ({error.strerror})", where=str(path), hint="give a CSV or JSON file"
         ) from error
     except UnicodeDecodeError as error:
-        raise InputError("is not text in UTF-8", where=str(path), mend="give a CSV or JSON file") from error
+        raise InputError("is not text in UTF-8", where=str(path), hint="give a CSV or JSON file") from error
     choice = {"model": model, "hardware": hardware, "tp": None if tp is None else str(tp)}
     if text.lstrip().startswith(("{", "[")):
         return _read_distserve(text, str(path), choice)
@@ -119,7 +119,7 @@ def read_profile(
         return _read_splitwise(columns, rows, str(path), choice)
     if any(value is not None for value in choice.values()):
         what = "is a plain profile, which does not name a model, hardware or tp"
-        raise InputError(what, where=str(path), mend="leave out --model, --hardware and --tp")
+        raise InputError(what, where=str(path), hint="leave out --model, --hardware and --tp")
     return _read_plain(columns, rows, str(path))
 
 
@@ -132,7 +132,7 @@ def _read_rows(text: str, where: str) -> tuple[list[str], list[_Row]]:
     except csv.Error as error:
         raise InputError(f"is not CSV ({error})", where=f"{where} line {reader.line_num}") from error
     if not rows:
-        raise InputError("has no measurements", where=where, mend="give a header line and one line per measurement")
+        raise InputError("has no measurements", where=where, hint="give a header line and one line per measurement")
     return columns, rows
 
 
@@ -143,8 +143,8 @@ def _read_plain(columns: Sequence[str], rows: Sequence[_Row], where: str) -> Pro
     if "tokens" in columns:
         return Profile(where, np.array([row.number("tokens") for row in rows]), seconds, none, none, None)
     if "batch" not in columns:
-        mend = "add `tokens` for prompts, or `batch` and `context_tokens` for decode iterations"
-        raise InputError("the column tokens or batch is missing", where=f"{where} line 1", mend=mend)
+        hint = "add `tokens` for prompts, or `batch` and `context_tokens` for decode iterations"
+        raise InputError("the column tokens or batch is missing", where=f"{where} line 1", hint=hint)
     batch = np.array([row.number("batch") for row in rows])
     contexts = None
     if "context_tokens" in columns:
@@ -177,10 +177,10 @@ def _read_distserve(text: str, where: str, choice: Mapping[str, str | None]) -> 
         models = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise InputError(
-            f"is not JSON ({error})", where=where, mend="give DistServe's profile or a CSV file"
+            f"is not JSON ({error})", where=where, hint="give DistServe's profile or a CSV file"
         ) from error
     if choice["hardware"] is not None:
-        raise InputError("does not name hardware", where=where, mend="leave out --hardware")
+        raise InputError("does not name hardware", where=where, hint="leave out --hardware")
     degrees = _entry(models, "model", choice["model"], where)
     entry = _entry(degrees, "tp", choice["tp"], where)
     base_s, per_token_s, per_token2_s = _coefficients(entry, "prefill", where)
@@ -205,10 +205,10 @@ def _read_distserve(text: str, where: str, choice: Mapping[str, str | None]) -> 
 
 def _entry(entries: Any, option: str, wanted: str | None, where: str) -> Mapping[str, Any]:
     if not isinstance(entries, dict) or not entries:
-        raise InputError(f"has no {option}s", where=where, mend="give DistServe's profile: model, tp, coefficients")
+        raise InputError(f"has no {option}s", where=where, hint="give DistServe's profile: model, tp, coefficients")
     entry = entries[_pick(option, wanted, sorted(entries), where)]
     if not isinstance(entry, dict):
-        raise InputError(f"holds no object under its {option}", where=where, mend="give DistServe's profile")
+        raise InputError(f"holds no object under its {option}", where=where, hint="give DistServe's profile")
     return entry
 
 
@@ -217,7 +217,7 @@ def _coefficients(entry: Mapping[str, Any], name: str, where: str) -> tuple[floa
     values = entry.get(name)
     sound = isinstance(values, list) and len(values) == 3
     if not sound or not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values or ()):
-        raise InputError(f"{name} is {values!r}", where=where, mend="give three numbers in milliseconds")
+        raise InputError(f"{name} is {values!r}", where=where, hint="give three numbers in milliseconds")
     first, second, third = (float(value) * 1e-3 for value in values or ())
     return first, second, third
 
@@ -228,13 +228,13 @@ def _pick(option: str, wanted: str | None, have: Sequence[str], where: str) -> s
         if len(have) == 1:
             return have[0]
         raise InputError(
-            f"has several values of {option}: {', '.join(have)}", where=where, mend=f"choose with --{option}"
+            f"has several values of {option}: {', '.join(have)}", where=where, hint=f"choose with --{option}"
         )
     key = wanted.lower()
     found = [name for name in have if key in (name.lower(), name.lower().rpartition("/")[2])]
     if len(found) != 1:
         what = f"has no measurements for {option} {wanted}"
-        raise InputError(what, where=where, mend=f"choose one of {', '.join(have)}")
+        raise InputError(what, where=where, hint=f"choose one of {', '.join(have)}")
     return found[0]
 
 
@@ -242,4 +242,4 @@ def _require(columns: Sequence[str], names: Sequence[str], where: str) -> None:
     missing = [name for name in names if name not in columns]
     if missing:
         what = f"the column {', '.join(missing)} is missing"
-        raise InputError(what, where=f"{where} line 1", mend=f"it has {', '.join(columns) or 'no columns'}")
+        raise InputError(what, where=f"{where} line 1", hint=f"it has {', '.join(columns) or 'no columns'}")

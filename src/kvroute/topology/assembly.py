@@ -57,10 +57,10 @@ def read_text(path: Path | str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InputError("the file is not UTF-8 text", where=str(path), mend="give a YAML file") from error
+        raise InputError("the file is not UTF-8 text", where=str(path), hint="give a YAML file") from error
     except OSError as error:
         reason = error.strerror or "unreadable"
-        raise InputError(f"the file cannot be read: {reason}", where=str(path), mend="check its path") from error
+        raise InputError(f"the file cannot be read: {reason}", where=str(path), hint="check its path") from error
 
 
 def parse(text: str, where: str = "<text>") -> Cluster:
@@ -107,7 +107,7 @@ def _assembled(
         try:
             flat = expand(file)
         except InputError as error:
-            problems.append(lines.error(error.what, ("instances",), error.mend))
+            problems.append(lines.error(error.what, ("instances",), error.hint))
     problems += place_faults(flat or file, lines)
     places = None
     if flat is not None and not problems and can_place(lines):

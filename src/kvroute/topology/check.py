@@ -124,8 +124,8 @@ def _parent_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
             for kind, parent in parents.items():
                 if parent not in known[kind] and _listed(f"{kind}s", lines) and lines.sure(section, index, kind):
                     key = (section, index, kind)
-                    mend = nearest(parent, names[kind]) or f"the file lists no {kind}s"
-                    yield lines.error(f"there is no {kind} {parent!r}", key, mend)
+                    hint = nearest(parent, names[kind]) or f"the file lists no {kind}s"
+                    yield lines.error(f"there is no {kind} {parent!r}", key, hint)
             if len(parents) > 1:
                 what = f"{entry.name} has several parents: {', '.join(parents)}"
                 yield lines.error(what, (section, index), "give the nearest one only; the rest follows from it")
@@ -146,15 +146,15 @@ def _wan_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     for index, wan in enumerate(file.wan):
         for key, end in (("from", wan.source), ("to", wan.target)):
             if end not in names and _listed("datacenters", lines) and lines.sure("wan", index, key):
-                mend = nearest(end, names) or "list it under `datacenters`"
-                yield lines.error(f"there is no datacenter {end!r}", ("wan", index, key), mend)
+                hint = nearest(end, names) or "list it under `datacenters`"
+                yield lines.error(f"there is no datacenter {end!r}", ("wan", index, key), hint)
         pair = frozenset((wan.source, wan.target))
         if len(pair) == 1:
             yield lines.error(f"the link leads from {wan.source} to itself", ("wan", index), "name two datacenters")
         elif pair in joined:
             what = f"{wan.source} and {wan.target} are joined twice"
-            mend = f"wan[{joined[pair]}] joins them already, in both directions; raise its `count`"
-            yield lines.error(what, ("wan", index), mend)
+            hint = f"wan[{joined[pair]}] joins them already, in both directions; raise its `count`"
+            yield lines.error(what, ("wan", index), hint)
         joined.setdefault(pair, index)
 
 
@@ -208,16 +208,16 @@ def _setting_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
                 if fault is not None:
                     told.add(place)
                     missing = own is None and inherited is None
-                    yield lines.error(fault.what, key if missing else place, fault.mend)
+                    yield lines.error(fault.what, key if missing else place, fault.hint)
 
 
 def _setting_fault(setting: str, value: str | float | None, file: ClusterFile) -> InputError | None:
     if value is None:
         example = "`model: llama-3-70b`" if setting == "model" else "`kv_capacity: 180 GB` (all GPUs of an instance)"
-        return InputError(f"no {setting} is given", mend=f"add {example}, here or under `defaults`")
+        return InputError(f"no {setting} is given", hint=f"add {example}, here or under `defaults`")
     if setting == "timing" and value not in file.timing:
-        mend = nearest(str(value), list(file.timing)) or f"add a `timing:` section with `{value}:`"
-        return InputError(f"there is no timing {value!r}", mend=mend)
+        hint = nearest(str(value), list(file.timing)) or f"add a `timing:` section with `{value}:`"
+        return InputError(f"there is no timing {value!r}", hint=hint)
     if setting == "model":
         try:
             llm.model(str(value))
@@ -238,7 +238,7 @@ def _gpu_faults(
     try:
         gpus = gpu_list(entry.gpus)
     except InputError as error:
-        yield lines.error(error.what, place, error.mend)
+        yield lines.error(error.what, place, error.hint)
         return
     for name in dict.fromkeys(node for node, _ in gpus):
         if name not in nodes and _listed("nodes", lines):
@@ -295,11 +295,11 @@ def reach_faults(file: ClusterFile, places: Places, lines: Lines) -> Iterator[Fi
             other = int(np.argmax(short[position] if end == 0 else short[:, position]))
             source, target = (int(position), other) if end == 0 else (other, int(position))
             pair = (int(source_ids[source]), int(target_ids[target]))
-            key, what, mend = _missing_link(file, places, pair[end])
+            key, what, hint = _missing_link(file, places, pair[end])
             if key not in told:
                 told.add(key)
                 between = f"{targets[pair[1]]} cannot be reached from {sources[pair[0]]}"
-                yield lines.error(f"{what}, so {between}", key, mend)
+                yield lines.error(f"{what}, so {between}", key, hint)
     if not told:
         yield from _route_faults(file, places, sources, targets, lines)
 

@@ -110,7 +110,7 @@ def _salvaged(
         result, doubts = msgspec.convert(value, kind, dec_hook=read_quantity), frozenset[Key]()
     except msgspec.ValidationError as error:
         if not key and (other := _other_kind(value, kind)):
-            raise InputErrors([FileError(other[0], source=lines.source, line=1, field="", mend=other[1])]) from None
+            raise InputErrors([FileError(other[0], source=lines.source, line=1, field="", hint=other[1])]) from None
         known = {(fault.line, fault.field) for fault in found}
         wrong = form_faults(value, kind, key, lines)
         found = found + [fault for fault in wrong if (fault.line, fault.field) not in known]
@@ -144,7 +144,7 @@ def _read_yaml(text: str, source: str, begin: str) -> tuple[dict[str, object], L
         raise InputErrors([_syntax_error(error, source)]) from None
     if not isinstance(value, dict):
         what = "the file is empty" if value is None else "the file is not a mapping of keys to values"
-        raise InputErrors(reader.faults or [FileError(what, source=source, line=1, field="", mend=begin)])
+        raise InputErrors(reader.faults or [FileError(what, source=source, line=1, field="", hint=begin)])
     return value, Lines(source, reader.lines), reader.faults
 
 
@@ -152,8 +152,8 @@ def _syntax_error(error: Exception, source: str) -> FileError:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     what = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
     line = mark.line + 1 if mark else 1
-    mend = "check indentation, colons and quotes near this line"
-    return FileError(f"this is not YAML: {what}", source=source, line=line, field="", mend=mend)
+    hint = "check indentation, colons and quotes near this line"
+    return FileError(f"this is not YAML: {what}", source=source, line=line, field="", hint=hint)
 
 
 class _Reader:
@@ -202,8 +202,8 @@ class _Reader:
                 self._fault("a key must be plain text", event, key, "write `key: value`")
                 self._value(event, place)
             elif name in result:
-                mend = f"it is on line {self.lines[place]} too"
-                self._fault(f"the key {name!r} stands here twice", event, place, mend)
+                hint = f"it is on line {self.lines[place]} too"
+                self._fault(f"the key {name!r} stands here twice", event, place, hint)
             self.lines.setdefault(place, _line(event))
             value = self._value(self._next(), place)
             if value is None and len(self.faults) == known:
@@ -238,8 +238,8 @@ class _Reader:
         assert event is not None, "the stream's end was read before"
         return event
 
-    def _fault(self, what: str, event: yaml.Event, key: Key, mend: str) -> None:
-        fault = FileError(what, source=self._source, line=_line(event), field=field_text(key), mend=mend)
+    def _fault(self, what: str, event: yaml.Event, key: Key, hint: str) -> None:
+        fault = FileError(what, source=self._source, line=_line(event), field=field_text(key), hint=hint)
         self.faults.append(fault)
 
 

@@ -61,20 +61,20 @@ def draft(
         *(("both", url) for url in both),
     ]
     if not addresses:
-        raise InputError("no engine is named", mend="give --prefill URL and --decode URL, or --both URL")
+        raise InputError("no engine is named", hint="give --prefill URL and --decode URL, or --both URL")
     places: dict[str, list[tuple[Role, str]]] = {}
     for role, url in addresses:
         places.setdefault(_host(url), []).append((role, url))
     for role, urls in (("prefill", prefill), ("decode", decode)):
         if not urls and not both:
-            raise InputError(f"no {role} engine is named", mend=f"give --{role} URL or --both URL")
+            raise InputError(f"no {role} engine is named", hint=f"give --{role} URL or --both URL")
     if len({url for _, url in addresses}) < len(addresses):
-        raise InputError("an address is named twice", mend="an engine that does both is --both URL")
+        raise InputError("an address is named twice", hint="an engine that does both is --both URL")
     for host, engines in places.items():
         if len(engines) * tp > gpus_per_node:
             wanted = f"{_count(len(engines), 'engine')} of {_count(tp, 'GPU')} on host {host!r}"
             what = f"{wanted} need{'s' if len(engines) == 1 else ''} more than its {_count(gpus_per_node, 'GPU')}"
-            raise InputError(what, mend="give --gpus and --tp as they are")
+            raise InputError(what, hint="give --gpus and --tp as they are")
     nics = Nics(compute=Nic(count=gpus_per_node, bytes_per_s=Bandwidth(nic_bytes_per_s)))
     file = ClusterFile(
         name=name,
@@ -112,9 +112,9 @@ def _host(url: str) -> str:
     except ValueError:
         host = None
     if not host:
-        raise InputError(f"{url!r} is no engine's address", mend="give it as http://host:port")
+        raise InputError(f"{url!r} is no engine's address", hint="give it as http://host:port")
     if fault := port_fault(url):
-        raise InputError(fault, where=url, mend="give the port that the engine listens on")
+        raise InputError(fault, where=url, hint="give the port that the engine listens on")
     return host
 
 

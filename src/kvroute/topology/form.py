@@ -21,11 +21,11 @@ _SHOWN = 60
 class FileError(InputError):
     """A fault of a cluster file with its `line` (0: not read from a text) and its `field`."""
 
-    def __init__(self, what: str, *, source: str, line: int, field: str, mend: str = "") -> None:
+    def __init__(self, what: str, *, source: str, line: int, field: str, hint: str = "") -> None:
         self.line, self.field = line, field
         place = f"{source}:{line}" if line else source
         where = f"{place}: {field}" if field else place
-        super().__init__(_on_one_line(what), where=where, mend=_on_one_line(mend))
+        super().__init__(_on_one_line(what), where=where, hint=_on_one_line(hint))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class Lines:
             for doubt in self.doubts
         )
 
-    def error(self, what: str, key: Key = (), mend: str = "") -> FileError:
+    def error(self, what: str, key: Key = (), hint: str = "") -> FileError:
         """Return a fault at `key`; a fault of an expanded entry is reported at its shorthand."""
         if key and key not in self.of and self.of:
             shorthand = {"pods": "fabric", "racks": "fabric", "nodes": "fabric", "datacenters": "fabric"}
             owner = shorthand.get(str(key[0]), str(key[0]))
             key = next((k for k in (*(key[:n] for n in range(len(key), 0, -1)), (owner,)) if k in self.of), key)
-        return FileError(what, source=self.source, line=self._line(key), field=field_text(key), mend=mend)
+        return FileError(what, source=self.source, line=self._line(key), field=field_text(key), hint=hint)
 
     def _line(self, key: Key) -> int:
         while key and key not in self.of:
@@ -151,8 +151,8 @@ def _struct_faults(
         known = own | {entry.encode_name for option in structs for entry in msgspec.structs.fields(option)}
     for name in value:
         if name not in known:
-            mend = f"did you mean {meant[name]!r}?" if name in meant else nearest(name, sorted(known - {""}))
-            yield lines.error(f"the key {name!r} is unknown", (*key, name), mend)
+            hint = f"did you mean {meant[name]!r}?" if name in meant else nearest(name, sorted(known - {""}))
+            yield lines.error(f"the key {name!r} is unknown", (*key, name), hint)
     written = {meant.get(name, name): name for name in value}
     for name, entry in entries.items():
         if name in written:
@@ -169,7 +169,7 @@ def _leaf_faults(value: object, kind: Any, options: Sequence[Any], key: Key, lin
         else:
             msgspec.convert(value, kind, dec_hook=read_quantity)
     except InputError as error:
-        yield lines.error(error.what, key, error.mend)
+        yield lines.error(error.what, key, error.hint)
     except msgspec.ValidationError as error:
         shown = "the value" if any(_is_secret(option) for option in options) else _shown(value)
         yield lines.error(f"{shown} does not fit", key, _wanted(value, options) or str(error))

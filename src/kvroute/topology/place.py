@@ -146,12 +146,12 @@ def gpu_list(text: str) -> list[tuple[str, int]]:
     for part in text.split(","):
         match = _GPUS.fullmatch(part.strip())
         if match is None or not (match[1] or node):
-            raise InputError(f"{text[:60]!r} names no GPUs", mend='write node and GPU numbers, such as "node0:0-3"')
+            raise InputError(f"{text[:60]!r} names no GPUs", hint='write node and GPU numbers, such as "node0:0-3"')
         node = match[1] or node
         first, last = int(match[2]), int(match[3] or match[2])
         if last < first or last - first >= _MOST_GPUS:
             raise InputError(
-                f"{part.strip()!r} is not a range of GPUs", mend='write the lower number first, "node0:0-3"'
+                f"{part.strip()!r} is not a range of GPUs", hint='write the lower number first, "node0:0-3"'
             )
         gpus += [(node, index) for index in range(first, last + 1)]
     return gpus

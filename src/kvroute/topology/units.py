@@ -42,7 +42,7 @@ class Quantity(float):
         number = float.__new__(cls, value)
         if not cls.least <= number <= cls.most:
             raise InputError(
-                f"{float(number):.6g} is out of range for a {cls.noun}", mend=f"it must be {cls.range_text}"
+                f"{float(number):.6g} is out of range for a {cls.noun}", hint=f"it must be {cls.range_text}"
             )
         return number
 
@@ -100,19 +100,19 @@ def quantity(kind: type[Q], value: object) -> Q:
     """
     if isinstance(value, kind):
         return value
-    mend = f"write a number and one of {kind.accepted}, such as {kind.example}"
+    hint = f"write a number and one of {kind.accepted}, such as {kind.example}"
     if not isinstance(value, str):
-        raise InputError(f"{_shown(value)} is not a {kind.noun}: it has no unit", mend=mend)
+        raise InputError(f"{_shown(value)} is not a {kind.noun}: it has no unit", hint=hint)
     match = _QUANTITY.fullmatch(value)
     if match is None or len(value) > _LONGEST_TEXT:
-        raise InputError(f"{_shown(value)} is not a {kind.noun}", mend=mend)
+        raise InputError(f"{_shown(value)} is not a {kind.noun}", hint=hint)
     number, unit = match.groups()
     if unit not in kind.units:
         fault = f"the unit {unit!r} is not one of a {kind.noun}" if unit else "it has no unit"
-        raise InputError(f"{_shown(value)} is not a {kind.noun}: {fault}", mend=mend)
+        raise InputError(f"{_shown(value)} is not a {kind.noun}: {fault}", hint=hint)
     si = Decimal(number) * kind.units[unit]
     if not kind.least <= si <= kind.most:
-        raise InputError(f"{_shown(value)} is out of range for a {kind.noun}", mend=f"it must be {kind.range_text}")
+        raise InputError(f"{_shown(value)} is out of range for a {kind.noun}", hint=f"it must be {kind.range_text}")
     return kind(float(si))
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 class InputError(ValueError):
     """Invalid input in one sentence: where it is, what is wrong, how to fix it. A command exits with status 2."""
 
-    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
-        self.what, self.where, self.mend = what, where, mend
-        super().__init__((f"{where}: " if where else "") + what + (f"; {mend}" if mend else ""))
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        self.what, self.where, self.hint = what, where, hint
+        super().__init__((f"{where}: " if where else "") + what + (f"; {hint}" if hint else ""))
 
 
 class InputErrors(InputError):
@@ -29,6 +29,6 @@ class InputErrors(InputError):
 
 def cannot_listen(place: str, number: int | None, why: str, *, where: str = "") -> InputError:
     """Return the error for a listening address that the system rejects, with the system's error number and message."""
-    mends = {errno.EADDRINUSE: "choose another port, or free this one", errno.EACCES: "choose a port above 1023"}
-    mend = mends.get(number or 0, "give an address of this machine")
-    return InputError(f"cannot listen on {place} ({why})", where=where, mend=mend)
+    hints = {errno.EADDRINUSE: "choose another port, or free this one", errno.EACCES: "choose a port above 1023"}
+    hint = hints.get(number or 0, "give an address of this machine")
+    return InputError(f"cannot listen on {place} ({why})", where=where, hint=hint)

@@ -104,12 +104,12 @@ class WanPathSection(Entry, frozen=True, kw_only=True):
     """Consecutive failed KV transfers after which the path is down."""
     open_s: Wait = field(name="open", default=Wait(3.0))
     """Time for which a path that is down is not used; then one request probes it."""
-    still_s: Wait = field(name="still", default=Wait(2.0))
+    stalled_after_s: Wait = field(name="stalled_after", default=Wait(2.0))
     """Time without progress of pending data after which the path is down; needs engines that report their
     connections."""
 
 
-class ConversionSection(Entry, frozen=True, kw_only=True):
+class RoleSwitchSection(Entry, frozen=True, kw_only=True):
     """How an engine switches its role: a URL or a program, not both."""
 
     url: HookUrl | None = None
@@ -147,12 +147,12 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
     layerwise: bool = False
     """Whether KV leaves a prefill-only site while it is computed; False: when it is complete."""
     stay_factor: Factor | None = None
-    look_s: Wait = field(name="look", default=Wait(2.0))
+    check_interval_s: Wait = field(name="check_interval", default=Wait(2.0))
     """Longest interval between two updates of the thresholds and two checks whether a review is due."""
     short_term: ShortTermSection = ShortTermSection()
     long_term: LongTermSection = LongTermSection()
-    way: WanPathSection = WanPathSection()
-    conversion: ConversionSection | None = None
+    wan_path: WanPathSection = WanPathSection()
+    role_switch: RoleSwitchSection | None = None
     """None: roles do not change, and a review only reports what it would change."""
 
     def spec(self) -> OffloadSpec:
@@ -163,8 +163,8 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
         """
         if self.rule != "scarce" and self.copy is None:
             what = f"`rule: {self.rule}` copies cached prefixes between datacenters, and nothing says that engines can"
-            mend = "add `copy: {}` where all that prefill have kvroute's connector as kv_both, or write `rule: scarce`"
-            raise InputError(what, where="offload.rule", mend=mend)
+            hint = "add `copy: {}` where all that prefill have kvroute's connector as kv_both, or write `rule: scarce`"
+            raise InputError(what, where="offload.rule", hint=hint)
         return OffloadSpec(
             threshold_tokens=None if self.threshold is None else tokens(self.threshold),
             rule=self.rule,
@@ -175,7 +175,7 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
             layerwise=self.layerwise,
             stay_factor=self.stay_factor,
             short_term=self.short_term.spec(),
-            long_term=self.long_term.spec(role_switches=self.conversion is not None),
+            long_term=self.long_term.spec(role_switches=self.role_switch is not None),
         )
 
     @property

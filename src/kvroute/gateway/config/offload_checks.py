@@ -21,12 +21,12 @@ def offload_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
     try:
         offload.spec()
     except InputError as error:
-        yield lines.error(error.what, (_SECTION, *written(error.where)), error.mend)
-    conversion = offload.conversion
+        yield lines.error(error.what, (_SECTION, *written(error.where)), error.hint)
+    conversion = offload.role_switch
     if conversion is not None and (conversion.url is None) == (conversion.command is None):
         what = "a conversion has a URL or a command" + (", not both" if conversion.url else ", and neither is given")
-        mend = "give `url: http://...` or `command: [PROGRAM, ...]`"
-        yield lines.error(what, (_SECTION, "offload", "conversion"), mend)
+        hint = "give `url: http://...` or `command: [PROGRAM, ...]`"
+        yield lines.error(what, (_SECTION, "offload", "role_switch"), hint)
 
 
 def site_faults(
@@ -40,8 +40,8 @@ def site_faults(
     try:
         settings.control_spec().build(cluster)
     except InputError as error:
-        yield lines.error(error.what, (_SECTION, "offload"), error.mend)
-    if settings.offload.conversion is None:
+        yield lines.error(error.what, (_SECTION, "offload"), error.hint)
+    if settings.offload.role_switch is None:
         return
     for instance in cluster.instances:
         endpoint = instance.endpoint
@@ -58,7 +58,7 @@ def _early_faults(
     """Yield instances whose KV cache cannot be requested before it is computed, although `layerwise` requires it."""
     homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
     offload = settings.offload
-    converts = offload is not None and offload.conversion is not None
+    converts = offload is not None and offload.role_switch is not None
     for instance in cluster.instances:
         at_home, endpoint = instance.datacenter in homes, instance.endpoint
         early = settings.layerwise if at_home else settings.layerwise or (offload is not None and offload.layerwise)

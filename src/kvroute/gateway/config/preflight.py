@@ -156,8 +156,8 @@ def tls_context(tls: TlsSettings, context: ssl.SSLContext | None = None) -> ssl.
         context.load_cert_chain(tls.certificate, tls.key, password=lambda: "")
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not readable"
-        mend = "give a certificate and its own key, both PEM and without a pass phrase"
-        raise InputError(f"certificate and key cannot be used: {why}", where=tls.certificate, mend=mend) from error
+        hint = "give a certificate and its own key, both PEM and without a pass phrase"
+        raise InputError(f"certificate and key cannot be used: {why}", where=tls.certificate, hint=hint) from error
     return context
 
 
@@ -177,10 +177,10 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
     def files(tls: TlsSettings | None) -> TlsSettings | None:
         return tls and replace(tls, certificate=path(tls.certificate), key=path(tls.key))
 
-    conversion = offload.conversion if offload is not None else None
+    conversion = offload.role_switch if offload is not None else None
     if offload is not None and conversion is not None and conversion.command and os.sep in conversion.command[0]:
         program, *rest = conversion.command
-        offload = replace(offload, conversion=replace(conversion, command=[path(program), *rest]))
+        offload = replace(offload, role_switch=replace(conversion, command=[path(program), *rest]))
     return replace(
         settings,
         listen=replace(listen, tls=files(listen.tls)),
@@ -215,29 +215,29 @@ def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
         decode_policy(settings.policy, **settings.parameters)
     except InputError as error:
         field = "parameters" if settings.policy in DECODE_POLICIES else "policy"
-        yield lines.error(error.what, (SECTION, field), error.mend)
+        yield lines.error(error.what, (SECTION, field), error.hint)
     if settings.shadow:
         try:
             decode_policy(settings.shadow)
         except InputError as error:
-            yield lines.error(error.what, (SECTION, "shadow"), error.mend)
+            yield lines.error(error.what, (SECTION, "shadow"), error.hint)
     try:
         prefill_policy(settings.prefill)
     except InputError as error:
-        yield lines.error(error.what, (SECTION, "prefill"), error.mend)
+        yield lines.error(error.what, (SECTION, "prefill"), error.hint)
     if settings.constraint:
         try:
             TopologyConstraint.parse(settings.constraint)
         except InputError as error:
-            yield lines.error(error.what, (SECTION, "constraint"), error.mend)
+            yield lines.error(error.what, (SECTION, "constraint"), error.hint)
 
 
 def _log_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
     log = settings.log
     if log.total_bytes < 2 * log.file_bytes:
         what = f"`total_size` ({quantity_text(log.total_bytes)}) holds fewer than two files of `file_size`"
-        mend = f"make `total_size` {quantity_text(LogSize(2 * log.file_bytes))} or more, or `file_size` smaller"
-        yield lines.error(what, (SECTION, "log", "total_size"), mend)
+        hint = f"make `total_size` {quantity_text(LogSize(2 * log.file_bytes))} or more, or `file_size` smaller"
+        yield lines.error(what, (SECTION, "log", "total_size"), hint)
 
 
 def _oracle_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
@@ -248,19 +248,19 @@ def _oracle_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
     if prometheus is None:
         return
     if oracle.source != "prometheus":
-        mend = "write `source: prometheus`, or leave `prometheus` out"
-        yield lines.error(f"nobody asks Prometheus: the source is {oracle.source}", (*key, "prometheus"), mend)
+        hint = "write `source: prometheus`, or leave `prometheus` out"
+        yield lines.error(f"nobody asks Prometheus: the source is {oracle.source}", (*key, "prometheus"), hint)
     if bool(prometheus.per_tier) == (prometheus.per_link is not None):
-        mend = "give `per_tier: {rack: QUERY, ...}` or `per_link: {query: QUERY, label: link}`"
+        hint = "give `per_tier: {rack: QUERY, ...}` or `per_link: {query: QUERY, label: link}`"
         what = "both `per_tier` and `per_link` are given" if prometheus.per_link else "no query is given"
-        yield lines.error(what, (*key, "prometheus"), mend)
+        yield lines.error(what, (*key, "prometheus"), hint)
 
 
 def _file_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
     tokenizer, events = settings.prompt.tokenizer, settings.log.events
     if tokenizer is not None and not (Path(tokenizer).is_file() or Path(tokenizer, "tokenizer.json").is_file()):
-        mend = "give a tokenizer.json, or the folder that holds it"
-        yield lines.error(f"there is no tokenizer at {tokenizer}", (SECTION, "prompt", "tokenizer"), mend)
+        hint = "give a tokenizer.json, or the folder that holds it"
+        yield lines.error(f"there is no tokenizer at {tokenizer}", (SECTION, "prompt", "tokenizer"), hint)
     if events is not None and not Path(events).parent.is_dir():
         what = f"there is no folder {Path(events).parent}"
         yield lines.error(what, (SECTION, "log", "events"), "make it, or name a file in a folder that exists")
@@ -278,7 +278,7 @@ def _tls_faults(tls: TlsSettings, key: Key, lines: Lines) -> Iterator[FileError]
         try:
             tls_context(tls)
         except InputError as error:
-            yield lines.error(error.what, key, error.mend)
+            yield lines.error(error.what, key, error.hint)
 
 
 def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str] | None) -> Iterator[InputError]:
@@ -294,17 +294,17 @@ def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, s
         return
     for name in settings.keys.concurrency:
         if name not in keys.names:
-            mend = nearest(name, keys.names) or "there are no keys: add `file` or `known`"
-            yield lines.error(f"there is no key {name!r}", (SECTION, "keys", "concurrency", name), mend)
+            hint = nearest(name, keys.names) or "there are no keys: add `file` or `known`"
+            yield lines.error(f"there is no key {name!r}", (SECTION, "keys", "concurrency", name), hint)
     for name in settings.keys.tenants:
         if name not in keys.names:
-            mend = nearest(name, keys.names) or "there are no keys: add `file` or `known`"
-            yield lines.error(f"there is no key {name!r}", (SECTION, "keys", "tenants", name), mend)
+            hint = nearest(name, keys.names) or "there are no keys: add `file` or `known`"
+            yield lines.error(f"there is no key {name!r}", (SECTION, "keys", "tenants", name), hint)
     yield from _salt_faults(settings, keys.required, lines, environ)
     variable, key = settings.upstream_key_env, (SECTION, "upstream_key_env")
     if variable is not None and not keys.required:
-        mend = "add `keys`, or leave this out: clients' own keys then go on to the engines"
-        yield lines.error("the engines' key would be everybody's: clients need none here", key, mend)
+        hint = "add `keys`, or leave this out: clients' own keys then go on to the engines"
+        yield lines.error("the engines' key would be everybody's: clients need none here", key, hint)
     elif variable is not None and environ is not None and not environ.get(variable):
         yield lines.error(f"the environment variable {variable} is not set", key, f"export {variable}=...")
     elif variable is not None and environ is not None and not _KEY.fullmatch(environ[variable]):
@@ -320,17 +320,17 @@ def _salt_faults(
         what = f"`cache_salt: {mode}` tells clients apart by their keys, and they need none here"
         yield lines.error(what, (SECTION, "cache_salt"), "add `keys`, or write `cache_salt: none`")
     if mode == "per-tenant" and not settings.keys.tenants:
-        mend = "add `keys: {tenants: {KEY: TENANT}}`, or write `cache_salt: per-key`"
-        yield lines.error("no key names a tenant", (SECTION, "cache_salt"), mend)
+        hint = "add `keys: {tenants: {KEY: TENANT}}`, or write `cache_salt: per-key`"
+        yield lines.error("no key names a tenant", (SECTION, "cache_salt"), hint)
     if variable is None:
         return
     key = (SECTION, "cache_salt_secret_env")
     if mode == "none":
-        mend = "write `cache_salt: per-key` or `per-tenant`, or leave this out"
-        yield lines.error("the secret is for cache salts, and there are none", key, mend)
+        hint = "write `cache_salt: per-key` or `per-tenant`, or leave this out"
+        yield lines.error("the secret is for cache salts, and there are none", key, hint)
     elif environ is not None and len(environ.get(variable, "")) < SECRET_MIN:
-        mend = f"export {variable}=... with {SECRET_MIN} or more random letters"
-        yield lines.error(f"the environment variable {variable} is not set, or too short", key, mend)
+        hint = f"export {variable}=... with {SECRET_MIN} or more random letters"
+        yield lines.error(f"the environment variable {variable} is not set, or too short", key, hint)
 
 
 def model_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
@@ -345,8 +345,8 @@ def live_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> It
     """Yield what prevents real engines from being served: endpoints, bootstrap servers, partners for each protocol."""
     places = _places(cluster, lines)
     if ("instances", 0) not in lines.of and not any(instance.endpoint for instance in cluster.instances):
-        mend = "list the instances, each with `endpoint: {url: ...}`, or serve emulated engines with --embedded"
-        yield lines.error("instances made by a shorthand have no endpoint", ("instances",), mend)
+        hint = "list the instances, each with `endpoint: {url: ...}`, or serve emulated engines with --embedded"
+        yield lines.error("instances made by a shorthand have no endpoint", ("instances",), hint)
         return
     first: dict[str, str] = {}
     for instance in sorted(cluster.instances, key=lambda instance: places[instance.name][1:]):
@@ -366,8 +366,8 @@ def _endpoint_faults(
 ) -> Iterator[FileError]:
     endpoint, place = instance.endpoint, (*key, "endpoint")
     if endpoint is None:
-        mend = "add `endpoint: {url: http://HOST:PORT}`, or serve emulated engines with --embedded"
-        yield lines.error(f"{instance.name} has no endpoint", key, mend)
+        hint = "add `endpoint: {url: http://HOST:PORT}`, or serve emulated engines with --embedded"
+        yield lines.error(f"{instance.name} has no endpoint", key, hint)
         return
     other = first.setdefault(endpoint.url.rstrip("/").lower(), instance.name)
     if other != instance.name:
@@ -380,8 +380,8 @@ def _endpoint_faults(
             "`kv_replay` says nothing without `kv_events`", (*place, "kv_replay"), "add `kv_events: tcp://...`"
         )
     if settings.prefix == "events" and not endpoint.kv_events:
-        mend = "add `kv_events: tcp://HOST:PORT`, or write `prefix: auto`"
-        yield lines.error(f"`prefix: events` needs the KV events of {instance.name}", place, mend)
+        hint = "add `kv_events: tcp://HOST:PORT`, or write `prefix: auto`"
+        yield lines.error(f"`prefix: events` needs the KV events of {instance.name}", place, hint)
 
 
 def _partner_faults(cluster: Cluster, places: Mapping[str, Key], lines: Lines) -> Iterator[FileError]:
@@ -393,5 +393,5 @@ def _partner_faults(cluster: Cluster, places: Mapping[str, Key], lines: Lines) -
         partner = {"prefill": "decode", "decode": "prefill"}.get(role)
         if partner is not None and (model, protocol, partner) not in groups:
             what = f"{members[0].name} has no {partner} instance to work with: none for {model} speaks {protocol}"
-            mend = f"give it a partner with `protocol: {protocol}`, or make it `role: both`"
-            yield lines.error(what, places[members[0].name], mend)
+            hint = f"give it a partner with `protocol: {protocol}`, or make it `role: both`"
+            yield lines.error(what, places[members[0].name], hint)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.engines.availability import Availability
     from kvroute.gateway.engines.breaker import Attempt, Cause
 
-LegName: TypeAlias = Literal["copy", "prefill", "decode", "passed_on"]
+LegName: TypeAlias = Literal["copy", "prefill", "decode", "passthrough"]
 
 _CLIENT_GONE = 499
 

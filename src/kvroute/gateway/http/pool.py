@@ -212,5 +212,5 @@ def _origin(url: str) -> SplitResult:
     except ValueError:
         parts, port_is_fine = urlsplit(""), False
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_fine or parts.path.strip("/"):
-        raise InputError(f"{url!r} is no origin", where="url", mend="write http://host:port or https://host:port")
+        raise InputError(f"{url!r} is no origin", where="url", hint="write http://host:port or https://host:port")
     return parts

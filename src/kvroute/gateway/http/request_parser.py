@@ -281,8 +281,8 @@ class RequestParser:
         self._path, _, self._query = url.partition(b"?")
 
     def _too_large(self) -> str:
-        mend = "send a shorter prompt, or have `gateway.limits.body` raised"
-        return f"the request's body is larger than {self._limits.body_bytes} bytes; {mend}"
+        hint = "send a shorter prompt, or have `gateway.limits.body` raised"
+        return f"the request's body is larger than {self._limits.body_bytes} bytes; {hint}"
 
     def on_body(self, data: bytes) -> None:
         self._raw_bytes = 0

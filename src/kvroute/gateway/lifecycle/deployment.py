@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kvroute.control import Control, ControlSpec, LogHeader
-from kvroute.gateway.config.offload import EMULATED_HOOK, ConversionSection
+from kvroute.gateway.config.offload import EMULATED_HOOK, RoleSwitchSection
 from kvroute.gateway.config.preflight import check_places, deployment_of
 from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.gateway.http.request_parser import Limits
@@ -163,9 +163,9 @@ class Deployment:
 def _convertible(settings: GatewaySettings) -> GatewaySettings:
     """Return the settings with the emulated engines' own hook for role switches, unless the file names a hook."""
     offload = settings.offload
-    if offload is None or offload.conversion is not None:
+    if offload is None or offload.role_switch is not None:
         return settings
-    conversion = ConversionSection(url=EMULATED_HOOK)
+    conversion = RoleSwitchSection(url=EMULATED_HOOK)
     return msgspec.structs.replace(settings, offload=msgspec.structs.replace(offload, conversion=conversion))
 
 
@@ -173,7 +173,7 @@ def _check_emulated(cluster: Cluster, source: str) -> None:
     for instance in cluster.instances:
         if instance.protocol != "vllm":
             what = f"instance {instance.name} speaks {instance.protocol}, and emulated engines speak vllm"
-            raise InputError(what, where=source, mend="leave `protocol` out")
+            raise InputError(what, where=source, hint="leave `protocol` out")
 
 
 def _emulated(cluster: Cluster, endpoints: Mapping[str, Endpoint], source: str) -> Cluster:
@@ -181,6 +181,6 @@ def _emulated(cluster: Cluster, endpoints: Mapping[str, Endpoint], source: str) 
     for instance in cluster.instances:
         if instance.name not in endpoints:
             what = f"instance {instance.name} has no emulated engine: they are those of the start"
-            raise InputError(what, where=source, mend="start the command again")
+            raise InputError(what, where=source, hint="start the command again")
     instances = tuple(msgspec.structs.replace(i, endpoint=endpoints[i.name]) for i in cluster.instances)
     return replace(cluster, instances=instances)

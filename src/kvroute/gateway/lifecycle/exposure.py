@@ -20,10 +20,10 @@ class Exposure:
     """The settings section of the port."""
     host: str
     why: str
-    mend: str
+    hint: str
 
     def __str__(self) -> str:
-        return f"{self.field}.host is {self.host}: {self.why}; {self.mend}"
+        return f"{self.field}.host is {self.host}: {self.why}; {self.hint}"
 
 
 def exposures(settings: GatewaySettings) -> Iterator[Exposure]:

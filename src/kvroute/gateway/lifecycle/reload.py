@@ -89,12 +89,12 @@ class ClusterManager:
         self._prompts = deployment.prompts()
         try:
             keys, core = Keys.of(deployment.settings.keys), deployment.core()
-            self.serving = self._made(Prepared(deployment, keys, self._prompts, core, _log_header(deployment)), 0)
+            self.runtime = self._made(Prepared(deployment, keys, self._prompts, core, _log_header(deployment)), 0)
         except InputError:
             self._prompts.close()
             raise
-        self._collectors = Collectors(self.serving, self._heard)
-        self.conversions = RoleSwitches(self.serving, self._heard)
+        self._collectors = Collectors(self.runtime, self._heard)
+        self.conversions = RoleSwitches(self.runtime, self._heard)
         self._retired: list[ClusterRuntime] = []
         self._carry_over: StateCarryOver | None = None
         self._closed: deque[Iterator[int]] = deque()
@@ -104,7 +104,7 @@ class ClusterManager:
     @property
     def clusters(self) -> tuple[ClusterRuntime, ...]:
         """Clusters that have or get requests, the current one first."""
-        return (self.serving, *self._retired)
+        return (self.runtime, *self._retired)
 
     @property
     def all_checked(self) -> bool:
@@ -134,7 +134,7 @@ class ClusterManager:
     def next(self, prepared: Prepared) -> ClusterRuntime:
         """Return the cluster that may become current. Raises InputError if its event log cannot be created."""
         try:
-            number = self.serving.last_number + 1
+            number = self.runtime.last_number + 1
             return self._made(prepared, number)
         except InputError:
             if prepared.prompts is not self._prompts:
@@ -144,13 +144,13 @@ class ClusterManager:
     def switch(self, prepared: Prepared, runtime: ClusterRuntime) -> Collectors:
         """Make `runtime` the current cluster and create its collectors; return the previous collectors, which the
         caller closes. `settle` carries over the remaining state."""
-        old, collectors = self.serving, self._collectors
+        old, collectors = self.runtime, self._collectors
         self._retired.append(old)
         self._carry_over = StateCarryOver(old, runtime, self._retired)
         self._carry_over.at_once()
         self.conversions.take_over(old, runtime)
         self._collectors = Collectors(runtime, self._heard, collectors)
-        self.serving, self.deployment, self._prompts = runtime, prepared.deployment, prepared.prompts
+        self.runtime, self.deployment, self._prompts = runtime, prepared.deployment, prepared.prompts
         self._prompts.change(float(runtime.settings.limits.queue_wait_s))
         return collectors
 
@@ -222,7 +222,7 @@ class ClusterManager:
 
     def _heard(self, event: Event) -> None:
         """Process an event of a collector."""
-        self.serving.on_telemetry(event)
+        self.runtime.on_telemetry(event)
         if self._carry_over is not None:
             self._carry_over.heard(event)
 
@@ -265,5 +265,5 @@ class ClusterManager:
         runtime.panics = Panics(runtime.engines, settings.health.panic, weakly(runtime.panicked))
         if settings.offload is not None:
             scrape_s = float(settings.scrape.interval_s)
-            runtime.wan_paths = WanPaths(cluster, runtime.engines, settings.offload.way, scrape_s=scrape_s)
+            runtime.wan_paths = WanPaths(cluster, runtime.engines, settings.offload.wan_path, scrape_s=scrape_s)
         return runtime

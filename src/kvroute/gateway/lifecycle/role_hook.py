@@ -13,14 +13,14 @@ from contextlib import suppress
 
 import aiohttp
 
-from kvroute.gateway.config.offload import ConversionSection, hook_url
+from kvroute.gateway.config.offload import RoleSwitchSection, hook_url
 from kvroute.types import Instance, Role
 
 _LAST_WORDS_S = 5.0
 """Time between SIGTERM and SIGKILL when a program is ended, in seconds."""
 
 
-async def convert(section: ConversionSection, instance: Instance, before: Role, role: Role) -> str:
+async def convert(section: RoleSwitchSection, instance: Instance, before: Role, role: Role) -> str:
     """Call the hook to switch an instance's role; return the reason if that fails, empty on success.
 
     On a timeout, or if the caller is cancelled, a program is ended together with its child processes.

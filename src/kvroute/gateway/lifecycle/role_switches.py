@@ -16,7 +16,7 @@ from kvroute.gateway.proxy.runtime import same_engine
 from kvroute.types import Convert, Event, InstanceConverted, KvCleared, ReviewDue, Role
 
 if TYPE_CHECKING:
-    from kvroute.gateway.config.offload import ConversionSection
+    from kvroute.gateway.config.offload import RoleSwitchSection
     from kvroute.gateway.proxy.request import ProxiedRequest
     from kvroute.gateway.proxy.runtime import ClusterRuntime
     from kvroute.policies.allocation import Review
@@ -77,19 +77,19 @@ class RoleSwitches:
         offload, offloading = runtime.settings.offload, runtime.control.offloading
         if offload is None or offloading is None or any(each.inherited for each in self.under_way.values()):
             return
-        self._ask_at = now + float(offload.look_s)
+        self._ask_at = now + float(offload.check_interval_s)
         decisions = runtime.decide(ReviewDue(now))
         review = offloading.last_review
         if review is not None and review is not self._seen:
             self._seen = review
             runtime.metrics.reviewed(review.verdict)
-            _tell(review, offload.conversion is not None)
+            _tell(review, offload.role_switch is not None)
         for decision in decisions:
             if isinstance(decision, Convert):
                 runtime.state.decided(decision, now)
-                self._begin(decision, offload.conversion, now)
+                self._begin(decision, offload.role_switch, now)
 
-    def _begin(self, decision: Convert, section: ConversionSection | None, now: float) -> None:
+    def _begin(self, decision: Convert, section: RoleSwitchSection | None, now: float) -> None:
         engine = self._runtime.engines[decision.instance]
         drain_s = float(section.drain_s) if section is not None else 0.0
         conversion = Conversion(decision.instance, decision.role, engine.role, now + drain_s)
@@ -97,13 +97,13 @@ class RoleSwitches:
         if section is None or now < self._backs_off_until:
             self._end(conversion, "declined")
             return
-        log_event("info", "conversion_begun", instance=decision.instance, role=decision.role)
+        log_event("info", "role_switch_started", instance=decision.instance, role=decision.role)
         engine.availability.hold(CONVERTING, now)
 
     async def _call(self, conversion: Conversion) -> None:
         runtime = self._runtime
         offload, instance = runtime.settings.offload, runtime.engines[conversion.instance].instance
-        section = offload.conversion if offload is not None else None
+        section = offload.role_switch if offload is not None else None
         why = "no hook is given any more"
         try:
             if section is not None:
@@ -147,7 +147,7 @@ class RoleSwitches:
                 if conversion is not None:
                     self._abandon(conversion)
                 if after is not None and before.role != after.role:
-                    log_event("warning", "role_by_file", instance=name, role=after.role)
+                    log_event("warning", "role_from_file", instance=name, role=after.role)
                 continue
             if before.role != after.role:
                 after.role = before.role
@@ -162,7 +162,7 @@ class RoleSwitches:
         if conversion.hook is not None:
             conversion.hook.cancel()
         self._runtime.metrics.converted("abandoned")
-        log_event("warning", "conversion_abandoned", instance=conversion.instance, role=conversion.role)
+        log_event("warning", "role_switch_abandoned", instance=conversion.instance, role=conversion.role)
 
     def stop(self) -> None:
         """Begin no more switches. Draining instances serve again in their old role; a running hook may finish."""

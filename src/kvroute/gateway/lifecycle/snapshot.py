@@ -80,7 +80,7 @@ def _offload(runtime: ClusterRuntime, role_switches: RoleSwitches | None, now: f
     engines = runtime.engines.values()
     return OffloadLoad(
         sites=tuple(_site(runtime, offloading, site, now) for site in offloading.datacenters.prfaas),
-        converts=section.conversion is not None,
+        converts=section.role_switch is not None,
         conversions=tuple(ConversionLoad(instance=c.instance, role=c.role, stage=c.stage) for c in under_way),
         roles={engine.name: engine.role for engine in engines if engine.role != engine.instance.role},
         review=_review(offloading.last_review),

@@ -166,8 +166,8 @@ class Admin:
     def _refusal(self, request: web.Request) -> web.Response | None:
         name = host_name(request.headers.get("Host", ""))
         if not (name in self._names or address(name)):
-            mend = "call it by address, or list the name under gateway.admin.hosts"
-            return _json(403, {"error": f"unknown host name in the Host header; {mend}"})
+            hint = "call it by address, or list the name under gateway.admin.hosts"
+            return _json(403, {"error": f"unknown host name in the Host header; {hint}"})
         if request.method in ("GET", "HEAD"):
             return self._unread(request)
         origin = request.headers.get("Origin")

@@ -17,7 +17,7 @@ from kvroute.gateway.observe.load_gauges import TIER_LABELS, load_gauges
 from kvroute.gateway.observe.view import GatewayStatus, Ttft
 from kvroute.types import TIER_COUNT, Convert, Decision, Decode, Prefill, Role, Shadowed
 
-Leg: TypeAlias = Literal["copy", "prefill", "decode", "passed_on"]
+Leg: TypeAlias = Literal["copy", "prefill", "decode", "passthrough"]
 
 _TIER_KEYS = [(label,) for label in TIER_LABELS]
 _PREFILL, _DECODE, _REJECT, _CONVERT = ("prefill",), ("decode",), ("reject",), ("convert",)
@@ -43,7 +43,7 @@ class Metrics:
         requests, legs = ("endpoint", "code"), ("leg", "engine", "kind")
         self._requests = Counter("kvroute_requests_total", "Requests answered, by endpoint and status.", requests)
         self._rejects = Counter("kvroute_rejects_total", "Requests refused before any leg began.", ("reason",))
-        self._gone = Counter("kvroute_client_gone_total", "Clients that left before the end of their answer.")
+        self._gone = Counter("kvroute_client_disconnects_total", "Clients that left before the end of their answer.")
         self._stream_errors = Counter("kvroute_stream_errors_total", "Streams ended by an error event.")
         self._retries = Counter("kvroute_retries_total", "Legs begun again on another instance.", ("leg",))
         self._no_retry = Counter("kvroute_retries_refused_total", "Retries that the budget did not allow.", ("leg",))
@@ -88,7 +88,7 @@ class Metrics:
         )
         self._panics = Counter("kvroute_panics_total", "Panics that have begun.", ("model", "role"))
         self._out_of_files = Counter(
-            "kvroute_out_of_files_total", "Times that no file descriptor was left, by use.", ("use",)
+            "kvroute_file_descriptors_exhausted_total", "Times that no file descriptor was left, by use.", ("use",)
         )
         self._kv_events = Counter("kvroute_kv_events_total", "KV event batches from engines.", ("engine",))
         self._kv_gaps = Counter("kvroute_kv_event_gaps_total", "Gaps in an engine's KV events.", ("engine",))
@@ -101,7 +101,7 @@ class Metrics:
             ("site", "reason"),
         )
         self._reviews = Counter("kvroute_reviews_total", "Searches of threshold and roles.", ("verdict",))
-        self._role_switches = Counter("kvroute_conversions_total", "Roles changed, or not.", ("outcome",))
+        self._role_switches = Counter("kvroute_role_switches_total", "Roles changed, or not.", ("outcome",))
         self._transferring = [0] * TIER_COUNT
 
     def decided(self, decision: Decision, seconds: float) -> None:

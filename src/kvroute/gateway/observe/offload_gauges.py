@@ -8,7 +8,7 @@ from kvroute.gateway.observe.exposition import Family, Key
 from kvroute.gateway.observe.view import BreakerState, OffloadLoad, SiteLoad
 
 _WAY: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
-_CONVERTING = Family("gauge", "kvroute_conversions_under_way", "Instances on their way to another role.")
+_CONVERTING = Family("gauge", "kvroute_role_switches_in_progress", "Instances on their way to another role.")
 _LAMBDA = Family(
     "gauge",
     "kvroute_review_requests_per_second",
@@ -38,23 +38,23 @@ _SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float | None]], ...] = (
         lambda site: site.backlog_s,
     ),
     (
-        Family("gauge", "kvroute_way_others_ratio", "Of the way home, what others take.", ("site",)),
+        Family("gauge", "kvroute_wan_path_other_traffic_ratio", "Of the way home, what others take.", ("site",)),
         lambda site: site.others,
     ),
     (
-        Family("gauge", "kvroute_way_sent_bytes_per_second", "Own KV on the way home, by its kernels.", ("site",)),
+        Family("gauge", "kvroute_wan_path_sent_bytes_per_second", "Own KV on the way home, by its kernels.", ("site",)),
         lambda site: site.sent_bytes_per_s,
     ),
     (
-        Family("gauge", "kvroute_way_sent_again_ratio", "Of it, what had to be sent again.", ("site",)),
+        Family("gauge", "kvroute_wan_path_retransmit_ratio", "Of it, what had to be sent again.", ("site",)),
         lambda site: site.sent_again_ratio,
     ),
     (
-        Family("gauge", "kvroute_way_queue_delay_seconds", "Round trip beyond the shortest one.", ("site",)),
+        Family("gauge", "kvroute_wan_path_queue_delay_seconds", "Round trip beyond the shortest one.", ("site",)),
         lambda site: site.queue_delay_s,
     ),
     (
-        Family("gauge", "kvroute_way_state", "Way home: 0 in use, 1 being tried, 2 shut.", ("site",)),
+        Family("gauge", "kvroute_wan_path_state", "Way home: 0 in use, 1 being tried, 2 shut.", ("site",)),
         lambda site: _WAY[site.way],
     ),
 )

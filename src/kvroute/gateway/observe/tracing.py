@@ -192,12 +192,12 @@ def tracer_of(otlp_url: str | None, share: float = 1.0, *, version: str = "") ->
         InputError: the URL is not of http or https, or the share is outside [0, 1].
     """
     if not 0 <= share <= 1:
-        raise InputError(f"{share} is outside [0, 1]", where="gateway.tracing.share", mend="try 0.1")
+        raise InputError(f"{share} is outside [0, 1]", where="gateway.tracing.share", hint="try 0.1")
     if otlp_url is None:
         return PassingTracer()
     if not otlp_url.startswith(("http://", "https://")):
-        mend = "write http://host:4318"
-        raise InputError(f"{otlp_url!r} is not an http URL", where="gateway.tracing.otlp", mend=mend)
+        hint = "write http://host:4318"
+        raise InputError(f"{otlp_url!r} is not an http URL", where="gateway.tracing.otlp", hint=hint)
     url = otlp_url.rstrip("/")
     return SpanTracer(
         OTLPSpanExporter(endpoint=url if url.endswith("/v1/traces") else f"{url}/v1/traces"),

@@ -144,9 +144,9 @@ def values_in(body: bytes, most: int) -> int:
     return count
 
 
-def wrong(param: str, what: str, mend: str) -> RequestError:
+def wrong(param: str, what: str, hint: str) -> RequestError:
     """Return the error for a field with an unusable value."""
-    return RequestError(f"{param}: {what}; {mend}", param=param, code="invalid_value")
+    return RequestError(f"{param}: {what}; {hint}", param=param, code="invalid_value")
 
 
 def flag(fields: Fields, name: str) -> bool:

@@ -69,8 +69,8 @@ class PromptBounds:
 
 
 def _too_large(param: str, nbytes: int, most: int) -> RequestError:
-    mend = "send a shorter prompt, or have `gateway.prompt.memory` raised"
-    message = f"{param}: is {nbytes} bytes long, and at most {most} bytes can be tokenized; {mend}"
+    hint = "send a shorter prompt, or have `gateway.prompt.memory` raised"
+    message = f"{param}: is {nbytes} bytes long, and at most {most} bytes can be tokenized; {hint}"
     return RequestError(message, param=param, code="prompt_too_large")
 
 

@@ -91,7 +91,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Whether some part of a message is not text."""
 
 
-class PassedOn(NamedTuple):
+class PassthroughBody(NamedTuple):
     """One request that any engine serves alone."""
 
     model: str
@@ -156,22 +156,22 @@ def without_prompts(completion: Completion) -> Completion:
     return msgspec.structs.replace(completion, text=None, token_ids=None, further=())
 
 
-def read_passed_on(path: bytes, body: bytes) -> PassedOn:
+def read_passthrough(path: bytes, body: bytes) -> PassthroughBody:
     """Parse the body of a request that is passed through; its bytes are kept unless it has one of `ENGINE_FIELDS`.
 
     Raises:
         RequestError: 400, the body is not a JSON object, its `model` is not a string, or it has too many values.
     """
     fields, told = read_fields_told(body)
-    return PassedOn(string(fields, "model") or "", _encode(fields) if told else body, fields)
+    return PassthroughBody(string(fields, "model") or "", _encode(fields) if told else body, fields)
 
 
-def passed_on_with_salt(asked: PassedOn, salt: Callable[[str], str]) -> PassedOn:
+def passthrough_with_salt(asked: PassthroughBody, salt: Callable[[str], str]) -> PassthroughBody:
     """Return the same request with the `cache_salt` that `salt` derives from the client's. The body, which may be
     long, is not parsed again."""
     own = bytes(asked.fields.get("cache_salt", b"null"))
     fields = {**asked.fields, "cache_salt": Raw(_encode(salt("" if own == b"null" else own.decode())))}
-    return PassedOn(asked.model, _encode(fields), fields)
+    return PassthroughBody(asked.model, _encode(fields), fields)
 
 
 def _too_many_answers(param: str, what: str) -> RequestError:

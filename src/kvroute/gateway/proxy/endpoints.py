@@ -17,10 +17,10 @@ from kvroute.gateway.openai_api.api_keys import Keys
 from kvroute.gateway.openai_api.json_fields import PIECE_BYTES, RequestError
 from kvroute.gateway.openai_api.requests import (
     Completion,
-    PassedOn,
-    passed_on_with_salt,
+    PassthroughBody,
+    passthrough_with_salt,
     read_completion,
-    read_passed_on,
+    read_passthrough,
     with_salt,
 )
 from kvroute.gateway.openai_api.responses import error_body, model_body, models_body, no_model_body
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
 COMPLETIONS = frozenset((b"/v1/completions", b"/v1/chat/completions"))
-PASSED_ON = frozenset((b"/v1/embeddings", b"/tokenize", b"/detokenize"))
+PASSTHROUGH = frozenset((b"/v1/embeddings", b"/tokenize", b"/detokenize"))
 _READ = frozenset((b"GET", b"HEAD"))
 _MODEL_PATH = b"/v1/models/"
 _MODEL_NAME = re.compile(r"[\w .:@+~/-]{1,500}")
@@ -46,11 +46,11 @@ _NO_KEY = HttpError(
     "invalid_api_key",
     b"www-authenticate: Bearer\r\n",
 )
-_REASONS = {401: "key", 403: "web_page", 408: "too_slow", 413: "too_large", 431: "too_large", 503: "door_full"}
+_REASONS = {401: "key", 403: "web_page", 408: "too_slow", 413: "too_large", 431: "too_large", 503: "connection_limit"}
 """Reason for each rejection by the server, by status; any other status counts as malformed."""
 
 SMALL_BODY_BYTES = 1024 * 1024
-Read = TypeVar("Read", Completion, PassedOn)
+Read = TypeVar("Read", Completion, PassthroughBody)
 
 
 class Endpoints:
@@ -98,8 +98,8 @@ class Endpoints:
             return
         if path in COMPLETIONS and method == b"POST":
             self._read(exchange, read_completion, self._complete)
-        elif path in PASSED_ON and method == b"POST":
-            self._read(exchange, read_passed_on, self._passthrough)
+        elif path in PASSTHROUGH and method == b"POST":
+            self._read(exchange, read_passthrough, self._passthrough)
         elif path == b"/v1/models" and method in _READ:
             self._models(exchange)
         else:
@@ -116,7 +116,7 @@ class Endpoints:
         """Count a rejection by the server (see `Door`)."""
         metrics = self.serving.metrics
         metrics.rejected(_REASONS.get(status, "malformed"))
-        metrics.finished(completion_kind(path) if path in COMPLETIONS | PASSED_ON else "other", status, 0.0)
+        metrics.finished(completion_kind(path) if path in COMPLETIONS | PASSTHROUGH else "other", status, 0.0)
 
     # Completions and passthrough requests
 
@@ -220,16 +220,16 @@ class Endpoints:
         if exchange.path != b"/v1/models" and not is_model_name(rest):
             self._show_model(exchange, 404, no_model_body(unquote(rest.decode("latin-1"))), key)
             return
-        self._passthrough(exchange, key, PassedOn("", b"", {}), self.serving.now())
+        self._passthrough(exchange, key, PassthroughBody("", b"", {}), self.serving.now())
 
     def _show_model(self, exchange: Exchange, status: int, body: bytes, key: str | None) -> None:
         exchange.respond(status, body)
         self._admission_queue.log_finished(exchange, "models", status, 0.0, key)
 
-    def _passthrough(self, exchange: Exchange, key: str | None, asked: PassedOn, received_at: float) -> None:
+    def _passthrough(self, exchange: Exchange, key: str | None, asked: PassthroughBody, received_at: float) -> None:
         salts = self.serving.salts
         if salts is not None and key is not None and exchange.path == b"/v1/embeddings":
-            asked = passed_on_with_salt(asked, partial(salts.salt, key))
+            asked = passthrough_with_salt(asked, partial(salts.salt, key))
         request_id = self._request_id(exchange)
         self._turn += 1
 
@@ -238,19 +238,19 @@ class Endpoints:
 
             def end(status: int) -> None:
                 self._admission_queue.log_finished(
-                    exchange, "passed_on", status, runtime.now() - received_at, key, request_id
+                    exchange, "passthrough", status, runtime.now() - received_at, key, request_id
                 )
                 self._admission_queue.release(ticket)
 
             PassthroughRequest(runtime, exchange, asked, self._turn, request_id, end).begin()
 
-        self._admission_queue.submit(exchange, "passed_on", key, start)
+        self._admission_queue.submit(exchange, "passthrough", key, start)
 
     # Pages of the gateway itself
 
     def _own(self, exchange: Exchange) -> None:
         path, method = exchange.path, exchange.method
-        if path in COMPLETIONS | PASSED_ON:
+        if path in COMPLETIONS | PASSTHROUGH:
             self._wrong_method(exchange, b"POST")
         elif (path in _OWN or path.startswith(_MODEL_PATH)) and method not in _READ:
             self._wrong_method(exchange, b"GET, HEAD")
@@ -314,7 +314,7 @@ _OWN = frozenset((b"/v1/models", b"/health", b"/ready", b"/metrics", b"/openapi.
 
 def completion_kind(path: bytes) -> str:
     """Return the endpoint's name in metrics."""
-    return {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}.get(path, "passed_on")
+    return {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}.get(path, "passthrough")
 
 
 def is_model_name(text: bytes) -> bool:

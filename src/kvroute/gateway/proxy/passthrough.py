@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from kvroute.gateway.http.exchange import Exchange
     from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.observe.tracing import LegTrace, RequestTrace
-    from kvroute.gateway.openai_api.requests import PassedOn
+    from kvroute.gateway.openai_api.requests import PassthroughBody
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
-PASSED_ON: Literal["passed_on"] = "passed_on"
+PASSTHROUGH: Literal["passthrough"] = "passthrough"
 
 
 def answerers(engines: Iterable[EngineClient], model: str, turn: int) -> Iterator[EngineClient]:
@@ -45,7 +45,7 @@ class PassthroughRequest:
         self,
         runtime: ClusterRuntime,
         exchange: Exchange,
-        asked: PassedOn,
+        asked: PassthroughBody,
         turn: int,
         request_id: bytes,
         on_end: Callable[[int], None],
@@ -75,7 +75,7 @@ class PassthroughRequest:
         runtime, exchange = self._runtime, self._exchange
         try:
             exchange.on_gone = self._client_gone
-            self._trace = runtime.tracer.request(exchange.headers, PASSED_ON)
+            self._trace = runtime.tracer.request(exchange.headers, PASSTHROUGH)
             model = runtime.model_of(self._asked.model) if self._asked.model else ""
             self._engines = answerers(runtime.engines.values(), model, self._turn)
             runtime.budget.request(runtime.now())
@@ -93,14 +93,14 @@ class PassthroughRequest:
             return
         self._attempts += 1
         if self._attempts > 1:
-            self._runtime.metrics.retried(PASSED_ON)
+            self._runtime.metrics.retried(PASSTHROUGH)
         self._engine, exchange, runtime = engine, self._exchange, self._runtime
         engine.in_flight += 1
         self._attempt = engine.availability.started(runtime.now()) if self._faults is None else NOT_COUNTED
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
         head = header_lines(forwarded(exchange.headers, self._request_id, runtime.forward_headers)) + runtime.added
         if self._trace is not None:
-            self._leg = self._trace.leg(PASSED_ON, {"kvroute.instance": engine.name})
+            self._leg = self._trace.leg(PASSTHROUGH, {"kvroute.instance": engine.name})
             head += self._leg.head
         # Engines do not support HEAD; the exchange omits the body of the response.
         method = b"GET" if exchange.method == b"HEAD" else exchange.method
@@ -120,7 +120,7 @@ class PassthroughRequest:
             return False
         if runtime.budget.spend(runtime.now()):
             return True
-        runtime.metrics.retry_refused(PASSED_ON)
+        runtime.metrics.retry_refused(PASSTHROUGH)
         return False
 
     def _refuse(self, status: int, why: str) -> None:
@@ -155,7 +155,7 @@ class PassthroughRequest:
             now = self._runtime.now()
             engine.availability.succeeded(self._attempt, now)
             if self._faults is not None and status < 400:
-                self._faults.answered(PASSED_ON, now)
+                self._faults.answered(PASSTHROUGH, now)
             self._start()
             self._exchange.end()
             self._leave("")
@@ -181,7 +181,7 @@ class PassthroughRequest:
         engine.availability.cancelled(self._attempt, self._runtime.now())
         why = f"the gateway has no file descriptor left to connect to instance {engine.name}"
         self._leave(why)
-        self._runtime.leg_failed(PASSED_ON, engine.name, "out_of_files", why, self._request_id)
+        self._runtime.leg_failed(PASSTHROUGH, engine.name, "out_of_files", why, self._request_id)
         self._refuse(503, why)
 
     def _refused(self) -> bool:
@@ -196,9 +196,9 @@ class PassthroughRequest:
             engine.availability.succeeded(self._attempt, now)
         else:
             self._faults = self._faults or FaultAttribution()
-            self._faults.failed(engine.availability, self._attempt, PASSED_ON, now, error=kind == "status")
+            self._faults.failed(engine.availability, self._attempt, PASSTHROUGH, now, error=kind == "status")
         self._leave(why)
-        runtime.leg_failed(PASSED_ON, engine.name, kind, why, self._request_id)
+        runtime.leg_failed(PASSTHROUGH, engine.name, kind, why, self._request_id)
         if self._exchange.started:
             self._exchange.abort()
             self._end(502, why)

@@ -168,9 +168,9 @@ class ClusterRuntime:
         figures = {"available": state.available, "instances": state.instances}
         if state.active:
             self.metrics.panicked(model, role)
-            log_event("warning", "panic_begun", model=model, role=role, **figures)
+            log_event("warning", "panic_started", model=model, role=role, **figures)
         else:
-            log_event("info", "panic_over", model=model, role=role, **figures)
+            log_event("info", "panic_ended", model=model, role=role, **figures)
 
     def on_telemetry(self, event: Event) -> None:
         """Process an event of a collector: load, caches and transfers of engines, congestion of the network."""
@@ -223,8 +223,8 @@ class ClusterRuntime:
         if self._one_model or name in self._protocols:
             return name
         if not served:
-            mend = "give one of those that GET /v1/models lists"
-            raise RequestError(f"model: is missing, for there are several; {mend}", param="model")
+            hint = "give one of those that GET /v1/models lists"
+            raise RequestError(f"model: is missing, for there are several; {hint}", param="model")
         what = f"the model {served[:200]!r} does not exist; GET /v1/models lists those that do"
         raise RequestError(what, status=404, param="model", code="model_not_found")
 

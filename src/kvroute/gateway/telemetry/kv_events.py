@@ -257,8 +257,8 @@ class KvEvents:
             socket.connect(url)
         except zmq.ZMQError as error:
             socket.close(linger=0)
-            mend = "write tcp://host:port"
-            raise InputError(f"cannot connect to {url!r} ({error})", where=f"instance {instance}", mend=mend) from None
+            hint = "write tcp://host:port"
+            raise InputError(f"cannot connect to {url!r} ({error})", where=f"instance {instance}", hint=hint) from None
         return socket
 
     def restarted(self, instance: str, started_s: float | None = None) -> bool:

@@ -75,8 +75,8 @@ def read_reply(body: bytes) -> Samples:
 def tier_value(tier: str, samples: Samples) -> float:
     """Return the utilisation of one tier. Raises TelemetryError unless the result is one share."""
     if len(samples) != 1:
-        mend = "aggregate them, e.g. with avg()" if samples else "is what it reads exported?"
-        raise TelemetryError(f"the query for {tier} gives {len(samples)} series; {mend}")
+        hint = "aggregate them, e.g. with avg()" if samples else "is what it reads exported?"
+        raise TelemetryError(f"the query for {tier} gives {len(samples)} series; {hint}")
     return _share(samples[0][1], tier)
 
 
@@ -200,7 +200,7 @@ class PrometheusSource:
             self.failure = text
             return
         if self._failures:
-            log_event("info", "telemetry_is_back", url=self._shown_url)
+            log_event("info", "telemetry_recovered", url=self._shown_url)
         self._failures, self.failure = 0, ""
         self._emit(event)
 

@@ -183,7 +183,7 @@ class Scraper:
                 self._emit(event)
             elif event.source not in self._strangers and len(self._strangers) < _STRANGERS_MAX:
                 self._strangers.add(event.source)
-                log_event("warning", "kv_transfers_from_stranger", instance=name, source=event.source)
+                log_event("warning", "kv_transfers_from_unknown_peer", instance=name, source=event.source)
         seen = self._links[name].seen(metrics.links)
         if seen is not None and self._on_links is not None:
             self._on_links(name, seen)

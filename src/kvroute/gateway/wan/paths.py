@@ -78,7 +78,7 @@ class WanPaths:
     ) -> None:
         """Args: `scrape_s`: interval at which an engine's metrics are scraped."""
         self._engines = engines
-        still_s = max(float(section.still_s), scrape_s)
+        still_s = max(float(section.stalled_after_s), scrape_s)
         self.telemetry = PathTelemetry(cluster, still_s=still_s, fresh_s=_FRESH_PAGES * scrape_s)
         """State of the paths by TCP counters."""
         homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
@@ -145,10 +145,13 @@ class WanPaths:
     def _changed(self, site: str, up: bool, now: float) -> None:
         state = self.state(site, now)
         if state == "closed":
-            log_event("info", "way_open", site=site)
+            log_event("info", "wan_path_open", site=site)
         elif not self._shut.get(site, False):
             log_event(
-                "warning", "way_shut", site=site, reason=self.availability[site].reason or "transfers have failed"
+                "warning",
+                "wan_path_closed",
+                site=site,
+                reason=self.availability[site].reason or "transfers have failed",
             )
         self._shut[site] = state != "closed"
         self.changing = True

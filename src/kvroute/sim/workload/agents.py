@@ -130,7 +130,7 @@ class Agents:
         sessions = tuple(session for session in cut if session.turns)
         if not sessions:
             what = f"no session begins with a prompt of {input_tokens} tokens or less"
-            raise InputError(what, where=self.name, mend="allow longer prompts")
+            raise InputError(what, where=self.name, hint="allow longer prompts")
         return replace(self, sessions=sessions)
 
     def think_s(self, think_max_s: float = THINK_MAX_S) -> float:
@@ -269,9 +269,9 @@ class Agents:
 def _check(*numbers: tuple[str, float | None]) -> None:
     for name, number in numbers:
         if number is not None and not 0 < number < math.inf:
-            raise InputError(f"{number} is not positive", where=name, mend="give more than 0")
+            raise InputError(f"{number} is not positive", where=name, hint="give more than 0")
 
 
 def _check_think(seconds: float, name: str = "think_max_s") -> None:
     if not seconds >= 0:
-        raise InputError(f"{seconds} is no time", where=name, mend="give seconds, 0 or more")
+        raise InputError(f"{seconds} is no time", where=name, hint="give seconds, 0 or more")

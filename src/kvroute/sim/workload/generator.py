@@ -88,9 +88,9 @@ def generate(
         raise InputError("give either a number of requests or a duration", where="generate")
     for name, number in (("n", n), ("duration_s", duration_s), ("rate_per_s", rate_per_s)):
         if number is not None and not (isfinite(number) and number > 0):
-            raise InputError(f"{number} is not positive", where=name, mend="give more than 0")
+            raise InputError(f"{number} is not positive", where=name, hint="give more than 0")
     if seed < 0:
-        raise InputError(f"{seed} is no seed", where="seed", mend="give 0 or more")
+        raise InputError(f"{seed} is no seed", where="seed", hint="give 0 or more")
     draw = np.random.default_rng(seed)
     stretch = shape.rate_per_s / rate_per_s
     at_s = _arrivals(draw, n, None if duration_s is None else duration_s / stretch, shape)

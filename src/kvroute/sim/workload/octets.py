@@ -46,10 +46,10 @@ def lines_of(path: Path) -> Iterator[bytes]:
             yield from _lines(_chunks(file), path)
     except OSError as error:
         why = f"cannot be read ({error.strerror or error})"
-        raise InputError(why, where=str(path), mend="check its path") from None
+        raise InputError(why, where=str(path), hint="check its path") from None
     except (zstandard.ZstdError, EOFError, zlib.error) as error:
         raise InputError(
-            f"the compressed data are damaged or cut off ({error})", where=str(path), mend="fetch the file again"
+            f"the compressed data are damaged or cut off ({error})", where=str(path), hint="fetch the file again"
         ) from None
 
 
@@ -74,14 +74,14 @@ def write_octets(path: Path, octets: bytes) -> None:
 
 
 @contextmanager
-def written_whole(path: Path, mend: str = "give a file in a folder that exists") -> Iterator[Path]:
+def written_whole(path: Path, hint: str = "give a file in a folder that exists") -> Iterator[Path]:
     """Yield a path to write to, and rename it to `path` at the end; after an error `path` is unchanged and the partial
     file is removed.
 
     A symbolic link stays a link, and a pipe or device is written directly.
 
     Raises:
-        InputError: the system refuses the write; `mend` is the advice for errors without specific advice.
+        InputError: the system refuses the write; `hint` is the advice for errors without specific advice.
     """
     whole = Path(os.path.realpath(path))
     replaced = whole.is_file() or not whole.exists()
@@ -101,7 +101,7 @@ def written_whole(path: Path, mend: str = "give a file in a folder that exists")
         if not isinstance(error, OSError):
             raise
         what = f"cannot be written ({error.strerror or error})"
-        raise InputError(what, where=str(path), mend=_MENDS.get(error.errno or 0, mend)) from None
+        raise InputError(what, where=str(path), hint=_MENDS.get(error.errno or 0, hint)) from None
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:
@@ -137,7 +137,7 @@ def _lines(chunks: Iterable[bytes], path: Path) -> Iterator[bytes]:
             number += 1
             yield _trimmed(line, number)
         if len(rest) > _LINE_MAX_BYTES:
-            raise InputError("a line of more than 64 MiB", where=f"{path}:{number + 1}", mend="give a trace")
+            raise InputError("a line of more than 64 MiB", where=f"{path}:{number + 1}", hint="give a trace")
     if rest:
         yield _trimmed(rest, number + 1)
 

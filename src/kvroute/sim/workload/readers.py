@@ -96,11 +96,11 @@ def read_any(
     order of their names."""
     path = Path(path)
     if block_tokens < 1:
-        raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", mend="give 1 or more")
+        raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", hint="give 1 or more")
     rows = _rows(path)
     first = next(rows, None)
     if first is None:
-        raise InputError("the file is empty", where=str(path), mend=_CONTENT_MEND)
+        raise InputError("the file is empty", where=str(path), hint=_CONTENT_MEND)
     limit = math.inf if skip_bad else _SHOWN_FAULTS
     requests, sessions, said = list[TracedRequest](), list[Session](), list[str]()
     if path.is_dir() or is_session(first[1]):
@@ -112,7 +112,7 @@ def read_any(
     for fault in faults:
         on_skip(fault)
     if not (requests or sessions):
-        raise InputError("the file holds no request", where=str(path), mend=_CONTENT_MEND)
+        raise InputError("the file holds no request", where=str(path), hint=_CONTENT_MEND)
     said += _left_out(len(faults))
     return Agents(_name(path), tuple(sessions), tuple(said)) if sessions else _in_order(_name(path), requests, said)
 
@@ -130,10 +130,10 @@ def write(trace: Trace, path: str | Path) -> None:
     path = Path(path)
     if trace.loop is not None:
         what = "a closed loop is more than times of requests"
-        raise InputError(what, where=trace.name, mend="write its sessions on a schedule")
+        raise InputError(what, where=trace.name, hint="write its sessions on a schedule")
     if not path.name.endswith((".jsonl", ".jsonl.zst", ".jsonl.gz")):
-        mend = "name it .jsonl, .jsonl.zst or .jsonl.gz"
-        raise InputError("a trace is written as JSON lines, which this name does not say", where=str(path), mend=mend)
+        hint = "name it .jsonl, .jsonl.zst or .jsonl.gz"
+        raise InputError("a trace is written as JSON lines, which this name does not say", where=str(path), hint=hint)
     encode = msgspec.json.Encoder().encode
     write_octets(path, b"".join(encode(_mooncake_keys(request)) + b"\n" for request in trace.requests))
 
@@ -144,7 +144,7 @@ def _rows(path: Path) -> Rows:
     if path.is_dir():
         files = sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.zst", ".json.gz")))
         if not files:
-            raise InputError("cannot be read: a folder without .json files", where=str(path), mend=_CONTENT_MEND)
+            raise InputError("cannot be read: a folder without .json files", where=str(path), hint=_CONTENT_MEND)
     elif _is_log_file(path):
         files = parts_of(path)
         yield str(files[0]), _LOG_START
@@ -196,7 +196,7 @@ def _taken(rows: Rows, take: Callable[[bytes], None], fault_limit: float) -> lis
         try:
             take(line)
         except ValueError as error:
-            faults.append(InputError(str(error), where=place, mend=_LINE_MEND))
+            faults.append(InputError(str(error), where=place, hint=_LINE_MEND))
             if len(faults) >= fault_limit:
                 break
     return faults
@@ -230,7 +230,7 @@ def _format(first: tuple[str, bytes], rows: Rows, block_tokens: int) -> tuple[Pa
     what = "neither a JSON object nor an Azure header"
     if line.lstrip().startswith(b"["):
         what = "a JSON array, where one object per line is needed"
-    raise InputError(f"the first line is {what}", where=place, mend=_CONTENT_MEND)
+    raise InputError(f"the first line is {what}", where=place, hint=_CONTENT_MEND)
 
 
 def _session(line: bytes) -> Session:

@@ -35,7 +35,7 @@ def rescale(trace: Trace, rate_per_s: float) -> Trace:
         raise InputError(
             f"{len(trace.requests)} requests that arrive at one time have no rate to change",
             where=trace.name,
-            mend="take more requests",
+            hint="take more requests",
         )
     factor = trace.rate_per_s / rate_per_s
     return _mapped(trace, [msgspec.structs.replace(request, at_s=request.at_s * factor) for request in trace.requests])
@@ -62,7 +62,7 @@ def window(trace: Trace, from_s: float, to_s: float) -> Trace:
     trace."""
     _check_open(trace)
     if not (isfinite(from_s) and from_s <= to_s):
-        raise InputError(f"a window from {from_s} s to {to_s} s", where="window", mend="let it end after it begins")
+        raise InputError(f"a window from {from_s} s to {to_s} s", where="window", hint="let it end after it begins")
     inside = [request for request in trace.requests if from_s <= request.at_s < to_s]
     return _mapped(trace, [msgspec.structs.replace(request, at_s=request.at_s - from_s) for request in inside])
 
@@ -71,7 +71,7 @@ def take(trace: Trace, n: int) -> Trace:
     """Return the first `n` requests, or all if there are fewer."""
     _check_open(trace)
     if n < 0:
-        raise InputError(f"{n} requests", where="take", mend="give 0 or more")
+        raise InputError(f"{n} requests", where="take", hint="give 0 or more")
     return _mapped(trace, list(trace.requests[:n]))
 
 
@@ -81,7 +81,7 @@ def filter_lengths(trace: Trace, low: int, high: int | None = None) -> Trace:
     kept = [r for r in trace.requests if low <= r.input_tokens and (high is None or r.input_tokens <= high)]
     if not kept:
         span = f"{low} tokens or more" if high is None else f"{low} to {high} tokens"
-        raise InputError(f"no request has a prompt of {span}", where=trace.name, mend="take a longer or another trace")
+        raise InputError(f"no request has a prompt of {span}", where=trace.name, hint="take a longer or another trace")
     return _mapped(trace, kept)
 
 
@@ -92,7 +92,7 @@ def with_lengths(trace: Trace, *, input_tokens: int | None = None, output_tokens
     """
     for name, tokens, least in (("input_tokens", input_tokens, 1), ("output_tokens", output_tokens, 0)):
         if tokens is not None and tokens < least:
-            raise InputError(f"a length of {tokens} tokens", where=name, mend=f"give {least} or more")
+            raise InputError(f"a length of {tokens} tokens", where=name, hint=f"give {least} or more")
     resized = []
     for owner, request in enumerate(trace.requests):
         prompt = request.input_tokens if input_tokens is None else input_tokens
@@ -117,10 +117,10 @@ def share_prefixes(
     """
     for name, share in (("p_share", p_share), ("shared", shared)):
         if not 0 <= share <= 1:
-            raise InputError(f"{share} is no share", where=name, mend="give 0 to 1")
+            raise InputError(f"{share} is no share", where=name, hint="give 0 to 1")
     for name, count, least in (("groups", groups, 1), ("block_tokens", block_tokens, 1), ("seed", seed, 0)):
         if count < least:
-            raise InputError(f"{count} is too small", where=name, mend=f"give {least} or more")
+            raise InputError(f"{count} is too small", where=name, hint=f"give {least} or more")
     draw = np.random.default_rng(seed)
     member = draw.random(len(trace.requests)) < p_share
     group_of = draw.integers(groups, size=len(trace.requests))
@@ -141,13 +141,13 @@ def _mapped(trace: Trace, requests: list[TracedRequest]) -> Trace:
 
 def _check_rate(rate_per_s: float) -> None:
     if not (isfinite(rate_per_s) and rate_per_s > 0):
-        raise InputError(f"a rate of {rate_per_s} requests per second", where="rate_per_s", mend="give more than 0")
+        raise InputError(f"a rate of {rate_per_s} requests per second", where="rate_per_s", hint="give more than 0")
 
 
 def _check_open(trace: Trace) -> None:
     if trace.loop is not None:
         what = "in a closed loop requests come when others have been answered, not at times of the trace"
-        raise InputError(what, where=trace.name, mend="choose how many and how fast when the sessions are played")
+        raise InputError(what, where=trace.name, hint="choose how many and how fast when the sessions are played")
 
 
 def _resized(request: TracedRequest, input_tokens: int, owner: int) -> tuple[int, ...]:
