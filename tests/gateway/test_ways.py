@@ -31,7 +31,7 @@ async def _placed(gate: Rig, site: str, reason: str) -> float:
     return await metric(gate, "kvroute_offload_decisions_total", site=site, reason=reason) or 0.0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["arrived", "lost", "given_up"]), st.booleans()), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from(["arrived", "lost", "cancelled"]), st.booleans()), max_size=40))
 def test_only_losses_in_a_row_shut_a_way_and_each_passage_counts_once(ends: list[tuple[str, bool]]) -> None:
     """A report about an attempt on the path after its end has no effect."""
     availability = Availability("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
@@ -41,7 +41,7 @@ def test_only_losses_in_a_row_shut_a_way_and_each_passage_counts_once(ends: list
         if end == "lost":
             path_attempt.lost(FaultAttribution(), 0.0, error=False)
         else:
-            getattr(path_attempt, {"arrived": "arrived", "given_up": "given_up"}[end])(0.0)
+            getattr(path_attempt, end)(0.0)
         assert not path_attempt.open
         if again:
             path_attempt.lost(FaultAttribution(), 0.0, error=False)

@@ -113,7 +113,8 @@ class Server:
             self._changed.wait_for(lambda: not hold.readers)
 
     def links(self) -> dict[str, tuple[Sent, Gauges]]:
-        """Return, by decode instance, the data sent since the last call and its connections' state; see `TcpMonitor`."""
+        """Return, by decode instance, the data sent since the last call and its connections' state; see
+        `TcpMonitor`."""
         return self._links.read()
 
     def freed(self) -> list[Freed]:

@@ -118,7 +118,7 @@ class Dispatcher:
         return (prefill, pick if isinstance(pick, Reject) else self._go(journey, at, pick))
 
     def _leaves_early(self, away: bool) -> bool:
-        """Whether the KV cache is sent layer by layer during the prefill. Args: `is_offloaded`: another datacenter prefills."""
+        """Whether the KV cache is sent layer by layer during the prefill. Args: `away`: another datacenter prefills."""
         offloads_so = away and self._offloading is not None and self._offloading.spec.layerwise
         return self._view.settings.layerwise or offloads_so
 

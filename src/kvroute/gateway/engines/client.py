@@ -102,7 +102,8 @@ class EngineClient:
         assert self.in_flight >= 0
 
     def handshake(self, draw: Callable[[], int], *, early: bool = False) -> KvHandshake | None:
-        """Return the transfer parameters of a request's two legs; None while the engine's id is unknown (see `resolve_engine_id`).
+        """Return the transfer parameters of a request's two legs; None while the engine's id is unknown (see
+        `resolve_engine_id`).
 
         `draw` returns 63 random bits. `early`: both legs are sent at once, whatever the protocol.
         """

@@ -85,8 +85,8 @@ class PdProtocol(Protocol):
         """Whether a second decode engine may fetch a KV cache after a first one has begun to fetch it."""
 
     def decode_body(self, completion: Completion, handshake: KvHandshake, handover: Raw | None) -> bytes:
-        """Return the body of the decode leg. `transfer_params`: transfer parameters from the prefill leg's response; None if
-        there are none, as when both legs are sent at once.
+        """Return the body of the decode leg. `transfer_params`: transfer parameters from the prefill leg's response;
+        None if there are none, as when both legs are sent at once.
 
         Raises:
             DialectError: `handshake` or `transfer_params` lacks data that the decode engine needs.

@@ -166,7 +166,7 @@ def _convertible(settings: GatewaySettings) -> GatewaySettings:
     if offload is None or offload.role_switch is not None:
         return settings
     conversion = RoleSwitchSection(url=EMULATED_HOOK)
-    return msgspec.structs.replace(settings, offload=msgspec.structs.replace(offload, conversion=conversion))
+    return msgspec.structs.replace(settings, offload=msgspec.structs.replace(offload, role_switch=conversion))
 
 
 def _check_emulated(cluster: Cluster, source: str) -> None:

@@ -40,8 +40,8 @@ class ProxiedRequest:
     """One proxied request, from its admission to the end of its response.
 
     Every method runs on the event loop and returns at once. Methods that are called from outside raise no exception: a
-    bug in the gateway ends the request (`internal_error`). Flags mirror what has been reported to the core: `arrived` and
-    `computed` here, the state of the transfer in the decode leg.
+    bug in the gateway ends the request (`internal_error`). Flags mirror what has been reported to the core: `arrived`
+    and `computed` here, the state of the transfer in the decode leg.
     """
 
     __slots__ = (
