@@ -314,7 +314,7 @@ def test_without_a_hook_a_review_only_says_what_it_would_do(caplog: pytest.LogCa
             endpoints = gate.fleet.ready().instances
             plain = Deployment.of(TEXT + offload(), "new.yaml", endpoints=endpoints)
             assert plain.settings.offload is not None
-            section = msgspec.structs.replace(plain.settings.offload, conversion=None)
+            section = msgspec.structs.replace(plain.settings.offload, role_switch=None)
             settings = msgspec.structs.replace(plain.settings, offload=section)
             assert await gate.gateway.reload(lambda: Deployment(plain.text, plain.cluster, settings))
             load = Load(gate)

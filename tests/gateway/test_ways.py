@@ -232,7 +232,7 @@ def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next(cap
             assert await metric(gate, WAY, site=AWAY) == 0
 
     uvloop.run(run())
-    levels = {record.message: record.levelname for record in caplog.records if record.message.startswith("way_")}
+    levels = {record.message: record.levelname for record in caplog.records if record.message.startswith("wan_path_")}
     assert levels == {"wan_path_closed": "WARNING", "wan_path_open": "INFO"}
 
 

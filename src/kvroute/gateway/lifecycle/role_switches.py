@@ -127,7 +127,7 @@ class RoleSwitches:
             return
         runtime.metrics.converted(outcome)
         reason = {"reason": why} if why else {}
-        log_event("error" if why else "info", f"conversion_{outcome}", instance=name, role=conversion.role, **reason)
+        log_event("error" if why else "info", f"role_switch_{outcome}", instance=name, role=conversion.role, **reason)
         engine, now = runtime.engines[name], runtime.now()
         if outcome == "converted":
             engine.role = conversion.role
