@@ -166,15 +166,18 @@ POOL = CachePool(DENSE, 4)
     ("call", "message"),
     [
         (lambda: Layout.of(MODELS["llama-3-8b"], 0), "block_tokens: a block of 0 tokens; give 1 or more"),
-        (lambda: Layout.of(Model("none", (Layers("linear", 1),))), "model: none caches nothing"),
+        (lambda: Layout.of(Model("none", (Layers("linear", 1),))), "model: none has no KV cache"),
         (lambda: CachePool(DENSE, -1), "capacity_blocks: -1 blocks; give 0 or more"),
-        (lambda: POOL.match_tokens(ALICE, 16), "block_tokens: hashes of blocks of 16 tokens, where the pool has 4"),
+        (
+            lambda: POOL.match_tokens(ALICE, 16),
+            "block_tokens: the hashes are of blocks of 16 tokens, but the pool has 4",
+        ),
         (lambda: POOL.match_tokens(ALICE, 4, -1), "most_tokens: -1 is negative"),
         (lambda: POOL.begin(BOB, states_at=[6]), "states_at: no block of a chain of 3 ends at 6 tokens; give mult"),
         (lambda: POOL.begin(BOB, states_at=[16]), "states_at: no block of a chain of 3 ends at 16 tokens"),
         (lambda: POOL.begin(BOB, tokens=-1), "tokens: -1 is negative"),
-        (lambda: POOL.fill(begun(POOL, (1,)), 8), "tokens: 8 tokens of a chain of 4"),
-        (lambda: POOL.end(begun(CachePool(DENSE, 1), (1,))), "lease: the lease has ended, or is another pool's"),
+        (lambda: POOL.fill(begun(POOL, (1,)), 8), "tokens: 8 tokens exceed the chain of 4"),
+        (lambda: POOL.end(begun(CachePool(DENSE, 1), (1,))), "lease: the lease has ended or belongs to another pool"),
         (lambda: HotspotSpec(window_reads=0), "window_reads: 0 reads"),
         (lambda: HotspotSpec(factor=1.0), "factor: a factor of 1.0"),
         (lambda: HotspotSpec(factor=float("nan")), "factor: a factor of nan"),
@@ -277,9 +280,9 @@ def test_a_second_copy_is_not_finished_by_the_first() -> None:
 
 
 def test_pools_of_one_view_are_alike() -> None:
-    with pytest.raises(InputError, match=r"^pools: w0 in west has another layout"):
+    with pytest.raises(InputError, match=r"^pools: w0 in west has a different layout"):
         CachePools({EAST: CachePool(DENSE, 1), WEST: CachePool(HYBRID, 1)})
-    with pytest.raises(InputError, match=r"^place: no pool 'e9' in 'east'"):
+    with pytest.raises(InputError, match=r"^place: there is no pool 'e9' in 'east'"):
         sites().pool(Place("east", "e9"))
 
 
@@ -331,7 +334,9 @@ def test_the_hottest_place_comes_first() -> None:
 
 
 def test_reads_that_cannot_be() -> None:
-    with pytest.raises(InputError, match=r"^tokens: 17 tokens of a chain of 16; give what was reused"):
+    with pytest.raises(
+        InputError, match=r"^tokens: 17 tokens exceed the chain of 16; give the number of reused tokens"
+    ):
         Hotspots(sites()).note(EAST, ALICE, 17)
 
 

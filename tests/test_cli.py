@@ -198,13 +198,13 @@ def test_a_log_takes_the_place_of_nothing_but_a_log(kvroute: Kvroute, trace: str
     simulate = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1", "--log")
     before = Path(trace).read_bytes()
     Path("notes").write_text("mine")
-    for place, problem in ((trace, "would take the place of the trace"), ("notes", "is no kvroute log")):
+    for place, problem in ((trace, "would overwrite the trace"), ("notes", "is not a kvroute log")):
         ended = kvroute(*simulate, place)
         assert (ended.code, Path(trace).read_bytes(), Path("notes").read_text()) == (2, before, "mine")
         assert problem in ended.err
     assert [kvroute(*simulate, "run.log").code for _ in range(2)] == [0, 0]
     again = kvroute(*simulate, "run.log", "--trace", "run.log")
-    assert (again.code, "would take the place of the trace" in again.err) == (2, True)
+    assert (again.code, "would overwrite the trace" in again.err) == (2, True)
 
 
 def test_a_wrong_trace_leaves_no_folder_for_results(kvroute: Kvroute) -> None:
@@ -216,7 +216,10 @@ def test_a_wrong_trace_leaves_no_folder_for_results(kvroute: Kvroute) -> None:
 
 def test_what_is_replaced_is_said_in_the_help(kvroute: Kvroute) -> None:
     """The help names the files of an older run and an older trace."""
-    for command, what in (("simulate", "those that are there"), ("trace generate", "one that is there already")):
+    for command, what in (
+        ("simulate", "existing files are replaced"),
+        ("trace generate", "an existing file is replaced"),
+    ):
         assert what in " ".join(kvroute(*command.split(), "--help").out.replace("│", "").split())
 
 
@@ -245,32 +248,32 @@ def test_a_run_over_several_datacenters_shows_what_was_offloaded(kvroute: Kvrout
     )
     assert ended.code == 0, ended.err
     headings = " ".join(ended.out.split())
-    assert all(word in headings for word in ("threshold", "from", "away %", "failed", "copied"))
+    assert all(word in headings for word in ("threshold", "remote", "KV %", "failed", "copied"))
     record = json.loads(Path("o/results.jsonl").read_text())
     summary, timeline = record["summary"], record["timeline"]
     assert len(timeline["threshold_tokens"]) == len(timeline["at_s"]) > 0
     assert summary["threshold_tokens"] == np.median(timeline["threshold_tokens"])
     assert f"{summary['threshold_tokens']:,.0f}" in ended.out
     page = Path("o/report.html").read_text()
-    assert page.count("<!-- wan cut -->") == page.count("<!-- wan whole again -->") == 2, "in both figures over time"
-    assert "What differs from the defaults" in page
+    assert page.count("<!-- wan cut -->") == page.count("<!-- wan restored -->") == 2, "in both figures over time"
+    assert "Settings that differ from the defaults" in page
     folded = page.index("<details>")
     assert page.index("settings.changes") < folded < page.index("settings.prefill_queueing")
     alone = kvroute("simulate", CLUSTER, *only, "--out", "alone")
     assert "threshold" not in alone.out
     assert not Path("alone/figures/threshold.svg").exists()
-    assert "whole again" not in Path("alone/report.html").read_text()
+    assert "restored" not in Path("alone/report.html").read_text()
 
 
 def test_what_is_of_no_effect_is_told(kvroute: Kvroute, trace: str) -> None:
     """A policy given twice, a warm-up longer than the trace, heads that cannot be shared evenly by the shards."""
     once = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1")
     ended = kvroute(*once, "--policy", "netkv", "--warmup", "1e9")
-    assert "named twice runs once" in ended.err
-    assert "No request was measured, so there is nothing to compare." in ended.out
-    assert "none arrived after the warm-up: shorten it (--warmup)" in ended.out
+    assert "Duplicate policies run only once" in ended.err
+    assert "No request was measured, so no comparison is possible." in ended.out
+    assert "No request arrived after the warm-up; shorten it (--warmup)" in ended.out
     uneven = kvroute("llm", "llama-3-70b", "--tp", "3")
-    assert (uneven.code, "do not share the KV heads evenly" in uneven.err) == (0, True)
+    assert (uneven.code, "cannot share the KV heads evenly" in uneven.err) == (0, True)
     assert kvroute("llm", "llama-3-70b", "--tp", "4").err == ""
     said = kvroute(*once)
     assert said.err == "Simulating: 1 runs\n"
@@ -296,7 +299,7 @@ def test_for_people_it_is_a_table_and_a_verdict(kvroute: Kvroute, trace: str) ->
     assert ended.code == 0
     assert "netkv" in ended.out
     assert "lowest mean TTFT" in ended.out
-    assert "one seed cannot say" in " ".join(ended.out.split())
+    assert "one seed cannot show" in " ".join(ended.out.split())
 
 
 def test_broken_lines_stop_the_run_unless_they_are_skipped(kvroute: Kvroute, trace: str) -> None:
@@ -322,20 +325,20 @@ def test_a_log_without_its_end_says_so(kvroute: Kvroute, log: Path) -> None:
     IDs."""
     assert kvroute("replay", str(log)).err == ""
     wrong = kvroute("explain", str(log), "99999")
-    assert (wrong.code, "its 20 requests are between 0 and 19" in wrong.err) == (2, True)
+    assert (wrong.code, "the log has 20 requests, numbered from 0 to 19" in wrong.err) == (2, True)
     log.write_bytes(log.read_bytes()[:-40])
     ended = kvroute("replay", str(log))
     assert (ended.code, "bit for bit" in ended.out) == (0, True)
-    assert "the last line has no end and is left out" in ended.err
+    assert "the last line is incomplete and was skipped" in ended.err
 
 
 def test_a_broken_line_that_is_left_out_needs_no_mend(kvroute: Kvroute, trace: str) -> None:
     """The place and the error of the line are printed once; without `--skip-bad` the message names this option."""
     Path(trace).write_text(Path(trace).read_text() + '{"timestamp": 1}\n')
-    assert "leave broken lines out (--skip-bad)" in kvroute("trace", "show", trace).err
+    assert "skip invalid lines (--skip-bad)" in kvroute("trace", "show", trace).err
     ended = kvroute("trace", "show", trace, "--skip-bad")
     assert ended.code == 0
-    assert "left out: " in ended.err
+    assert "skipped: " in ended.err
     assert "--skip-bad" not in ended.err
 
 
@@ -346,8 +349,8 @@ def test_a_log_is_asked_what_another_policy_would_have_done(kvroute: Kvroute, lo
     assert found["shadow"]["policy"] == "round-robin"
     assert 0 < found["shadow"]["differ"] < found["shadow"]["decisions"] == 19
     spoken = kvroute("replay", str(log), "--shadow", "round-robin").out
-    assert f"otherwise than netkv in {found['shadow']['differ']} of 19 decode decisions" in " ".join(spoken.split())
-    assert "as netkv did in all 19" in " ".join(kvroute("replay", str(log), "--shadow", "netkv").out.split())
+    assert f"differs from netkv in {found['shadow']['differ']} of 19 decode decisions" in " ".join(spoken.split())
+    assert "agrees with netkv in all 19" in " ".join(kvroute("replay", str(log), "--shadow", "netkv").out.split())
     wrong = kvroute("replay", str(log), "--shadow", "netkw")
     assert (wrong.code, wrong.out) == (2, "")
     assert "did you mean 'netkv'?" in wrong.err
@@ -363,7 +366,7 @@ def test_a_tampered_decision_is_found_by_its_line(kvroute: Kvroute, log: Path) -
     log.write_text("".join(lines))
     ended = kvroute("replay", str(log))
     assert ended.code == 1
-    assert f"differ from line {number + 1} of run.log" in ended.out
+    assert f"differ starting at line {number + 1} of run.log" in ended.out
     again = kvroute("replay", str(log), "--json")
     assert again.code == 1
     assert json.loads(again.out)["first_difference_line"] == number + 1
@@ -427,10 +430,10 @@ WRONG = [
     (f"simulate {CLUSTER} --requests 9 --warmup inf", "'inf' is not a duration"),
     (f"simulate {CLUSTER} --requests 9 --slo-ttft inf", "'inf' is not a duration"),
     (f"simulate {CLUSTER} --requests 9 --on mars", "--on: cannot run on 'mars'"),
-    ("trace show octets --seed 3", "--seed: nothing of a file is drawn; leave it out"),
+    ("trace show octets --seed 3", "--seed: a trace file needs no seed; omit it"),
     (f"simulate {CLUSTER} --trace nofile.jsonl", "nofile.jsonl: cannot be read"),
-    (f"simulate {CLUSTER} --requests 9 --out file", "--out: file is no folder to write to"),
-    (f"simulate {CLUSTER} --requests 9 --log a.log", "--log: a log holds one run"),
+    (f"simulate {CLUSTER} --requests 9 --out file", "--out: file is not a writable folder"),
+    (f"simulate {CLUSTER} --requests 9 --log a.log", "--log: a log can hold only one run"),
     (f"simulate {CLUSTER} --requests 9 --policy netkv --seeds 1 --log no/a.log", "no/a.log: cannot be written"),
     (f"simulate {CLUSTER} --requests 9 --policy netkv --seeds 1 --log .", ".: cannot be written"),
     ("simulate octets --policy netkv --seeds 1 --log a.log", "octets: the file is not UTF-8 text"),
@@ -438,41 +441,47 @@ WRONG = [
     ("experiment netkv-load --reading x", "--reading: there is no reading 'x'"),
     ("experiment netkv-load --profile x", "--profile: there is no profile 'x'"),
     ("experiment netkv-load --cell rag,netkv", "write profile,load,policy"),
-    ("experiment netkv-load --cell rag,x,netkv", "an axis value that is no number"),
+    ("experiment netkv-load --cell rag,x,netkv", "an axis value that is not a number"),
     ("experiment netkv-load --cell rag,nan,netkv", "netkv-load has no cell 'rag,nan,netkv'"),
     ("experiment netkv-load --trace octets", "octets:1: "),
-    ("experiment netkv-load --out file", "--out: file/paper/generated is no folder to write to"),
-    ("experiment netkv-load --set ecmp", "--set: 'ecmp' gives no value; write field=value"),
-    ("experiment netkv-load --set ecmp=foo", "--set: ecmp=foo: there is no such value; choose one of "),
-    ("experiment netkv-load --set prefill_base_s=foo", "--set: prefill_base_s=foo: the value is no number"),
-    ("experiment prfaas-burst --set wan_gbps", "--set: 'wan_gbps' gives no value"),
-    ("experiment prfaas-burst --set wan_gbps=x", "--set: wan_gbps=x: the value is no number; give one that fits"),
+    ("experiment netkv-load --out file", "--out: file/paper/generated is not a writable folder"),
+    ("experiment netkv-load --set ecmp", "--set: 'ecmp' has no value; write field=value"),
+    ("experiment netkv-load --set ecmp=foo", "--set: ecmp=foo: the value is unknown; choose one of "),
+    ("experiment netkv-load --set prefill_base_s=foo", "--set: prefill_base_s=foo: the value is not of type number"),
+    ("experiment prfaas-burst --set wan_gbps", "--set: 'wan_gbps' has no value"),
+    (
+        "experiment prfaas-burst --set wan_gbps=x",
+        "--set: wan_gbps=x: the value is not of type number; give a value of this type",
+    ),
     ("replay octets", "octets:1: is not a kvroute log; give a file that `kvroute serve --log`"),
     ("replay nofile", "nofile: cannot be read (No such file or directory); give a file that `kvroute serve --log`"),
     ("explain object 1", "object:1: is not a kvroute log; give a file that"),
     ("explain empty 1", "empty: the log is empty; give a file that"),
     ("flows empty", "empty: the file is empty; give a JSON object with `links` and `flows`"),
     ("flows object", "object: `links` is missing; give a JSON object with `links` and `flows`"),
-    (f"emulate {CLUSTER} --background 2", "--background: 2 is no share; give 0 or more and less than 1"),
+    (f"emulate {CLUSTER} --background 2", "--background: 2 is not a valid share; use 0 or more and less than 1"),
     ("trace generate no/x.jsonl", "no/x.jsonl: cannot be written (No such file or directory); give a file in a folder"),
-    (f"topology new --both http://a:1 --out {CLUSTER}", "is there already; give another file to --out"),
-    (f"topology show {FLOWS}", "this looks like transfers over links; `kvroute flows FILE` reads it"),
-    (f"topology show {PLAN}", "this looks like a plan file; `kvroute plan prfaas FILE` reads it"),
-    (f"plan prfaas {CLUSTER}", "this looks like a cluster file; `kvroute topology check FILE` reads it"),
+    (f"topology new --both http://a:1 --out {CLUSTER}", "the file already exists; give another file to --out"),
+    (f"topology show {FLOWS}", "this looks like transfers over links; read it with `kvroute flows FILE`"),
+    (f"topology show {PLAN}", "this looks like a plan file; read it with `kvroute plan prfaas FILE`"),
+    (f"plan prfaas {CLUSTER}", "this looks like a cluster file; read it with `kvroute topology check FILE`"),
     (f"simulate {CLUSTER} --scenario {CLUSTER}", "this looks like a cluster file"),
-    (f"simulate {CUT}", "this looks like a scenario; `kvroute simulate CLUSTER --scenario FILE` reads it"),
+    (f"simulate {CUT}", "this looks like a scenario; read it with `kvroute simulate CLUSTER --scenario FILE`"),
     ("simulat x", "no such command 'simulat'. Did you mean 'simulate'"),
     ("topolgy check x", "no such command 'topolgy'. Did you mean 'topology'?; see `kvroute --help`"),
     ("topology chekc x", "no such command 'chekc'. Did you mean 'check'?; see `kvroute topology --help`"),
-    ("llm nothing", "there is no model 'nothing'; `kvroute llm` lists the presets, and a config.json can be given"),
-    ("llm llama-3-70", "did you mean llama-3-70b? `kvroute llm` lists the presets, and"),
+    ("llm nothing", "there is no model 'nothing'; `kvroute llm` lists the presets; or give a config.json"),
+    ("llm llama-3-70", "did you mean llama-3-70b? `kvroute llm` lists the presets; or"),
     ("llm empty", "empty: the file is empty"),
     ("flows octets", "octets"),
-    (f"flows {CLUSTER}", "this looks like a cluster file; `kvroute topology check FILE` reads it"),
-    ("experiment netkv-load --cell x --trace-dir .", "--trace-dir: netkv does not take it; leave it out"),
-    ("experiment prfaas --cell x --trace-dir .", "--trace-dir: prfaas does not take it; leave it out"),
-    ("experiment prefix-copies --cell x --trace-dir .", "--trace-dir: prefix-copies does not take it; leave it out"),
-    ("experiment never-worse --cell x --trace-dir .", ".: this folder holds none of the recorded traces; give"),
+    (f"flows {CLUSTER}", "this looks like a cluster file; read it with `kvroute topology check FILE`"),
+    ("experiment netkv-load --cell x --trace-dir .", "--trace-dir: netkv does not support this option; omit it"),
+    ("experiment prfaas --cell x --trace-dir .", "--trace-dir: prfaas does not support this option; omit it"),
+    (
+        "experiment prefix-copies --cell x --trace-dir .",
+        "--trace-dir: prefix-copies does not support this option; omit it",
+    ),
+    ("experiment never-worse --cell x --trace-dir .", ".: the folder has none of the recorded traces; give"),
     ("topology show nofile", "nofile: "),
     ("trace show nofile", "nofile: cannot be read (No such file or directory); check its path"),
     ("trace generate trace.txt", "trace.txt"),
@@ -485,7 +494,7 @@ WRONG = [
     (f"emulate {CLUSTER} --ready-file no/x", "--ready-file: no/x cannot be written (no such folder)"),
     (f"serve --embedded {CLUSTER} --ready-file no/x", "--ready-file: no/x cannot be written (no such folder)"),
     (f"serve --embedded {CLUSTER} --log no/x", "no/x: cannot be written (no such folder)"),
-    (f"serve --embedded {CLUSTER} --log file", "file: is there already and is no kvroute log"),
+    (f"serve --embedded {CLUSTER} --log file", "file: exists and is not a kvroute log"),
     (f"serve --embedded {CLUSTER} --policy nope", "unknown decode policy 'nope'"),
     (f"serve --embedded {CLUSTER} --shadow nope", "unknown decode policy 'nope'"),
     (f"serve --embedded {CLUSTER} --constraint foo", "constraint: unknown level 'foo'"),
@@ -544,7 +553,7 @@ def test_an_older_log_stays_where_nobody_can_listen(kvroute: Kvroute, log: Path,
     before = log.read_bytes()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for host, why in (("localhost", "Address already in use"), ("no..name", "no machine can have this name")):
+        for host, why in (("localhost", "Address already in use"), ("no..name", "the host name is not valid")):
             ended = kvroute(*start, "--host", host, "--port", str(port), "--admin-port", "0", "--log", str(log))
             assert (ended.code, ended.out) == (2, "")
             assert ended.err.startswith(f"kvroute: gateway.listen: cannot listen on {host}:{port} ({why}); ")
@@ -648,7 +657,7 @@ def test_topology_check_counts_the_faults(kvroute: Kvroute) -> None:
     ended = kvroute("topology", "check", "octets")
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.splitlines() == [
-        "octets: the file is not UTF-8 text; give a YAML file", "1 fault in octets",
+        "octets: the file is not UTF-8 text; give a YAML file", "1 error in octets",
     ]  # fmt: skip
 
 
@@ -659,7 +668,7 @@ def test_somebody_elses_results_are_not_cut_away(kvroute: Kvroute) -> None:
     path.write_text("my notes\n")
     ended = kvroute("experiment", "netkv-load", "--cell", "rag,1.0,netkv", "--seed", "3", "--out", "res")
     assert ended.code == 2
-    assert "netkv-load.jsonl:1: is not a result" in ended.err
+    assert "netkv-load.jsonl:1: the line is not a valid result" in ended.err
     assert path.read_text() == "my notes\n"
 
 

@@ -86,7 +86,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 def test_both_halves_are_measured_and_printed(ended: Ended) -> None:
     """Each policy has a live and a predicted row with the saved numbers; every request is answered on both sides."""
     assert [row["policy"] for row in ended.rows] == ["round-robin", "netkv", "foresight"]
-    times, tiers = ended.out.split("Where the KV caches went")
+    times, tiers = ended.out.split("KV transfers by tier")
     for row in ended.rows:
         for side in ("live", "predicted"):
             half = row[side]

@@ -129,13 +129,13 @@ def test_what_foresight_had_learned_is_not_guessed(foreseen: str, tmp_path: Path
     other.write_text("".join(lines))
     ended = explain(str(other), "0", "--json")
     assert [learned is None for learned in learned_of(ended)] == [False, True]
-    assert f"other.log:{number + 1}: this version decides otherwise" in ended.stderr
+    assert f"other.log:{number + 1}: this version decides differently" in ended.stderr
     assert explain(str(other), "5").stderr == ""
     arrival = next(index for index, line in enumerate(lines) if '"type":"arrived"' in line)
     other.write_text("".join(lines[:arrival] + lines[arrival + 1 :]))
     ended = explain(str(other), "5", "--json")
     assert learned_of(ended) == [None, None]
-    assert "this version decides otherwise" in ended.stderr
+    assert "this version decides differently" in ended.stderr
     assert "had learned" not in explain(str(other), "5").stdout
     recorded(other, "netkv")
     shown = explain(str(other), "3", "--json")

@@ -103,7 +103,7 @@ def test_an_older_trace_outlives_a_full_disk(tmp_path: Path) -> None:
     with files_no_longer_than(2_000):
         ended = CliRunner().invoke(app, ["trace", "generate", str(path), "--requests", "200"])
     assert isinstance(ended.exception, InputError)
-    assert str(ended.exception).startswith(f"{path}: cannot be written (File too large); raise the limit")
+    assert str(ended.exception).startswith(f"{path}: cannot be written (File too large); raise the file size limit")
     assert all_in(tmp_path) == before
 
 
@@ -113,7 +113,7 @@ def test_a_device_is_written_and_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.symlink_to("/dev/full")
     ended = CliRunner().invoke(app, ["trace", "generate", str(path), "--requests", "2"])
-    assert str(ended.exception) == f"{path}: cannot be written (No space left on device); choose a disk with room"
+    assert str(ended.exception) == f"{path}: cannot be written (No space left on device); choose a disk with free space"
     assert Path("/dev/full").is_char_device()
     assert list(tmp_path.iterdir()) == [path]
 

@@ -331,7 +331,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text_config": {"num_hidden_layers": 3}}, "text_config.num_attention_heads is missing"),
     (DENSE | {"num_hidden_layers": "12"}, "num_hidden_layers is '12'"),
     (DENSE | {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
-    (DENSE | {"num_attention_heads": 7}, "do not divide"),
+    (DENSE | {"num_attention_heads": 7}, "is not divisible"),
     (DENSE | {"kv_lora_rank": 512}, "qk_rope_head_dim is missing"),
     (DENSE | {"layer_types": ["full_attention"]}, "does not list 12 layers"),
     (DENSE | {"layer_types": ["sliding_attention"] * 12}, "sliding_window is missing"),

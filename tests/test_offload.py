@@ -476,9 +476,9 @@ def test_traffic_of_late_and_its_median() -> None:
     ("fields", "problem"),
     [
         ({"rule": "rare"}, "unknown rule 'rare'; known: auto, scarce, abundant"),
-        ({"scarce_above": 0.5}, "leave no band"),
-        ({"scarce_above": 1.5}, "leave no band"),
-        ({"abundant_below": -0.1}, "leave no band"),
+        ({"scarce_above": 0.5}, "leave no gap"),
+        ({"scarce_above": 1.5}, "leave no gap"),
+        ({"abundant_below": -0.1}, "leave no gap"),
         ({"stay_factor": 0.0}, "offload.stay_factor"),
         ({"stay_factor": math.nan}, "offload.stay_factor"),
         ({"copy_min_tokens": 0}, "give 1 or more"),
@@ -498,11 +498,11 @@ def test_wrong_specs_are_mended(fields: dict[str, Any], problem: str) -> None:
         ({"utilisation_high": 1.1}, "0 <= low < high <= 1"),
         ({"queue_low_s": 6.0}, "low_s 6.0 and high_s 5.0"),
         ({"queue_high_s": math.inf}, "offload.short_term.queue"),
-        ({"step": 1.0}, "no factor above 1"),
+        ({"step": 1.0}, "not a factor above 1"),
         ({"dwell_s": -1.0}, "offload.short_term.dwell_s"),
         ({"remember_s": math.nan}, "offload.short_term.remember_s"),
-        ({"threshold_min_tokens": 0.0}, "no range above 0"),
-        ({"threshold_max_tokens": 10.0}, "no range above 0"),
+        ({"threshold_min_tokens": 0.0}, "not a valid range"),
+        ({"threshold_max_tokens": 10.0}, "not a valid range"),
     ],
 )
 def test_wrong_short_terms_are_mended(fields: dict[str, float], problem: str) -> None:

@@ -148,7 +148,7 @@ def test_a_wrong_utilisation_is_refused_and_the_view_stays(wrong: float) -> None
     network.congestion_measured(1.0, [0.5] * 5)
     with pytest.raises(InputError, match=r"per_tier\[3\]: .* is not a utilisation"):
         network.congestion_measured(2.0, [0.1, 0.1, 0.1, wrong, 0.1])
-    with pytest.raises(InputError, match="2 values where 5 are due"):
+    with pytest.raises(InputError, match="2 values instead of 5"):
         network.congestion_measured(2.0, [0.1, 0.1])
     assert network.costs(0, ALL, 2.0).congestion.tolist() == [0.5] * 5
     assert network.staleness_s(2.0) == 1.0
@@ -203,7 +203,7 @@ def test_old_telemetry_fades_to_the_static_view(first_s: float, second_s: float)
 
 
 def test_wrong_settings_and_maps_are_named() -> None:
-    with pytest.raises(InputError, match="try 'trend'"):
+    with pytest.raises(InputError, match="did you mean 'trend'"):
         OracleSettings(prediction="trends")  # type: ignore[arg-type]
     for wrong in ({"alpha": 0.0}, {"beta": math.nan}, {"stale_after_s": 0.0}, {"in_flight_max": -1}):
         with pytest.raises(InputError, match=f"oracle.{next(iter(wrong))}"):
@@ -301,7 +301,7 @@ def test_telemetry_by_link_feeds_both_views() -> None:
     network.links_measured(0.5, [0.9] * 8)
     assert network.residual_bytes_per_s(0, np.array([1]), 1.0) == pytest.approx([2.0])
     assert network.residual_bytes_per_s(0, np.array([1]), 1e4) == pytest.approx([4.0])
-    with pytest.raises(InputError, match=r"utilisation: 3 values where 8 are due"):
+    with pytest.raises(InputError, match=r"utilisation: 3 values instead of 8"):
         network.links_measured(2.0, [0.1] * 3)
     for call in (lambda: oracle().links_measured(0.0, []), lambda: oracle().residual_bytes_per_s(0, ALL, 0.0)):
         with pytest.raises(InputError, match="LinkView"):

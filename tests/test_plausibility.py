@@ -51,7 +51,7 @@ def test_rates_of_published_traces_are_plausible_and_seconds_are_not_millisecond
     assert plausibility.of_arrivals(requests, min(requests / rate, 7 * 86400.0)) is None
     fast = plausibility.of_arrivals(requests, requests / rate / 1e3)
     assert fast is not None
-    assert "count seconds" in fast.cause
+    assert "use seconds" in fast.cause
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
@@ -68,11 +68,11 @@ def test_no_generated_trace_is_doubted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("180 GB", "440 TB", "16: defaults.kv_capacity: 440 TB of KV memory on 4 GPUs are 110 TB for each"),
+        ("180 GB", "440 TB", "16: defaults.kv_capacity: 440 TB of KV memory on 4 GPUs are 110 TB per GPU"),
         ("180 GB", "120 MB", "16: defaults.kv_capacity: 120 MB of KV memory hold 366 tokens of this model"),
         ("90 us", "40 ms", None),
-        ("90 us", "90 ms", "13: timing.default.prefill: prefill takes 90.02 ms for each token of a prompt"),
-        ("12.5 ms", "50 s", "14: timing.default.decode: a decode iteration takes 50 s, so each token as long"),
+        ("90 us", "90 ms", "13: timing.default.prefill: prefill takes 90.02 ms per prompt token"),
+        ("12.5 ms", "50 s", "14: timing.default.decode: a decode iteration takes 50 s, and so does each token"),
     ],
 )
 def test_a_cluster_file_is_doubted_by_line_and_field(tmp_path: Path, old: str, new: str, said: str | None) -> None:
@@ -89,7 +89,7 @@ def test_a_cluster_file_is_doubted_by_line_and_field(tmp_path: Path, old: str, n
 def test_an_instances_own_memory_is_doubted_at_the_instance() -> None:
     text = SMALL.replace('gpus: "node1:0-3"}', 'gpus: "node1:0-3", kv_capacity: 40 TB}')
     (remark,) = parse(text, "f").remarks
-    assert remark.startswith("f:21: instances[2].kv_capacity: 40 TB of KV memory on 4 GPUs are 10 TB for each")
+    assert remark.startswith("f:21: instances[2].kv_capacity: 40 TB of KV memory on 4 GPUs are 10 TB per GPU")
 
 
 def test_a_trace_in_seconds_is_doubted(tmp_path: Path) -> None:
@@ -99,7 +99,9 @@ def test_a_trace_in_seconds_is_doubted(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     result = CliRunner().invoke(app, ["trace", "show", str(path)])
     assert result.exit_code == 0
-    said = f"{path}: field timestamp: 4,000 requests in 0.499 s are 8,016 per second; timestamps count milliseconds"
+    said = (
+        f"{path}: field timestamp: 4,000 requests in 0.499 s are 8,016 per second; timestamps must be in milliseconds"
+    )
     assert result.stderr.startswith(said)
 
 
@@ -110,5 +112,5 @@ def test_a_profile_in_milliseconds_is_doubted(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["timing", "fit", str(prompts), str(steps)])
     assert result.exit_code == 0
     lines = result.stderr.splitlines()
-    assert lines[0].startswith(f"{prompts}: column seconds: prefill takes 224.6 ms for each token of a prompt; ")
+    assert lines[0].startswith(f"{prompts}: column seconds: prefill takes 224.6 ms per prompt token; ")
     assert lines[1].startswith(f"{steps}: column seconds: a decode iteration takes 51 s")

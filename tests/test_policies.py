@@ -236,7 +236,7 @@ def test_constraints_are_read_from_text(text: str, expected: TopologyConstraint)
         ("pod:requird", "did you mean 'required'"),
         ("pod:", "unknown enforcement ''"),
         ("pod:required:0.5", "write pod:preferred:0.5"),
-        ("pod:preferred:heavy", "no number"),
+        ("pod:preferred:heavy", "is not a number"),
         ("pod:preferred:0", r"outside \(0, 1\]"),
         ("pod:preferred:nan", r"outside \(0, 1\]"),
         ("pod:preferred:0.5:1", "too many parts"),

@@ -200,7 +200,7 @@ def test_the_comparison_in_texts() -> None:
     assert (mean.text, mean.detail, mean.best) == ("1,050", "±635", True)  # t(0.975, 1) * 70.7 / sqrt(2)
     assert not table["cla"]["TTFT mean ms"].best
     assert table["netkv"]["tier 0/../3 %"].text == "2/50/18/30"
-    assert table["cla"]["SLO %"].text == "98.5"
+    assert table["cla"]["SLO met %"].text == "98.5"
     assert table["cla"]["TPOT ms"].text == "15.6"
     assert not table["netkv"]["TPOT ms"].best  # equal for both
 
@@ -318,7 +318,7 @@ def test_differences_in_words() -> None:
     runs += [summary("b", seed, 1.2 + 0.012 * seed) for seed in range(4)]
     runs += [summary("c", seed, 1.0 + 0.1 * (seed % 2)) for seed in range(4)]
     words = {row[0].text: row[-1].text for row in differences_grid(runs).rows}
-    assert "leaves out zero" in words["a - b"]
+    assert "excludes zero" in words["a - b"]
     assert "Noise" in words["a - c"]
     assert "one seed" in differences_grid([run for run in runs if run.seed == 0]).rows[0][-1].text.lower()
 
@@ -354,7 +354,7 @@ def test_the_column_of_requests_in_time_says_within_how_long() -> None:
     runs = summaries(comparison(("cla", "netkv")))
     titles = [heading.title for heading in comparison_grid(runs, 2.0).headings]
     assert "TTFT ≤2s %" in titles
-    assert "SLO %" not in titles
+    assert "SLO met %" not in titles
 
 
 def test_the_index_links_to_pages(tmp_path: Path) -> None:
@@ -398,8 +398,8 @@ def test_a_loss_beyond_noise_is_named_with_its_place() -> None:
         "netkv-load", pair([(1.0, 1.1, 1.2), (1.3, 1.41, 1.5)], [(1.2, 1.3, 1.41), (1.0, 1.1, 1.2)]), "netkv below cla"
     )
     assert found.holds == "holds in part"
-    assert "at 1 of 2 points, 1 of them beyond noise" in found.sentence
-    assert re.search(r"It loses \+27\.\d% ±\d\.\d% at load=2\.$", found.sentence)
+    assert "at 1 of 2 points, 1 of them significant" in found.sentence
+    assert re.search(r"Its mean TTFT is higher: \+27\.\d% ±\d\.\d% at load=2\.$", found.sentence)
 
 
 @given(st.lists(st.lists(st.floats(0.5, 2), min_size=3, max_size=3), min_size=1, max_size=3), st.floats(1.05, 3))
@@ -450,7 +450,7 @@ def test_the_ladder_tells_the_share_of_the_first_step() -> None:
     ]
     found = outcome("netkv-ablation", records, "the first step")
     assert found.holds == "holds"
-    assert "The first step is 67% of the whole gain" in found.sentence
+    assert "The first step gives 67% of the total gain" in found.sentence
 
 
 def test_the_headline_groups_profiles() -> None:

@@ -102,11 +102,11 @@ def test_copies_are_reviewed_as_often_as_they_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("foo: 1", ":1: foo: the key 'foo' is unknown; known are changes"),
+        ("foo: 1", ":1: foo: the key 'foo' is unknown; known: changes"),
         ("changes:\n  - {at: 3, link: wan, share: 0}", ":2: changes[0].at: 3 is not a duration"),
         ("changes:\n  - {at: 3 s, link: wan, share: 1.5}", ":2: changes[0].share"),
         ("offload: {threshold: -4}", "offload.threshold"),
-        ("offload: {short_term: {utilisation_low: 0.9, utilisation_high: 0.5}}", "leave no band between them"),
+        ("offload: {short_term: {utilisation_low: 0.9, utilisation_high: 0.5}}", "leave no gap between them"),
         ("wan: {loss: 1}", "wan.loss is 1"),
         ("copies: {review: 0 s}", "copies.review_s: 0.0 s; give finite seconds above 0"),
         ("copies: {factor: 1}", ":1: copies.factor"),
@@ -149,7 +149,7 @@ def test_an_unknown_link_is_named_before_anything_is_touched(tmp_path: Path) -> 
     before = log.read_bytes()
     ended = runner.invoke(app, [*line, "--out", str(out), "--scenario", str(scenario)])
     assert isinstance(ended.exception, InputError)
-    hint = "name a link, or one of wan, prefill-site to local-site, local-site to prefill-site"
+    hint = "use the name of a link or one of wan, prefill-site to local-site, local-site to prefill-site"
     assert str(ended.exception).splitlines() == [
         f"{scenario}:3: changes[1].link: two-datacenters has no link 'wn'; {hint}",
         f"{scenario}:5: fluctuations[0].link: two-datacenters has no link 'wann'; {hint}",
@@ -175,7 +175,7 @@ def test_a_question_about_an_unknown_link_is_not_begun(settings: SimSettings) ->
 def test_offloading_needs_a_second_site(tmp_path: Path) -> None:
     scenario = str(of(tmp_path, "offload: {}"))
     out = runner.invoke(app, ["simulate", str(EXAMPLES / "small.yaml"), "--scenario", scenario, "--seeds", "1"])
-    assert "no datacenter prefills only" in str(out.exception)
+    assert "no datacenter has prefill instances only" in str(out.exception)
 
 
 @pytest.mark.parametrize(
@@ -198,4 +198,4 @@ def test_a_cut_that_never_ends_is_found_before_anything_runs(
     with pytest.raises(InputErrors) as caught:
         read_scenario(path, load(SITES))
     (problem,) = caught.value.problems
-    assert str(problem).startswith(f"{path}:{line}: changes[0].share: 'wan' is cut for good")
+    assert str(problem).startswith(f"{path}:{line}: changes[0].share: 'wan' is cut permanently")

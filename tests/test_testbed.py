@@ -145,7 +145,7 @@ def test_two_sites_are_joined() -> None:
     ("old", "new", "said"),
     [
         ("flows_per_transfer: 1", "flows_per_transfer: tp", "one connection"),
-        ("name: testbed-small", "name: testbed-small\n\ndatacenters: [{name: rack0}]", "the name of a rack"),
+        ("name: testbed-small", "name: testbed-small\n\ndatacenters: [{name: rack0}]", "the same name as a rack"),
     ],
     ids=["several-flows", "one-name-twice"],
 )
@@ -176,7 +176,7 @@ def test_too_many_hosts_are_refused() -> None:
             defaults=LLAMA_70B_TP4,
         )
     )
-    with pytest.raises(InputError, match="250 hosts are too many"):
+    with pytest.raises(InputError, match="the testbed needs 250 hosts"):
         wire(cluster, NETWORK)
 
 
@@ -340,7 +340,7 @@ def test_engines_leave_the_pace_to_the_kernel() -> None:
 @pytest.mark.parametrize("name", ["", "with-dash", "Large", "ninechars", "../etc"])
 def test_a_name_is_short_and_plain(name: str) -> None:
     """The name must fit into a device name."""
-    with pytest.raises(InputError, match="no name for a testbed"):
+    with pytest.raises(InputError, match="not a valid testbed name"):
         Run(name)
 
 
@@ -420,9 +420,9 @@ def test_what_is_missing_is_said(arguments: list[str]) -> None:
     [
         (["up", SMALL, "--policy", "netkw"], "unknown decode policy 'netkw'; did you mean 'netkv'?"),
         (["up", SMALL, "--prefill", "nope"], "unknown prefill policy 'nope'"),
-        (["down"], "testbed down: which testbed?"),
-        (["down", "--all", "--name", "x"], "--all: it takes every testbed away, not only x; leave out the one"),
-        (["down", "--all", SMALL], f"--all: it takes every testbed away, not only {SMALL}"),
+        (["down"], "testbed down: no testbed is selected"),
+        (["down", "--all", "--name", "x"], "--all: it removes every testbed, not only x; omit one"),
+        (["down", "--all", SMALL], f"--all: it removes every testbed, not only {SMALL}"),
     ],
     ids=["policy", "prefill", "down-what", "down-all-and-name", "down-all-and-file"],
 )

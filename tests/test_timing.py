@@ -112,7 +112,7 @@ def test_new_tokens_at_the_end_of_a_long_prompt_cost_more() -> None:
         (LinearPrefill(per_token_s=1.0, base_s=float("nan")), "base is nan"),
         (QuadraticPrefill(base_s=0.0, per_token_s=0.0, per_token2_s=float("inf")), "per_token2 is inf"),
         (PiecewisePrefill(tokens=(1,), seconds=(1.0,)), "two or more points"),
-        (PiecewisePrefill(tokens=(1, 2), seconds=(1.0,)), "stand beside"),
+        (PiecewisePrefill(tokens=(1, 2), seconds=(1.0,)), "2 token counts but 1 times"),
         (PiecewisePrefill(tokens=(2, 2), seconds=(1.0, 1.0)), "do not ascend"),
         (PiecewisePrefill(tokens=(1, 2), seconds=(2.0, 1.0)), "longer prompt takes less"),
     ],
@@ -207,7 +207,7 @@ def test_a_falling_measurement_is_held_and_said() -> None:
     assert isinstance(linear.spec, LinearPrefill)
     assert linear.spec.per_token_s == 0
     assert linear.spec.base_s == pytest.approx(66 / 49)  # sum(1/s) / sum(1/s^2): the least relative errors
-    assert linear.remarks == ("per_token would be negative: held at 0",)
+    assert linear.remarks == ("per_token would be negative and is set to 0",)
     pooled = fit_prefill([100, 200, 300], [1.0, 3.0, 2.0], "piecewise")
     assert pooled.spec == PiecewisePrefill(tokens=(100, 200, 300), seconds=(1.0, 2.5, 2.5))
     assert len(pooled.remarks) == 1
@@ -217,7 +217,7 @@ def test_a_context_in_step_with_the_batch_is_left_out_and_said() -> None:
     fit = fit_decode([1, 2, 4], [1.1, 1.2, 1.4], [512, 1024, 2048])
     assert fit.spec.per_context_token_s == 0
     assert fit.spec.per_request_s == pytest.approx(0.1)
-    assert "left at 0" in fit.remarks[0]
+    assert "stays 0" in fit.remarks[0]
 
 
 @pytest.mark.parametrize(
@@ -225,10 +225,10 @@ def test_a_context_in_step_with_the_batch_is_left_out_and_said() -> None:
     [
         ([1], [1.0], "linear", "1 different token counts"),
         ([1, 2], [1.0, 2.0], "quadratic", "measure 3"),
-        ([1, 2], [1.0], "linear", "do not pair"),
+        ([1, 2], [1.0], "linear", "2 and 1 values are given"),
         ([1, 2], [1.0, 0.0], "linear", "seconds is 0.0"),
         ([1, float("nan")], [1.0, 1.0], "linear", "tokens is nan"),
-        ([1, "x"], [1.0, 1.0], "linear", "no number"),
+        ([1, "x"], [1.0, 1.0], "linear", "not a number"),
     ],
 )
 def test_measurements_that_fix_nothing_are_refused(tokens: Any, seconds: Any, kind: Any, what: str) -> None:
@@ -256,11 +256,11 @@ def test_plain_profiles_are_read(tmp_path: Path) -> None:
         ("tokens,second\n1,2\n", "line 1: the column seconds is missing; it has tokens, second"),
         ("size,seconds\n1,2\n", "line 1: the column tokens or batch is missing"),
         ("tokens,seconds\n1,2\n2,x\n", "line 3 column seconds: 'x' is not a number"),
-        ("tokens,seconds\n1,2\n-2,2\n", "line 3 column tokens: -2 is not possible"),
-        ("tokens,seconds\n1,inf\n", "line 2 column seconds: inf is not possible"),
-        ("tokens,seconds\n1,nan\n", "line 2 column seconds: nan is not possible"),
-        ("tokens,seconds\n1\n", "line 2 column seconds: there is no number"),
-        ("batch,context_tokens,seconds\n1,-1,1\n", "line 2 column context_tokens: -1 is not possible"),
+        ("tokens,seconds\n1,2\n-2,2\n", "line 3 column tokens: -2 is not valid"),
+        ("tokens,seconds\n1,inf\n", "line 2 column seconds: inf is not valid"),
+        ("tokens,seconds\n1,nan\n", "line 2 column seconds: nan is not valid"),
+        ("tokens,seconds\n1\n", "line 2 column seconds: a number is missing"),
+        ("batch,context_tokens,seconds\n1,-1,1\n", "line 2 column context_tokens: -1 is not valid"),
         ("tokens,seconds\n", "has no measurements"),
         ("", "has no measurements"),
         ("model,prompt_time\nx,1\n", "the column hardware, "),
@@ -281,10 +281,10 @@ def test_unreadable_files_and_needless_choices_are_refused(tmp_path: Path) -> No
     with pytest.raises(InputError, match="cannot be read"):
         read_profile(tmp_path / "none.csv")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(InputError, match="not text"):
+    with pytest.raises(InputError, match="is not UTF-8 text"):
         read_profile(tmp_path / "binary")
     (tmp_path / "plain.csv").write_text("tokens,seconds\n1,2\n")
-    with pytest.raises(InputError, match="leave out --model"):
+    with pytest.raises(InputError, match="remove --model"):
         read_profile(tmp_path / "plain.csv", model="x")
 
 
@@ -328,7 +328,7 @@ def test_a_negative_published_coefficient_is_held_at_0() -> None:
     assert prefill is not None
     assert isinstance(prefill.spec, QuadraticPrefill)
     assert prefill.spec.per_token2_s == 0
-    assert "per_token2 would be negative: held at 0" in prefill.remarks
+    assert "per_token2 would be negative and is set to 0" in prefill.remarks
     assert prefill.error.max_abs_relative < 0.02
 
 

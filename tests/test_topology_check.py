@@ -185,11 +185,11 @@ FAULTS = {
     "zero count": (edited("count: 8", "count: 0"), "nodes[0].nics.compute.count", "a whole number from 1"),
     "number as name": (edited("name: node0", "name: 0"), "nodes[0].name", "need quotes"),
     "bad name": (edited("name: node0", "name: 'a:b'"), "nodes[0].name", "letters, digits"),
-    "duplicate key": (edited("gpus: 8,", "gpus: 8, gpus: 4,"), "nodes[0].gpus", "stands here twice"),
+    "duplicate key": (edited("gpus: 8,", "gpus: 8, gpus: 4,"), "nodes[0].gpus", "is defined twice"),
     "duplicate name": (edited("name: node1", "name: node0"), "nodes[1].name", "used twice; nodes[0]"),
     "unknown rack": (edited("node1, rack: rack0", "node1, rack: rack1"), "nodes[1].rack", "did you mean 'rack0'"),
     "unknown pod": (edited("{name: rack0}", "{name: rack0, pod: p}"), "racks[0].pod", "the file lists no pods"),
-    "two parents": (edited("rack: rack0,", "rack: rack0, datacenter: dc0,"), "nodes[0]", "nearest one only"),
+    "two parents": (edited("rack: rack0,", "rack: rack0, datacenter: dc0,"), "nodes[0]", "only the nearest one"),
     "unknown node": (edited("node1:0-3", "node7:0-3"), "instances[2].gpus", "no node 'node7'"),
     "unknown timing": (edited("0-3\"}", "0-3\", timing: fast}"), "instances[0].timing", "no timing 'fast'"),
     "unknown model": (edited("llama-3-70b", "lama-3-70b"), "defaults.model", "llama-3-70b"),
@@ -197,9 +197,9 @@ FAULTS = {
     "no memory": (edited(", kv_capacity: 180 GB", ""), "instances[0]", "no kv_capacity is given"),
     "GPU used twice": (edited("node0:4-7", "node0:3-6"), "instances[1].gpus", "node0:3 is used twice; prefill0"),
     "GPU repeated": (edited("node0:0-3", "node0:0-2,2"), "instances[0].gpus", "node0:2 is used twice"),
-    "GPU out of range": (edited("node0:4-7", "node0:5-8"), "instances[1].gpus", "none with number 8; use 0 to 7"),
+    "GPU out of range": (edited("node0:4-7", "node0:5-8"), "instances[1].gpus", "has 8 GPUs and no GPU 8; use 0 to 7"),
     "too few GPUs": (edited("node0:4-7", "node0:4-6"), "instances[1].gpus", "3 GPUs, but tp 4 x pp 1 = 4"),
-    "bad GPUs": (edited("node0:4-7", "node0"), "instances[1].gpus", "names no GPUs"),
+    "bad GPUs": (edited("node0:4-7", "node0"), "instances[1].gpus", "is not a list of GPUs"),
     "no decode": (NO_DECODE, "instances", "no decode"),
     "no uplinks": (TWO_RACKS, "racks[0]", "rack0 has no uplinks, so decode0 cannot be reached from prefill0"),
     "no NICs": (edited(", nics: {compute: {count: 8, capacity: 100 Gbps}}", ""), "nodes[0]", "has no compute NICs"),
@@ -208,15 +208,15 @@ FAULTS = {
     "unknown site": (edited("to: local-site", "to: locl-site", FAR), "wan[0].to", "did you mean 'local-site'"),
     "no site": (edited(", datacenter: prefill-site", "", FAR), "racks[0]", "there are several datacenters"),
     "too many": (edited("decode: 12", "decode: 13", FAT), "instances", "do not fit: the nodes have room for 16"),
-    "rack too full": (edited("prefill: 4", "prefill: 5", FAT), "instances", "8 for decode outside of the racks"),
-    "fabric and nodes": (TEXTS[FAT] + "nodes: [{name: x}]\n", "nodes", "stands beside `fabric`"),
+    "rack too full": (edited("prefill: 4", "prefill: 5", FAT), "instances", "8 for decode outside the prefill racks"),
+    "fabric and nodes": (TEXTS[FAT] + "nodes: [{name: x}]\n", "nodes", "cannot be given together"),
     "no nodes": ("name: a\ninstances: {prefill: 1, decode: 1}\n", "", "there are no nodes"),
     "kind": (edited("kind: fat-tree", "kind: fat_tree", FAT), "fabric.kind", "fat-tree, superpod"),
-    "points": (edited(LINEAR, PIECES % ("1, 2", "1 s")), "timing.default.prefill", "2 tokens stand beside 1 times"),
+    "points": (edited(LINEAR, PIECES % ("1, 2", "1 s")), "timing.default.prefill", "2 token counts but 1 times"),
     "descending": (edited(LINEAR, PIECES % ("2, 1", "1 s, 2 s")), "timing.default.prefill.tokens", "do not ascend"),
     "endpoint with a path": (reached("url: 'http://a:1/v1'"), f"{REACHED}.url", "text such as 'http://10.0.0.1:8000'"),
-    "endpoint's port": (reached("url: 'http://a:99999'"), f"{REACHED}.url", "port 99999 is not 1 to 65535"),
-    "endpoint's word": (reached("url: 'http://[::1]:x'"), f"{REACHED}.url", "port x is not 1 to 65535"),
+    "endpoint's port": (reached("url: 'http://a:99999'"), f"{REACHED}.url", "port 99999 is not between 1 and 65535"),
+    "endpoint's word": (reached("url: 'http://[::1]:x'"), f"{REACHED}.url", "port x is not between 1 and 65535"),
     "endpoint of no host": (reached("url: 'a:1'"), f"{REACHED}.url", "text such as 'http://10.0.0.1:8000'"),
     "endpoint key": (reached("uri: 'http://a:1'"), f"{REACHED}.uri", "did you mean 'url'"),
     "no url": (reached("protocol: vllm"), REACHED, "`url` is missing"),
@@ -260,7 +260,7 @@ def test_a_fault_is_one_line_whatever_a_key_is(name: str) -> None:
 def test_a_fault_that_lists_names_is_one_line_whatever_they_are() -> None:
     text = TEXTS["small.yaml"].replace("\n  default:\n", '\n  "a\\nb":\n')
     (problem,) = problems_of(text)
-    assert str(problem).endswith(r"there is no timing 'default'; known are a\nb")
+    assert str(problem).endswith(r"there is no timing 'default'; known: a\nb")
 
 
 def test_an_unreachable_pair_that_moves_no_kv_cache_is_no_fault() -> None:

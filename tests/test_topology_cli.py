@@ -87,7 +87,7 @@ def test_check_names_every_fault_and_exits_with_2(broken: Path) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"{broken}:1: nam: the key 'nam' is unknown; did you mean 'name'?" in result.stderr
     assert f"{broken}:3: nodes: 3 is not a list" in result.stderr
-    assert "2 faults" in result.stderr
+    assert "2 errors" in result.stderr
 
 
 def test_check_as_json_is_one_document_either_way(broken: Path) -> None:
@@ -120,7 +120,7 @@ def test_check_says_that_it_cannot_look_at_the_gateway_section(tmp_path: Path, m
     path.write_text(SMALL + "\ngateway: {polcy: netkv}\n", encoding="utf-8")
     result = runner.invoke(app, ["check", str(path)])
     assert result.exit_code == 0
-    assert "; the gateway section was not checked: that takes pip install 'kvroute[serve]'" in result.stdout
+    assert "; the gateway section was not checked: this needs pip install 'kvroute[serve]'" in result.stdout
     assert json.loads(runner.invoke(app, ["check", str(path), "--json"]).stdout)["gateway_checked"] is False
     path.write_text(SMALL + "# gateway\n", encoding="utf-8")
     assert "checked" not in runner.invoke(app, ["check", str(path)]).stdout
@@ -250,7 +250,7 @@ def test_new_writes_a_file_that_check_accepts_and_never_over_another(tmp_path: P
     before = path.read_bytes()
     again = runner.invoke(app, arguments)
     assert (str(again.exception), path.read_bytes()) == (
-        f"{path}: is there already; give another file to --out",
+        f"{path}: the file already exists; give another file to --out",
         before,
     )
 
@@ -258,9 +258,9 @@ def test_new_writes_a_file_that_check_accepts_and_never_over_another(tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "no engine is named"),
-        (["--prefill", "10.0.0.1:8000"], "'10.0.0.1:8000' is no engine's address; give it as http://host:port"),
-        (["--prefill", "http://a:1", "--decode", "http://a:1"], "an address is named twice"),
+        ([], "no engine is given"),
+        (["--prefill", "10.0.0.1:8000"], "'10.0.0.1:8000' is not an engine address; write http://host:port"),
+        (["--prefill", "http://a:1", "--decode", "http://a:1"], "an address is given twice"),
         (
             ["--prefill", "http://a:1", "--decode", "http://b:1", "--tp", "9"],
             "1 engine of 9 GPUs on host 'a' needs more than its 8 GPUs",
@@ -271,9 +271,9 @@ def test_new_writes_a_file_that_check_accepts_and_never_over_another(tmp_path: P
         ),
         (["--both", "http://a:1", "--nic", "0"], "--nic: '0' is not a bandwidth"),
         (["--prefill", "http://a:1", "--decode", "http://b:1", "--protocol", "smoke"], "there is no protocol 'smoke'"),
-        (["--prefill", "http://a:1"], "no decode engine is named; give --decode URL or --both URL"),
-        (["--decode", "http://a:1"], "no prefill engine is named; give --prefill URL or --both URL"),
-        (["--both", "http://a:99999"], "http://a:99999: port 99999 is not 1 to 65535"),
+        (["--prefill", "http://a:1"], "no decode engine is given; give --decode URL or --both URL"),
+        (["--decode", "http://a:1"], "no prefill engine is given; give --prefill URL or --both URL"),
+        (["--both", "http://a:99999"], "http://a:99999: port 99999 is not between 1 and 65535"),
         (["--both", "http://a:1", "--model", "gpt-9"], "--model: there is no model 'gpt-9'"),
         (["--both", "http://a:1", "--name", "no name"], "--name: 'no name' does not fit"),
         (
@@ -330,15 +330,15 @@ def test_expand_writes_shorthands_out_and_changes_nothing(path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["http://a:1"], "4 instances and 1 address; give one for each, in this order: prefill0, prefill1, decode0,"),
+        (["http://a:1"], "4 instances but 1 address; give one for each, in this order: prefill0, prefill1, decode0,"),
         (
             ["prefill9=http://a:1"],
             "there is no instance 'prefill9'; its instances are prefill0, prefill1, decode0, decode1",
         ),
-        (["prefill0=http://a:1,decode0=http://a:1"], "an instance or an address is named twice"),
+        (["prefill0=http://a:1,decode0=http://a:1"], "an instance or an address is given twice"),
         (["prefill0=http://a:1,http://b:1"], "some addresses have a name and others do not"),
         (["prefill0=a:1"], "'a:1' does not fit"),
-        (["prefill0=http://a:99999"], "port 99999 is not 1 to 65535"),
+        (["prefill0=http://a:99999"], "port 99999 is not between 1 and 65535"),
     ],
 )
 def test_expand_says_what_is_wrong_with_an_address(options: list[str], sentence: str) -> None:

@@ -26,7 +26,7 @@ import numba
 from numba.core import caching
 
 Function = TypeVar("Function", bound=Callable[..., object])
-_MEND = "set NUMBA_CACHE_DIR to a folder that it can write and that outlives the process"
+_MEND = "set NUMBA_CACHE_DIR to a writable, permanent folder"
 _WARNED = "KVROUTE_WARNED_OF_KERNEL_CACHE"
 """Environment variable that is set after the user has been warned; child processes inherit it."""
 _stamps: dict[str, str] = {}
@@ -43,7 +43,7 @@ def compiled(function: Function) -> Function:
     try:
         kernel._cache = _KernelCache(function, stamp)
     except RuntimeError:  # numba found no writable folder
-        _warn("compiled kernels cannot be cached, because this user can write no folder: every start compiles them")
+        _warn("compiled kernels cannot be cached, because this user has no writable folder: every start compiles them")
     return cast(Function, kernel)
 
 
@@ -108,7 +108,9 @@ class _KernelCache(caching.FunctionCache):
         super().__init__(function)
         self._cache_file._source_stamp = (self._cache_file._source_stamp, stamp)
         if isinstance(self._impl.locator, _TemporaryLocator):
-            _warn(f"compiled kernels are cached in {temporary_folder()}, because this user can write no other folder")
+            _warn(
+                f"compiled kernels are cached in {temporary_folder()}, because this user has no other writable folder"
+            )
 
     def load_overload(self, signature: Any, context: Any) -> Any:
         """Return the cached machine code, or None."""

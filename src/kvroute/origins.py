@@ -65,5 +65,5 @@ def refusal(
     if not (is_own_name(host_name(host), known) or (any_host and origin is None)):
         return "unknown host name in the Host header"
     if origin is not None and origin.partition("://")[2].lower() != host.strip().lower():
-        return "requests of other web pages are refused"
+        return "requests from other web pages are rejected"
     return ""

@@ -36,11 +36,11 @@ def of_kv_memory(kv_bytes: float, gpus: int, token_bytes: float) -> Doubt | None
     """Check the KV memory of an instance with `gpus` GPUs; `token_bytes` 0: its model keeps nothing per token."""
     if kv_bytes > GPU_BYTES_MAX * gpus:
         where = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        what = f"{_size(kv_bytes)} of KV memory on {where} are {_size(kv_bytes / gpus)} for each"
-        return Doubt(what, "is the unit one too large, such as TB for GB?")
+        what = f"{_size(kv_bytes)} of KV memory on {where} are {_size(kv_bytes / gpus)} per GPU"
+        return Doubt(what, "the unit may be too large, such as TB instead of GB")
     if token_bytes and kv_bytes < CONTEXT_TOKENS_MIN * token_bytes:
         what = f"{_size(kv_bytes)} of KV memory hold {int(kv_bytes / token_bytes)} tokens of this model"
-        return Doubt(what, "is the unit one too small, such as MB for GB?")
+        return Doubt(what, "the unit may be too small, such as MB instead of GB")
     return None
 
 
@@ -49,7 +49,7 @@ def of_prefill(points: Sequence[tuple[float, float]]) -> Doubt | None:
     pace_s = median(seconds / tokens for tokens, seconds in points) if points else TOKEN_S_MAX
     if TOKEN_S_MIN <= pace_s <= TOKEN_S_MAX:
         return None
-    what = f"prefill takes {_time(pace_s)} for each token of a prompt"
+    what = f"prefill takes {_time(pace_s)} per prompt token"
     return Doubt(what, _unit_cause(pace_s > TOKEN_S_MAX))
 
 
@@ -58,7 +58,7 @@ def of_decode(steps_s: Sequence[float]) -> Doubt | None:
     step_s = median(steps_s) if steps_s else STEP_S_MAX
     if STEP_S_MIN <= step_s <= STEP_S_MAX:
         return None
-    return Doubt(f"a decode iteration takes {_time(step_s)}, so each token as long", _unit_cause(step_s > STEP_S_MAX))
+    return Doubt(f"a decode iteration takes {_time(step_s)}, and so does each token", _unit_cause(step_s > STEP_S_MAX))
 
 
 def of_arrivals(requests: int, span_s: float) -> Doubt | None:
@@ -67,15 +67,15 @@ def of_arrivals(requests: int, span_s: float) -> Doubt | None:
         return None
     if requests > RATE_MAX_PER_S * span_s:
         what = f"{requests:,} requests in {span_s:,.3g} s are {requests / span_s:,.0f} per second"
-        return Doubt(what, "timestamps count milliseconds; does this file count seconds?")
+        return Doubt(what, "timestamps must be in milliseconds; this file may use seconds")
     if span_s > SPAN_MAX_S:
         what = f"{requests:,} requests in {span_s / 86400:,.0f} days are one in {span_s / requests:,.0f} s"
-        return Doubt(what, "timestamps count milliseconds; does this file count microseconds?")
+        return Doubt(what, "timestamps must be in milliseconds; this file may use microseconds")
     return None
 
 
 def _unit_cause(slow: bool) -> str:
-    return "are milliseconds given as seconds?" if slow else "are seconds given as milliseconds?"
+    return "milliseconds may be given as seconds" if slow else "seconds may be given as milliseconds"
 
 
 def _size(nbytes: float) -> str:

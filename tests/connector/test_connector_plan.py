@@ -477,7 +477,7 @@ def test_what_is_computed_stays_computed(steps: list[tuple[int, int]]) -> None:
         pytest.param({"connections": 0}, ">= 1", id="no-connection"),
         pytest.param({"dscp": {"kv": 64}}, "<= 63", id="dscp"),
         pytest.param({"host": "0.0.0.0"}, "give token_env", id="open-without-token"),
-        pytest.param({"token": "a", "token_env": "B"}, "keep one", id="two-tokens"),
+        pytest.param({"token": "a", "token_env": "B"}, "remove one", id="two-tokens"),
         pytest.param({"hold_s": "long"}, "hold_s", id="wrong-type"),
         pytest.param({"congestion_control": "telepathy"}, "tcp_available_congestion_control", id="no-such-control"),
     ],

@@ -167,7 +167,7 @@ def test_a_client_that_cannot_prove_the_token_is_told_so_and_left() -> None:
         )
         channel.send(msgspec.structs.replace(hello, proof=session("guess", challenge, hello).client_proof))
         channel.send(Fetch(request_id="p", first=0, count=1, transfer="t"))
-        with pytest.raises(WireError, match="another token"):
+        with pytest.raises(WireError, match="a different token"):
             channel.expect(Part)
         with pytest.raises(ConnectionError):
             channel.expect(Part)

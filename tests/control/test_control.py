@@ -229,7 +229,7 @@ TestLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=
         ([Arrived(0, request(1)), Arrived(0, request(1))], "has already arrived"),
         ([PrefillFinished(0, 1)], "is not in flight"),
         ([Finished(0, 1)], "is not in flight"),
-        ([Arrived(0, request(1)), TransferFinished(0, 1)], "has no transfer under way"),
+        ([Arrived(0, request(1)), TransferFinished(0, 1)], "has no transfer in progress"),
         ([Arrived(0, request(1)), Admitted(0, 1)], "does not wait for a decode slot"),
         ([Arrived(0, request(1)), PrefillFinished(0, 1), PrefillFinished(0, 1)], "has already finished"),
         ([Arrived(0, request(1)), PrefillFinished(0, 1), Admitted(0, 1), Admitted(0, 1)], "does not wait"),

@@ -268,7 +268,7 @@ def test_a_cluster_without_a_site_to_offload_to_is_refused() -> None:
         "timing: {default: {prefill: {kind: linear, per_token: 1 us}, decode: {base: 1 ms}}}\n"
         "instances: [{name: p, role: prefill, gpus: 'n0:0'}, {name: d, role: decode, gpus: 'n0:1'}]\n"
     )
-    with pytest.raises(InputError, match="no datacenter prefills only"):
+    with pytest.raises(InputError, match="no datacenter has prefill instances only"):
         core(one)
 
 

@@ -207,7 +207,7 @@ def test_a_copy_is_given_back_with_its_request(ending: str) -> None:
         "gone": Finished(1.0, 1),
     }
     control.handle(events[ending])
-    with pytest.raises(InputError, match="no copy 1 is under way"):
+    with pytest.raises(InputError, match="copy 1 is not in progress"):
         control.handle(CopyFinished(1.0, first.copy_id))
     if ending == "gone":
         again = ask(control, 2, 60_000, (*CHAIN, *range(200, 240)))
@@ -264,7 +264,7 @@ def test_a_copy_that_failed_is_made_again_and_one_that_landed_is_not() -> None:
     control.handle(KvStored(2.0, second.target, CHAIN, BLOCK))
     control.handle(CopyFinished(2.0, second.copy_id))
     assert [copy.target for copy in copies(control.handle(ReviewDue(20.0)))] == [first.target]
-    with pytest.raises(InputError, match=f"no copy {first.copy_id} is under way; tell the end of every copy once"):
+    with pytest.raises(InputError, match=f"copy {first.copy_id} is not in progress; report the end of every copy once"):
         control.handle(CopyFinished(21.0, first.copy_id))
 
 

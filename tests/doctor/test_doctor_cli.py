@@ -74,7 +74,7 @@ def test_findings_end_with_1_and_are_sentences(tmp_path: Path) -> None:
         assert ended.code == 1
         assert "1 finding:" in ended.out
         assert " ".join(ended.out.split("1 finding:")[1].split()).startswith(
-            "1. prefill0 -> decode0: the request is answered, and no KV cache has moved"
+            "1. prefill0 -> decode0: the request succeeded without a KV transfer"
         )
         assert max(map(len, ended.out.splitlines())) <= 80
 
@@ -97,9 +97,9 @@ def test_json_is_one_document(tmp_path: Path) -> None:
     ("options", "text", "sentence"),
     [
         ((), "name: nothing\n", "clinic.yaml"),
-        (("--pairs", "few"), "", "--pairs: 'few' is no number of pairs"),
+        (("--pairs", "few"), "", "--pairs: 'few' is not a valid number of pairs"),
         (("--timeout", "30"), "", "--timeout: '30' is not a duration: it has no unit"),
-        (("--timeout", "0s"), "", "--timeout: there is no time"),
+        (("--timeout", "0s"), "", "--timeout: the timeout leaves no time"),
         (("--key-env", "KVROUTE_NO_SUCH_KEY"), "", "KVROUTE_NO_SUCH_KEY is not set"),
     ],
 )

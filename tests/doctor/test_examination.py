@@ -108,12 +108,12 @@ class Case:
 
 
 CASES = {
-    "engine down": Case(is_down, "decode0", "is not healthy (no connection", "endpoint.url", "not tried"),
+    "engine down": Case(is_down, "decode0", "is not healthy (cannot connect", "endpoint.url", "not tried"),
     "unhealthy": Case(is_unhealthy, "decode0", "HTTP status 503", "start the engine", "not tried"),
-    "KV events port closed": Case(events_closed, "prefill0", "nothing answers at tcp://", "--kv-events-config", "yes"),
+    "KV events port closed": Case(events_closed, "prefill0", "no response from tcp://", "--kv-events-config", "yes"),
     "replay port closed": Case(replay_closed, "prefill0", "the replay endpoint", "replay_endpoint", "yes"),
     "KV does not move": Case(
-        recomputes, "prefill0 -> decode0", "no KV cache has moved", "reaches the KV port of prefill0", "no"
+        recomputes, "prefill0 -> decode0", "without a KV transfer", "reaches the KV port of prefill0", "no"
     ),
     "transfer breaks": Case(
         transfer_breaks, "prefill0 -> decode0", "the request failed: decode engine decode0", "logs", "failed"
@@ -124,18 +124,18 @@ CASES = {
     "link ten times slower than the map": Case(
         nothing,
         "prefill0 -> decode0",
-        "and the cluster file promises 20 Gbps (same rack)",
+        "but the cluster file states 20 Gbps (same rack)",
         "correct the file's capacities",
         "yes",
         file={"head": HEAD.replace("1 Gbps", "10 Gbps")},
     ),
     "tensor parallelism": Case(
-        nothing, "prefill0", "parallelism 2, and the cluster file says tp: 1", "`tp`", "yes", file={"tp": 1}
+        nothing, "prefill0", "parallelism 2, but the cluster file has tp: 1", "`tp`", "yes", file={"tp": 1}
     ),
     "block size": Case(
         nothing,
         "prefill0",
-        "16 tokens, no multiple of the gateway's 32",
+        "16 tokens, not a multiple of the gateway's 32",
         "gateway.prompt.block_tokens: 16",
         "yes",
         file={"gateway": "gateway: {prompt: {block_tokens: 32}}\n"},
@@ -169,7 +169,7 @@ def test_an_engine_that_serves_another_model_is_found() -> None:
             report = await found.examine(head=HEAD.replace(MODEL, "llama-3-8b"))
         sentences = [finding.sentence for finding in report.findings]
         assert len(sentences) == 2, sentences
-        assert all("serves llama-3-70b, and clients would ask for llama-3-8b" in sentence for sentence in sentences)
+        assert all("serves llama-3-70b, but clients request llama-3-8b" in sentence for sentence in sentences)
         assert [pair.moved for pair in report.pairs] == ["not tried"]
 
     run(main())
@@ -181,7 +181,7 @@ def test_an_alias_counts_as_the_name_of_the_model() -> None:
     async def main() -> None:
         async with clinic(names=PAIR) as found:
             report = await found.examine(gateway=f"gateway: {{models: {{chat: {MODEL}}}}}\n")
-        assert all("clients would ask for chat" in finding.what for finding in report.findings)
+        assert all("clients request chat" in finding.what for finding in report.findings)
         assert len(report.findings) == 2
 
     run(main())
@@ -200,7 +200,7 @@ def test_an_engine_that_publishes_nothing_about_its_prompt_is_found() -> None:
             publisher.close(linger=0)
             context.term()
         assert [(finding.where, finding.what) for finding in report.findings] == [
-            ("prefill0", "it has computed a prompt and published no KV event about it")
+            ("prefill0", "it computed a prompt without publishing a KV event")
         ]
 
     run(main())
@@ -212,7 +212,7 @@ def test_transfers_that_are_counted_under_another_name_are_found() -> None:
             found.endpoints = {"prefill0": found.endpoints["prefill1"], "decode0": found.endpoints["decode0"]}
             report = await found.examine()
         assert [finding.where for finding in report.findings] == ["prefill0 -> decode0"]
-        assert "under the source 'prefill1'" in report.findings[0].what
+        assert "for source 'prefill1'" in report.findings[0].what
         assert "set `instance` to prefill0" in report.findings[0].hint
 
     run(main())
@@ -227,7 +227,7 @@ def test_kv_of_another_size_than_the_model_has_is_found() -> None:
                 head=HEAD.replace(MODEL, "llama-3-8b"), gateway=f"gateway: {{models: {{{MODEL}: llama-3-8b}}}}\n"
             )
         assert [finding.where for finding in report.findings] == ["prefill0 -> decode0"]
-        assert "2.5 times what the file's model has" in report.findings[0].what
+        assert "2.5 times the size of the file's model" in report.findings[0].what
 
     run(main())
 
@@ -250,7 +250,7 @@ def test_an_examination_ends_in_time_when_an_engine_hangs() -> None:
             report = await found.examine(options)
             moved = {pair.name: pair.moved for pair in report.pairs}
             assert moved["prefill0 -> decode0"] == "failed"
-            assert any("no complete answer" in finding.what for finding in report.findings)
+            assert any("no complete response" in finding.what for finding in report.findings)
             assert await idle(found)
 
     run(main())
@@ -267,7 +267,7 @@ def test_pairs_for_which_no_time_is_left_are_a_finding() -> None:
     async def main() -> None:
         async with clinic() as found:
             report = await found.examine(Options(prompt_tokens=TOKENS, timeout_s=1e-3))
-        assert "give a longer --timeout" in report.findings[-1].sentence
+        assert "use a longer --timeout" in report.findings[-1].sentence
         assert {pair.moved for pair in report.pairs} == {"not tried"}
 
     run(main())
@@ -341,7 +341,7 @@ def test_a_key_reaches_the_engines_and_is_never_shown(known: bool) -> None:
         text = msgspec.json.encode(report).decode() + "".join(finding.sentence for finding in report.findings)
         assert "a-secret-key" not in text
         assert "wrong-key" not in text
-        assert any("refuses the key" in finding.what for finding in report.findings) is not known
+        assert any("rejects the key" in finding.what for finding in report.findings) is not known
 
     run(main())
 

@@ -79,7 +79,7 @@ def test_a_clock_is_wrong_only_if_its_bounds_say_so(offset_s: float, error_s: fl
 @pytest.mark.parametrize(
     ("health", "hint"),
     [
-        ("no connection to 10.0.0.1:40103 (Connect call failed)", "start the engine"),
+        ("cannot connect to 10.0.0.1:40103 (Connect call failed)", "start the engine"),
         ("HTTP status 500", "start the engine"),
         ("HTTP status 401 for /v1/models", "--key-env"),
         ("HTTP status 403", "--key-env"),

@@ -148,7 +148,7 @@ def test_an_answer_that_is_none_says_why(reply: bytes, said: str, tokens: int) -
 def test_silence_ends_with_the_time_allowed() -> None:
     (silent,) = played([b""], timeout_s=0.05)
     assert not silent.ok
-    assert "no end within" in silent.error
+    assert "no complete response within" in silent.error
 
 
 def test_only_plain_http() -> None:

@@ -120,10 +120,10 @@ def test_a_transfer_takes_as_long_as_what_is_left_of_the_way_allows(
 
 def test_a_way_that_is_not_there_cannot_be_cut() -> None:
     fabric = Fabric(SITES, Hand(), kv_scale=1e-6)
-    with pytest.raises(InputError, match=f"no way 'here/there'.*{WAY}"):
+    with pytest.raises(InputError, match=f"no WAN path 'here/there'.*{WAY}"):
         fabric.degrade("here/there", 0.0)
     for share in (-0.1, 1.1, math.nan):
-        with pytest.raises(InputError, match="no share"):
+        with pytest.raises(InputError, match="not a valid share"):
             fabric.degrade(WAY, share)
     fabric.close()
 
@@ -190,7 +190,7 @@ def test_an_engine_gives_up_a_transfer_that_stands_still_and_its_source_keeps_th
             await both.post(DECODE, "/emulator/wan", {"share": 0.0})
             status, document = await both.decode(params)
             assert status == 500
-            assert "stood still for 0.1 s" in document["error"]["message"]
+            assert "made no progress for 0.1 s" in document["error"]["message"]
             engine = both.fleet.servers[DECODE].engine
             assert (engine.running, engine.waiting, engine.counters.kv_failed) == (0, 0, 1)
             await both.post(DECODE, "/emulator/wan", {"share": 1.0})

@@ -132,7 +132,7 @@ def test_traces_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest
     assert list(missing) == recorded
     assert all("--trace-dir" in why for why in missing.values())
     (tmp_path / "deep").mkdir()
-    with pytest.raises(InputError, match=r"holds none .* that holds conversation_trace.jsonl or traces_rle.jsonl"):
+    with pytest.raises(InputError, match=r"has none .* the folder of conversation_trace.jsonl or traces_rle.jsonl"):
         Traces.of(tmp_path)
     (tmp_path / "deep" / "conversation_trace.jsonl").write_text("")
     found = Traces.of(tmp_path)
@@ -140,7 +140,7 @@ def test_traces_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest
     assert {CASES[name].trace for name in found.missing(NAMES)} == {"coding-agent"}
     monkeypatch.setenv("KVROUTE_TRACES", str(tmp_path))
     assert Traces.of(None) == found
-    with pytest.raises(InputError, match="no such folder"):
+    with pytest.raises(InputError, match="the folder does not exist"):
         Traces.of(tmp_path / "nowhere")
 
 

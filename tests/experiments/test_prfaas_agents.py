@@ -77,7 +77,7 @@ def test_sessions_end_where_the_profile_does(study: PrfaasStudy) -> None:
     found = sessions(study)
     assert sorted(len(session.turns) for session in found.sessions) == [6] * 10 + [8] * 20
     assert max(turn.input_tokens for session in found.sessions for turn in session.turns) <= MOST
-    with pytest.raises(InputError, match="no session begins with a prompt of 63 tokens or less"):
+    with pytest.raises(InputError, match="the first prompt of every session has more than 63 tokens"):
         found.within(63)
 
 

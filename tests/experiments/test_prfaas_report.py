@@ -182,7 +182,7 @@ def test_the_scheduler_is_not_asked_to_beat_an_old_threshold_that_is_still_the_b
             for seed in range(3)
         ]
         found = named(prfaas_findings(BURST, some, ()), "link-30", "old traffic")
-        assert found.claim == "not below the static threshold of the old traffic, which is the best one here, too"
+        assert found.claim == "not below the static threshold of the old traffic, which is also the best one here"
         assert found.holds == holds
 
 
@@ -196,8 +196,8 @@ def test_with_prefixes_the_gap_is_told_with_what_was_cached() -> None:
         for each in agents
     ]
     told = named(prfaas_findings(CASE_STUDY, cached, ()), AGENTS, "formula and queues agree").sentence
-    assert told.endswith("held, over all loads, prfaas 80.0%, homogeneous 80.0%, naive 80.0%.")
-    assert "a queue that never empties" in named(prfaas_findings(CASE_STUDY, loads(), ()), "poisson", "agree").sentence
+    assert told.endswith("over all loads: prfaas 80.0%, homogeneous 80.0%, naive 80.0%.")
+    assert "the queue never empties" in named(prfaas_findings(CASE_STUDY, loads(), ()), "poisson", "agree").sentence
 
 
 def test_saturation_is_read_off_the_highest_load() -> None:
@@ -208,7 +208,7 @@ def test_saturation_is_read_off_the_highest_load() -> None:
     found = prfaas_findings(CASE_STUDY, loads(), ())
     assert named(found, "poisson", "agree").holds == "holds"
     assert "+50.0% against homogeneous" in named(found, "poisson", "more than").sentence
-    assert "PrfaaS waits most" in named(found, "poisson", "TTFT").sentence
+    assert "longest: PrfaaS" in named(found, "poisson", "TTFT").sentence
 
 
 @pytest.mark.parametrize("name", ["case", "burst", "kv"])

@@ -103,7 +103,7 @@ def test_a_foreign_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     run_cells(SWEEP[:2], record_of, path, workers=1)
     path.write_bytes(b"not a record\n" + path.read_bytes())
-    with pytest.raises(InputError, match=r"results.jsonl:1: is not a result"):
+    with pytest.raises(InputError, match=r"results.jsonl:1: the line is not a valid result"):
         run_cells(SWEEP, record_of, path, workers=1)
 
 
@@ -141,7 +141,7 @@ def test_results_of_other_code_are_run_again(tmp_path: Path, caplog: pytest.LogC
     path.write_bytes(path.read_bytes() + encode(other_code(ours[0])) + b"\n")
     assert run_cells(SWEEP, again, path, workers=1) == records
     assert [each.getMessage().partition(": ")[2] for each in caplog.records] == [
-        "results of other code than this (2) no longer count; what is asked for is run again"
+        "ignoring 2 results of a different code version; requested cells are run again"
     ]
 
 

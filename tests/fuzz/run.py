@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if unknown := set(chosen.targets) - set(TARGETS):
-        parser.error(f"unknown target {min(unknown)}; known are {', '.join(TARGETS)}")
+        parser.error(f"unknown target {min(unknown)}; known: {', '.join(TARGETS)}")
     if chosen.inside:
         _fuzz(chosen.targets[0], chosen.seconds, chosen.seed)
     try:

@@ -54,7 +54,7 @@ class Gateway:
 
     def push(self, body: bytes) -> None:
         if body == b"bad":
-            raise InputError("1.5 is not a utilisation", where="per_tier.rack", hint="send a number in [0, 1)")
+            raise InputError("1.5 is not a utilisation", where="per_tier.rack", hint="give a number in [0, 1)")
         self.pushed.append(body)
 
     def drain(self) -> None:

@@ -209,7 +209,7 @@ def test_nobody_leaves_says_the_longest_wait() -> None:
     admission.acquire(0, None, 5.0)
     refused = admission.acquire(1, None, 1000.0)
     assert refused == Refused(503, "the gateway is full", 60)
-    assert "within 30 s" in admission.overdue(1000.0).reason
+    assert "waited 30 s" in admission.overdue(1000.0).reason
 
 
 def test_one_key_cannot_fill_the_queue() -> None:

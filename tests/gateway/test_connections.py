@@ -155,7 +155,7 @@ def test_requests_keep_their_connections_and_the_next_client_is_told_to_come_bac
             assert await becomes_true(lambda: len(waiting) == 2)
             [(status, headers, body)] = answers(await talk(port, GET + LAST + b"\r\n"))
             assert (status, headers[b"retry-after"]) == (503, b"1")
-            assert b"as many connections as it may" in body
+            assert b"has reached its connection limit" in body
             for exchange in waiting:
                 echo(exchange)
             assert answers(await first.read())[0][0] == answers(await second.read())[0][0] == 200

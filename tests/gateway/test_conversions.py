@@ -201,7 +201,7 @@ def test_a_hook_that_fails_gives_the_instance_back_and_is_left_alone_for_a_while
 
     uvloop.run(run())
     (said,) = [record.__dict__["fields"] for record in caplog.records if record.message == "role_switch_failed"]
-    assert said["reason"] == "the hook answered 500"
+    assert said["reason"] == "the hook returned status 500"
     assert {role for _, role in _converted(log)} == {"decode"}
     assert _replays(log)
 
@@ -327,7 +327,7 @@ def test_without_a_hook_a_review_only_says_what_it_would_do(caplog: pytest.LogCa
 
     uvloop.run(run())
     said = [record.__dict__["fields"]["reason"] for record in caplog.records if record.message == "review"]
-    assert "best split: 3 prefill, 1 decode (no hook: roles stay)" in said
+    assert "best split: 3 prefill, 1 decode (no hook: roles do not change)" in said
 
 
 COMMANDS = {
@@ -336,8 +336,8 @@ COMMANDS = {
         "import os; assert os.environ['INSTANCE'] + os.environ['ENDPOINT'] == 'decode0http://127.0.0.1:1'",
         "",
     ),
-    "fails": ("raise SystemExit(3)", "the hook ended with 3"),
-    "dies": ("import os; os.kill(os.getpid(), 9)", "the hook was ended by signal 9"),
+    "fails": ("raise SystemExit(3)", "the hook exited with code 3"),
+    "dies": ("import os; os.kill(os.getpid(), 9)", "the hook was killed by signal 9"),
     "hangs": ("import time; time.sleep(600)", "the hook took longer than 0.5 s"),
 }
 

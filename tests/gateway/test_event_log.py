@@ -110,7 +110,7 @@ def test_a_log_is_kept_when_another_begins(tmp_path: Path) -> None:
     (tmp_path / "run.log.9").write_text("somebody's notes")
     assert rotate(path) == tmp_path / "run.log.10"
     path.write_text("somebody's notes")
-    with pytest.raises(InputError, match=r"run.log: is there already and is no kvroute log"):
+    with pytest.raises(InputError, match=r"run.log: exists and is not a kvroute log"):
         rotate(path)
     assert remove_oldest(path, 0) == [kept, tmp_path / "run.log.2", tmp_path / "run.log.10"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run.log", "run.log.9"]
@@ -260,7 +260,7 @@ def test_files_of_a_log_take_no_more_than_they_may(tmp_path: Path) -> None:
     times = [record.event.at for record in records]
     assert times == [float(at) for at in range(int(times[0]), 5_000)]
     assert len(times) > 500
-    with pytest.raises(InputError, match=rf"begins with its part {header.part}, and a replay starts from the first"):
+    with pytest.raises(InputError, match=rf"begins with part {header.part}, but a replay needs the first part"):
         check_whole(path, header)
 
 

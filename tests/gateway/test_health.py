@@ -79,7 +79,7 @@ def test_a_server_falls_ill_leaves_and_comes_back() -> None:
         server.close()
         await server.wait_closed()
         assert await heard.get() == ("a", False, 3.0)
-        assert "no connection" in checks.why("a")
+        assert "cannot connect" in checks.why("a")
         server = await asyncio.start_server(serve, "127.0.0.1", port)
         assert await heard.get() == ("a", True, 3.0)
         assert checks.why("a") == ""

@@ -68,7 +68,7 @@ def test_settings_and_file_are_one_list(tmp_path: Path) -> None:
     assert (keys.names, keys.required) == (("carol", "alice", "bob"), True)
     assert [keys.name_of(f"Bearer {key}".encode()) for key in "abcd"] == ["alice", "bob", "carol", None]
     assert not Keys.of(KeySettings()).required
-    with pytest.raises(InputError, match="'alice' is in `known` as well"):
+    with pytest.raises(InputError, match="'alice' is also in `known`"):
         Keys.of(KeySettings(file=str(path), known={"alice": hash_text("x")}))
 
 
@@ -84,7 +84,7 @@ SECRET = "kvr_c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0LTEyMzQ"
         pytest.param(f"alice: [{SECRET}]\n", 1, "the value does not fit", id="a list"),
         pytest.param("alice: 123456789\n", 1, "the value does not fit", id="a number"),
         pytest.param(f"\nal ice: {hash_text('a')}\n", 2, "letters, digits", id="a bad name"),
-        pytest.param(f"a: {hash_text('a')}\na: {hash_text('b')}\n", 2, "stands here twice", id="a name twice"),
+        pytest.param(f"a: {hash_text('a')}\na: {hash_text('b')}\n", 2, "is defined twice", id="a name twice"),
         pytest.param("# none\n", 1, "the file is empty; begin with a line", id="empty"),
         pytest.param(f"- {SECRET}\n", 1, "not a mapping", id="no mapping"),
         pytest.param(f"a: {hash_text('a').upper()}\n", 1, "the value does not fit", id="upper case"),
@@ -107,7 +107,7 @@ def test_a_wrong_key_file_is_named_by_line_and_its_content_is_not_repeated(
 def test_a_file_without_keys_would_serve_nobody_rather_than_everybody(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("{}\n", encoding="utf-8")
-    with pytest.raises(InputError, match="holds no key"):
+    with pytest.raises(InputError, match="has no key"):
         Keys.of(KeySettings(file=str(path)))
     with pytest.raises(InputError, match="cannot be read"):
         Keys.of(KeySettings(file=str(tmp_path / "nothing")))
@@ -132,4 +132,4 @@ def test_two_keys_differ_and_json_is_one_document() -> None:
 def test_the_command_refuses_a_name_that_the_file_could_not_hold() -> None:
     result = CliRunner().invoke(app, ["new", "al ice"])
     assert isinstance(result.exception, InputError)
-    assert "'al ice' is no name" in str(result.exception)
+    assert "'al ice' is not a valid key name" in str(result.exception)

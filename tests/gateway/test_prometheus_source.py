@@ -47,13 +47,16 @@ def test_a_vector_is_read_back(series: list[tuple[dict[str, str], float]]) -> No
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"<html>", "no vector"),
+        (b"<html>", "not a vector"),
         (
             b'{"status":"error","errorType":"bad_data","error":"parse error: here"}',
             "the query failed: parse error: here",
         ),
-        (b'{"status":"success","data":{"resultType":"matrix","result":[]}}', "no vector"),
-        (b'{"status":"success","data":{"resultType":"vector","result":[{"metric":{},"value":[1,"x"]}]}}', "no vector"),
+        (b'{"status":"success","data":{"resultType":"matrix","result":[]}}', "not a vector"),
+        (
+            b'{"status":"success","data":{"resultType":"vector","result":[{"metric":{},"value":[1,"x"]}]}}',
+            "not a vector",
+        ),
         (b'{"status":"success"}', "the query failed"),
     ],
     ids=["html", "error", "matrix", "word", "empty"],
@@ -70,13 +73,13 @@ def test_a_scalar_is_a_series_without_labels() -> None:
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [([], "gives 0 series"), ([0.1, 0.2], "gives 2 series"), ([-0.1], "no share"), ([37.0], "no share")],
+    [([], "returns 0 series"), ([0.1, 0.2], "returns 2 series"), ([-0.1], "not a share"), ([37.0], "not a share")],
     ids=["none", "two", "negative", "percent"],
 )
 def test_a_tier_is_one_share(values: list[float], message: str) -> None:
     with pytest.raises(TelemetryError, match=message):
         tier_value("rack", [({}, value) for value in values])
-    with pytest.raises(TelemetryError, match="no share"):
+    with pytest.raises(TelemetryError, match="not a share"):
         tier_value("rack", [({}, float("nan"))])
 
 
@@ -99,7 +102,7 @@ def test_a_link_twice_or_out_of_bounds_is_refused_and_an_idle_one_reads_zero() -
     assert reader.utilisation([({"name": "a"}, float("nan")), ({"name": "b"}, 0.5)]) == (0.0, 0.5)
     with pytest.raises(TelemetryError, match="several series for link a"):
         reader.utilisation([({"name": "a"}, 0.1), ({"name": "a"}, 0.2)])
-    with pytest.raises(TelemetryError, match="link b is no share"):
+    with pytest.raises(TelemetryError, match="link b is not a share"):
         reader.utilisation([({"name": "b"}, 1e9)])
 
 
@@ -171,7 +174,7 @@ def test_tiers_are_asked_one_by_one_and_failures_are_said_once(caplog: pytest.Lo
         asked = server.asked
         while server.asked < asked + 8:
             await asyncio.sleep(0.001)
-        assert "wan gives 0 series" in source.failure
+        assert "wan returns 0 series" in source.failure
         while not heard.empty():
             assert heard.get_nowait() == expected
         server.replies["wan_load"] = vector(({}, 0.125))
@@ -247,13 +250,13 @@ def wrong_transfer(cluster: Cluster, **fields: Any) -> dict[str, Any]:
     ("body", "where"),
     [
         (b"{", r"^push: "),
-        (b"{}", r"^push: nothing in it"),
+        (b"{}", r"^push: the object is empty"),
         (b'{"per_tier": {}, "per_link": {}}', r"^push: both"),
         (b'{"per_tyre": {}}', r"^push: .*per_tyre"),
-        (b'{"per_tier": {"row": 0.1}}', r"^per_tier: there is no 'row'; known: node, rack"),
+        (b'{"per_tier": {"row": 0.1}}', r"^per_tier: 'row' does not exist; known: node, rack"),
         (b'{"per_tier": {"rack": -0.1}}', r"^per_tier.rack: -0.1 is not a utilisation"),
         (b'{"per_tier": {"rack": 30}}', r"^per_tier.rack: 30 is not a utilisation"),
-        (b'{"per_link": {"nowhere": 0.1}}', r"^per_link: there is no 'nowhere'"),
+        (b'{"per_link": {"nowhere": 0.1}}', r"^per_link: 'nowhere' does not exist"),
         (b'{"per_tier": {"rack": "0.1"}}', r"^push: .*per_tier"),
     ],
     ids=["cut", "empty", "both", "field", "tier", "negative", "percent", "link", "text"],

@@ -367,10 +367,10 @@ def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_tokenizer(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(InputError, match="no such tokenizer"):
+    with pytest.raises(InputError, match="tokenizer file does not exist"):
         Prompts(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InputError, match="no tokenizer"):
+    with pytest.raises(InputError, match="not a valid tokenizer"):
         Prompts(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text("a\n{% if %}")

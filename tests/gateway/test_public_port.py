@@ -159,7 +159,7 @@ def test_what_is_passed_on_goes_past_engines_that_fail_and_is_refused_where_all_
             answer = await front.post({"input": "a"}, "/v1/embeddings", headers={"X-Request-Id": "my-2"})
             assert answer.status == 502
             assert answer.headers["x-request-id"] == "my-2"
-            assert "answered 500" in error_of(answer)["message"]
+            assert "returned status 500" in error_of(answer)["message"]
             for engine in engines:
                 engine.serve = failing(422)
             assert (await front.post({"input": "a"}, "/v1/embeddings")).status == 422

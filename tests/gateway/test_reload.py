@@ -325,7 +325,7 @@ def test_whatever_a_reader_stumbles_over_the_old_file_is_served(
     reasons = [said["reason"] for said in _said(caplog, "reload_refused")]
     assert reasons[0] == "KeyError: 'name'"
     assert "instance decode7 has no emulated engine" in reasons[1]
-    assert "notes: is there already and is no kvroute log" in reasons[2]
+    assert "notes: exists and is not a kvroute log" in reasons[2]
 
 
 def test_settings_are_taken_up_or_it_is_said_that_they_are_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -423,8 +423,8 @@ def test_a_gateway_is_ready_when_its_engines_have_said_so() -> None:
             gateway = Gateway(Deployment.of(CLUSTER + SELDOM, "test.yaml", endpoints=endpoints))
             try:
                 await gateway.start()
-                assert gateway.ready() == "the engines have yet to say that they live"
-                await until(lambda: gateway.ready() != "the engines have yet to say that they live")
+                assert gateway.ready() == "the first health checks are not complete"
+                await until(lambda: gateway.ready() != "the first health checks are not complete")
                 assert gateway.ready() == "no prefill instance is up"
             finally:
                 await gateway.close()

@@ -384,7 +384,7 @@ def test_a_scraper_tells_load_transfers_and_restarts() -> None:
 @pytest.mark.parametrize(
     ("more", "body_max_bytes", "why"),
     [
-        (b"#" * 100_000, 100_000, "the answer is longer than 100000 bytes"),
+        (b"#" * 100_000, 100_000, "the response is longer than 100000 bytes"),
         (b"#" * 90_000, 100_000, ""),
         (b"vllm:num_requests_waiting 1\n" * 5000, 1_000_000, "the page has too many series"),
     ],

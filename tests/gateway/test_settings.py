@@ -189,16 +189,16 @@ OFFLOAD_FAULTS = {
     "rule": ("rule: abundant", "gateway.offload.rule", "copies cached prefixes between datacenters"),
     "auto": ("rule: auto", "gateway.offload.rule", "write `rule: scarce`"),
     "no time to copy": ("copy: {timeout: 0 s}", "gateway.offload.copy.timeout", "between 1 ms and 24 h"),
-    "no hook": ("role_switch: {drain: 1 s}", "gateway.offload.role_switch", "neither is given"),
+    "no hook": ("role_switch: {drain: 1 s}", "gateway.offload.role_switch", "has neither"),
     "two hooks": ('role_switch: {url: "http://a/b", command: [c]}', "gateway.offload.role_switch", "not both"),
     "hook of nowhere": ('role_switch: {url: "ftp://a"}', "gateway.offload.role_switch.url", "http://"),
     "unknown place": ('role_switch: {url: "http://a/{instance}"}', "gateway.offload.role_switch.url", "http://"),
     "no command": ("role_switch: {command: []}", "gateway.offload.role_switch.command", "length >= 1"),
     "tokens": ("threshold: 19 bananas", "gateway.offload.threshold", "19.4K tokens"),
     "below the bounds": ("threshold: 10", "gateway.offload.threshold", "outside [1000, 1e+06]"),
-    "no band": ("short_term: {utilisation_low: 0.99}", "gateway.offload.short_term", "leave no band"),
-    "no factor": ("short_term: {step: 1}", "gateway.offload.short_term.step", "no factor above 1"),
-    "bounds": ("short_term: {threshold_min: 2M}", "gateway.offload.short_term", "no range above 0"),
+    "no band": ("short_term: {utilisation_low: 0.99}", "gateway.offload.short_term", "leave no gap"),
+    "no factor": ("short_term: {step: 1}", "gateway.offload.short_term.step", "not a factor above 1"),
+    "bounds": ("short_term: {threshold_min: 2M}", "gateway.offload.short_term", "not a valid range"),
     "share": ("long_term: {gain_min: 1}", "gateway.offload.long_term.gain_min", "a share between 0 and 1"),
     "unknown": ("long_term: {reviews: 5 s}", "gateway.offload.long_term.reviews", "did you mean 'review'"),
 }
@@ -226,13 +226,13 @@ def test_prefixes_are_copied_by_one_protocol_only(protocol: str) -> None:
     assert deployment_of(text, "f", environ={})
     problems = refused(text + "    rule: auto\n")
     assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7)}
-    assert all(f"{protocol} cannot say so" in str(problem) for problem in problems)
+    assert all(f"{protocol} does not support" in str(problem) for problem in problems)
 
 
 def test_a_cluster_that_cannot_offload_is_told_so() -> None:
     (problem,) = refused(LIVE + "gateway:\n  offload: {}\n")
     assert problem.field == "gateway.offload"
-    assert "no datacenter prefills only" in str(problem)
+    assert "no datacenter has prefill instances only" in str(problem)
 
 
 def test_offloading_is_not_held_against_nodes_that_could_not_be_read() -> None:
@@ -280,7 +280,7 @@ def test_who_is_asked_early_must_say_where(section: str) -> None:
     assert all("add `bootstrap: HOST:PORT`" in str(problem) for problem in problems)
     problems = refused(reached("mooncake", ', bootstrap: "h:1"'))
     assert {problem.field for problem in problems} == early
-    assert all("mooncake knows no such thing" in str(problem) for problem in problems)
+    assert all("mooncake does not support" in str(problem) for problem in problems)
     for protocol in ("vllm", "sglang"):
         assert deployment_of(reached(protocol, ', bootstrap: "h:1"'), "f", environ={})
 
@@ -333,7 +333,7 @@ FAULTS = {
     "for ever": ("timeouts: {drain: 25 h}", "timeouts.drain", "between 1 ms and 24 h"),
     "no size": ("limits: {body: 64}", "limits.body", "it has no unit"),
     "port": ("listen: {port: 65536}", "listen.port", "a whole number from 0 to 65535"),
-    "same port": ("listen: {port: 9090}", "", "would share port 9090"),
+    "same port": ("listen: {port: 9090}", "", "both use port 9090"),
     "host": ("listen: {host: 'http://a'}", "listen.host", "such as '127.0.0.1'"),
     "yes or no": ("oracle: {self_measured: 1}", "oracle.self_measured", "write true or false"),
     "choice": ("measure: ttft", "measure", "one of auto, first-byte, engine"),
@@ -342,12 +342,12 @@ FAULTS = {
     "policy": ("policy: netkw", "policy", "did you mean 'netkv'?"),
     "shadow": ("shadow: foresigth", "shadow", "did you mean 'foresight'?"),
     "parameter": ("parameters: {speed: 1}", "parameters", "'foresight' has no parameter 'speed'; it takes"),
-    "bad parameter": ("{policy: cla, parameters: {load_weight: -1}}", "parameters", "use a number of zero or more"),
+    "bad parameter": ("{policy: cla, parameters: {load_weight: -1}}", "parameters", "use 0 or more"),
     "prefill": ("prefill: cla", "prefill", "known: round-robin, least-loaded, cache-aware"),
     "constraint": ("constraint: pot:fail", "constraint", "'pot'"),
     "prediction": ("oracle: {prediction: best}", "oracle.prediction", "smooth, trend"),
     "no server": ("oracle: {source: prometheus}", "oracle", "add `prometheus: {url: ...}`"),
-    "idle server": ("oracle: {prometheus: {url: 'http://p'}}", "oracle.prometheus", "the source is static"),
+    "idle server": ("oracle: {prometheus: {url: 'http://p'}}", "oracle.prometheus", "not used with `source: static`"),
     "no query": (f"oracle: {{{PROMETHEUS}}}}}", "oracle.prometheus", "no query is given"),
     "both queries": (
         f"oracle: {{{PROMETHEUS}, per_tier: {{rack: a}}, per_link: {{query: b}}}}}}",
@@ -366,7 +366,7 @@ FAULTS = {
     "salts without keys": ("cache_salt: per-key", "cache_salt", "add `keys`, or write `cache_salt: none`"),
     "salts without tenants": (
         f"{{keys: {{known: {{a: '{hash_text('a')}'}}}}, cache_salt: per-tenant}}",
-        "cache_salt", "no key names a tenant",
+        "cache_salt", "no key has a tenant",
     ),
     "unknown key of a tenant": (
         f"keys: {{known: {{alice: '{hash_text('a')}'}}, tenants: {{alise: acme}}}}",
@@ -376,18 +376,18 @@ FAULTS = {
         f"{{keys: {{known: {{a: '{hash_text('a')}'}}}}, cache_salt: per-key, cache_salt_secret_env: NONE}}",
         "cache_salt_secret_env", "export NONE=",
     ),
-    "salts' secret for nothing": ("cache_salt_secret_env: NONE", "cache_salt_secret_env", "there are none"),
+    "salts' secret for nothing": ("cache_salt_secret_env: NONE", "cache_salt_secret_env", "not used with"),
     "little memory": ("prompt: {memory: 1 MB}", "prompt.memory", "100 MB or more"),
     "no context": ("prompt: {context: 0}", "prompt.context", "whole number from 1"),
     "small files of a log": ("log: {file_size: 1 KB}", "log.file_size", "between 1 MB and 1000 TB"),
     "log of one file": ("log: {file_size: 1 GB, total_size: 1.5 GB}", "log.total_size", "2 GB or more"),
-    "engines' key for all": ("upstream_key_env: ENGINE_KEY", "upstream_key_env", "would be everybody's"),
+    "engines' key for all": ("upstream_key_env: ENGINE_KEY", "upstream_key_env", "all clients would use the"),
     "engines' key unset": (
         f"{{keys: {{known: {{a: '{hash_text('a')}'}}}}, upstream_key_env: NONE}}", "upstream_key_env", "export NONE=",
     ),
     "engines' key with a line's end": (
         f"{{keys: {{known: {{a: '{hash_text('a')}'}}}}, upstream_key_env: WITH_NEWLINE}}",
-        "upstream_key_env", "holds a space, a line's end",
+        "upstream_key_env", "a character that is not valid in a key",
     ),
     "name of a model with a line's end": ('models: {"llama\\n": llama-3-70b}', "models.llama", "does not fit"),
     "not a mapping": ("[listen]", "", "['listen'] is not a mapping"),
@@ -523,15 +523,15 @@ def test_faults_of_cluster_and_section_are_told_together_and_once() -> None:
 SGLANG = 'url: "http://a:1", protocol: sglang'
 LIVE_FAULTS = {
     "no endpoint": (LIVE.replace(', endpoint: {url: "http://b:1"}', ""), 7, "decode0 has no endpoint; add `endpoint:"),
-    "same engine": (LIVE.replace("http://b:1", "http://A:1"), 7, "is prefill0's already"),
+    "same engine": (LIVE.replace("http://b:1", "http://A:1"), 7, "is already the endpoint of prefill0"),
     "no bootstrap": (LIVE.replace('url: "http://a:1"', SGLANG), 6, "sglang needs the prefill engine's bootstrap"),
     "lone prefill": (LIVE.replace('url: "http://a:1"', SGLANG), 6, "prefill0 has no decode instance to work with"),
     "lone decode": (LIVE.replace('url: "http://a:1"', SGLANG), 7, "decode0 has no prefill instance to work with"),
     "no partner for a model": (
-        LIVE.replace("role: decode,", "role: decode, model: llama-3-8b,"), 7, "none for llama-3-8b speaks vllm",
+        LIVE.replace("role: decode,", "role: decode, model: llama-3-8b,"), 7, "none for llama-3-8b uses vllm",
     ),
     "replay alone": (
-        LIVE.replace('"http://b:1"', '"http://b:1", kv_replay: "tcp://b:2"'), 7, "says nothing without `kv_events`",
+        LIVE.replace('"http://b:1"', '"http://b:1", kv_replay: "tcp://b:2"'), 7, "`kv_replay` requires `kv_events`",
     ),
     "no events": (LIVE + "gateway: {prefix: events}\n", 6, "`prefix: events` needs the KV events of prefill0"),
     "unknown model": (LIVE + "gateway: {models: {a: llama-3-7b}}\n", 8, "did you mean 'llama-3-70b'?"),

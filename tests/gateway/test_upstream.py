@@ -582,7 +582,7 @@ def test_a_closed_pool_finishes_its_calls_and_keeps_nothing() -> None:
     "url", ["127.0.0.1:1", "ftp://a:1", "http://", "http://a:1/v1", "http://a:x", "http://a:70000"]
 )
 def test_what_is_no_origin_is_refused(url: str) -> None:
-    with pytest.raises(InputError, match="is no origin"):
+    with pytest.raises(InputError, match="is not a valid origin"):
         UpstreamPool(url)
 
 

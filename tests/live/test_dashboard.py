@@ -231,8 +231,8 @@ def test_the_shadow_is_told(browser: Browser) -> None:
     with _feed(browser, *CLUSTER):
         chip = browser.until("/foresight, differs [0-9.]+\\s%/.test(document.querySelector('#shadow').textContent)")
         assert chip
-        assert browser.run(LEARNED_NOTE) == "from own transfers, by foresight in the shadow"
-        assert "decode decisions would be others" in browser.run("document.querySelector('#shadow').title")
+        assert browser.run(LEARNED_NOTE) == "from own transfers, by the shadow policy foresight"
+        assert "decode decisions differ" in browser.run("document.querySelector('#shadow').title")
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
         said = browser.until("document.querySelector('#why .keys').textContent")
         assert "foresight would have chosen" in said
@@ -249,8 +249,8 @@ def test_what_foresight_has_learned_is_shown(browser: Browser) -> None:
         assert 0.5 < factor < 0.95
         assert float(row[2].split("\u00a0")[0]) == pytest.approx(12.5 * factor, abs=0.13)
         transfers = int(row[3])
-        assert f"{transfers} transfers have taught it" in tip
-        counted = re.search(r"counts as ([0-9.]+) of them", tip)
+        assert f"Learned from {transfers} transfers" in tip
+        counted = re.search(r"total weight of ([0-9]+\.[0-9])", tip)
         assert counted is not None
         believed = float(counted[1])
         assert 0 < believed <= min(transfers, 10)
@@ -452,9 +452,9 @@ def test_two_datacenters_show_link_threshold_and_share(browser: Browser, size: s
         assert browser.run(STATES) == ["in use", "in use"]
         threshold, share = browser.run(_texts("#sites .figures"))
         assert threshold == "2K tokens, base 2K"
-        assert re.fullmatch(r"\d+\s% away, \d+\s% at home", share)
+        assert re.fullmatch(r"\d+\s% offloaded, \d+\s% at home", share)
         said = browser.run("document.querySelector('#sites .said').textContent")
-        assert "serve 9.5/s (λ max), bound by the link home; the best one 11/s, gain 14\u00a0%" in said
+        assert "serve 9.5/s (λ max), limited by the WAN path; the best split 11/s, gain 14\u00a0%" in said
         browser.until("document.querySelector('#sites .area').getAttribute('d').length > 9")
         assert browser.until(f"{_texts('#sites td:nth-child(3)')}[0].slice(0, 1) !== '0'")
         assert browser.complaints() == []
@@ -480,13 +480,13 @@ def test_a_panic_is_marked(browser: Browser) -> None:
 
 
 def test_one_datacenter_shows_nothing_of_others(browser: Browser) -> None:
-    """There is no panel and no link in the legend."""
+    """There is no panel and no WAN path in the legend."""
     with _feed(browser, *CLUSTER):
         assert browser.run("document.querySelector('#sites-panel').hidden") is True
-        assert not any("link" in text for text in browser.run(_texts("#legend .key")))
+        assert not any("WAN path" in text for text in browser.run(_texts("#legend .key")))
 
 
-@pytest.mark.parametrize(("line", "state"), [("cut", "shut, nothing arrives"), ("try", "shut, one request tries")])
+@pytest.mark.parametrize(("line", "state"), [("cut", "closed, no KV arrives"), ("try", "closed, one request probes")])
 def test_a_cut_link_is_seen(browser: Browser, line: str, state: str) -> None:
     """The map, the text and the curve of the threshold show it, and nothing arrives, until the link is repaired."""
     browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
@@ -495,15 +495,15 @@ def test_a_cut_link_is_seen(browser: Browser, line: str, state: str) -> None:
         assert browser.run("document.querySelector('#sites .shut').getAttribute('d')") == ""
         tell(line)
         browser.until(f"{STATES}.every(text => text === {json.dumps(state)})")
-        assert browser.until(f"{NOTE}.includes('link of prefill-site cut')")
-        assert browser.run("document.querySelector('#map').getAttribute('aria-label')").endswith("prefill-site cut")
+        assert browser.until(f"{NOTE}.includes('WAN path of prefill-site closed')")
+        assert browser.run("document.querySelector('#map').getAttribute('aria-label')").endswith("prefill-site closed")
         assert browser.run(_texts("#sites .figures"))[0] == "2.42K tokens, base 2K"
         browser.until("document.querySelector('#sites .shut').getAttribute('d').length > 0")
         browser.until("Number(document.querySelector('#sites td:nth-child(4)').textContent.split(',')[0]) > 3")
         assert browser.until(f"{ALARMED} > {sound + 200}")
         tell("mend")
         browser.until(f"{STATES}.every(text => text === 'in use')")
-        browser.until(f"!{NOTE}.includes('cut')")
+        browser.until(f"!{NOTE}.includes('closed')")
         browser.until(f"{ALARMED} < {sound + 100}")
     browser.devtools("Emulation.setEmulatedMedia", features=[])
 
@@ -518,7 +518,7 @@ def test_a_prefill_says_why_it_leaves(browser: Browser) -> None:
         )
         browser.until(f"{prefill} && ({prefill}.click(), true)")
         said = browser.run("document.querySelector('#why p').textContent")
-        assert said.startswith("prefilled at prefill-site: what is not cached is longer than the threshold; ")
+        assert said.startswith("prefilled at prefill-site: more uncached tokens than the threshold; ")
         head = browser.run(
             "[...document.querySelectorAll('#why table')[0].querySelectorAll('th')].map(x => x.textContent)"
         )
@@ -538,7 +538,7 @@ def test_roles_are_as_they_are_now(browser: Browser) -> None:
         assert browser.until(role) == "decode"
         browser.until("document.querySelectorAll('#decisions button').length === 14")
         tell("convert")
-        browser.until(f"{said}[0] === '⇄ {name} becomes prefill: its requests leave'")
+        browser.until(f"{said}[0] === '⇄ {name} becomes prefill: draining'")
         changes = (
             f"[...document.querySelectorAll('#decisions button')].find(x => x.textContent.includes('{name} → prefill'))"
         )
@@ -548,15 +548,15 @@ def test_roles_are_as_they_are_now(browser: Browser) -> None:
         tell("converted")
         browser.until(f"{role} === 'prefill'")
         assert browser.run(said)[0].startswith(f"{name} serves prefill since ")
-        assert browser.run(said)[1] == f"Not as in the file: {name} serves prefill"
+        assert browser.run(said)[1] == f"Different from the cluster file: {name} serves prefill"
 
 
-def test_who_was_not_asked_is_not_called_full(browser: Browser) -> None:
-    """A prefill instance of the other datacenter is no candidate, whatever room it has."""
+def test_a_prefill_instance_elsewhere_is_not_called_full(browser: Browser) -> None:
+    """A prefill instance of the other datacenter is not a candidate, even if it has room."""
     kind = "x.querySelector('.kind').textContent"
     prefill = f"[...document.querySelectorAll('#decisions button')].find(x => {kind} === 'prefill')"
     with _feed(browser, *TWO["16"]):
         browser.until(f"{prefill} && ({prefill}.click(), true)")
         rows = browser.until(_texts("#why tr.infeasible td:first-child"))
         assert rows
-        assert all(text.endswith(" (not asked)") for text in rows)
+        assert all(text.endswith(" (not considered)") for text in rows)

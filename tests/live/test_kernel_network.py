@@ -226,7 +226,7 @@ def test_up_serves_and_down_leaves_nothing(run: Run) -> None:
     assert machine(run) == before
     twice = subprocess.run(kvroute("down", "--name", run.name), capture_output=True, text=True)
     assert twice.returncode == 0
-    assert "nothing was left" in twice.stderr
+    assert "had nothing to remove" in twice.stderr
 
 
 @pytest.mark.parametrize("moment", ["laying", "playing"])

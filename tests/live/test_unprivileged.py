@@ -73,7 +73,7 @@ def test_embedded_engines_without_a_temporary_folder_are_refused_in_one_sentence
     command = as_service(PROGRAM, None, "serve", "--embedded", f"{folder}/small.yaml")
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "--embedded: no temporary folder can be written" in done.stderr
+    assert "--embedded: no temporary folder is writable" in done.stderr
     assert "Traceback" not in done.stderr
 
 

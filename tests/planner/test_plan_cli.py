@@ -65,10 +65,10 @@ def test_people_are_told_the_optimum_what_binds_it_and_what_was_chosen(run: Run)
     best = document(run, "prfaas", EXAMPLE)["prfaas"]
     assert code == 0
     assert out.startswith(f"Offload prompts of more than {best['threshold_tokens']:,} tokens")
-    assert "binds it" in out
+    assert "The bottleneck is" in out
     for title in ("Bandwidth", "Length mix", "Price per GPU", "Egress"):
         assert title in out
-    assert "- prefill on h20: straight lines through the given points" in out
+    assert "- prefill on h20: linear interpolation between the given points" in out
     assert "no queue" in out
 
 
@@ -114,9 +114,9 @@ def test_the_advice_is_what_the_numbers_say(
 def test_unused_egress_is_explained(run: Run, tmp_path: Path) -> None:
     """The output shows the bandwidth that the remote GPUs could use, what the plan uses, and how busy the GPUs are."""
     out = " ".join(run("prfaas", changed(tmp_path, ("egress: 100 Gbps", "egress: 5 Gbps")))[1].split())
-    assert "takes 5 of 5 Gbps. The 32 remote GPUs would send 11.2 Gbps if they prefilled all the time" in out
-    assert "the plan keeps them busy 45% of it" in out
-    assert "if they prefilled all the time" not in run("prfaas", EXAMPLE)[1]
+    assert "takes 5 of 5 Gbps. The 32 remote GPUs would send 11.2 Gbps if they prefilled without pause" in out
+    assert "the plan uses them 45% of the time" in out
+    assert "if they prefilled without pause" not in run("prfaas", EXAMPLE)[1]
 
 
 def test_out_writes_a_page_its_figures_and_all_numbers(run: Run, tmp_path: Path) -> None:
@@ -157,11 +157,14 @@ def test_egress_of_a_measured_prefill(run: Run) -> None:
 
 
 REFUSED = {
-    "part": (("egress", "--gpus", "500"), "500 GPUs are no whole number of instances of 8"),
+    "part": (("egress", "--gpus", "500"), "500 GPUs cannot be divided into instances of 8"),
     "unpublished": (("egress", "--gpus", "512", "--model", "llama-3-70b"), "give --prefill"),
-    "too-long": (("egress", "--gpus", "512", "--tokens", "200K"), "does not reach 204,800 tokens"),
-    "no-number": (("egress", "--gpus", "512", "--tokens", "many"), "'many' is no number of tokens"),
-    "no-time": (("egress", "--gpus", "512", "--model", "llama-3-70b", "--prefill", "0 s"), "a prefill takes time"),
+    "too-long": (("egress", "--gpus", "512", "--tokens", "200K"), "does not cover 204,800 tokens"),
+    "no-number": (("egress", "--gpus", "512", "--tokens", "many"), "'many' is not a valid number of tokens"),
+    "no-time": (
+        ("egress", "--gpus", "512", "--model", "llama-3-70b", "--prefill", "0 s"),
+        "the prefill time is not above 0",
+    ),
     "no-model": (("egress", "--gpus", "512", "--prefill", "1.4 s"), "--prefill needs --model"),
     "other-instances": (("egress", "--gpus", "512", "--gpus-per-instance", "4"), "instances of 8 GPUs"),
     "no-file": (("prfaas", "none.yaml"), "none.yaml: cannot be read"),

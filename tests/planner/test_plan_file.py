@@ -41,26 +41,30 @@ FAULTS = {
     "no-egress": (", egress: 100 Gbps", "", "prfaas has no egress; add `egress: 100 Gbps`"),
     "zero-egress": ("100 Gbps}", "0 Gbps}", "between 1 Kbps and 100 Tbps"),
     "egress-of-pd": ("gpus: 64}", "gpus: 64, egress: 1 Gbps}", "sends no KV cache"),
-    "part-of-an-instance": ("gpus: 32,", "gpus: 33,", "33 GPUs are no whole number of instances of 8"),
+    "part-of-an-instance": ("gpus: 32,", "gpus: 33,", "33 GPUs cannot be divided into instances of 8"),
     "no-hardware": ("hardware: h200,", "hardware: h201,", "there is no hardware 'h201'; did you mean 'h20"),
     "no-decode": ("    decode: {batch_max: 20, iteration: 25 ms}\n", "", "the hardware h20 has no decode times"),
-    "too-slow-decode": ("iteration: 25 ms", "iteration: 30 ms", "33.3 tokens/s, the SLO wants 40"),
-    "instant-decode": ("iteration: 25 ms", "iteration: 0 ms", "an iteration takes no time"),
+    "too-slow-decode": ("iteration: 25 ms", "iteration: 30 ms", "33.3 tokens/s; the SLO requires 40"),
+    "instant-decode": ("iteration: 25 ms", "iteration: 0 ms", "the iteration time is not above 0"),
     "no-prefill-cluster": ("role: prefill", "role: pd", "a pd cluster|no decode times"),
     "two-names": ("name: local", "name: prfaas", "two clusters are named 'prfaas'"),
-    "no-mass": ("mu: 9.90", "mu: 20", "hardly ever have 128 to 131072 tokens"),
-    "no-range": ("least: 128", "least: 131072", "no length lies between"),
+    "no-mass": ("mu: 9.90", "mu: 20", "have 128 to 131072 tokens"),
+    "no-range": ("least: 128", "least: 131072", "is not above `least`"),
     "no-variance": ("sigma: 1.00", "sigma: 0", "does not fit"),
-    "unknown-lengths": ("kind: log-normal", "kind: normal", "'normal' is no kind"),
+    "unknown-lengths": ("kind: log-normal", "kind: normal", "'normal' is an unknown kind"),
     "times-fall": ("7.40 s]", "1.40 s]", "a longer prompt takes less time"),
-    "times-missing": (", 7.40 s]", "]", "4 token counts stand beside 3 times"),
+    "times-missing": (", 7.40 s]", "]", "4 token counts but 3 times are given"),
     "sizes-fall": (
         "sizes: [190.8 MiB, 308.9 MiB,",
         "sizes: [308.9 MiB, 190.8 MiB,",
         "a longer prompt has a smaller KV",
     ),
-    "sizes-unsorted": ("sizes: [190.8", "sizes: [1.0 MiB, 190.8", "do not pair"),
-    "no-time-at-all": ("[0.44 s, 0.72 s, 1.84 s, 7.40 s]", "[0 s, 0 s, 1.84 s, 7.40 s]", "would take no time at all"),
+    "sizes-unsorted": ("sizes: [190.8", "sizes: [1.0 MiB, 190.8", "4 and 5 values are given"),
+    "no-time-at-all": (
+        "[0.44 s, 0.72 s, 1.84 s, 7.40 s]",
+        "[0 s, 0 s, 1.84 s, 7.40 s]",
+        "prefill time of some prompts is not above 0",
+    ),
     "unknown-model": (KV, "{kind: model, model: prfaas-1t-hybrd}", "did you mean prfaas-1t-hybrid"),
     "no-trace": (LENGTHS, "{kind: trace, file: none.jsonl}", "none.jsonl"),
     "no-profile": (H200, "{kind: profile, file: none.csv}", "cannot be read"),
@@ -90,7 +94,7 @@ def test_one_role_alone_is_no_plan(tmp_path: Path) -> None:
     remote = "  - {name: prfaas, role: prefill, hardware: h200, gpus: 32, egress: 100 Gbps}\n"
     with pytest.raises(InputError, match="no cluster decodes"):
         problem(tmp_path, (local, ""))
-    with pytest.raises(InputError, match="no cluster offers prefill"):
+    with pytest.raises(InputError, match="no cluster prefills for other"):
         problem(tmp_path, (remote, ""))
 
 
@@ -98,7 +102,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         read_problem(tmp_path / "none.yaml")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(InputError, match="not text in UTF-8"):
+    with pytest.raises(InputError, match="is not UTF-8 text"):
         read_problem(tmp_path / "bytes.yaml")
 
 
@@ -114,8 +118,8 @@ def test_curves_may_be_given_fitted_or_profiled(tmp_path: Path) -> None:
     assert seconds[0] == pytest.approx(seconds[1])
     assert seconds[2] == pytest.approx(seconds[3])
     assert seconds[2] != pytest.approx(seconds[0], rel=1e-4)
-    assert "prefill on h200: straight lines between 4 measured points" in "\n".join(points.choices)
-    assert "prefill on h200: quadratic fit of 4 measured points, off by" in "\n".join(fitted.choices)
+    assert "prefill on h200: linear interpolation between 4 measured points" in "\n".join(points.choices)
+    assert "prefill on h200: quadratic fit of 4 measured points, mean error" in "\n".join(fitted.choices)
     linear = problem(tmp_path, (H200, "{kind: linear, per_token: 50 us, base: 0.1 s}"))
     assert linear.prfaas[0].hardware.prefill_s(tokens)[1] == pytest.approx(1.1)
 
@@ -141,7 +145,7 @@ def test_a_plan_tells_which_prompts_have_lengths_that_nobody_measured(
     """A quarter of the prompts is outside. H20 was measured from 10,200 to 62,400 tokens, H200 from 1,024 to
     131,072."""
     table = f"{{kind: table, tokens: [20000, {tokens}], shares: [3, 1]}}"
-    told = [line for line in problem(tmp_path, (LENGTHS, table)).choices if "25.0% of the requests are outside" in line]
+    told = [line for line in problem(tmp_path, (LENGTHS, table)).choices if "25.0% of the requests lie outside" in line]
     assert [line.split(":")[0] for line in told] == [f"prefill on {name}" for name in unmeasured]
 
 
@@ -155,7 +159,7 @@ def test_lengths_may_be_constant_or_a_table(tmp_path: Path) -> None:
     table = problem(tmp_path, (LENGTHS, "{kind: table, tokens: [30000, 1000], shares: [1, 3]}"))
     assert table.lengths.mix.mean_tokens == pytest.approx(8_250)
     unpaired = (LENGTHS, "{kind: table, tokens: [30000, 1000], shares: [1]}")
-    with pytest.raises(InputError, match="do not pair"):
+    with pytest.raises(InputError, match="2 lengths but 1 weights are given"):
         problem(tmp_path, unpaired)
 
 

@@ -231,7 +231,7 @@ def test_many_splits_are_searched_in_parts(case: Problem) -> None:
     )
     assert best.lambda_max_per_s == highest
     assert best.cell.n_prefill.min() >= 27
-    with pytest.raises(InputError, match="too many to try"):
+    with pytest.raises(InputError, match="too many to search"):
         find(replace(case, pd=(site,) * 4))
 
 
@@ -260,7 +260,7 @@ def test_lengths_that_would_take_no_time_are_no_sensitivity(case: Problem) -> No
 
 def test_what_cannot_serve_is_refused(case: Problem) -> None:
     alone = replace(case, homogeneous=replace(case.homogeneous, instances=1))
-    with pytest.raises(InputError, match="homogeneous deployment could serve nothing"):
+    with pytest.raises(InputError, match="homogeneous deployment cannot serve requests"):
         find(alone, "homogeneous")
 
 
@@ -310,7 +310,7 @@ def test_longer_prompts_of_ring_need_less() -> None:
     assert at_128k < egress_bytes_per_s(512, 8, published_kv_bytes_per_s("ring-2.5-1t", 65_536))
     assert published_kv_bytes_per_s("ring-2.5-1t", 65_536) == pytest.approx((2.59 + 1.46) / 2 * GBPS)
     for tokens in (1_023, 131_073):
-        with pytest.raises(InputError, match="does not reach"):
+        with pytest.raises(InputError, match="does not cover"):
             published_kv_bytes_per_s("ring-2.5-1t", tokens)
 
 

@@ -296,10 +296,10 @@ def test_curves_are_those_of_timing_and_of_the_model() -> None:
     [
         ([], [], "has no request"),
         ([100, 200], [0, 0], "has no request"),
-        ([100, 200], [1], "do not pair"),
-        ([-1], [1], "not possible"),
-        ([float("nan")], [1], "not possible"),
-        ([100], [INF], "not possible"),
+        ([100, 200], [1], "2 lengths but 1 weights"),
+        ([-1], [1], "not valid"),
+        ([float("nan")], [1], "not valid"),
+        ([100], [INF], "not valid"),
     ],
     ids=["empty", "weightless", "unpaired", "negative", "nan", "infinite"],
 )

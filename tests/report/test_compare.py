@@ -116,7 +116,7 @@ def test_equal_results_are_called_equal() -> None:
     third = verdict(runs(netkv=[1.0], cla=[1.0], foresight=[1.5]))
     assert third.sentence == (
         "cla and netkv have the same mean TTFT, 1,000 ms, 500.0 ms below foresight; "
-        "one seed cannot say whether that is noise, try --seeds 5."
+        "one seed cannot show whether this is noise; use --seeds 5."
     )
 
 
@@ -133,7 +133,7 @@ def test_one_seed_says_nothing_of_noise() -> None:
     found = verdict(runs(netkv=[1.0], cla=[1.5]))
     assert found.leads[0].half_width is None
     assert found.leads[0].is_noise
-    assert "500.0 ms below cla; one seed cannot say whether that is noise, try --seeds 5" in found.sentence
+    assert "500.0 ms below cla; one seed cannot show whether this is noise; use --seeds 5" in found.sentence
 
 
 def test_nobody_wins_where_nobody_answered_and_a_lone_policy_ran_alone() -> None:
@@ -141,11 +141,11 @@ def test_nobody_wins_where_nobody_answered_and_a_lone_policy_ran_alone() -> None
     assert verdict([]).winner is None
     nobody = verdict(runs(netkv=[None], cla=[None]))
     assert (nobody.winner, nobody.leads) == (None, ())
-    assert "nothing to compare" in nobody.sentence
-    assert "it ran alone" in verdict(runs(netkv=[1.0])).sentence
+    assert "no comparison is possible" in nobody.sentence
+    assert "no other policy was run" in verdict(runs(netkv=[1.0])).sentence
     silent = verdict(runs(netkv=[1.0], cla=[None]))
     assert silent.winner == "netkv"
-    assert "no other gave a first token" in silent.sentence
+    assert "no other policy produced a first token" in silent.sentence
 
 
 def test_what_was_refused_is_said() -> None:

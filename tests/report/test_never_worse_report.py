@@ -99,7 +99,7 @@ def test_losses_stand_in_order_with_their_reason() -> None:
     grid = losses_grid(matrix)
     texts = [[entry.text for entry in row] for row in grid.rows]
     assert [row[:3] for row in texts] == [[LYING, "cla", "lying"], [FAIR, "netkv", "truthful"]]
-    assert "believes" in texts[0][-1]
+    assert "Telemetry wrongly reports" in texts[0][-1]
     assert texts[1][-1] == "no reason found"
     assert "2 of 3 cells (1 of them with a lying oracle)" in verdict(matrix)
 
@@ -115,8 +115,8 @@ def test_claims_are_of_honest_oracles_and_lies_apart() -> None:
     lead = said["truthful or silent oracle", "at least 8% below netkv"]
     assert lead.holds == "holds"
     assert f"{sqrt(1.0005**2 / 2.5):.3f}"[:4] in lead.sentence
-    assert said["truthful or silent oracle", "nowhere above cla in mean TTFT"].holds == "holds"
-    assert said["lying oracle", "loses little to cla"].holds == "does not hold"
+    assert said["truthful or silent oracle", "mean TTFT not above cla in any cell"].holds == "holds"
+    assert said["lying oracle", "mean TTFT at most 10 % above cla"].holds == "does not hold"
     assert said["truthful or silent oracle", "TBT within 1 ms of cla"].holds == "holds"
     slower = [*runs(FAIR, cla=1.0, netkv=1.0), *(record(FAIR, "foresight", s, 0.9, tbt_s=0.0145) for s in range(4))]
     (tbt,) = (each for each in matrix_findings(slower, []) if each.claim.startswith("TBT"))
@@ -130,9 +130,9 @@ def test_lost_goodput_is_told_in_requests() -> None:
     """A large relative loss of a very small goodput is a small loss."""
     matrix = [*runs(FAIR, foresight=9.96, cla=9.92, netkv=9.92), *runs(OTHER, foresight=2.0, cla=1.0, netkv=3.0)]
     said = {each.claim: each for each in matrix_findings(matrix, []) if "goodput" in each.claim}
-    lost = said["goodput nowhere below cla"]
+    lost = said["goodput not below cla in any cell"]
     assert lost.holds == "does not hold"
-    assert f"lower in 2, at most by 50.63% ({FAIR}, 0.04 a second, not 0.08)." in lost.sentence
+    assert f"lower in 2, by at most 50.63% ({FAIR}: 0.04/s instead of 0.08/s)." in lost.sentence
 
 
 def test_a_term_is_worth_what_is_lost_without_it() -> None:
@@ -152,7 +152,7 @@ def test_a_term_is_worth_what_is_lost_without_it() -> None:
     assert (whole.mean, without.worst) == pytest.approx((0.8, 1.1), rel=0.01)
     assert without.mean == pytest.approx(sqrt(0.8 * 1.1))
     assert without.beside == pytest.approx(sqrt(1.1 / 0.8), rel=0.01)
-    assert [row[0].text for row in terms_grid(ablation, matrix).rows] == ["everything", "no uplinks"]
+    assert [row[0].text for row in terms_grid(ablation, matrix).rows] == ["all terms", "no uplinks"]
 
 
 def test_the_descent_is_the_measure() -> None:
@@ -189,7 +189,7 @@ def test_the_page_begins_with_the_losses(lost: bool, tmp_path: Path) -> None:
     page = write_never_worse(matrix, ablation, seen, tmp_path, {"realistic/mooncake load=1": "not run: give it"})
     text = page.read_text()
     assert ("None: in no cell" in text) != lost
-    assert text.index("Cells where foresight loses") < text.index("What was claimed") < text.index("<figure>")
+    assert text.index("Cells where foresight loses") < text.index("Claims") < text.index("<figure>")
     assert text.count("<figure>") == 3
     assert "not run: give it" in text
     assert {path.name for path in (tmp_path / "figures").iterdir()} >= {"ratios.png", "trade.svg", "terms.png"}
@@ -218,7 +218,7 @@ def refusing(each: Record, refused: int) -> Record:
 def test_the_page_says_of_what_the_code_is_not_known(tmp_path: Path) -> None:
     matrix = runs(FAIR, foresight=0.9, cla=1.0, netkv=1.2)
     signed = [msgspec.structs.replace(each, code="0123456789abcdef") for each in matrix]
-    said = "do not say which code they come from"
+    said = "do not record their code version"
     assert f"4 of 12 results {said}" in write_never_worse([*signed[4:], *matrix[:4]], [], [], tmp_path, {}).read_text()
     assert said not in write_never_worse(signed, [], [], tmp_path, {}).read_text()
 

@@ -272,9 +272,9 @@ def test_users_begin_and_stop_when_they_are_told(tmp_path: Path) -> None:
         ({"in": 0}, "field req[1].in: expected `int` >= 1"),
         ({"t": "now"}, "field req[1].t: expected `float`, got `str`"),
         ({"out": 1.5}, "field req[1].out: expected `int`"),
-        ({"h": [5]}, "turn 1, field h: no pairs"),
-        ({"h": [5, 0]}, "turn 1, field h: no pairs"),
-        ({"h": [5, 9]}, "9 ids for 199 tokens in blocks of 64, where 4 are due"),
+        ({"h": [5]}, "turn 1, field h: the ids are not pairs"),
+        ({"h": [5, 0]}, "turn 1, field h: the ids are not pairs"),
+        ({"h": [5, 9]}, "9 ids instead of 4 for 199 tokens in blocks of 64"),
         ({"h": [1, 2, 1, 1]}, "block 1 follows 2 in one prompt and comes first in another"),
         ({"h": [9, 1, 3, 2]}, "block 3 follows 9 in one prompt and follows 2 in another"),
         ({"h": [4, 3]}, "field hash_ids: block 4 comes first in one prompt and follows 3 in another"),
@@ -292,16 +292,16 @@ def test_a_broken_session_is_named(tmp_path: Path, change: dict[str, Any], named
     found_ones = read_any(path, skip_bad=True)
     assert isinstance(found_ones, Agents)
     assert [session.name for session in found_ones.sessions] == ["a", "c"]
-    assert found_ones.remarks == ("1 broken line left out",)
+    assert found_ones.remarks == ("1 invalid line skipped",)
 
 
 @pytest.mark.parametrize(
     ("line", "named"),
     [
         ({"id": "s", "bs": 64, "req": []}, "field req: expected `array` of length >= 1"),
-        ({"id": "s", "bs": 64, "req": [{"sub": [], "t": 0.0}]}, "the session has no turn"),
+        ({"id": "s", "bs": 64, "req": [{"sub": [], "t": 0.0}]}, "the session has no turns"),
         ({"id": "s", "req": [turn(0.0, [1])]}, "missing required field `bs`"),
-        ({"id": "s", "bs": 64, "req": [{"t": 0.0, "out": 1}]}, "turn 0, field in: a prompt of no token"),
+        ({"id": "s", "bs": 64, "req": [{"t": 0.0, "out": 1}]}, "turn 0, field in: the prompt has no tokens"),
         ({"id": "s", "block_size": 64, "hash_id_scope": "mine", "requests": [{"t": 0, "in": 1}]}, "hash_id_scope"),
     ],
 )
@@ -311,7 +311,7 @@ def test_a_broken_file_of_sessions_is_named(tmp_path: Path, line: Any, named: st
 
 
 def test_a_folder_without_sessions_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"a folder without \.json files"):
+    with pytest.raises(InputError, match=r"the folder has no \.json files"):
         read_any(tmp_path)
 
 
@@ -348,7 +348,7 @@ def test_sessions_as_a_workload(tmp_path: Path) -> None:
     for wrong in (Workload(trace=str(path), agents=1, rate_per_s=1.0), Workload(trace=str(path), profile="rag")):
         with pytest.raises(InputError):
             wrong.of_seed(0)
-    with pytest.raises(InputError, match="nothing of whose answers they wait for"):
+    with pytest.raises(InputError, match="the trace has no sessions of agents"):
         Workload(agents=3).of_seed(0)
 
 

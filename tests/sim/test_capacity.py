@@ -121,7 +121,9 @@ def test_names_of_links() -> None:
     assert sorted([*OUT, *BACK]) == links_named(CLUSTER, "wan").tolist()
     assert links_named(CLUSTER, "away to home #1 up").tolist() == [OUT[1]]
     assert len(links_named(CLUSTER, "rack0 to away")) == 2
-    with pytest.raises(InputError, match="no link 'moon'; name a link, or one of wan, away to home, home to away"):
+    with pytest.raises(
+        InputError, match="no link 'moon'; use the name of a link or one of wan, away to home, home to away"
+    ):
         links_named(CLUSTER, "moon")
 
 

@@ -117,9 +117,9 @@ def test_what_is_not_known_of_an_answer_is_said(tmp_path: Path) -> None:
     rows = [(request.at_s, request.input_tokens, request.output_tokens) for request in trace.requests]
     assert rows == [(0.0, 100, 9), (0.5, 100, 60), (1.0, 100, 70), (2.5, 100, 1)]
     answers, lone, models = trace.remarks
-    assert answers.startswith("the answers of 3 of 4 requests were not counted")
-    assert lone.startswith("1 of 4 requests had several prompts or answers")
-    assert models == "requests want 3 models, which a trace does not tell apart: a, b, unnamed"
+    assert answers.startswith("the output of 3 of 4 requests was not counted")
+    assert lone.startswith("1 of 4 requests had several prompts or choices")
+    assert models == "requests use 3 models, which a trace does not distinguish: a, b, unnamed"
 
 
 def test_a_number_may_come_again_once_its_request_has_left(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_log_is_known_by_its_first_line_whatever_its_name_and_packing(tmp_path
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"event":{"type":"arr', "no record of an event log"),
+        ('{"event":{"type":"arr', "not a record of an event log"),
         ('{"event":{"type":"arrived","at":1}}', "request"),
         ('{"event":{"type":"arrived","at":1,"request":{"id":1,"input_tokens":0}}}', "field input_tokens: 0"),
         ('{"event":{"type":"arrived","at":1,"request":{"id":1,"input_tokens":1,"blocks":[-1]}}}', "field blocks"),
@@ -167,12 +167,12 @@ def test_a_broken_line_is_named_or_left_out(tmp_path: Path, line: str, problem: 
     assert str(raised.value).startswith(f"{path}:3: ")
     trace = read(path, skip_bad=True)
     assert [request.output_tokens for request in trace.requests] == [4]
-    assert "1 broken line left out" in trace.remarks
+    assert "1 invalid line skipped" in trace.remarks
 
 
 def test_a_log_without_requests_is_no_workload(tmp_path: Path) -> None:
     """One sentence names the file."""
-    with pytest.raises(InputError, match=r"run\.log: the file holds no request"):
+    with pytest.raises(InputError, match=r"run\.log: the file has no requests"):
         read(written(tmp_path / "run.log", InstanceDown(0, "decode0")))
 
 
@@ -236,8 +236,8 @@ def test_a_gateways_log_is_a_workload(live_log: Path, tmp_path: Path, kvroute: K
     )
     (run,) = msgspec.json.decode(out)["runs"]
     assert run["requests"] == {"arrived": 8, "finished": 8, "rejected": 0, "in_flight": 0}
-    assert f"{live_log}: the answers of 1 of 8 requests were not counted" in err
-    assert "1 of 8 requests had several prompts or answers" in err
+    assert f"{live_log}: the output of 1 of 8 requests was not counted" in err
+    assert "1 of 8 requests had several prompts or choices" in err
 
 
 def test_a_gateways_log_explains_each_try(live_log: Path, kvroute: Kvroute) -> None:

@@ -228,7 +228,7 @@ def test_a_run_says_what_it_cannot_simulate() -> None:
     with pytest.raises(InputError, match="serves llama-3-70b, qwen3-32b"):
         simulate(parse(two_models), trace, ControlSpec(), SimSettings())
     mixed = Trace(name="mixed", requests=(request(0, 600, 1, (1, 2), 512), request(0, 32, 1, (1, 2), 16)))
-    with pytest.raises(InputError, match="mixed: prefix blocks of 16 and 512 tokens"):
+    with pytest.raises(InputError, match="mixed: the trace has prefix blocks of 16 and 512 tokens"):
         simulate(parse(SMALL), mixed, ControlSpec(), SimSettings())
     with pytest.raises(InputError, match="role 'both'"):
         simulate(

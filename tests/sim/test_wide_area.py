@@ -154,7 +154,7 @@ def test_the_operator_sees_a_cut_like_other_traffic(tmp_path: Path, telemetry: s
 def test_a_cut_without_an_end_is_refused() -> None:
     """The run would never end; a run with an end time is allowed."""
     for_good = cut(3.0)
-    with pytest.raises(InputError, match="'away to home #0 up' is cut for good"):
+    with pytest.raises(InputError, match="'away to home #0 up' is cut permanently"):
         simulate(JOINT, ONE, SPEC, SimSettings(changes=for_good))
     run = simulate(JOINT, ONE, SPEC, SimSettings(changes=for_good, until_s=60.0, stall_s=5.0))
     assert (run.summary.requests.in_flight, run.end_s <= 60.0) == (1, True)

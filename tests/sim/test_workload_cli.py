@@ -63,7 +63,7 @@ def test_skipped_lines_are_told_on_stderr(tmp_path: Path) -> None:
     document, remark = run("show", path, "--skip-bad", "--json")
     assert json.loads(document)["requests"] == 30
     assert "a.jsonl:31" in remark
-    assert "1 broken line left out" in remark
+    assert "1 invalid line skipped" in remark
 
 
 def test_one_source_and_a_known_profile() -> None:
@@ -83,5 +83,5 @@ def test_a_few_requests_of_one_time_may_be_given_a_rate(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     for arguments in (("generate", path), ("show", "--generate"), ("show", path)):
         _, remark = run(*arguments, "--requests", "5", "--rate", "2")
-        assert remark.count("all 5 requests arrive at one time, so the rate changes nothing") == 1
+        assert remark.count("all 5 requests arrive at the same time, so the rate has no effect") == 1
     assert len(read(path).requests) == 5

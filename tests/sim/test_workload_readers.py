@@ -148,7 +148,7 @@ def test_a_broken_line_is_named_and_can_be_skipped(tmp_path: Path, line: str) ->
     trace = read(path, skip_bad=True, on_skip=skipped.append)
     assert len(trace.requests) == 4
     assert [fault.where for fault in skipped] == [f"{path}:3"]
-    assert trace.remarks[0] == "1 broken line left out"
+    assert trace.remarks[0] == "1 invalid line skipped"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_ten_faults_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputErrors) as caught:
         read(path)
     assert [fault.where for fault in caught.value.problems] == [f"{path}:{line}" for line in range(1, 11)]
-    with pytest.raises(InputError, match="holds no request"):
+    with pytest.raises(InputError, match="has no requests"):
         read(path, skip_bad=True)
 
 
@@ -209,7 +209,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         read(tmp_path)
     with pytest.raises(InputError, match="cannot be written"):
         write(trace, tmp_path / "no" / "such.jsonl")
-    with pytest.raises(InputError, match=r"name it \.jsonl"):
+    with pytest.raises(InputError, match=r"use \.jsonl"):
         write(trace, tmp_path / "a.csv")
 
 

@@ -65,8 +65,8 @@ class CachePools:
         layouts = {place: pool.layout for place, pool in self._pools.items()}
         for place, layout in layouts.items():
             if layout != next(iter(layouts.values())):
-                what = f"{place.instance} in {place.cluster} has another layout than the first pool"
-                raise InputError(what, where="pools", hint="give every model pools of its own")
+                what = f"{place.instance} in {place.cluster} has a different layout than the first pool"
+                raise InputError(what, where="pools", hint="give every model its own pools")
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -87,7 +87,9 @@ class CachePools:
         """The pool of a place. Raises InputError for an unknown place."""
         pool = self._pools.get(place)
         if pool is None:
-            raise InputError(f"no pool {place.instance!r} in {place.cluster!r}", where="place", hint="see `places`")
+            raise InputError(
+                f"there is no pool {place.instance!r} in {place.cluster!r}", where="place", hint="see `places`"
+            )
         return pool
 
     def match_each(self, blocks: Blocks, block_tokens: int, most_tokens: int | None = None) -> dict[Place, int]:
@@ -134,7 +136,7 @@ class CachePools:
         copy = entry.copy
         key = (copy.target, copy.blocks[-1])
         if self._under_way.get(key) is not entry:
-            raise InputError("the copy has finished already", where="copy", hint="finish every copy once")
+            raise InputError("the copy has finished already", where="copy", hint="finish every copy only once")
         del self._under_way[key]
         target = self.pool(copy.target)
         if landed:

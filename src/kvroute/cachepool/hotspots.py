@@ -116,11 +116,11 @@ class Hotspots:
         """
         size = self._prefixes.block_tokens
         if place not in self._prefixes.places:
-            what = f"no place {place.instance!r} in {place.cluster!r}"
+            what = f"there is no pool {place.instance!r} in {place.cluster!r}"
             raise InputError(what, where="place", hint="see `places`")
         if not 0 <= tokens <= len(blocks) * size:
-            what = f"{tokens} tokens of a chain of {len(blocks) * size}"
-            raise InputError(what, where="tokens", hint="give what was reused")
+            what = f"{tokens} tokens exceed the chain of {len(blocks) * size}"
+            raise InputError(what, where="tokens", hint="give the number of reused tokens")
         if tokens >= size:
             self._reads.append((place, blocks[: tokens // size], tokens))
 

@@ -64,7 +64,7 @@ class Layout:
         token_bytes = model.kv_bytes_per_token
         block_bytes = token_bytes * block_tokens or max((s.nbytes(s.window_tokens) for s in states), default=0.0)
         if not block_bytes:
-            raise InputError(f"{model.name} caches nothing", where="model", hint="give a model with attention layers")
+            raise InputError(f"{model.name} has no KV cache", where="model", hint="give a model with attention layers")
         return cls(block_tokens, block_bytes, token_bytes, tuple(states))
 
     def capacity_blocks(self, capacity_bytes: float) -> int:

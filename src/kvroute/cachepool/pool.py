@@ -138,8 +138,8 @@ class CachePool:
         self._check(lease)
         depth, end = _checked(tokens, "tokens") // self.layout.block_tokens, len(lease.blocks)
         if depth > end:
-            what = f"{tokens} tokens of a chain of {end * self.layout.block_tokens}"
-            raise InputError(what, where="tokens", hint="count the tokens of whole blocks")
+            what = f"{tokens} tokens exceed the chain of {end * self.layout.block_tokens}"
+            raise InputError(what, where="tokens", hint="give the tokens of whole blocks")
         if lease.era != self._era:
             return
         if self.layout.token_bytes and depth > lease.filled:
@@ -244,12 +244,14 @@ class CachePool:
 
     def _check(self, lease: Lease) -> None:
         if lease not in self._leases:
-            raise InputError("the lease has ended, or is another pool's", where="lease", hint="end every lease once")
+            raise InputError(
+                "the lease has ended or belongs to another pool", where="lease", hint="end every lease only once"
+            )
 
     def _check_size(self, block_tokens: int) -> None:
         if block_tokens != self.layout.block_tokens:
-            what = f"hashes of blocks of {block_tokens} tokens, where the pool has {self.layout.block_tokens}"
-            raise InputError(what, where="block_tokens", hint="hash prompts with the pool's block size")
+            what = f"the hashes are of blocks of {block_tokens} tokens, but the pool has {self.layout.block_tokens}"
+            raise InputError(what, where="block_tokens", hint="use the pool's block size")
 
 
 def _checked(count: int, where: str) -> int:

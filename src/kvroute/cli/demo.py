@@ -37,20 +37,28 @@ def demo(
     seconds: Annotated[
         float,
         typer.Option(
-            parser=seconds_option(1, 3600), metavar=DURATION, help="Of traffic under each policy.", show_default="30 s"
+            parser=seconds_option(1, 3600),
+            metavar=DURATION,
+            help="Duration of traffic under each policy.",
+            show_default="30 s",
         ),
     ] = 30.0,
     rate: Annotated[
         float,
-        typer.Option(parser=per_second(0.1, 1000), metavar=RATE, help="Requests, e.g. 90/min.", show_default="2.5/s"),
+        typer.Option(
+            parser=per_second(0.1, 1000), metavar=RATE, help="Request rate, e.g. 90/min.", show_default="2.5/s"
+        ),
     ] = 2.5,
-    profile: Annotated[str, typer.Option(help="Of the generated trace: chatbot, rag or long-context.")] = "rag",
-    p_share: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts that begin alike.")] = 0.7,
-    policy: Annotated[list[str] | None, typer.Option(help="Repeat; default round-robin, netkv and foresight.")] = None,
+    profile: Annotated[str, typer.Option(help="Profile of the generated trace: chatbot, rag or long-context.")] = "rag",
+    p_share: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts with a shared prefix.")] = 0.7,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Decode policy; repeat for several; default: round-robin, netkv, foresight."),
+    ] = None,
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "cache-aware",
-    output_max: Annotated[int, typer.Option(min=1, help="Longest answer, tokens.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Of the trace and the engines.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the dashboard and the numbers.")] = Path("demo-results"),
+    output_max: Annotated[int, typer.Option(min=1, help="Maximum output length in tokens.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the trace and the engines.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the dashboard and the results.")] = Path("demo-results"),
 ) -> None:
     """Play generated traffic through a gateway on emulated engines, policy by policy, and compare with the simulator.
 
@@ -152,7 +160,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def _times(found: Sequence[Comparison]) -> Table:
-    table = _table("Time to first token, ms", ("p50", "p90", "mean", "prefill", "transfer", "answers"))
+    table = _table("Time to first token, ms", ("p50", "p90", "mean", "prefill", "transfer", "answered"))
     for policy, side, half in _halves(found):
         times = (half.ttft_p50_s, half.ttft_p90_s, half.ttft_mean_s, half.parts_s["prefill"], half.parts_s["transfer"])
         table.add_row(policy, side, *(f"{1e3 * second:,.0f}" for second in times), str(half.answered))
@@ -161,7 +169,7 @@ def _times(found: Sequence[Comparison]) -> Table:
 
 def _tiers(found: Sequence[Comparison]) -> Table:
     seen = [tier for tier in range(TIER_COUNT) if any(half.tier_share[tier] for _, _, half in _halves(found))]
-    table = _table("Where the KV caches went, % of transfers", [TIERS[tier] for tier in seen])
+    table = _table("KV transfers by tier, %", [TIERS[tier] for tier in seen])
     for policy, side, half in _halves(found):
         table.add_row(policy, side, *(f"{100 * half.tier_share[tier]:.0f}" for tier in seen))
     return table
@@ -176,10 +184,10 @@ def _verdict(found: Sequence[Comparison]) -> Iterator[str]:
         )
         yield (
             f"The mean TTFT under {last.policy} is {_change(live)} than under {first.policy}; "
-            f"the simulator had said {_change(predicted)}."
+            f"the simulator predicted {_change(predicted)}."
         )
     off = ", ".join(f"{100 * abs(one.off):.1f} % ({one.policy})" for one in found)
-    yield f"Live and predicted medians are {off} apart: one decision code, two clocks."
+    yield f"Live and predicted medians are {off} apart; both use the same decision code."
 
 
 def _change(share: float) -> str:
@@ -193,7 +201,7 @@ def _farewell(cluster: Path, out: Path, policy: str) -> None:
         f"Open {out / 'dashboard.html'} in a browser: the cluster at its busiest under {policy}.",
         "To keep a gateway running, with the live dashboard at http://127.0.0.1:9090:",
         f"    {own_command()} serve --embedded {shlex.quote(str(cluster))}",
-        "and give it traffic at http://127.0.0.1:8080/v1 with any OpenAI client.",
+        "and send it requests at http://127.0.0.1:8080/v1 with any OpenAI client.",
     ):
         paper.print(text, markup=False, soft_wrap=True)
 

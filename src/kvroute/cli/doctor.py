@@ -29,10 +29,10 @@ _MOVED_TEXTS = {
 _LEGEND = {
     "by tokens": "by tokens: yes, by the decode engine's count of prompt tokens from its connector; the time includes "
     "the wait for the first token.",
-    "by time": "by time: likely; these engines have no counters of transfers, and the first token came much sooner "
-    "than after a prefill. The KV size is the model's, and the time includes the wait for the first token.",
-    "likely": "likely: these engines have no counters of transfers, and their decode engine computes no prompts.",
-    "unknown": "unknown: these engines have no counters of transfers, and the time tells nothing.",
+    "by time": "by time: likely; these engines have no transfer counters, and the first token arrived much sooner "
+    "than after a prefill. The KV size is computed from the model, and the time includes the wait for the first token.",
+    "likely": "likely: these engines have no transfer counters, and their decode engine computes no prompts.",
+    "unknown": "unknown: these engines have no transfer counters, and the time allows no conclusion.",
 }
 
 
@@ -40,7 +40,9 @@ def doctor(
     cluster: Annotated[
         Path, typer.Argument(help="Cluster file (YAML), with an endpoint for each instance.", show_default=False)
     ],
-    pairs: Annotated[str, typer.Option(help="How many prefill/decode pairs to try, or `all`.", metavar="N|all")] = "16",
+    pairs: Annotated[
+        str, typer.Option(help="Number of prefill/decode pairs to test, or `all`.", metavar="N|all")
+    ] = "16",
     timeout: Annotated[str, typer.Option(help="End after this time, with a unit: 30s, 5 min.")] = "60s",
     prompt_tokens: Annotated[
         int, typer.Option(min=64, max=1_000_000, help="Length of the prompt that is sent through each pair.")
@@ -75,7 +77,7 @@ def doctor(
     raise_limit()
     report = uvloop.run(_examined(deployment, options, key))
     if report is None:
-        remarks().print("interrupted; every request is aborted", style="yellow")
+        remarks().print("interrupted; all requests were aborted", style="yellow")
         raise typer.Exit(_INTERRUPTED)
     if as_json:
         print_json({"ok": report.well, **msgspec.to_builtins(report)})
@@ -88,7 +90,7 @@ def _pairs(text: str) -> int | None:
     if text == "all":
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise InputError(f"{text!r} is no number of pairs", where="--pairs", hint="give a number, or all")
+        raise InputError(f"{text!r} is not a valid number of pairs", where="--pairs", hint="give a number, or all")
     return int(text)
 
 
@@ -98,7 +100,9 @@ def _timeout_s(text: str) -> float:
     except InputError as error:
         raise InputError(error.what, where="--timeout", hint=error.hint) from None
     if seconds <= 0.0:
-        raise InputError("there is no time to ask anything", where="--timeout", hint="give a time above 0, such as 30s")
+        raise InputError(
+            "the timeout leaves no time for a request", where="--timeout", hint="use a duration above 0, such as 30s"
+        )
     return seconds
 
 
@@ -109,7 +113,7 @@ def _key(option: str | None, of_file: str | None) -> str:
         return ""
     key = os.environ.get(name, "")
     if option is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
-        what = f"the environment variable {name} is not set, or holds what is no key"
+        what = f"the environment variable {name} is not set or does not hold a valid API key"
         raise InputError(what, where="--key-env", hint=f"export {name}=...")
     return key
 
@@ -138,7 +142,9 @@ def _print(report: Report) -> None:
         if text in texts:
             out.print(meaning, style="dim", markup=False, highlight=False)
     if len(report.pairs) < report.pairs_possible:
-        what = f"{len(report.pairs)} of {report.pairs_possible} possible pairs; --pairs all tries all of them."
+        what = (
+            f"{len(report.pairs)} of {report.pairs_possible} possible pairs were tested; --pairs all tests all of them."
+        )
         out.print(what, style="dim", highlight=False)
     if report.well:
         out.print("All is well.", style="green")
@@ -187,7 +193,7 @@ def _pair_table(pairs: Sequence[PairReport]) -> Table:
     table.add_column("pair", overflow="fold", min_width=16)
     table.add_column("tier", no_wrap=True)
     table.add_column("KV moved", no_wrap=True)
-    for heading in ("KV", "time", "pace / map"):
+    for heading in ("KV", "time", "rate / map"):
         table.add_column(heading, justify="right", no_wrap=True)
     for pair in pairs:
         table.add_row(

@@ -22,32 +22,36 @@ from kvroute.types import TIER_COUNT, InputError
 if TYPE_CHECKING:
     from kvroute.emulator import EmulatedClusterSettings
 
-ENGINE, NETWORK, PLACE = "Engines", "Network", "Where"
+ENGINE, NETWORK, PLACE = "Engines", "Network", "Addresses"
 
 
 def emulate(
     cluster: Annotated[Path, typer.Argument(help="Cluster file (YAML), see `kvroute topology`.", show_default=False)],
     instance: Annotated[
         list[str] | None,
-        typer.Option("--instance", help="Only this instance; repeat for more. Default: all.", rich_help_panel=PLACE),
+        typer.Option(
+            "--instance", help="Emulate only this instance; repeat for several. Default: all.", rich_help_panel=PLACE
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=PLACE)] = "127.0.0.1",
     endpoints_from_file: Annotated[
         bool,
-        typer.Option("--endpoints-from-file", help="Listen where the file's endpoints say.", rich_help_panel=PLACE),
+        typer.Option("--endpoints-from-file", help="Listen on the endpoints in the file.", rich_help_panel=PLACE),
     ] = False,
     ready_file: Annotated[
         Path | None,
-        typer.Option(help="Write the ready line to this file in place of stdout.", rich_help_panel=PLACE),
+        typer.Option(help="Write the ready line to this file instead of stdout.", rich_help_panel=PLACE),
     ] = None,
     kv_scale: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Real bytes per modelled byte of KV; seconds stay.", rich_help_panel=NETWORK),
+        typer.Option(
+            min=0, max=1, help="Real bytes per modelled byte of KV; times are not scaled.", rich_help_panel=NETWORK
+        ),
     ] = 1e-3,
     background: Annotated[
         str,
         typer.Option(
-            help="Share of links that others use: one for tiers 1 to 4, or five for tiers 0 to 4.",
+            help="Share of link capacity that other traffic uses: one for tiers 1 to 4, or five for tiers 0 to 4.",
             rich_help_panel=NETWORK,
         ),
     ] = "0",
@@ -59,17 +63,19 @@ def emulate(
         typer.Option(
             parser=seconds(0.001),
             metavar=DURATION,
-            help="How long KV waits to be fetched.",
+            help="Time after which unfetched KV is discarded.",
             show_default="8 min",
             rich_help_panel=ENGINE,
         ),
     ] = 480.0,
     block_tokens: Annotated[
-        int, typer.Option(min=1, max=65_536, help="Tokens of a KV block.", rich_help_panel=ENGINE)
+        int, typer.Option(min=1, max=65_536, help="Tokens per KV block.", rich_help_panel=ENGINE)
     ] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="Of path draws and faults.", rich_help_panel=ENGINE)] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of path draws and injected faults.", rich_help_panel=ENGINE)
+    ] = 0,
     until_eof: Annotated[
-        bool, typer.Option("--until-eof", help="End with standard input, so with the program that holds it.")
+        bool, typer.Option("--until-eof", help="Exit when standard input is closed, e.g. when the parent process ends.")
     ] = False,
 ) -> None:
     """Run emulated engines without GPUs: vLLM's HTTP API, metrics and KV events, paced by the simulator's models.
@@ -108,12 +114,14 @@ def shares_by_tier(text: str) -> tuple[float, ...]:
         shares = ()
     for share in shares:
         if not 0 <= share < 1:
-            raise InputError(f"{share:g} is no share", where="--background", hint="give 0 or more and less than 1")
+            raise InputError(
+                f"{share:g} is not a valid share", where="--background", hint="use 0 or more and less than 1"
+            )
     if len(shares) == 1:
         return (0.0,) + shares * (TIER_COUNT - 1)
     if len(shares) != TIER_COUNT:
-        hint = f"give one number, or {TIER_COUNT} with commas"
-        raise InputError(f"{text!r} are no shares by tier", where="--background", hint=hint)
+        hint = f"give one number, or {TIER_COUNT} numbers separated by commas"
+        raise InputError(f"{text!r} is not a valid list of shares by tier", where="--background", hint=hint)
     return shares
 
 
@@ -134,10 +142,10 @@ async def _run(
             typer.echo(line)
         else:
             write_whole(ready_file, line + "\n", "--ready-file")
-        how = "" if until_eof else "; Ctrl-C ends them"
+        how = "" if until_eof else "; press Ctrl-C to stop them"
         beyond = sorted({server.host for server in fleet.servers.values() if not is_loopback(server.host)})
         if beyond:
-            what = f"warning: every machine that reaches {', '.join(beyond)} may have these engines fail or restart"
+            what = f"warning: every machine that reaches {', '.join(beyond)} can make these engines fail or restart"
             remarks().print(what, style="yellow", markup=False, highlight=False, soft_wrap=True)
         remarks().print(f"{len(fleet.servers)} emulated engines of {cluster.name} are ready{how}")
         await stop.wait()

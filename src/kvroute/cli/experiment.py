@@ -39,33 +39,40 @@ _RUNS = {
 def experiment(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Which, by name; netkv, prfaas or never-worse for all of one.", show_default=False),
+        typer.Argument(
+            help="Experiments by name; netkv, prfaas or never-worse selects a whole group.", show_default=False
+        ),
     ] = None,
     reading_name: Annotated[
-        str, typer.Option("--reading", help=f"How the paper is read: {', '.join(READINGS)}.")
+        str, typer.Option("--reading", help=f"Interpretation of the paper: {', '.join(READINGS)}.")
     ] = "paper",
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", help="Change an assumption, e.g. ecmp=flow or wan_gbps=50; repeat for several."),
     ] = None,
-    profile: Annotated[list[str] | None, typer.Option(help="Only these profiles; repeat for several.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="A trace, e.g. Mooncake's; without it one is generated.")] = None,
+    profile: Annotated[list[str] | None, typer.Option(help="Run only this profile; repeat for several.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Trace file, e.g. Mooncake's; default: a generated trace.")] = None,
     trace_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder with recorded traces, for never-worse (or KVROUTE_TRACES).", show_default=False),
+        typer.Option(help="Folder of recorded traces, for never-worse (or set KVROUTE_TRACES).", show_default=False),
     ] = None,
     cell: Annotated[
         str | None,
-        typer.Option(help="One cell: profile, axis values, policy, e.g. 'rag,1.0,netkv'."),
+        typer.Option(help="Run one cell: profile, axis values, policy, e.g. 'rag,1.0,netkv'."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=2**31 - 1, help="Only this seed; with --seeds the first one.")
+        int | None, typer.Option(min=0, max=2**31 - 1, help="Run only this seed; with --seeds, the first one.")
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="How many, from --seed or 0; default 5.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, max=10_000, help="Number of seeds, starting at --seed or 0; default: 5.", show_default=False
+        ),
     ] = None,
     on: Annotated[str, typer.Option(help="Where to run: local (all cores) or ray.")] = "local",
-    workers: Annotated[int | None, typer.Option(min=1, max=1024, help="Processes; default one per core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Number of processes; default: one per core.")
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for results, figures and pages; finished cells in it are not run again.")
     ] = Path("results"),
@@ -88,8 +95,8 @@ def experiment(
         return
     family, chosen = _chosen(names)
     if trace_dir is not None and family != "never-worse":
-        hint = "leave it out: only never-worse reads a folder of traces"
-        raise InputError(f"{family} does not take it", where="--trace-dir", hint=hint)
+        hint = "omit it; only never-worse reads a folder of traces"
+        raise InputError(f"{family} does not support this option", where="--trace-dir", hint=hint)
     check_where(on)
     asked = Asked(
         reading=reading_name,
@@ -107,7 +114,7 @@ def experiment(
     try:
         _RUNS[family](chosen, asked)
     except KeyboardInterrupt:
-        remarks().print(f"Stopped. What is finished stays in {out}; the same command goes on from there.")
+        remarks().print(f"Stopped. Finished cells are kept in {out}; run the same command again to continue.")
         raise typer.Exit(130) from None
 
 
@@ -149,5 +156,5 @@ def _chosen(names: Sequence[str]) -> tuple[str, list[Experiment]]:
         chosen |= FAMILIES[family] if name == family else {name: FAMILIES[family][name]}
     if len(families) > 1:
         what = f"{' and '.join(families)} are different publications"
-        raise InputError(what, hint="run one after the other: they have different profiles and settings")
+        raise InputError(what, hint="run them one after the other; they have different profiles and settings")
     return next(iter(families)), list(chosen.values())

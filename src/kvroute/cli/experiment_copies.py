@@ -22,8 +22,8 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
     from kvroute.report.copies_page import copies_grid, write_copies  # its import of plots takes a second
 
     if asked.reading != "paper" or asked.changes or asked.trace:
-        what = "prefix-copies has one reading, no fields and requests of its own"
-        raise InputError(what, where="prefix-copies", hint="leave out --reading, --set and --trace")
+        what = "prefix-copies does not support --reading, --set and --trace"
+        raise InputError(what, where="prefix-copies", hint="omit these options")
     folder = asked.folder(asked.reading)
     for one in chosen:
         sweep = asked.sweep(one, asked.reading)

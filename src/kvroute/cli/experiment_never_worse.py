@@ -8,11 +8,13 @@ from kvroute.cli.output import console, make_folder, print_json, progress_bar, r
 from kvroute.cli.sweeps import Asked
 from kvroute.experiments.cells import Cell, Experiment, Record
 from kvroute.experiments.never_worse import ABLATION, EXPERIMENTS, FORESEEN, MATRIX, SEEN_SEEDS
+from kvroute.experiments.never_worse_cases import CASES
 from kvroute.experiments.never_worse_run import Runner, Traces, results_of, tune
 from kvroute.experiments.runner import run_cells
 from kvroute.report.grid import Grid, rich_table
 from kvroute.report.never_worse_tables import headline_grid, losses_grid, seen_grid, terms_grid
 from kvroute.report.tables import comparison_table
+from kvroute.sim.workload import PROFILES
 from kvroute.types import InputError
 
 
@@ -57,8 +59,8 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
 def _refuse(asked: Asked) -> None:
     for given, option in ((asked.reading != "paper", "--reading"), (asked.changes, "--set"), (asked.trace, "--trace")):
         if given:
-            hint = "each cell has its own; recorded traces come from --trace-dir"
-            raise InputError("never-worse does not take it", where=option, hint=hint)
+            hint = "omit it; recorded traces are read from --trace-dir"
+            raise InputError("never-worse does not support this option", where=option, hint=hint)
 
 
 def _runnable(one: Experiment, asked: Asked, missing: dict[str, str]) -> list[Cell]:
@@ -93,5 +95,7 @@ def _show(
     for one in chosen:
         keys = {cell.key for cell in sweeps[one.name]}
         if runs := [record.summary for record in results[one.name] if record.key in keys]:
-            console().print(comparison_table(runs, width=console().width))
-    remarks().print("One policy is not compared with itself; run the cell of another policy, or the whole sweep.")
+            limits = {PROFILES[CASES[cell.profile].profile].ttft_slo_s for cell in sweeps[one.name]}
+            limit_s = limits.pop() if len(limits) == 1 else None
+            console().print(comparison_table(runs, width=console().width, slo_ttft_s=limit_s))
+    remarks().print("A comparison needs two policies; run the cell of another policy, or the whole sweep.")

@@ -27,7 +27,7 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
     """
     if asked.reading != "paper":
         what = f"there is no reading {asked.reading!r}"
-        raise InputError(what, where="--reading", hint="leave it out; --set changes single assumptions")
+        raise InputError(what, where="--reading", hint="omit it; --set changes single assumptions")
     assumed = assumptions(asked.changes)
     study = PrfaasStudy(assumed, str(asked.trace) if asked.trace else "")
     if study.trace:

@@ -48,7 +48,9 @@ _DROPPED += ("pace_bytes_per_s", "effective_bytes_per_s", "tier")
 
 def explain(
     log: LogFile,
-    request: Annotated[str, typer.Argument(help="Its number in the log, or its X-Request-Id.", show_default=False)],
+    request: Annotated[
+        str, typer.Argument(help="Number of the request in the log, or its X-Request-Id.", show_default=False)
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Show every candidate's terms for each decision about one request, in order, including retries after failures.
@@ -59,7 +61,7 @@ def explain(
     number = _number(request, records)
     found = [] if number is None else _about(number, read_log(log)[1])
     if not found:
-        what = f"has no decision about request {request}"
+        what = f"the log has no decision about request {request}"
         raise InputError(what, where=str(log), hint=_what_there_is(read_log(log)[1]))
     assert number is not None
     for made, learned in zip(found, learned_at(log, number, len(found)), strict=True):
@@ -74,7 +76,9 @@ def explain(
 
 def _what_there_is(records: Iterable[LogRecord]) -> str:
     ids = [record.event.request.id for record in records if isinstance(record.event, Arrived)]
-    return f"its {len(ids)} requests are between {min(ids)} and {max(ids)}" if ids else "it holds no request"
+    return (
+        f"the log has {len(ids)} requests, numbered from {min(ids)} to {max(ids)}" if ids else "the log has no requests"
+    )
 
 
 def _number(request: str, records: Iterable[LogRecord]) -> int | None:
@@ -193,7 +197,7 @@ def _show(made: _Made, spec: ControlSpec) -> None:
         return
     out.print(rich_table(_candidates(made, terms, chosen), out.width))
     if terms.left_out:
-        out.print(f"{terms.left_out} dearer candidates are not in the log (gateway.log.terms: all keeps them).")
+        out.print(f"The log omits {terms.left_out} candidates with higher cost (`gateway.log.terms: all` keeps them).")
     if made.learned and isinstance(made.decision, Decode):
         out.print(rich_table(learned_grid(spec, made.learned), out.width))
 
@@ -236,7 +240,7 @@ def _grid(
     columns = [named, *columns_of(figures, drop=_DROPPED, best=best)]
     headings = tuple(heading for heading, _ in columns)
     rows = tuple(zip(*(texts for _, texts in columns), strict=True))
-    return Grid(title, headings, rows, bold="Bold: the chosen one.")
+    return Grid(title, headings, rows, bold="Bold: chosen.")
 
 
 def _copy(prefill: Prefill, landed: bool | None) -> dict[str, Any]:
@@ -248,7 +252,7 @@ def _copy(prefill: Prefill, landed: bool | None) -> dict[str, Any]:
 def _copied(prefill: Prefill, landed: bool | None) -> str:
     if not prefill.copy_from:
         return ""
-    end = " (which did not come)" if landed is False else ""
+    end = " (the copy failed)" if landed is False else ""
     return f" with {prefill.copy_tokens:,} cached tokens from {prefill.copy_from}{end}"
 
 
@@ -265,6 +269,6 @@ def _sentence(made: _Made, spec: ControlSpec) -> str:
             by = spec.decode if decision.terms and "start_s" in decision.terms.parts else spec.prefill
             return f"{start}: prefill on {name}{_copied(decision, made.landed)}, by {by}"
         case Decode(target=name, terms=None):
-            return f"{start}: decode on {name} too"
+            return f"{start}: decode on {name} as well"
         case Decode(source=source, target=name):
             return f"{start}: {'prefill and ' * (source == name)}decode on {name}, by {spec.decode}"

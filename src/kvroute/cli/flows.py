@@ -19,7 +19,7 @@ app = typer.Typer()
 @app.command("flows")
 def flows(
     file: Annotated[Path, typer.Argument(help="Scenario: JSON with `links` and `flows`.", show_default=False)],
-    table: Annotated[bool, typer.Option("--table", help="Print a table in place of the JSON document.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Print a table instead of the JSON document.")] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document: completion_times_s (the default).")
     ] = False,

@@ -18,7 +18,7 @@ app = typer.Typer(help="API keys of the gateway.", no_args_is_help=True)
 
 @app.command("new")
 def key_new(
-    name: Annotated[str, typer.Argument(help="Whose key it is; it stands in logs and limits.")],
+    name: Annotated[str, typer.Argument(help="Name of the key's owner; logs and limits use it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Generate a key of 256 random bits. The key is shown only once and not stored.
@@ -29,12 +29,12 @@ def key_new(
         msgspec.convert(name, Name)
     except msgspec.ValidationError as error:
         hint = "use letters, digits, `-`, `_` and `.`, and begin with a letter or a digit"
-        raise InputError(f"{name!r} is no name for a key", where="NAME", hint=hint) from error
+        raise InputError(f"{name!r} is not a valid key name", where="NAME", hint=hint) from error
     key, hashed = new_key(secrets.token_bytes(32))
     if as_json:
         print_json({"name": name, "key": key, "hash": hashed})
         return
-    typer.echo(f"The key, shown this once; give it to {name}:\n\n    {key}\n")
+    typer.echo(f"The key, shown only once; give it to {name}:\n\n    {key}\n")
     typer.echo(f"The line for the key file, or for `gateway: {{keys: {{known: ...}}}}`:\n\n    {name}: {hashed}")
 
 

@@ -28,7 +28,7 @@ def learned_at(log: Path, request: int, count: int) -> list[tuple[TierLearned, .
     if foreseeing(header.spec) is None:
         return [None] * count
     if header.part > 1:
-        what = f"{log}: the beginning of the log was removed, so what foresight had learned is not known"
+        what = f"{log}: the beginning of the log is missing, so the state that foresight had learned is unknown"
         remarks().print(what, soft_wrap=True, highlight=False)
         return [None] * count
     control = header.spec.build(parse(header.cluster, where=f"cluster in {log}"))
@@ -37,7 +37,9 @@ def learned_at(log: Path, request: int, count: int) -> list[tuple[TierLearned, .
         learned = control.learned(record.event.at) if told else None
         if not _alike(control, record, told):
             file, number = records.place
-            what = f"{file}:{number}: this version decides otherwise, so what foresight had learned is not known"
+            what = (
+                f"{file}:{number}: this version decides differently, so the state that foresight had learned is unknown"
+            )
             remarks().print(what, soft_wrap=True, highlight=False)
             break
         found += [learned] * told
@@ -84,13 +86,13 @@ def learned_grid(spec: ControlSpec, tiers: tuple[TierLearned, ...]) -> Grid:
     headings = (
         Heading("tier"),
         Heading("measured / promised"),
-        Heading("a lone transfer gets"),
+        Heading("rate of one transfer"),
         Heading("transfers measured"),
         Heading("weight", drop=1),
         Heading("last measured", drop=2),
     )
-    caption = "Weight: how many recent transfers the average counts; older ones fade." if rows else ""
-    return Grid(f"What {policy}{shadow} had learned by then", headings, rows, caption)
+    caption = "Weight: effective number of transfers in the average; older transfers count less." if rows else ""
+    return Grid(f"State that {policy}{shadow} had learned by then", headings, rows, caption)
 
 
 def _far(tiers: tuple[TierLearned, ...]) -> list[tuple[int, TierLearned]]:

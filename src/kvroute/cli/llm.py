@@ -15,14 +15,12 @@ from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
 
 def llm(
     name: Annotated[
-        str | None, typer.Argument(help="A preset, a config.json or its folder; nothing: all presets.")
+        str | None, typer.Argument(help="A preset, a config.json or its folder; default: all presets.")
     ] = None,
-    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel shards.")] = 1,
+    tp: Annotated[int, typer.Option("--tp", help="Number of tensor-parallel shards.")] = 1,
     tokens: Annotated[
         int,
-        typer.Option(
-            "--tokens", parser=token_count(0), metavar=TOKENS, help="Length of the context to size, e.g. 128K."
-        ),
+        typer.Option("--tokens", parser=token_count(0), metavar=TOKENS, help="Context length, e.g. 128K."),
     ] = 8192,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
@@ -38,7 +36,7 @@ def llm(
     shown = console()
     shown.print(rich_table(_sizes(models, tp, tokens), shown.width))
     if name is not None and any(group.kind != "mla" and group.kv_heads % tp for group in models[0].layers):
-        remarks().print(f"{tp} shards do not share the KV heads evenly: the figures are of the fullest shard.")
+        remarks().print(f"{tp} shards cannot share the KV heads evenly; the values are those of the largest shard.")
     if name is not None:
         shown.print(rich_table(_geometry(models[0]), shown.width))
 
@@ -62,10 +60,10 @@ def _sizes(models: list[Model], tp: int, tokens: int) -> Grid:
         Heading("model"),
         Heading("layers", drop=1),
         Heading("B/token"),
-        Heading("B/token a shard"),
+        Heading("B/token per shard"),
         Heading("state MiB", drop=2),
         Heading("context MiB"),
-        Heading("MiB a shard"),
+        Heading("MiB per shard"),
     )
     rows = tuple(
         (

@@ -68,15 +68,17 @@ def make_folder(path: Path, where: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"{path} is no folder to write to ({error.strerror})", where=where, hint="give another"
+            f"{path} is not a writable folder ({error.strerror})", where=where, hint="give another folder"
         ) from None
 
 
 def check_writable(path: Path, where: str) -> None:
     """Raise an InputError that names the option `where` if a file cannot be written there; called before long work."""
     if path.is_dir() or not (os.access(path if path.exists() else path.parent, os.W_OK)):
-        why = "it is a folder" if path.is_dir() else "no such folder" if not path.parent.is_dir() else "not allowed"
-        raise InputError(f"{path} cannot be written ({why})", where=where, hint="give another")
+        why = (
+            "it is a folder" if path.is_dir() else "no such folder" if not path.parent.is_dir() else "permission denied"
+        )
+        raise InputError(f"{path} cannot be written ({why})", where=where, hint="give another file")
 
 
 def write_whole(path: Path, text: str, where: str) -> None:
@@ -86,7 +88,9 @@ def write_whole(path: Path, text: str, where: str) -> None:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror})", where=where, hint="give another") from None
+        raise InputError(
+            f"{path} cannot be written ({error.strerror})", where=where, hint="give another file"
+        ) from None
 
 
 def _plain_progress(title: str) -> Iterator[Callable[[int, int], None]]:

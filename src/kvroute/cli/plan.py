@@ -27,8 +27,10 @@ app = typer.Typer(help="Plan before you build: thresholds, splits, bandwidth.", 
 
 @app.command()
 def prfaas(
-    spec: Annotated[Path, typer.Argument(help="The plan's file: traffic, hardware, clusters.", show_default=False)],
-    out: Annotated[Path | None, typer.Option("--out", help="Write the page, figures and all numbers there.")] = None,
+    spec: Annotated[Path, typer.Argument(help="Plan file (YAML): traffic, hardware, clusters.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the report page, figures and all numbers.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Find which prompts to offload to other datacenters and how to split the local cluster (PrfaaS 3.4).
@@ -71,11 +73,14 @@ def _print(plan: Plan) -> None:
 @app.command()
 def egress(
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs that only prefill.", show_default=False)],
-    tokens: Annotated[str, typer.Option("--tokens", help="Mean uncached prompt, e.g. 32K (K is 1,024).")] = "32K",
+    tokens: Annotated[
+        str, typer.Option("--tokens", help="Mean uncached prompt length, e.g. 32K (K is 1,024).")
+    ] = "32K",
     model: Annotated[
-        list[str] | None, typer.Option("--model", help="Repeat for several; nothing: all of the published table.")
+        list[str] | None,
+        typer.Option("--model", help="Model; repeat for several; default: all models of the published table."),
     ] = None,
-    gpus_per_instance: Annotated[int, typer.Option("--gpus-per-instance", min=1, help="GPUs of one instance.")] = 8,
+    gpus_per_instance: Annotated[int, typer.Option("--gpus-per-instance", min=1, help="GPUs per instance.")] = 8,
     prefill: Annotated[
         str, typer.Option("--prefill", help="Measured prefill time of one such prompt, e.g. 1.84s.")
     ] = "",
@@ -89,21 +94,21 @@ def egress(
     Example: [bold]kvroute plan egress --gpus 512 --model minimax-m2.5 --tokens 32K[/bold]
     """
     if gpus % gpus_per_instance:
-        what = f"{gpus} GPUs are no whole number of instances of {gpus_per_instance}"
-        raise InputError(what, where="--gpus", hint=f"give a multiple of {gpus_per_instance}")
+        what = f"{gpus} GPUs cannot be divided into instances of {gpus_per_instance}"
+        raise InputError(what, where="--gpus", hint=f"use a multiple of {gpus_per_instance}")
     count = _token_count(tokens)
     if not prefill and gpus_per_instance != 8:
         hint = "measure one prompt and give --prefill"
-        raise InputError("the published table is of instances of 8 GPUs", where="--gpus-per-instance", hint=hint)
+        raise InputError("the published table covers only instances of 8 GPUs", where="--gpus-per-instance", hint=hint)
     if prefill and not model:
-        raise InputError("--prefill needs --model", hint="it is the time of one model; name which")
+        raise InputError("--prefill needs --model", hint="the prefill time belongs to one model; name it")
     rows = [_egress_row(name, count, gpus, gpus_per_instance, prefill) for name in model or PUBLISHED_GBPS]
     if as_json:
         print_json({"gpus": gpus, "gpus_per_instance": gpus_per_instance, "tokens": count, "models": rows})
         return
     headings = (
         Heading("model"),
-        Heading("KV Gbps an instance"),
+        Heading("KV Gbps per instance"),
         Heading("egress Gbps"),
         Heading("KV throughput from", prose=True, drop=1),
     )
@@ -111,7 +116,7 @@ def egress(
         tuple(map(Entry, (row["model"], f"{row['kv_gbps']:,.2f}", f"{row['egress_gbps']:,.1f}", row["source"])))
         for row in rows
     )
-    title = f"Least egress of {gpus:,} GPUs that prefill {count:,} tokens each time"
+    title = f"Minimum egress of {gpus:,} GPUs that prefill prompts of {count:,} tokens"
     shown = console()
     shown.print(rich_table(Grid(title, headings, texts), shown.width))
 
@@ -121,7 +126,9 @@ def _egress_row(name: str, tokens: int, gpus: int, gpus_per_instance: int, prefi
     if prefill:
         found, seconds = find_model(name), _prefill_s(prefill)
         if not seconds > 0:
-            raise InputError("a prefill takes time", where="--prefill", hint="give what you measured, e.g. '1.84 s'")
+            raise InputError(
+                "the prefill time is not above 0", where="--prefill", hint="give the measured time, e.g. '1.84 s'"
+            )
         each, key, source = found.kv_bytes(tokens) / seconds, found.name, f"KV size over {prefill.strip()}"
     else:
         each, source = published_kv_bytes_per_s(key, tokens), "PrfaaS Table 3, 8 H200"
@@ -141,5 +148,5 @@ def _token_count(text: str) -> int:
     match = _TOKENS.fullmatch(text.strip())
     count = int(match[1]) * (1024 if match[2] else 1) if match else 0
     if not count:
-        raise InputError(f"{text!r} is no number of tokens", where="--tokens", hint="write 32768 or 32K")
+        raise InputError(f"{text!r} is not a valid number of tokens", where="--tokens", hint="write 32768 or 32K")
     return count

@@ -23,7 +23,7 @@ def replay_log(
     log: LogFile,
     shadow: Annotated[
         str,
-        typer.Option(help="Ask this decode policy at each decision, and say how often it would have chosen otherwise."),
+        typer.Option(help="Evaluate this decode policy at each decision and report how often its choice differs."),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -34,7 +34,7 @@ def replay_log(
     header, records = read_log(log)
     check_whole(log, header)
     if is_truncated(log):
-        remarks().print(f"{log}: the last line has no end and is left out: what followed is missing", soft_wrap=True)
+        remarks().print(f"{log}: the last line is incomplete and was skipped; later events are missing", soft_wrap=True)
     spec = msgspec.structs.replace(header.spec, shadow=shadow) if shadow else header.spec
     control = spec.build(parse(header.cluster, where=f"cluster in {log}"))
     tally = ShadowTally(spec.shadow)
@@ -57,8 +57,8 @@ def replay_log(
             raise
         hint = "record the run again"
         if differing is not None:
-            hint = f"the decisions differ from line {differing[1]} of {differing[0]} on"
-        raise InputError(f"an event that cannot be: {error.what}", where=f"{file}:{line}", hint=hint) from None
+            hint = f"the decisions differ starting at line {differing[1]} of {differing[0]}"
+        raise InputError(f"the event is invalid: {error.what}", where=f"{file}:{line}", hint=hint) from None
     if as_json:
         counted = {"events": events, "decisions": decisions}
         beside = {"shadow": msgspec.to_builtins(tally)} if tally.policy else {}
@@ -67,9 +67,9 @@ def replay_log(
             at = {"first_difference_line": differing[1], "first_difference_file": str(differing[0])}
         print_json(counted | {"equal": differing is None} | at | beside)
     elif differing is None:
-        console().print(f"{events} events gave the same {decisions} decisions again, bit for bit.")
+        console().print(f"{events} events reproduce the same {decisions} decisions, bit for bit.")
     else:
-        console().print(f"The decisions differ from line {differing[1]} of {differing[0]} on.", soft_wrap=True)
+        console().print(f"The decisions differ starting at line {differing[1]} of {differing[0]}.", soft_wrap=True)
     if tally.policy and not as_json:
         console().print(_shadow_sentence(tally, spec.decode))
     if differing is not None:
@@ -88,8 +88,8 @@ def _as_recorded(again: tuple[Decision, ...], recorded: tuple[Decision, ...]) ->
 
 def _shadow_sentence(tally: ShadowTally, acting: str) -> str:
     if not tally.differ:
-        return f"{tally.policy} would have chosen as {acting} did in all {tally.decisions} decode decisions."
-    per_choice = f"{tally.gain_s / tally.differ:.3g} s less a choice by its own terms, "
-    per_choice += f"{tally.loss_s / tally.differ:.3g} s more by {acting}'s"
+        return f"{tally.policy} agrees with {acting} in all {tally.decisions} decode decisions."
+    per_choice = f"{tally.gain_s / tally.differ:.3g} s lower cost per choice by its own terms, "
+    per_choice += f"{tally.loss_s / tally.differ:.3g} s higher by {acting}'s"
     share = f"{tally.differ} of {tally.decisions} decode decisions"
-    return f"{tally.policy} would have chosen otherwise than {acting} in {share}: {per_choice}."
+    return f"{tally.policy} differs from {acting} in {share}: {per_choice}."

@@ -154,7 +154,7 @@ def read_scenario(path: Path, cluster: Cluster | None = None) -> Scenario:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError(f"cannot be read ({why})", where=str(path), hint="give a YAML file") from None
     scenario, lines = read_mapping(text, str(path), Scenario, _BEGIN)
     try:
@@ -191,6 +191,6 @@ def _endless_cuts(scenario: Scenario, lines: Lines, cluster: Cluster) -> Iterato
     for number in sorted(set(last.values())):
         change = scenario.changes[number]
         if change.share == 0:
-            what = f"{change.link!r} is cut for good, and a transfer that needs it never ends"
+            what = f"{change.link!r} is cut permanently, so a transfer that uses it never ends"
             hint = f"add a change of {change.link!r} after it, with a share above 0"
             yield lines.error(what, ("changes", number, "share"), hint)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.gateway import Gateway
     from kvroute.gateway.lifecycle.deployment import Deployment
 
-ROUTING, PLACE, ENGINES = "Routing", "Where", "Emulated engines"
+ROUTING, PLACE, ENGINES = "Routing", "Addresses", "Emulated engines"
 _READY_S = 300.0
 
 
@@ -41,7 +41,8 @@ def serve(
     shadow: Annotated[
         str | None,
         typer.Option(
-            help="Ask this decode policy as well, obey it not, and report where it differs.", rich_help_panel=ROUTING
+            help="Evaluate this decode policy without acting on it, and report where it differs.",
+            rich_help_panel=ROUTING,
         ),
     ] = None,
     prefill: Annotated[
@@ -51,37 +52,43 @@ def serve(
         str | None,
         typer.Option(help="Topology constraint, e.g. pod:fail or rack:fallback.", rich_help_panel=ROUTING),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address for clients.", rich_help_panel=PLACE)] = None,
+    host: Annotated[str | None, typer.Option(help="Listen address for clients.", rich_help_panel=PLACE)] = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port for clients; 0: any.", rich_help_panel=PLACE)
+        int | None, typer.Option(min=0, max=65535, help="Port for clients; 0: any free port.", rich_help_panel=PLACE)
     ] = None,
     admin_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of dashboard and metrics; 0: any.", rich_help_panel=PLACE),
+        typer.Option(min=0, max=65535, help="Port of dashboard and metrics; 0: any free port.", rich_help_panel=PLACE),
     ] = None,
     log: Annotated[
-        Path | None, typer.Option(help="Write every event and decision here, for replay and explain.")
+        Path | None, typer.Option(help="Write every event and decision to this file, for replay and explain.")
     ] = None,
-    log_format: Annotated[str | None, typer.Option(help="Of the messages on stderr: text or json.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="Format of the messages on stderr: text or json.")] = None,
     embedded: Annotated[
         bool,
-        typer.Option("--embedded", help="Emulate the file's engines too: no GPU needed.", rich_help_panel=ENGINES),
+        typer.Option(
+            "--embedded", help="Also emulate the engines of the file; no GPU needed.", rich_help_panel=ENGINES
+        ),
     ] = False,
     kv_scale: Annotated[
         float,
         typer.Option(min=0, max=1, help="Real bytes per modelled byte of KV.", rich_help_panel=ENGINES),
     ] = 1e-3,
     background: Annotated[
-        str, typer.Option(help="Share of links that others use, see `kvroute emulate`.", rich_help_panel=ENGINES)
+        str,
+        typer.Option(
+            help="Share of link capacity that other traffic uses, see `kvroute emulate`.", rich_help_panel=ENGINES
+        ),
     ] = "0",
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of emulated engines and drawn ids.", rich_help_panel=ENGINES)
+        int | None, typer.Option(min=0, help="Seed of emulated engines and random ids.", rich_help_panel=ENGINES)
     ] = None,
     ready_file: Annotated[
-        Path | None, typer.Option(help="Write addresses here as JSON once requests are taken.", rich_help_panel=PLACE)
+        Path | None,
+        typer.Option(help="Write the addresses to this file as JSON when the gateway is ready.", rich_help_panel=PLACE),
     ] = None,
     until_eof: Annotated[
-        bool, typer.Option("--until-eof", help="End with standard input, so with the program that holds it.")
+        bool, typer.Option("--until-eof", help="Exit when standard input is closed, e.g. when the parent process ends.")
     ] = False,
 ) -> None:
     """Serve an OpenAI-compatible API in front of prefill and decode engines, pricing each KV transfer.
@@ -143,7 +150,7 @@ def _adjusted(
     admin = replace(admin, port=admin.port if admin_port is None else admin_port)
     if listen.port == admin.port != 0:
         hint = "give --port and --admin-port different numbers"
-        raise InputError(f"clients and the operator would share port {admin.port}", hint=hint)
+        raise InputError(f"clients and the admin endpoints would share port {admin.port}", hint=hint)
     logs = replace(logs, events=str(log) if log else logs.events, format=log_format or logs.format)
     changed = replace(
         settings,
@@ -264,10 +271,8 @@ def _engines(cluster: Path, kv_scale: float, background: str, seed: int | None) 
     try:
         temporary = tempfile.TemporaryDirectory(prefix="kvroute-")
     except OSError as error:
-        hint = "set TMPDIR to a folder that can be"
-        raise InputError(
-            f"no temporary folder can be written ({error.strerror})", where="--embedded", hint=hint
-        ) from None
+        hint = "set TMPDIR to a writable folder"
+        raise InputError(f"no temporary folder is writable ({error.strerror})", where="--embedded", hint=hint) from None
     with temporary as folder:
         ready = Path(folder, "ready.json")
         command = [sys.executable, "-m", "kvroute.cli.app", "emulate", str(cluster), "--ready-file", str(ready)]

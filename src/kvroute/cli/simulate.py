@@ -57,14 +57,16 @@ def simulate(
         Path | None,
         typer.Option(
             help="Mooncake JSONL (.zst, .gz), Azure LLM CSV, an event log of `serve --log` or `--log`, or sessions of "
-            "coding agents (JSONL, or a folder of trace_*.json); without it a Mooncake-like trace is generated.",
+            "coding agents (JSONL, or a folder of trace_*.json); default: a generated Mooncake-like trace.",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
     requests: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Only the first so many (generated: how many, default 2000).", rich_help_panel=WORKLOAD
+            min=1,
+            help="Number of requests to use from the trace, or to generate (default 2000).",
+            rich_help_panel=WORKLOAD,
         ),
     ] = None,
     rate: Annotated[
@@ -72,7 +74,7 @@ def simulate(
         typer.Option(
             parser=per_second(),
             metavar=RATE,
-            help="Compress or stretch arrivals to this rate, e.g. 6/s; agents' sessions start more often.",
+            help="Scale arrival times to this rate, e.g. 6/s; for agents, scale the session starts.",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
@@ -81,7 +83,7 @@ def simulate(
         typer.Option(
             min=1,
             max=AGENTS_MAX,
-            help="Play so many sessions of the trace at a time, each turn when the answer before is there.",
+            help="Number of concurrent agent sessions; each turn starts after the previous response.",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
@@ -90,20 +92,20 @@ def simulate(
         typer.Option(
             parser=seconds(),
             metavar=DURATION,
-            help="Cut agents' pauses to this; 0: turns follow at once.",
+            help="Maximum pause of agents between turns; 0: no pauses.",
             show_default=about_duration(THINK_MAX_S),
             rich_help_panel=WORKLOAD,
         ),
     ] = THINK_MAX_S,
     profile: Annotated[
-        str, typer.Option(help=f"Keep only requests of a profile: {_names(PROFILES)}.", rich_help_panel=WORKLOAD)
+        str, typer.Option(help=f"Use only requests of this profile: {_names(PROFILES)}.", rich_help_panel=WORKLOAD)
     ] = "",
     input_tokens: Annotated[
         int | None,
         typer.Option(
             parser=token_count(1, PROMPT_MAX),
             metavar=TOKENS,
-            help="Give every prompt this length, e.g. 32K.",
+            help="Set every prompt to this length, e.g. 32K.",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
@@ -112,22 +114,24 @@ def simulate(
         typer.Option(
             min=0,
             max=1,
-            help="Share prefixes by groups with this probability, in place of the trace's own.",
+            help="Replace the trace's prefixes: share by group with this probability.",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
     skip_bad: Annotated[
-        bool, typer.Option(help="Leave out broken lines of the trace and count them.", rich_help_panel=WORKLOAD)
+        bool, typer.Option(help="Skip and count invalid lines of the trace.", rich_help_panel=WORKLOAD)
     ] = False,
     prefill_queueing: Annotated[
-        bool, typer.Option(help="FIFO prefill, or a pure delay.", rich_help_panel=SETUP)
+        bool, typer.Option(help="Queue prefills FIFO; otherwise prefill is a pure delay.", rich_help_panel=SETUP)
     ] = True,
     prefill_cache: Annotated[
-        bool, typer.Option(help="Prefill instances reuse cached prefixes.", rich_help_panel=SETUP)
+        bool, typer.Option(help="Let prefill instances reuse cached prefixes.", rich_help_panel=SETUP)
     ] = True,
     background: Annotated[
         float,
-        typer.Option(min=0, max=0.99, help="Share of every network link that others use.", rich_help_panel=NETWORK),
+        typer.Option(
+            min=0, max=0.99, help="Share of every network link that other traffic uses.", rich_help_panel=NETWORK
+        ),
     ] = 0.0,
     oracle_refresh: Annotated[
         float,
@@ -140,7 +144,7 @@ def simulate(
         ),
     ] = 1.0,
     telemetry: Annotated[
-        Telemetry, typer.Option(help="What the router hears of others' traffic.", rich_help_panel=NETWORK)
+        Telemetry, typer.Option(help="Detail of the telemetry on other traffic.", rich_help_panel=NETWORK)
     ] = "tier",
     prediction: Annotated[
         Literal["none", "smooth", "trend"],
@@ -151,17 +155,18 @@ def simulate(
         typer.Option(
             parser=seconds(1e-3),
             metavar=DURATION,
-            help="Telemetry that is older than this fades away.",
+            help="Reduce the weight of telemetry older than this.",
             rich_help_panel=NETWORK,
         ),
     ] = None,
     separate_own: Annotated[
-        bool, typer.Option(help="Whether telemetry leaves out the router's own transfers.", rich_help_panel=NETWORK)
+        bool, typer.Option(help="Exclude the router's own transfers from telemetry.", rich_help_panel=NETWORK)
     ] = True,
     scenario: Annotated[
         Path | None,
         typer.Option(
-            help="YAML: cuts and changes of links, TCP between datacenters, what is offloaded.", rich_help_panel=NETWORK
+            help="Scenario file (YAML): link cuts and changes, TCP between datacenters, offloading.",
+            rich_help_panel=NETWORK,
         ),
     ] = None,
     slo_ttft: Annotated[
@@ -169,7 +174,7 @@ def simulate(
         typer.Option(
             parser=seconds(1e-6),
             metavar=DURATION,
-            help="A good request has its first token in this time, e.g. 2s.",
+            help="TTFT target of the SLO, e.g. 2s.",
             show_default="5 s",
             rich_help_panel=OUTPUT,
         ),
@@ -179,7 +184,7 @@ def simulate(
         typer.Option(
             parser=seconds(),
             metavar=DURATION,
-            help="Do not count requests that arrive before this time.",
+            help="Exclude requests that arrive before this time.",
             show_default="0 s",
             rich_help_panel=OUTPUT,
         ),
@@ -190,27 +195,29 @@ def simulate(
         typer.Option(
             min=1,
             max=10_000,
-            help="So many seeds: path draws, and requests where these are generated.",
+            help="Number of seeds; a seed sets the path draws and the generated requests.",
             rich_help_panel=OUTPUT,
         ),
     ] = 5,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, max=WORKERS_MAX, help="Processes; default one per core.", rich_help_panel=OUTPUT),
+        typer.Option(
+            min=1, max=WORKERS_MAX, help="Number of processes; default: one per core.", rich_help_panel=OUTPUT
+        ),
     ] = None,
     on: Annotated[str, typer.Option(help="Where to run: local or ray.", rich_help_panel=OUTPUT)] = "local",
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for results.jsonl, figures and report.html; those that are there already are replaced.",
+            help="Folder for results.jsonl, figures and report.html; existing files are replaced.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
     log: Annotated[
         Path | None,
         typer.Option(
-            help="Record every event and decision (one policy, one seed) for replay and explain; an older log is "
-            "replaced when the run ends.",
+            help="Record every event and decision (one policy, one seed) for replay and explain; an existing "
+            "log is replaced at the end of the run.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -276,7 +283,7 @@ def simulate(
     check_where(on)
     policies = list(dict.fromkeys(policy or DEFAULT_POLICIES))
     if policy and len(policies) < len(policy):
-        remarks().print("A policy that is named twice runs once.")
+        remarks().print("Duplicate policies run only once.")
     if log is not None:
         _check_log(question, policies, seeds, log)
     if out is not None:
@@ -320,9 +327,9 @@ def _weights(text: str) -> dict[str, float]:
 
 def _check_log(question: Question, policies: list[str], seeds: int, log: Path) -> None:
     if len(policies) != 1 or seeds != 1:
-        raise InputError("a log holds one run", where="--log", hint="give one --policy and --seeds 1")
+        raise InputError("a log can hold only one run", where="--log", hint="use one --policy and --seeds 1")
     if question.workload.trace and log.exists() and log.samefile(question.workload.trace):
-        raise InputError("the log would take the place of the trace", where="--log", hint="give another file")
+        raise InputError("the log would overwrite the trace", where="--log", hint="give another file")
     check_can_create(log)
 
 

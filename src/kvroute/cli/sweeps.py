@@ -57,7 +57,7 @@ def _matching(sweep: list[Cell], one: Experiment, text: str) -> list[Cell]:
         values = [float(part) for part in parts[1:-1]]
     except ValueError:
         raise InputError(
-            f"{text!r} has an axis value that is no number", where="--cell", hint=f"write {form}"
+            f"{text!r} has an axis value that is not a number", where="--cell", hint=f"write {form}"
         ) from None
     found = [
         cell

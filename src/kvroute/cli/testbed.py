@@ -26,20 +26,24 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="testbed",
-    help="A cluster in miniature on this machine: network namespaces, shaped links, emulated engines. Needs root.",
+    help="A scaled-down cluster on this machine: network namespaces, shaped links, emulated engines. Needs root.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 
 File = Annotated[Path, typer.Argument(help="Cluster file (YAML).", show_default=False)]
-Name = Annotated[str | None, typer.Option(help="Of the testbed; default: follows from the cluster's name.")]
-Scale = Annotated[float, typer.Option(help="Real bytes per modelled byte, of rates and KV alike; seconds stay.")]
-Queues = Annotated[str, typer.Option(help="Before every link: fair (a turn for every connection) or fifo.")]
+Name = Annotated[str | None, typer.Option(help="Name of the testbed; default: derived from the cluster's name.")]
+Scale = Annotated[float, typer.Option(help="Real bytes per modelled byte, for rates and KV; times are not scaled.")]
+Queues = Annotated[str, typer.Option(help="Queue at every link: fair (fair queueing by connection) or fifo.")]
 Others = Annotated[
-    str, typer.Option("--background", help="Share of links that others use: one for tiers 1 to 4, or five by tier.")
+    str,
+    typer.Option(
+        "--background",
+        help="Share of link capacity that other traffic uses: one value for tiers 1 to 4, or five by tier.",
+    ),
 ]
 Prefill = Annotated[str, typer.Option(help="Prefill policy.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of draws among equal links, engines and trace.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of path draws, engines and trace.")]
 
 
 @app.command()
@@ -74,30 +78,33 @@ def up(
             raise
         testbed.leave()
     print_json(state)
-    remarks().print(f"`{own_command()} testbed down --name {state.run}` takes it away", highlight=False)
+    remarks().print(f"`{own_command()} testbed down --name {state.run}` removes the testbed", highlight=False)
 
 
 @app.command()
 def run(
     file: File,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Repeat; default round-robin, cla, netkv, foresight.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            help="Decode policy; repeat for several; default: round-robin, cla, netkv, foresight.", show_default=False
+        ),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 60,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 60,
     rate: Annotated[
-        float, typer.Option(parser=per_second(0.1), metavar=RATE, help="Requests, e.g. 90/min.", show_default="2/s")
+        float, typer.Option(parser=per_second(0.1), metavar=RATE, help="Request rate, e.g. 90/min.", show_default="2/s")
     ] = 2.0,
-    trace: Annotated[Path | None, typer.Option(help="Play this trace in place of a generated one.")] = None,
-    profile: Annotated[str, typer.Option(help="Lengths of prompts: chatbot, rag or long-context.")] = "rag",
-    p_share: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts that begin alike.")] = 0.3,
-    output_max: Annotated[int, typer.Option(min=1, help="Longest answer, tokens.")] = 32,
+    trace: Annotated[Path | None, typer.Option(help="Play this trace instead of a generated one.")] = None,
+    profile: Annotated[str, typer.Option(help="Profile of the generated trace: chatbot, rag or long-context.")] = "rag",
+    p_share: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts with a shared prefix.")] = 0.3,
+    output_max: Annotated[int, typer.Option(min=1, help="Maximum output length in tokens.")] = 32,
     prefill: Prefill = "least-loaded",
     name: Name = None,
     scale: Scale = 1e-3,
     queues: Queues = "fair",
     background: Others = "0",
     seed: Seed = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Start a testbed, play a trace on it under each policy, compare with the simulator, and remove the testbed.
 
@@ -140,28 +147,34 @@ def run(
 
 @app.command()
 def down(
-    file: Annotated[Path | None, typer.Argument(help="The cluster file it was made of.", show_default=False)] = None,
+    file: Annotated[Path | None, typer.Argument(help="Cluster file of the testbed.", show_default=False)] = None,
     name: Name = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every testbed of this machine.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove every testbed of this machine.")] = False,
 ) -> None:
     """Remove a testbed in any state: its processes, namespaces, devices and files, and nothing else.
 
     Example: [bold]sudo kvroute testbed down examples/testbed-literal.yaml[/bold]
     """
     if not everything and name is None and file is None:
-        raise InputError("which testbed?", where="testbed down", hint="give its cluster file, --name or --all")
+        raise InputError(
+            "no testbed is selected", where="testbed down", hint="give its cluster file, --name NAME or --all"
+        )
     if everything and (name is not None or file is not None):
-        what = f"it takes every testbed away, not only {name or file}"
-        raise InputError(what, where="--all", hint="leave out the one or the other")
+        what = f"it removes every testbed, not only {name or file}"
+        raise InputError(what, where="--all", hint="omit one of them")
     namespaces.check_tools()
     runs = known() if everything else [_run(name, topology.load(file).name if file else "")]
     for each in runs:
         there = each.remains()
         each.remove()
-        said = f"{len(there)} things of testbed {each.name} are gone" if there else f"nothing was left of {each.name}"
+        said = (
+            f"removed {len(there)} items of testbed {each.name}"
+            if there
+            else f"testbed {each.name} had nothing to remove"
+        )
         remarks().print(said, highlight=False)
     if left := [thing for each in runs for thing in each.remains()]:
-        raise InputError(f"still there: {', '.join(left)}", where="testbed down", hint="try again")
+        raise InputError(f"not removed: {', '.join(left)}", where="testbed down", hint="try again")
 
 
 def _run(name: str | None, cluster: str) -> Run:
@@ -209,7 +222,7 @@ def _grid(found: Sequence[Round]) -> Grid:
         Heading("mean"),
         Heading("prefill", drop=3),
         Heading("transfer", drop=4),
-        Heading("answers"),
+        Heading("answered"),
         Heading("CPU", drop=2),
     )
     rows = []

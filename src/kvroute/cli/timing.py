@@ -29,13 +29,13 @@ def _root() -> None:
 @app.command()
 def fit(
     files: Annotated[
-        list[Path], typer.Argument(help="Profiles: CSV or JSON; one may have prompts, another iterations.")
+        list[Path], typer.Argument(help="Profiles (CSV or JSON); prompts and iterations may be in separate files.")
     ],
-    model: Annotated[str | None, typer.Option("--model", help="Which model, if a file has several.")] = None,
-    hardware: Annotated[str | None, typer.Option("--hardware", help="Which hardware, if a file has several.")] = None,
-    tp: Annotated[int | None, typer.Option("--tp", help="Which tensor-parallel degree, if several.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model to use if a file has several.")] = None,
+    hardware: Annotated[str | None, typer.Option("--hardware", help="Hardware to use if a file has several.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", help="Tensor-parallel degree to use if a file has several.")] = None,
     kind: Annotated[
-        Literal["linear", "quadratic", "piecewise"], typer.Option("--kind", help="Prefill's form.")
+        Literal["linear", "quadratic", "piecewise"], typer.Option("--kind", help="Form of the prefill model.")
     ] = "linear",
     name: Annotated[str, typer.Option("--name", help="Name of the timing in the cluster file.")] = "default",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
@@ -48,7 +48,7 @@ def fit(
     Example: [bold]kvroute timing fit perf_model.csv --model llama2-70b --hardware h100-80gb --tp 4[/bold]
     """
     if not _NAME.fullmatch(name):
-        raise InputError(f"{name!r} is no name", where="--name", hint="use letters, digits, '.', '_' and '-'")
+        raise InputError(f"{name!r} is not a valid name", where="--name", hint="use letters, digits, '.', '_' and '-'")
     prefill, decode = _fit_all(files, model, hardware, tp, kind)
     if as_json:
         print_json({"name": name, "prefill": _plain(prefill), "decode": _plain(decode)})
@@ -82,7 +82,7 @@ def _plain(found: Fit[Any] | None) -> dict[str, Any] | None:
 
 def _sentence(found: Fit[Any] | None) -> str:
     if found is None:
-        return "not measured; give a file that has it as well"
+        return "not measured; add a file that has it"
     error = found.error
     text = f"{error.n} measurements, mean error {error.mean_abs_relative:.1%}, largest {error.max_abs_relative:.1%}, "
     return "; ".join((text + f"R^2 {error.r2:.4f}", *found.remarks))

@@ -57,7 +57,7 @@ def check(file: File, as_json: AsJson = False) -> None:
             print_json({"file": str(file), "ok": False, "faults": [_fault(problem) for problem in problems]})
         for problem in problems:
             typer.echo(str(problem), err=True)
-        typer.echo(f"{len(problems)} fault{'s' if len(problems) > 1 else ''} in {file}", err=True)
+        typer.echo(f"{len(problems)} error{'s' if len(problems) > 1 else ''} in {file}", err=True)
         raise typer.Exit(2) from None
     tell(cluster.remarks)
     counts = _counts(cluster)
@@ -65,7 +65,7 @@ def check(file: File, as_json: AsJson = False) -> None:
         print_json({"file": str(file), "ok": True, "faults": [], "counts": counts, "gateway_checked": whole})
         return
     words = (f"{count} {noun[:-1] if count == 1 and noun.endswith('s') else noun}" for noun, count in counts.items())
-    rest = "" if whole else "; the gateway section was not checked: that takes pip install 'kvroute[serve]'"
+    rest = "" if whole else "; the gateway section was not checked: this needs pip install 'kvroute[serve]'"
     typer.echo(f"OK: {cluster.name}: {', '.join(words)}{rest}")
 
 
@@ -73,14 +73,14 @@ def check(file: File, as_json: AsJson = False) -> None:
 def new(
     prefill: Annotated[list[str] | None, typer.Option(help="Address of a prefill engine, http://host:port.")] = None,
     decode: Annotated[list[str] | None, typer.Option(help="Address of a decode engine.")] = None,
-    both: Annotated[list[str] | None, typer.Option(help="Address of an engine that does both by itself.")] = None,
-    model: Annotated[str, typer.Option(help="A name that `kvroute llm` lists, or a config.json.")] = "llama-3-70b",
-    protocol: Annotated[str, typer.Option(help="How engines hand over KV: vllm, mooncake or sglang.")] = "vllm",
-    tp: Annotated[int, typer.Option(min=1, help="GPUs of one engine.")] = 1,
-    gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of one host.")] = 8,
-    nic: Annotated[str, typer.Option(help="Speed of a GPU's network card.")] = "100 Gbps",
-    name: Annotated[str, typer.Option(help="What the cluster is called.")] = "my-cluster",
-    out: Annotated[Path | None, typer.Option(help="File to write; stdout without.", show_default=False)] = None,
+    both: Annotated[list[str] | None, typer.Option(help="Address of an engine for both prefill and decode.")] = None,
+    model: Annotated[str, typer.Option(help="A model that `kvroute llm` lists, or a config.json.")] = "llama-3-70b",
+    protocol: Annotated[str, typer.Option(help="KV transfer protocol: vllm, mooncake or sglang.")] = "vllm",
+    tp: Annotated[int, typer.Option(min=1, help="GPUs per engine.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs per host.")] = 8,
+    nic: Annotated[str, typer.Option(help="Bandwidth of each GPU's NIC.")] = "100 Gbps",
+    name: Annotated[str, typer.Option(help="Name of the cluster.")] = "my-cluster",
+    out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.", show_default=False)] = None,
 ) -> None:
     """Write a first cluster file for engines that already run; the file marks the values to change.
 
@@ -121,7 +121,7 @@ def new(
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise InputError("is there already", where=str(out), hint="give another file to --out") from None
+        raise InputError("the file already exists", where=str(out), hint="give another file to --out") from None
     except OSError as error:
         hint = "give another file to --out"
         raise InputError(f"cannot be written ({error.strerror})", where=str(out), hint=hint) from None
@@ -138,7 +138,7 @@ def schema() -> None:
         from kvroute.gateway.config.settings import GatewaySettings  # its import takes half a second
     except ImportError:
         print_json(cluster_json_schema({}))
-        typer.echo("the gateway section is left open: its keys take pip install 'kvroute[serve]'", err=True)
+        typer.echo("the schema allows any gateway section; its keys need pip install 'kvroute[serve]'", err=True)
         return
     print_json(cluster_json_schema({"gateway": GatewaySettings}))
 
@@ -146,8 +146,8 @@ def schema() -> None:
 @app.command()
 def show(
     file: File,
-    svg: Annotated[Path | None, typer.Option(help="Draw the cluster into this SVG file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the cluster into this PNG file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the cluster to this SVG file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the cluster to this PNG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the tree of a cluster, the tier of every prefill-decode pair and what each tier offers.
@@ -281,7 +281,7 @@ def _label(domain: Domain) -> Text:
 
 
 def _tier_table(cluster: Cluster) -> Table:
-    headings = ("tier", "prefill to decode", "a transfer gets", "in bytes", "latency", "pairs")
+    headings = ("tier", "prefill to decode", "bandwidth", "in bytes", "latency", "pairs")
     table = Table(*headings, box=None, header_style="bold")
     for tier, (name, pairs, bytes_per_s, latency_s) in enumerate(tier_rows(cluster)):
         bandwidth = (about_bandwidth(bytes_per_s), f"{about_size(bytes_per_s)}/s")

@@ -20,12 +20,12 @@ def expand_file(
         list[str] | None,
         typer.Option(
             help="Addresses of the engines, http://host:port: one for each instance in the file's order, or NAME=URL; "
-            "separated by commas, or repeat; or a file with one on each line.",
+            "separated by commas, or repeat the option; or a file with one address per line.",
             show_default=False,
         ),
     ] = None,
-    protocol: Annotated[str, typer.Option(help="How engines hand over KV: vllm, mooncake or sglang.")] = "vllm",
-    out: Annotated[Path | None, typer.Option(help="File to write; stdout without.", show_default=False)] = None,
+    protocol: Annotated[str, typer.Option(help="KV transfer protocol: vllm, mooncake or sglang.")] = "vllm",
+    out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.", show_default=False)] = None,
 ) -> None:
     """Write a cluster file without shorthands: every node and every instance, with the address of its engine.
 
@@ -56,7 +56,7 @@ def expand_file(
         with out.open("x", encoding="utf-8") as written:
             written.write(text)
     except FileExistsError:
-        raise InputError("is there already", where=str(out), hint="give another file to --out") from None
+        raise InputError("the file already exists", where=str(out), hint="give another file to --out") from None
     except OSError as error:
         hint = "give another file to --out"
         raise InputError(f"cannot be written ({error.strerror})", where=str(out), hint=hint) from None

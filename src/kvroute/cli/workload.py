@@ -35,18 +35,18 @@ DEFAULT_REQUESTS = 2_000
 _GENERATED_MAX = 5_000_000
 _SHOWN_SKIPS = 10
 
-Profiled = Annotated[str, typer.Option(help=f"Only requests of a profile: {', '.join(PROFILES)}.")]
+Profiled = Annotated[str, typer.Option(help=f"Use only requests of this profile: {', '.join(PROFILES)}.")]
 Rate = Annotated[
     float | None,
     typer.Option(
         parser=per_second(),
         metavar=RATE,
-        help="Requests, e.g. 6/s: arrival times are compressed or stretched by one factor.",
+        help="Request rate, e.g. 6/s; all arrival times are scaled by one factor.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of a generated trace.")]
 Share = Annotated[
-    float | None, typer.Option(min=0, max=1, help="Draw shared prefixes by group with this probability instead.")
+    float | None, typer.Option(min=0, max=1, help="Replace the trace's prefixes: share by group with this probability.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else to stdout.")]
 
@@ -61,13 +61,13 @@ def show(
     ] = None,
     generated: Annotated[bool, typer.Option("--generate", help="Show a generated trace instead of a file.")] = False,
     requests: Annotated[
-        int | None, typer.Option(min=1, help=f"Only the first so many (generated: default {DEFAULT_REQUESTS}).")
+        int | None, typer.Option(min=1, help=f"Number of requests to use, or to generate (default {DEFAULT_REQUESTS}).")
     ] = None,
     rate: Rate = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of what is drawn; default 0.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of random draws; default: 0.")] = None,
     profile: Profiled = "",
     p_share: Share = None,
-    skip_bad: Annotated[bool, typer.Option(help="Leave out broken lines and count them.")] = False,
+    skip_bad: Annotated[bool, typer.Option(help="Skip and count invalid lines.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print lengths, arrivals and prefix reuse of a trace.
@@ -79,7 +79,7 @@ def show(
     if (file is None) != generated:
         raise InputError("give either a FILE or --generate", where="kvroute trace show")
     if file is not None and seed is not None and p_share is None:
-        raise InputError("nothing of a file is drawn", where="--seed", hint="leave it out, or give --p-share too")
+        raise InputError("a trace file needs no seed", where="--seed", hint="omit it, or also give --p-share")
     seed = seed or 0
     if file is None:
         trace = _generated(requests or DEFAULT_REQUESTS, rate, seed, profile)
@@ -102,11 +102,11 @@ def generate_file(
     out: Annotated[
         Path,
         typer.Argument(
-            help="File to write: .jsonl, .jsonl.zst or .jsonl.gz; one that is there already is replaced.",
+            help="File to write: .jsonl, .jsonl.zst or .jsonl.gz; an existing file is replaced.",
             show_default=False,
         ),
     ],
-    requests: Annotated[int, typer.Option(min=1, max=_GENERATED_MAX, help="How many.")] = DEFAULT_REQUESTS,
+    requests: Annotated[int, typer.Option(min=1, max=_GENERATED_MAX, help="Number of requests.")] = DEFAULT_REQUESTS,
     rate: Rate = None,
     seed: Seed = 0,
     profile: Profiled = "",
@@ -152,7 +152,7 @@ def _read(file: Path, skip_bad: bool) -> Trace:
     skipped: list[InputError] = []
     trace = read(file, skip_bad=skip_bad, on_skip=skipped.append)
     for fault in skipped[:_SHOWN_SKIPS]:
-        typer.echo(f"left out: {fault.where}: {fault.what}", err=True)
+        typer.echo(f"skipped: {fault.where}: {fault.what}", err=True)
     return trace
 
 
@@ -174,12 +174,13 @@ def _print(statistics: TraceStatistics) -> None:
     facts.add_column()
     facts.add_row("requests", f"{statistics.requests:,} in {statistics.duration_s:,.1f} s")
     facts.add_row(
-        "rate", f"{statistics.rate_per_s:.3f} per second" if statistics.rate_per_s else "none: one arrival time"
+        "rate",
+        f"{statistics.rate_per_s:.3f} per second" if statistics.rate_per_s else "none: all requests arrive at one time",
     )
     facts.add_row(
         "arrivals",
         f"{statistics.distinct_arrivals:,} times, every {statistics.gap_p50_s:.3f} s (median), with "
-        f"{statistics.batch_mean:.1f} requests on the mean, {statistics.batch_max} at most; "
+        f"{statistics.batch_mean:.1f} requests on average, {statistics.batch_max} at most; "
         f"variation of gaps {statistics.gap_cv:.2f} (Poisson: 1)",
     )
     facts.add_row("prefixes", _reuse(statistics))
@@ -190,7 +191,7 @@ def _reuse(statistics: TraceStatistics) -> str:
     if not statistics.blocks:
         return "unknown: the trace has no block ids"
     return (
-        f"{statistics.reused_token_share:.1%} of prompt tokens and {statistics.reused_block_share:.1%} of blocks were "
-        f"seen before; {statistics.reusing_request_share:.1%} of requests reuse one or more of their "
+        f"{statistics.reused_token_share:.1%} of prompt tokens and {statistics.reused_block_share:.1%} of blocks "
+        f"repeat earlier ones; {statistics.reusing_request_share:.1%} of requests reuse one or more of their "
         f"{statistics.block_tokens}-token blocks"
     )

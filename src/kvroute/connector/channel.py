@@ -94,7 +94,7 @@ class FramedSocket:
         """
         message = self.receive()
         if message is None:
-            raise WireError("reset", "the peer has left")
+            raise WireError("reset", "the peer has closed the connection")
         if isinstance(message, Refused):
             raise WireError(message.code, message.reason)
         return message
@@ -116,7 +116,7 @@ class FramedSocket:
             while len(view):
                 got = self.sock.recv_into(view, min(len(view), BUFFER_BYTES))
                 if not got:
-                    raise WireError("reset", "the peer left in the middle of a layer")
+                    raise WireError("reset", "the peer closed the connection in the middle of a layer")
                 view = view[got:]
 
     def abort(self) -> None:
@@ -138,7 +138,7 @@ class FramedSocket:
             if not got:
                 if may_end and not filled:
                     return None
-                raise WireError("reset", "the peer left in the middle of a header")
+                raise WireError("reset", "the peer closed the connection in the middle of a header")
             filled += got
         return bytes(data)
 

@@ -141,7 +141,7 @@ class Client:
         try:
             channel, heard = self._pool.ask(peer, Release(remote_request_id))
         except OSError as error:
-            log.info("%s was not told that %s may be freed: %s", peer.source, remote_request_id, error)
+            log.info("%s could not be informed that %s may be freed: %s", peer.source, remote_request_id, error)
             return
         if isinstance(heard, Released):
             self._pool.keep(peer, channel)

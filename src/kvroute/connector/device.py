@@ -70,18 +70,20 @@ def regions_of(layer: str, tensor: Any, blocks: int, *, staging: bool = False) -
 
 def _region(layer: str, tensor: Any, blocks: int, staging: bool) -> Region:
     if tensor.shape[0] % blocks:
-        what = f"KV cache of shape {tuple(tensor.shape)} is not made of {blocks} blocks"
+        what = f"KV cache of shape {tuple(tensor.shape)} does not consist of {blocks} blocks"
         raise InputError(what, where=layer, hint="this model's cache layout is not supported")
     inner = tensor[0].numel()
     strides = sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True))
     dense = 1
     for stride, size in strides:
         if size > 1 and stride != dense:
-            raise InputError("a block of the KV cache is not dense", where=layer, hint="use another KV cache layout")
+            raise InputError(
+                "a block of the KV cache is not contiguous", where=layer, hint="use another KV cache layout"
+            )
         dense *= size
     per_block, size = tensor.shape[0] // blocks, tensor.element_size()
     if per_block > 1 and tensor.stride(0) != inner:
-        raise InputError("a block's parts do not adjoin", where=layer, hint="use another KV cache layout")
+        raise InputError("the parts of a block are not adjacent", where=layer, hint="use another KV cache layout")
     block_bytes, stride_bytes = per_block * inner * size, per_block * tensor.stride(0) * size
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     start = tensor.storage_offset() * size

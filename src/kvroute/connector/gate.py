@@ -31,7 +31,7 @@ def greet(channel: FramedSocket, token: str, layout: Layout, traffic_class: str,
     """
     challenge = channel.expect(Challenge)
     if challenge.version != VERSION:
-        raise WireError("version", f"this side speaks version {VERSION}, the peer {challenge.version}")
+        raise WireError("version", f"this side has protocol version {VERSION}, the peer {challenge.version}")
     host, port = address_of(channel.sock.getpeername())
     hello = Hello(
         version=VERSION,
@@ -46,7 +46,7 @@ def greet(channel: FramedSocket, token: str, layout: Layout, traffic_class: str,
     channel.send(replace(hello, proof=keys.client_proof))
     welcome = channel.expect(Welcome)
     if not verify_proof(welcome.proof, keys.server_proof):
-        raise WireError("token", "the peer has another token")
+        raise WireError("token", "the peer has a different token")
     channel.secure(send_key=keys.client_key, receive_key=keys.server_key)
 
 
@@ -66,10 +66,12 @@ def accept_handshake(
     channel.send(challenge)
     hello = channel.expect(Hello)
     if hello.version != VERSION:
-        raise _refused(channel, Refused("version", f"this side speaks version {VERSION}, the peer {hello.version}"))
+        raise _refused(
+            channel, Refused("version", f"this side has protocol version {VERSION}, the peer {hello.version}")
+        )
     keys = session(token, challenge, hello)
     if not verify_proof(hello.proof, keys.client_proof):
-        raise _refused(channel, Refused("token", "the peer has another token"))
+        raise _refused(channel, Refused("token", "the peer has a different token"))
     refusal = _refusal(channel, hello, layout, options) if room() else Refused("busy", "too many KV connections")
     if refusal:
         raise _refused(channel, refusal)
@@ -94,7 +96,7 @@ def _refusal(channel: FramedSocket, hello: Hello, layout: Layout, options: Optio
     if options.protected and (hello.host, hello.port) != here and not _advertised(hello, here[1], options):
         return Refused(
             "address",
-            f"the peer has connected to {hello.host} port {hello.port}, and this server is {here[0]} port {here[1]}: "
+            f"the peer has connected to {hello.host} port {hello.port}, but this server is {here[0]} port {here[1]}: "
             "where addresses are translated, advertised_host must name the address that peers connect to",
         )
     if hello.layout != layout:

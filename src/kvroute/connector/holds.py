@@ -193,5 +193,5 @@ def _taken(request_id: str, hold: BlockLease) -> InputError:
     return InputError(
         f"the KV of another prompt is held under this name, by request {hold.owner}",
         where=f"KV of {request_id}",
-        hint="give every request a name of its own (transfer_id, X-Request-Id)",
+        hint="give every request its own name (transfer_id, X-Request-Id)",
     )

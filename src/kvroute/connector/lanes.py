@@ -89,7 +89,7 @@ class Progress:
         views = region.landing(here)
         channel.receive_into(views)
         if part.crc32 is not None and crc32(views) != part.crc32:
-            raise WireError("checksum", f"blocks of region {part.region} were damaged on their way")
+            raise WireError("checksum", f"blocks of region {part.region} were damaged in transit")
         region.landed(here, views)
         landed = self._landed[part.region]
         with self.lock:

@@ -101,16 +101,16 @@ def read_options(extra: Mapping[str, Any]) -> Options:
     except msgspec.ValidationError as error:
         raise InputError(str(error), where="kv_connector_extra_config") from None
     if options.token and options.token_env:
-        raise InputError("token and token_env are both given", where="kv_connector_extra_config", hint="keep one")
+        raise InputError("token and token_env are both given", where="kv_connector_extra_config", hint="remove one")
     if not (options.token or options.token_env or _loopback(options.host)):
         raise InputError(
-            f"anybody who reaches {options.host} could read the KV cache",
+            f"every client that reaches {options.host} could read the KV cache",
             where="kv_connector_extra_config.host",
             hint="give token_env (or token), the same on all instances",
         )
     if options.congestion_control and not _congestion_control(options.congestion_control):
         raise InputError(
-            f"this system has no congestion control {options.congestion_control!r}",
+            f"this system does not support congestion control {options.congestion_control!r}",
             where="kv_connector_extra_config.congestion_control",
             hint="see /proc/sys/net/ipv4/tcp_available_congestion_control",
         )

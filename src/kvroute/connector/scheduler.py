@@ -120,7 +120,7 @@ class Scheduler:
         handover = read_handover(params, self._tp)
         if isinstance(handover, str):
             log.warning(
-                "request %s computes its own prompt: kv_transfer_params are of no use, %s", request_id, handover
+                "request %s computes its own prompt: kv_transfer_params are not usable, %s", request_id, handover
             )
             return
         if problem := self._problem(handover, prompt):
@@ -222,7 +222,7 @@ class Scheduler:
 
     def _name(self, request_id: str, name: str, prompt: Sequence[int]) -> None:
         if name in self._names_used:
-            log.warning("request %s: transfer_id %s has served before, and is ignored", request_id, name)
+            log.warning("request %s: transfer_id %s was used before and is ignored", request_id, name)
             return
         self._names_used[name] = None
         if len(self._names_used) > NAMES_MAX:
@@ -252,5 +252,5 @@ class Scheduler:
         beginning = (prompt or ())[: max(handover.remote_num_tokens, 0)]
         alike = handover.remote_prompt in (prompt_digest(prompt), prompt_digest(beginning))
         if not (alike and handover.remote_prompt):
-            return "its prompt begins with other tokens here than on the instance that holds them"
+            return "its first tokens differ from those on the instance that holds its KV"
         return ""

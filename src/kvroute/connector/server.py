@@ -189,7 +189,7 @@ class Server:
                 return Refused("unknown", f"no request {name} is held here")
         hold = self._holds.read(name, fetch.first, fetch.count)
         if hold is None:
-            return Refused("range", f"request {name} holds fewer blocks than asked for")
+            return Refused("range", f"request {name} holds fewer blocks than requested")
         self._reading[channel] = hold
         return hold
 
@@ -221,11 +221,11 @@ class Server:
         if self._closed:
             raise WireError("reset", "closed")
         if hold.stopped:
-            return Refused("gone", f"request {fetch.request_id} was given up")
+            return Refused("gone", f"request {fetch.request_id} was aborted")
         if stripe.turn(fetch.lane) != turn:
-            raise WireError("reset", "the peer has given up this connection")
+            raise WireError("reset", "the peer has abandoned this connection")
         if not hold.computing and fetch.first + fetch.count > len(hold.blocks):
-            return Refused("range", f"request {fetch.request_id} holds fewer blocks than asked for")
+            return Refused("range", f"request {fetch.request_id} holds fewer blocks than requested")
         return stripe.take(fetch.lane, hold.ready) or (End() if stripe.dealt else None)
 
     def _send_part(self, channel: FramedSocket, fetch: Fetch, hold: BlockLease, piece: Chunk) -> None:
@@ -251,5 +251,5 @@ class Server:
 
 def _mismatch(fetch: Fetch, hold: BlockLease) -> Refused | None:
     if fetch.prompt and hold.prompt and fetch.prompt != hold.prompt:
-        return Refused("prompt", f"request {fetch.request_id} has other tokens here than on the decode instance")
+        return Refused("prompt", f"request {fetch.request_id} has different tokens here and on the decode instance")
     return None

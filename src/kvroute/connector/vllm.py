@@ -28,7 +28,7 @@ try:
     from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
 except ModuleNotFoundError as error:
     raise ImportError(
-        f"kvroute.connector.vllm is loaded by vLLM (0.32) and needs it: {error.name} is not installed here"
+        f"kvroute.connector.vllm is loaded by vLLM (0.32) and requires it: {error.name} is not installed here"
     ) from None
 
 from kvroute.connector.device import fence_of, regions_of
@@ -73,7 +73,9 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 consumer=transfer.is_kv_consumer,
             )
             if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
-                log.warning('a failed transfer fails its request; "kv_load_failure_policy": "recompute" heals it')
+                log.warning(
+                    'a failed transfer fails its request; set "kv_load_failure_policy" to "recompute" to avoid it'
+                )
 
     def _check(self, vllm_config: Any, kv_cache_config: Any) -> None:
         where, parallel = "KvrouteConnector", vllm_config.parallel_config
@@ -133,7 +135,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def _work(self) -> Worker:
-        assert self._worker is not None, "register_kv_caches comes first"
+        assert self._worker is not None, "register_kv_caches must be called first"
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

@@ -59,30 +59,40 @@ class KvrouteMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._bytes = self._counter("kv_transfer_bytes", "Bytes of KV pulled, by source instance", "source")
         self._seconds = self._counter("kv_transfer_seconds", "Seconds that transfers took", "source")
         self._failures = self._counter("kv_transfer_failures", "KV transfers that failed", "source", "reason")
-        self._expired = self._counter("kv_expired", "Requests whose KV nobody fetched in time")
+        self._expired = self._counter("kv_expired", "Requests whose KV expired before it was fetched")
         self._early = self._counter("kv_early", "KV transfers that began before their prompt was computed", "source")
-        self._early_bytes = self._counter("kv_early_bytes", "Bytes of KV that they pulled", "source")
+        self._early_bytes = self._counter(
+            "kv_early_bytes", "Bytes of KV pulled by transfers that began before their prompt was computed", "source"
+        )
         self._sent = {
             field: self._counter(f"kv_{name}", text, "target")
             for field, name, text in (
-                ("nbytes", "sent_bytes", "Bytes sent to decode instances, those sent again included"),
-                ("segments", "sent_segments", "TCP segments sent to decode instances, those sent again included"),
-                ("again_bytes", "sent_again_bytes", "Bytes that had to be sent again"),
-                ("again_segments", "sent_again_segments", "TCP segments that had to be sent again"),
-                ("busy_us", "sent_busy_seconds", "Time with data under way, connections added up"),
+                ("nbytes", "sent_bytes", "Bytes sent to decode instances, including retransmitted bytes"),
+                (
+                    "segments",
+                    "sent_segments",
+                    "TCP segments sent to decode instances, including retransmitted segments",
+                ),
+                ("again_bytes", "sent_again_bytes", "Bytes retransmitted to decode instances"),
+                ("again_segments", "sent_again_segments", "TCP segments retransmitted to decode instances"),
+                (
+                    "busy_us",
+                    "sent_busy_seconds",
+                    "Time with data in flight to decode instances, summed over connections",
+                ),
             )
         }
         self._links = {
             field: self._gauge(f"kv_link_{name}", text, "target")
             for field, name, text in (
-                ("connections", "connections", "Connections to a decode instance that carry something now"),
-                ("rtt_s", "rtt_seconds", "Their smoothed round trip on average"),
-                ("min_rtt_s", "min_rtt_seconds", "Shortest round trip that one of them has seen"),
-                ("cwnd_bytes", "cwnd_bytes", "Their congestion windows together"),
-                ("queue_bytes", "queue_bytes", "Bytes in their send queues, not yet acknowledged"),
-                ("delivery_bytes_per_s", "delivery_bytes_per_second", "Their delivery rates together"),
-                ("unsent_bytes", "unsent_bytes", "Bytes in their send queues that the network has not taken"),
-                ("looked_s", "looked_seconds", "When the kernel was asked, by a clock of the engine's own"),
+                ("connections", "connections", "Connections to a decode instance that are transferring"),
+                ("rtt_s", "rtt_seconds", "Mean smoothed round-trip time of these connections"),
+                ("min_rtt_s", "min_rtt_seconds", "Shortest round-trip time of these connections"),
+                ("cwnd_bytes", "cwnd_bytes", "Sum of the congestion windows of these connections"),
+                ("queue_bytes", "queue_bytes", "Unacknowledged bytes in the send queues of these connections"),
+                ("delivery_bytes_per_s", "delivery_bytes_per_second", "Sum of the delivery rates of these connections"),
+                ("unsent_bytes", "unsent_bytes", "Unsent bytes in the send queues of these connections"),
+                ("looked_s", "looked_seconds", "Time of the last reading from the kernel, by the engine's own clock"),
             )
         }
 

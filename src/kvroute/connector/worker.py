@@ -92,7 +92,9 @@ class Worker:
             sent.add(freed.request_id)
             if freed.expired:
                 self._counts["expired"] += 1
-                log.warning("nobody fetched the KV of %s within %g s", freed.request_id, self._options.hold_s)
+                log.warning(
+                    "the KV of %s expired: no instance fetched it within %g s", freed.request_id, self._options.hold_s
+                )
         for result in self._client.results() if self._client else ():
             received.add(result.transfer.request_id)
             self._count(result)

@@ -44,7 +44,7 @@ from kvroute.types import (
     TransferMeasured,
 )
 
-_ONCE = "tell each step of a request once and in order"
+_ONCE = "report each step of a request once and in order"
 
 
 class Control:
@@ -122,7 +122,8 @@ class Control:
             raise InputError(f"request {request.id} has already arrived", hint="give every request its own id")
         model = self._view.model_name(request)
         if model is None:
-            what = f"model {request.model!r}" if request.model else "a request without a model, for there are several"
+            unnamed = "a request without a model (the cluster has several)"
+            what = f"model {request.model!r}" if request.model else unnamed
             return (Reject(request.id, f"no prefill and decode instances serve {what}"),)
         return self._start(Booking(request, model), event.at)
 
@@ -154,13 +155,13 @@ class Control:
     def _prefill_failed(self, event: PrefillFailed) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         if journey.prefill < 0:
-            raise InputError(f"prefill of request {event.request_id} is not under way", hint=_ONCE)
+            raise InputError(f"prefill of request {event.request_id} is not in progress", hint=_ONCE)
         return self._again(journey, journey.source, event.at)
 
     def _decode_failed(self, event: DecodeFailed) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         if journey.position < 0:
-            raise InputError(f"decode of request {event.request_id} is not under way", hint=_ONCE)
+            raise InputError(f"decode of request {event.request_id} is not in progress", hint=_ONCE)
         alone = journey.source == journey.target
         joint = self._cluster.instances[journey.source].protocol == "sglang"
         if event.kv_lost and self._dispatch.is_offloaded(journey):
@@ -190,7 +191,7 @@ class Control:
     def _transfer_finished(self, event: TransferFinished) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         if not journey.in_transfer:
-            raise InputError(f"request {event.request_id} has no transfer under way", hint=_ONCE)
+            raise InputError(f"request {event.request_id} has no transfer in progress", hint=_ONCE)
         self._dispatch.end_transfer(journey, event.at, landed=True)
         if event.free_kv_bytes is not None and journey.pool is not None:
             journey.pool.free_kv_bytes[journey.position] = event.free_kv_bytes
@@ -250,7 +251,7 @@ class Control:
         index = self._cluster.index(event.instance)
         if self.offloading is None or not self.offloading.may_convert(index):
             what = f"instance {event.instance} does not change its role"
-            raise InputError(what, hint="conversions are for the prefill and decode instances of `offload`")
+            raise InputError(what, hint="only prefill and decode instances in the sites of `offload` switch roles")
         drained = self._view.roles[index] is None
         self._view.set_role(index, event.role)
         if drained:
@@ -259,7 +260,7 @@ class Control:
 
     def _copy_finished(self, event: CopyFinished) -> tuple[Decision, ...]:
         if not self._prefixes.ended(event.at, event.copy_id, landed=event.landed):
-            raise InputError(f"no copy {event.copy_id} is under way", hint="tell the end of every copy once")
+            raise InputError(f"copy {event.copy_id} is not in progress", hint="report the end of every copy once")
         return ()
 
     def _review_due(self, event: ReviewDue) -> tuple[Decision, ...]:
@@ -279,7 +280,8 @@ class Control:
         if self.offloading is None or not self.offloading.restore_threshold(
             event.site, event.tokens, event.base_tokens
         ):
-            raise InputError(f"{event.site} is no datacenter to offload to", hint="name one that only prefills")
+            hint = "name a datacenter with prefill instances only"
+            raise InputError(f"{event.site} is not an offloading site", hint=hint)
         return ()
 
     def _capacity_learned(self, event: CapacityLearned) -> tuple[Decision, ...]:

@@ -33,8 +33,8 @@ class Datacenters:
         pd = tuple(sorted(decodes))
         prfaas = tuple(site for site in range(len(names)) if site not in decodes)
         if not prfaas or not pd:
-            what = "no datacenter prefills only" if pd else "no datacenter decodes"
-            hint = "offloading needs one with prefill instances alone and one with decode instances"
+            what = "no datacenter has prefill instances only" if pd else "no datacenter has decode instances"
+            hint = "offloading needs a datacenter with only prefill instances and one with decode instances"
             raise InputError(what, where=cluster.name, hint=hint)
         egress = tuple(
             math.inf if site in decodes else min(_way_bytes_per_s(cluster, names[site], names[home]) for home in pd)

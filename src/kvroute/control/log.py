@@ -184,7 +184,7 @@ def parts_of(path: Path) -> list[Path]:
             parts.setdefault(other.part, file)
     for number in range(min(parts), max(parts)):
         if number not in parts:
-            hint = f"put it back beside {path.name}"
+            hint = f"put it back into the folder of {path.name}"
             raise InputError(f"part {number} of this log is missing", where=str(path), hint=hint)
     return [parts[number] for number in sorted(parts)]
 
@@ -204,8 +204,8 @@ def read_log(path: Path) -> tuple[LogHeader, Records]:
 def check_whole(path: Path, header: LogHeader) -> None:
     """Raises InputError if the first part of the log is missing: the log then cannot be replayed."""
     if header.part > 1:
-        what = f"the log begins with its part {header.part}, and a replay starts from the first"
-        hint = "raise gateway.log.total_size to keep more, or reload the gateway to begin another log"
+        what = f"the log begins with part {header.part}, but a replay needs the first part"
+        hint = "raise gateway.log.total_size to keep more parts, or reload the gateway to start a new log"
         raise InputError(what, where=str(path), hint=hint)
 
 

@@ -32,7 +32,7 @@ def refuse_other_files(path: Path) -> None:
     """Raises InputError if the file exists and is not a log: a log must not overwrite a cluster file or a trace."""
     start = _start(path)
     if start and not is_log(start):
-        raise InputError("is there already and is no kvroute log", where=str(path), hint="give another file")
+        raise InputError("exists and is not a kvroute log", where=str(path), hint="give another file")
 
 
 def numbered(path: Path) -> list[Path]:
@@ -65,7 +65,7 @@ def rotate(path: Path) -> Path | None:
     try:
         path.replace(kept)
     except OSError as error:
-        hint = "give a file in a folder that may be written"
+        hint = "make the folder writable"
         raise InputError(f"cannot be renamed to {kept.name} ({error.strerror})", where=str(path), hint=hint) from None
     return kept
 

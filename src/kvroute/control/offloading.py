@@ -55,11 +55,11 @@ class Offloader:
     def __init__(self, spec: OffloadSpec, view: ClusterView) -> None:
         """Raises InputError if the cluster serves several models or KV protocols, or has no site to offload to."""
         if len(view.models) > 1:
-            what = f"offloading knows one model, and the cluster serves {', '.join(view.models)}"
-            raise InputError(what, where=view.cluster.name, hint="use a cluster file for each model")
+            what = f"offloading supports one model, but the cluster serves {', '.join(view.models)}"
+            raise InputError(what, where=view.cluster.name, hint="use one cluster file per model")
         if len(view.decode) > 1:
-            what = "offloading knows one KV protocol, and the instances speak several"
-            raise InputError(what, where=view.cluster.name, hint="use a cluster file for each protocol")
+            what = "offloading supports one KV protocol, but the instances use several"
+            raise InputError(what, where=view.cluster.name, hint="use one cluster file per protocol")
         self.spec, self._view = spec, view
         ((served, self._model),) = view.models.items()
         self.datacenters = Datacenters.of_cluster(view.cluster)

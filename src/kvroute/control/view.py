@@ -319,7 +319,7 @@ class ClusterView:
         required = constraint.enforcement == "required"
         if required and inside.any() and usable is not None and not (inside & usable).any():
             where = f"in the prefill instance's {constraint.level}"
-            return Reject(request.id, f"no decode instance {where} is up, and {constraint} forbids others")
+            return Reject(request.id, f"no decode instance {where} is up, and {constraint} allows no other")
         if not self.settings.overcommit:
             return choice
         room = _with_room(candidates, usable)

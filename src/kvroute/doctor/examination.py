@@ -152,7 +152,7 @@ class _Examination:
             pair.moved, pair.failure = "failed", str(error).replace(self._key or _HIDDEN, _HIDDEN)
             hint = "see the logs of both engines, and check their connectors and addresses"
             if LATE in pair.failure:
-                hint += "; engines that are only slow need a longer --timeout"
+                hint += "; slow engines need a longer --timeout"
             self._findings.append(Finding(pair.name, f"the request failed: {pair.failure}", hint))
             return
         if outcome.handover_tp is not None and ends[0].report.engine_tp is None:
@@ -203,6 +203,6 @@ class _Examination:
         late = sum(pair.failure == _NO_TIME for pair in self.report.pairs)
         found += self._findings
         if late:
-            what = f"the time is over, and {late} of {len(self.report.pairs)} pairs were not tried"
-            found.append(Finding("examination", what, "give a longer --timeout, or fewer --pairs"))
+            what = f"the timeout expired before {late} of {len(self.report.pairs)} pairs were tested"
+            found.append(Finding("examination", what, "use a longer --timeout or fewer --pairs"))
         self.report.findings += found

@@ -11,7 +11,7 @@ from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 
 BODY_BYTES_MAX = 8 << 20
-LATE = "no complete answer"
+LATE = "no complete response"
 """Start of the failure text when the time limit is exceeded."""
 
 
@@ -66,7 +66,7 @@ class _Listener(ResponseHandler):
         self.first_byte_s = self.first_byte_s or time.time()
         self.body += data
         if len(self.body) > self._body_bytes_max:
-            self._finish(f"the answer is longer than {self._body_bytes_max} bytes")
+            self._finish(f"the response is longer than {self._body_bytes_max} bytes")
 
     def on_end(self) -> None:
         """See ResponseHandler."""

@@ -171,7 +171,7 @@ class Probe:
             await answered.wait()
             found = station.handshake(self._drawn)
         if found is None:
-            raise PairError(f"the bootstrap server of prefill engine {station.name} does not answer")
+            raise PairError(f"the bootstrap server of prefill engine {station.name} does not respond")
         return found
 
     def _drawn(self) -> int:
@@ -186,7 +186,7 @@ class Probe:
         if not answer.ok:
             raise PairError(f"{leg} engine {engine.name}: {answer.problem}{_message(answer.body)}")
         if answer.body.startswith(_ERROR_START):
-            raise PairError(f"{leg} engine {engine.name} answered an error event{_message(answer.body)}")
+            raise PairError(f"{leg} engine {engine.name} sent an error event{_message(answer.body)}")
         return answer
 
 

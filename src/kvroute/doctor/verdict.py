@@ -40,7 +40,7 @@ def engine_findings(report: EngineReport, settings: GatewaySettings) -> Iterator
     if report.model_ok is False:
         yield _model_finding(report)
     if report.engine_tp is not None and report.engine_tp != report.tp:
-        what = f"the engine runs with tensor parallelism {report.engine_tp}, and the cluster file says tp: {report.tp}"
+        what = f"the engine runs with tensor parallelism {report.engine_tp}, but the cluster file has tp: {report.tp}"
         yield Finding(report.name, what, "correct `tp` and `gpus` in the file, or the engine's --tensor-parallel-size")
     if report.metrics is not None:
         yield from _metrics_findings(report, report.metrics)
@@ -55,56 +55,56 @@ def engine_findings(report: EngineReport, settings: GatewaySettings) -> Iterator
 
 def _health_finding(report: EngineReport) -> Finding:
     if report.health == "not asked":
-        return Finding(report.name, "there was no time left to ask the engine", "give a longer --timeout")
+        return Finding(report.name, "the timeout expired before the engine was queried", "use a longer --timeout")
     if report.health.startswith(("HTTP status 401", "HTTP status 403")):
-        hint = "name the environment variable with its key: `gateway.upstream_key_env` or --key-env"
-        return Finding(report.name, f"the engine refuses the key ({report.health})", hint)
+        hint = "give the environment variable that holds its key: `gateway.upstream_key_env` or --key-env"
+        return Finding(report.name, f"the engine rejects the key ({report.health})", hint)
     what = f"{report.url} is not healthy ({report.health})"
     return Finding(report.name, what, "start the engine, or correct `endpoint.url` in the cluster file")
 
 
 def _model_finding(report: EngineReport) -> Finding:
     if not report.served_models:
-        what = "GET /v1/models names no model"
+        what = "GET /v1/models lists no model"
         return Finding(report.name, what, "check that an OpenAI-compatible server listens at its `endpoint.url`")
     served = ", ".join(report.served_models)
-    what = f"the engine serves {served}, and clients would ask for {report.request_model}"
+    what = f"the engine serves {served}, but clients request {report.request_model}"
     hint = f"start it with --served-model-name {report.request_model}, or correct `model` or `gateway.models`"
     return Finding(report.name, what, hint)
 
 
 def _metrics_findings(report: EngineReport, metrics: MetricsReport) -> Iterator[Finding]:
-    hint = f"{_METRICS_HINT[report.protocol]}, and `gateway.scrape.path` names its path"
+    hint = f"{_METRICS_HINT[report.protocol]}, and set its path in `gateway.scrape.path`"
     if metrics.failure:
         yield Finding(report.name, f"the metrics page cannot be read ({metrics.failure})", hint)
     elif metrics.missing:
-        what = f"the metrics page lacks {', '.join(metrics.missing)}, so that the gateway does not see its load"
+        what = f"the metrics page lacks {', '.join(metrics.missing)}, so the gateway does not know its load"
         yield Finding(report.name, what, hint)
 
 
 def _events_findings(report: EngineReport, events: EventsReport, block_tokens: int) -> Iterator[Finding]:
     if not events.subscribed:
         why = f" ({events.broken})" if events.broken else ""
-        yield Finding(report.name, f"no KV events: nothing answers at {events.url}{why}", _EVENTS_HINT)
+        yield Finding(report.name, f"no KV events: no response from {events.url}{why}", _EVENTS_HINT)
         return
     if events.broken:
         yield Finding(
             report.name, f"its KV events cannot be read ({events.broken})", "use an engine version with vLLM's format"
         )
     if events.replay is False:
-        what = "the replay endpoint of its KV events does not answer"
+        what = "the replay endpoint of its KV events does not respond"
         yield Finding(report.name, what, "add `replay_endpoint` to --kv-events-config, or correct `kv_replay`")
     size = report.metrics.block_tokens if report.metrics is not None else None
     if size is not None and size % block_tokens:
         what = (
-            f"its KV blocks have {size} tokens, no multiple of the gateway's {block_tokens}, so KV events are ignored"
+            f"its KV blocks have {size} tokens, not a multiple of the gateway's {block_tokens}, so it ignores KV events"
         )
         yield Finding(report.name, what, f"set `gateway.prompt.block_tokens: {size}`")
 
 
 def silent_events_finding(report: EngineReport) -> Finding:
     """Return the finding for an engine that has computed a prompt but published no event about it."""
-    what = "it has computed a prompt and published no KV event about it"
+    what = "it computed a prompt without publishing a KV event"
     return Finding(report.name, what, "check enable_kv_cache_events and the `topic` in its --kv-events-config")
 
 
@@ -143,29 +143,27 @@ def pair_findings(pair: PairReport, outcome: Outcome) -> Iterator[Finding]:
         yield _not_moved_finding(pair, outcome)
         return
     if outcome.moved is not None and outcome.moved.source not in ("", pair.prefill):
-        what = f"the decode engine counts this transfer under the source {outcome.moved.source!r}"
+        what = f"the decode engine counts this transfer for source {outcome.moved.source!r}"
         hint = f"set `instance` to {pair.prefill} in the prefill engine's kv_connector_extra_config"
-        yield Finding(pair.name, f"{what}, which is no instance of the cluster file", hint)
+        yield Finding(pair.name, f"{what}, which is not an instance of the cluster file", hint)
     if slow(pair):
         rate, promised = rate_text(pair.bytes_per_s or 0.0), rate_text(pair.promised_bytes_per_s)
-        what = f"the KV cache moves at {rate}, and the cluster file promises {promised} ({pair.tier_name})"
+        what = f"the KV cache moves at {rate}, but the cluster file states {promised} ({pair.tier_name})"
         hint = (
-            "look for other traffic, a wrong network device or TCP in place of RDMA, or correct the file's capacities"
+            "check for other traffic, a wrong network device or TCP instead of RDMA, or correct the file's capacities"
         )
         yield Finding(pair.name, what, hint)
     if pair.evidence == "counters" and pair.kv_bytes and pair.expected_bytes:
         ratio = pair.kv_bytes / pair.expected_bytes
         if not 1.0 / SIZE_FACTOR <= ratio <= SIZE_FACTOR:
             sizes = f"{bytes_text(pair.kv_bytes)} of KV for {pair.prompt_tokens} tokens"
-            what = f"the engines move {sizes}, {ratio:.2g} times what the file's model has"
+            what = f"the engines move {sizes}, {ratio:.2g} times the size of the file's model"
             yield Finding(pair.name, what, "correct `model` in the cluster file, or the engines' --kv-cache-dtype")
 
 
 def _not_moved_finding(pair: PairReport, outcome: Outcome) -> Finding:
-    reasons = f" (reasons that it counts: {', '.join(outcome.failed)})" if outcome.failed else ""
-    what = (
-        f"the request is answered, and no KV cache has moved{reasons}, so {pair.decode} has computed the prompt again"
-    )
+    reasons = f" (its failure counters: {', '.join(outcome.failed)})" if outcome.failed else ""
+    what = f"the request succeeded without a KV transfer{reasons}, so {pair.decode} computed the prompt again"
     hint = (
         f"see the log of {pair.decode}, and check that both engines run the same connector, model and tensor "
         f"parallelism, and that {pair.decode} reaches the KV port of {pair.prefill}"

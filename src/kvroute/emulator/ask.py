@@ -113,7 +113,7 @@ def read_ask(kind: Kind, data: bytes, *, models: Sequence[str], role: Role, bloc
     except msgspec.DecodeError as error:
         raise ApiError(f"the body cannot be read: {error}") from None
     if body.model is not None and body.model not in models:
-        what = f"The model `{body.model}` does not exist; ask for {' or '.join(models)}"
+        what = f"The model `{body.model}` does not exist; use {' or '.join(models)}"
         raise ApiError(what, status=404, kind="NotFoundError", param="model")
     chat = kind == "chat"
     salt = checked_salt(body.cache_salt)
@@ -155,7 +155,7 @@ def _tickets(body: Body, role: Role, answers: int) -> tuple[Leg, tuple[KvHandle,
     if params is None or not (params.do_remote_decode or params.do_remote_prefill):
         return "whole", ()
     if answers > 1:
-        raise ApiError("kv_transfer_params with several answers; ask for one prompt and n of 1", param="n")
+        raise ApiError("kv_transfer_params do not support several choices; use one prompt and n of 1", param="n")
     if params.do_remote_decode:
         return "prefill", (KvHandle(params.transfer_id),) if params.transfer_id else ()
     if params.transfer_id and params.remote_bootstrap_addr:
@@ -173,7 +173,7 @@ def _prefix(params: KvParams | None) -> KvHandle | None:
 def _forwarded(params: KvParams) -> KvHandle:
     """Return the KV handle in the parameters of another instance's response."""
     if not (params.remote_request_id and params.remote_host and params.remote_port):
-        what = "kv_transfer_params lacks remote_request_id, remote_host or remote_port; forward what prefill answered"
+        what = "kv_transfer_params lacks remote_request_id, remote_host or remote_port; copy them from prefill"
         raise ApiError(what, param="kv_transfer_params")
     return KvHandle(
         params.remote_request_id,
@@ -187,7 +187,7 @@ def _forwarded(params: KvParams) -> KvHandle:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.removeprefix("http://").rstrip("/").rpartition(":")
     if not host or not port.isdecimal():
-        raise ApiError(f"{text!r} is no host:port", param="kv_transfer_params")
+        raise ApiError(f"{text!r} is not host:port", param="kv_transfer_params")
     return host, int(port)
 
 
@@ -197,7 +197,7 @@ def _rooms(body: Body, answers: int) -> tuple[KvHandle, ...]:
     hosts = body.bootstrap_host if isinstance(body.bootstrap_host, list) else [body.bootstrap_host or ""] * len(rooms)
     ports = body.bootstrap_port if isinstance(body.bootstrap_port, list) else [body.bootstrap_port or 0] * len(rooms)
     if not len(rooms) == len(hosts) == len(ports) == answers:
-        what = f"{len(rooms)} bootstrap rooms, {len(hosts)} hosts and {len(ports)} ports for {answers} answers"
-        raise ApiError(f"{what}; give one of each per answer", param="bootstrap_room")
+        what = f"{len(rooms)} bootstrap rooms, {len(hosts)} hosts and {len(ports)} ports for {answers} choices"
+        raise ApiError(f"{what}; give one of each per choice", param="bootstrap_room")
     meetings = zip(rooms, hosts, ports, strict=True)
     return tuple(KvHandle(f"room-{room}", host, port, awaited=True) for room, host, port in meetings)

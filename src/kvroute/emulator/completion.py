@@ -84,7 +84,7 @@ async def complete(
 def _check_length(ask: EngineRequest, engine: Engine) -> None:
     for prompt in ask.prompts:
         if not engine.fits(len(prompt.tokens), ask.output_tokens):
-            what = f"{len(prompt.tokens)} prompt and {ask.output_tokens} answer tokens exceed the KV memory"
+            what = f"{len(prompt.tokens)} prompt and {ask.output_tokens} output tokens exceed the KV memory"
             raise ApiError(f"This model's maximum context length is {engine.context_tokens} tokens; {what}")
 
 
@@ -95,7 +95,7 @@ async def fail(fault: Fault) -> None:
     if fault.status == "reset":
         raise ConnectionAborted
     assert isinstance(fault.status, int)
-    raise EngineError("a failure that was ordered", status=fault.status)
+    raise EngineError("an injected failure", status=fault.status)
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class Completion:
         for job, ticket in zip(jobs, tickets, strict=True):
             if not self.engine.hold(job, ticket.key):
                 what = f"the KV of another prompt is held under {ticket.key}"
-                raise ApiError(f"{what}; give every request a name of its own", status=409, kind="ConflictError")
+                raise ApiError(f"{what}; give every request its own name", status=409, kind="ConflictError")
         if tickets[0].awaited:  # SGLang's prefill responds when the decode instance has the KV
             await self.bell.until(self._answered)
         choices = [

@@ -107,9 +107,9 @@ class Fabric:
         links = self._wan.get(way)
         if links is None:
             known = f"known: {', '.join(self._wan)}" if self._wan else "the cluster file has no `wan`"
-            raise InputError(f"there is no way {way!r} between datacenters", hint=known)
+            raise InputError(f"there is no WAN path {way!r}", hint=known)
         if not 0.0 <= share <= 1.0:
-            raise InputError(f"{share} is no share", hint="give 0 (cut) to 1 (as the file says)")
+            raise InputError(f"{share} is not a valid share", hint="give 0 (cut) to 1 (capacity of the file)")
         self._advance()
         self._network.set_capacities(links, self._capacity[links] * share)
         self._set_alarm()

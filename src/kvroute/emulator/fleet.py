@@ -145,7 +145,7 @@ class EmulatedCluster:
             return host, 0, 0, free, free
         if instance.endpoint is None:
             what = f"instance {instance.name} has no endpoint"
-            raise InputError(what, where=self._cluster.name, hint="give it one, or let the system choose ports")
+            raise InputError(what, where=self._cluster.name, hint="give it one, or use automatic ports")
         url = urlsplit(instance.endpoint.url)
         _, _, bootstrap = instance.endpoint.bootstrap.rpartition(":")
         return (

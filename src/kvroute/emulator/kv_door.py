@@ -83,7 +83,7 @@ class KvServer:
         """See `Door`."""
         delivery = self.awaited.pop(name, None)
         if delivery is not None:
-            delivery.lose(f"the prompt of {name} is not computed any more")
+            delivery.lose(f"the prompt of {name} is no longer computed")
 
     def links(self) -> tuple[dict[str, Link], float]:
         """Return the transfers in progress by target, and the time of this state."""
@@ -144,7 +144,7 @@ class KvTransfer(asyncio.Protocol):
     def _take(self, line: bytes) -> None:
         order = read_order(line)
         if isinstance(order, str):
-            self._refuse(f"the order cannot be read: {order}")
+            self._refuse(f"the KV request cannot be read: {order}")
             return
         self._order = order
         if order.key in self._engine.held:
@@ -162,7 +162,7 @@ class KvTransfer(asyncio.Protocol):
         self._patience = None
         assert self._order is not None
         self._door.awaited.pop(self._order.key, None)
-        self._refuse(f"the KV of {self._order.key} did not come in {AWAIT_S:g} s")
+        self._refuse(f"the KV of {self._order.key} was not available within {AWAIT_S:g} s")
 
     def follow(self, job: EngineSequence) -> None:
         """Send KV that is being computed: bytes leave from the end of the first layer on, as in the simulator."""

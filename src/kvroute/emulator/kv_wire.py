@@ -107,7 +107,7 @@ class _Intake(asyncio.Protocol):
                 return
             parcel = read_parcel(line)
             if isinstance(parcel, str):
-                self._fail(f"the KV source's answer for {self._order.key} cannot be read: {parcel}")
+                self._fail(f"the KV source's response for {self._order.key} cannot be read: {parcel}")
                 return
             self._parcel = parcel
             self._left = self._parcel.wire_bytes - len(rest)
@@ -125,8 +125,8 @@ class _Intake(asyncio.Protocol):
         if self._done.done():
             return
         if self._parcel is None or (self._left and not self._parcel.error):
-            left = f"{self._left} bytes short" if self._parcel is not None else "without an answer"
-            self._done.set_exception(PullFailed(f"the KV transfer of {self._order.key} broke off {left}"))
+            left = f"with {self._left} bytes missing" if self._parcel is not None else "without a response"
+            self._done.set_exception(PullFailed(f"the KV transfer of {self._order.key} ended {left}"))
         elif self._parcel.error:
             self._done.set_exception(PullFailed(self._parcel.error))
         else:
@@ -165,7 +165,7 @@ async def _watched(done: asyncio.Future[PullHeader], intake: _Intake, key: str, 
         if intake.pieces != pieces or not intake.counts:
             pieces, looks = intake.pieces, 0
         elif looks > _LOOKS:
-            raise PullFailed(f"the KV transfer of {key} has stood still for {patience_s:g} s")
+            raise PullFailed(f"the KV transfer of {key} made no progress for {patience_s:g} s")
         looks += 1
         await asyncio.wait((done,), timeout=patience_s / _LOOKS)
     return done.result()

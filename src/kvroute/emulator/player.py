@@ -149,7 +149,7 @@ async def _fetch(
             answer.status = await client.post(request.path, request.body, events.feed, events.sent, named)
         answer.error = answer.error or events.verdict(answer.status)
     except TimeoutError:
-        answer.error = f"no end within {timeout_s:g} s"
+        answer.error = f"no complete response within {timeout_s:g} s"
     except OSError as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.finished_s = time.monotonic() - started
@@ -194,7 +194,7 @@ class Client:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise InputError(f"{url!r} is no http:// address", where="url", hint="give http://host:port")
+            raise InputError(f"{url!r} is not an http:// address", where="url", hint="give http://host:port")
         self._host, self._port = parts.hostname, parts.port or 80
         self._idle: list[Connection] = []
 
@@ -276,7 +276,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(ConnectionError(f"malformed answer: {error}"))
+            self._fail(ConnectionError(f"malformed response: {error}"))
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -75,7 +75,7 @@ def checked_salt(salt: str | None) -> str:
         return ""
     if not salt or len(salt) > SALT_MAX or not _SALT_FORBIDDEN.isdisjoint(salt):
         what = f"cache_salt is empty, longer than {SALT_MAX} characters or holds '@', '/', '\\\\' or NUL"
-        raise ApiError(f"{what}; leave it out or give another one", param="cache_salt")
+        raise ApiError(f"{what}; remove it or give another one", param="cache_salt")
     return salt
 
 
@@ -115,8 +115,8 @@ def chat_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> Prompt:
         messages = msgspec.json.decode(raw, type=list[dict[str, Any]])
     except msgspec.ValidationError as error:
         raise ApiError(
-            f"messages is no list of objects ({error}); give role and content each", param="messages"
+            f"messages is not a list of objects ({error}); give role and content in each", param="messages"
         ) from None
     if not messages or not all(isinstance(message.get("role"), str) for message in messages):
-        raise ApiError("messages is empty or lacks a role; give role and content each", param="messages")
+        raise ApiError("messages is empty or lacks a role; give role and content in each", param="messages")
     return Prompt.of(text_tokens(bytes(raw)[:-1].rstrip()), block_tokens, salt)

@@ -142,7 +142,7 @@ async def _embeddings(server: InstanceServer, request: web.BaseRequest) -> web.S
 
 async def _reset_prefix_cache(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
     if not server.engine.clear_cache():
-        raise EngineError("cached blocks are in use; try again when no request runs", status=503)
+        raise EngineError("cached blocks are in use; try again when no request is in progress", status=503)
     if server.publisher is not None:
         server.publisher.publish([AllBlocksCleared()])
     return web.Response()
@@ -151,7 +151,7 @@ async def _reset_prefix_cache(server: InstanceServer, _: web.BaseRequest) -> web
 async def _fault(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     fault = await _read(request, Fault)
     if isinstance(fault.status, int) and not 400 <= fault.status <= 599:
-        raise ApiError(f"status {fault.status} is no failure; give 400 to 599, reset or hang", param="status")
+        raise ApiError(f"status {fault.status} is not a failure; give 400 to 599, reset or hang", param="status")
     if fault.fail_next < 0 or fault.after_tokens < 0 or not 0 <= fault.share <= 1:
         raise ApiError("a number is out of range; give fail_next and after_tokens of 0 or more, share in [0, 1]")
     server.faults.schedule(fault)
@@ -178,7 +178,7 @@ async def _role(server: InstanceServer, request: web.BaseRequest) -> web.StreamR
     """Set another role, as after a restart. The instance must be idle; its cache is cleared."""
     turn = await _read(request, RoleOrder)
     if server.engine.running or server.engine.waiting:
-        raise EngineError("requests are under way; drain the instance first", status=409)
+        raise EngineError("requests are in progress; drain the instance first", status=409)
     await _reset_prefix_cache(server, request)
     server.role = turn.role
     return _json({"role": turn.role})

@@ -226,7 +226,7 @@ def _ready(process: subprocess.Popen[bytes], ready: Path, said: IO[bytes]) -> Se
     why = said.read().decode(errors="replace").strip().removeprefix("kvroute: ")
     if "Traceback" in why:
         why = why.splitlines()[-1]
-    raise InputError(f"the gateway did not start: {why or f'nothing heard for {READY_S:g} s'}")
+    raise InputError(f"the gateway did not start: {why or f'no output for {READY_S:g} s'}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -250,7 +250,7 @@ def _page(url: str) -> bytes:
             body: bytes = answer.read()
             return body
     except OSError as error:  # urllib's exceptions are subclasses of OSError
-        raise InputError(f"the gateway did not answer ({error})", where=url) from None
+        raise InputError(f"the gateway did not respond ({error})", where=url) from None
 
 
 def _by_label(page: str, name: str, label: str) -> dict[str, float]:

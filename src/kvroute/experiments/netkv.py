@@ -17,7 +17,7 @@ EXPERIMENTS = {
             axes={"load": (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5)},
             policies=("round-robin", "load-aware", "cache-aware", "cla", "netkv-static", "netkv"),
             profiles=PROFILES,
-            expectation="NetKV below CLA* below round-robin in mean TTFT at every load, most in a busy network",
+            expectation="mean TTFT of NetKV below CLA* below round-robin at every load, most in a busy network",
         ),
         Experiment(
             name="netkv-context",
@@ -62,7 +62,7 @@ EXPERIMENTS = {
             axes={},
             policies=LADDER,
             profiles=PROFILES,
-            expectation="the static tier map brings most of the gain, each further step a little more",
+            expectation="the static tier map gives most of the gain, each further step a little more",
         ),
         Experiment(
             name="netkv-scale",
@@ -71,7 +71,7 @@ EXPERIMENTS = {
             axes={"gpus": (64, 128, 256, 512, 1024)},
             policies=("cla", "netkv"),
             profiles=PROFILES,
-            expectation="the gain stays at every size",
+            expectation="the gain is the same at every size",
         ),
     )
 }

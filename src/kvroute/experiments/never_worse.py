@@ -59,27 +59,27 @@ MATRIX = Experiment(
     axes={},
     policies=POLICIES,
     profiles=tuple(CASES),
-    expectation="foresight nowhere above CLA* or NetKV in mean TTFT by more than chance",
+    expectation="in no cell is foresight's mean TTFT significantly above CLA* or NetKV",
     versus=("foresight", "cla"),
 )
 ABLATION = Experiment(
     name="never-worse-ablation",
-    title="Every term left out in turn",
+    title="Ablation: one term removed at a time",
     source="kvroute",
     axes={},
     policies=tuple(VARIANTS),
     profiles=tuple(name for name, one in CASES.items() if one.ablated),
-    expectation="no term is in the way, and each is needed somewhere",
+    expectation="no term is harmful, and each is needed in some cell",
     versus=("foresight", "cla"),
 )
 FORESEEN = Experiment(
     name="never-worse-clairvoyant",
-    title="Against those who know the future",
+    title="Comparison with known future",
     source="kvroute",
     axes={},
     policies=SEEN,
     profiles=_FORESEEN,
-    expectation="foresight within 5 % of a descent that knows draws and future",
+    expectation="foresight within 5 % of a coordinate descent that has all draws and future requests",
     versus=("foresight", CLAIRVOYANT),
 )
 EXPERIMENTS = {one.name: one for one in (MATRIX, ABLATION, FORESEEN)}

@@ -36,7 +36,7 @@ _FILES = {
     "coding-agent": ("traces_rle.jsonl", "traces_rle.jsonl.zst"),
 }
 _KNOWN = " or ".join(files[0] for files in _FILES.values())
-_GIVE = f"give the folder that holds {_KNOWN} with --trace-dir or {TRACES_VARIABLE}"
+_GIVE = f"give the folder of {_KNOWN} with --trace-dir or {TRACES_VARIABLE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class Traces:
         found = [("generated", "")]
         if given:
             if not Path(given).is_dir():
-                raise InputError("there is no such folder", where=given, hint=_GIVE)
+                raise InputError("the folder does not exist", where=given, hint=_GIVE)
             for name, files in _FILES.items():
                 paths = sorted(path for file in files for path in Path(given).rglob(file))
                 found += [(name, str(path)) for path in paths[:1]]
             if len(found) == 1:
-                raise InputError("this folder holds none of the recorded traces", where=given, hint=_GIVE)
+                raise InputError("the folder has none of the recorded traces", where=given, hint=_GIVE)
         return cls(tuple(found))
 
     def path(self, case: Case) -> str | None:
@@ -71,7 +71,7 @@ class Traces:
     def missing(self, names: Iterable[str]) -> dict[str, str]:
         """Return the cases that cannot be run, each with the remedy."""
         return {
-            name: f"not run: {' or '.join(_FILES[CASES[name].trace])} is not there; give --trace-dir"
+            name: f"not run: {' or '.join(_FILES[CASES[name].trace])} is missing; give --trace-dir"
             for name in names
             if self.path(CASES[name]) is None
         }
@@ -216,10 +216,10 @@ def results_of(path: Path) -> list[Record]:
     for record in found:
         cell, config, hint = record.cell, record.config, "choose another --out or delete that file"
         if config.get("case") != _plain(CASES[cell.profile]):
-            raise InputError(f"holds results of another cell {cell.profile!r}", where=str(path), hint=hint)
+            raise InputError(f"the file has results of another cell {cell.profile!r}", where=str(path), hint=hint)
         variant = _plain(VARIANTS.get(cell.policy))
         if config.get("variant", variant) != variant:
-            raise InputError(f"holds results of another {cell.policy!r}", where=str(path), hint=hint)
+            raise InputError(f"the file has results of another {cell.policy!r}", where=str(path), hint=hint)
     return found
 
 

@@ -29,12 +29,12 @@ BLOCK_TOKENS = 512
 
 PREFIX_COPIES = Experiment(
     name="prefix-copies",
-    title="Cached prefixes on the move",
+    title="Exchange of cached prefixes",
     source="PrfaaS 3.2 and 3.4.3",
     axes={},
     policies=(OWN, f"{OWN}+pool", "exchange", "exchange+ahead", "exchange+pool", "exchange+pool+ahead"),
     profiles=(DOCUMENTS, CONVERSATIONS),
-    expectation="prefixes that are exchanged raise the hit rate and lower TTFT; copies that nobody waits for harm none",
+    expectation="exchanged prefixes raise the hit rate and lower TTFT; copies ahead of demand cost no goodput",
     versus=("exchange", OWN),
 )
 EXPERIMENTS = {PREFIX_COPIES.name: PREFIX_COPIES}

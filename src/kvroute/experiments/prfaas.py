@@ -19,20 +19,20 @@ CASE_STUDY = Experiment(
     axes={"load": (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.2)},
     policies=KINDS,
     profiles=("no-variance", "lengths", "poisson"),
-    expectation="without variance the queues keep up with what the formula promises; PrfaaS-PD serves more than "
+    expectation="without variance the queues reach the throughput of the formula; PrfaaS-PD serves more than "
     "homogeneous PD and more than naive offloading",
     versus=("prfaas", "homogeneous"),
     certain=("no-variance", TRACE),
 )
 BURST = Experiment(
     name="prfaas-burst",
-    title="Thresholds that stay and the dual-timescale scheduler",
+    title="Static thresholds and the dual-timescale scheduler",
     source="PrfaaS 3.4.3",
     axes={},
     policies=(DUAL, *map(static, THRESHOLDS)),
     profiles=tuple(SCENARIOS),
     expectation="the scheduler serves about as many good requests as the best threshold in hindsight, and more than "
-    "the one that was best for the old traffic",
+    "the threshold that was best for the old traffic",
     versus=(DUAL, static(19_600)),
 )
 EXPERIMENTS = {experiment.name: experiment for experiment in (CASE_STUDY, BURST, KV_THROUGHPUT)}

@@ -69,10 +69,10 @@ class Scenario:
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
-        Scenario("calm", "nothing changes: the old traffic"),
-        Scenario("load-doubles", "twice the requests for 600 s", Disturbance(FROM_S, TO_S, rate_factor=2.0)),
-        Scenario("link-30", "the link at 30 % for 600 s", link_shares=((CUT_S, 0.3), (TO_S, 1.0))),
-        Scenario("link-cut", "the link cut for 60 s, whole again", link_shares=((CUT_S, 0.0), (CUT_S + 60.0, 1.0))),
+        Scenario("calm", "unchanged traffic"),
+        Scenario("load-doubles", "twice the request rate for 600 s", Disturbance(FROM_S, TO_S, rate_factor=2.0)),
+        Scenario("link-30", "link capacity at 30 % for 600 s", link_shares=((CUT_S, 0.3), (TO_S, 1.0))),
+        Scenario("link-cut", "link cut for 60 s, then restored", link_shares=((CUT_S, 0.0), (CUT_S + 60.0, 1.0))),
         Scenario(
             "longer-prompts",
             "prompts about twice as long for 600 s",
@@ -150,7 +150,7 @@ def requests_of(study: PrfaasStudy, scenario: Scenario, rate_per_s: float, seed:
     room = len(trace.requests) - needed
     if room < 0:
         what = f"{len(trace.requests)} requests are too few: at {rate_per_s:.2f}/s a run may need {needed}"
-        raise InputError(what, where=trace.name, hint="give a longer trace, or --set burst_load to less")
+        raise InputError(what, where=trace.name, hint="give a longer trace, or reduce burst_load with --set")
     first = int(room * ((seed * 0.6180339887) % 1.0))
     part = Trace(trace.name, trace.requests[first : first + needed])
     return scenario.traffic.of_trace(part, rate_per_s, END_S)

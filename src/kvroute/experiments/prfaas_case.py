@@ -106,7 +106,7 @@ def assumptions(changes: Sequence[str] = ()) -> Assumptions:
     for change in changes:
         field, _, value = change.partition("=")
         if not value:
-            raise InputError(f"{change!r} gives no value", where="--set", hint="write field=value")
+            raise InputError(f"{change!r} has no value", where="--set", hint="write field=value")
         if field not in fields or field == "name":
             known = ", ".join(key for key in fields if key != "name")
             raise InputError(f"the PrfaaS experiments have no field {field!r}", where="--set", hint=f"known: {known}")

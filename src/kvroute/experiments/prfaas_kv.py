@@ -29,7 +29,7 @@ KV_THROUGHPUT = Experiment(
     axes={"tokens": tuple(float(tokens) for tokens in PUBLISHED_TOKENS)},
     policies=(HYBRID, *PUBLISHED_GBPS),
     profiles=("8xh200",),
-    expectation="dense models need tens of Gbps for every eight GPUs, hybrid ones less than ten",
+    expectation="dense models need tens of Gbps per eight GPUs, hybrid models less than ten",
     versus=(HYBRID, "minimax-m2.5"),
     certain=("8xh200",),
 )

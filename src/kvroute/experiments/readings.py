@@ -112,11 +112,11 @@ def unfit(kind: type, changes: Sequence[str], fault: str) -> InputError:
     choices = [str(each) for each in get_args(get_type_hints(kind).get(name))]
     expected = re.fullmatch(r"Expected `(.+)`, got `.+`", what)
     if "enum" in what and choices:
-        problem, hint = "there is no such value", f"choose one of {', '.join(choices)}"
+        problem, hint = "the value is unknown", f"choose one of {', '.join(choices)}"
     else:
         problem, hint = (
-            f"the value is no {expected[1].replace('float', 'number')}" if expected else what,
-            "give one that fits",
+            f"the value is not of type {expected[1].replace('float', 'number')}" if expected else what,
+            "give a value of this type",
         )
     return InputError(f"{given}: {problem}", where="--set", hint=hint)
 
@@ -135,7 +135,7 @@ def reading(name: str, changes: Sequence[str] = ()) -> Reading:
     for change in changes:
         field, _, value = change.partition("=")
         if not value:
-            raise InputError(f"{change!r} gives no value", where="--set", hint="write field=value")
+            raise InputError(f"{change!r} has no value", where="--set", hint="write field=value")
         holder = fields["times"] if field in fields["times"] else fields
         if field not in holder or field in ("name", "about", "times"):
             known = ", ".join(key for key in (*fields, *fields["times"]) if key not in ("name", "about", "times"))

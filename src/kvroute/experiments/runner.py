@@ -49,7 +49,9 @@ def finished(path: Path) -> dict[str, Record]:
             except msgspec.DecodeError as error:
                 if line.endswith(b"\n"):  # a complete line: do not remove it
                     hint = "delete that line or choose another folder"
-                    raise InputError(f"is not a result ({error})", where=f"{path}:{number}", hint=hint) from None
+                    raise InputError(
+                        f"the line is not a valid result ({error})", where=f"{path}:{number}", hint=hint
+                    ) from None
                 break
             if not line.endswith(b"\n"):
                 break
@@ -61,7 +63,7 @@ def finished(path: Path) -> dict[str, Record]:
     if whole < length:
         os.truncate(path, whole)
     if count := len(other - records.keys()):
-        _say(f"{path}: results of other code than this ({count:,}) no longer count; what is asked for is run again")
+        _say(f"{path}: ignoring {count:,} results of a different code version; requested cells are run again")
     return records
 
 
@@ -101,7 +103,7 @@ def run_cells(
         for name, value in (config or {}).items():
             if record.config.get(name) != value:
                 hint = "choose another --out or delete that file"
-                raise InputError(f"holds results of another {name}", where=str(path), hint=hint)
+                raise InputError(f"the file has results of another {name}", where=str(path), hint=hint)
     missing = [cell for cell in cells if cell.key not in records]
     codes = {policy: code_of(policy) for policy in {cell.policy for cell in missing}}  # before the source can change
     progress(len(cells) - len(missing), len(cells))
@@ -141,7 +143,7 @@ def _can_start_workers() -> bool:
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
-        _say("no temporary folder can be written, so all runs share one process; set TMPDIR to a folder that can be")
+        _say("no temporary folder is writable, so all runs share one process; set TMPDIR to a writable folder")
         return False
     return True
 

@@ -63,8 +63,8 @@ class Workload:
         if isinstance(found, Agents):
             trace = self._played(found, seed)
         elif self.agents is not None:
-            what = "the trace holds requests, and nothing of whose answers they wait for"
-            raise InputError(what, where=found.name, hint="leave out --agents, or give sessions of agents")
+            what = "the trace has no sessions of agents"
+            raise InputError(what, where=found.name, hint="omit --agents, or give a trace with sessions")
         else:
             trace = self._shaped(found)
         if self.input_tokens is not None:
@@ -84,15 +84,15 @@ class Workload:
     def _played(self, agents: Agents, seed: int) -> Trace:
         """Play the sessions in another order and with other start times for every seed."""
         if self.profile:
-            what = "a profile would tear turns out of their sessions"
-            raise InputError(what, where="--profile", hint="leave it out for sessions of agents")
+            what = "a profile would remove single turns from sessions"
+            raise InputError(what, where="--profile", hint="omit it for sessions of agents")
         if self.agents is None:
             return agents.open_loop(
                 seed=seed, rate_per_s=self.rate_per_s, think_max_s=self.think_max_s, turns=self.requests
             )
         if self.rate_per_s is not None:
-            what = "in a closed loop the answers set the pace"
-            raise InputError(what, where="--rate", hint="leave out --rate or --agents")
+            what = "--rate and --agents exclude each other: in a closed loop, responses set the rate"
+            raise InputError(what, where="--rate", hint="omit --rate or --agents")
         return agents.closed_loop(self.agents, seed=seed, think_max_s=self.think_max_s, turns=self.requests)
 
     def remarks(self, seed: int) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class Course:
         for name, endpoint in self.endpoints.items():
             while not _reset(endpoint.url):
                 if time.monotonic() > deadline:
-                    raise InputError(f"{name} is still at work {IDLE_S:g} s after the last answer")
+                    raise InputError(f"{name} is still busy {IDLE_S:g} s after the last response")
                 time.sleep(0.1)
 
 

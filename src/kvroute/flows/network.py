@@ -75,7 +75,7 @@ class FlowNetwork:
         InputError for an id that is in flight, an unknown link or class, or numbers out of range.
         """
         if flow in self._slot:
-            raise InputError(f"flow {flow} is in flight already", hint="give every active flow its own number")
+            raise InputError(f"flow {flow} is already in flight", hint="give every active flow its own number")
         links, effective = self._checked(path, nbytes, weight, traffic_class)
         if ceiling_bytes_per_s != math.inf:
             links = self._held(links, ceiling_bytes_per_s)
@@ -132,7 +132,7 @@ class FlowNetwork:
         (1e-12 of the duration) finish together.
         """
         if not self.now <= to < math.inf:
-            raise InputError(f"time cannot go from {self.now} s to {to} s", hint="advance to a later, finite time")
+            raise InputError(f"time cannot advance from {self.now} s to {to} s", hint="advance to a later, finite time")
         if self._next_slot != _UNKNOWN and self._next_s > to:
             self.now = to
             return []
@@ -156,7 +156,7 @@ class FlowNetwork:
         if numbers.shape != values.shape or numbers.ndim != 1:
             raise InputError(f"{numbers.size} links but {values.size} capacities", hint="give one capacity per link")
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < self._links):
-            raise InputError(f"a link is not one of 0 to {self._links - 1}", where="set_capacities")
+            raise InputError(f"a link is not between 0 and {self._links - 1}", where="set_capacities")
         _check_capacities(numbers.tolist(), values)
         self._flush()
         kernels.set_capacities(numbers, values, self._state)
@@ -234,7 +234,7 @@ class FlowNetwork:
         if len(set(links)) != len(links):
             links = tuple(dict.fromkeys(links))
         if links and not (min(links) >= 0 and max(links) < self._links):
-            raise InputError(f"path {list(links)} leaves the links 0 to {self._links - 1}", hint="use known links")
+            raise InputError(f"path {list(links)} has a link outside 0 to {self._links - 1}", hint="use existing links")
         if not 0.0 <= nbytes < math.inf:
             raise InputError(f"a transfer of {nbytes} bytes", hint="give a size that is finite and not negative")
         multiplier = self._classes.get(traffic_class)
@@ -314,4 +314,4 @@ def _check_capacities(links: Sequence[LinkId], capacity: npt.NDArray[np.float64]
 
 def _check_ceiling(bytes_per_s: float) -> None:
     if not bytes_per_s >= 0.0:
-        raise InputError(f"a ceiling of {bytes_per_s} bytes per second", hint="give 0 or more, inf for none")
+        raise InputError(f"a ceiling of {bytes_per_s} bytes per second", hint="give 0 or more; inf means no limit")

@@ -62,7 +62,7 @@ def read_scenario(path: Path) -> Scenario:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path), hint="name a readable file") from error
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path), hint="give a readable file") from error
     return parse_scenario(text, where=str(path))
 
 
@@ -164,10 +164,10 @@ def _faults(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
 
 def _flow_faults(flow: Flow, links: Counter[str], classes: dict[str, float]) -> Iterator[tuple[str, str, str]]:
     if not flow.links:
-        yield "links", "has an empty path", "name the links it crosses, in order"
+        yield "links", "has an empty path", "list the links of its path in order"
     for link in dict.fromkeys(flow.links):
         if link not in links:
-            yield "links", f"crosses unknown link {link!r}", "name a link of `links`"
+            yield "links", f"crosses unknown link {link!r}", "use a link of `links`"
     if not 0.0 <= flow.nbytes < math.inf:
         yield "size_B", f"has size {flow.nbytes:g}", "give bytes, 0 or more"
     if not 0.0 <= flow.start_s < math.inf:

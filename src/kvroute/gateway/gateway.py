@@ -170,7 +170,7 @@ class Gateway:
             return "the gateway is starting"
         self._checked = self._checked or self._clusters.all_checked
         if not self._checked:
-            return "the engines have yet to say that they live"
+            return "the first health checks are not complete"
         up = [engine.role for engine in self.runtime.engines.values() if engine.availability.up]
         missing = [role for role in ("prefill", "decode") if role not in up and "both" not in up]
         return f"no {missing[0]} instance is up" if missing else ""
@@ -223,7 +223,7 @@ class Gateway:
             assert self._clusters is not None, "start first"
             try:
                 if self._draining:
-                    raise InputError("the gateway is draining", hint="start another one")
+                    raise InputError("the gateway is draining", hint="start a new gateway")
                 prepared = await asyncio.to_thread(self._clusters.prepare, read)
                 serving = self._clusters.next(prepared)
             except Exception as error:  # after any error in reading, the old file stays in effect

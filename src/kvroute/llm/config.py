@@ -31,7 +31,7 @@ _LAYER_TYPES: dict[str, _Span] = {
 _WINDOW_PERIOD = {"gemma2": 2, "gpt_oss": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 """Period of full-attention layers by model type, for files with or without their own value."""
 _REFUSED = {
-    "block_configs": "its layers differ in their heads",
+    "block_configs": "its layers have different numbers of heads",
     "hybrid_override_pattern": "it has Mamba layers",
     "attn_layer_period": "it has Mamba layers",
     "ssm_cfg": "it has Mamba layers",
@@ -101,7 +101,7 @@ def from_config(config: Mapping[str, Any] | Path, *, name: str = "", element_byt
     fields = _text_part(_Fields(config, where))
     size = element_bytes if element_bytes is not None else _element_bytes(config, fields)
     if not 0 < size <= 8:
-        raise fields.error(f"{size!r} bytes per number of the KV cache is impossible", "give 0.5, 1, 2 or 4")
+        raise fields.error(f"{size!r} bytes per KV value is not possible", "give 0.5, 1, 2 or 4")
     name = name or str(config.get("_name_or_path") or config.get("model_type") or "model")
     return Model(name, _layers(fields, size))
 
@@ -117,7 +117,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"is not JSON ({error})", where=str(path), hint="give a Hugging Face config.json") from error
     if not isinstance(document, dict):
-        raise InputError("holds no JSON object", where=str(path), hint="give a Hugging Face config.json")
+        raise InputError("is not a JSON object", where=str(path), hint="give a Hugging Face config.json")
     return document
 
 
@@ -196,7 +196,7 @@ def _spans(fields: _Fields, total: int) -> list[_Span]:
 
 def _span(fields: _Fields, kind: object) -> _Span:
     if not isinstance(kind, str) or kind not in _LAYER_TYPES:
-        raise fields.error(f"{fields.prefix}layer_types names {kind!r}, which is not modelled")
+        raise fields.error(f"{fields.prefix}layer_types contains {kind!r}, which is not modelled")
     return _LAYER_TYPES[kind]
 
 
@@ -227,7 +227,7 @@ def _head_dim(fields: _Fields, heads: int) -> int:
         return fields.count("head_dim", "kv_channels")
     hidden = fields.count(*_HIDDEN)
     if hidden % heads:
-        raise fields.error(f"{hidden} numbers do not divide into {heads} heads", "add `head_dim`")
+        raise fields.error(f"hidden size {hidden} is not divisible by {heads} heads", "add `head_dim`")
     return hidden // heads
 
 
@@ -280,6 +280,6 @@ def _linear(fields: _Fields, count: int, element_bytes: float) -> Layers:
         heads = fields.count(*_HEADS)  # lightning attention
         state = heads * _head_dim(fields, heads) ** 2 * number_bytes
     else:
-        what = "linear-attention layers are named, but not the size of their state"
+        what = "linear-attention layers are given without the size of their state"
         raise fields.error(what, "add `linear_attn_config` or `linear_num_value_heads` and its dimensions")
     return Layers("linear", count, kv_heads=heads, state_bytes=float(state))

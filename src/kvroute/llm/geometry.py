@@ -146,4 +146,4 @@ class Model:
 
 def _check_tp(tp: int) -> None:
     if tp < 1:
-        raise InputError(f"{tp} tensor-parallel shards are impossible", where="tp", hint="give 1 or more")
+        raise InputError(f"{tp} tensor-parallel shards are not possible", where="tp", hint="give 1 or more")

@@ -105,7 +105,7 @@ def model(name: str) -> Model:
         return from_config(path)
     near = get_close_matches(key, MODELS, n=1)
     guess = f"did you mean {near[0]}? `kvroute llm` lists" if near else "`kvroute llm` lists"
-    raise InputError(f"there is no model {name!r}", hint=f"{guess} the presets, and a config.json can be given as well")
+    raise InputError(f"there is no model {name!r}", hint=f"{guess} the presets; or give a config.json")
 
 
 def _preset_name(name: str) -> str:

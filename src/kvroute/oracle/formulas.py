@@ -34,7 +34,7 @@ def staleness_bound(
     """
     if not fast_bytes_per_s >= slow_bytes_per_s > 0:
         raise InputError(
-            f"the faster tier has {fast_bytes_per_s:g} bytes/s and the slower {slow_bytes_per_s:g}",
+            f"the faster tier has {fast_bytes_per_s:g} bytes/s, the slower one {slow_bytes_per_s:g}",
             hint="give the faster tier first, both above zero",
         )
     ahead = fast_bytes_per_s * (1.0 - fast_congestion) - slow_bytes_per_s * (1.0 - slow_congestion)

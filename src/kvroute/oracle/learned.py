@@ -203,11 +203,17 @@ class Learned:
         """Restore what another instance has learned (`known`). Raises InputError if it does not fit."""
         pairs = list(pairs)
         if len(tiers) != TIER_COUNT:
-            raise InputError(f"{len(tiers)} tiers", where="tiers", hint=f"give {TIER_COUNT}, or null for a tier")
+            raise InputError(
+                f"{len(tiers)} tiers are given",
+                where="tiers",
+                hint=f"give {TIER_COUNT} values, null for an unmeasured tier",
+            )
         for known in (*(tier for tier in tiers if tier is not None), *(pair[2] for pair in pairs)):
             numbers = (known.log, known.transfers, known.ratio, known.at)
             if not (all(map(math.isfinite, numbers)) and known.transfers > 0 and known.ratio > 0):
-                raise InputError("what was learned is no ratio", where="tiers, pairs", hint="give finite numbers")
+                raise InputError(
+                    "a learned ratio is not positive and finite", where="tiers, pairs", hint="give finite numbers"
+                )
         for number, tier in enumerate(tiers):
             if tier is not None:
                 self._known = True
@@ -249,6 +255,6 @@ class Learned:
 def _check(kv_bytes: float, seconds: float, transfers: int) -> None:
     for value, where in ((kv_bytes, "kv_bytes"), (seconds, "seconds")):
         if not 0 <= value < math.inf:
-            raise InputError(f"{value} is not a measurement", where=where, hint="send a finite number of zero or more")
+            raise InputError(f"{value} is not a measurement", where=where, hint="give a finite number of 0 or more")
     if transfers < 1:
-        raise InputError(f"{transfers} transfers", where="transfers", hint="send 1 or more, or nothing")
+        raise InputError(f"{transfers} transfers", where="transfers", hint="give 1 or more")

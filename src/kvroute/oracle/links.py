@@ -56,7 +56,9 @@ class LinkView:
         self._tier_bytes_per_s = np.asarray(tier_bytes_per_s, dtype=np.float64)
         if self._capacity_bytes_per_s.shape != self._link_tier.shape:
             raise InputError(
-                "capacities and tiers of links differ in number", where="link_tier", hint="give both by link"
+                "the numbers of link capacities and link tiers differ",
+                where="link_tier",
+                hint="give both for every link",
             )
         self._hops, self._flows_per_transfer, self._ecmp = hops, flows_per_transfer, ecmp
         self._plans: dict[tuple[int, bytes], _Plan] = {}

@@ -40,7 +40,7 @@ class NetworkOracle:
         if self._tier.ndim != 2 or self._tier.shape[0] != self._tier.shape[1]:
             raise InputError(f"the tier map has shape {self._tier.shape}", where="tier", hint="give an [n, n] array")
         if self._tier.size and not (self._tier.min() >= 0 and self._tier.max() < TIER_COUNT):
-            raise InputError("the tier map holds an unknown tier", where="tier", hint=f"use 0 to {TIER_COUNT - 1}")
+            raise InputError("the tier map contains an unknown tier", where="tier", hint=f"use 0 to {TIER_COUNT - 1}")
         self._bytes_per_s = _per_tier(bytes_per_s, "bytes_per_s", above_zero=True)
         self._latency_s = _per_tier(latency_s, "latency_s", above_zero=False)
         self._settings = settings or OracleSettings()
@@ -118,7 +118,7 @@ class NetworkOracle:
             InputError: as for `congestion_measured`, or this oracle has no links.
         """
         if self._links is None:
-            raise InputError("telemetry by link, but the oracle knows no links", hint="give it a LinkView")
+            raise InputError("telemetry is by link, but the oracle has no LinkView", hint="pass a LinkView")
         measured = utilisation_array(utilisation, self._links.link_count, "utilisation")
         if self._congestion.measured(at, self._links.aggregate(measured)):
             self._utilisation = measured
@@ -151,7 +151,7 @@ class NetworkOracle:
             InputError: this oracle has no links.
         """
         if self._links is None:
-            raise InputError("the oracle knows no links", hint="give it a LinkView")
+            raise InputError("the oracle has no LinkView", hint="pass a LinkView")
         utilisation = np.zeros(self._links.link_count) if self._utilisation is None else self._utilisation
         return self._links.residual_bytes_per_s(source, targets, utilisation * self._congestion.fading(at))
 
@@ -186,10 +186,12 @@ class NetworkOracle:
 def _per_tier(values: FloatArray, where: str, *, above_zero: bool) -> FloatArray:
     array = np.array(values, dtype=np.float64)
     if array.shape != (TIER_COUNT,):
-        raise InputError(f"{array.size} values for {TIER_COUNT} tiers", where=where, hint="give one for each tier")
+        raise InputError(f"{array.size} values for {TIER_COUNT} tiers", where=where, hint="give one per tier")
     if not (np.isfinite(array).all() and (array > 0 if above_zero else array >= 0).all()):
         bound = "above zero" if above_zero else "zero or more"
-        raise InputError(f"{array.tolist()} are not all finite and {bound}", where=where, hint="mend the tier's value")
+        raise InputError(
+            f"{array.tolist()} are not all finite and {bound}", where=where, hint="correct the value of the tier"
+        )
     array.flags.writeable = False
     return array
 

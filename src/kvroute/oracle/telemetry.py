@@ -49,7 +49,7 @@ class OracleSettings:
             raise InputError(
                 f"unknown prediction {self.prediction!r}",
                 where="oracle.prediction",
-                hint=f"try {near[0]!r}, or leave it",
+                hint=f"did you mean {near[0]!r}?",
             )
         if self.in_flight_max < 0:
             raise InputError(f"{self.in_flight_max} is negative", where="oracle.in_flight_max", hint="use 0 or more")
@@ -71,12 +71,12 @@ def utilisation_array(values: Sequence[float] | FloatArray, length: int, where: 
     """
     measured = np.array(values, dtype=np.float64)
     if measured.shape != (length,):
-        raise InputError(f"{measured.size} values where {length} are due", where=where, hint="send one value for each")
+        raise InputError(f"{measured.size} values instead of {length}", where=where, hint="give one value for each")
     wrong = ~(np.isfinite(measured) & (measured >= -_ROUNDING))
     if wrong.any():
         first = int(np.argmax(wrong))
         raise InputError(
-            f"{measured[first]} is not a utilisation", where=f"{where}[{first}]", hint="send a number in [0, 1)"
+            f"{measured[first]} is not a utilisation", where=f"{where}[{first}]", hint="give a number in [0, 1)"
         )
     np.clip(measured, 0.0, CONGESTION_MAX, out=measured)
     return _read_only(measured)

@@ -51,11 +51,11 @@ def published_kv_bytes_per_s(model: str, tokens: float) -> float:
         InputError: the table does not contain the model, or does not cover this prompt length.
     """
     if model not in PUBLISHED_GBPS:
-        hint = f"give --prefill, or one of {', '.join(PUBLISHED_GBPS)}"
-        raise InputError(f"no KV throughput of {model!r} is published", where="--model", hint=hint)
+        hint = f"give --prefill, or choose one of {', '.join(PUBLISHED_GBPS)}"
+        raise InputError(f"the published table has no KV throughput of {model!r}", where="--model", hint=hint)
     if not PUBLISHED_TOKENS[0] <= tokens <= PUBLISHED_TOKENS[-1]:
-        hint = f"give {PUBLISHED_TOKENS[0]} to {PUBLISHED_TOKENS[-1]}, or measure one prompt and give --prefill"
-        raise InputError(f"the published table does not reach {tokens:,.0f} tokens", where="--tokens", hint=hint)
+        hint = f"use {PUBLISHED_TOKENS[0]} to {PUBLISHED_TOKENS[-1]}, or measure one prompt and give --prefill"
+        raise InputError(f"the published table does not cover {tokens:,.0f} tokens", where="--tokens", hint=hint)
     points = zip(PUBLISHED_TOKENS, PUBLISHED_GBPS[model], strict=True)
     for (low, low_gbps), (high, high_gbps) in pairwise(points):
         if tokens <= high:

@@ -68,13 +68,13 @@ def log_normal(mu: float, sigma: float, least: int, most: int, step_tokens: int)
         InputError: `most` is not above `least`, or almost no mass lies between them.
     """
     if most <= least:
-        raise InputError(f"no length lies between {least} and {most} tokens", hint="give `most` above `least`")
+        raise InputError(f"`most` ({most} tokens) is not above `least` ({least} tokens)", hint="increase `most`")
     inner = np.arange(least // step_tokens + 1, -(-most // step_tokens)) * float(step_tokens)
     edges = np.concatenate(([float(least)], inner, [float(most)]))
     z = (np.log(edges) - mu) / sigma
     mass = np.diff(_normal_cdf(z))
     if mass.sum() < _LEAST_MASS:
-        what = f"log-normal prompts with mu {mu:g} and sigma {sigma:g} hardly ever have {least} to {most} tokens"
+        what = f"almost no log-normal prompts with mu {mu:g} and sigma {sigma:g} have {least} to {most} tokens"
         raise InputError(what, hint="mu is the logarithm of the median length")
     kept = mass > 0
     moment = math.exp(mu + sigma * sigma / 2) * np.diff(_normal_cdf(z - sigma))

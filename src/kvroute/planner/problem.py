@@ -38,10 +38,10 @@ from kvroute.types import InputError, PiecewisePrefill, PrefillSpec, QuadraticPr
 T = TypeVar("T")
 _BEGINS = "begin with `name: my-plan`, `traffic:`, `kv:`, `hardware:` and `clusters:`"
 _READINGS: dict[Reading, str] = {
-    "representative": "each stage is charged the time of its prompt of mean length, T(E[L]), as in the paper "
-    "(`reading: representative`; `reading: exact` charges the mean time of its prompts)",
-    "exact": "each stage is charged the mean time of its prompts, E[T(L)] (`reading: exact`; the paper's own "
-    "`reading: representative` charges the time of the prompt of mean length)",
+    "representative": "each stage uses the prefill time of its mean prompt length, T(E[L]), as in the paper "
+    "(`reading: representative`; `reading: exact` uses the mean prefill time of its prompts)",
+    "exact": "each stage uses the mean prefill time of its prompts, E[T(L)] (`reading: exact`; the paper's "
+    "`reading: representative` uses the prefill time of the mean prompt length)",
 }
 _NO_DECODE = DecodeEntry(base_s=Duration(1.0))
 
@@ -102,7 +102,7 @@ def read_problem(path: Path) -> Problem:
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror})", where=str(path), hint="give a YAML file") from error
     except UnicodeDecodeError as error:
-        raise InputError("is not text in UTF-8", where=str(path), hint="give a YAML file") from error
+        raise InputError("the file is not UTF-8 text", where=str(path), hint="give a YAML file") from error
     file, lines = read_mapping(text, str(path), PlanFile, _BEGINS)
     return _Reader(file, lines, path.parent).problem()
 
@@ -124,9 +124,9 @@ class _Reader:
             role: tuple(site for site, entry in zip(sites, self.file.clusters, strict=True) if entry.role == role)
             for role in ("prefill", "pd")
         }
-        for role, what in (("prefill", "no cluster offers prefill to others"), ("pd", "no cluster decodes")):
+        for role, what in (("prefill", "no cluster prefills for other clusters"), ("pd", "no cluster decodes")):
             if not of_role[role]:
-                raise self.lines.error(what, ("clusters",), f"give one with `role: {role}`")
+                raise self.lines.error(what, ("clusters",), f"add one with `role: {role}`")
         self.choices.append(_READINGS[self.file.reading])
         return Problem(
             name=self.file.name,
@@ -146,7 +146,7 @@ class _Reader:
             case LogNormalLengths(mu=mu, sigma=sigma, least=least, most=most):
                 lengths = self._placed(key, lambda: log_normal(mu, sigma, least, most, step))
             case ConstantLengths(tokens=tokens):
-                lengths = grouped(np.array([float(tokens)]), np.ones(1), step, f"every prompt {tokens:,} tokens")
+                lengths = grouped(np.array([float(tokens)]), np.ones(1), step, f"every prompt has {tokens:,} tokens")
             case TableLengths(tokens=counts, shares=shares):
                 tokens_, shares_ = np.array(counts, dtype=np.float64), np.array(shares)
                 about = f"a table of {len(counts)} lengths"
@@ -169,7 +169,7 @@ class _Reader:
         entry = self.file.kv
         if isinstance(entry, ModelKv):
             found = self._placed(("kv", "model"), lambda: model(entry.model))
-            self.choices.append(f"KV sizes: the layers of {found.name}")
+            self.choices.append(f"KV sizes: computed from the layers of {found.name}")
             return kv_curve(found)
         sizes = [float(size) for size in entry.sizes]
         if any(after < before for before, after in pairwise(sizes)):
@@ -186,7 +186,9 @@ class _Reader:
         prefill_s = prefill_curve(self._placed(key, lambda: prefill_time(spec)))
         self.choices.append(f"prefill on {name}: {how}{_beyond(spec, lengths)}")
         if not prefill_s(lengths.mix.tokens).min() > 0:
-            raise self.lines.error("some prompts would take no time at all", key, "give measured times above 0")
+            raise self.lines.error(
+                "the prefill time of some prompts is not above 0", key, "give measured times above 0"
+            )
         rate_per_s = 0.0
         if entry.decode is not None:
             rate_per_s = self._decode_per_s(name, entry)
@@ -200,11 +202,16 @@ class _Reader:
             case ProfiledPrefill(file=file, form=form):
                 found, _ = fit_profile(read_profile(self.folder / file), form)
                 if found is None:
-                    raise InputError("it measures no prompts", where=file, hint="give the columns tokens,seconds")
+                    raise InputError(
+                        "the file has no measured prompts", where=file, hint="give the columns tokens,seconds"
+                    )
                 return found.spec, _how(found, form)
             case given:
                 spec = TimingEntry(prefill=given, decode=_NO_DECODE).spec().prefill
-                forms = {PiecewisePrefill: "straight lines through the given points", QuadraticPrefill: "quadratic"}
+                forms = {
+                    PiecewisePrefill: "linear interpolation between the given points",
+                    QuadraticPrefill: "quadratic",
+                }
                 return spec, f"{forms.get(type(spec), 'linear')}, as given"
 
     def _decode_per_s(self, name: str, entry: HardwareEntry) -> float:
@@ -212,11 +219,13 @@ class _Reader:
         key: Key = ("hardware", name, "decode", "iteration")
         iteration_s = float(entry.decode.iteration_s)
         if not iteration_s > 0:
-            raise self.lines.error("an iteration takes no time", key, "give the measured time of a full batch")
+            raise self.lines.error("the iteration time is not above 0", key, "give the measured time of a full batch")
         slo = self.file.traffic.slo_tokens_per_s
         if slo is not None and iteration_s * slo > 1 + 1e-9:
-            what = f"iterations of {iteration_s * 1e3:g} ms give {1 / iteration_s:.1f} tokens/s, the SLO wants {slo:g}"
-            raise self.lines.error(what, key, "give a smaller `batch_max` with its shorter iteration")
+            what = (
+                f"iterations of {iteration_s * 1e3:g} ms give {1 / iteration_s:.1f} tokens/s; the SLO requires {slo:g}"
+            )
+            raise self.lines.error(what, key, "use a smaller `batch_max` with its shorter iteration")
         return decode_per_s(entry.decode.batch_max, iteration_s, self.file.traffic.output_tokens)
 
     def _site(self, number: int, entry: ClusterEntry, hardware: dict[str, Hardware]) -> Site:
@@ -236,7 +245,7 @@ class _Reader:
         entry = self.file.homogeneous
         if entry is None:
             gpus = sum(site.gpus for site in sites)
-            self.choices.append(f"homogeneous alternative: as many GPUs, {gpus:,}, all {pd.hardware.name}")
+            self.choices.append(f"homogeneous alternative: the same number of GPUs, {gpus:,}, all {pd.hardware.name}")
             return Site("homogeneous", pd.hardware, gpus // self.file.gpus_per_instance, gpus)
         found = self._known(entry.hardware, hardware, ("homogeneous", "hardware"))
         self._decodes(found, ("homogeneous", "hardware"))
@@ -245,8 +254,8 @@ class _Reader:
     def _instances(self, gpus: int, key: Key) -> int:
         each = self.file.gpus_per_instance
         if gpus % each:
-            what = f"{gpus} GPUs are no whole number of instances of {each}"
-            raise self.lines.error(what, key, f"give a multiple of {each}, or another `gpus_per_instance`")
+            what = f"{gpus} GPUs cannot be divided into instances of {each}"
+            raise self.lines.error(what, key, f"use a multiple of {each}, or change `gpus_per_instance`")
         return gpus // each
 
     def _decodes(self, found: Hardware, key: Key) -> None:
@@ -279,15 +288,15 @@ class _Reader:
 
 def _fitted(tokens: list[int], values: list[float], form: Form) -> Fit[PrefillSpec]:
     if any(after <= before for before, after in pairwise(tokens)):
-        raise InputError("the token counts do not ascend", hint="sort the points, each count once")
+        raise InputError("the token counts are not in ascending order", hint="sort the points and use each count once")
     return fit_prefill(tokens, values, form)
 
 
 def _how(fit: Fit[PrefillSpec], form: Form) -> str:
     if form == "piecewise":
-        text = f"straight lines between {fit.error.n} measured points"
+        text = f"linear interpolation between {fit.error.n} measured points"
     else:
-        text = f"{form} fit of {fit.error.n} measured points, off by {fit.error.mean_abs_relative:.1%} on average"
+        text = f"{form} fit of {fit.error.n} measured points, mean error {fit.error.mean_abs_relative:.1%}"
     return "; ".join((text, *fit.remarks))
 
 
@@ -297,4 +306,4 @@ def _beyond(spec: PrefillSpec, lengths: Lengths) -> str:
         return ""
     tokens = lengths.mix.tokens
     outside = float(lengths.mix.share[(tokens < spec.tokens[0]) | (tokens > spec.tokens[-1])].sum())
-    return f"; {outside:.1%} of the requests are outside of the points, on prolonged lines" if outside > 0.0005 else ""
+    return f"; {outside:.1%} of the requests lie outside the points and are extrapolated" if outside > 0.0005 else ""

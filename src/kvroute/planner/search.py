@@ -116,8 +116,8 @@ def find(problem: Problem, kind: Kind = "prfaas") -> Optimum:
         thresholds = thresholds[-1:]
     count = int(np.prod([site.instances + 1 for site in pd], dtype=np.float64))
     if count > _MOST_SPLITS:
-        what = f"{count:,} ways to split {len(pd)} PD clusters are too many to try"
-        raise InputError(what, where=problem.name, hint="join equal PD clusters into one")
+        what = f"{count:,} ways to split {len(pd)} PD clusters are too many to search"
+        raise InputError(what, where=problem.name, hint="merge equal PD clusters into one")
     n_prefill, n_decode = splits([site.instances for site in pd])
     return _best(problem, kind, thresholds, n_prefill, n_decode)
 
@@ -176,8 +176,8 @@ def _best(problem: Problem, kind: Kind, thresholds: FloatArray, n_prefill: IntAr
             best = rank, float(thresholds[row]), start + column
     assert best is not None, "there is at least one split"
     if not best[0][0] > 0:
-        what = f"the {kind} deployment could serve nothing: a stage has no instance"
-        raise InputError(what, where=problem.name, hint="give more GPUs where requests are decoded")
+        what = f"the {kind} deployment cannot serve requests: a stage has no instance"
+        raise InputError(what, where=problem.name, hint="add GPUs to the clusters that decode")
     chosen = slice(best[2], best[2] + 1)
     cell = stage_rates(system, np.array([best[1]]), n_prefill[chosen], n_decode[chosen])
     return Optimum(prfaas, pd, system, cell)

@@ -159,7 +159,9 @@ def _nobody_inside(
 ) -> Reject:
     among = f"decode instance in the prefill instance's {constraint.level}"
     if not inside.any():
-        return Reject(request.id, f"there is no {among}, and the constraint {constraint.level}:required forbids others")
+        return Reject(
+            request.id, f"there is no {among}, and the constraint {constraint.level}:required allows no other"
+        )
     return no_room(
         request, replace(candidates, free_kv_bytes=np.where(inside, candidates.free_kv_bytes, -np.inf)), among
     )
@@ -176,4 +178,4 @@ def _weight(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"weight {text!r} is no number", where="constraint", hint="give one in (0, 1]") from None
+        raise InputError(f"weight {text!r} is not a number", where="constraint", hint="give one in (0, 1]") from None

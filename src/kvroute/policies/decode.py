@@ -156,7 +156,7 @@ class CacheAndLoadAware:
     def __post_init__(self) -> None:
         for name, weight in (("cache_weight", self.cache_weight), ("load_weight", self.load_weight)):
             if not 0 <= weight < math.inf:
-                raise InputError(f"{weight} is not a weight", where=name, hint="use a number of zero or more")
+                raise InputError(f"{weight} is not a valid weight", where=name, hint="use 0 or more")
         if self.cache_weight + self.load_weight == 0:
             raise InputError("both weights are zero", where="cla", hint="give cache_weight or load_weight a value")
 

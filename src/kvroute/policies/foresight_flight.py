@@ -93,7 +93,7 @@ class InFlight:
             InputError: it is in flight already, or its bytes are negative or not finite.
         """
         if transfer in self._under:
-            raise InputError(f"transfer {transfer} is in flight already", hint="give each its own number")
+            raise InputError(f"transfer {transfer} is in flight already", hint="give each transfer its own number")
         if not 0.0 <= kv_bytes < math.inf:
             raise InputError(f"a transfer of {kv_bytes} bytes", where="kv_bytes", hint="give a size of zero or more")
         tier = int(self.links.tier[source, target])

@@ -58,7 +58,7 @@ class ForesightJoint:
         start_s = prefill.pending_s + prefill.prefill_s
         found, refused = self._closed(request, prefill, start_s, way_of, turn)
         if not found:
-            return refused or Reject(request.id, "no prefill instance has a decode instance to hand its KV cache to")
+            return refused or Reject(request.id, "no prefill instance can transfer its KV cache to a decode instance")
         order = sorted(found, key=lambda index: (start_s[index] + _paid(found[index][1]), index))
         return self._played(request, prefill, start_s, turn, found, order)
 

@@ -103,7 +103,9 @@ class Learned:
         shape = (len(known.log_sums), len(known.weights), len(known.transfers), len(known.ages_s))
         if shape != (TIER_COUNT,) * 4 or not all(math.isfinite(number) for number in numbers):
             hint = f"give {TIER_COUNT} finite numbers of each kind"
-            raise InputError("what was learned does not fit", where="log_sums, weights, transfers, ages_s", hint=hint)
+            raise InputError(
+                "the learned state has the wrong form", where="log_sums, weights, transfers, ages_s", hint=hint
+            )
         self.grown_old(at)
         self._log[:], self._weight[:] = known.log_sums, known.weights
         self._transfers = list(known.transfers)

@@ -82,10 +82,10 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if name != "late_log" and not 0 <= value < math.inf:
-                raise InputError(f"{value} is not a number of zero or more", where=name, hint="see docs/policies.md")
+                raise InputError(f"{value} is not a number of 0 or more", where=name, hint="see docs/policies.md")
         for name in ("output_window", "width", "joint_width", "joint_reach", "near_max"):
             if getattr(self, name) != int(getattr(self, name)):
-                raise InputError(f"{getattr(self, name)} is not a whole number", where=name, hint="drop the fraction")
+                raise InputError(f"{getattr(self, name)} is not a whole number", where=name, hint="give a whole number")
         for name in (
             "output_tokens",
             "step_floor_s",
@@ -95,9 +95,13 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
             "factor_min",
         ):
             if getattr(self, name) == 0:
-                raise InputError("zero would divide by nothing", where=name, hint="use a small positive number")
+                raise InputError("the value is zero", where=name, hint="use a positive number")
         if not self.factor_min <= 1 <= self.factor_max:
-            raise InputError("the bounds leave out 1, the map as given", where="factor_min", hint="enclose 1")
+            raise InputError(
+                "factor_min to factor_max does not include 1",
+                where="factor_min",
+                hint="use factor_min <= 1 <= factor_max",
+            )
         if not (self.remembered < 1 and 0 < self.left_floor_share < 1 and self.arrival_load_weight <= 1):
             raise InputError(
                 "remembered, left_floor_share or arrival_load_weight is not a share",
@@ -105,7 +109,9 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
                 hint="use below 1",
             )
         if not -math.inf < self.late_log <= 0:
-            raise InputError(f"{self.late_log} is not late", where="late_log", hint="use a negative number")
+            raise InputError(
+                f"{self.late_log} is not a number of 0 or less", where="late_log", hint="use a negative number"
+            )
         for name, least in (("output_window", 1), ("joint_width", 1), ("joint_reach", 1), ("near_max", 1)):
             if getattr(self, name) < least:
-                raise InputError(f"{getattr(self, name)} is too few", where=name, hint=f"use {least} or more")
+                raise InputError(f"{getattr(self, name)} is too small", where=name, hint=f"use {least} or more")

@@ -57,9 +57,11 @@ class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"unknown rule {self.rule!r}", where="offload.rule", hint=hint)
         check_band("offload, scarce_above and abundant_below", self.abundant_below, self.scarce_above, 1.0)
         if self.stay_factor is not None and not 0.0 < self.stay_factor < math.inf:
-            raise InputError(f"{self.stay_factor} is no factor", where="offload.stay_factor", hint="try 3, or leave it")
+            raise InputError(
+                f"{self.stay_factor} is not a positive factor", where="offload.stay_factor", hint="try 3 or remove it"
+            )
         if self.copy_min_tokens < 1:
-            what = f"{self.copy_min_tokens} tokens are no copy"
+            what = f"{self.copy_min_tokens} tokens are too few for a copy"
             raise InputError(what, where="offload.copy_min_tokens", hint="give 1 or more")
         tokens, bounds = self.threshold_tokens, self.short_term
         if tokens is not None and not bounds.threshold_min_tokens <= tokens <= bounds.threshold_max_tokens:

@@ -47,13 +47,13 @@ class ShortTerm(msgspec.Struct, frozen=True, kw_only=True):
         check_band("offload.short_term.utilisation", self.utilisation_low, self.utilisation_high, 1.0)
         check_band("offload.short_term.queue", self.queue_low_s, self.queue_high_s, math.inf, unit="_s")
         if not 1.0 < self.step < math.inf:
-            raise InputError(f"{self.step} is no factor above 1", where="offload.short_term.step", hint="try 1.1")
+            raise InputError(f"{self.step} is not a factor above 1", where="offload.short_term.step", hint="try 1.1")
         for name, value_s in (("dwell_s", self.dwell_s), ("remember_s", self.remember_s)):
             if not 0.0 <= value_s < math.inf:
-                what = f"{value_s} is no time of zero or more"
+                what = f"{value_s} is not a time of 0 or more"
                 raise InputError(what, where=f"offload.short_term.{name}", hint="give seconds")
         if not 0.0 < self.threshold_min_tokens <= self.threshold_max_tokens < math.inf:
-            what = f"thresholds from {self.threshold_min_tokens} to {self.threshold_max_tokens} are no range above 0"
+            what = f"thresholds from {self.threshold_min_tokens} to {self.threshold_max_tokens} are not a valid range"
             hint = "use 0 < threshold_min_tokens <= threshold_max_tokens"
             raise InputError(what, where="offload.short_term", hint=hint)
 
@@ -67,7 +67,7 @@ def check_band(where: str, low: float, high: float, most: float, *, unit: str = 
     if not (0.0 <= low < high <= most and high < math.inf):
         upper = f" <= {most:g}" if most < math.inf else ""
         hint = f"use 0 <= low < high{upper}"
-        raise InputError(f"low{unit} {low} and high{unit} {high} leave no band between them", where=where, hint=hint)
+        raise InputError(f"low{unit} {low} and high{unit} {high} leave no gap between them", where=where, hint=hint)
 
 
 class Threshold:

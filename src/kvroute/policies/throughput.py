@@ -47,11 +47,13 @@ class Mix:
         lengths = np.asarray(tokens, dtype=np.float64)
         mass = np.ones_like(lengths) if weights is None else np.asarray(weights, dtype=np.float64)
         if lengths.ndim != 1 or lengths.shape != mass.shape:
-            raise InputError(f"{lengths.size} lengths and {mass.size} weights do not pair", hint="give one per length")
+            raise InputError(
+                f"{lengths.size} lengths but {mass.size} weights are given", hint="give one weight per length"
+            )
         wrong = ~(np.isfinite(lengths) & np.isfinite(mass)) | (lengths < 0) | (mass < 0)
         if wrong.any():
             shown = f"{lengths[wrong][0]:g} tokens with weight {mass[wrong][0]:g}"
-            raise InputError(f"{shown} is not possible", hint="give finite numbers of 0 or more")
+            raise InputError(f"{shown} is not valid", hint="give finite numbers of 0 or more")
         if not mass.sum() > 0:
             raise InputError("the mix of lengths has no request", hint="give a length with a weight above 0")
         kept, where = np.unique(lengths[mass > 0], return_inverse=True)

@@ -12,7 +12,7 @@ from kvroute.types import InputError, IntArray
 
 _TOKEN_BYTES = 8
 _SEED_LIMIT = 1 << 64
-_MEND = "give signed 64-bit integers in one row"
+_MEND = "give a 1-dimensional array of signed 64-bit integers"
 
 
 def block_hashes(tokens: Sequence[int] | IntArray, block_tokens: int = 16, seed: int = 0) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ def block_hashes(tokens: Sequence[int] | IntArray, block_tokens: int = 16, seed:
     if block_tokens < 1:
         raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", hint="give 1 or more")
     if not 0 <= seed < _SEED_LIMIT:
-        raise InputError(f"{seed} is no unsigned 64-bit integer", where="seed", hint="give 0 to 2^64-1")
+        raise InputError(f"{seed} is not an unsigned 64-bit integer", where="seed", hint="give 0 to 2^64-1")
     octets = memoryview(_token_bytes(tokens))
     step = block_tokens * _TOKEN_BYTES
     digest, parent = xxhash.xxh64_intdigest, seed
@@ -45,8 +45,8 @@ def _token_bytes(tokens: Sequence[int] | IntArray) -> bytes:
         # array() is twice as fast as numpy on a list, but would read bytes as raw memory.
         ids = tokens if isinstance(tokens, np.ndarray | bytes | bytearray) else array("q", tokens)
     except (OverflowError, TypeError) as error:
-        raise InputError(f"no token ids ({error})", where="tokens", hint=_MEND) from error
+        raise InputError(f"not token ids ({error})", where="tokens", hint=_MEND) from error
     row = np.asarray(ids)
     if row.ndim != 1 or not np.can_cast(row.dtype, np.int64) or row.dtype.kind == "b":
-        raise InputError(f"no token ids: {row.dtype} in {row.ndim} dimensions", where="tokens", hint=_MEND)
+        raise InputError(f"not token ids: {row.dtype} in {row.ndim} dimensions", where="tokens", hint=_MEND)
     return row.astype("<i8", copy=False).tobytes()

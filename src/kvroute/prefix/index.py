@@ -43,7 +43,7 @@ class PrefixIndex:
             raise InputError(
                 f"{len(capacity_blocks)} capacities for {instances} instances",
                 where="capacity_blocks",
-                hint="give one each",
+                hint="give one per instance",
             )
         self._instances = [Holdings(i, _limit(limit, "capacity_blocks")) for i, limit in enumerate(capacity_blocks)]
         self._root = Node((), None, 0)
@@ -200,7 +200,9 @@ class PrefixIndex:
     def _of(self, instance: int) -> Holdings:
         if not 0 <= instance < len(self._instances):
             raise InputError(
-                f"no instance {instance} among {len(self._instances)}", where="instance", hint="add_instance first"
+                f"there is no instance {instance} among {len(self._instances)}",
+                where="instance",
+                hint="add_instance first",
             )
         return self._instances[instance]
 

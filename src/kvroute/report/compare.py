@@ -80,12 +80,12 @@ def verdict(runs: Sequence[Summary], metric: Metric = mean_ttft_s) -> Verdict:
             values.setdefault(run.policy, []).append(value)
     if not values:
         unmeasured = not any(run.measured for run in runs)
-        nothing = "No request was measured" if unmeasured else "No policy gave a first token"
+        nothing = "No request was measured" if unmeasured else "No policy produced a first token"
         return Verdict(
             winner=None,
             leads=(),
             remarks=_remarks(runs),
-            sentence=f"{nothing}, so there is nothing to compare.",
+            sentence=f"{nothing}, so no comparison is possible.",
         )
     means = {policy: float(np.mean(seconds)) for policy, seconds in values.items()}
     winner = min(means, key=lambda policy: (means[policy], policy))
@@ -106,9 +106,9 @@ def _remarks(runs: Sequence[Summary]) -> tuple[str, ...]:
         shares = ", ".join(f"{policy} {rejected / max(of, 1):.1%}" for policy, (rejected, of) in refused.items())
         reasons = [run.reject_reason for run in runs if run.reject_reason]
         why = f" First reason: {reasons[0]}." if reasons else ""
-        remarks.append(f"Requests were rejected ({shares}); times are of the others.{why}")
+        remarks.append(f"Requests were rejected ({shares}); times cover only the other requests.{why}")
     if any(run.requests.arrived and not run.measured for run in runs):
-        remarks.append("Requests arrived, and none arrived after the warm-up: shorten it (--warmup).")
+        remarks.append("No request arrived after the warm-up; shorten it (--warmup).")
     waits = [
         run.ttft_parts_s.prefill_wait / run.ttft_s.mean
         for run in runs
@@ -116,16 +116,16 @@ def _remarks(runs: Sequence[Summary]) -> tuple[str, ...]:
     ]
     if waits and min(waits) > PREFILL_BOUND:
         what = f"At least {min(waits):.0%} of every policy's TTFT is the wait for prefill"
-        remarks.append(f"{what}: no decode policy moves that; add prefill instances or lower the rate.")
+        remarks.append(f"{what}; decode policies cannot reduce it. Add prefill instances or lower the rate.")
     return tuple(remarks)
 
 
 def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...], alone: bool) -> str:
     start = f"{winner} has the lowest mean TTFT, {mean_s * 1e3:,.0f} ms"
     if alone:
-        return f"{winner} has a mean TTFT of {mean_s * 1e3:,.0f} ms; it ran alone."
+        return f"{winner} has a mean TTFT of {mean_s * 1e3:,.0f} ms; no other policy was run."
     if not leads:
-        return f"{start}; no other gave a first token on the same seeds."
+        return f"{start}; no other policy produced a first token with the same seeds."
     equal = [lead.second for lead in leads if lead.mean == 0.0 and not lead.half_width]
     if equal:
         start = f"{_listed([winner, *equal])} have the same mean TTFT, {mean_s * 1e3:,.0f} ms"
@@ -136,7 +136,7 @@ def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...], alone: 
     ahead_ms, share = 0.0 - rival.mean * 1e3, 0.0 - rival.relative  # a tie is 0, not -0
     if rival.half_width is None:
         gap = f"{ahead_ms:,.1f} ms below {rival.second}"
-        return f"{start}, {gap}; one seed cannot say whether that is noise, try --seeds 5."
+        return f"{start}, {gap}; one seed cannot show whether this is noise; use --seeds 5."
     gap = f"{ahead_ms:,.1f} ± {rival.half_width * 1e3:,.1f} ms ({share:.1%}) below {rival.second}"
     if rival.is_noise:
         return f"{start}, {gap}: the difference is noise (95 % interval over {rival.seeds} seeds includes zero)."

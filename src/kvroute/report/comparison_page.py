@@ -57,17 +57,17 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
         InputError: there is no record, or the folder cannot be written.
     """
     if not records:
-        raise InputError("there is no run to report on", where=str(out), hint="run at least one policy")
+        raise InputError("no run to report", where=str(out), hint="run at least one policy")
     runs = summaries(records)
     timelines, seed = _timelines(records)
     config = _parameters(records)
     pictures = [
-        picture(ttft_breakdown(runs), out, "ttft-breakdown", "Where the time to first token goes, mean over seeds"),
-        picture(tier_split(runs), out, "tier-split", "How far KV caches travel: transfers by tier, mean over seeds"),
+        picture(ttft_breakdown(runs), out, "ttft-breakdown", "Parts of the time to first token, mean over seeds"),
+        picture(tier_split(runs), out, "tier-split", "KV transfers by tier, mean over seeds"),
     ]
     if timelines:
         changes = _changes(records[0])
-        marked = "; upright lines: a link's capacity changes" if changes else ""
+        marked = "; vertical lines: changes of a link's capacity" if changes else ""
         caption = f"Own traffic as a share of each tier's capacity, mean between telemetry updates, seed {seed}{marked}"
         pictures.append(picture(link_utilisation(timelines, changes), out, "link-utilisation", caption))
         thresholds = {policy: timeline for policy, timeline in timelines.items() if timeline.threshold_tokens}
@@ -109,7 +109,7 @@ def _slo_ttft_s(record: Record) -> float | None:
 
 def _changes(record: Record) -> list[tuple[float, str]]:
     """Return the times of a run's link changes, each with the new share of the link's capacity in words."""
-    words = {0.0: "cut", 1.0: "whole again"}
+    words = {0.0: "cut", 1.0: "restored"}
     settings: Mapping[str, Any] = record.config.get("settings", {})
     return [
         (float(each["at_s"]), f"{each['link']} {words.get(each['share'], format(each['share'], '.0%'))}")
@@ -127,7 +127,7 @@ def differences_grid(runs: Sequence[Summary]) -> Grid:
     headings = (
         Heading("difference"),
         *(Heading(f"{name} ms") for name, _ in _MEASURES),
-        Heading("what it means for the mean TTFT", prose=True),
+        Heading("effect on mean TTFT", prose=True),
     )
     return Grid("", headings, tuple(rows), "Paired over seeds; ± half of the 95 % interval (Student's t).")
 
@@ -143,15 +143,13 @@ def _gap(found: Difference | None) -> Entry:
 def in_words(found: Difference) -> str:
     """Return a sentence on the significance of a difference."""
     if found.half_width is None:
-        return "Unknown: one seed cannot tell a difference from noise; run with --seeds 5."
+        return "Unknown: one seed cannot separate a difference from noise; use --seeds 5."
     if found.mean == 0:
         return "None: both have the same mean."
     word = "lower" if found.mean < 0 else "higher"
     if found.is_noise:
-        return f"Noise: over {found.seeds} seeds the interval includes zero, so these runs do not tell the two apart."
-    return (
-        f"{found.first} is {word} by {abs(found.relative):.1%}; the interval over {found.seeds} seeds leaves out zero."
-    )
+        return f"Noise: the interval over {found.seeds} seeds includes zero."
+    return f"{found.first} is {word} by {abs(found.relative):.1%}; the interval over {found.seeds} seeds excludes zero."
 
 
 def _timelines(records: Sequence[Record]) -> tuple[dict[str, Timeline], int]:

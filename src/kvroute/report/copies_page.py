@@ -30,12 +30,16 @@ def _percent(record: Record) -> float | None:
 _COLUMNS: tuple[tuple[Heading, Number, int], ...] = (
     (Heading("TTFT s", "Mean"), lambda record: record.summary.ttft_s.mean, 2),
     (Heading("P95 s"), lambda record: record.summary.ttft_s.p95, 2),
-    (Heading("good /s", "First token within 5 s"), lambda record: record.summary.goodput_per_s, 3),
-    (Heading("hit %", "Prompt tokens that no prefill computed"), _percent, 1),
-    (Heading("out GB", "From the PrfaaS site to the home, everything"), lambda record: record.figures["egress_gb"], 0),
-    (Heading("in GB", "The other way"), lambda record: record.figures["ingress_gb"], 0),
-    (Heading("copied GB", "Prefixes for requests, within sites too"), lambda record: record.figures["copied_gb"], 0),
-    (Heading("ahead GB", "Prefixes that nobody waited for"), lambda record: record.figures["ahead_gb"], 0),
+    (Heading("good /s", "Requests with the first token within 5 s"), lambda record: record.summary.goodput_per_s, 3),
+    (Heading("hit %", "Prompt tokens from caches"), _percent, 1),
+    (Heading("out GB", "All KV traffic from the PrfaaS site to home"), lambda record: record.figures["egress_gb"], 0),
+    (Heading("in GB", "All KV traffic from home to the PrfaaS site"), lambda record: record.figures["ingress_gb"], 0),
+    (
+        Heading("copied GB", "Prefixes copied for requests, also within a site"),
+        lambda record: record.figures["copied_gb"],
+        0,
+    ),
+    (Heading("ahead GB", "Prefixes copied ahead of demand"), lambda record: record.figures["ahead_gb"], 0),
 )
 _BASE = {"exchange+ahead": "exchange", "exchange+pool+ahead": "exchange+pool"}
 """Baseline of a policy with copies ahead: the same policy without them; for all others, own caches."""
@@ -50,7 +54,9 @@ def copies_grid(records: Sequence[Record]) -> Grid:
         Heading("requests"),
         Heading("caches"),
         *(heading for heading, _, _ in _COLUMNS),
-        Heading("good /s gained", "Against the same without copies ahead, else own caches; pairs of one seed"),
+        Heading(
+            "good /s gained", "Compared with the same mode without copies ahead, or with own caches; paired by seed"
+        ),
     )
     rows = []
     for profile in profiles_of(records):
@@ -61,7 +67,7 @@ def copies_grid(records: Sequence[Record]) -> Grid:
                 numbers = (_entry(estimate(map(value, runs)), digits) for _, value, digits in _COLUMNS)
                 gained = _entry(gain(some, policy), 3, signed=True)
                 rows.append((Entry(profile), Entry(policy), *numbers, gained))
-    caption = "own-caches: each site uses its own; exchange: the longer one is copied to where the prefill is."
+    caption = "own-caches: each site uses its own cache; exchange: the longer prefix is copied to the prefill instance."
     return Grid(PREFIX_COPIES.title, headings, tuple(rows), caption, 2)
 
 
@@ -88,9 +94,9 @@ def copies_findings(records: Sequence[Record]) -> list[Finding]:
 def _harmless(records: Sequence[Record], policy: str) -> tuple[str, Holds, str]:
     claim, gained = f"{policy} costs no goodput", gain(records, policy)
     if gained is None or gained.half_width is None:
-        return claim, "unclear", "Two seeds or more are needed."
+        return claim, "unclear", "At least two seeds are needed."
     holds: Holds = "does not hold" if gained.mean + gained.half_width < 0 else "holds"
-    return claim, holds, f"{gained.mean:+.4f} ±{gained.half_width:.4f} good requests/s against {_BASE[policy]}."
+    return claim, holds, f"{gained.mean:+.4f} ±{gained.half_width:.4f} good requests/s compared with {_BASE[policy]}."
 
 
 def copies_bars(records: Sequence[Record]) -> Figure:
@@ -134,9 +140,9 @@ def write_copies(experiment: Experiment, records: Sequence[Record], out: Path) -
         tables=[copies_grid(records)],
         config=shared_parameters(records),
         notes=(
-            "documents: texts of 20,000 to 80,000 tokens, each asked about for four minutes, some far more than others",
-            "conversations: generated after Mooncake's trace; a turn goes on from the one before",
-            "the model is hybrid: a cached prefix counts where a prompt has ended, and its state crosses with it",
+            "documents: texts of 20,000 to 80,000 tokens, each requested for four minutes, with skewed popularity",
+            "conversations: generated from the statistics of Mooncake's trace; each turn extends the previous one",
+            "the model is hybrid: a cached prefix is usable only where a prompt ended; its state is copied with it",
         ),
         commands=[command + sweep_options(experiment, cells), command + cell_options(cells[0])],
         cells=len(records),

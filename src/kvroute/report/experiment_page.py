@@ -35,7 +35,7 @@ def write_experiment(experiment: Experiment, records: Sequence[Record], out: Pat
         InputError: there is no record, or the folder cannot be written.
     """
     if not records:
-        raise InputError(f"{experiment.name} has no result to report on", where=str(out), hint="run at least one cell")
+        raise InputError(f"{experiment.name} has no result to report", where=str(out), hint="run at least one cell")
     found = findings(experiment, records)
     return write_page(
         "experiment.html.j2",
@@ -83,19 +83,23 @@ def _and(names: Sequence[str]) -> str:
 
 def _pictures(experiment: Experiment, records: Sequence[Record], out: Path) -> list[Picture]:
     axes, (first, second) = axes_of(records), experiment.versus
-    interval = f"{first} against {second} with 95 % intervals, hollow where the difference is noise"
+    interval = f"{first} compared with {second}, 95 % intervals; hollow: the difference is noise"
     drawn: list[tuple[Figure, str, str]] = []
     if len(axes) >= 2:
-        caption = f"Mean TTFT of {first} against {second} in per cent; parentheses: the difference is noise"
+        caption = f"Mean TTFT of {first} compared with {second}, %; in parentheses: the difference is noise"
         drawn.append((heat_map(records, experiment.versus), "heat-map", caption))
     elif not axes:
         drawn.append(
-            (ablation_bars(records), "ablation", "Mean TTFT with 95 % intervals; in parentheses, against the first")
+            (
+                ablation_bars(records),
+                "ablation",
+                "Mean TTFT with 95 % intervals; in parentheses: difference from the first",
+            )
         )
         for number, profile in enumerate(profiles_of(records)):
             runs = summaries(of_profile(records, profile))
             drawn.append(
-                (ttft_breakdown(runs), f"ttft-breakdown-{number}", f"{profile}: where the time to first token goes")
+                (ttft_breakdown(runs), f"ttft-breakdown-{number}", f"{profile}: parts of the time to first token")
             )
             drawn.append((tier_split(runs), f"tier-split-{number}", f"{profile}: transfers by tier"))
     else:

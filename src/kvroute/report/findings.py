@@ -68,20 +68,22 @@ def below(experiment: Experiment, records: Sequence[Record], pair: tuple[str, st
         return (
             claim,
             "unclear",
-            f"{pair[0]} and {pair[1]} share no seed with a first token, so nothing is compared; use equal --seeds.",
+            f"{pair[0]} and {pair[1]} have no common seed with a first token; use the same --seeds.",
         )
     clear_wins = sum(each.mean < 0 and not each.is_noise for _, each in gaps)
     holds = _below_holds([each for _, each in gaps], clear_wins)
     if len(gaps) == 1:
-        return claim, holds, f"Mean TTFT of {pair[0]} against {pair[1]}: {worth(gaps[0][1])}{gaps[0][0]}."
+        return claim, holds, f"Mean TTFT of {pair[0]} compared with {pair[1]}: {worth(gaps[0][1])}{gaps[0][0]}."
     losses = [(where, each) for where, each in gaps if each.mean > 0]
     sentence = f"{pair[0]} has the lower mean TTFT at {sum(each.mean < 0 for _, each in gaps)} of {len(gaps)} points"
-    sentence += f", {clear_wins} of them beyond noise"
+    sentence += f", {clear_wins} of them significant"
     where, best = min(gaps, key=lambda item: (item[1].relative, item[0]))
     if best.mean < 0:
         sentence += f"; its largest lead is {worth(best)}{where}"
     sentence += (
-        f". It loses {'; '.join(f'{worth(each)}{at}' for at, each in losses)}." if losses else "; it never loses."
+        f". Its mean TTFT is higher: {'; '.join(f'{worth(each)}{at}' for at, each in losses)}."
+        if losses
+        else "; it is never higher."
     )
     return claim, holds, sentence
 
@@ -141,7 +143,7 @@ def steady(experiment: Experiment, records: Sequence[Record], axis: str) -> tupl
         level,
         "same",
         f"{policy} does not change with {axis}",
-        f"The mean TTFT of {policy}, against its first point,",
+        f"The mean TTFT of {policy}, relative to its first point,",
     )
 
 
@@ -158,15 +160,15 @@ def _trend(
         return (
             claim,
             "unclear",
-            f"No seed gave a first token at both ends of {axis}, so they are not compared; use equal --seeds.",
+            f"No seed has a first token at both ends of {axis}; use the same --seeds.",
         )
     means = {value: float(np.mean(list(some.values()))) for value, some in table.items() if some}
     peak = max(means, key=lambda value: (means[value], -value))
     half_width = "" if change.half_width is None else f" ±{change.half_width * 100:.1f}"
     sentence = (
-        f"{subject} goes from {means[values[0]]:.1%} at {axis}={values[0]:g} "
+        f"{subject} changes from {means[values[0]]:.1%} at {axis}={values[0]:g} "
         f"to {means[values[-1]]:.1%} at {values[-1]:g}: "
-        f"{change.mean * 100:+.1f}{half_width} percentage points; it is largest at {peak:g} ({means[peak]:.1%})."
+        f"{change.mean * 100:+.1f}{half_width} percentage points; the maximum is at {peak:g} ({means[peak]:.1%})."
     )
     return claim, _trend_holds(change, expected), sentence
 
@@ -198,7 +200,7 @@ def _trend_holds(change: Estimate, expected: str) -> Holds:
 
 def ladder(experiment: Experiment, records: Sequence[Record]) -> tuple[str, Holds, str]:
     """Check whether the first step of the ladder brings most of the gain, and every further step a little more."""
-    claim = "the first step brings most of the gain, each further one more"
+    claim = "the first step gives most of the gain, each further step more"
     runs = summaries(records)
     steps = [
         difference(runs, later, earlier)
@@ -210,9 +212,9 @@ def ladder(experiment: Experiment, records: Sequence[Record]) -> tuple[str, Hold
         return claim, "unclear", "Not every step of the ladder has a run with a first token."
     told = "; ".join(f"{step.first} vs {step.second} {worth(step)}" for step in known)
     if whole.mean >= 0:
-        return claim, "does not hold", f"{told}. There is no gain to share out."
+        return claim, "does not hold", f"{told}. There is no gain."
     share = known[0].mean / whole.mean
-    sentence = f"{told}. The first step is {share:.0%} of the whole gain of {worth(whole)}."
+    sentence = f"{told}. The first step gives {share:.0%} of the total gain of {worth(whole)}."
     if whole.is_noise:
         return claim, "unclear", sentence
     if share >= 0.5 and all(step.mean < 0 and not step.is_noise for step in known):

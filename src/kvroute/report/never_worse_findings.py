@@ -177,17 +177,19 @@ def _nowhere_worse(matrix: Sequence[Record]) -> list[Finding]:
         fair = honest(all_pairs)
         lost, won = [each for each in fair if each.is_higher], [each for each in fair if each.is_lower]
         worst = max(lost, key=lambda each: each.ratio, default=None)
-        sentence = f"Of {len(fair)} cells it is lower in {len(won)}, higher in {len(lost)}"
-        sentence += f", at most by {worst.ratio - 1:.2%} ({worst.case})." if worst else "."
+        sentence = f"Over {len(fair)} cells, it is lower in {len(won)} and higher in {len(lost)}"
+        sentence += f", by at most {worst.ratio - 1:.2%} ({worst.case})." if worst else "."
         found.append(
-            _finding("truthful or silent oracle", f"nowhere above {rival} in mean TTFT", not lost, sentence, fair)
+            _finding("truthful or silent oracle", f"mean TTFT not above {rival} in any cell", not lost, sentence, fair)
         )
         lied = [each for each in all_pairs if CASES[each.case].oracle == "lying"]
         if lied:
             most = max(lied, key=lambda each: each.ratio)
             many = sum(each.is_higher for each in lied)
             told = f"Higher in {many} of {len(lied)} cells; the worst ratio is {most.ratio:.3f} ({most.case})."
-            found.append(_finding("lying oracle", f"loses little to {rival}", most.ratio <= 1.1, told, lied))
+            found.append(
+                _finding("lying oracle", f"mean TTFT at most 10 % above {rival}", most.ratio <= 1.1, told, lied)
+            )
     return found
 
 
@@ -197,7 +199,7 @@ def _leads(matrix: Sequence[Record]) -> list[Finding]:
         fair = honest(pairs(matrix, rival))
         mean = geometric_mean(each.ratio for each in fair)
         if mean is not None:
-            sentence = f"Geometric mean of {len(fair)} ratios of mean TTFT: {mean:.4f}, hence {1 - mean:.1%} below."
+            sentence = f"Geometric mean of {len(fair)} ratios of mean TTFT: {mean:.4f}, {1 - mean:.1%} below."
             claim = f"at least {least:.0%} below {rival}"
             found.append(_finding("truthful or silent oracle", claim, 1 - mean >= least, sentence, fair))
     return found
@@ -208,9 +210,9 @@ def _p99(matrix: Sequence[Record]) -> Finding:
     worse = [each for each in fair if each.is_higher]
     share = len(worse) / max(len(fair), 1)
     told = ", ".join(f"{each.case} against {each.second} ({each.ratio - 1:+.1%})" for each in _worst(worse))
-    sentence = f"Worse in {len(worse)} of {len(fair)} comparisons with {' and '.join(RIVALS)}, {share:.1%}."
-    sentence += f" The worst: {told}." if told else ""
-    claim = f"P99 of TTFT not worse in more than {P99_SHARE:.0%}"
+    sentence = f"Higher in {len(worse)} of {len(fair)} comparisons with {' and '.join(RIVALS)}, {share:.1%}."
+    sentence += f" The largest: {told}." if told else ""
+    claim = f"P99 TTFT higher in at most {P99_SHARE:.0%}"
     return _finding("truthful or silent oracle", claim, share <= P99_SHARE, sentence, fair)
 
 
@@ -222,7 +224,7 @@ def _tbt(matrix: Sequence[Record]) -> Finding:
         f"{each.case} {each.difference * 1e3:+.2f} ms (netkv {theirs.get(each.case, 0.0) * 1e3:+.2f})"
         for each in sorted(over, key=lambda each: -each.difference)[:6]
     )
-    sentence = f"More than that above it in {len(over)} of {len(fair)} cells" + (f": {told}." if told else ".")
+    sentence = f"More than 1 ms above in {len(over)} of {len(fair)} cells" + (f": {told}." if told else ".")
     return _finding("truthful or silent oracle", "TBT within 1 ms of cla", not over, sentence, fair)
 
 
@@ -232,13 +234,15 @@ def _goodput(matrix: Sequence[Record]) -> list[Finding]:
         fair = honest(pairs(matrix, rival, goodput_per_s))
         lost, won = [each for each in fair if each.is_lower], [each for each in fair if each.is_higher]
         worst = min(lost, key=lambda each: each.ratio, default=None)
-        sentence = f"Of {len(fair)} cells it is higher in {len(won)}, lower in {len(lost)}"
+        sentence = f"Over {len(fair)} cells, it is higher in {len(won)} and lower in {len(lost)}"
         if worst is not None:
             sentence += (
-                f", at most by {1 - worst.ratio:.2%} ({worst.case}, {worst.ours:.2f} a second, not {worst.theirs:.2f})"
+                f", by at most {1 - worst.ratio:.2%} ({worst.case}: {worst.ours:.2f}/s instead of {worst.theirs:.2f}/s)"
             )
         found.append(
-            _finding("truthful or silent oracle", f"goodput nowhere below {rival}", not lost, f"{sentence}.", fair)
+            _finding(
+                "truthful or silent oracle", f"goodput not below {rival} in any cell", not lost, f"{sentence}.", fair
+            )
         )
     return found
 
@@ -264,6 +268,6 @@ def _worst(found: Sequence[Pairing]) -> list[Pairing]:
 
 def _finding(profile: str, claim: str, holds: bool, sentence: str, some: Sequence[Pairing]) -> Finding:
     if not some or any(each.error is None for each in some):
-        return Finding(profile, claim, "unclear", sentence + " One seed cannot say what is chance.")
+        return Finding(profile, claim, "unclear", sentence + " One seed cannot show significance.")
     said: Holds = "holds" if holds else "does not hold"
     return Finding(profile, claim, said, sentence)

@@ -17,14 +17,14 @@ from kvroute.report.rerun import cell_options, seed_options
 from kvroute.types import InputError
 
 _NOTES = (
-    "every cell: the same requests, the same ECMP draws and the same background for all policies of a seed",
-    "CLA* (cla) is tuned for each cell: of nine ratios of its weights the best on requests that are not measured",
+    "every cell: all policies of a seed have the same requests, ECMP draws and background traffic",
+    "CLA* (cla) is tuned for each cell: the best of eleven weight ratios on requests that are not measured",
     "paper, literal, realistic: readings of NetKV's evaluation (docs/decisions/0005); nicN-flow: every instance behind "
-    "one NIC of N Gbps, each of a transfer's flows draws its uplink; nicN-transfer: all of them draw the same",
-    "background: a share of every NIC and uplink, or of the tier named; bursts: of uplinks, on and off at random",
-    "silent: the router hears nothing of others' traffic; lying: it hears what is not true",
+    "one NIC of N Gbps, each flow of a transfer draws its own uplink; nicN-transfer: all flows use the same uplink",
+    "background: a share of every NIC and uplink, or of the named tier; bursts: on uplinks, on and off at random",
+    "silent: the router has no telemetry of other traffic; lying: its telemetry is wrong",
     "spread: a prefill and a decode instance share each node; node: prefill instances fill a node of every other rack",
-    "goodput: requests whose first token comes within NetKV's limit for the profile",
+    "goodput: requests with the first token within NetKV's limit for the profile",
 )
 
 
@@ -50,7 +50,7 @@ def write_never_worse(
         InputError: there is no result, or the folder cannot be written.
     """
     if not matrix:
-        raise InputError("the matrix has no result to report on", where=str(out), hint="run never-worse-matrix")
+        raise InputError("the matrix has no result to report", where=str(out), hint="run never-worse-matrix")
     tables = [headline_grid(matrix), terms_grid(ablation, matrix), seen_grid(seen), cells_grid(matrix, missing)]
     return write_page(
         "never_worse.html.j2",
@@ -79,7 +79,7 @@ def verdict(matrix: Sequence[Record]) -> str:
     cells = {record.cell.profile for record in matrix if record.cell.policy == OURS}
     lying = sum(CASES[case].oracle == "lying" for case in lost)
     where = f"{len(lost)} of {len(cells)} cells" + (f" ({lying} of them with a lying oracle)" if lying else "")
-    return f"foresight's mean TTFT is {' and '.join(told)} in the geometric mean, and above one of them in {where}."
+    return f"foresight's mean TTFT is {' and '.join(told)} in the geometric mean, and above one or both in {where}."
 
 
 def _pictures(matrix: Sequence[Record], ablation: Sequence[Record], out: Path) -> list[Picture]:
@@ -87,19 +87,21 @@ def _pictures(matrix: Sequence[Record], ablation: Sequence[Record], out: Path) -
         (
             ratios(matrix),
             "ratios",
-            "Mean TTFT over each rival's, two standard errors; red: the oracle lies; diamond: lost; arrow: below 0.5",
+            "Mean TTFT by each rival's, two standard errors; red: lying oracle; diamond: higher; arrow: below 0.5",
         ),
-        (trade(matrix), "trade", "What is won in first tokens against what later ones cost, from CLA*, a dot per cell"),
+        (trade(matrix), "trade", "Change of TTFT and of TBT relative to CLA*, one dot per cell"),
     ]
     if ablation:
-        drawn.append((worth(ablation, matrix), "terms", "foresight without each of its terms, and with a wrong map"))
+        drawn.append(
+            (worth(ablation, matrix), "terms", "foresight without each of its terms, and with wrong NIC speeds")
+        )
     return [picture(figure, out, name, caption) for figure, name, caption in drawn]
 
 
 def _unsigned(records: Sequence[Record]) -> list[str]:
     """Return a note on results that do not record their code."""
     count = sum(not record.code for record in records)
-    return [f"{count:,} of {len(records):,} results do not say which code they come from"] if count else []
+    return [f"{count:,} of {len(records):,} results do not record their code version"] if count else []
 
 
 def _commands(matrix: Sequence[Record]) -> list[str]:

@@ -26,13 +26,13 @@ from kvroute.report.never_worse_findings import (
 from kvroute.report.series import of_profile, profiles_of
 
 WHY: dict[str, str] = {
-    "lies": "It believes that the far way is taken, or the near one free, and there is nothing to check that with but "
-    "its own transfers: what they teach comes after ten of them, and fades the lie without undoing it.",
-    "literal/load=2": "Five times what the rack's uplinks carry: transfers pile up until decode instances have no room "
-    "for one more, and a quarter of the requests is refused under each policy. The near places go to whoever comes "
-    "first; from then on their memory is held by transfers that wait, all others cross pods, and the pods' uplinks are "
-    "the last to empty. CLA*, which looks at no path, keeps a third near all along. A price for near memory would have "
-    "to know that the overload lasts.",
+    "lies": "Telemetry wrongly reports the far path as busy, or the near one as free. The policy can check this "
+    "only with its own transfers: the correction starts after ten of them and does not remove the error completely.",
+    "literal/load=2": "The load is five times the capacity of the rack uplinks: transfers queue until decode instances "
+    "have no free memory, and each policy rejects a quarter of the requests. The first requests take the near places; "
+    "waiting transfers then hold the memory there, all later transfers cross pods, and the pod uplinks drain last. "
+    "CLA*, which ignores paths, keeps a third of the transfers near. A price for near memory would need to predict the "
+    "duration of the overload.",
 }
 """Reason for a loss by case, or by axis if all cases of the axis have the same reason."""
 UNEXPLAINED = "no reason found"
@@ -45,11 +45,11 @@ def losses_grid(matrix: Sequence[Record]) -> Grid:
         Heading("against"),
         Heading("oracle"),
         Heading("mean TTFT ms", "foresight's"),
-        Heading("the other's ms"),
+        Heading("rival's ms"),
         Heading("difference", "Paired over seeds, with its standard error"),
         Heading("P99", "Ratio"),
-        Heading("TBT ms", "foresight's less the other's"),
-        Heading("refused", "Share of requests; below it the other's"),
+        Heading("TBT ms", "foresight minus rival"),
+        Heading("rejected", "Share of requests; below: the rival's"),
         Heading("why", prose=True),
     )
     rows = []
@@ -73,7 +73,7 @@ def losses_grid(matrix: Sequence[Record]) -> Grid:
             )
         )
     seeds = max((each.seeds for each in losses(matrix)), default=0)
-    caption = "Two standard errors of the paired difference; equal policies would differ by so much now and then, too."
+    caption = "The paired difference exceeds two standard errors; by chance, this also happens for equal policies."
     if seeds:
         caption = f"{seeds} seeds. {caption}"
     return Grid("Cells where foresight loses", headings, tuple(rows), caption)
@@ -86,12 +86,15 @@ def cells_grid(matrix: Sequence[Record], missing: Mapping[str, str]) -> Grid:
     headings = (
         Heading("cell"),
         Heading("axis"),
-        Heading("foresight ms", "Mean TTFT; below it P99"),
-        *(Heading(f"/ {name}", f"Mean TTFT of foresight over that of {name}; two standard errors") for name in others),
-        *(Heading(f"P99 / {name}", "Ratio of P99 of TTFT") for name in RIVALS),
-        Heading("TBT - cla ms", "foresight's less CLA*'s"),
-        Heading("good /s", "Requests in time; below it less CLA*'s"),
-        Heading("refused", "Share of requests; below it CLA*'s. Times are of the others"),
+        Heading("foresight ms", "Mean TTFT; below: P99"),
+        *(
+            Heading(f"/ {name}", f"Mean TTFT of foresight divided by that of {name}; two standard errors")
+            for name in others
+        ),
+        *(Heading(f"P99 / {name}", "Ratio of P99 TTFT") for name in RIVALS),
+        Heading("TBT - cla ms", "foresight minus CLA*"),
+        Heading("good /s", "Requests within the SLO; below: difference from CLA*"),
+        Heading("rejected", "Share of requests; below: CLA*'s. Times cover the other requests"),
     )
     rows = []
     for case in profiles_of(matrix):
@@ -147,15 +150,15 @@ def terms_grid(ablation: Sequence[Record], matrix: Sequence[Record]) -> Grid:
     """Compare foresight without each term with the better of CLA* and NetKV, and with all terms."""
     headings = (
         Heading("foresight with"),
-        Heading("geometric mean", "Of mean TTFT over the better of CLA*'s and NetKV's"),
+        Heading("geometric mean", "Of mean TTFT divided by the better of CLA*'s and NetKV's"),
         Heading("worst", "The highest of these ratios"),
         Heading("where", prose=True),
-        Heading("/ whole", "Geometric mean of mean TTFT over the whole policy's"),
+        Heading("/ complete", "Geometric mean of mean TTFT divided by that of the complete policy"),
         Heading("TBT - cla ms", "Mean over cells"),
     )
     rows = tuple(
         (
-            Entry(each.variant if each.variant != OURS else "everything"),
+            Entry(each.variant if each.variant != OURS else "all terms"),
             Entry(f"{each.mean:.4f}"),
             Entry(f"{each.worst:.3f}"),
             Entry(each.worst_case),
@@ -165,7 +168,7 @@ def terms_grid(ablation: Sequence[Record], matrix: Sequence[Record]) -> Grid:
         for each in terms(ablation, matrix)
     )
     cells = max((each.cells for each in terms(ablation, matrix)), default=0)
-    return Grid("Every term left out in turn", headings, rows, f"{cells} cells, the same requests for all.")
+    return Grid("Ablation: one term removed at a time", headings, rows, f"{cells} cells, all with the same requests.")
 
 
 def seen_grid(seen: Sequence[Record]) -> Grid:
@@ -180,10 +183,10 @@ def seen_grid(seen: Sequence[Record]) -> Grid:
             continue
         rows.append((Entry(case), Entry(f"{level * 1e3:,.0f}"), *(_ratio(found[name]) for name in names)))
     caption = (
-        "Windows of six seconds. The descent sends each request in turn wherever the mean TTFT of all is least, until "
-        "no single one could be moved to the good of the mean."
+        "Windows of six seconds. The descent moves one request at a time to the instance that gives the lowest mean "
+        "TTFT of all requests, until no single move reduces it."
     )
-    return Grid("Against those who know the future", headings, tuple(rows), caption)
+    return Grid("Comparison with known future", headings, tuple(rows), caption)
 
 
 def headline_grid(matrix: Sequence[Record]) -> Grid:
@@ -214,5 +217,5 @@ def headline_grid(matrix: Sequence[Record]) -> Grid:
                 Entry(str(sum(each.is_higher for each in found))),
             )
         )
-    caption = "Mean TTFT of foresight over each policy's; cells whose oracle tells the truth or nothing."
+    caption = "Mean TTFT of foresight divided by each policy's; cells with a truthful or silent oracle."
     return Grid("foresight", headings, tuple(rows), caption)

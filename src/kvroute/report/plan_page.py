@@ -29,9 +29,9 @@ def write_plan(plan: Plan, out: Path, command: str) -> Path:
     """
     captions = (
         (searches(plan), "search", "The search (PrfaaS Figure 5): over the split, and over the threshold"),
-        (sensitivity_lines(plan), "sensitivity", "Throughput over bandwidth and over the length of prompts"),
-        (cost(plan), "cost", "Requests per unit of price over the price of a PrfaaS GPU"),
-        (egress_need(plan), "egress", "The least egress over the size of the PrfaaS cluster (eq. 2)"),
+        (sensitivity_lines(plan), "sensitivity", "Throughput by bandwidth and by prompt length"),
+        (cost(plan), "cost", "Requests per price unit by price of a PrfaaS GPU"),
+        (egress_need(plan), "egress", "Minimum egress by size of the PrfaaS cluster (eq. 2)"),
     )
     first, *rest = grids(plan.report)
     page = write_page(

@@ -25,7 +25,7 @@ BINDING_TEXTS: dict[Binding, str] = {
     "pd_d": "PD decode",
 }
 _TWICE = ("new plan /s", "plan unchanged /s")
-_UNCHANGED = "Plan unchanged: what the threshold and the split of the plan above would serve there."
+_UNCHANGED = "Plan unchanged: throughput with the threshold and the split of the plan above."
 STAGE_TEXTS = {"prfaas": "PrfaaS", "pd_p": "PD prefill", "pd_d": "PD decode"}
 
 
@@ -53,8 +53,8 @@ def verdict(report: PlanReport) -> str:
     return (
         f"{start} {_what(best)}; "
         f"split the PD clusters into {best.n_prefill} prefill and {best.n_decode} decode instances. "
-        f"That {_served(best)}: {', '.join(gains[:-1])} and {gains[-1]}. "
-        f"{BINDING_TEXTS[best.binding]} binds it{_room(report)}. {_link(report)}"
+        f"The plan {_served(best)}: {', '.join(gains[:-1])} and {gains[-1]}. "
+        f"The bottleneck is {BINDING_TEXTS[best.binding]}{_room(report)}. {_link(report)}"
     )
 
 
@@ -79,8 +79,8 @@ def _link(report: PlanReport) -> str:
         return told
     gpus = sum(each.gpus for each in report.egress_need)
     return (
-        f"{told} The {gpus:,} remote GPUs would send {needed_gbps:.4g} Gbps if they prefilled all the time; "
-        f"the plan keeps them busy {busy:.0%} of it."
+        f"{told} The {gpus:,} remote GPUs would send {needed_gbps:.4g} Gbps if they prefilled without pause; "
+        f"the plan uses them {busy:.0%} of the time."
     )
 
 
@@ -98,7 +98,7 @@ def _room(report: PlanReport) -> str:
         for stage, bound in report.bounds_per_s.items()
         if bound is not None and not best.binding.startswith(stage)
     ]
-    return f" ({' and '.join(above)} above)" if above else ""
+    return f" (capacity of {' and '.join(above)} higher)" if above else ""
 
 
 def deployment_grid(report: PlanReport) -> Grid:
@@ -114,10 +114,10 @@ def deployment_grid(report: PlanReport) -> Grid:
         Heading("Λ max /s", "Requests per second of the system (eq. 6)"),
         Heading("bound by"),
         Heading("egress Gbps", "KV traffic between the clusters at that rate", 8),
-        Heading("TTFT mean s", "Prefill alone, without queue and transfer", 7),
-        Heading("P90 s", "The same", 3),
+        Heading("TTFT mean s", "Prefill only, without queue and transfer", 7),
+        Heading("P90 s", "P90 of the prefill time", 3),
         Heading("GPUs", "By hardware", 2),
-        Heading("requests a price unit", "At the highest rate, by the prices of the plan", 1),
+        Heading("requests per price unit", "At the maximum rate, with the prices of the plan", 1),
     )
     highest = max(each.lambda_max_per_s for each in report.deployments.values())
     rows = tuple(
@@ -131,7 +131,7 @@ def deployment_grid(report: PlanReport) -> Grid:
     )
     caption = (
         "Home GPUs alone: the PD clusters of the plan without remote GPUs. Homogeneous PD: all GPUs in one place. "
-        "TTFT is the prefill's service time, as the paper has it: no queue, no transfer."
+        "TTFT is the prefill's service time, as in the paper: no queue, no transfer."
     )
     return Grid("", headings, rows, caption, bold="Bold: the highest.")
 
@@ -176,15 +176,13 @@ def egress_grid(found: Sensitivity) -> Grid:
 
 def length_grid(found: Sensitivity) -> Grid:
     """Return the optimum over the length of prompts."""
-    about = "Every prompt longer by a factor. Homogeneous: split anew for each."
-    return _length_grid("Length of prompts", "lengths times", found.lengths, len(LENGTH_FACTORS), about)
+    about = "All prompt lengths times a factor. Homogeneous: optimal split for each factor."
+    return _length_grid("Prompt length", "lengths times", found.lengths, len(LENGTH_FACTORS), about)
 
 
 def spread_grid(found: Sensitivity) -> Grid:
     """Return the optimum over the spread of lengths."""
-    about = (
-        "Logarithms of lengths so many times as far from their mean (sigma of a log-normal mix), the mean length kept."
-    )
+    about = "Spread of the logarithms of lengths (sigma of a log-normal mix) times a factor, with the same mean length."
     return _length_grid("Length mix", "spread times", found.spread, len(SPREAD_FACTORS), about)
 
 
@@ -208,7 +206,7 @@ def _length_grid(title: str, factor: str, points: Sequence[LengthPoint], tried: 
         *_headings(*_TWICE, "homogeneous /s", "threshold tokens"),
     )
     if len(rows) < tried:
-        caption += " Left out: factors at which prompts would take no time, by profiles prolonged to shorter ones."
+        caption += " Omitted: factors for which the extrapolated prefill time is not above 0."
     caption += f" {_UNCHANGED}"
     return Grid(title, (*headings, Heading("prefill instances", drop=1), Heading("bound by", drop=3)), rows, caption)
 
@@ -228,8 +226,8 @@ def price_grid(found: Sensitivity) -> Grid:
     )
     headings = _headings("PrfaaS price times", *(f"{TITLES[kind]} requests/price" for kind in kinds))
     even = found.break_even_factor
-    text = f"at {even:.2f} times the plan's" if even > 0 else "at no price: not even for free"
-    return Grid("Price per GPU", headings, rows, f"PrfaaS GPUs and homogeneous PD are worth the same {text}.")
+    text = f"at {even:.2f} times the plan's" if even > 0 else "at no price, not even 0"
+    return Grid("Price per GPU", headings, rows, f"PrfaaS-PD and homogeneous PD have equal requests per price {text}.")
 
 
 def need_grid(report: PlanReport) -> Grid:
@@ -246,8 +244,8 @@ def need_grid(report: PlanReport) -> Grid:
     )
     headings = _headings("PrfaaS cluster", "GPUs", "needed Gbps", "all prompts Gbps", "available Gbps")
     caption = (
-        "Needed: the least egress at which GPUs that prefill all the time never wait for the link (eq. 2), for the "
-        "offloaded prompts and for all. A plan that keeps them less busy uses less."
+        "Needed: minimum egress at which GPUs that prefill without pause never wait for the link (eq. 2), for the "
+        "offloaded prompts and for all prompts. A plan with a lower utilisation uses less."
     )
     return Grid("Egress", headings, rows, caption)
 

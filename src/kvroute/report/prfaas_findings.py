@@ -148,7 +148,9 @@ def prfaas_findings(experiment: Experiment, records: Sequence[Record], points: S
 def _case(profile: str, records: Sequence[Record]) -> list[Finding]:
     gaps = saturations(records)
     if not gaps:
-        return [Finding(profile, "formula and queues agree", "unclear", "No load above the formula's was run.")]
+        return [
+            Finding(profile, "formula and queues agree", "unclear", "No run has a load above the formula's throughput.")
+        ]
     found = [_agreement(profile, gaps, records), _order(profile, gaps)]
     return found + _waiting(profile, records)
 
@@ -158,22 +160,20 @@ def _agreement(profile: str, gaps: Sequence[Gap], records: Sequence[Record]) -> 
     than the cost of the mean length. With prefixes, the formula has one unlimited cache, not one per instance."""
     certain = profile == "no-variance"
     told = "; ".join(
-        f"{gap.policy} {gap.saturation.mean:.2f}/s against {gap.formula_per_s:.2f} ({gap.off:+.1%}"
+        f"{gap.policy} {gap.saturation.mean:.2f}/s, formula {gap.formula_per_s:.2f} ({gap.off:+.1%}"
         + ("" if certain else f"; {gap.off_exact:+.1%} of {gap.exact_per_s:.2f} with E[T(L)]")
         + ")"
         for gap in gaps
     )
     worst = max(abs(gap.off) for gap in gaps)
     holds: Holds = "holds" if worst <= AGREES_WITHIN else "does not hold"
-    sentence = f"Queues keep up with {told}."
+    sentence = f"Saturation throughput: {told}."
     if profile in (TRACE, AGENTS):
         hits = {gap.policy: estimate(r.summary.prefill_cache_hit for r in at(records, gap.policy)) for gap in gaps}
         shares = ", ".join(f"{policy} {known.mean:.1%}" for policy, known in hits.items() if known is not None)
-        sentence += f" The formula has one cache without limit; those of the instances held, over all loads, {shares}."
+        sentence += f" The formula assumes one unlimited cache; hit rates of the instances, over all loads: {shares}."
     elif not certain:
-        sentence += (
-            " Beyond E[T(L)], chance costs waiting and no throughput: a queue that never empties wastes nothing."
-        )
+        sentence += " Compared with E[T(L)], variance adds waiting but costs no throughput: the queue never empties."
     return Finding(profile, f"formula and queues agree within {AGREES_WITHIN:.0%}", holds, sentence)
 
 
@@ -181,7 +181,7 @@ def _order(profile: str, gaps: Sequence[Gap]) -> Finding:
     claim = "PrfaaS-PD serves more than the alternatives"
     by_name = {gap.policy: gap for gap in gaps}
     if "prfaas" not in by_name or len(by_name) < 2:
-        return Finding(profile, claim, "unclear", "Not every deployment was run.")
+        return Finding(profile, claim, "unclear", "Some deployments were not run.")
     ours = by_name.pop("prfaas")
     told = "; ".join(
         f"{ours.saturation.mean / gap.saturation.mean - 1:+.1%} against {gap.policy} "
@@ -208,8 +208,8 @@ def _waiting(profile: str, records: Sequence[Record], load: float = 0.9) -> list
     model = there[0].figures
     sentence = (
         f"PrfaaS-PD at {load:.0%} of the formula's throughput: mean TTFT {ttft.mean:.2f} s, P90 {p90.mean:.2f} s. "
-        f"As published, prefill alone, it would be {service.mean:.2f} s (formula {model['model_ttft_mean_s']:.2f}, "
-        f"P90 {model['model_ttft_p90_s']:.2f}). Mean waits of those who pass: {told}; {most} waits most."
+        f"Prefill only, as published: {service.mean:.2f} s (formula {model['model_ttft_mean_s']:.2f}, "
+        f"P90 {model['model_ttft_p90_s']:.2f}). Mean wait of the requests at each stage: {told}; longest: {most}."
     )
     share = service.mean / ttft.mean
     return [Finding(profile, "TTFT is the prefill's time", "holds" if share >= 0.9 else "does not hold", sentence)]
@@ -238,7 +238,7 @@ def _against(
             profile,
             claim,
             "unclear",
-            "The two policies ran with different seeds, so nothing is compared; use the same --seeds.",
+            "The two policies have no common seed; use the same --seeds.",
         )
     error = standard_error(found, records)
     runs = {name: estimate(r.summary.goodput_per_s for r in records if r.cell.policy == name) for name in (DUAL, other)}
@@ -248,14 +248,14 @@ def _against(
     if least is not None:
         return Finding(profile, claim, "holds" if found.relative >= least else "does not hold", sentence)
     if found.is_noise:
-        doubt = " One seed tells nothing of chance." if error is None else " The 95 % interval includes zero."
+        doubt = " One seed cannot show significance." if error is None else " The 95 % interval includes zero."
         return Finding(profile, claim, "unclear", sentence + doubt)
     return Finding(profile, claim, "holds" if found.mean > 0 else "does not hold", sentence)
 
 
 def _not_worse(profile: str, records: Sequence[Record], old: str) -> Finding:
     """Check that the scheduler is not significantly worse: in this scenario no threshold is better than the old one."""
-    claim = "not below the static threshold of the old traffic, which is the best one here, too"
+    claim = "not below the static threshold of the old traffic, which is also the best one here"
     found = _against(profile, records, old, claim)
     if found.holds == "unclear" and lead(records, old) is not None:
         return replace(found, holds="holds")
@@ -268,14 +268,16 @@ def _kv(points: Sequence[Computed]) -> list[Finding]:
     if both:
         off = max(abs(p.figures["computed_gbps"] / p.figures["published_gbps"] - 1) for p in both)
         holds: Holds = "holds" if off <= 0.01 else "does not hold"
-        sentence = f"Size over time is within {off:.1%} of the throughput at {len(both)} lengths, all three published."
+        sentence = (
+            f"KV size / prefill time is within {off:.1%} of the throughput at {len(both)} lengths; all are published."
+        )
         found.append(Finding("8xh200", "eq. 1 gives the measured KV throughput", holds, sentence))
     long = [p for p in points if p.cell.settings["tokens"] >= 8192]
     dense = [p.figures["published_gbps"] for p in long if p.cell.policy in DENSE]
     hybrid = [p.figures["published_gbps"] for p in long if p.cell.policy not in DENSE]
     if dense and hybrid:
         spans = [f"{min(some):.3g} to {max(some):.3g}" for some in (dense, hybrid)]
-        sentence = f"From 8K tokens on dense models make {spans[0]} Gbps, hybrid ones {spans[1]}."
+        sentence = f"From 8K tokens, dense models produce {spans[0]} Gbps, hybrid models {spans[1]} Gbps."
         holds = "holds" if max(hybrid) < 10 < min(dense) else "does not hold"
         found.append(Finding("8xh200", "hybrid models stay below 10 Gbps, dense ones do not", holds, sentence))
     return found

@@ -21,17 +21,17 @@ from kvroute.types import InputError
 
 _NOTES = {
     "prfaas-case-study": (
-        "load: offered requests over what the formula promises the same deployment",
+        "load: offered rate divided by the formula's throughput of the same deployment",
         "no-variance: evenly spaced arrivals of two lengths, E[L | L > t] and E[L | L <= t], in their shares",
         "lengths: evenly spaced arrivals, the log-normal's quantiles in a random order; poisson: random arrivals too",
-        "agents: users who play recorded sessions, each turn when the answers before are there; load: as many users as "
-        "would ask for that share of the formula if nothing waited",
-        "prefill times of H20 were worked back from the paper's own stage rates: absolute figures do not check it",
+        "agents: users play recorded sessions, each turn after the last responses; load: number of users that would "
+        "offer this share of the formula's rate without waiting",
+        "prefill times of H20 are derived from the paper's own stage rates, so absolute values do not validate it",
     ),
     "prfaas-burst": (
         *(f"{scenario.name}: {scenario.about}" for scenario in SCENARIOS.values()),
-        "good: TTFT and 40 tokens/s met; a static threshold, too, stays at home while the link is down",
-        "the old static threshold is the best one of `calm`, found on the same seeds: that favours it",
+        "good: TTFT and 40 tokens/s met; static thresholds also prefill at home while the link is down",
+        "the old static threshold is the best one of `calm` on the same seeds, which favours it",
     ),
     "prfaas-kv-throughput": ("the paper's tables; nothing is simulated",),
 }
@@ -54,7 +54,7 @@ def write_prfaas(experiment: Experiment, records: Sequence[Record], points: Sequ
     """
     used = points if experiment.name == "prfaas-kv-throughput" else records
     if not used:
-        raise InputError(f"{experiment.name} has no result to report on", where=str(out), hint="run at least one cell")
+        raise InputError(f"{experiment.name} has no result to report", where=str(out), hint="run at least one cell")
     found = prfaas_findings(experiment, records, points)
     return write_page(
         "experiment.html.j2",
@@ -82,26 +82,26 @@ def _pictures(
             (
                 keeps_up(records),
                 "keeps-up",
-                "What queues keep up with over what is offered; where it bends, they saturate",
+                "Served rate by offered rate; queues saturate at the bend",
             ),
-            (ttft_lines(records), "ttft", "TTFT with queues and Ethernet; dotted: prefill alone, as published"),
+            (ttft_lines(records), "ttft", "TTFT with queues and Ethernet; dotted: prefill only, as published"),
             (
                 waiting(records),
                 "waiting",
-                "PrfaaS-PD: prefill and waits, means of those who pass each stage",
+                "PrfaaS-PD: prefill and waits, mean over the requests at each stage",
             ),
         ]
     elif experiment.name == BURST.name:
         drawn = [
-            (over_thresholds(records), "thresholds", "Good requests per second over static thresholds, by scenario"),
+            (over_thresholds(records), "thresholds", "Good requests per second by static threshold and scenario"),
             (
                 over_time(records),
                 "time",
-                "Grey: not measured; yellow: disturbed. Lower rows: a line per seed",
+                "Grey: not measured; yellow: disturbance. Lower rows: one line per seed",
             ),
         ]
     else:
-        drawn = [(kv_lines(points), "kv-throughput", "KV throughput over prompt length; dashed: dense models")]
+        drawn = [(kv_lines(points), "kv-throughput", "KV throughput by prompt length; dashed: dense models")]
     return [picture(figure, out, name, caption) for figure, name, caption in drawn]
 
 

@@ -25,10 +25,10 @@ from kvroute.report.prfaas_findings import (
 from kvroute.report.series import of_profile, profiles_of, values_of
 
 _WAITS = (
-    Heading("PrfaaS wait s", "Before prefill at the PrfaaS site, mean of those who go there"),
-    Heading("PD-P wait s", "Before prefill at home, mean of those who stay"),
+    Heading("PrfaaS wait s", "Before prefill at the PrfaaS site, mean of offloaded requests"),
+    Heading("PD-P wait s", "Before prefill at home, mean of the other requests"),
     Heading("PD-D wait s", "For a slot of a decode instance"),
-    Heading("Ethernet s", "From the end of prefill to the KV cache's arrival, mean of those who were away"),
+    Heading("Ethernet s", "From the end of prefill to the arrival of the KV cache, mean of offloaded requests"),
 )
 _WAIT_KEYS = ("prfaas_wait_s", "pd_p_wait_s", "pd_d_wait_s", "ethernet_s")
 
@@ -44,15 +44,15 @@ def prfaas_grids(experiment: Experiment, records: Sequence[Record], points: Sequ
 
 def _throughput(records: Sequence[Record]) -> Grid:
     headings = (
-        Heading("chance in"),
+        Heading("profile"),
         Heading("deployment"),
         Heading("P/D", "Prefill and decode instances of the local cluster"),
-        Heading("formula /s", "Eq. 6 with T(E[L]), as the paper has it"),
+        Heading("formula /s", "Eq. 6 with T(E[L]), as in the paper"),
         Heading("E[T(L)] /s", "Eq. 6 with the mean cost of a request"),
-        Heading("saturation /s", "What queues keep up with, 95 % interval"),
+        Heading("saturation /s", "Maximum served rate, 95 % interval"),
         Heading("against formula"),
         Heading("against E[T(L)]"),
-        Heading("over homogeneous", "Saturation; below it the formula's"),
+        Heading("over homogeneous", "Saturation; below: the formula"),
     )
     rows = []
     for profile in profiles_of(records):
@@ -74,21 +74,21 @@ def _throughput(records: Sequence[Record]) -> Grid:
                 Entry(f"{gap.off_exact:+.1%}"),
                 Entry(UNKNOWN if gain is None else f"{gain:+.1%}", "" if formula is None else f"{formula:+.1%}"),
             ))  # fmt: skip
-    caption = "Saturation: what queues keep up with at the highest load, by how first tokens fall behind."
+    caption = "Saturation: served rate at the highest load, measured from the growing delay of first tokens."
     return Grid("Throughput", headings, tuple(rows), caption, 2)
 
 
 def _times(records: Sequence[Record]) -> Grid:
     headings = (
-        Heading("chance in"),
+        Heading("profile"),
         Heading("deployment"),
         Heading("load"),
         Heading("TTFT mean s", "With queues and Ethernet"),
         Heading("P90 s"),
-        Heading("prefill alone s", "TTFT as published: service time; below it the formula's"),
+        Heading("prefill only s", "TTFT as published: service time; below: the formula"),
         Heading("its P90 s"),
         *_WAITS,
-        Heading("busy PrfaaS/P/D %", "Work that arrived over what the stage can do"),
+        Heading("busy PrfaaS/P/D %", "Arrived work divided by the capacity of the stage"),
         Heading("egress Gbps"),
     )
     rows = []
@@ -98,7 +98,7 @@ def _times(records: Sequence[Record]) -> Grid:
                 there = at(of_profile(records, profile), policy, load=load)
                 if there:
                     rows.append((Entry(profile), Entry(TITLES[policy]), Entry(f"{load:g}"), *_time_entries(there)))  # type: ignore[index]
-    caption = "Waits above a load of 1 grow for as long as the run lasts. ± 95 % interval over seeds."
+    caption = "Above a load of 1, waits grow until the run ends. ± 95 % interval over seeds."
     return Grid("Time to first token", headings, tuple(rows), caption, 3)
 
 
@@ -122,15 +122,15 @@ def _leads(records: Sequence[Record], planned: str) -> Grid:
     headings = (
         Heading("scenario"),
         Heading("scheduler good/s", "Requests per second that meet both SLOs"),
-        Heading("best static", "In hindsight, of all thresholds tried; its goodput below"),
+        Heading("best static", "Best threshold in hindsight; below: its goodput"),
         Heading("against best", "Paired over seeds, ± standard error"),
-        Heading("old static", "Best for the old traffic; its goodput below"),
+        Heading("old static", "Best for the old traffic; below: its goodput"),
         Heading("against old"),
-        Heading("planned static", "The planner's threshold; its goodput below"),
+        Heading("planned static", "The planner's threshold; below: its goodput"),
         Heading("against planned"),
-        Heading("TTFT P95 s", "Scheduler; below it the best static one"),
-        Heading("conversions", "Mean over seeds"),
-        Heading("failed transfers", "Scheduler; their requests started again"),
+        Heading("TTFT P95 s", "Scheduler; below: best static"),
+        Heading("role switches", "Mean over seeds"),
+        Heading("failed transfers", "Scheduler; their requests were retried"),
     )
     old = old_static(records)
     rows = []
@@ -147,7 +147,7 @@ def _leads(records: Sequence[Record], planned: str) -> Grid:
             _entry(estimate(float(record.summary.conversions) for record in dual), 1),
             _entry(estimate(float(record.summary.failed_transfers.transfers) for record in dual), 1),
         ))  # fmt: skip
-    return Grid("Goodput", headings, tuple(rows), "Mean of seeds, ± 95 % interval, but differences ± standard error.")
+    return Grid("Goodput", headings, tuple(rows), "Mean over seeds ± 95 % interval; differences ± standard error.")
 
 
 def _other(records: Sequence[Record], policy: str | None) -> tuple[Entry, Entry]:
@@ -186,9 +186,9 @@ def _kv(points: Sequence[Computed]) -> Grid:
         Heading("model"),
         Heading("tokens"),
         Heading("measured Gbps", "PrfaaS Tables 3 and 5, 8 H200"),
-        Heading("computed Gbps", "Eq. 1, where size and time were published"),
+        Heading("computed Gbps", "Eq. 1, if size and time are published"),
         Heading("KV MiB", "Published (Table 5), or from the model's layers"),
-        Heading("implied prefill s", "KV size over measured throughput: nothing to compare it with"),
+        Heading("implied prefill s", "KV size divided by measured throughput; no published value"),
         Heading("512 GPUs need Gbps", "Eq. 2"),
     )
     keys = (("published_gbps", 2), ("computed_gbps", 2), ("kv_mib", 1), ("implied_prefill_s", 3), ("need_gbps", 0))
@@ -200,7 +200,7 @@ def _kv(points: Sequence[Computed]) -> Grid:
         )
         for point in sorted(points, key=lambda point: (point.cell.policy, point.cell.settings["tokens"]))
     )
-    caption = "A size that was fitted to the table (the 1T model's layers) is not set beside it."
+    caption = "A size that was fitted to the table (the 1T model's layers) is not compared with it."
     return Grid("KV throughput", headings, rows, caption, 2)
 
 

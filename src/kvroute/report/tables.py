@@ -47,42 +47,42 @@ class _Column:
     """Number of decimals; None: derived from the column's largest value."""
 
 
-_IN_TIME = "SLO %"
+_IN_TIME = "SLO met %"
 _COLUMNS = (
     _Column(Heading("TTFT mean ms", "Mean time to first token, arrival to first token"), mean_ttft_s, 1e3, True),
     _Column(Heading("P50 ms", "Median TTFT", 2), lambda run: run.ttft_s.p50, 1e3, True),
     _Column(Heading("P95 ms", "95th percentile of TTFT", 8), lambda run: run.ttft_s.p95, 1e3, True),
     _Column(Heading("P99 ms", "99th percentile of TTFT"), lambda run: run.ttft_s.p99, 1e3, True),
     _Column(Heading("KV transfer ms", "Mean KV transfer time", 9), lambda run: run.transfer_s.mean, 1e3, True),
-    _Column(Heading("TBT ms", "Mean iteration a request joins in", 1), lambda run: run.tbt_s.mean, 1e3, True),
+    _Column(Heading("TBT ms", "Mean decode iteration of a request", 1), lambda run: run.tbt_s.mean, 1e3, True),
     _Column(Heading("TPOT ms", "Mean time per output token", 5), lambda run: run.tpot_s.mean, 1e3, True),
-    _Column(Heading(_IN_TIME, "Requests in time"), lambda run: run.slo_attainment, 100, False, 1),
+    _Column(Heading(_IN_TIME, "Requests within the TTFT SLO"), lambda run: run.slo_attainment, 100, False, 1),
     _Column(Heading("good /s", "Good requests per second", 6), lambda run: run.goodput_per_s, 1, False),
     _Column(Heading("hit %", "Prompt tokens found at decode", 4), lambda run: run.cache_hit, 100, False, 1),
-    _Column(Heading("rejected", "Requests refused", 10), lambda run: run.requests.rejected, 1, True, 0),
+    _Column(Heading("rejected", "Rejected requests", 10), lambda run: run.requests.rejected, 1, True, 0),
     _Column(Heading("in flight", "Unfinished at the end", 3), lambda run: run.requests.in_flight, 1, None, 0),
 )  # fmt: skip
 _ACROSS = str(CROSS_DATACENTER)
 _BETWEEN_SITES = (
     _Column(
-        Heading("threshold tokens", "Longer prompts are prefilled away; median over time", 12),
+        Heading("threshold tokens", "Longer prompts are offloaded; median over time", 12),
         lambda run: run.threshold_tokens,
         digits=0,
     ),
     _Column(
-        Heading("from away %", "KV caches that come from another datacenter", 13),
+        Heading("remote KV %", "KV caches from another datacenter", 13),
         lambda run: run.tier_share.get(_ACROSS, 0.0),
         scale=100,
         digits=1,
     ),
     _Column(
-        Heading("failed transfers", "Given up; their requests started again", 14),
+        Heading("failed transfers", "Failed transfers; their requests were retried", 14),
         lambda run: run.failed_transfers.transfers,
         least_wins=True,
         digits=0,
     ),
     _Column(
-        Heading("copied prefixes", "Cached prefixes that were copied, for a request or ahead of any", 11),
+        Heading("copied prefixes", "Cached prefixes copied for a request or ahead of demand", 11),
         lambda run: run.copied_prefixes.transfers + run.copied_ahead.transfers,
         digits=0,
     ),
@@ -122,7 +122,7 @@ def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) ->
             columns.append([Entry(_tiers(of_policy(runs, name))) for name in policies])
     seeds = len({run.seed for run in runs})
     caption = f"Mean of {seeds} seeds, ± 95 % interval of the mean." if seeds > 1 else "One seed."
-    bold = "Bold: best mean of the column, noise or not." if len(policies) > 1 else ""
+    bold = "Bold: best mean of the column, even if it is noise." if len(policies) > 1 else ""
     return Grid("", tuple(headings), tuple(zip(*columns, strict=True)), caption, bold=bold)
 
 
@@ -131,7 +131,7 @@ def _with_slo(heading: Heading, slo_ttft_s: float | None) -> Heading:
     if heading.title != _IN_TIME or slo_ttft_s is None:
         return heading
     seconds = about_duration(slo_ttft_s).replace(" ", "")
-    return replace(heading, title=f"TTFT ≤{seconds} %", about=f"Requests whose first token came within {seconds}")
+    return replace(heading, title=f"TTFT ≤{seconds} %", about=f"Requests with the first token within {seconds}")
 
 
 def _between_sites(runs: Sequence[Summary]) -> bool:
@@ -207,11 +207,11 @@ def experiment_grid(experiment: Experiment, records: Sequence[Record]) -> Grid:
             labels = [Entry(profile), *(Entry(f"{value:,g}") for value in point)]
             rows.append((*labels, *_point_entries(runs, policies), gap_entry(gap(runs, experiment.versus))))
     caption = (
-        "Mean TTFT in ms ± standard deviation over seeds; below it, requests in time. "
+        "Mean TTFT in ms ± standard deviation over seeds; below: requests within the TTFT SLO. "
         "Last column: paired difference, 95 % interval."
     )
     title = f"{experiment.title} ({experiment.source})"
-    return Grid(title, tuple(headings), tuple(rows), caption, 1 + len(axes), "Bold: best mean, noise or not.")
+    return Grid(title, tuple(headings), tuple(rows), caption, 1 + len(axes), "Bold: best mean, even if it is noise.")
 
 
 def _point_entries(runs: Sequence[Summary], policies: Sequence[str]) -> list[Entry]:

@@ -271,7 +271,7 @@ def _draw_foot(axes: Axes, cluster: Cluster, size: float) -> None:
             text = f"{roles[role]} {role}"
             axes.text(left + 0.75, -0.45, text, fontsize=size * 0.85, color=_INK, va="center")
             left += 1.3 + 0.19 * len(text)
-    heads = ("prefill to decode", "a transfer gets", "latency", "pairs")
+    heads = ("prefill to decode", "bandwidth", "latency", "pairs")
     for x, text in zip(_STOPS, heads, strict=True):
         axes.text(x, -0.95, text, fontsize=size * 0.75, color=_WIRE, va="top", weight="bold")
     for row, (name, pairs, bytes_per_s, latency_s) in enumerate(tier_rows(cluster)):

@@ -138,6 +138,10 @@ def links_named(cluster: Cluster, name: str) -> IntArray:
         known = dict.fromkeys(
             f"{link.source} to {link.target}" for link in cluster.links if link.tier == CROSS_DATACENTER
         )
-        examples = f"name a link, or one of wan, {', '.join(known)}" if known else "name a link of the cluster"
+        examples = (
+            f"use the name of a link or one of wan, {', '.join(known)}"
+            if known
+            else "use the name of a link of the cluster"
+        )
         raise InputError(f"{cluster.name} has no link {name!r}", where="link", hint=examples)
     return np.array(found, dtype=np.int64)

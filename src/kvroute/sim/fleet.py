@@ -29,8 +29,8 @@ class Fleet:
         """
         models = sorted({instance.model for instance in cluster.instances})
         if len(models) > 1:
-            hint = "simulate a cluster file for each model"
-            what = f"the cluster serves {', '.join(models)}, and a trace does not say which one a request wants"
+            hint = "use one cluster file per model"
+            what = f"the cluster serves {', '.join(models)}, but a trace does not contain the model of a request"
             raise InputError(what, where=cluster.name, hint=hint)
         self._cluster, self._prefill_queueing = cluster, prefill_queueing
         self.block_tokens = block_tokens
@@ -76,7 +76,7 @@ class Fleet:
 
     def drain(self, index: int, role: Role) -> bool:
         """Drain an instance before it switches to `role`; return True if it is idle already."""
-        assert role != "both", "an instance that does both is not modelled"
+        assert role != "both", "role `both` is not modelled"
         fresh = index not in self._becoming
         self._becoming[index] = role
         return fresh and not self._busy[index]

@@ -170,7 +170,7 @@ class KvMemory:
         dispatch."""
         if hit:
             pinned = self.index.pin(instance, blocks, hit)
-            assert pinned == hit, "the router counted on blocks that are not there"
+            assert pinned == hit, "the router expected cached blocks that are absent"
         self.reserved_blocks[instance] += total - hit
         return self._fit(instance)
 

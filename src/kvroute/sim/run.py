@@ -62,8 +62,8 @@ def _block_tokens(trace: Trace) -> int:
     """Tokens per prefix block of the trace; without prefix blocks, the largest block size that a request states."""
     sizes = sorted({request.block_tokens for request in trace.requests if request.blocks})
     if len(sizes) > 1:
-        what = f"prefix blocks of {' and '.join(map(str, sizes))} tokens stand in one trace"
-        raise InputError(what, where=trace.name, hint="give every request blocks of one size")
+        what = f"the trace has prefix blocks of {' and '.join(map(str, sizes))} tokens"
+        raise InputError(what, where=trace.name, hint="use one block size for all requests")
     return sizes[0] if sizes else max((request.block_tokens for request in trace.requests), default=16)
 
 
@@ -81,8 +81,8 @@ def _fabric(cluster: Cluster, settings: SimSettings, seed: int) -> Fabric:
     capacity = Capacity(cluster, settings.background, seed, changes=changes, fluctuations=fluctuations)
     cut = capacity.cut_for_good()
     if len(cut) and settings.until_s is None:
-        what = f"link {cluster.links[int(cut[0])].name!r} is cut for good, and whatever needs it never ends"
-        raise InputError(what, where="changes", hint="let it come back, or set until_s")
+        what = f"link {cluster.links[int(cut[0])].name!r} is cut permanently, so transfers over it never end"
+        raise InputError(what, where="changes", hint="restore the link later, or set until_s")
     return Fabric(cluster, capacity, seed, settings.wan)
 
 
@@ -141,7 +141,7 @@ class Simulation:
             now = min(delivery.next_s, due_s, arrival_s)
             if now > until_s or (arrival_s == FOREVER and not router.in_flight):
                 break
-            assert now < FOREVER, "requests wait for what never comes"
+            assert now < FOREVER, "requests wait without a future event"
             assert now >= agenda.now, "time went back"
             agenda.now = now
             if now == delivery.next_s:

@@ -28,7 +28,7 @@ class Background(msgspec.Struct, frozen=True, kw_only=True):
             if len(shares) != TIER_COUNT or any(not 0 <= share < 1 for share in shares):
                 raise InputError(f"background.{name} is {shares}", hint=f"give {TIER_COUNT} shares in [0, 1)")
         if any(a + b >= 1 for a, b in zip(self.per_tier, self.burst_per_tier, strict=True)):
-            raise InputError("background and burst together fill a tier", hint="keep their sum below 1")
+            raise InputError("background and burst of a tier add up to 1 or more", hint="keep their sum below 1")
         if not 0 <= self.burst_every_s < float("inf"):
             raise InputError(f"background.burst_every_s is {self.burst_every_s}", hint="give seconds, 0 for none")
 
@@ -162,7 +162,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.reported is not None and (
             len(self.reported) != TIER_COUNT or any(not 0 <= share < 1 for share in self.reported)
         ):
-            raise InputError(f"reported is {self.reported}", hint=f"give {TIER_COUNT} shares in [0, 1), or null")
+            raise InputError(f"reported is {self.reported}", hint=f"give {TIER_COUNT} shares in [0, 1) or null")
         measure_s = 1.0 if self.measure_s is None else self.measure_s
         if not (0 <= self.warmup_s < float("inf") and 0 < measure_s < float("inf")):
             hint = "give finite warmup_s >= 0 and measure_s > 0"

@@ -48,8 +48,8 @@ def run(*command: str, text: str | None = None) -> str:
     """
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if not line.startswith("Warning")] or ["no word"]
-        raise Unavailable(f"`{' '.join(command)}` failed: {'; '.join(said[:2])}", hint="it takes a recent Linux")
+        said = [line for line in done.stderr.splitlines() if not line.startswith("Warning")] or ["no error output"]
+        raise Unavailable(f"`{' '.join(command)}` failed: {'; '.join(said[:2])}", hint="use a recent Linux")
     return done.stdout
 
 
@@ -96,7 +96,7 @@ def nameless() -> Iterator[None]:
     try:
         if _LIBC.unshare(_NEWNET):
             why = os.strerror(ctypes.get_errno())
-            raise Unavailable(f"no network namespace can be had: {why}", hint="run it as root, outside a sandbox")
+            raise Unavailable(f"no network namespace can be created: {why}", hint="run it as root, outside a sandbox")
         yield
     finally:
         _enter(home)
@@ -142,7 +142,7 @@ def make(name: str, seed: int, window_bytes: float) -> None:
             try:
                 Path("/proc/sys/net/ipv4", key).write_text(value, encoding="ascii")
             except OSError as error:
-                hint = "it takes Linux 6.11" if "seed" in key else "load or build it"
+                hint = "use Linux 6.11 or later" if "seed" in key else "load or build it"
                 raise Unavailable(f"this kernel has no net.ipv4.{key} ({error.strerror})", hint=hint) from None
         for key, value in _OPTIONAL.items():
             if (path := Path("/proc/sys/net/ipv4", key)).exists():

@@ -68,8 +68,8 @@ class Network:
         """
         namespaces.check()
         if remains := self.run.remains():
-            hint = f"`kvroute testbed down --name {self.run.name}` first"
-            raise InputError(f"testbed {self.run.name} is there already ({remains[0]})", hint=hint)
+            hint = f"run `kvroute testbed down --name {self.run.name}` first"
+            raise InputError(f"testbed {self.run.name} already exists ({remains[0]})", hint=hint)
         self.check_wiring()
 
     def check_wiring(self) -> None:

@@ -42,8 +42,8 @@ class Programs:
             time.sleep(0.02)
         log = ready.with_suffix(".log")
         said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
-        why = said[-1].removeprefix("kvroute: ") if said else f"not a word for {READY_S:g} s"
-        raise InputError(f"{ready.stem} of testbed {self.run.name} did not get ready: {why}")
+        why = said[-1].removeprefix("kvroute: ") if said else f"no output for {READY_S:g} s"
+        raise InputError(f"{ready.stem} of testbed {self.run.name} did not become ready: {why}")
 
     def end(self, child: subprocess.Popen[bytes]) -> None:
         """Terminate a program, and kill it if it does not end in time."""

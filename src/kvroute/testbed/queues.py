@@ -52,7 +52,7 @@ class Limit:
         bits = bytes_per_s * scale * 8 * FRAME_BYTES / SEGMENT_BYTES
         if not RATE_MIN_BITS_PER_S <= bits <= RATE_MAX_BITS_PER_S:
             what = f"a link of {bytes_per_s * 8e-9:g} Gbps would have {bits * 1e-6:.3g} Mbit/s at a scale of {scale:g}"
-            raise InputError(what, where="--scale", hint="choose one that leaves every link 1 to 1000 Mbit/s")
+            raise InputError(what, where="--scale", hint="choose a scale with 1 to 1000 Mbit/s for every link")
         return cls(bits, others)
 
 

@@ -51,7 +51,7 @@ class Run:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             hint = "use 1 to 8 small letters and digits"
-            raise InputError(f"{self.name!r} is no name for a testbed", where="--name", hint=hint)
+            raise InputError(f"{self.name!r} is not a valid testbed name", where="--name", hint=hint)
 
     @classmethod
     def of(cls, cluster: str) -> Run:
@@ -120,4 +120,4 @@ def addresses(run: Run) -> Iterator[IPv4Network]:
             if str(network[0]).rpartition(".")[0] not in taken:
                 yield network
                 return
-    raise InputError("no addresses are left", where=run.name, hint="`kvroute testbed down --all`")
+    raise InputError("no free addresses are left", where=run.name, hint="run `kvroute testbed down --all`")

@@ -96,7 +96,7 @@ class Testbed:
     def stop_gateway(self) -> None:
         """Stop the gateway. Another one can be started."""
         gateway, self._gateway = self._gateway, None
-        assert gateway is not None, "it has been started"
+        assert gateway is not None, "it is already started"
         self._programs.end(gateway)
         (self.run.folder / "gateway.json").unlink()
 

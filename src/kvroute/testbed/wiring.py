@@ -127,7 +127,7 @@ def wire(cluster: Cluster, addresses: IPv4Network) -> Wiring:
                 place = cluster.links[links[0]].source
                 place = near.name if place == near.node else place
                 if ways.setdefault((place, far.name), links) != links:
-                    what = f"the way from {place} to {far.name} depends on where traffic comes from"
+                    what = f"the path from {place} to {far.name} depends on the traffic's origin"
                     raise InputError(what, where=cluster.name, hint="give the datacenters one route, without a detour")
     beside = tuple((a.name, b.name) for a, b in permutations(hosts, 2) if a.node == b.node)
     return Wiring(hosts, tuple(name for name in switches if name not in names), cables, ways, beside, latency_s)
@@ -136,8 +136,8 @@ def wire(cluster: Cluster, addresses: IPv4Network) -> Wiring:
 def _check(cluster: Cluster) -> None:
     pairs = permutations(range(len(cluster.instances)), 2)
     if any(cluster.flows_per_transfer(*pair) != 1 for pair in pairs):
-        what = "emulated engines carry a KV cache over one connection, and the file asks for several flows"
-        hint = "write `network: {flows_per_transfer: 1}`, and `scope: instance` or `server` for the cards"
+        what = "emulated engines transfer a KV cache over one connection, but the file sets several flows"
+        hint = "write `network: {flows_per_transfer: 1}`, and `scope: instance` or `server` for the NICs"
         raise InputError(what, where=f"{cluster.name}: network.flows_per_transfer", hint=hint)
     places = cluster.places
     sites = set(places.datacenters)
@@ -151,7 +151,7 @@ def _check(cluster: Cluster) -> None:
     for kind, names in kinds.items():
         for name in sorted(names):
             if name in seen:
-                what = f"{kind} {name} has the name of {seen[name]}, and each is a namespace of its own"
+                what = f"{kind} {name} has the same name as {seen[name]}, but each needs its own namespace"
                 raise InputError(
                     what, where=cluster.name, hint="give every node, rack, pod and datacenter its own name"
                 )
@@ -164,11 +164,11 @@ def _hosts(cluster: Cluster, addresses: IPv4Network) -> tuple[Host, ...]:
     for instance, gpus in zip(cluster.instances, cluster.shards, strict=True):
         node = gpus[0][0]
         if not cluster.cables.nic[node]:
-            what = f"{instance.name} is on {instance.node}, which has no compute card"
+            what = f"{instance.name} is on {instance.node}, which has no compute NIC"
             raise InputError(what, where=cluster.name, hint="add `nics: {compute: {...}}` to the node")
         cards.setdefault((node, card_of(cluster.places, gpus, 0)), []).append(instance.name)
     if len(cards) > _MOST_HOSTS:
-        raise InputError(f"{len(cards)} hosts are too many", where=cluster.name, hint=f"use {_MOST_HOSTS} at most")
+        raise InputError(f"the testbed needs {len(cards)} hosts", where=cluster.name, hint=f"use {_MOST_HOSTS} at most")
     single = {node: sum(other == node for other, _ in cards) == 1 for node, _ in cards}
     return tuple(
         Host(

@@ -59,7 +59,7 @@ def fit_prefill(tokens: npt.ArrayLike, seconds: npt.ArrayLike, kind: PrefillKind
     least = 3 if kind == "quadratic" else 2
     distinct = len(np.unique(lengths))
     if distinct < least:
-        what = f"{distinct} different token counts do not fix a {kind} curve"
+        what = f"{distinct} different token counts do not determine a {kind} curve"
         raise InputError(what, hint=f"measure {least} or more")
     if kind == "piecewise":
         spec, remarks = _fit_piecewise(lengths, times_s)
@@ -91,7 +91,7 @@ def fit_decode(
     sizes, times_s = _positive("batch", batch), _positive("seconds", seconds)
     _check_lengths(sizes, times_s)
     if len(np.unique(sizes)) < 2:
-        raise InputError("one batch size does not tell what a request costs", hint="measure 2 or more batch sizes")
+        raise InputError("one batch size does not determine the time per request", hint="measure 2 or more batch sizes")
     terms = {"base": np.ones_like(sizes), "per_request": sizes}
     remarks: tuple[str, ...] = ()
     if context_tokens is not None:
@@ -100,7 +100,7 @@ def fit_decode(
         if _independent([*terms.values(), contexts]):
             terms["per_context_token"] = contexts
         else:
-            remarks = ("the context follows from the batch in all measurements: per_context_token is left at 0",)
+            remarks = ("context and batch are proportional in all measurements: per_context_token stays 0",)
     values, clipped = _least_squares(terms, times_s)
     spec = DecodeSpec(
         base_s=values["base"],
@@ -154,7 +154,7 @@ def _least_squares(columns: dict[str, FloatArray], seconds: FloatArray) -> tuple
                 best = residual, values
     assert best is not None, "a single positive column always fits"
     held = [name for name in names if name not in best[1]]
-    remarks = tuple(f"{name} would be negative: held at 0" for name in held)
+    remarks = tuple(f"{name} would be negative and is set to 0" for name in held)
     return {name: best[1].get(name, 0.0) for name in names}, remarks
 
 
@@ -166,10 +166,10 @@ def _independent(columns: list[FloatArray]) -> bool:
 def _fit_piecewise(lengths: FloatArray, seconds: FloatArray) -> tuple[PiecewisePrefill, tuple[str, ...]]:
     tokens = np.unique(np.round(lengths))
     if len(tokens) < 2:
-        raise InputError("one token count does not fix a piecewise curve", hint="measure 2 or more")
+        raise InputError("one token count does not determine a piecewise curve", hint="measure 2 or more")
     medians = [float(np.median(seconds[np.round(lengths) == count])) for count in tokens]
     smooth = _never_falling(medians)
-    remarks = () if smooth == medians else ("times that fall with the length were pooled with their neighbours",)
+    remarks = () if smooth == medians else ("times that decrease with the length were averaged with their neighbours",)
     return PiecewisePrefill(tokens=tuple(int(count) for count in tokens), seconds=tuple(smooth)), remarks
 
 
@@ -202,7 +202,7 @@ def _positive(name: str, values: npt.ArrayLike, *, zero: bool = False) -> FloatA
     try:
         array = np.atleast_1d(np.asarray(values, dtype=np.float64))
     except (TypeError, ValueError) as error:
-        raise InputError(f"{name} holds something that is no number", hint="give numbers") from error
+        raise InputError(f"{name} contains a value that is not a number", hint="give numbers") from error
     wrong = ~np.isfinite(array) | (array < 0 if zero else array <= 0)
     if array.ndim != 1 or wrong.any():
         shown = repr(float(array[wrong][0])) if wrong.any() else f"of shape {array.shape}"
@@ -212,4 +212,4 @@ def _positive(name: str, values: npt.ArrayLike, *, zero: bool = False) -> FloatA
 
 def _check_lengths(one: FloatArray, other: FloatArray) -> None:
     if len(one) != len(other):
-        raise InputError(f"{len(one)} and {len(other)} numbers do not pair", hint="give one time per measurement")
+        raise InputError(f"{len(one)} and {len(other)} values are given", hint="give both for every measurement")

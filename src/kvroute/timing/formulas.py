@@ -117,10 +117,10 @@ def prefill_time(spec: PrefillSpec) -> PrefillTime:
 
 def _piecewise(tokens: tuple[int, ...], seconds: tuple[float, ...]) -> _Piecewise:
     if len(tokens) != len(seconds) or len(tokens) < 2:
-        what = f"{len(tokens)} token counts stand beside {len(seconds)} times"
-        raise InputError(what, where="prefill", hint="give two or more points, as many times as token counts")
+        what = f"{len(tokens)} token counts but {len(seconds)} times are given"
+        raise InputError(what, where="prefill", hint="give two or more points, one time for each token count")
     if tokens[0] < 0 or any(after <= before for before, after in pairwise(tokens)):
-        hint = "sort the points, each count once"
+        hint = "sort the points, without duplicates"
         raise InputError("the token counts do not ascend from 0 or more", where="prefill", hint=hint)
     for count, second in zip(tokens, seconds, strict=True):
         _check("prefill", **{f"time at {count} tokens": second})

@@ -77,11 +77,11 @@ class _Row:
         try:
             number = float(text)
         except ValueError:
-            what = f"{text!r} is not a number" if text else "there is no number"
+            what = f"{text!r} is not a number" if text else "a number is missing"
             raise InputError(what, where=place, hint="give a number") from None
         if not (number >= 0 if zero else number > 0) or number == math.inf:
             raise InputError(
-                f"{text} is not possible",
+                f"{text} is not valid",
                 where=place,
                 hint="give a finite number " + ("of 0 or more" if zero else "above 0"),
             )
@@ -110,7 +110,7 @@ def read_profile(
             f"cannot be read ({error.strerror})", where=str(path), hint="give a CSV or JSON file"
         ) from error
     except UnicodeDecodeError as error:
-        raise InputError("is not text in UTF-8", where=str(path), hint="give a CSV or JSON file") from error
+        raise InputError("is not UTF-8 text", where=str(path), hint="give a CSV or JSON file") from error
     choice = {"model": model, "hardware": hardware, "tp": None if tp is None else str(tp)}
     if text.lstrip().startswith(("{", "[")):
         return _read_distserve(text, str(path), choice)
@@ -118,8 +118,8 @@ def read_profile(
     if "prompt_time" in columns or "token_time" in columns:
         return _read_splitwise(columns, rows, str(path), choice)
     if any(value is not None for value in choice.values()):
-        what = "is a plain profile, which does not name a model, hardware or tp"
-        raise InputError(what, where=str(path), hint="leave out --model, --hardware and --tp")
+        what = "is a plain profile without model, hardware and tp"
+        raise InputError(what, where=str(path), hint="remove --model, --hardware and --tp")
     return _read_plain(columns, rows, str(path))
 
 
@@ -180,7 +180,7 @@ def _read_distserve(text: str, where: str, choice: Mapping[str, str | None]) -> 
             f"is not JSON ({error})", where=where, hint="give DistServe's profile or a CSV file"
         ) from error
     if choice["hardware"] is not None:
-        raise InputError("does not name hardware", where=where, hint="leave out --hardware")
+        raise InputError("has no hardware names", where=where, hint="remove --hardware")
     degrees = _entry(models, "model", choice["model"], where)
     entry = _entry(degrees, "tp", choice["tp"], where)
     base_s, per_token_s, per_token2_s = _coefficients(entry, "prefill", where)
@@ -208,7 +208,7 @@ def _entry(entries: Any, option: str, wanted: str | None, where: str) -> Mapping
         raise InputError(f"has no {option}s", where=where, hint="give DistServe's profile: model, tp, coefficients")
     entry = entries[_pick(option, wanted, sorted(entries), where)]
     if not isinstance(entry, dict):
-        raise InputError(f"holds no object under its {option}", where=where, hint="give DistServe's profile")
+        raise InputError(f"has no object under its {option}", where=where, hint="give DistServe's profile")
     return entry
 
 

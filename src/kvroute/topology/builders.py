@@ -130,7 +130,7 @@ def two_datacenters(
     times = timing or {"default": H100_LLAMA_70B_TP4}
     tp = defaults.tp * defaults.pp
     if tp > gpus_per_node:
-        raise InputError(f"an instance of {tp} GPUs does not fit a node of {gpus_per_node}", hint="lower tp")
+        raise InputError(f"an instance of {tp} GPUs does not fit on a node with {gpus_per_node}", hint="lower tp")
     entries = [
         InstanceEntry(
             name=node.name.replace("-node", "-prefill" if index < prefills else "-decode"),

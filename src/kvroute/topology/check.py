@@ -28,9 +28,10 @@ def shorthand_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     if file.fabric is not None:
         for key, entries in (("pods", file.pods), ("racks", file.racks), ("nodes", file.nodes)):
             if entries:
-                yield lines.error(f"`{key}` stands beside `fabric`", (key,), "keep one of them: a fabric makes its own")
+                what = f"`{key}` and `fabric` cannot be given together"
+                yield lines.error(what, (key,), f"remove one of them: `fabric` creates {key} itself")
         if len(file.datacenters) > 1:
-            yield lines.error("a fabric is one datacenter", ("datacenters",), "list nodes and racks for several")
+            yield lines.error("a fabric has one datacenter", ("datacenters",), "list nodes and racks instead")
     if isinstance(file.fabric, FatTree):
         yield from _fat_tree_faults(file.fabric, lines)
     elif file.fabric is None and not file.nodes and lines.sure("nodes") and lines.sure("fabric"):
@@ -40,10 +41,10 @@ def shorthand_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
 def _fat_tree_faults(tree: FatTree, lines: Lines) -> Iterator[FileError]:
     size = tree.pods * tree.racks_per_pod * tree.nodes_per_rack
     if size > 100_000:  # a placeholder is 1
-        yield lines.error(f"{size} nodes are too many", ("fabric",), "build at most 100000")
+        yield lines.error(f"the fabric has {size} nodes", ("fabric",), "use at most 100000")
     if tree.oversubscription and tree.rack_uplinks and tree.pod_uplinks:
-        what = "`oversubscription` says nothing beside `rack_uplinks` and `pod_uplinks`"
-        yield lines.error(what, ("fabric", "oversubscription"), "leave it out, or leave the uplinks out")
+        what = "`oversubscription` has no effect with `rack_uplinks` and `pod_uplinks`"
+        yield lines.error(what, ("fabric", "oversubscription"), "remove it or one of the uplinks")
 
 
 def can_expand(file: ClusterFile, lines: Lines) -> bool:
@@ -94,7 +95,7 @@ def _duplicates(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
         for index, entry in enumerate(entries):
             name = entry.name
             if name in first:
-                where = f"{section}[{first[name]}] has it already"
+                where = f"{section}[{first[name]}] has the same name"
                 yield lines.error(f"the name {name!r} is used twice", (section, index, "name"), where)
             first.setdefault(name, index)
 
@@ -128,7 +129,7 @@ def _parent_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
                     yield lines.error(f"there is no {kind} {parent!r}", key, hint)
             if len(parents) > 1:
                 what = f"{entry.name} has several parents: {', '.join(parents)}"
-                yield lines.error(what, (section, index), "give the nearest one only; the rest follows from it")
+                yield lines.error(what, (section, index), "give only the nearest one; the others follow from it")
             orphan = not parents and all(lines.sure(section, index, kind) for kind in names if hasattr(entry, kind))
             if orphan and len(names["datacenter"]) > 1:
                 what = f"{entry.name} has no parent, and there are several datacenters"
@@ -152,8 +153,8 @@ def _wan_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
         if len(pair) == 1:
             yield lines.error(f"the link leads from {wan.source} to itself", ("wan", index), "name two datacenters")
         elif pair in joined:
-            what = f"{wan.source} and {wan.target} are joined twice"
-            hint = f"wan[{joined[pair]}] joins them already, in both directions; raise its `count`"
+            what = f"{wan.source} and {wan.target} are connected twice"
+            hint = f"wan[{joined[pair]}] already connects them in both directions; raise its `count`"
             yield lines.error(what, ("wan", index), hint)
         joined.setdefault(pair, index)
 
@@ -167,10 +168,10 @@ def _timing_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
         if not lines.sure(*key, "tokens", whole=True) or not lines.sure(*key, "times"):
             continue
         if len(prefill.tokens) != len(prefill.times_s) or len(prefill.tokens) < 2:
-            what = f"{len(prefill.tokens)} tokens stand beside {len(prefill.times_s)} times"
-            yield lines.error(what, key, "give two or more points, as many times as tokens")
+            what = f"{len(prefill.tokens)} token counts but {len(prefill.times_s)} times are given"
+            yield lines.error(what, key, "give two or more points, one time for each token count")
         elif any(b <= a for a, b in zip(prefill.tokens, prefill.tokens[1:], strict=False)):
-            yield lines.error("the tokens do not ascend", (*key, "tokens"), "sort the points, each token count once")
+            yield lines.error("the token counts do not ascend", (*key, "tokens"), "sort the points, without duplicates")
 
 
 def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
@@ -246,18 +247,18 @@ def _gpu_faults(
     beyond = [(node, gpu) for node, gpu in gpus if node in nodes and gpu >= nodes[node].gpus]
     if beyond and lines.sure("nodes", "*", "gpus"):
         node, gpu = beyond[0]
-        what = f"{node} has {nodes[node].gpus} GPUs, none with number {gpu}"
+        what = f"{node} has {nodes[node].gpus} GPUs and no GPU {gpu}"
         yield lines.error(what, place, f"use 0 to {nodes[node].gpus - 1}" if nodes[node].gpus else "use another node")
     clash = next((gpu for position, gpu in enumerate(gpus) if gpu in owner or gpu in gpus[:position]), None)
     if clash is not None:
         user = owner.get(clash, entry.name)
-        yield lines.error(f"GPU {clash[0]}:{clash[1]} is used twice", place, f"{user} has it already")
+        yield lines.error(f"GPU {clash[0]}:{clash[1]} is used twice", place, f"{user} uses it too")
     owner.update((gpu, entry.name) for gpu in gpus if gpu not in owner)
     tp, pp = entry.tp or file.defaults.tp, entry.pp or file.defaults.pp
     shards_known = all(lines.sure(*place, part) for part in ("tp", "pp") for place in (key, ("defaults",)))
     if tp * pp != len(gpus) and shards_known:
         what = f"{entry.name} has {len(gpus)} GPUs, but tp {tp} x pp {pp} = {tp * pp}"
-        yield lines.error(what, place, "name as many GPUs as shards, or change tp or pp")
+        yield lines.error(what, place, "list one GPU per shard, or change tp or pp")
 
 
 def can_place(lines: Lines) -> bool:
@@ -338,5 +339,5 @@ def _route_faults(
         for end in sorted(first_target):
             if start != end and (start, end) not in routes:
                 between = f"{first_target[end]} cannot be reached from {first_source[start]}"
-                what = f"no links join {start} and {end}, so {between}"
+                what = f"no links connect {start} and {end}, so {between}"
                 yield lines.error(what, ("wan",), f"add {{from: {start}, to: {end}, capacity: 100 Gbps}}")

@@ -151,7 +151,7 @@ class Cluster:
             )
         if level > min(self.places.reach[near], self.places.reach[far]):
             names = (self.instances[source].name, self.instances[target].name)
-            raise InputError(f"{names[1]} cannot be reached from {names[0]}", hint="`kvroute topology check` says why")
+            raise InputError(f"{names[1]} cannot be reached from {names[0]}", hint="run `kvroute topology check`")
         across: Path = ()
         if level == CROSS_DATACENTER:
             route = self._route(self.places.datacenters[near], self.places.datacenters[far])
@@ -179,7 +179,7 @@ class Cluster:
     def _route(self, source: str, target: str) -> Route:
         route = self.routes.get((source, target))
         if route is None:
-            raise InputError(f"no links join {source} and {target}", hint="add them under `wan`")
+            raise InputError(f"no links connect {source} and {target}", hint="add them under `wan`")
         return route
 
 

@@ -128,7 +128,7 @@ def _other_kind(value: object, kind: type) -> tuple[str, str] | None:
     own = len(keys & ({field.encode_name for field in msgspec.structs.fields(kind)} - {"name"}))
     for name, command, tells in _KINDS:
         if len(keys & tells) > own:
-            return f"this looks like {name}", f"`{command}` reads it"
+            return f"this looks like {name}", f"read it with `{command}`"
     return None
 
 
@@ -181,16 +181,16 @@ class _Reader:
 
     def _value(self, event: yaml.Event, key: Key) -> object:
         if len(key) > _DEEPEST:
-            self._fault("it is nested too deeply", event, key[:3], "no section has more than six levels")
+            self._fault("the nesting is too deep", event, key[:3], "use at most six levels")
             raise InputErrors(self.faults)
         if isinstance(event, yaml.AliasEvent):
-            self._fault("an alias (*name) is not read here", event, key, "write the value out")
+            self._fault("aliases (*name) are not supported", event, key, "write the value itself")
             return None
         if isinstance(event, yaml.ScalarEvent):
             return self._scalar(event, key)
         tag = getattr(event, "tag", None)
         if tag is not None:
-            self._fault(f"the tag {tag!r} is not read here", event, key, "leave the tag out")
+            self._fault(f"the tag {tag!r} is not supported", event, key, "remove the tag")
         return self._mapping(key) if isinstance(event, yaml.MappingStartEvent) else self._sequence(key)
 
     def _mapping(self, key: Key) -> object:
@@ -202,12 +202,12 @@ class _Reader:
                 self._fault("a key must be plain text", event, key, "write `key: value`")
                 self._value(event, place)
             elif name in result:
-                hint = f"it is on line {self.lines[place]} too"
-                self._fault(f"the key {name!r} stands here twice", event, place, hint)
+                hint = f"its first definition is on line {self.lines[place]}"
+                self._fault(f"the key {name!r} is defined twice", event, place, hint)
             self.lines.setdefault(place, _line(event))
             value = self._value(self._next(), place)
             if value is None and len(self.faults) == known:
-                self._fault(f"{name!r} has no value", event, place, "give it one, or remove the key")
+                self._fault(f"{name!r} has no value", event, place, "give a value or remove the key")
             result.setdefault(name, value)
         return result
 
@@ -230,7 +230,7 @@ class _Reader:
                 return self._scalars.construct_object(yaml.ScalarNode(tag, text))
             except (ValueError, LookupError, OverflowError, yaml.YAMLError):  # such as `!!int ""`
                 return text
-        self._fault(f"the tag {tag!r} is not read here", event, key, "leave the tag out")
+        self._fault(f"the tag {tag!r} is not supported", event, key, "remove the tag")
         return None
 
     def _next(self) -> yaml.Event:

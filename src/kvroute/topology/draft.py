@@ -28,11 +28,11 @@ _RACK = "rack0"
 _MEASURED_TP = 4
 _KV_BYTES_PER_GPU = 40e9
 _TODO = """\
-# A first draft: the engines and their addresses are as given, the rest is a guess. To mend, in this order:
-#  1. racks, pods and their uplinks, if the nodes are not all below one switch; `nics` as built in;
-#  2. `timing`: fit your own engines with `kvroute timing fit`; these are of Llama-3-70B on H100, scaled to {tp};
-#  3. `kv_capacity`: KV memory of one instance, here 40 GB a GPU; vLLM prints the tokens that fit when it starts.
-# `kvroute topology check FILE` names every fault; then `kvroute serve FILE`.
+# First draft: engines and addresses are as given, all other values are guesses. Correct them in this order:
+#  1. racks, pods and their uplinks, unless one switch connects all nodes; `nics` of the real nodes;
+#  2. `timing`: fit your own engines with `kvroute timing fit`; these are for Llama-3-70B on H100, scaled to {tp};
+#  3. `kv_capacity`: KV memory of one instance, here 40 GB per GPU; vLLM logs the number of tokens that fit at startup.
+# Run `kvroute topology check FILE` to find all errors, then `kvroute serve FILE`.
 """
 
 
@@ -61,20 +61,20 @@ def draft(
         *(("both", url) for url in both),
     ]
     if not addresses:
-        raise InputError("no engine is named", hint="give --prefill URL and --decode URL, or --both URL")
+        raise InputError("no engine is given", hint="give --prefill URL and --decode URL, or --both URL")
     places: dict[str, list[tuple[Role, str]]] = {}
     for role, url in addresses:
         places.setdefault(_host(url), []).append((role, url))
     for role, urls in (("prefill", prefill), ("decode", decode)):
         if not urls and not both:
-            raise InputError(f"no {role} engine is named", hint=f"give --{role} URL or --both URL")
+            raise InputError(f"no {role} engine is given", hint=f"give --{role} URL or --both URL")
     if len({url for _, url in addresses}) < len(addresses):
-        raise InputError("an address is named twice", hint="an engine that does both is --both URL")
+        raise InputError("an address is given twice", hint="use --both URL for an engine with both roles")
     for host, engines in places.items():
         if len(engines) * tp > gpus_per_node:
             wanted = f"{_count(len(engines), 'engine')} of {_count(tp, 'GPU')} on host {host!r}"
             what = f"{wanted} need{'s' if len(engines) == 1 else ''} more than its {_count(gpus_per_node, 'GPU')}"
-            raise InputError(what, hint="give --gpus and --tp as they are")
+            raise InputError(what, hint="correct --gpus or --tp")
     nics = Nics(compute=Nic(count=gpus_per_node, bytes_per_s=Bandwidth(nic_bytes_per_s)))
     file = ClusterFile(
         name=name,
@@ -112,7 +112,7 @@ def _host(url: str) -> str:
     except ValueError:
         host = None
     if not host:
-        raise InputError(f"{url!r} is no engine's address", hint="give it as http://host:port")
+        raise InputError(f"{url!r} is not an engine address", hint="write http://host:port")
     if fault := port_fault(url):
         raise InputError(fault, where=url, hint="give the port that the engine listens on")
     return host

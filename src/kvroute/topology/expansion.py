@@ -62,9 +62,9 @@ def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProt
     names = [entry.name for entry in flat.instances]
     named = [(name, url) for name, equals, url in (each.partition("=") for each in addresses) if _is_name(name, equals)]
     if named and len(named) < len(addresses):
-        raise InputError("some addresses have a name and others do not", hint="write NAME=URL for each, or for none")
+        raise InputError("some addresses have a name and others do not", hint="write NAME=URL for all or for none")
     if addresses and not named and len(addresses) != len(names):
-        what = f"{len(names)} instances and {len(addresses)} address{'' if len(addresses) == 1 else 'es'}"
+        what = f"{len(names)} instances but {len(addresses)} address{'' if len(addresses) == 1 else 'es'}"
         raise InputError(what, hint=f"give one for each, in this order: {', '.join(names)}; or NAME=URL for some")
     pairs = named or list(zip(names, addresses, strict=False))
     for name, _ in pairs:
@@ -72,7 +72,7 @@ def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProt
             raise InputError(f"there is no instance {name!r}", hint=f"its instances are {', '.join(names)}")
     urls = dict(pairs)
     if len(urls) < len(pairs) or len({url.rstrip("/") for url in urls.values()}) < len(urls):
-        raise InputError("an instance or an address is named twice", hint="give each instance an address of its own")
+        raise InputError("an instance or an address is given twice", hint="give each instance its own address")
     instances = [
         entry
         if entry.name not in urls
@@ -188,9 +188,9 @@ def _choose_slots(counts: InstanceCounts, by_rack: list[list[str]], size: int) -
     if counts.placement == "rack":
         taken = set(prefill)
         decode = [slot for rack in by_rack if taken.isdisjoint(rack) for slot in rack]
-        where = " outside of the racks that prefill fills"
+        where = " outside the prefill racks"
     if len(prefill) < counts.prefill or len(decode) < counts.decode:
-        what = f"{wanted} instances of {size} GPUs do not fit: the nodes have room for {len(flat)} in all"
+        what = f"{wanted} instances of {size} GPUs do not fit: the nodes have room for {len(flat)} in total"
         rest = f", {len(decode)} for decode{where}" if len(prefill) == counts.prefill else ""
-        raise InputError(what + rest, hint="ask for fewer or smaller instances, add nodes or change `placement`")
+        raise InputError(what + rest, hint="use fewer or smaller instances, add nodes or change `placement`")
     return prefill, decode[: counts.decode]

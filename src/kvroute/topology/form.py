@@ -145,7 +145,11 @@ def _struct_faults(
     own = known = entries.keys() | {tag_field or ""}
     meant = meant_keys(value, own)
     if tag_field is not None and value.get(tag_field) != tag and tag_field not in meant.values():
-        what = f"{_shown(value[tag_field])} is no {tag_field}" if tag_field in value else f"`{tag_field}` is missing"
+        what = (
+            f"{_shown(value[tag_field])} is an unknown {tag_field}"
+            if tag_field in value
+            else f"`{tag_field}` is missing"
+        )
         tags = ", ".join(str(option.__struct_config__.tag) for option in structs)
         yield lines.error(what, (*key, tag_field), f"write one of {tags}")
         known = own | {entry.encode_name for option in structs for entry in msgspec.structs.fields(option)}
@@ -193,7 +197,7 @@ def _wanted(value: object, options: Sequence[Any]) -> str:
             if meta.examples:
                 return f"write text such as {', '.join(repr(example) for example in meta.examples)}"
             if isinstance(value, str) and meta.pattern:
-                return "a name has letters, digits, `-`, `_` and `.` and begins with a letter or a digit"
+                return "use letters, digits, `-`, `_` and `.`, and begin with a letter or a digit"
             return "write text; numbers and yes/no words need quotes"
         if base in (int, float):
             noun = "a whole number" if base is int else "a number"
@@ -216,7 +220,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
         return f"did you mean {close!r}?"
     if not known:
         return ""
-    return f"known are {', '.join(known)}" if len(known) <= 16 else f"{len(known)} are known, such as {known[0]!r}"
+    return f"known: {', '.join(known)}" if len(known) <= 16 else f"{len(known)} exist, such as {known[0]!r}"
 
 
 def _shown(value: object) -> str:

@@ -101,7 +101,7 @@ def port_fault(url: str) -> str:
     _, colon, port = address.rpartition("]")[2].rpartition(":")
     if not colon or (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16):
         return ""
-    return f"port {port} is not 1 to 65535"
+    return f"port {port} is not between 1 and 65535"
 
 
 def wan_routes(file: ClusterFile) -> dict[tuple[str, str], Route]:
@@ -132,7 +132,7 @@ def card_of(places: Places, gpus: Shards, position: int) -> int:
     node, gpu = gpus[position]
     entry = places.nodes[node]
     nic = entry.nics.compute
-    assert nic is not None, "reach says so"
+    assert nic is not None, "reach_faults has found no fault"
     if nic.scope == "instance":
         gpu = next(index for host, index in gpus if host == node)
     return 0 if nic.scope == "server" else gpu * nic.count // entry.gpus
@@ -146,7 +146,7 @@ def gpu_list(text: str) -> list[tuple[str, int]]:
     for part in text.split(","):
         match = _GPUS.fullmatch(part.strip())
         if match is None or not (match[1] or node):
-            raise InputError(f"{text[:60]!r} names no GPUs", hint='write node and GPU numbers, such as "node0:0-3"')
+            raise InputError(f"{text[:60]!r} is not a list of GPUs", hint='write nodes and GPUs such as "node0:0-3"')
         node = match[1] or node
         first, last = int(match[2]), int(match[3] or match[2])
         if last < first or last - first >= _MOST_GPUS:

@@ -108,7 +108,7 @@ def quantity(kind: type[Q], value: object) -> Q:
         raise InputError(f"{_shown(value)} is not a {kind.noun}", hint=hint)
     number, unit = match.groups()
     if unit not in kind.units:
-        fault = f"the unit {unit!r} is not one of a {kind.noun}" if unit else "it has no unit"
+        fault = f"the unit {unit!r} is not a unit of {kind.noun}" if unit else "it has no unit"
         raise InputError(f"{_shown(value)} is not a {kind.noun}: {fault}", hint=hint)
     si = Decimal(number) * kind.units[unit]
     if not kind.least <= si <= kind.most:

@@ -19,7 +19,7 @@ Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Path: TypeAlias = Annotated[str, Meta(pattern=r"^/[!-~]*\Z", examples=["/health"])]
 Url: TypeAlias = Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+[^\s]*\Z", examples=["http://10.0.0.9:9090"])]
 Secret: TypeAlias = Annotated[
-    str, Meta(pattern=r"^[!-~]{16,1000}\Z", examples=["16 or more random letters"], extra={"secret": True})
+    str, Meta(pattern=r"^[!-~]{16,1000}\Z", examples=["16 or more random characters"], extra={"secret": True})
 ]
 Word: TypeAlias = Annotated[str, Meta(pattern=r"^ *[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*\Z", examples=["rack"])]
 """Text that is not blank and has no control characters."""

@@ -162,8 +162,8 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
             InputError: values that contradict each other, or that live engines do not support.
         """
         if self.rule != "scarce" and self.copy is None:
-            what = f"`rule: {self.rule}` copies cached prefixes between datacenters, and nothing says that engines can"
-            hint = "add `copy: {}` where all that prefill have kvroute's connector as kv_both, or write `rule: scarce`"
+            what = f"`rule: {self.rule}` copies cached prefixes between datacenters, which requires a `copy` section"
+            hint = "add `copy: {}` if all prefill engines have kvroute's connector as kv_both, or write `rule: scarce`"
             raise InputError(what, where="offload.rule", hint=hint)
         return OffloadSpec(
             threshold_tokens=None if self.threshold is None else tokens(self.threshold),

@@ -24,7 +24,7 @@ def offload_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
         yield lines.error(error.what, (_SECTION, *written(error.where)), error.hint)
     conversion = offload.role_switch
     if conversion is not None and (conversion.url is None) == (conversion.command is None):
-        what = "a conversion has a URL or a command" + (", not both" if conversion.url else ", and neither is given")
+        what = "`role_switch` requires a URL or a command" + (", not both" if conversion.url else ", but has neither")
         hint = "give `url: http://...` or `command: [PROGRAM, ...]`"
         yield lines.error(what, (_SECTION, "offload", "role_switch"), hint)
 
@@ -48,7 +48,7 @@ def site_faults(
         if endpoint is None or endpoint.protocol == "vllm" or endpoint.bootstrap:
             continue
         if instance.role == "decode":
-            what = f"{instance.name} may come to prefill, and {endpoint.protocol} needs its bootstrap server then"
+            what = f"{instance.name} may switch to prefill, and {endpoint.protocol} then needs its bootstrap server"
             yield lines.error(what, (*places[instance.name], "endpoint"), "add `bootstrap: HOST:PORT`")
 
 
@@ -70,10 +70,10 @@ def _early_faults(
             continue
         place = (*places[instance.name], "endpoint")
         if endpoint.protocol == "mooncake":
-            what = f"`layerwise` asks for the KV cache of {instance.name} early, and mooncake knows no such thing"
+            what = f"`layerwise` requests the KV cache of {instance.name} early, which mooncake does not support"
             yield lines.error(what, place, "leave `layerwise` out, or use kvroute's connector")
         elif endpoint.protocol == "vllm" and not endpoint.bootstrap:
-            what = f"`layerwise` has the KV cache of {instance.name} asked for early, and nothing says where"
+            what = f"`layerwise` requests the KV cache of {instance.name} early, which needs its connector's address"
             yield lines.error(what, place, "add `bootstrap: HOST:PORT`, its connector's `advertised_host` and `port`")
 
 
@@ -87,5 +87,5 @@ def _copy_faults(
     for instance in cluster.instances:
         endpoint = instance.endpoint
         if endpoint is not None and endpoint.protocol != "vllm" and instance.role != "decode":
-            what = f"`rule: {rule}` copies prefixes to and from {instance.name}, and {endpoint.protocol} cannot say so"
+            what = f"`rule: {rule}` copies prefixes of {instance.name}, which {endpoint.protocol} does not support"
             yield lines.error(what, (*places[instance.name], "endpoint"), "write `rule: scarce`, or use protocol vllm")

@@ -134,7 +134,7 @@ def _try(host: str, port: int) -> None:
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except UnicodeError:
-        raise OSError("no machine can have this name") from None
+        raise OSError("the host name is not valid") from None
     addresses = list(dict.fromkeys(str(place[0]) for *_, place in places))
     for address in addresses:
         try:
@@ -202,11 +202,11 @@ def _faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str] 
     yield from _key_faults(settings, lines, environ)
     listen, admin = settings.listen, settings.admin
     if listen.port == admin.port != 0:
-        what = f"clients and the operator would share port {admin.port}"
+        what = f"`listen` and `admin` both use port {admin.port}"
         yield lines.error(what, (SECTION, "admin", "port"), "give each its own port")
     for index, name in enumerate(settings.forward_headers):
         if name.lower().encode() in OUR_OWN:
-            what = f"the gateway sets {name} itself, and cannot forward a client's"
+            what = f"the gateway sets {name} itself and cannot forward the client's"
             yield lines.error(what, (SECTION, "forward_headers", index), "leave it out")
 
 
@@ -235,7 +235,7 @@ def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
 def _log_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
     log = settings.log
     if log.total_bytes < 2 * log.file_bytes:
-        what = f"`total_size` ({quantity_text(log.total_bytes)}) holds fewer than two files of `file_size`"
+        what = f"`total_size` ({quantity_text(log.total_bytes)}) is less than twice `file_size`"
         hint = f"make `total_size` {quantity_text(LogSize(2 * log.file_bytes))} or more, or `file_size` smaller"
         yield lines.error(what, (SECTION, "log", "total_size"), hint)
 
@@ -244,12 +244,12 @@ def _oracle_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
     oracle, key = settings.oracle, (SECTION, "oracle")
     prometheus = oracle.prometheus
     if oracle.source == "prometheus" and prometheus is None:
-        yield lines.error("the source is prometheus, and nothing says where it is", key, "add `prometheus: {url: ...}`")
+        yield lines.error("`source: prometheus` requires a `prometheus` section", key, "add `prometheus: {url: ...}`")
     if prometheus is None:
         return
     if oracle.source != "prometheus":
         hint = "write `source: prometheus`, or leave `prometheus` out"
-        yield lines.error(f"nobody asks Prometheus: the source is {oracle.source}", (*key, "prometheus"), hint)
+        yield lines.error(f"`prometheus` is not used with `source: {oracle.source}`", (*key, "prometheus"), hint)
     if bool(prometheus.per_tier) == (prometheus.per_link is not None):
         hint = "give `per_tier: {rack: QUERY, ...}` or `per_link: {query: QUERY, label: link}`"
         what = "both `per_tier` and `per_link` are given" if prometheus.per_link else "no query is given"
@@ -259,11 +259,11 @@ def _oracle_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
 def _file_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
     tokenizer, events = settings.prompt.tokenizer, settings.log.events
     if tokenizer is not None and not (Path(tokenizer).is_file() or Path(tokenizer, "tokenizer.json").is_file()):
-        hint = "give a tokenizer.json, or the folder that holds it"
+        hint = "give a tokenizer.json, or the folder that contains it"
         yield lines.error(f"there is no tokenizer at {tokenizer}", (SECTION, "prompt", "tokenizer"), hint)
     if events is not None and not Path(events).parent.is_dir():
         what = f"there is no folder {Path(events).parent}"
-        yield lines.error(what, (SECTION, "log", "events"), "make it, or name a file in a folder that exists")
+        yield lines.error(what, (SECTION, "log", "events"), "create it, or name a file in an existing folder")
     for port, tls in (("listen", settings.listen.tls), ("admin", settings.admin.tls)):
         if tls is not None:
             yield from _tls_faults(tls, (SECTION, port, "tls"), lines)
@@ -303,12 +303,12 @@ def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, s
     yield from _salt_faults(settings, keys.required, lines, environ)
     variable, key = settings.upstream_key_env, (SECTION, "upstream_key_env")
     if variable is not None and not keys.required:
-        hint = "add `keys`, or leave this out: clients' own keys then go on to the engines"
-        yield lines.error("the engines' key would be everybody's: clients need none here", key, hint)
+        hint = "add `keys`, or leave this out to forward the clients' own keys"
+        yield lines.error("all clients would use the engines' key, because no client keys are required", key, hint)
     elif variable is not None and environ is not None and not environ.get(variable):
         yield lines.error(f"the environment variable {variable} is not set", key, f"export {variable}=...")
     elif variable is not None and environ is not None and not _KEY.fullmatch(environ[variable]):
-        what = f"the environment variable {variable} holds a space, a line's end or another character that no key has"
+        what = f"the environment variable {variable} contains a character that is not valid in a key"
         yield lines.error(what, key, "set it to the key alone: printable ASCII characters without spaces")
 
 
@@ -317,19 +317,19 @@ def _salt_faults(
 ) -> Iterator[FileError]:
     mode, variable = settings.cache_salt, settings.cache_salt_secret_env
     if mode != "none" and not has_keys:
-        what = f"`cache_salt: {mode}` tells clients apart by their keys, and they need none here"
+        what = f"`cache_salt: {mode}` requires client keys, but none are configured"
         yield lines.error(what, (SECTION, "cache_salt"), "add `keys`, or write `cache_salt: none`")
     if mode == "per-tenant" and not settings.keys.tenants:
         hint = "add `keys: {tenants: {KEY: TENANT}}`, or write `cache_salt: per-key`"
-        yield lines.error("no key names a tenant", (SECTION, "cache_salt"), hint)
+        yield lines.error("no key has a tenant", (SECTION, "cache_salt"), hint)
     if variable is None:
         return
     key = (SECTION, "cache_salt_secret_env")
     if mode == "none":
         hint = "write `cache_salt: per-key` or `per-tenant`, or leave this out"
-        yield lines.error("the secret is for cache salts, and there are none", key, hint)
+        yield lines.error("the secret is not used with `cache_salt: none`", key, hint)
     elif environ is not None and len(environ.get(variable, "")) < SECRET_MIN:
-        hint = f"export {variable}=... with {SECRET_MIN} or more random letters"
+        hint = f"export {variable}=... with {SECRET_MIN} or more random characters"
         yield lines.error(f"the environment variable {variable} is not set, or too short", key, hint)
 
 
@@ -371,14 +371,14 @@ def _endpoint_faults(
         return
     other = first.setdefault(endpoint.url.rstrip("/").lower(), instance.name)
     if other != instance.name:
-        yield lines.error(f"{endpoint.url} is {other}'s already", (*place, "url"), "one engine is one instance")
+        yield lines.error(
+            f"{endpoint.url} is already the endpoint of {other}", (*place, "url"), "give each instance its own endpoint"
+        )
     if instance.role == "prefill" and endpoint.protocol != "vllm" and not endpoint.bootstrap:
         what = f"{endpoint.protocol} needs the prefill engine's bootstrap server"
         yield lines.error(what, place, "add `bootstrap: HOST:PORT`")
     if endpoint.kv_replay and not endpoint.kv_events:
-        yield lines.error(
-            "`kv_replay` says nothing without `kv_events`", (*place, "kv_replay"), "add `kv_events: tcp://...`"
-        )
+        yield lines.error("`kv_replay` requires `kv_events`", (*place, "kv_replay"), "add `kv_events: tcp://...`")
     if settings.prefix == "events" and not endpoint.kv_events:
         hint = "add `kv_events: tcp://HOST:PORT`, or write `prefix: auto`"
         yield lines.error(f"`prefix: events` needs the KV events of {instance.name}", place, hint)
@@ -392,6 +392,6 @@ def _partner_faults(cluster: Cluster, places: Mapping[str, Key], lines: Lines) -
     for (model, protocol, role), members in groups.items():
         partner = {"prefill": "decode", "decode": "prefill"}.get(role)
         if partner is not None and (model, protocol, partner) not in groups:
-            what = f"{members[0].name} has no {partner} instance to work with: none for {model} speaks {protocol}"
+            what = f"{members[0].name} has no {partner} instance to work with: none for {model} uses {protocol}"
             hint = f"give it a partner with `protocol: {protocol}`, or make it `role: both`"
             yield lines.error(what, places[members[0].name], hint)

@@ -175,13 +175,13 @@ class Breaker:
             self._record(now, _ACQUITTED)
 
     def cancelled(self, attempt: Attempt, now: float) -> None:
-        """Record that the client left before the result was known: neither a success nor a failure."""
+        """Record that the client closed the connection before the result was known: neither a success nor a failure."""
         del now
         if self._probe == attempt:
             self._probe = None
 
     def _counts(self, attempt: Attempt) -> bool:
-        assert attempt < self._next, "give back what `started` gave"
+        assert attempt < self._next, "pass the value that `started` returned"
         return attempt >= self._first and self._state != "open"
 
     def _close(self) -> None:

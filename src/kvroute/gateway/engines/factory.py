@@ -33,7 +33,7 @@ def stations_of(
     engines = {}
     for instance in cluster.instances:
         endpoint = instance.endpoint
-        assert endpoint is not None, "preflight asks for endpoints"
+        assert endpoint is not None, "preflight requires endpoints"
         breaker = Breaker(
             failures=limits.failures,
             window_s=float(limits.window_s),

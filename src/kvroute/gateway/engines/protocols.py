@@ -146,7 +146,7 @@ class Mooncake:
         return _encode(completion.fields)
 
     def prefill_body(self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None) -> bytes:
-        assert prefix is None, "nobody copies prefixes by this protocol"
+        assert prefix is None, "this protocol does not copy prefixes"
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": handshake.transfer_id}
         return _encode(_one_token(completion, Raw(_encode(params))))
 
@@ -187,7 +187,7 @@ class Sglang:
         return _encode(completion.fields)
 
     def prefill_body(self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None) -> bytes:
-        assert prefix is None, "nobody copies prefixes by this protocol"
+        assert prefix is None, "this protocol does not copy prefixes"
         return _encode(completion.fields | _rooms(completion.n * completion.prompts, handshake))
 
     def transfer_params(self, reply: bytes) -> Raw | None:
@@ -213,10 +213,10 @@ def engine_id(reply: bytes) -> str:
     try:
         ranks = msgspec.json.decode(reply, type=dict[str, _Rank])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"has a bootstrap server that answers what is not understood: {error}") from None
+        raise ProtocolError(f"has a bootstrap server that sent an invalid response: {error}") from None
     found = [ranks[rank].engine_id for rank in sorted(ranks, key=_rank_order) if ranks[rank].engine_id]
     if not found:
-        raise ProtocolError("has a bootstrap server that knows no engine yet")
+        raise ProtocolError("has a bootstrap server without a registered engine")
     return found[0]
 
 
@@ -258,16 +258,16 @@ def _transfer_params(reply: bytes) -> Raw:
     try:
         params = _REPLY.decode(reply).kv_transfer_params
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"answered what is no such answer: {error}") from None
+        raise ProtocolError(f"sent an invalid response: {error}") from None
     if bytes(params)[:1] != b"{":
-        raise ProtocolError("answered without kv_transfer_params; is a KV connector configured there?")
+        raise ProtocolError("sent a response without kv_transfer_params; check that it has a KV connector")
     return params
 
 
 def _announcement(handshake: KvHandshake) -> Raw:
     """Return the transfer parameters of an early pull, for which there is no prefill response yet."""
     if not handshake.early:
-        raise ProtocolError("answered nothing")
+        raise ProtocolError("sent no transfer parameters")
     host, port = _address(handshake)
     params = {
         "do_remote_prefill": True,

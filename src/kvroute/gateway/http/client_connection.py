@@ -35,11 +35,11 @@ _END_OF_SIDE_S = 0.5
 directly after its request; a later end means that the client has left."""
 
 _RETRY = b"retry-after: 1\r\n"
-_BUSY = HttpError(503, "the gateway has as many connections as it may; try again later", headers=_RETRY)
-_BUSY_ADDRESS = HttpError(503, "your address has as many connections as it may; try again later", headers=_RETRY)
-_FULL = HttpError(503, "the gateway holds as many large bodies as it may; try again later", headers=_RETRY)
-_SLOW_HEAD = HttpError(408, "the request's headers took too long")
-_SLOW_BODY = HttpError(408, "the request's body took too long")
+_BUSY = HttpError(503, "the gateway has reached its connection limit; try again later", headers=_RETRY)
+_BUSY_ADDRESS = HttpError(503, "your address has reached its connection limit; try again later", headers=_RETRY)
+_FULL = HttpError(503, "the gateway has reached its memory limit for request bodies; try again later", headers=_RETRY)
+_SLOW_HEAD = HttpError(408, "the request's headers did not arrive in time")
+_SLOW_BODY = HttpError(408, "the request's body did not arrive in time")
 
 
 Handler: TypeAlias = Callable[[Exchange], None]
@@ -276,10 +276,12 @@ class ClientConnection(asyncio.Protocol):
             if exchange.started:
                 exchange.abort()
             else:
-                exchange.respond(500, error_body("the gateway failed", "server_error"))
+                exchange.respond(500, error_body("internal error in the gateway", "server_error"))
 
     def _mourn(self, error: Exception) -> None:
-        asyncio.get_running_loop().call_exception_handler({"message": "the handler raised", "exception": error})
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "a request handler failed with an internal error", "exception": error}
+        )
 
     def _body_released(self) -> None:
         self._weigh(0)

@@ -118,7 +118,7 @@ class Exchange:
 
     def add_header_lines(self, lines: bytes) -> None:
         """Add whole header lines to any response of this request; call it before the response begins."""
-        assert not self.started, "the head is on its way"
+        assert not self.started, "the response has already started"
         self._server += lines
 
     def respond(
@@ -131,7 +131,7 @@ class Exchange:
         """Send a whole response; for HEAD only its head."""
         if self.gone or self.finished:
             return
-        assert not self.started, "an exchange has one answer"
+        assert not self.started, "an exchange has one response"
         self.started = True
         if status == 204:
             head = self._head(status, headers, b"")
@@ -154,7 +154,7 @@ class Exchange:
         """
         if self.gone or self.finished:
             return
-        assert not self.started, "an exchange has one answer"
+        assert not self.started, "an exchange has one response"
         self.started = True
         if status in (204, 304):
             framing = b""
@@ -190,7 +190,7 @@ class Exchange:
                 self._transport.writelines((b"%b%x\r\n" % (before, len(data)), data, b"\r\n"))
             return
         if left >= 0:
-            assert len(data) <= left, "more body than the length said"
+            assert len(data) <= left, "the body is longer than its content-length"
             self._left = left - len(data)
         if before:
             self._transport.writelines((before, data))

@@ -25,7 +25,7 @@ _SHUTDOWN_S = 2.0
 """Time for the other side to close its TLS connection."""
 _HANDSHAKE = b"\x16"
 """The first byte of a TLS connection: that of a handshake record."""
-_WHY = b"This port speaks TLS; use https://\n"
+_WHY = b"This port requires TLS; use https://\n"
 _PLAIN = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
     % (len(_WHY), _WHY)
@@ -300,12 +300,12 @@ async def _bound_by_name(host: str, port: int) -> list[socket.socket]:
                 if error.errno != errno.EAFNOSUPPORT:  # a machine without IPv6 listens on the other addresses
                     raise
                 continue
-            assert own is not None, "a resolver gives addresses"
+            assert own is not None, "a resolver returns addresses"
             found.append(own)
     except OSError:
         for own in found:
             own.close()
         raise
     if not found:
-        raise OSError(errno.EADDRNOTAVAIL, "the name has no address of this machine")
+        raise OSError(errno.EADDRNOTAVAIL, "the name has no address on this machine")
     return found

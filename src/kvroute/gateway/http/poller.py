@@ -51,7 +51,7 @@ class _Poll:
         self._body_bytes += len(data)
         if self._body_bytes > self._poller.body_max_bytes:
             self._abort()
-            self._done(PollResult(0, failure=f"the answer is longer than {self._poller.body_max_bytes} bytes"))
+            self._done(PollResult(0, failure=f"the response is longer than {self._poller.body_max_bytes} bytes"))
 
     def on_end(self) -> None:
         self._done(PollResult(self._status, b"".join(self._parts)))
@@ -75,7 +75,7 @@ class _Poll:
         match judge(timeout_s, elapsed_s, lag_s):
             case "failed":
                 self._abort()
-                self._done(PollResult(0, failure=f"no whole answer in {timeout_s:g} s"))
+                self._done(PollResult(0, failure=f"no complete response within {timeout_s:g} s"))
             case "wait":
                 rest_s = max(timeout_s - (elapsed_s - lag_s), _TICK_MIN_S)
                 self._timer = self._loop.call_later(rest_s, self._too_late)

@@ -157,12 +157,14 @@ class UpstreamPool:
         try:
             connection = await self._open_line(call)
         except TimeoutError:
-            failure = Failure("timeout", "connect", f"no connection to {self.host.decode()} in {self._connect_s:g} s")
+            failure = Failure(
+                "timeout", "connect", f"cannot connect to {self.host.decode()} within {self._connect_s:g} s"
+            )
         except (OSError, UnicodeError) as error:  # UnicodeError: the host name is invalid (`a..b`)
             kind: FailureKind = "reset" if isinstance(error, ConnectionResetError) else "refused"
             if out_of_files(error):
                 kind = "out_of_files"
-            failure = Failure(kind, "connect", f"no connection to {self.host.decode()} ({error})")
+            failure = Failure(kind, "connect", f"cannot connect to {self.host.decode()} ({error})")
         else:
             if call.over:
                 self.keep(connection)
@@ -212,5 +214,7 @@ def _origin(url: str) -> SplitResult:
     except ValueError:
         parts, port_is_fine = urlsplit(""), False
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_fine or parts.path.strip("/"):
-        raise InputError(f"{url!r} is no origin", where="url", hint="write http://host:port or https://host:port")
+        raise InputError(
+            f"{url!r} is not a valid origin", where="url", hint="write http://host:port or https://host:port"
+        )
     return parts

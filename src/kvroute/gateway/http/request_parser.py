@@ -178,7 +178,7 @@ class RequestParser:
     def _too_long(self) -> HttpError:
         limits = self._limits
         return HttpError(
-            431, f"the request's headers are more than {limits.header_bytes} bytes or {limits.header_count} lines"
+            431, f"the request's headers exceed {limits.header_bytes} bytes or {limits.header_count} lines"
         )
 
     def _refuse(self, status: int, message: str, code: str | None = None) -> None:
@@ -223,7 +223,7 @@ class RequestParser:
             self._content_length = int(value)  # the parser has checked that these are digits
         elif name == b"transfer-encoding":
             if value.lower() != b"chunked":
-                self._refuse(501, f"the transfer coding {value.decode('latin-1')!r} is not known; send chunked")
+                self._refuse(501, f"the transfer coding {value.decode('latin-1')!r} is not supported; send chunked")
             self._chunked = True
         elif name == b"expect":
             self._expects = value.lower() == b"100-continue"
@@ -240,13 +240,13 @@ class RequestParser:
         version = parser.get_http_version()
         self._http10 = version == "1.0"
         if version != "1.1" and not self._http10:
-            self._refuse(505, f"HTTP/{version} is not spoken here; send HTTP/1.1")
+            self._refuse(505, f"HTTP/{version} is not supported; send HTTP/1.1")
         if self.method not in _METHODS:
-            self._refuse(501, f"the method {self.method.decode('latin-1')!r} is not known")
+            self._refuse(501, f"the method {self.method.decode('latin-1')!r} is not supported")
         if self._hosts > 1 or not (self._hosts or self._http10):
             self._refuse(400, "the request must have one Host header")
         if self._http10 and self._chunked:
-            self._refuse(400, "HTTP/1.0 knows no Transfer-Encoding; send Content-Length")
+            self._refuse(400, "HTTP/1.0 does not support Transfer-Encoding; send Content-Length")
         pages = self._pages
         if pages is not None and (self._origin is not None or self._host not in pages.passed):
             self._check_page(pages)
@@ -281,7 +281,7 @@ class RequestParser:
         self._path, _, self._query = url.partition(b"?")
 
     def _too_large(self) -> str:
-        hint = "send a shorter prompt, or have `gateway.limits.body` raised"
+        hint = "send a shorter prompt, or ask the operator to raise `gateway.limits.body`"
         return f"the request's body is larger than {self._limits.body_bytes} bytes; {hint}"
 
     def on_body(self, data: bytes) -> None:
@@ -316,5 +316,5 @@ class RequestParser:
 def _fault_of(error: httptools.HttpParserError) -> HttpError:
     text = str(error)
     if text in _VERSION_ERRORS:
-        return HttpError(505, "this version of HTTP is not spoken here; send HTTP/1.1")
-    return HttpError(400, f"the request is no valid HTTP/1.1 ({text})")
+        return HttpError(505, "this HTTP version is not supported; send HTTP/1.1")
+    return HttpError(400, f"the request is not valid HTTP/1.1 ({text})")

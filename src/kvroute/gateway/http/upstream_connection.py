@@ -119,7 +119,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.close()
         else:
             waited_s = self._call.idle_s if self._body_begun else self._call.first_byte_s
-            self._fail("timeout", f"the engine was silent for {waited_s:g} s")
+            self._fail("timeout", f"the engine sent nothing for {waited_s:g} s")
 
     # callbacks of asyncio
 
@@ -212,9 +212,9 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            return "the engine switches protocols, which nobody asked for"
+            return "the engine switches protocols without a request for it"
         except httptools.HttpParserError as error:
-            return f"the answer is no HTTP ({error})"
+            return f"the response is not valid HTTP ({error})"
         if self._parts:
             self._bare_bytes = 0
             return ""

@@ -172,7 +172,7 @@ def _convertible(settings: GatewaySettings) -> GatewaySettings:
 def _check_emulated(cluster: Cluster, source: str) -> None:
     for instance in cluster.instances:
         if instance.protocol != "vllm":
-            what = f"instance {instance.name} speaks {instance.protocol}, and emulated engines speak vllm"
+            what = f"instance {instance.name} uses protocol {instance.protocol}, but emulated engines only support vllm"
             raise InputError(what, where=source, hint="leave `protocol` out")
 
 
@@ -180,7 +180,7 @@ def _emulated(cluster: Cluster, endpoints: Mapping[str, Endpoint], source: str) 
     _check_emulated(cluster, source)
     for instance in cluster.instances:
         if instance.name not in endpoints:
-            what = f"instance {instance.name} has no emulated engine: they are those of the start"
-            raise InputError(what, where=source, hint="start the command again")
+            what = f"instance {instance.name} has no emulated engine: they are only created at startup"
+            raise InputError(what, where=source, hint="restart the command")
     instances = tuple(msgspec.structs.replace(i, endpoint=endpoints[i.name]) for i in cluster.instances)
     return replace(cluster, instances=instances)

@@ -44,7 +44,7 @@ async def _post(url: str, instance: str, before: Role, role: Role) -> str:
             aiohttp.ClientSession(timeout=patient) as session,
             session.post(url, json=told, allow_redirects=False) as answer,
         ):
-            return "" if 200 <= answer.status < 300 else f"the hook answered {answer.status}"
+            return "" if 200 <= answer.status < 300 else f"the hook returned status {answer.status}"
     except (aiohttp.ClientError, OSError) as error:
         return f"the hook cannot be reached ({type(error).__name__})"
 
@@ -63,8 +63,8 @@ async def _run(command: list[str], told: dict[str, str]) -> str:
         if program.returncode is None:
             await _end(program)
     if code < 0:
-        return f"the hook was ended by signal {-code}"
-    return f"the hook ended with {code}" if code else ""
+        return f"the hook was killed by signal {-code}"
+    return f"the hook exited with code {code}" if code else ""
 
 
 async def _end(program: asyncio.subprocess.Process) -> None:

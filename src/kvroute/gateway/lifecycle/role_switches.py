@@ -104,7 +104,7 @@ class RoleSwitches:
         runtime = self._runtime
         offload, instance = runtime.settings.offload, runtime.engines[conversion.instance].instance
         section = offload.role_switch if offload is not None else None
-        why = "no hook is given any more"
+        why = "the configuration no longer has a hook"
         try:
             if section is not None:
                 why = await convert(section, instance, conversion.before, conversion.role)
@@ -213,5 +213,5 @@ def _tell(review: Review, converts: bool) -> None:
         gain=round(review.gain, 4),
         rate_per_s=round(review.rate_per_s, 4),
         lambda_max_per_s=round(review.lambda_max_per_s, 4),
-        reason=f"best split: {best}" + ("" if converts else " (no hook: roles stay)"),
+        reason=f"best split: {best}" + ("" if converts else " (no hook: roles do not change)"),
     )

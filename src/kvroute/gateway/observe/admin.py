@@ -166,7 +166,7 @@ class Admin:
     def _refusal(self, request: web.Request) -> web.Response | None:
         name = host_name(request.headers.get("Host", ""))
         if not (name in self._names or address(name)):
-            hint = "call it by address, or list the name under gateway.admin.hosts"
+            hint = "use an IP address, or add the name to gateway.admin.hosts"
             return _json(403, {"error": f"unknown host name in the Host header; {hint}"})
         if request.method in ("GET", "HEAD"):
             return self._unread(request)
@@ -188,7 +188,7 @@ class Admin:
         tokens = [token.encode() for token in (parts.read_token, parts.token) if token]
         if sum(hmac.compare_digest(shown, token) for token in tokens):
             return None
-        response = _json(401, {"error": "a token is needed: gateway.admin.read_token"})
+        response = _json(401, {"error": "a token is required: gateway.admin.read_token"})
         response.headers["WWW-Authenticate"] = 'Basic realm="kvroute", charset="UTF-8"'
         return response
 
@@ -197,11 +197,11 @@ class Admin:
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if hmac.compare_digest(given, b"Bearer " + self._parts.token.encode()):
                 return None
-            return _json(401, {"error": "a bearer token is needed: gateway.admin.push_token"})
+            return _json(401, {"error": "a bearer token is required: gateway.admin.push_token"})
         peer = address(request.remote or "")
         if peer and (getattr(peer, "ipv4_mapped", None) or peer).is_loopback:
             return None
-        return _json(403, {"error": "from other machines only with a token; set gateway.admin.push_token"})
+        return _json(403, {"error": "requests from other machines require a token; set gateway.admin.push_token"})
 
     async def _state(self, request: web.Request) -> web.Response:
         snapshot = self._parts.state.snapshot(self._parts.now())
@@ -264,7 +264,7 @@ class Admin:
 
     async def _telemetry(self, request: web.Request) -> web.Response:
         if self._parts.push is None:
-            return _json(404, {"error": "telemetry is not taken; set gateway.oracle.source to push"})
+            return _json(404, {"error": "telemetry is not accepted; set gateway.oracle.source to push"})
         try:
             async with asyncio.timeout(BODY_S):
                 body = await request.read()
@@ -277,7 +277,7 @@ class Admin:
 
     async def _drain(self, request: web.Request) -> web.Response:
         if self._parts.drain is None:
-            return _json(404, {"error": "this gateway is drained by SIGTERM only"})
+            return _json(404, {"error": "this gateway can be drained only by SIGTERM"})
         self._parts.drain()
         return _json(202, {"status": "draining"})
 

@@ -70,8 +70,8 @@ class OpenFiles:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             limit = f"the limit of {soft} open files of this process (ulimit -n, LimitNOFILE= of systemd)"
         reason = (
-            f"no file descriptor is left: {limit} is reached; clients and engines cannot be connected until it is "
-            "raised or limits.connections is lower"
+            f"no file descriptor is left: {limit} is reached; connections to clients and engines fail until you "
+            "raise it or lower limits.connections"
         )
         log_event("error", "out_of_files", reason=reason, count=self._count)
         self._count, self._logged_at = 0, now

@@ -14,22 +14,24 @@ TIER_LABELS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
 """Values of the label `tier`, by tier."""
 _BREAKER: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
 _INFO = Family("gauge", "kvroute_info", "Always 1; version and policy are labels.", ("version", "policy"))
-_READY = Family("gauge", "kvroute_ready", "1 while the gateway takes requests.")
-_IN_FLIGHT = Family("gauge", "kvroute_requests_in_flight", "Requests admitted and not over.")
-_QUEUED = Family("gauge", "kvroute_requests_queued", "Requests waiting at the door.")
+_READY = Family("gauge", "kvroute_ready", "1 while the gateway accepts requests.")
+_IN_FLIGHT = Family("gauge", "kvroute_requests_in_flight", "Requests admitted and not finished.")
+_QUEUED = Family("gauge", "kvroute_requests_queued", "Requests in the admission queue.")
 _CONNECTIONS = Family("gauge", "kvroute_client_connections", "Open client connections.")
 _PANIC = Family("gauge", "kvroute_panic", "1 while health checks and breakers are ignored.", ("model", "role"))
-_TRANSFERRING = Family("gauge", "kvroute_transfers_in_flight", "Own KV transfers under way.", ("tier",))
+_TRANSFERRING = Family("gauge", "kvroute_transfers_in_flight", "Own KV transfers in flight.", ("tier",))
 _ORACLE_AGE = Family("gauge", "kvroute_oracle_age_seconds", "Age of the last telemetry.", ("source",))
-_CONGESTION = Family("gauge", "kvroute_oracle_congestion_ratio", "Congestion as believed now.", ("tier",))
+_CONGESTION = Family("gauge", "kvroute_oracle_congestion_ratio", "Current estimate of congestion.", ("tier",))
 _LEARNED = Family("gauge", "kvroute_learned_bandwidth_ratio", "Measured over static bandwidth.", ("tier",))
 _FORESIGHT_GAUGES: tuple[tuple[Family, Callable[[TierLearned], float]], ...] = (
     (
-        Family("gauge", "kvroute_foresight_learned_ratio", "Measured over promised capacity.", ("policy", "tier")),
+        Family("gauge", "kvroute_foresight_learned_ratio", "Measured over static capacity.", ("policy", "tier")),
         lambda tier: tier.factor,
     ),
     (
-        Family("gauge", "kvroute_foresight_bytes_per_second", "A lone transfer's, by that.", ("policy", "tier")),
+        Family(
+            "gauge", "kvroute_foresight_bytes_per_second", "Estimated rate of a single transfer.", ("policy", "tier")
+        ),
         lambda tier: tier.bytes_per_s or 0.0,
     ),
     (
@@ -44,7 +46,7 @@ _FORESIGHT_GAUGES: tuple[tuple[Family, Callable[[TierLearned], float]], ...] = (
 )
 _INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], ...] = (
     (
-        Family("gauge", "kvroute_instance_up", "1: healthy by the active check.", ("engine", "role")),
+        Family("gauge", "kvroute_instance_up", "1 while the health check passes.", ("engine", "role")),
         lambda instance: int(instance.up),
     ),
     (
@@ -52,15 +54,15 @@ _INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], .
         lambda instance: _BREAKER[instance.breaker],
     ),
     (
-        Family("gauge", "kvroute_instance_requests", "Own requests there now.", ("engine", "role")),
+        Family("gauge", "kvroute_instance_requests", "Own requests on the instance.", ("engine", "role")),
         lambda instance: instance.requests,
     ),
     (
-        Family("gauge", "kvroute_instance_running", "Requests running, by the engine's own word.", ("engine",)),
+        Family("gauge", "kvroute_instance_running", "Running requests, as reported by the engine.", ("engine",)),
         lambda instance: None if instance.scrape_age_s is None else instance.running,
     ),
     (
-        Family("gauge", "kvroute_instance_waiting", "Requests waiting, by the engine's own word.", ("engine",)),
+        Family("gauge", "kvroute_instance_waiting", "Waiting requests, as reported by the engine.", ("engine",)),
         lambda instance: None if instance.scrape_age_s is None else instance.waiting,
     ),
     (
@@ -68,11 +70,11 @@ _INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], .
         lambda instance: instance.kv_used_share,
     ),
     (
-        Family("gauge", "kvroute_prefill_pending_seconds", "Prefill work given and not done.", ("engine",)),
+        Family("gauge", "kvroute_prefill_pending_seconds", "Assigned prefill work that is not done.", ("engine",)),
         lambda instance: instance.prefill_pending_s,
     ),
     (
-        Family("gauge", "kvroute_scrape_age_seconds", "Age of the last good scrape.", ("engine",)),
+        Family("gauge", "kvroute_scrape_age_seconds", "Age of the last successful scrape.", ("engine",)),
         lambda instance: instance.scrape_age_s,
     ),
 )

@@ -42,66 +42,72 @@ class Metrics:
         ProcessCollector(registry=self._process)
         requests, legs = ("endpoint", "code"), ("leg", "engine", "kind")
         self._requests = Counter("kvroute_requests_total", "Requests answered, by endpoint and status.", requests)
-        self._rejects = Counter("kvroute_rejects_total", "Requests refused before any leg began.", ("reason",))
-        self._gone = Counter("kvroute_client_disconnects_total", "Clients that left before the end of their answer.")
+        self._rejects = Counter("kvroute_rejects_total", "Requests rejected before any leg began.", ("reason",))
+        self._gone = Counter("kvroute_client_disconnects_total", "Clients that disconnected early.")
         self._stream_errors = Counter("kvroute_stream_errors_total", "Streams ended by an error event.")
-        self._retries = Counter("kvroute_retries_total", "Legs begun again on another instance.", ("leg",))
+        self._retries = Counter("kvroute_retries_total", "Legs retried on another instance.", ("leg",))
         self._no_retry = Counter("kvroute_retries_refused_total", "Retries that the budget did not allow.", ("leg",))
-        self._leg_failures = Counter("kvroute_leg_failures_total", "Legs that came to nothing.", legs)
-        self._decisions = Counter("kvroute_decisions_total", "Decisions, by what and where.", ("kind", "engine"))
+        self._leg_failures = Counter("kvroute_leg_failures_total", "Failed legs.", legs)
+        self._decisions = Counter("kvroute_decisions_total", "Decisions, by kind and instance.", ("kind", "engine"))
         self._decision_s = Histogram("kvroute_decision_seconds", "Time to decide.", _DECISION_S, ("kind",))
         self._ttft_s = Histogram(
-            "kvroute_ttft_seconds", "Request read to first byte of a stream sent.", _REQUEST_S, ("protocol",)
+            "kvroute_ttft_seconds", "From request read to first byte sent, for streams.", _REQUEST_S, ("protocol",)
         )
-        self._part_s = Histogram("kvroute_ttft_part_seconds", "Where the TTFT of streams went.", _REQUEST_S, ("part",))
-        self._prefill_s = Histogram("kvroute_prefill_leg_seconds", "Prefill leg sent to its answer.", _REQUEST_S)
+        self._part_s = Histogram("kvroute_ttft_part_seconds", "Parts of the TTFT of streams.", _REQUEST_S, ("part",))
+        self._prefill_s = Histogram("kvroute_prefill_leg_seconds", "From prefill leg sent to its response.", _REQUEST_S)
         self._decode_s = Histogram(
-            "kvroute_decode_first_byte_seconds", "Decode leg sent to its stream's first byte.", _REQUEST_S
+            "kvroute_decode_first_byte_seconds", "From decode leg sent to the first byte of its stream.", _REQUEST_S
         )
         self._request_s = Histogram(
-            "kvroute_request_seconds", "Request read to end of the answer.", _REQUEST_S, ("endpoint",)
+            "kvroute_request_seconds", "From request read to end of the response.", _REQUEST_S, ("endpoint",)
         )
         self._transfer_s = Histogram(
             "kvroute_transfer_seconds",
-            "KV transfer as streams show it, waiting for a slot included.",
+            "KV transfer time as measured on streams, wait for a decode slot included.",
             _REQUEST_S,
             ("tier",),
         )
-        self._transfer_bytes = Counter("kvroute_transfer_bytes_total", "KV bytes given to the network.", ("tier",))
+        self._transfer_bytes = Counter("kvroute_transfer_bytes_total", "KV bytes of started transfers.", ("tier",))
         self._copies = Counter(
-            "kvroute_copies_total", "Cached prefixes to be copied before a prefill, by what became of it.", ("outcome",)
+            "kvroute_copies_total", "Cached prefixes to be copied before a prefill, by outcome.", ("outcome",)
         )
         self._copy_bytes = Counter("kvroute_copy_bytes_total", "KV bytes of copied prefixes.", ("tier",))
-        self._copy_s = Histogram("kvroute_copy_leg_seconds", "Copy leg sent to its answer.", _REQUEST_S)
+        self._copy_s = Histogram("kvroute_copy_leg_seconds", "From copy leg sent to its response.", _REQUEST_S)
         self._shadowed = Counter(
-            "kvroute_shadow_decisions_total", "Decode decisions, by what the shadow would do.", ("policy", "verdict")
+            "kvroute_shadow_decisions_total", "Decode decisions, by the shadow policy's verdict.", ("policy", "verdict")
         )
         self._shadow_s = Counter(
-            "kvroute_shadow_seconds_total", "Predicted seconds between the two choices.", ("policy", "by")
+            "kvroute_shadow_seconds_total", "Predicted difference between the two choices.", ("policy", "by")
         )
         self._prompt_tokens = Counter("kvroute_prompt_tokens_total", "Tokens of all prompts.")
-        self._hit_tokens = Counter("kvroute_prefix_hit_tokens_total", "Prompt tokens cached where they went.", ("leg",))
-        self._relayed_bytes = Counter("kvroute_relayed_bytes_total", "Answer bytes relayed to clients.")
-        self._lag_s = Histogram("kvroute_event_loop_lag_seconds", "How late the event loop runs a timer.", _LAG_S)
-        self._discarded = Counter(
-            "kvroute_health_checks_discarded_total", "Health checks without a verdict.", ("engine",)
+        self._hit_tokens = Counter(
+            "kvroute_prefix_hit_tokens_total", "Prompt tokens cached on the chosen instance.", ("leg",)
         )
-        self._panics = Counter("kvroute_panics_total", "Panics that have begun.", ("model", "role"))
+        self._relayed_bytes = Counter("kvroute_relayed_bytes_total", "Response bytes relayed to clients.")
+        self._lag_s = Histogram(
+            "kvroute_event_loop_lag_seconds", "Delay with which the event loop runs a timer.", _LAG_S
+        )
+        self._discarded = Counter(
+            "kvroute_health_checks_discarded_total",
+            "Health checks that are neither a success nor a failure.",
+            ("engine",),
+        )
+        self._panics = Counter("kvroute_panics_total", "Panics that began.", ("model", "role"))
         self._out_of_files = Counter(
             "kvroute_file_descriptors_exhausted_total", "Times that no file descriptor was left, by use.", ("use",)
         )
         self._kv_events = Counter("kvroute_kv_events_total", "KV event batches from engines.", ("engine",))
         self._kv_gaps = Counter("kvroute_kv_event_gaps_total", "Gaps in an engine's KV events.", ("engine",))
         self._log_bytes = Counter("kvroute_log_bytes_total", "Bytes written to the event log.")
-        self._logs_lost = Counter("kvroute_logs_lost_total", "Event logs that could not be written any more.")
-        self._reloads = Counter("kvroute_reloads_total", "Cluster file read again, by outcome.", ("outcome",))
+        self._logs_lost = Counter("kvroute_logs_lost_total", "Event logs that ended because they could not be written.")
+        self._reloads = Counter("kvroute_reloads_total", "Reloads of the cluster file, by outcome.", ("outcome",))
         self._offloads = Counter(
             "kvroute_offload_decisions_total",
-            "Prefills, by where they were sent and why.",
+            "Prefills, by chosen site and reason.",
             ("site", "reason"),
         )
-        self._reviews = Counter("kvroute_reviews_total", "Searches of threshold and roles.", ("verdict",))
-        self._role_switches = Counter("kvroute_role_switches_total", "Roles changed, or not.", ("outcome",))
+        self._reviews = Counter("kvroute_reviews_total", "Reviews of threshold and roles.", ("verdict",))
+        self._role_switches = Counter("kvroute_role_switches_total", "Role switches, by outcome.", ("outcome",))
         self._transferring = [0] * TIER_COUNT
 
     def decided(self, decision: Decision, seconds: float) -> None:

@@ -8,53 +8,66 @@ from kvroute.gateway.observe.exposition import Family, Key
 from kvroute.gateway.observe.view import BreakerState, OffloadLoad, SiteLoad
 
 _WAY: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
-_CONVERTING = Family("gauge", "kvroute_role_switches_in_progress", "Instances on their way to another role.")
+_CONVERTING = Family("gauge", "kvroute_role_switches_in_progress", "Instances that are switching their role.")
 _LAMBDA = Family(
     "gauge",
     "kvroute_review_requests_per_second",
-    "What the split could serve by the last review, as it is and at best; binding: what limits it as it is.",
+    "Throughput of the present and the best split by the last review; binding: limit of the present one.",
     ("split", "binding"),
 )
-_GAIN = Family("gauge", "kvroute_review_gain_ratio", "Share of the best split's throughput that the present misses.")
+_GAIN = Family(
+    "gauge", "kvroute_review_gain_ratio", "Share of the best split's throughput that the present split misses."
+)
 _SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float | None]], ...] = (
     (
-        Family("gauge", "kvroute_offload_threshold_tokens", "Longer prompts are prefilled there.", ("site",)),
+        Family("gauge", "kvroute_offload_threshold_tokens", "Longer prompts are prefilled at the site.", ("site",)),
         lambda site: site.threshold_tokens,
     ),
     (
-        Family("gauge", "kvroute_offload_base_tokens", "Threshold when all is quiet, as searched.", ("site",)),
+        Family("gauge", "kvroute_offload_base_tokens", "Threshold without short-term changes, as searched.", ("site",)),
         lambda site: site.base_tokens,
     ),
     (
-        Family("gauge", "kvroute_egress_used_ratio", "Of the way home, own and others' bytes.", ("site",)),
+        Family(
+            "gauge", "kvroute_egress_used_ratio", "Used share of the WAN path, by own and other traffic.", ("site",)
+        ),
         lambda site: round(site.utilisation, 6),  # a value that decays ends at 0
     ),
     (
-        Family("gauge", "kvroute_egress_backlog_bytes", "Own KV bytes on the way home.", ("site",)),
+        Family("gauge", "kvroute_egress_backlog_bytes", "Own KV bytes in flight on the WAN path.", ("site",)),
         lambda site: site.backlog_bytes,
     ),
     (
-        Family("gauge", "kvroute_egress_backlog_seconds", "Time that the way home needs for them.", ("site",)),
+        Family("gauge", "kvroute_egress_backlog_seconds", "Time that the WAN path needs for the backlog.", ("site",)),
         lambda site: site.backlog_s,
     ),
     (
-        Family("gauge", "kvroute_wan_path_other_traffic_ratio", "Of the way home, what others take.", ("site",)),
+        Family(
+            "gauge", "kvroute_wan_path_other_traffic_ratio", "Share of the WAN path that other traffic uses.", ("site",)
+        ),
         lambda site: site.others,
     ),
     (
-        Family("gauge", "kvroute_wan_path_sent_bytes_per_second", "Own KV on the way home, by its kernels.", ("site",)),
+        Family(
+            "gauge",
+            "kvroute_wan_path_sent_bytes_per_second",
+            "Rate of own KV on the WAN path, from the kernels.",
+            ("site",),
+        ),
         lambda site: site.sent_bytes_per_s,
     ),
     (
-        Family("gauge", "kvroute_wan_path_retransmit_ratio", "Of it, what had to be sent again.", ("site",)),
+        Family(
+            "gauge", "kvroute_wan_path_retransmit_ratio", "Share of the sent bytes that was retransmitted.", ("site",)
+        ),
         lambda site: site.sent_again_ratio,
     ),
     (
-        Family("gauge", "kvroute_wan_path_queue_delay_seconds", "Round trip beyond the shortest one.", ("site",)),
+        Family("gauge", "kvroute_wan_path_queue_delay_seconds", "Round-trip time above the shortest one.", ("site",)),
         lambda site: site.queue_delay_s,
     ),
     (
-        Family("gauge", "kvroute_wan_path_state", "Way home: 0 in use, 1 being tried, 2 shut.", ("site",)),
+        Family("gauge", "kvroute_wan_path_state", "WAN path: 0 in use, 1 being probed, 2 closed.", ("site",)),
         lambda site: _WAY[site.way],
     ),
 )

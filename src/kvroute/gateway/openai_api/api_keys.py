@@ -79,12 +79,12 @@ class Keys:
         if settings.file is not None:
             for name, text in read_key_file(Path(settings.file)).items():
                 if name in hashes:
-                    hint = "keep it in one place"
-                    raise InputError(f"the key {name!r} is in `known` as well", where=settings.file, hint=hint)
+                    hint = "remove one of them"
+                    raise InputError(f"the key {name!r} is also in `known`", where=settings.file, hint=hint)
                 hashes[name] = text
             if not hashes:
                 hint = "add a line that `kvroute key new NAME` prints, or leave `keys` out"
-                raise InputError("the file holds no key, and nobody could be served", where=settings.file, hint=hint)
+                raise InputError("the file has no key, so no request can be accepted", where=settings.file, hint=hint)
         return cls(hashes)
 
     @property

@@ -70,7 +70,7 @@ class ChatTemplate:
             template = _environment(clock).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             where = f"{folder}: chat template, line {error.lineno}"
-            raise InputError(str(error.message), where=where, hint="mend or remove the template") from error
+            raise InputError(str(error.message), where=where, hint="fix or remove the template") from error
         tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token") and _token(value)}
         return cls(template, tokens, bool(_WALKS_CONTENT.search(source)))
 
@@ -109,7 +109,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(read_text(path), type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise InputError(str(error), where=str(path), hint="give the tokenizer's own file") from error
+        raise InputError(str(error), where=str(path), hint="use the file that belongs to the tokenizer") from error
 
 
 def _default_template(config: dict[str, Any], path: Path) -> str | None:

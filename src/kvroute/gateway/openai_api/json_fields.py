@@ -86,19 +86,19 @@ def read_fields_told(body: bytes) -> tuple[Fields, bool]:
         fields = _BODY.decode(body)
     except msgspec.ValidationError:
         raise RequestError(
-            "the body is no JSON object; send one with the request's fields", code="invalid_value"
+            "the body is not a JSON object; send one with the request's fields", code="invalid_value"
         ) from None
     except msgspec.DecodeError as error:
         where = "" if "(byte" in str(error) else f" (byte {len(body)})"
         raise RequestError(
-            f"the body is no valid JSON: {error}{where}; send one JSON object", code="invalid_json"
+            f"the body is not valid JSON: {error}{where}; send one JSON object", code="invalid_json"
         ) from None
     except UnicodeDecodeError as error:
         raise RequestError(
-            f"the body is no UTF-8 (byte {error.start}); send JSON in UTF-8", code="invalid_json"
+            f"the body is not UTF-8 (byte {error.start}); send JSON in UTF-8", code="invalid_json"
         ) from None
     except RecursionError:
-        raise RequestError("the body is nested too deep; send flatter JSON", code="invalid_json") from None
+        raise RequestError("the body is nested too deeply; send flatter JSON", code="invalid_json") from None
     told = ENGINE_FIELDS.intersection(fields)
     for name in told:
         del fields[name]
@@ -124,7 +124,7 @@ def check_utf8(body: bytes) -> None:
 def check_size(body: bytes) -> None:
     """Raise RequestError if a body longer than a piece has more than VALUES_MAX values."""
     if len(body) > PIECE_BYTES and values_in(body, VALUES_MAX) > VALUES_MAX:
-        raise RequestError(f"the body holds more than {VALUES_MAX} values; send fewer", code="invalid_value")
+        raise RequestError(f"the body contains more than {VALUES_MAX} values; send fewer", code="invalid_value")
 
 
 def values_in(body: bytes, most: int) -> int:
@@ -155,7 +155,7 @@ def flag(fields: Fields, name: str) -> bool:
         return False
     word = bytes(raw)
     if word not in (b"true", b"false", b"null"):
-        raise wrong(name, f"{shown(word)} is no boolean", "give true or false")
+        raise wrong(name, f"{shown(word)} is not a boolean", "give true or false")
     return word == b"true"
 
 
@@ -168,7 +168,7 @@ def count(fields: Fields, name: str, least: int) -> int | None:
     except msgspec.MsgspecError:
         number = -1
     if not least <= number <= TOKENS_MAX or number != int(number):
-        raise wrong(name, f"{shown(word)} is no integer from {least} to {TOKENS_MAX}", "give one or leave it out")
+        raise wrong(name, f"{shown(word)} is not an integer from {least} to {TOKENS_MAX}", "give one or leave it out")
     return int(number)
 
 
@@ -177,7 +177,7 @@ def string(fields: Fields, name: str) -> str | None:
     if (raw := fields.get(name)) is None or (word := bytes(raw)) == b"null":
         return None
     if word[:1] != b'"':
-        raise wrong(name, f"{shown(word)} is no string", "give a string")
+        raise wrong(name, f"{shown(word)} is not a string", "give a string")
     return utf8(word).decode()
 
 
@@ -239,6 +239,6 @@ def _check_extra(raw: Raw) -> None:
     try:
         taken = ENGINE_FIELDS & (msgspec.json.decode(raw, type=Fields | None) or {}).keys()
     except msgspec.ValidationError:
-        raise wrong("vllm_xargs", "is no object", "give an object or leave it out") from None
+        raise wrong("vllm_xargs", "is not an object", "give an object or leave it out") from None
     if taken:
-        raise wrong("vllm_xargs", f"holds {min(taken)}, which is for the gateway", "leave that out")
+        raise wrong("vllm_xargs", f"contains {min(taken)}, which only the gateway may set", "leave it out")

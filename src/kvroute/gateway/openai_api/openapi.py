@@ -23,21 +23,21 @@ _TOKEN_IDS: Schema = {"type": "array", "items": _TOKEN_ID}
 _FLAG: Schema = {"type": ["boolean", "null"]}
 
 _REASONS = {
-    400: "The request is not understood, or the engine refuses it.",
+    400: "The request is invalid, or the engine rejects it.",
     401: "The API key is missing or unknown.",
-    403: "The engine refuses the key that was forwarded to it, or a web page of another site asks.",
-    404: "There is no such path or model.",
-    408: "The request came in too slowly.",
+    403: "The engine rejects the forwarded key, or a web page of another site sent the request.",
+    404: "The path or model does not exist.",
+    408: "The request arrived too slowly.",
     413: "The body is too large.",
-    415: "The engine takes JSON only.",
-    422: "The engine refuses a field.",
-    429: "This key has too many requests under way.",
+    415: "The engine accepts JSON only.",
+    422: "The engine rejects a field.",
+    429: "This key has too many requests in progress.",
     431: "The headers are too large.",
     500: "The engine failed on this request.",
-    501: "The engine or the gateway has no such function.",
-    502: "Engines failed, and so did trying others.",
-    503: "The gateway is full or drains, or no instance can take the request now.",
-    504: "An engine took too long.",
+    501: "The engine or the gateway does not support this function.",
+    502: "The engines failed, and so did all retries.",
+    503: "The gateway is full or draining, or no instance is available.",
+    504: "An engine did not respond in time.",
 }
 _WITH_RETRY_AFTER = frozenset({429, 503})
 _OF_ENGINES = (401, 403, 404, 429, 502, 503)
@@ -73,7 +73,7 @@ def _paths() -> Schema:
         "/v1/models/{model}": _model(),
         "/v1/models": _get("models", "The models that are served.", _JSON, _ref("Models"), _OF_ENGINES),
         "/health": _get("health", "The gateway is alive.", _JSON, object_of, ()),
-        "/ready": _get("ready", "The gateway takes requests.", _JSON, object_of, (503,)),
+        "/ready": _get("ready", "The gateway accepts requests.", _JSON, object_of, (503,)),
         "/metrics": _get("metrics", "Prometheus metrics.", "text/plain", {"type": "string"}, ()),
     }
 
@@ -82,7 +82,7 @@ def _post(name: str, schema: str, answer: Schema, streams: bool = False) -> Sche
     content = {_JSON: {"schema": answer}}
     if streams:
         content[_EVENTS] = {}
-    what = "The engine's answer" + (", as server-sent events where `stream` is true." if streams else ".")
+    what = "The engine's response" + (", as server-sent events where `stream` is true." if streams else ".")
     answers = {"200": {"description": what, "content": content}}
     body = {"required": True, "content": {_JSON: {"schema": _ref(schema)}}}
     return {"post": {"operationId": name, "requestBody": body, "responses": answers | _errors(*_REASONS)}}
@@ -118,7 +118,7 @@ def _schemas() -> Schema:
     return {
         "CompletionRequest": _completion_request(),
         "ChatRequest": _chat_request(),
-        "Passed": {"type": "object", "description": "Passed to an engine as it is."},
+        "Passed": {"type": "object", "description": "Forwarded to an engine unchanged."},
         "Answer": {"type": "object", "properties": {"object": {"type": "string"}, "choices": {"type": "array"}}},
         "Models": {
             "type": "object",
@@ -161,8 +161,8 @@ def _completion_request() -> Schema:
     own = {"prompt": prompt, "max_tokens": _count(0), "echo": _FLAG}
     return {
         "type": "object",
-        "description": f"`n` times the number of prompts is at most {ANSWERS_MAX}, and all prompts' token ids at most "
-        f"{IDS_MAX}. {_DROPPED}",
+        "description": f"`n` times the number of prompts is at most {ANSWERS_MAX}, and all prompts together have at "
+        f"most {IDS_MAX} token ids. {_DROPPED}",
         "required": ["prompt"],
         "properties": own | _shared(),
         "if": {"properties": {"max_tokens": {"const": 0}}, "required": ["max_tokens"]},
@@ -189,7 +189,7 @@ def _chat_request() -> Schema:
     return {"type": "object", "description": _DROPPED, "required": ["messages"], "properties": own | _shared()}
 
 
-_DROPPED = "Unknown fields are passed on, except those between gateway and engines: " + ", ".join(sorted(ENGINE_FIELDS))
+_DROPPED = "Unknown fields are forwarded, except those that only the gateway sets: " + ", ".join(sorted(ENGINE_FIELDS))
 
 
 def _shared() -> Schema:

@@ -261,13 +261,13 @@ def _file(tokenizer: Path) -> Path:
 
 def _load(tokenizer: Path) -> tokenizers.Tokenizer:
     path = _file(tokenizer)
-    hint = "give the model's tokenizer.json or the folder that holds it"
+    hint = "give the model's tokenizer.json or the folder that contains it"
     if not path.is_file():
-        raise InputError("there is no such tokenizer", where=str(path), hint=hint)
+        raise InputError("the tokenizer file does not exist", where=str(path), hint=hint)
     try:
         loaded = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no more specific exception
-        raise InputError(f"no tokenizer ({error})", where=str(path), hint=hint) from error
+        raise InputError(f"the file is not a valid tokenizer ({error})", where=str(path), hint=hint) from error
     # A tokenizer file may carry the truncation and padding of its training; engines disable them too.
     loaded.no_truncation()
     loaded.no_padding()

@@ -64,13 +64,13 @@ class PromptBounds:
             self._exceeds_context(param, f"has {tokens} tokens")
 
     def _exceeds_context(self, param: str, what: str) -> None:
-        message = f"{param}: {what}, and the model's context holds {self.context_tokens}; send a shorter prompt"
+        message = f"{param}: {what}, but the model's context length is {self.context_tokens}; send a shorter prompt"
         raise RequestError(message, param=param, code="context_length_exceeded")
 
 
 def _too_large(param: str, nbytes: int, most: int) -> RequestError:
-    hint = "send a shorter prompt, or have `gateway.prompt.memory` raised"
-    message = f"{param}: is {nbytes} bytes long, and at most {most} bytes can be tokenized; {hint}"
+    hint = "send a shorter prompt, or ask the operator to raise `gateway.prompt.memory`"
+    message = f"{param}: is {nbytes} bytes long, but at most {most} bytes can be tokenized; {hint}"
     return RequestError(message, param=param, code="prompt_too_large")
 
 

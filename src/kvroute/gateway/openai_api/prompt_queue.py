@@ -28,7 +28,7 @@ class QueueFull(Exception):
     """A prompt would wait longer than allowed; `retry_after_s` is the time after which a retry may succeed."""
 
     def __init__(self, retry_after_s: int) -> None:
-        super().__init__("too many large prompts are waiting to be read")
+        super().__init__("too many large prompts are waiting to be tokenized")
         self.retry_after_s = retry_after_s
 
 

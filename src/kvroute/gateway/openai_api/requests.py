@@ -121,7 +121,7 @@ def read_completion(path: bytes, body: bytes) -> Completion:
     texts, media = _messages(fields) if kind == "chat" else (_prompts(fields), False)
     prompts = max(1, len(texts))
     if n * prompts > ANSWERS_MAX:
-        raise _too_many_answers("n", f"{n} answers to each of {prompts} prompts")
+        raise _too_many_answers("n", f"{n} completions of each of {prompts} prompts")
     first = texts[0] if texts else None
     return Completion(
         kind=kind,
@@ -175,7 +175,7 @@ def passthrough_with_salt(asked: PassthroughBody, salt: Callable[[str], str]) ->
 
 
 def _too_many_answers(param: str, what: str) -> RequestError:
-    return wrong(param, f"asks for {what}", f"ask for at most {ANSWERS_MAX} in all")
+    return wrong(param, f"requests {what}", f"request at most {ANSWERS_MAX} in total")
 
 
 def _max_tokens(fields: Fields, kind: Kind) -> int:
@@ -207,16 +207,16 @@ def _read_prompts(word: bytes) -> list[bytes | list[int]]:
     if word[:1] == b'"':
         return [utf8(word)]
     if word[:1] != b"[":
-        raise wrong("prompt", f"{shown(word)} is no prompt", _PROMPT_SHAPE)
+        raise wrong("prompt", f"{shown(word)} is not a valid prompt", _PROMPT_SHAPE)
     first = _FIRST.match(word)
     if first and first[1] == b'"':
         return [text.encode() for text in _TEXTS.decode(word)]
     if word.count(b",") >= IDS_MAX:
-        raise wrong("prompt", "holds too many token ids", f"give at most {IDS_MAX} in all")
+        raise wrong("prompt", "contains too many token ids", f"give at most {IDS_MAX} in total")
     if first and first[1] == b"[":
         # Checked before decoding: a decoded list takes many times the memory of its text.
         if (lists := word.count(b"[") - 1) > ANSWERS_MAX:
-            raise _too_many_answers("prompt", f"an answer to each of {lists} prompts")
+            raise _too_many_answers("prompt", f"a completion of each of {lists} prompts")
         return [_ids(bytes(each), f"$[{index}]") for index, each in enumerate(_LISTS.decode(word))]
     ids = token_ids(word)
     return [ids] if ids else []

@@ -58,7 +58,7 @@ def model_body(model: str, created: int) -> bytes:
 
 def no_model_body(model: str) -> bytes:
     """Return the response body, for status 404, if no instance serves the model."""
-    what = f"the model {model[:200]!r} does not exist; GET /v1/models lists those that do"
+    what = f"the model {model[:200]!r} does not exist; GET /v1/models lists the models"
     return error_body(what, "invalid_request_error", param="model", code="model_not_found")
 
 

@@ -62,7 +62,7 @@ class AdmissionLimits:
     """Limits that replace `per_key` for single keys, by key name."""
 
     def __post_init__(self) -> None:
-        assert self.in_flight >= 1, "somebody must come in"
+        assert self.in_flight >= 1, "at least one request must be admitted"
         assert self.queue >= 0
 
 
@@ -108,7 +108,7 @@ class AdmissionController:
         if key is not None:
             held, most = self._keys.get(key, 0), limits.of_key.get(key, limits.per_key)
             if held >= most:
-                reason = f"this key has {held} requests here already, as many as it may"
+                reason = f"this key has {held} requests in flight or queued, and its limit is {most}"
                 return Refused(429, reason, self._whole_s(self.in_flight + self.queued, held, now))
         # The queue is empty while there is room: every change that makes room admits the first waiting requests.
         if len(self._in_flight) < limits.in_flight:
@@ -156,7 +156,7 @@ class AdmissionController:
 
     def overdue(self, now: float) -> Refused:
         """Return the response to a request that `expire` has returned."""
-        return self._full(f"the gateway is full: no place came free within {self._limits.queue_wait_s:g} s", now)
+        return self._full(f"the gateway is full: the request waited {self._limits.queue_wait_s:g} s in the queue", now)
 
     def change(self, limits: AdmissionLimits) -> list[Ticket]:
         """Set new limits. No request is rejected because of them, and waiting requests keep their expiry times.

@@ -109,7 +109,7 @@ class AdmissionQueue:
             if exchange.started:
                 exchange.abort()
             else:
-                exchange.respond(500, error_body("a fault of the gateway", "internal_error"))
+                exchange.respond(500, error_body("internal error in the gateway", "internal_error"))
             self.release(ticket)
 
     def _admit(self, tickets: list[int]) -> None:

@@ -33,7 +33,7 @@ class ConstraintFallbackLog:
             target=decision.target,
             tier=decision.tier,
             count=self._count,
-            reason=f"nobody inside can take the KV cache ({self._constraint})",
+            reason=f"no instance inside the constraint can take the KV cache ({self._constraint})",
         )
         self._count, self._told_at = 0, at
 

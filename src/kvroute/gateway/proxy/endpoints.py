@@ -161,7 +161,7 @@ class Endpoints:
             return
         except Exception as error:
             log_event("error", "request_failed", reason=f"{type(error).__name__}: {error}")
-            self._refuse(exchange, 500, error_body("a fault of the gateway", "internal_error"), kind, key)
+            self._refuse(exchange, 500, error_body("internal error in the gateway", "internal_error"), kind, key)
             return
         self.serving.metrics.client_gone()
         self._admission_queue.log_finished(exchange, kind, 499, self.serving.now() - received_at, key)
@@ -269,14 +269,14 @@ class Endpoints:
         elif path == b"/openapi.json":
             exchange.respond(200, self._description)
         else:
-            what = f"there is no {path.decode('latin-1')[:200]!r} here"
+            what = f"the path {path.decode('latin-1')[:200]!r} does not exist"
             if path == b"/metrics":
-                what += "; the admin port has it, and `gateway: {listen: {metrics: true}}` opens it to all clients"
+                what += "; the admin port serves it, and `gateway: {listen: {metrics: true}}` opens it to all clients"
             self._refuse(exchange, 404, error_body(what, "invalid_request_error", code="not_found"), "other", None)
 
     def _wrong_method(self, exchange: Exchange, allowed: bytes) -> None:
         method, path = exchange.method.decode("latin-1"), exchange.path[:200].decode("latin-1")
-        what = f"{method} is not for {path}; use {allowed.decode()}"
+        what = f"method {method} is not allowed for {path}; use {allowed.decode()}"
         body = error_body(what, "invalid_request_error", code="method_not_allowed")
         exchange.respond(405, body, headers=[(b"allow", allowed)])
         self._admission_queue.log_finished(exchange, "other", 405, 0.0, None)

@@ -29,9 +29,9 @@ FULL = frozenset((429, 503))
 UNAVAILABLE = "service_unavailable"
 _VERBS = {
     "refused": "refused the connection",
-    "reset": "broke off",
-    "timeout": "took too long",
-    "malformed": "did not speak HTTP",
+    "reset": "closed the connection",
+    "timeout": "did not respond in time",
+    "malformed": "sent an invalid HTTP response",
 }
 
 
@@ -155,7 +155,7 @@ class Leg:
         """Fail the leg because the response is too large."""
         if self.call is not None:
             self.call.abort()
-        why = f"{self.kind} instance {self.engine.name} sent an answer without end"
+        why = f"{self.kind} instance {self.engine.name} sent a response that is too large"
         self.on_failed("malformed", why, 502, sent=True)
 
     def on_error_status(self) -> None:
@@ -163,7 +163,7 @@ class Leg:
         status = self.status
         if status == 429 or is_failure(status):
             full = status in FULL
-            why = f"{self.kind} instance {self.engine.name} answered {status}"
+            why = f"{self.kind} instance {self.engine.name} returned status {status}"
             self.on_failed("status", why, 503 if full else 502, sent=not full)
             return
         proxied = self.owner

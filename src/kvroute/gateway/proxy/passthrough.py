@@ -150,7 +150,7 @@ class PassthroughRequest:
         assert engine is not None
         try:
             if self._refused():
-                self._lost("status", f"instance {engine.name} answered {status}", 503 if status in FULL else 502)
+                self._lost("status", f"instance {engine.name} returned status {status}", 503 if status in FULL else 502)
                 return
             now = self._runtime.now()
             engine.availability.succeeded(self._attempt, now)
@@ -170,7 +170,7 @@ class PassthroughRequest:
             if failure.kind == "out_of_files":
                 self._out_of_files(self._engine)
                 return
-            why = f"instance {self._engine.name} gave no answer ({failure.kind})"
+            why = f"instance {self._engine.name} sent no response ({failure.kind})"
             self._lost(failure.kind, why, 504 if failure.kind == "timeout" else 502)
         except Exception as error:
             self._broke(error)
@@ -221,7 +221,7 @@ class PassthroughRequest:
         if not self._over:
             try:
                 self._drop()
-                self._end(499, "the client left")
+                self._end(499, "the client closed the connection")
             except Exception as error:
                 self._broke(error)
 
@@ -244,17 +244,19 @@ class PassthroughRequest:
 
     def _broke(self, error: Exception) -> None:
         """Handle an internal error: the client gets an error response, and all resources are released."""
-        asyncio.get_running_loop().call_exception_handler({"message": "a relay broke", "exception": error})
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "a passthrough request failed with an internal error", "exception": error}
+        )
         with suppress(Exception):
             self._drop()
         with suppress(Exception):
             if self._exchange.started:
                 self._exchange.abort()
             else:
-                self._exchange.respond(500, error_body("the gateway failed", "server_error"))
+                self._exchange.respond(500, error_body("internal error in the gateway", "server_error"))
         if not self._over:
             with suppress(Exception):
-                self._end(500, "the gateway failed")
+                self._end(500, "internal error in the gateway")
 
     def _end(self, status: int, error: str = "") -> None:
         self._over = True

@@ -65,7 +65,7 @@ class PrefillLeg(Leg):
                 self.out_of_files()
             elif handshake is None:
                 self.not_sent(now)
-                why = f"the bootstrap server of prefill instance {engine.name} does not answer"
+                why = f"the bootstrap server of prefill instance {engine.name} does not respond"
                 self.on_failed("refused", why, 502, sent=False)
             else:
                 self._send(handshake, now)

@@ -79,12 +79,14 @@ class PrefixCopyLeg(Leg):
         proxied, engine = self.owner, self.engine
         try:
             if self.status >= 400:
-                self.on_failed("status", f"copy from {engine.name} was answered {self.status}", 502, sent=False)
+                self.on_failed(
+                    "status", f"prefix copy: instance {engine.name} returned status {self.status}", 502, sent=False
+                )
                 return
             try:
                 prefix = engine.protocol.transfer_params(self.body())
             except ProtocolError as odd:
-                self.on_failed("malformed", f"copy from {engine.name}: it {odd}", 502, sent=False)
+                self.on_failed("malformed", f"prefix copy: instance {engine.name} {odd}", 502, sent=False)
                 return
             now = proxied.runtime.now()
             self.succeeded(now)

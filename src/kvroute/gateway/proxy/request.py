@@ -306,7 +306,7 @@ class ProxiedRequest:
             now = self.runtime.now()
             self.runtime.metrics.client_gone()
             self.drop_legs(now)
-            self.end(_GONE, now, error="the client left")
+            self.end(_GONE, now, error="the client closed the connection")
         except Exception as error:
             self.internal_error(error)
 
@@ -321,8 +321,10 @@ class ProxiedRequest:
 
     def internal_error(self, error: Exception) -> None:
         """Handle a bug in the gateway: respond with an error, and release what the request holds."""
-        asyncio.get_running_loop().call_exception_handler({"message": "a journey broke", "exception": error})
-        why, exchange, answer = "the gateway failed", self.exchange, self.decode
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "a proxied request failed with an internal error", "exception": error}
+        )
+        why, exchange, answer = "internal error in the gateway", self.exchange, self.decode
         now = self.runtime.now()
         with suppress(Exception):
             self.drop_prefill(now)

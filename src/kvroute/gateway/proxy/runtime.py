@@ -223,9 +223,9 @@ class ClusterRuntime:
         if self._one_model or name in self._protocols:
             return name
         if not served:
-            hint = "give one of those that GET /v1/models lists"
-            raise RequestError(f"model: is missing, for there are several; {hint}", param="model")
-        what = f"the model {served[:200]!r} does not exist; GET /v1/models lists those that do"
+            hint = "give one that GET /v1/models lists"
+            raise RequestError(f"model: is missing, and several models are served; {hint}", param="model")
+        what = f"the model {served[:200]!r} does not exist; GET /v1/models lists the models"
         raise RequestError(what, status=404, param="model", code="model_not_found")
 
     def single_instance_only(self, completion: Completion) -> bool:

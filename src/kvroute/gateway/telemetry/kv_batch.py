@@ -148,7 +148,7 @@ def _decoded(payload: bytes) -> Batch:
             return batch if isinstance(batch, Batch) else Batch(batch.ts, batch.events)
         except (ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError too
             why = why or str(error)
-    raise BatchError(f"a message is not a batch of KV events within its bounds ({why})")
+    raise BatchError(f"a message is not a valid batch of KV events ({why})")
 
 
 def _event_of(row: Raw) -> BlockEvent:

@@ -112,10 +112,11 @@ class _Link:
             self._owner.emit(event)
         self._count()
         if self.stream.blocks.counts.unusable:
-            reason = f"its blocks are no multiple of {self._owner.block_tokens} tokens (gateway.prompt.block_tokens)"
+            ours = self._owner.block_tokens
+            reason = f"the engine's block size is not a multiple of gateway.prompt.block_tokens ({ours})"
             self._warn("kv_events_ignored", reason)
         if self.stream.counts.broken:
-            self._warn("kv_events_refused", f"{self.stream.why_broken}; what it had cached is forgotten")
+            self._warn("kv_events_refused", f"{self.stream.why_broken}; the cached blocks of this engine are dropped")
         if self.stream.wanted is None:
             self._end_replay()
         elif self.stream.rounds != self._round:

@@ -69,20 +69,20 @@ def read_reply(body: bytes) -> Samples:
     except (msgspec.DecodeError, ValueError) as error:
         if isinstance(error, TelemetryError):
             raise
-        raise TelemetryError(f"the answer is no vector of an instant query ({error})") from None
+        raise TelemetryError(f"the response is not a vector of an instant query ({error})") from None
 
 
 def tier_value(tier: str, samples: Samples) -> float:
     """Return the utilisation of one tier. Raises TelemetryError unless the result is one share."""
     if len(samples) != 1:
-        hint = "aggregate them, e.g. with avg()" if samples else "is what it reads exported?"
-        raise TelemetryError(f"the query for {tier} gives {len(samples)} series; {hint}")
+        hint = "aggregate them, e.g. with avg()" if samples else "check that its metric is exported"
+        raise TelemetryError(f"the query for {tier} returns {len(samples)} series instead of one; {hint}")
     return _share(samples[0][1], tier)
 
 
 def _share(value: float, where: str) -> float:
     if not -_ROUNDING <= value <= _SHARE_MAX:
-        raise TelemetryError(f"{value:g} for {where} is no share of capacity; write a query whose result is in [0, 1)")
+        raise TelemetryError(f"{value:g} for {where} is not a share of capacity; write a query with a result in [0, 1)")
     return max(value, 0.0)
 
 
@@ -113,7 +113,7 @@ class LinkReader:
             else:
                 found[number] = 0.0 if math.isnan(value) else _share(value, f"link {name}")
         if not found:
-            raise TelemetryError(f"none of {len(samples)} series has a link's name in its label {self._label!r}")
+            raise TelemetryError(f"none of {len(samples)} series has the name of a link in its label {self._label!r}")
         self._warn("telemetry_of_unknown_links", unknown)
         if len(found) < len(self._position):
             self._warn("telemetry_lacks_links", [name for name, at in self._position.items() if at not in found])
@@ -193,7 +193,7 @@ class PrometheusSource:
         try:
             event = await self._measure(session)
         except (TelemetryError, aiohttp.ClientError, TimeoutError) as error:
-            text = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+            text = str(error) or ("the request timed out" if isinstance(error, TimeoutError) else type(error).__name__)
             if not self._failures:
                 log_event("warning", "telemetry_failed", url=self._shown_url, reason=text)
             self._failures += 1
@@ -214,10 +214,10 @@ class PrometheusSource:
     async def _query(self, session: aiohttp.ClientSession, query: str) -> Samples:
         async with session.post(self._url, data={"query": query}) as response:
             if response.content_type != "application/json":
-                raise TelemetryError(f"HTTP status {response.status} without JSON; is it a Prometheus server?")
+                raise TelemetryError(f"HTTP status {response.status} without JSON; the URL must be a Prometheus server")
             body = bytearray()
             async for part in response.content.iter_any():
                 body += part
                 if len(body) > _ANSWER_BYTES_MAX:
-                    raise TelemetryError(f"the answer is longer than {_ANSWER_BYTES_MAX} bytes")
+                    raise TelemetryError(f"the response is longer than {_ANSWER_BYTES_MAX} bytes")
             return read_reply(bytes(body))

@@ -47,7 +47,7 @@ def read_push(body: bytes, cluster: Cluster, at: float) -> list[Event]:
         hint = 'send JSON such as {"per_tier": {"rack": 0.3}}'
         raise InputError(str(error), where="push", hint=hint) from None
     if push.per_tier is not None and push.per_link is not None:
-        raise InputError("both per_tier and per_link", where="push", hint="send the finer one")
+        raise InputError("both per_tier and per_link are given", where="push", hint="send only per_link")
     events: list[Event] = []
     if push.per_tier is not None:
         events.append(
@@ -58,7 +58,7 @@ def read_push(body: bytes, cluster: Cluster, at: float) -> list[Event]:
         events.append(LinksMeasured(at, _row(push.per_link, links, "per_link")))
     events += [_transfer(each, cluster, at, f"transfers[{number}]") for number, each in enumerate(push.transfers)]
     if not events:
-        raise InputError("nothing in it", where="push", hint="send per_tier, per_link or transfers")
+        raise InputError("the object is empty", where="push", hint="send per_tier, per_link or transfers")
     return events
 
 
@@ -67,7 +67,7 @@ def _row(values: Mapping[str, float], positions: Mapping[str, int], where: str) 
     for name, value in values.items():
         if name not in positions:
             shown = ", ".join(list(positions)[:5]) + (", ..." if len(positions) > 5 else "")
-            raise InputError(f"there is no {name!r}", where=where, hint=f"known: {shown}")
+            raise InputError(f"{name!r} does not exist", where=where, hint=f"known: {shown}")
         if not 0 <= value <= 1:
             raise InputError(f"{value:g} is not a utilisation", where=f"{where}.{name}", hint="send a share in [0, 1)")
         row[positions[name]] = value
@@ -82,7 +82,11 @@ def _transfer(pushed: PushedTransfer, cluster: Cluster, at: float, where: str) -
             raise InputError(error.what, where=f"{where}.{field}", hint=error.hint) from None
     for field, value in (("kv_bytes", pushed.kv_bytes), ("seconds", pushed.seconds)):
         if not 0 < value < math.inf:
-            raise InputError(f"{value:g} is not a measurement", where=f"{where}.{field}", hint="send more than zero")
+            raise InputError(
+                f"{value:g} is not a positive number", where=f"{where}.{field}", hint="send a number above 0"
+            )
     if pushed.transfers < 1:
-        raise InputError(f"{pushed.transfers} transfers", where=f"{where}.transfers", hint="send 1 or more")
+        raise InputError(
+            f"{pushed.transfers} is not a number of transfers", where=f"{where}.transfers", hint="send 1 or more"
+        )
     return TransferMeasured(at, pushed.source, pushed.target, pushed.kv_bytes, pushed.seconds, pushed.transfers)

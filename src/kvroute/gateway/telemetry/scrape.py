@@ -153,7 +153,7 @@ class Scraper:
 
     def _read_whole(self, name: str, metrics: EngineMetrics) -> None:
         if metrics.running is None:
-            self._failed(name, "no metrics of vLLM or SGLang")
+            self._failed(name, "the page has no metrics of vLLM or SGLang")
             return
         if self._failures.pop(name, ""):
             log_event("info", "metrics_readable", instance=name)

@@ -23,7 +23,7 @@ from kvroute.types import Prefill
 
 _CUT = "way"
 """Reason for holding an instance behind the path."""
-_STILL = "transfers stand still"
+_STILL = "transfers make no progress"
 """Reason for holding a path."""
 _FRESH_PAGES = 3.0
 """Age, in scrape intervals, up to which a metrics page counts."""

@@ -69,7 +69,7 @@ def trade(matrix: Sequence[Record]) -> Figure:
             axes.plot(x, y, look(name).marker, color=look(name).colour, markersize=3.5, label=name, alpha=0.8)
         axes.axhline(0, color=FAINT, linewidth=1)
         axes.axvline(0, color=FAINT, linewidth=1)
-        axes.set_xlabel(f"mean TTFT against CLA*, % ({_TRADE_MAX:g}: that much or more)")
+        axes.set_xlabel(f"mean TTFT compared with CLA*, % ({_TRADE_MAX:g}: that much or more)")
         axes.set_ylabel("TBT against CLA*, ms")
         axes.legend(loc="upper right")
         grid(axes, "both")
@@ -83,7 +83,7 @@ def worth(ablation: Sequence[Record], matrix: Sequence[Record]) -> Figure:
     with style():
         figure, ((axes,),) = panels(1, 1, width=6.4, height=max(1.6, 0.24 * len(found)))
         if not found:
-            return nothing(figure, "no term was left out anywhere")
+            return nothing(figure, "no run without a term")
         for number, each in enumerate(found):
             axes.barh(number, each.mean - 1, left=1, color="#86bcd8", height=0.65)
             if each.worst <= _WORTH[1]:
@@ -104,6 +104,6 @@ def worth(ablation: Sequence[Record], matrix: Sequence[Record]) -> Figure:
         )
         axes.set_ylim(len(found) - 0.4, -0.6)
         axes.set_xlim(*_WORTH)
-        axes.set_xlabel("mean TTFT over the better rival's: geometric mean (bar), worst cell")
+        axes.set_xlabel("mean TTFT divided by the better rival's: geometric mean (bar), worst cell")
         grid(axes, "x")
     return figure

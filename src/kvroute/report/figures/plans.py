@@ -109,7 +109,7 @@ def egress_need(plan: Plan) -> Figure:
             axes.set_yscale("log")
             axes.set_xlim(gpus[0] / 1.5, gpus[-1] * 1.5)
             axes.set_xlabel("GPUs of the PrfaaS cluster")
-            axes.set_ylabel("least egress, Gbps")
+            axes.set_ylabel("minimum egress, Gbps")
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_minor_locator(NullLocator())
                 thousands(axis)
@@ -134,7 +134,7 @@ def cost(plan: Plan) -> Figure:
             axes.annotate(f"even at {even:.2f}", (even, level), xytext=(6, 8), textcoords="offset points")
         axes.axvline(1, color=FAINT, linewidth=1, linestyle=":")
         axes.set_xlabel("price of a PrfaaS GPU, times the plan's")
-        axes.set_ylabel("requests a unit of price")
+        axes.set_ylabel("requests per price unit")
         axes.set_ylim(bottom=0)
         thousands(axes.yaxis)
         axes.legend(loc="upper right")
@@ -145,7 +145,7 @@ def cost(plan: Plan) -> Figure:
 def sensitivity_lines(plan: Plan) -> Figure:
     """Draw throughput over bandwidth, length and spread of prompts: searched anew, and for the plan's choice."""
     found = plan.report.sensitivity
-    anew, same = _Curve("searched anew", _PRFAAS, "-", "o"), _Curve("plan kept", FAINT, "--", "x")
+    anew, same = _Curve("new plan", _PRFAAS, "-", "o"), _Curve("plan unchanged", FAINT, "--", "x")
     with style():
         figure, ((left, middle, right),) = panels(1, 3, width=3.9, height=2.7)
         gbps = np.array([point.available_gbps for point in found.egress])

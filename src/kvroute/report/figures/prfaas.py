@@ -49,7 +49,7 @@ def keeps_up(records: Sequence[Record]) -> Figure:
         figure_, (row,) = panels(1, len(profiles), width=3.0, height=2.6, sharey=True)
         for axes, profile in zip(row, profiles, strict=True):
             loads = values_of(records, "load")
-            axes.plot(loads, loads, color=FAINT, linewidth=1, linestyle=":", label="all that is offered")
+            axes.plot(loads, loads, color=FAINT, linewidth=1, linestyle=":", label="offered rate")
             axes.axhline(1.0, color=FAINT, linewidth=1)
             _kind_lines(axes, of_profile(records, profile), "keeps_up_per_s", relative=True)
             axes.set_title(plain(profile))
@@ -57,7 +57,7 @@ def keeps_up(records: Sequence[Record]) -> Figure:
             percent(axes.xaxis)
             percent(axes.yaxis)
             grid(axes)
-        row[0].set_ylabel("kept up with, share of Λ max")
+        row[0].set_ylabel("served, share of Λ max")
         row[0].legend(loc="lower right")
     return figure_
 
@@ -197,7 +197,7 @@ def over_time(records: Sequence[Record]) -> Figure:
                 _shade(axes, profile)
                 grid(axes)
         for axes, label in zip(
-            (rows[0] for rows in grid_axes), ("in time", "threshold, tokens", "prefill instances"), strict=True
+            (rows[0] for rows in grid_axes), ("SLO met", "threshold, tokens", "prefill instances"), strict=True
         ):
             axes.set_ylabel(label)
         handles, labels = grid_axes[0][0].get_legend_handles_labels()

@@ -41,7 +41,7 @@ class _Entry(msgspec.Struct, rename=_LENGTHS | {"runs": "h", "duration_ms": "dur
 
     def blocks(self) -> _Runs:
         if len(self.runs) % 2 or not all(self.runs[1::2]):
-            raise ValueError("field h: no pairs of a first id and a number of ids above 0")
+            raise ValueError("field h: the ids are not pairs of a first id and a count above 0")
         return tuple(zip(self.runs[::2], self.runs[1::2], strict=True))
 
 
@@ -107,7 +107,7 @@ def session(line: bytes) -> Session:
     turns = _Turns(found.block_tokens)
     turns.add(found.entries, 0.0, None)
     if not turns.made:
-        raise ValueError("the session has no turn")
+        raise ValueError("the session has no turns")
     return Session(found.name, found.block_tokens, tuple(turns.made), found.scope == "global")
 
 
@@ -156,7 +156,7 @@ class _Turns:
         number = len(self.made)
         try:
             if not entry.input_tokens:
-                raise ValueError("field in: a prompt of no token")
+                raise ValueError("field in: the prompt has no tokens")
             runs = self._chains.checked(entry.blocks(), entry.input_tokens, self._block_tokens)
         except ValueError as error:
             raise ValueError(f"turn {number}, {error}") from None
@@ -196,7 +196,7 @@ class _Chains:
         runs, count = list[tuple[int, int]](), sum(length for _, length in pairs)
         due = -(-input_tokens // block_tokens)
         if count not in (0, input_tokens // block_tokens, due):
-            what = f"{count} ids for {input_tokens} tokens in blocks of {block_tokens}, where {due} are due"
+            what = f"{count} ids instead of {due} for {input_tokens} tokens in blocks of {block_tokens}"
             raise ValueError(f"field hash_ids: {what}")
         for first, length in pairs:
             if runs and sum(runs[-1]) == first:
@@ -226,5 +226,5 @@ class _Chains:
 
 def _unchained(block: int, here: int, there: int) -> ValueError:
     before = [f"follows {each}" if each >= 0 else "comes first" for each in (here, there)]
-    what = f"block {block} {before[0]} in one prompt and {before[1]} in another, and stands for all before it"
+    what = f"block {block} {before[0]} in one prompt and {before[1]} in another, but an id identifies the whole prefix"
     return ValueError(f"field hash_ids: {what}")

@@ -129,7 +129,7 @@ class Agents:
         cut = (session.within(input_tokens) for session in self.sessions)
         sessions = tuple(session for session in cut if session.turns)
         if not sessions:
-            what = f"no session begins with a prompt of {input_tokens} tokens or less"
+            what = f"the first prompt of every session has more than {input_tokens} tokens"
             raise InputError(what, where=self.name, hint="allow longer prompts")
         return replace(self, sessions=sessions)
 
@@ -216,7 +216,7 @@ class Agents:
         for user in users:
             begins_s, before = user.from_s, list[tuple[int, int]]()
             for position in user.sessions:
-                assert (position, 0) not in waits, "a session is played once"
+                assert (position, 0) not in waits, "a session can be played only once"
                 session = self.sessions[position]
                 starts = session.starts_s(think_max_s, answered=False)
                 for number, turn in enumerate(session.turns):
@@ -274,4 +274,4 @@ def _check(*numbers: tuple[str, float | None]) -> None:
 
 def _check_think(seconds: float, name: str = "think_max_s") -> None:
     if not seconds >= 0:
-        raise InputError(f"{seconds} is no time", where=name, hint="give seconds, 0 or more")
+        raise InputError(f"{seconds} is not a valid time", where=name, hint="give seconds, 0 or more")

@@ -37,7 +37,7 @@ class RecordedRequests:
         try:
             event = self._decode(line).event
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"no record of an event log ({error})") from None
+            raise ValueError(f"not a record of an event log ({error})") from None
         if isinstance(event, Arrived):
             _check(event)
             self._open[event.request.id] = len(self._arrivals)
@@ -46,7 +46,7 @@ class RecordedRequests:
         elif isinstance(event, Finished):
             tokens = event.output_tokens
             if tokens is not None and not 0 <= tokens <= _LONGEST_TOKENS:
-                raise ValueError(f"field output_tokens: {tokens} is no length of an answer")
+                raise ValueError(f"field output_tokens: {tokens} is not a valid output length")
             position = self._open.pop(event.request_id, None)
             if position is not None:
                 self._answers[position] = tokens
@@ -68,15 +68,15 @@ class RecordedRequests:
         unknown = self._answers.count(None)
         if unknown:
             found.append(
-                f"the answers of {unknown} of {count} requests were not counted (refused, failed or cut off); "
-                "they are taken to be as long as was reserved for them"
+                f"the output of {unknown} of {count} requests was not counted (rejected, failed or cut off); "
+                "the reserved output length is used instead"
             )
         lone = sum(arrival.request.one_leg for arrival in self._arrivals)
         if lone:
-            found.append(f"{lone} of {count} requests had several prompts or answers; a trace has one of each")
+            found.append(f"{lone} of {count} requests had several prompts or choices; a trace has one of each")
         models = sorted({arrival.request.model or "unnamed" for arrival in self._arrivals})
         if len(models) > 1:
-            found.append(f"requests want {len(models)} models, which a trace does not tell apart: {', '.join(models)}")
+            found.append(f"requests use {len(models)} models, which a trace does not distinguish: {', '.join(models)}")
         return found
 
 
@@ -88,11 +88,11 @@ def _check(arrival: Arrived) -> None:
         ("block_tokens", request.block_tokens, 1),
     ):
         if not least <= number <= _LONGEST_TOKENS:
-            raise ValueError(f"field {name}: {number} is no whole number from {least} to {_LONGEST_TOKENS}")
+            raise ValueError(f"field {name}: {number} is not a whole number from {least} to {_LONGEST_TOKENS}")
     if not math.isfinite(arrival.at):
-        raise ValueError(f"field at: {arrival.at} is no time")
+        raise ValueError(f"field at: {arrival.at} is not a valid time")
     if request.blocks and not (min(request.blocks) >= 0 and max(request.blocks) < _BLOCK_LIMIT):
-        raise ValueError("field blocks: an id that is negative or beyond 64 bits")
+        raise ValueError("field blocks: an id is negative or exceeds 64 bits")
 
 
 def _traced(number: int, at_s: float, request: Request, tokens: int | None) -> TracedRequest:

@@ -90,7 +90,7 @@ def generate(
         if number is not None and not (isfinite(number) and number > 0):
             raise InputError(f"{number} is not positive", where=name, hint="give more than 0")
     if seed < 0:
-        raise InputError(f"{seed} is no seed", where="seed", hint="give 0 or more")
+        raise InputError(f"{seed} is not a valid seed", where="seed", hint="give 0 or more")
     draw = np.random.default_rng(seed)
     stretch = shape.rate_per_s / rate_per_s
     at_s = _arrivals(draw, n, None if duration_s is None else duration_s / stretch, shape)

@@ -27,11 +27,11 @@ _CHUNK_BYTES = 1 << 20
 _LINE_MAX_BYTES = 1 << 26
 """Maximum length of a line. A file with a longer line is not a trace."""
 _MENDS = {
-    errno.ENOSPC: "choose a disk with room",
-    errno.EDQUOT: "choose a disk with room",
-    errno.EFBIG: "raise the limit of a file's size (`ulimit -f`)",
-    errno.EACCES: "choose what you may write",
-    errno.EROFS: "choose what you may write",
+    errno.ENOSPC: "choose a disk with free space",
+    errno.EDQUOT: "choose a disk with free space",
+    errno.EFBIG: "raise the file size limit (`ulimit -f`)",
+    errno.EACCES: "choose a writable file or folder",
+    errno.EROFS: "choose a writable file or folder",
 }
 
 
@@ -126,7 +126,7 @@ def _zstd(file: BinaryIO) -> Iterator[bytes]:
             packed = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise EOFError("the last frame is not complete")
+        raise EOFError("the last frame is incomplete")
 
 
 def _lines(chunks: Iterable[bytes], path: Path) -> Iterator[bytes]:
@@ -137,7 +137,7 @@ def _lines(chunks: Iterable[bytes], path: Path) -> Iterator[bytes]:
             number += 1
             yield _trimmed(line, number)
         if len(rest) > _LINE_MAX_BYTES:
-            raise InputError("a line of more than 64 MiB", where=f"{path}:{number + 1}", hint="give a trace")
+            raise InputError("the line is longer than 64 MiB", where=f"{path}:{number + 1}", hint="give a trace")
     if rest:
         yield _trimmed(rest, number + 1)
 

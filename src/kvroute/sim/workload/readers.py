@@ -36,10 +36,10 @@ _LATEST_S = 1e7
 """First arrivals after this are taken for times of day: no trace begins months after its own start."""
 _BLOCK_LIMIT = 1 << 64
 _AZURE_COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
-_LINE_MEND = "correct the line, or leave broken lines out (--skip-bad)"
+_LINE_MEND = "correct the line, or skip invalid lines (--skip-bad)"
 _CONTENT_MEND = (
-    "give Mooncake JSON lines, an Azure LLM CSV (TIMESTAMP,ContextTokens,GeneratedTokens), an event log of kvroute or "
-    "sessions of agents"
+    "give Mooncake JSON lines, an Azure LLM CSV (TIMESTAMP,ContextTokens,GeneratedTokens), a kvroute event log or "
+    "agent sessions"
 )
 
 Parse: TypeAlias = Callable[[bytes], TracedRequest]
@@ -112,7 +112,7 @@ def read_any(
     for fault in faults:
         on_skip(fault)
     if not (requests or sessions):
-        raise InputError("the file holds no request", where=str(path), hint=_CONTENT_MEND)
+        raise InputError("the file has no requests", where=str(path), hint=_CONTENT_MEND)
     said += _left_out(len(faults))
     return Agents(_name(path), tuple(sessions), tuple(said)) if sessions else _in_order(_name(path), requests, said)
 
@@ -129,11 +129,11 @@ def write(trace: Trace, path: str | Path) -> None:
     """
     path = Path(path)
     if trace.loop is not None:
-        what = "a closed loop is more than times of requests"
-        raise InputError(what, where=trace.name, hint="write its sessions on a schedule")
+        what = "this format cannot represent a closed loop"
+        raise InputError(what, where=trace.name, hint="give the sessions fixed start times")
     if not path.name.endswith((".jsonl", ".jsonl.zst", ".jsonl.gz")):
-        hint = "name it .jsonl, .jsonl.zst or .jsonl.gz"
-        raise InputError("a trace is written as JSON lines, which this name does not say", where=str(path), hint=hint)
+        hint = "use .jsonl, .jsonl.zst or .jsonl.gz"
+        raise InputError("this file name does not belong to a trace in JSON lines", where=str(path), hint=hint)
     encode = msgspec.json.Encoder().encode
     write_octets(path, b"".join(encode(_mooncake_keys(request)) + b"\n" for request in trace.requests))
 
@@ -144,7 +144,7 @@ def _rows(path: Path) -> Rows:
     if path.is_dir():
         files = sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.zst", ".json.gz")))
         if not files:
-            raise InputError("cannot be read: a folder without .json files", where=str(path), hint=_CONTENT_MEND)
+            raise InputError("cannot be read: the folder has no .json files", where=str(path), hint=_CONTENT_MEND)
     elif _is_log_file(path):
         files = parts_of(path)
         yield str(files[0]), _LOG_START
@@ -229,7 +229,7 @@ def _format(first: tuple[str, bytes], rows: Rows, block_tokens: int) -> tuple[Pa
         return _azure(columns), rows
     what = "neither a JSON object nor an Azure header"
     if line.lstrip().startswith(b"["):
-        what = "a JSON array, where one object per line is needed"
+        what = "a JSON array, not one object per line"
     raise InputError(f"the first line is {what}", where=place, hint=_CONTENT_MEND)
 
 
@@ -239,7 +239,7 @@ def _session(line: bytes) -> Session:
     except msgspec.ValidationError as error:
         raise ValueError(_field_first(str(error))) from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"no session of an agent ({error})") from None
+        raise ValueError(f"not an agent session ({error})") from None
 
 
 def _mooncake(block_tokens: int) -> Parse:
@@ -251,7 +251,7 @@ def _mooncake(block_tokens: int) -> Parse:
         except msgspec.ValidationError as error:
             raise ValueError(_field_first(str(error))) from None
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"no JSON object ({error})") from None
+            raise ValueError(f"not a JSON object ({error})") from None
         size = row.block_tokens or (block_tokens if row.hash_ids else UNKNOWN_BLOCK_TOKENS)
         _check_blocks(row, size)
         at_s = row.timestamp / 1e3 if row.at_s is None else row.at_s
@@ -273,11 +273,11 @@ def _check_blocks(row: _MooncakeLine, block_tokens: int) -> None:
         return
     if count != full and count != -(-row.input_length // block_tokens):
         raise ValueError(
-            f"field hash_ids: {count} ids for {row.input_length} tokens in blocks of {block_tokens}, "
-            f"where {-(-row.input_length // block_tokens)} are due"
+            f"field hash_ids: {count} ids for {row.input_length} tokens in blocks of {block_tokens}"
+            f" instead of {-(-row.input_length // block_tokens)}"
         )
     if max(row.hash_ids) >= _BLOCK_LIMIT:
-        raise ValueError("field hash_ids: an id beyond 64 bits")
+        raise ValueError("field hash_ids: an id exceeds 64 bits")
 
 
 def _azure(columns: Sequence[str]) -> Parse:
@@ -286,7 +286,7 @@ def _azure(columns: Sequence[str]) -> Parse:
     def parse(line: bytes) -> TracedRequest:
         fields = [text.strip().strip('"') for text in line.decode("utf-8", "replace").split(",")]
         if len(fields) != len(columns):
-            raise ValueError(f"{len(fields)} fields where the header has {len(columns)}")
+            raise ValueError(f"{len(fields)} fields, but the header has {len(columns)}")
         at_s = _time_of_day_s(fields[time])
         input_tokens = _count(fields[context], "ContextTokens", least=1)
         output_tokens = _count(fields[generated], "GeneratedTokens", least=0)
@@ -301,18 +301,18 @@ def _time_of_day_s(text: str) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"field TIMESTAMP: {text[:40]!r} is no date and time") from None
+        raise ValueError(f"field TIMESTAMP: {text[:40]!r} is not a date and time") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _count(text: str, name: str, *, least: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) <= _LONGEST_TOKENS):
-        raise ValueError(f"field {name}: {text[:40]!r} is no whole number from {least} to {_LONGEST_TOKENS}")
+        raise ValueError(f"field {name}: {text[:40]!r} is not a whole number from {least} to {_LONGEST_TOKENS}")
     return int(text)
 
 
 def _left_out(bad_lines: int) -> list[str]:
-    return [f"{bad_lines} broken line{'s' if bad_lines > 1 else ''} left out"] if bad_lines else []
+    return [f"{bad_lines} invalid line{'s' if bad_lines > 1 else ''} skipped"] if bad_lines else []
 
 
 def _in_order(name: str, requests: list[TracedRequest], said: list[str]) -> Trace:

@@ -33,9 +33,9 @@ def rescale(trace: Trace, rate_per_s: float) -> Trace:
     _check_rate(rate_per_s)
     if not trace.rate_per_s:
         raise InputError(
-            f"{len(trace.requests)} requests that arrive at one time have no rate to change",
+            f"all {len(trace.requests)} requests arrive at the same time, so there is no rate to change",
             where=trace.name,
-            hint="take more requests",
+            hint="use more requests",
         )
     factor = trace.rate_per_s / rate_per_s
     return _mapped(trace, [msgspec.structs.replace(request, at_s=request.at_s * factor) for request in trace.requests])
@@ -53,7 +53,7 @@ def rescale_if_spread(trace: Trace, rate_per_s: float) -> Trace:
     _check_rate(rate_per_s)
     if len(trace.requests) == 1:
         return trace
-    what = f"all {len(trace.requests)} requests arrive at one time, so the rate changes nothing; take more requests"
+    what = f"all {len(trace.requests)} requests arrive at the same time, so the rate has no effect; use more requests"
     return replace(trace, remarks=(*trace.remarks, what))
 
 
@@ -62,7 +62,9 @@ def window(trace: Trace, from_s: float, to_s: float) -> Trace:
     trace."""
     _check_open(trace)
     if not (isfinite(from_s) and from_s <= to_s):
-        raise InputError(f"a window from {from_s} s to {to_s} s", where="window", hint="let it end after it begins")
+        raise InputError(
+            f"the window from {from_s} s to {to_s} s is empty", where="window", hint="give an end after the start"
+        )
     inside = [request for request in trace.requests if from_s <= request.at_s < to_s]
     return _mapped(trace, [msgspec.structs.replace(request, at_s=request.at_s - from_s) for request in inside])
 
@@ -81,7 +83,7 @@ def filter_lengths(trace: Trace, low: int, high: int | None = None) -> Trace:
     kept = [r for r in trace.requests if low <= r.input_tokens and (high is None or r.input_tokens <= high)]
     if not kept:
         span = f"{low} tokens or more" if high is None else f"{low} to {high} tokens"
-        raise InputError(f"no request has a prompt of {span}", where=trace.name, hint="take a longer or another trace")
+        raise InputError(f"no request has a prompt of {span}", where=trace.name, hint="use a longer or another trace")
     return _mapped(trace, kept)
 
 
@@ -117,7 +119,7 @@ def share_prefixes(
     """
     for name, share in (("p_share", p_share), ("shared", shared)):
         if not 0 <= share <= 1:
-            raise InputError(f"{share} is no share", where=name, hint="give 0 to 1")
+            raise InputError(f"{share} is not a share", where=name, hint="give 0 to 1")
     for name, count, least in (("groups", groups, 1), ("block_tokens", block_tokens, 1), ("seed", seed, 0)):
         if count < least:
             raise InputError(f"{count} is too small", where=name, hint=f"give {least} or more")
@@ -146,8 +148,8 @@ def _check_rate(rate_per_s: float) -> None:
 
 def _check_open(trace: Trace) -> None:
     if trace.loop is not None:
-        what = "in a closed loop requests come when others have been answered, not at times of the trace"
-        raise InputError(what, where=trace.name, hint="choose how many and how fast when the sessions are played")
+        what = "in a closed loop requests arrive after earlier responses, not at times of the trace"
+        raise InputError(what, where=trace.name, hint="set number and rate where the sessions are played")
 
 
 def _resized(request: TracedRequest, input_tokens: int, owner: int) -> tuple[int, ...]:

@@ -101,10 +101,10 @@ class Trace:
     duration."""
 
     def __post_init__(self) -> None:
-        assert all(a.at_s <= b.at_s for a, b in pairwise(self.requests)), "requests ascend by time"
+        assert all(a.at_s <= b.at_s for a, b in pairwise(self.requests)), "requests must ascend by time"
         if self.loop is not None:
             assert all(max(after, default=-1) < place for place, after in enumerate(self.loop.after)), (
-                "first things first"
+                "a request waits only for earlier ones"
             )
 
     @property

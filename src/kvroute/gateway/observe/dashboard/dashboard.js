@@ -1,4 +1,4 @@
-// The page: one stream of events from the gateway, while somebody looks; the map and the panels draw it.
+// The page: one stream of events from the gateway while the page is visible; the map and the panels draw it.
 
 import { onTheme } from "./format.js";
 import { ClusterMap } from "./map.js";
@@ -7,7 +7,7 @@ import { Panels } from "./panels.js";
 const $ = (id) => document.getElementById(id);
 const panels = new Panels();
 const map = new ClusterMap($("map"), (index) => panels.inspect(index, true));
-let source = null, layout = null, heard_ms = 0;
+let source = null, layout = null, updated_ms = 0;
 
 function status(text, kind) {
   $("link").textContent = text;
@@ -15,12 +15,12 @@ function status(text, kind) {
 }
 
 function tick(data) {
-  heard_ms = performance.now();
+  updated_ms = performance.now();
   panels.setTick(data);
   map.setTick(data);
   if (map.chosen >= 0) panels.inspect(map.chosen);
   const { load } = data, down = data.instances.filter((tile) => !tile[0] || tile[1] === 2).length;
-  const cut = (load.offload?.sites ?? []).filter((site) => site.way !== "closed").map((site) => `, link of ${site.name} cut`).join("");
+  const cut = (load.offload?.sites ?? []).filter((site) => site.way !== "closed").map((site) => `, WAN path of ${site.name} closed`).join("");
   const note = `${layout.instances.length} instances${down ? `, ${down} out of service` : ""}${cut}`;
   if ($("map-note").textContent !== note) {
     $("map-note").textContent = note;
@@ -49,7 +49,7 @@ function open() {
   source.addEventListener("snapshot", (event) => show(JSON.parse(event.data)));
   source.addEventListener("tick", (event) => { if (layout) tick(JSON.parse(event.data)); });
   source.onerror = () => {
-    status("no connection, trying again", "bad");
+    status("no connection, reconnecting", "bad");
     if (source.readyState === EventSource.CLOSED) setTimeout(() => { close(); open(); }, 2000);
   };
 }
@@ -63,10 +63,10 @@ document.addEventListener("visibilitychange", () => {
   if (document.hidden) close();
   else if (!source && !saved) open();
 });
-setInterval(() => { if (source && heard_ms && performance.now() - heard_ms > 3000) status("nothing heard for 3 s", "bad"); }, 1000);
+setInterval(() => { if (source && updated_ms && performance.now() - updated_ms > 3000) status("no update for 3 s", "bad"); }, 1000);
 $("table-box").addEventListener("toggle", () => { if (layout && panels.tick && $("table-box").open) panels.table(); });
 onTheme(() => { if (layout) panels.legend(); });
-const saved = $("saved"); // a page that was saved carries its state
+const saved = $("saved"); // a saved page contains its state
 if (saved) {
   map.repeats = true;
   show(JSON.parse(saved.textContent));

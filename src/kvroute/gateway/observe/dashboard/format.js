@@ -3,7 +3,7 @@
 export const TIER_COLOURS = ["#009e73", "#56b4e9", "#e69f00", "#d55e00", "#cc79a7"]; // Okabe and Ito
 export const LOCAL_COLOUR = "#8f99a8";
 export const PARTS = [ // Tol's bright scheme
-  ["queue", "queue at the door", "#bbbbbb"],
+  ["queue", "admission queue", "#bbbbbb"],
   ["prefill", "prefill", "#4477aa"],
   ["transfer", "transfer + wait", "#ee6677"],
   ["first_step", "first step", "#ccbb44"],
@@ -14,7 +14,7 @@ const RAMPS = { // low to high load
 };
 const light = matchMedia("(prefers-color-scheme: light)");
 
-const GAP = "\u00a0"; // a number and its unit stay in one line
+const GAP = "\u00a0"; // keeps a number and its unit on one line
 
 export const theme = () => (light.matches ? "light" : "dark");
 export const onTheme = (call) => light.addEventListener("change", call);
@@ -81,7 +81,7 @@ export function element(tag, className = "", text = "") {
   return made;
 }
 
-export function setText(target, text) { // an equal text must not wake screen readers and layout
+export function setText(target, text) { // an equal text must not trigger screen readers and layout
   if (target.textContent !== text) target.textContent = text;
 }
 
@@ -93,7 +93,7 @@ export function key(colour, text, block = false) {
   return made;
 }
 
-// A bar of [width share, colour, title] segments, made anew only where the number of segments changes.
+// A bar of [width share, colour, title] segments; elements are created only when the number of segments changes.
 export function fillBar(bar, segments) {
   while (bar.children.length < segments.length) bar.append(document.createElement("i"));
   while (bar.children.length > segments.length) bar.lastChild.remove();
@@ -142,31 +142,31 @@ export function datacentersOf(layout) {
 
 export const roleNow = (layout, tick, k) => tick?.load.offload?.roles[layout.instances[k].name] ?? layout.instances[k].role;
 
-// What a link between datacenters is: "" in use, or why nothing goes over it; [short, whole].
-const WAY_WORDS = {
+// State of a WAN path: "" in use, or why nothing is sent over it; [short, long].
+const PATH_STATES = {
   "": ["", "in use"],
-  shut: ["cut", "shut, nothing arrives"],
-  trying: ["cut, being tried", "shut, one request tries"],
-  full: ["full", "filled by others"],
-  empty: ["idle", "nobody is up"],
+  shut: ["closed", "closed, no KV arrives"],
+  trying: ["closed, probing", "closed, one request probes"],
+  full: ["full", "full of other traffic"],
+  empty: ["idle", "no instance is up"],
 };
-export const wayWords = (state) => WAY_WORDS[state];
+export const pathStateTexts = (state) => PATH_STATES[state];
 export const isShut = (state) => state !== "" && state !== "empty";
 
-export function wayOf(site, up) { // `up`: whether anybody is up there; while a way is shut the core is told that nobody is
+export function pathState(site, up) { // `up`: whether an instance of the site is up; the core treats all as down while the path is closed
   if (site.way === "open") return "shut";
   if (site.way === "half-open") return "trying";
   if (site.open) return "";
   return up ? "full" : "empty";
 }
 
-const MOST_FACTOR = 8; // of what is now, at the top of a chart
+const MOST_FACTOR = 8; // largest value at the top of a chart, as a multiple of the current one
 
-// Values over the last minutes. Lines have a logarithmic scale, for what moves by factors; an area is a share of one.
+// Values over the last minutes. Lines have a logarithmic scale, because values change by factors; an area is a share of one.
 export class Chart {
   static most_s = 300;
   static least_s = 60;
-  static gap_s = 5; // the page did not look: no line across
+  static gap_s = 5; // longest interval that a line crosses; after a longer one, there were no samples
 
   constructor(courses, words = percent) { // courses: [name, colour, "line" | "dashed" | "area"]
     this.courses = courses;
@@ -188,7 +188,7 @@ export class Chart {
     const end = samples[samples.length - 1].at, span = Math.min(Math.max(end - samples[0].at, Chart.least_s), Chart.most_s);
     const shares = this.courses[0][2] === "area";
     const values = shares ? [0, 1] : samples.flatMap((sample) => this.courses.map(([name]) => sample[name])).filter((value) => value > 0);
-    // A threshold stands at its largest until one has been searched: that must not flatten what comes then.
+    // A threshold has its largest value until the first search; that must not flatten later values.
     const most = shares ? 1 : MOST_FACTOR * Math.max(...values.slice(-this.courses.length));
     const [low, high] = [Math.min(...values) / (shares ? 1 : 1.25), Math.min(Math.max(...values), most) * (shares ? 1 : 1.25)];
     const x = (at) => (100 * (1 - (end - at) / span)).toFixed(2);
@@ -203,7 +203,7 @@ export class Chart {
 }
 
 function drawn(tag, attributes) {
-  const made = document.createElementNS(document.getElementById("blank").namespaceURI, tag); // no address in a script
+  const made = document.createElementNS(document.getElementById("blank").namespaceURI, tag); // avoids a URL in the script
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   return made;
 }
@@ -223,7 +223,7 @@ function area(samples, name, x, y) {
     ? `M${x(samples[k - 1].at)} 100V${y(samples[k - 1][name])}H${x(sample.at)}V100Z` : "")).join("");
 }
 
-function hatched(samples, x, step) { // upright strokes, so that it is told by shape and not by colour alone
+function hatched(samples, x, step) { // vertical strokes, so that the state is shown by shape and not by colour alone
   return samples.map((sample, k) => {
     if (!sample.shut || !follows(samples, k)) return "";
     const strokes = [];

@@ -1,26 +1,26 @@
 // The cluster as a map on one canvas: domains as frames, instances as tiles, KV transfers as moving lines.
 
 import {
-  LOCAL_COLOUR, TIER_COLOURS, bytes, datacentersOf, isShut, loadColour, onTheme, percent, roleNow, wayOf, wayWords,
+  LOCAL_COLOUR, TIER_COLOURS, bytes, datacentersOf, isShut, loadColour, onTheme, percent, roleNow, pathState, pathStateTexts,
 } from "./format.js";
 
 const UP = 0, BREAKER = 1, LOAD = 5; // places in a tile
-const SHOW_MS = 800; // the shortest time a transfer is shown: most are over sooner
+const SHOW_MS = 800; // shortest time for which a transfer is shown: most end earlier
 const MOVING_MOST = 160;
 const STEPS = 24; // straight pieces of a line
 const TILE_MOST = 58, TILE_LEAST = 4;
 const LINK_WIDE = 132, LINK_HIGH = 62; // room between datacenters for a link and its figures
-const LINK_THICK = 12, LANE = 5, BREAK = 13; // of a link, of each direction in it, half of what is missing where it is cut
+const LINK_THICK = 12, LANE = 5, BREAK = 13; // width of a link, of a direction in it, half of the gap in a closed link
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
-// Domains that hold instances, with the lists that drawing needs; a level without a name has no frame.
+// Domains with instances, with the lists for drawing; a level without a name has no frame.
 function domainOf(place) {
   if (place.kind === "node") return place.instances.length ? { ...place, children: [] } : null;
   const children = place.children.map(domainOf).filter(Boolean);
   return children.length ? { ...place, children } : null;
 }
 
-// Put boxes side by side, wrapping at `width`; gives positions and the size of the whole.
+// Put boxes side by side, wrapping at `width`; sets positions and returns the total size.
 function flow(boxes, width, gap, gapDown = gap) {
   let x = 0, y = 0, line = 0, most = 0;
   for (const box of boxes) {
@@ -33,7 +33,7 @@ function flow(boxes, width, gap, gapDown = gap) {
   return { w: most, h: y + line };
 }
 
-function square(boxes, gap, aspect) { // the width at which flowing boxes come closest to an aspect
+function square(boxes, gap, aspect) { // the width at which flowing boxes have about this aspect
   const area = boxes.reduce((sum, box) => sum + (box.w + gap) * (box.h + gap), 0);
   return Math.max(Math.sqrt(area * aspect), ...boxes.map((box) => box.w));
 }
@@ -57,7 +57,7 @@ function boxOf(place, plan, width) {
   const inside = width - 2 * box.pad;
   box.children = place.children.map((child) => boxOf(child, plan, inside));
   let size;
-  if (place.kind === "rack") { // a rack's nodes stand on one another, at most 8 high
+  if (place.kind === "rack") { // the nodes of a rack are stacked, at most 8 high
     const columns = Math.ceil(box.children.length / 8);
     const wide = Math.max(...box.children.map((child) => child.w));
     size = flow(box.children, columns * (wide + between), between);
@@ -73,7 +73,7 @@ function boxOf(place, plan, width) {
 
 const labelHeight = (kind, tile) => (kind === "rack" ? (tile >= 12 ? 14 : Math.max(2, tile * 0.2)) : 17);
 
-// The largest tiles with which the cluster fits; beyond the smallest the map grows downwards instead.
+// The largest tiles with which the cluster fits; with the smallest tiles the map grows in height instead.
 export function planOf(root, width, height, linked = false) {
   let best = null;
   for (const aspect of [0.6, 1, 1.6, 2.4, 4, 8]) {
@@ -95,7 +95,7 @@ export class ClusterMap {
   constructor(canvas, inspect) {
     this.canvas = canvas;
     this.inspect = inspect;
-    this.back = document.createElement("canvas"); // all but the transfers; drawn when data come, not per frame
+    this.back = document.createElement("canvas"); // everything except transfers; drawn when data arrive, not per frame
     this.tiles = [];
     this.moving = new Map();
     this.values = [];
@@ -136,14 +136,14 @@ export class ClusterMap {
     const length = Math.max(SHOW_MS, 1000 * (transfer.took_s ?? Math.max(transfer.expected_s, transfer.age_s)));
     if (shown) {
       shown.under_way = transfer.took_s === null;
-      // The end is known now: no line is left behind that has landed.
+      // The end is known now: the line of a completed transfer must not remain.
       shown.ms = Math.max(length, shown.under_way ? now - shown.from + 300 : 0);
     } else if (this.moving.size < MOVING_MOST && (transfer.took_s === null || now - this.started(transfer, now) < SHOW_MS)) {
       this.moving.set(transfer.id, { ...transfer, from: this.started(transfer, now), ms: length, under_way: transfer.took_s === null });
     }
   }
 
-  // One that is over before it was seen sets out now, so that it is seen at all.
+  // A transfer that ended before its first update starts now, so that it is visible at all.
   started(transfer, now) { return transfer.took_s === null ? now - 1000 * transfer.age_s : now - Math.min(1000 * transfer.age_s, SHOW_MS * 0.3); }
 
   resize() {
@@ -176,7 +176,7 @@ export class ClusterMap {
     };
     walk(root, left, top);
     const frame = (name) => this.frames.find((each) => each.kind === "datacenter" && each.name === name);
-    const between = new Map(); // several links between the same two lie side by side
+    const between = new Map(); // several links between the same two datacenters are side by side
     this.links = this.layout.wan.map((wan, entry) => {
       const source = frame(wan.source), target = frame(wan.target);
       if (!source || !target) return null;
@@ -188,10 +188,10 @@ export class ClusterMap {
 
   role(index) { return roleNow(this.layout, this.tick, index); }
 
-  // A link is as its way home is: the only thing that anybody knows of it.
+  // The state of a link is that of its WAN path: nothing else is known about it.
   linkState(link) {
     const site = this.tick?.load.offload?.sites.find(({ name }) => name === link.source || name === link.target);
-    return site ? wayOf(site, this.values.some((tile, k) => tile[UP] && this.datacenters[k] === site.name)) : "";
+    return site ? pathState(site, this.values.some((tile, k) => tile[UP] && this.datacenters[k] === site.name)) : "";
   }
 
   redraw() {
@@ -224,7 +224,7 @@ export class ClusterMap {
     draw.fillText(text, frame.x + frame.pad + (rack ? 0 : 1), frame.y + frame.top - (rack ? 4 : 5));
   }
 
-  // A pipe with a lane for each direction, filled as far as it is used; cut in two where nothing goes through.
+  // A pipe with a lane for each direction, filled to its utilisation; drawn in two parts while its WAN path is closed.
   drawLink(draw, link) {
     const { from, to } = link, length = Math.hypot(to.x - from.x, to.y - from.y), load = this.tick?.wan[link.entry];
     const { state } = link, broken = isShut(state), colour = TIER_COLOURS[TIER_COLOURS.length - 1];
@@ -259,7 +259,7 @@ export class ClusterMap {
   }
 
   drawLinkText(draw, link, load) {
-    const { from, to, lying, state } = link, [word] = wayWords(state);
+    const { from, to, lying, state } = link, [word] = pathStateTexts(state);
     const ahead = lying ? (to.x > from.x ? ["→", "←"] : ["←", "→"]) : to.y > from.y ? ["↓", "↑"] : ["↑", "↓"];
     const [forward, backward] = ahead.map((arrow, way) => (load ? `${arrow} ${percent(load.utilisation[way])}${load.in_flight[way] ? `, ${bytes(load.in_flight_bytes[way])}` : ""}` : arrow));
     const head = `${bytes(link.bytes_per_s)}/s`, x = (from.x + to.x) / 2, y = (from.y + to.y) / 2;
@@ -373,8 +373,8 @@ export class ClusterMap {
     draw.beginPath(); draw.arc(head.x, head.y, width * 1.25, 0, 7); draw.fill();
   }
 
-  // The line of a transfer, a point for each share of it, and how far along it can be now: inside a datacenter an arc,
-  // between two along the link that joins them: to its end before it has landed, and no further than it is whole.
+  // The line of a transfer as a function of the share, and the largest share reached now: inside a datacenter an arc,
+  // between two along their link: up to its end before completion, and up to the gap while it is closed.
   wayOf(transfer, a, b) {
     const [here, there] = [this.datacenters[transfer.source], this.datacenters[transfer.target]];
     const link = here === there ? null : this.links.find(({ source, target }) => (source === here && target === there) || (source === there && target === here));
@@ -390,7 +390,7 @@ export class ClusterMap {
     if (!forward) ends.reverse();
     const points = [a, ...ends, b], sums = [0];
     for (let k = 1; k < 4; k += 1) sums.push(sums[k - 1] + Math.hypot(points[k].x - points[k - 1].x, points[k].y - points[k - 1].y));
-    const whole = transfer.under_way ? sums[2] : sums[3]; // one that ends while the link is cut has not landed either
+    const whole = transfer.under_way ? sums[2] : sums[3]; // a transfer that ends while the link is closed has not arrived either
     const most = (isShut(link.state) ? (sums[1] + sums[2]) / 2 - BREAK - 2 : whole) / sums[3];
     return { way: (t) => along(points, sums, t * sums[3]), most };
   }
@@ -437,7 +437,7 @@ function shape(draw, role, x, y, size) { // prefill square, decode round, both a
   else { draw.moveTo(x + size / 2, y); draw.lineTo(x + size, y + size / 2); draw.lineTo(x + size / 2, y + size); draw.lineTo(x, y + size / 2); draw.closePath(); }
 }
 
-// Where a link between two frames begins and ends: on the sides that face each other, the `number`th one beside the first.
+// The ends of a link between two frames: on the sides that face each other; `number` shifts further links.
 function endsOf(a, b, number) {
   const lying = a.x + a.w <= b.x || b.x + b.w <= a.x, aside = number * (LINK_THICK + 66);
   const middle = (start, size, from, length) => {
@@ -466,7 +466,7 @@ function bezier(a, c, b, t) {
 
 function fitting(draw, text, width) {
   if (draw.measureText(text).width <= width) return text;
-  const number = /[0-9]+$/.exec(text)?.[0]; // of a rack between racks it says as much
+  const number = /[0-9]+$/.exec(text)?.[0]; // the number identifies a rack among racks
   if (number && draw.measureText(number).width <= width) return number;
   let kept = text.length - 1;
   while (kept > 0 && draw.measureText(`${text.slice(0, kept)}…`).width > width) kept -= 1;

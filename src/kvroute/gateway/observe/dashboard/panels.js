@@ -1,8 +1,8 @@
-// Everything beside the map: key figures, TTFT and tier bars, the oracle, the decisions and why they fell.
+// All panels except the map: key figures, TTFT and tier bars, the oracle, the decisions and their reasons.
 
 import {
   Chart, LOCAL_COLOUR, PARTS, TIER_COLOURS, barRow, bytes, clock, datacentersOf, element, figures, fillBar, fillTable, isShut,
-  isTime, key, percent, rampGradient, roleNow, seconds, setText, term, tokens, wayOf, wayWords,
+  isTime, key, percent, rampGradient, roleNow, seconds, setText, term, tokens, pathState, pathStateTexts,
 } from "./format.js";
 
 const $ = (id) => document.getElementById(id);
@@ -11,9 +11,9 @@ const TERM_COLOURS = ["#ee6677", "#4477aa", "#ccbb44", "#66ccee", "#aa3377", "#2
 const LIST_MOST = 14;
 const FAR = 2; // the first tier beyond the rack
 const PLACED = {
-  short: "what is not cached is no longer than the threshold", long: "what is not cached is longer than the threshold",
-  home_down: "nobody at home is up who prefills", away_down: "no other datacenter is to be had",
-  not_worth_it: "the way home would take far longer than to stay", nobody_up: "nobody is up",
+  short: "no more uncached tokens than the threshold", long: "more uncached tokens than the threshold",
+  home_down: "no prefill instance at home is up", away_down: "no other datacenter is available",
+  not_worth_it: "offloading would take much longer than prefill at home", nobody_up: "no instance is up",
 };
 
 export class Panels {
@@ -24,7 +24,7 @@ export class Panels {
     this.kept = []; // decisions in the list, newest first
     this.newest = 0;
     this.chosen = null;
-    this.held = false; // the list stands still while somebody points at it: a click must hit what was seen
+    this.held = false; // the list is paused while it has the pointer or the focus, so that a click hits the visible row
     $("tiers").keys = element("div", "keys");
     $("tiers").append($("tiers").keys);
     const list = $("decisions");
@@ -67,22 +67,22 @@ export class Panels {
     if (!shadow) return;
     const { policy, decisions, differ, gain_s, loss_s } = shadow;
     const share = decisions ? differ / decisions : 0, each = (sum) => seconds(sum / Math.max(differ, 1));
-    setText(chip, `in the shadow: ${policy}, differs ${percent(share)}`);
-    chip.title = `Asked and not obeyed. ${differ} of ${decisions} decode decisions would be others: ${each(gain_s)} less a choice by its own terms, ${each(loss_s)} more by ${this.tick.policy}'s.`;
+    setText(chip, `shadow policy: ${policy}, differs ${percent(share)}`);
+    chip.title = `Evaluated without effect. ${differ} of ${decisions} decode decisions differ. Mean cost of its choice there: ${each(gain_s)} less in its own terms, ${each(loss_s)} more in those of ${this.tick.policy}.`;
   }
 
   figures(tick, load) {
     const landed = tick.transfers.filter((transfer) => transfer.took_s !== null).length;
     const main = tick.splits.find((split) => split.policy === tick.policy) ?? tick.splits[0];
     const shown = [
-      ["requests / s", figures(tick.arrivals_per_s), `${tick.requests} in all`],
+      ["requests / s", figures(tick.arrivals_per_s), `${tick.requests} in total`],
       ["in flight", String(load.in_flight), ""],
       ["queued", String(load.queued), "", load.queued > 0],
       ["TTFT p50", main && main.streams !== 0 ? seconds(main.ttft_p50_s) : "–", ""],
       ["TTFT p90", main && main.streams !== 0 ? seconds(main.ttft_p90_s) : "–", ""],
-      // Most are over between two looks: those of the last second count, as they do on the map.
-      ["transfers", String(tick.transfers_under_way + landed), `${tick.transfers_under_way} under way, ${landed} ended within the last second`],
-      ["rejected / s", figures(tick.rejects_per_s), `${tick.rejects} in all`, tick.rejects_per_s > 0],
+      // Most transfers end between two updates, so those of the last second are counted, as on the map.
+      ["transfers", String(tick.transfers_under_way + landed), `${tick.transfers_under_way} in flight, ${landed} ended within the last second`],
+      ["rejected / s", figures(tick.rejects_per_s), `${tick.rejects} in total`, tick.rejects_per_s > 0],
       ["errors / s", figures(tick.errors_per_s), "", tick.errors_per_s > 0],
     ];
     for (const [name, value, note, bad] of shown) {
@@ -105,7 +105,7 @@ export class Panels {
       if (!splits.some((split) => split.policy === policy)) { row.node.remove(); known.delete(policy); }
     }
     if (parent.hint) parent.hint.hidden = splits.length > 0;
-    else { parent.hint = element("p", "empty", "No request yet."); parent.prepend(parent.hint); parent.hint.hidden = splits.length > 0; }
+    else { parent.hint = element("p", "empty", "No requests yet."); parent.prepend(parent.hint); parent.hint.hidden = splits.length > 0; }
     for (const split of splits) {
       if (!known.has(split.policy)) {
         const row = make(split);
@@ -151,12 +151,12 @@ export class Panels {
       fillBar(row.bars[1], volume.map((value, tier) => [value / carried, colour(tier), `${name(tier)}: ${bytes(value)} (${percent(value / carried)})`]));
       row.bars[0].setAttribute("aria-label", requests.map((count, tier) => `${name(tier)} ${percent(count / all)}`).join(", "));
       row.bars[1].setAttribute("aria-label", volume.map((value, tier) => `${name(tier)} ${percent(value / carried)}`).join(", "));
-      setText(row.figures, `${bytes(total(volume))} moved`);
+      setText(row.figures, `${bytes(total(volume))} transferred`);
     }
   }
 
   oracle(oracle) {
-    setText($("oracle-note"), oracle.source === "static" ? (oracle.learned_ratio.some((ratio) => ratio !== null) ? "static map, corrected by own transfers" : "static map") : `${oracle.source}, ${oracle.age_s === null ? "nothing yet" : `${seconds(oracle.age_s)} old`}`);
+    setText($("oracle-note"), oracle.source === "static" ? (oracle.learned_ratio.some((ratio) => ratio !== null) ? "static map, corrected by own transfers" : "static map") : `${oracle.source}, ${oracle.age_s === null ? "no data yet" : `${seconds(oracle.age_s)} old`}`);
     const rows = this.layout.tiers.map((name, tier) => [
       name, `${bytes(this.layout.tier_bytes_per_s[tier])}/s`, percent(oracle.congestion[tier]),
       oracle.learned_ratio[tier] === null ? "–" : `× ${oracle.learned_ratio[tier].toFixed(2)}`,
@@ -165,25 +165,25 @@ export class Panels {
     [...$("oracle").tBodies[0].rows].forEach(inColour);
   }
 
-  // What own transfers have taught foresight of each tier beyond the rack; inside it the NICs decide.
+  // What foresight has learned from own transfers about each tier beyond the rack; inside a rack the NICs are the limit.
   learned(foresight) {
     $("learned-panel").hidden = !foresight;
     if (!foresight) return;
-    setText($("learned-note"), `from own transfers${foresight.policy === this.tick.policy ? "" : `, by ${foresight.policy} in the shadow`}`);
+    setText($("learned-note"), `from own transfers${foresight.policy === this.tick.policy ? "" : `, by the shadow policy ${foresight.policy}`}`);
     const tiers = foresight.tiers.map((tier, k) => ({ ...tier, k })).filter((tier) => tier.k >= FAR && tier.bytes_per_s !== null);
-    fillTable($("learned"), ["tier", "measured", "one gets", "transfers", "last"], tiers.map((tier) => [
+    fillTable($("learned"), ["tier", "measured", "single", "transfers", "last"], tiers.map((tier) => [
       this.layout.tiers[tier.k], `× ${tier.factor.toFixed(2)}`, `${bytes(tier.bytes_per_s)}/s`,
       tier.transfers ? String(tier.transfers) : "–", tier.age_s === null ? "never" : tier.age_s ? `${seconds(tier.age_s)} ago` : "just now",
     ]));
     [...$("learned").tBodies[0].rows].forEach((row, k) => {
       inColour(row, tiers[k].k);
-      row.title = `Measured over promised capacity of the paths, and what a transfer gets by that where no other one is under way. ${tiers[k].transfers} transfers have taught it; what they said fades with each further one and with time, and counts as ${tiers[k].weight.toFixed(1)} of them now.`;
+      row.title = `Measured over static capacity of the paths, and the bandwidth of a single transfer with that correction. Learned from ${tiers[k].transfers} transfers with a total weight of ${tiers[k].weight.toFixed(1)}: older transfers count less.`;
     });
   }
 
   hold(held) {
     this.held = held;
-    setText($("decisions-note"), held ? "the list stands still while you are on it" : "choose one to see why");
+    setText($("decisions-note"), held ? "paused while pointed at or focused" : "select one to see its costs");
     if (!held) this.list();
   }
 
@@ -227,7 +227,7 @@ export class Panels {
     button.setAttribute("aria-pressed", String(this.chosen?.id === decision.id));
   }
 
-  explainNewest() { // on a page that stands still, one decision is open from the start
+  explainNewest() { // on a saved page, one decision is open from the start
     this.chosen = this.kept.find((decision) => decision.kind === "decode" && decision.candidates.length > 1) ?? null;
     if (this.chosen) { this.why(); this.list(); }
   }
@@ -241,12 +241,12 @@ export class Panels {
     if (decision.reason) box.append(element("p", "", decision.reason));
     if (decision.offload) box.append(...this.offloaded(decision.offload));
     if (!decision.candidates.length) {
-      box.append(element("p", "empty", decision.kind === "convert" ? `${decision.chosen} is drained and will serve ${decision.role}: the review under Datacenters says why.` : decision.chosen ? `${decision.chosen}; this decision keeps no terms.` : "No candidates."));
+      box.append(element("p", "empty", decision.kind === "convert" ? `${decision.chosen} is drained and will serve ${decision.role}: the review under Datacenters gives the reason.` : decision.chosen ? `${decision.chosen}; no cost terms were stored.` : "No candidates."));
       return;
     }
     const names = Object.keys(decision.candidates[0].terms), times = decision.unit === "s" ? names.filter(isTime) : [];
     const table = element("table"), most = Math.max(1e-12, ...decision.candidates.map((candidate) => Math.abs(candidate.cost ?? 0)));
-    const head = ["candidate", ...(times.length ? [""] : []), `cost${decision.unit === "s" ? "" : ` (${decision.unit})`}`, ...names.map(spoken)];
+    const head = ["candidate", ...(times.length ? [""] : []), `cost${decision.unit === "s" ? "" : ` (${decision.unit})`}`, ...names.map(termLabel)];
     table.append(element("thead"), element("tbody"));
     fillTable(table, head, decision.candidates.map((candidate) => [
       candidate.name + this.absence(decision, candidate), ...(times.length ? [""] : []),
@@ -259,22 +259,22 @@ export class Panels {
       row.classList.toggle("infeasible", !candidate.feasible);
       if (times.length) {
         const bar = element("div", "bar thin");
-        fillBar(bar, times.map((name, part) => [candidate.terms[name] / most, TERM_COLOURS[part % TERM_COLOURS.length], `${spoken(name)}: ${seconds(candidate.terms[name])}`]));
+        fillBar(bar, times.map((name, part) => [candidate.terms[name] / most, TERM_COLOURS[part % TERM_COLOURS.length], `${termLabel(name)}: ${seconds(candidate.terms[name])}`]));
         row.cells[1].append(bar);
       }
     });
     const keys = element("div", "keys");
-    keys.append(...times.map((name, part) => key(TERM_COLOURS[part % TERM_COLOURS.length], spoken(name), true)));
+    keys.append(...times.map((name, part) => key(TERM_COLOURS[part % TERM_COLOURS.length], termLabel(name), true)));
     if (decision.shadow) keys.append(this.shadowed(decision));
-    if (decision.others) keys.append(`and ${decision.others} dearer candidates`);
+    if (decision.others) keys.append(`and ${decision.others} more expensive candidates`);
     const scroll = element("div", "scroll");
     scroll.append(table);
     box.append(scroll, keys);
   }
 
-  // Why a prompt is prefilled in this datacenter, and what each of them would have taken.
+  // Why a prompt is prefilled in this datacenter, and the predicted times at each datacenter.
   offloaded({ site, reason, terms }) {
-    const why = `prefilled at ${site}: ${PLACED[reason] ?? reason}; ${figures(terms.incremental_tokens ?? 0)} tokens not cached, the threshold ${figures(terms.threshold_tokens ?? 0)}`;
+    const why = `prefilled at ${site}: ${PLACED[reason] ?? reason}; ${figures(terms.incremental_tokens ?? 0)} uncached tokens, threshold ${figures(terms.threshold_tokens ?? 0)}`;
     const sites = new Map();
     for (const [name, value] of Object.entries(terms)) {
       const cut = name.lastIndexOf(".");
@@ -285,28 +285,28 @@ export class Panels {
     const columns = [...new Set([...sites.values()].flatMap(Object.keys))];
     const table = element("table"), scroll = element("div", "scroll");
     table.append(element("thead"), element("tbody"));
-    fillTable(table, ["datacenter", ...columns.map(spoken)], [...sites].map(([name, own]) => [name, ...columns.map((column) => term(column, own[column], this.layout.tiers))]));
+    fillTable(table, ["datacenter", ...columns.map(termLabel)], [...sites].map(([name, own]) => [name, ...columns.map((column) => term(column, own[column], this.layout.tiers))]));
     [...sites.keys()].forEach((name, k) => table.tBodies[0].rows[k].classList.toggle("chosen", name === site));
     scroll.append(table);
     return [element("p", "", why), scroll];
   }
 
-  // What the policy in the shadow would have done.
+  // What the shadow policy would have done.
   shadowed({ chosen, shadow }) {
-    const who = this.tick.shadow?.policy ?? "the shadow";
-    if (!shadow.target) return `${who} would have refused it. `;
-    if (shadow.target === chosen) return `${who} would have chosen the same. `;
-    const by = [["gain_s", "less by its own terms"], ["loss_s", "more by these"]].filter(([name]) => typeof shadow[name] === "number");
+    const who = this.tick.shadow?.policy ?? "the shadow policy";
+    if (!shadow.target) return `${who} would have rejected the request. `;
+    if (shadow.target === chosen) return `${who} would have chosen the same instance. `;
+    const by = [["gain_s", "less in its own terms"], ["loss_s", "more in these terms"]].filter(([name]) => typeof shadow[name] === "number");
     return `${who} would have chosen ${shadow.target}${by.map(([name, words]) => `, ${seconds(shadow[name])} ${words}`).join("")}. `;
   }
 
-  // Why a candidate could not be chosen, as far as the decision tells.
+  // Why a candidate could not be chosen, as far as the decision shows it.
   absence(decision, candidate) {
     if (candidate.feasible) return "";
-    if (decision.kind !== "decode") return " (not asked)";
+    if (decision.kind !== "decode") return " (not considered)";
     if (candidate.terms.same_domain === 0) return " (other domain)";
     const k = this.layout.instances.findIndex((instance) => instance.name === candidate.name);
-    return k >= 0 && roleNow(this.layout, this.tick, k) === "prefill" ? " (prefills)" : " (full or not open)";
+    return k >= 0 && roleNow(this.layout, this.tick, k) === "prefill" ? " (prefills)" : " (full or unavailable)";
   }
 
   table() {
@@ -325,22 +325,22 @@ export class Panels {
       kv === null ? "–" : percent(kv), age === null ? "–" : `${seconds(age)} ago`, instance.model, instance.place];
   }
 
-  // `said`: whether a screen reader shall hear it; not at every tick.
+  // `said`: whether a screen reader announces it; not at every tick.
   inspect(k, said = false) {
     if (said && k >= 0 && this.tick) setText($("map-said"), `${this.layout.instances[k].name}, ${this.words(k).slice(0, 2).join(", ")}`);
     const line = $("inspector");
     if (k < 0 || !this.tick) { setText(line, "Point at an instance, or focus the map and use the arrow keys."); return; }
     const [role, state, own, running, waiting, load, pending, kv, age, model, place] = this.words(k);
     line.replaceChildren(element("b", "", this.layout.instances[k].name),
-      ` · ${role}, ${state} · ${own} of ours, ${running} running, ${waiting} waiting · load ${load}` +
-      `${role === "decode" ? "" : ` · ${pending} of prefill pending`} · KV ${kv} · scraped ${age} · ${model} · ${place}`);
+      ` · ${role}, ${state} · ${own} own requests, ${running} running, ${waiting} waiting · load ${load}` +
+      `${role === "decode" ? "" : ` · ${pending} of pending prefill`} · KV ${kv} · scraped ${age} · ${model} · ${place}`);
   }
 
   legend() {
     const box = $("legend"), ramp = element("span", "ramp"), load = element("span", "key");
     ramp.style.background = rampGradient();
     load.append("idle", ramp, "full");
-    const linked = this.layout.wan.length ? [key(TIER_COLOURS[TIER_COLOURS.length - 1], "link, as full as it is used", true), element("span", "key", "✕ link cut")] : [];
+    const linked = this.layout.wan.length ? [key(TIER_COLOURS[TIER_COLOURS.length - 1], "WAN path, filled by its use", true), element("span", "key", "✕ WAN path closed")] : [];
     const both = this.layout.instances.some((instance) => instance.role === "both") ? [element("span", "key", "◆ both")] : [];
     const tiers = () => this.layout.tiers.map((name, tier) => key(TIER_COLOURS[tier], name));
     box.replaceChildren(load, element("span", "key", "■ prefill"), element("span", "key", "● decode"), ...both,
@@ -350,21 +350,21 @@ export class Panels {
 }
 
 const BINDING = {
-  prfaas_compute: "prefill away", prfaas_egress: "the link home", pd_p: "prefill at home", pd_d: "decode at home",
+  prfaas_compute: "offloaded prefill", prfaas_egress: "the WAN path", pd_p: "prefill at home", pd_d: "decode at home",
 };
 const VERDICT = {
-  convert: "roles change towards the best split",
+  convert: "roles are switched towards the best split",
   relieve: "one role has a queue and the other can spare an instance",
-  off: "roles are not to change",
-  converting: "earlier changes of roles are not over",
-  no_gain: "no other split is worth a change",
-  not_busy: "another split is better, but who would grow is not busy",
-  no_room: "another split is better, but who would shrink is needed",
-  costly: "another split is better, but a change costs more than it gains",
+  off: "role switches are off",
+  converting: "earlier role switches are in progress",
+  no_gain: "no other split gains enough",
+  not_busy: "another split is better, but the role that would grow is not busy",
+  no_room: "another split is better, but the role that would shrink is needed",
+  costly: "another split is better, but a role switch costs more than it gains",
 };
 const AWAY_COLOUR = TIER_COLOURS[TIER_COLOURS.length - 1], HOME_COLOUR = "#56b4e9";
 
-// Prefill across datacenters: threshold and share over the last minutes, the links, the last review, roles that change.
+// Prefill across datacenters: threshold and share over the last minutes, WAN paths, the last review, role switches.
 class Offloading {
   setLayout(layout) {
     if (this.layout?.name !== layout.name) this.forget();
@@ -375,7 +375,7 @@ class Offloading {
   forget() {
     this.sites = new Map(); // charts of thresholds, by site
     this.history = [];
-    this.seen = new Map(); // conversions under way, by instance
+    this.seen = new Map(); // role switches in progress, by instance
     this.over = [];
     $("sites").replaceChildren();
     this.share = null;
@@ -385,7 +385,7 @@ class Offloading {
     const { offload } = tick.load;
     $("sites-panel").hidden = !offload;
     if (!offload) return;
-    if (this.history.length && tick.at < this.history[this.history.length - 1].at) this.forget(); // it has started anew
+    if (this.history.length && tick.at < this.history[this.history.length - 1].at) this.forget(); // the gateway has restarted
     this.tick = tick;
     if (!this.share) this.build();
     this.charts(offload, this.sample(tick, offload));
@@ -397,10 +397,10 @@ class Offloading {
 
   build() {
     this.thresholds = element("div");
-    this.share = barRow("prefilled, last 60 s", 1);
+    this.share = barRow("prefills, last 60 s", 1);
     this.course = new Chart([["away", AWAY_COLOUR, "area"]]);
     const keys = element("div", "keys");
-    keys.append(key(AWAY_COLOUR, "away", true), key(HOME_COLOUR, "at home", true), element("span", "key", "▨ way shut"));
+    keys.append(key(AWAY_COLOUR, "offloaded", true), key(HOME_COLOUR, "at home", true), element("span", "key", "▨ WAN path closed"));
     this.share.node.append(this.course.node, keys);
     this.table = element("table");
     this.table.append(element("thead"), element("tbody"));
@@ -412,10 +412,10 @@ class Offloading {
   }
 
   state(site) {
-    return wayOf(site, this.tick.instances.some((tile, k) => tile[0] && this.datacenters[k] === site.name));
+    return pathState(site, this.tick.instances.some((tile, k) => tile[0] && this.datacenters[k] === site.name));
   }
 
-  sample(tick, offload) { // one a second, as long as a chart looks back
+  sample(tick, offload) { // one per second, for the time range of a chart
     const last = this.history[this.history.length - 1];
     if (last && tick.at - last.at < 1) return false;
     const shut = offload.sites.every((site) => isShut(this.state(site)));
@@ -431,23 +431,23 @@ class Offloading {
       if (!this.sites.has(site.name)) {
         const row = barRow(`threshold of ${site.name}`, 0), chart = new Chart([["base", "var(--quiet)", "dashed"], ["now", "var(--accent)", "line"]], tokens);
         const keys = element("div", "keys");
-        keys.append(key("var(--accent)", "now"), element("span", "key", "┄ base, where it rests"), element("span", "key", "▨ way shut"));
+        keys.append(key("var(--accent)", "now"), element("span", "key", "┄ base, as searched"), element("span", "key", "▨ WAN path closed"));
         row.node.append(chart.node, keys);
         this.thresholds.append(row.node);
         this.sites.set(site.name, { row, chart });
       }
       const { row, chart } = this.sites.get(site.name), what = `${tokens(site.threshold_tokens)} tokens, base ${tokens(site.base_tokens)}`;
       setText(row.figures, what);
-      row.figures.title = "Prompts of which more is not cached are prefilled there";
+      row.figures.title = "Prompts with more uncached tokens are prefilled there";
       if (fresh) chart.draw(this.history.map(({ at, sites }) => ({ at, ...sites.get(site.name) })), `Threshold of ${site.name}: ${what}`);
     }
-    if (fresh) this.course.draw(this.history, "Share that is prefilled away");
+    if (fresh) this.course.draw(this.history, "Share of offloaded prefills");
   }
 
   split(tick) {
     const share = tick.offloaded_share, away = share ?? 0;
-    setText(this.share.figures, share === null ? "nothing yet" : `${percent(away)} away, ${percent(1 - away)} at home`);
-    fillBar(this.share.bars[0], share === null ? [] : [[away, AWAY_COLOUR, `away: ${percent(away)}`], [1 - away, HOME_COLOUR, `at home: ${percent(1 - away)}`]]);
+    setText(this.share.figures, share === null ? "no prefills yet" : `${percent(away)} offloaded, ${percent(1 - away)} at home`);
+    fillBar(this.share.bars[0], share === null ? [] : [[away, AWAY_COLOUR, `offloaded: ${percent(away)}`], [1 - away, HOME_COLOUR, `at home: ${percent(1 - away)}`]]);
     this.share.bars[0].setAttribute("aria-label", this.share.figures.textContent);
   }
 
@@ -457,15 +457,15 @@ class Offloading {
       const state = site ? this.state(site) : "";
       return [[link.source, link.target], [link.target, link.source]].map(([source, target], way) => [
         state, `${source} → ${target}`, `${bytes(link.bytes_per_s)}/s`, percent(load.utilisation[way]),
-        load.in_flight[way] ? `${load.in_flight[way]}, ${bytes(load.in_flight_bytes[way])}` : "–", wayWords(state)[1],
+        load.in_flight[way] ? `${load.in_flight[way]}, ${bytes(load.in_flight_bytes[way])}` : "–", pathStateTexts(state)[1],
       ]);
     });
-    fillTable(this.table, ["link", "carries", "used", "under way", "state"], rows.map((row) => row.slice(1)));
+    fillTable(this.table, ["WAN path", "bandwidth", "used", "in flight", "state"], rows.map((row) => row.slice(1)));
     rows.forEach(([state], k) => this.table.tBodies[0].rows[k].classList.toggle("down", state !== ""));
   }
 
   review(tick, review) {
-    if (!review) { setText(this.said, "No review yet: it needs requests to judge by."); return; }
+    if (!review) { setText(this.said, "No review yet: too few requests."); return; }
     const homes = this.layout.sites.filter((site) => site.role === "home").map((site) => site.name);
     const splits = homes.map((home, k) => {
       const roles = this.layout.instances.map((_, at) => at).filter((at) => this.datacenters[at] === home).map((at) => roleNow(this.layout, tick, at));
@@ -473,8 +473,8 @@ class Offloading {
       return `${home} has ${count("prefill")} prefill + ${count("decode")} decode, best ${review.n_prefill[k]} + ${review.n_decode[k]}`;
     });
     const age_s = Math.round(tick.at - review.at);
-    setText(this.said, `Review ${age_s > 0 ? `${seconds(age_s)} ago` : "just now"}: ${figures(review.rate_per_s)} requests/s come, the split can serve ` +
-      `${figures(review.lambda_max_per_s)}/s (λ max), bound by ${BINDING[review.binding] ?? review.binding}; the best one ${figures(review.best_per_s)}/s, ` +
+    setText(this.said, `Review ${age_s > 0 ? `${seconds(age_s)} ago` : "just now"}: ${figures(review.rate_per_s)} requests/s arrive, the present split can serve ` +
+      `${figures(review.lambda_max_per_s)}/s (λ max), limited by ${BINDING[review.binding] ?? review.binding}; the best split ${figures(review.best_per_s)}/s, ` +
       `gain ${percent(review.gain)}. ${splits.join("; ")}: ${VERDICT[review.verdict] ?? review.verdict}.`);
   }
 
@@ -484,15 +484,15 @@ class Offloading {
       if (now.has(name)) continue;
       const k = this.layout.instances.findIndex((instance) => instance.name === name);
       const serves = k < 0 ? "" : roleNow(this.layout, tick, k);
-      this.over = [`${name} ${serves === role ? `serves ${role} since` : `has not become ${role}:`} ${clock(tick.at)}`, ...this.over].slice(0, 5);
+      this.over = [`${name} ${serves === role ? `serves ${role} since` : `did not switch to ${role} at`} ${clock(tick.at)}`, ...this.over].slice(0, 5);
     }
     this.seen = now;
     const changed = Object.entries(offload.roles).filter(([name]) => !now.has(name));
     const lines = [
-      ...offload.conversions.map(({ instance, role, stage }) => `⇄ ${instance} becomes ${role}: ${stage === "draining" ? "its requests leave" : "its hook is under way"}`),
+      ...offload.conversions.map(({ instance, role, stage }) => `⇄ ${instance} becomes ${role}: ${stage === "draining" ? "draining" : "its hook is running"}`),
       ...this.over,
-      ...(changed.length ? [`Not as in the file: ${changed.map(([name, role]) => `${name} serves ${role}`).join(", ")}`] : []),
-      ...(offload.converts ? [] : ["No hook: roles stay as they are."]),
+      ...(changed.length ? [`Different from the cluster file: ${changed.map(([name, role]) => `${name} serves ${role}`).join(", ")}`] : []),
+      ...(offload.converts ? [] : ["No hook: roles do not change."]),
     ];
     while (this.roles.children.length > lines.length) this.roles.lastChild.remove();
     while (this.roles.children.length < lines.length) this.roles.append(element("li"));
@@ -502,9 +502,9 @@ class Offloading {
 
 const total = (values) => values.reduce((sum, value) => sum + value, 0);
 const inColour = (row, tier) => { row.cells[0].style.boxShadow = `inset 4px 0 ${TIER_COLOURS[tier]}`; row.cells[0].style.paddingLeft = "10px"; };
-const SPOKEN = { imposed_s: "imposed on others", wait_s: "slot wait", step_s: "first step", slot_s: "cost of using a slot", pace_bytes_per_s: "pace" };
-const spoken = (name) => SPOKEN[name] ?? (isTime(name) ? name.slice(0, -2) : name.replace(/_bytes_per_s$/, " bandwidth")).replaceAll("_", " ");
+const TERM_LABELS = { imposed_s: "imposed on others", wait_s: "slot wait", step_s: "first step", slot_s: "cost of using a slot", pace_bytes_per_s: "pace" };
+const termLabel = (name) => TERM_LABELS[name] ?? (isTime(name) ? name.slice(0, -2) : name.replace(/_bytes_per_s$/, " bandwidth")).replaceAll("_", " ");
 
-// What a cost in seconds is the sum of, without what adds nothing.
+// The times that add up to a cost in seconds, without those that are 0.
 const summands = (terms) => Object.entries(terms).filter(([name, value]) => isTime(name) && value > 0)
-  .map(([name, value]) => `${spoken(name)} ${seconds(value)}`).join(" + ");
+  .map(([name, value]) => `${termLabel(name)} ${seconds(value)}`).join(" + ");
