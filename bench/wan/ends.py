@@ -12,10 +12,10 @@ from bench.wan.network import LEFT, Network
 
 from kvroute.connector.blocks import ByteArray, HostRegion, Layout
 from kvroute.connector.client import Client, Result
-from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
 from kvroute.connector.server import Server
+from kvroute.connector.transfer_lanes import Transfer
 
 LAYERS = 32
 BLOCK_BYTES = 32 << 10

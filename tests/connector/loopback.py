@@ -15,10 +15,10 @@ from kvroute.connector.authentication import session
 from kvroute.connector.blocks import ByteArray, HostRegion, Layout
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.client import Client, Result
-from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
 from kvroute.connector.server import Server
+from kvroute.connector.transfer_lanes import Transfer
 from kvroute.connector.wire import VERSION, Challenge, Hello, Welcome
 
 BLOCKS = 24

@@ -20,8 +20,8 @@ from tests.connector.loopback import TOKEN, WAIT_S, Cache, ends, pull
 from kvroute.connector.authentication import session
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.client import Client
-from kvroute.connector.gate import accept_handshake, greet
-from kvroute.connector.handshakes import Handshakes, network_of
+from kvroute.connector.handshake import accept_handshake, greet
+from kvroute.connector.handshake_limits import Handshakes, network_of
 from kvroute.connector.listener import LIMITS, Admit, Limits, Listener
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer

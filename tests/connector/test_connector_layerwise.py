@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.connector.loopback import BLOCKS, WAIT_S, Cache, ends, played, pull, pulling, welcome
 
+from kvroute.connector.block_leases import Computing
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.client import Client, Result
 from kvroute.connector.congestion import Sent
-from kvroute.connector.gate import greet
-from kvroute.connector.holds import Computing
-from kvroute.connector.lanes import Transfer
+from kvroute.connector.handshake import greet
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
 from kvroute.connector.server import Server
+from kvroute.connector.transfer_lanes import Transfer
 from kvroute.connector.wire import Fetch, Part, Waiting
 
 ALL = tuple(range(BLOCKS))

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.connector.block_leases import BlockLease, BlockLeases, Computing, Freed
 from kvroute.connector.congestion import Gauges, Sent
 from kvroute.connector.faults import fault_of
-from kvroute.connector.handover import prompt_digest
-from kvroute.connector.holds import BlockLease, BlockLeases, Computing, Freed
 from kvroute.connector.options import Options, read_options
 from kvroute.connector.scheduler import Ending, Held, Scheduler, Step
 from kvroute.connector.stats import (
@@ -30,6 +29,7 @@ from kvroute.connector.stats import (
     no_counts,
     summary,
 )
+from kvroute.connector.transfer_params import prompt_digest
 from kvroute.types import InputError
 
 BLOCK_TOKENS = 16

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.connector.stripes import Chunk, ChunkScheduler
+from kvroute.connector.chunk_scheduler import Chunk, ChunkScheduler
 
 LANES = 3
 

@@ -19,15 +19,15 @@ from tests.connector.loopback import BLOCKS, TOKEN, WAIT_S, Cache, Clock, ends, 
 from kvroute.connector.authentication import session
 from kvroute.connector.blocks import runs
 from kvroute.connector.channel import BUFFER_BYTES, PROBE_S, FramedSocket, mark, probed, tune
+from kvroute.connector.chunk_scheduler import Chunk
 from kvroute.connector.client import Client, Result
 from kvroute.connector.faults import corrupt
-from kvroute.connector.handover import KvTransferParams
-from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
 from kvroute.connector.scheduler import Held, Pull, Scheduler, Step
 from kvroute.connector.server import Server
-from kvroute.connector.stripes import Chunk
+from kvroute.connector.transfer_lanes import Transfer
+from kvroute.connector.transfer_params import KvTransferParams
 from kvroute.connector.wire import VERSION, Challenge, Fetch, Hello, Part, Welcome, WireError
 from kvroute.connector.worker import Worker
 

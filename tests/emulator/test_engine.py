@@ -19,9 +19,9 @@ from kvroute import llm, topology
 from kvroute.emulator.counters import Histogram
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.fabric import Fabric
-from kvroute.emulator.job import EngineSequence
 from kvroute.emulator.kv_events import BlockRemoved, BlockStored, changes
 from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.sequence import EngineSequence
 from kvroute.flows import FlowNetwork
 from kvroute.prefix import Evicted, block_hashes
 from kvroute.sim import network as sim_network

@@ -10,7 +10,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.emulator.player import (
+from kvroute.emulator.load_generator import (
     VOCABULARY,
     Answer,
     Events,

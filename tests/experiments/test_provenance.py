@@ -65,7 +65,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("policies/foresight.py", False),
         ("policies/foresight_kernels.py", False),
-        ("control/flight.py", False),
+        ("control/transfer_tracker.py", False),
         ("policies/decode.py", True),
         ("control/core.py", True),
         ("sim/run.py", True),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.connector.handover import KvTransferParams, read_handover
+from kvroute.connector.transfer_params import KvTransferParams, read_handover
 from kvroute.gateway.engines.protocols import (
     PROTOCOLS,
     KvHandshake,

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from kvroute.connector.authentication import fresh_nonce
 from kvroute.connector.blocks import Layout, Region
-from kvroute.connector.lanes import Progress, Transfer, TransferLane
 from kvroute.connector.options import Options
 from kvroute.connector.pool import ConnectionPool, Peer
+from kvroute.connector.transfer_lanes import Progress, Transfer, TransferLane
 from kvroute.connector.wire import Release, Released
 
 log = logging.getLogger(__name__)

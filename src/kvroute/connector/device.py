@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvroute.connector.block_leases import Fence
 from kvroute.connector.blocks import HostRegion, Region
-from kvroute.connector.holds import Fence
 from kvroute.types import InputError
 
 try:

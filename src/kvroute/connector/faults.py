@@ -6,7 +6,7 @@ import re
 import threading
 from pathlib import Path
 
-from kvroute.connector.stripes import Chunk
+from kvroute.connector.chunk_scheduler import Chunk
 from kvroute.connector.wire import WireError
 
 _FAULT = re.compile(r"(corrupt|stall)-layer-(\d+)(?:-block-(\d+))?")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvroute.connector.channel import HANDSHAKE_S, FramedSocket, shut
-from kvroute.connector.handshakes import Handshakes
+from kvroute.connector.handshake_limits import Handshakes
 
 log = logging.getLogger(__name__)
 REPORT_S = 10.0

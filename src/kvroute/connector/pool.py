@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvroute.connector.blocks import Layout
 from kvroute.connector.channel import FramedSocket, probed, tune
-from kvroute.connector.gate import greet
+from kvroute.connector.handshake import greet
 from kvroute.connector.options import KV_CLASS, Options
 from kvroute.connector.wire import Fetch, Message, Release, WireError
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvroute.connector.handover import KvTransferParams, prompt_digest, read_handover
-from kvroute.connector.holds import Computing
+from kvroute.connector.block_leases import Computing
 from kvroute.connector.options import Options
+from kvroute.connector.transfer_params import KvTransferParams, prompt_digest, read_handover
 
 log = logging.getLogger(__name__)
 NAMES_MAX = 4096

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from kvroute.connector.block_leases import BlockLease, BlockLeases, Computing, Fence, Freed
 from kvroute.connector.blocks import Layout, Region
 from kvroute.connector.channel import FramedSocket
+from kvroute.connector.chunk_scheduler import Chunk, ChunkScheduler
 from kvroute.connector.congestion import Gauges, Sent, TcpMonitor
 from kvroute.connector.faults import corrupt
-from kvroute.connector.gate import accept_handshake
-from kvroute.connector.holds import BlockLease, BlockLeases, Computing, Fence, Freed
+from kvroute.connector.handshake import accept_handshake
 from kvroute.connector.listener import Admit, Listener
 from kvroute.connector.options import Options
-from kvroute.connector.stripes import Chunk, ChunkScheduler
 from kvroute.connector.wire import End, Fetch, Part, Refused, Release, Released, Waiting, WireError, crc32
 
 UNKNOWN_WAIT_S = 5.0

@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from kvroute.connector.block_leases import Fence
 from kvroute.connector.blocks import Layout, Region
 from kvroute.connector.client import Client, Result
-from kvroute.connector.handover import KvTransferParams
-from kvroute.connector.holds import Fence
-from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
 from kvroute.connector.scheduler import Held, Pull, Step
 from kvroute.connector.server import Server
 from kvroute.connector.stats import Counts, count_early, count_failure, count_link, count_transfer, no_counts
+from kvroute.connector.transfer_lanes import Transfer
+from kvroute.connector.transfer_params import KvTransferParams
 from kvroute.types import InputError
 
 log = logging.getLogger(__name__)

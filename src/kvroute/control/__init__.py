@@ -16,7 +16,7 @@ from kvroute.control.log import (
 from kvroute.control.log_files import bytes_beside, check_can_create, is_log, remove_oldest, rotate
 from kvroute.control.log_hashing import LogHashing
 from kvroute.control.settings import ControlSettings
-from kvroute.control.shadow import ShadowTally
+from kvroute.control.shadow_policy import ShadowTally
 from kvroute.control.spec import ControlSpec
 from kvroute.control.view import Load
 

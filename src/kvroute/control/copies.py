@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvroute.control.datacenters import Egress
-from kvroute.control.offloading import Offloader
+from kvroute.control.offloader import Offloader
 from kvroute.control.view import ClusterView
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvroute.control.dispatch import Booking, Dispatcher
-from kvroute.control.offloading import Offloader
-from kvroute.control.prefixes import PrefixCopies
+from kvroute.control.dispatcher import Booking, Dispatcher
+from kvroute.control.offloader import Offloader
+from kvroute.control.prefix_copies import PrefixCopies
 from kvroute.control.settings import ControlSettings
 from kvroute.control.view import ClusterView, Load
 from kvroute.oracle import NetworkOracle

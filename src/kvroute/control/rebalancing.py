@@ -11,7 +11,7 @@ import numpy as np
 
 from kvroute.cachepool import Copy, CopySpec, Hotspots, Place
 from kvroute.control.copies import Copies
-from kvroute.control.offloading import Offloader
+from kvroute.control.offloader import Offloader
 from kvroute.control.view import ClusterView
 from kvroute.types import CROSS_DATACENTER, SAME_DATACENTER, CopyPrefix, Request, Terms
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from kvroute import llm
 from kvroute.control.caches import Caches
-from kvroute.control.flight import TransferTracker
 from kvroute.control.pool import DecodePool, PrefillPool
 from kvroute.control.settings import ControlSettings
+from kvroute.control.transfer_tracker import TransferTracker
 from kvroute.llm import Model
 from kvroute.oracle import NetworkOracle, at_home
 from kvroute.policies import (

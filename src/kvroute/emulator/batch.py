@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvroute.emulator.clock import Alarm, Clock
-from kvroute.emulator.job import EngineSequence
+from kvroute.emulator.sequence import EngineSequence
 from kvroute.sim.instances import DecodeInstance, Step
 from kvroute.timing import IterationTime
 from kvroute.types import DecodeSpec

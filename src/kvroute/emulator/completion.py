@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvroute.emulator.answer import ResponseHeader, StreamWriter, choice, generated_tokens, usage
-from kvroute.emulator.ask import EngineRequest, KvHandle
 from kvroute.emulator.engine import Engine
+from kvroute.emulator.engine_request import EngineRequest, KvHandle
+from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.faults import Fault, Faults
-from kvroute.emulator.job import EngineSequence
 from kvroute.emulator.kv_wire import PullRequest, pull
-from kvroute.emulator.refusal import ApiError, EngineError
+from kvroute.emulator.response import ResponseHeader, StreamWriter, choice, generated_tokens, usage
+from kvroute.emulator.sequence import EngineSequence
 
 JSON = "application/json"
 TRACED_DIGITS_MOST = 12

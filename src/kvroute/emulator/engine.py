@@ -16,9 +16,9 @@ from typing import TypeAlias
 from kvroute.emulator.batch import Batch
 from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.counters import Counters
-from kvroute.emulator.intake import PrefixImport
-from kvroute.emulator.job import EngineSequence, KvListener
+from kvroute.emulator.prefix_import import PrefixImport
 from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.sequence import EngineSequence, KvListener
 from kvroute.llm import Model
 from kvroute.prefix import Evicted, PrefixIndex
 from kvroute.sim.instances import KvMemory, PrefillInstance, Step

@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar, cast
 
 import msgspec
 
-from kvroute.emulator.refusal import EngineError
+from kvroute.emulator.errors import EngineError
 
 LINE_BYTES_MAX = 4 << 10
 """Maximum length of a request or response line, line end included."""

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvroute.emulator.refusal import ApiError
+from kvroute.emulator.errors import ApiError
 from kvroute.prefix import block_hashes, salt_seed
 from kvroute.types import IntArray
 

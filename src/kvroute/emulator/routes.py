@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from kvroute.emulator.answer import usage
-from kvroute.emulator.ask import Kind, read_ask
 from kvroute.emulator.completion import JSON, complete, fail
 from kvroute.emulator.counters import Load, metrics_page
+from kvroute.emulator.engine_request import Kind, read_ask
+from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.faults import Fault
 from kvroute.emulator.kv_events import AllBlocksCleared
 from kvroute.emulator.prompt import chat_prompt, completion_prompts
-from kvroute.emulator.refusal import ApiError, EngineError
+from kvroute.emulator.response import usage
 from kvroute.emulator.server import InstanceServer
 from kvroute.types import InputError, Role
 

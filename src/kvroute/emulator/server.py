@@ -19,10 +19,10 @@ from aiohttp.web_protocol import RequestHandler
 from kvroute import origins
 from kvroute.emulator.completion import ConnectionAborted, KvAddress
 from kvroute.emulator.engine import Engine
+from kvroute.emulator.errors import ApiError
 from kvroute.emulator.faults import Faults
-from kvroute.emulator.kv_door import KvServer
 from kvroute.emulator.kv_events import KvPublisher
-from kvroute.emulator.refusal import ApiError
+from kvroute.emulator.kv_server import KvServer
 from kvroute.types import Role, cannot_listen
 
 BODY_MAX = 1 << 28

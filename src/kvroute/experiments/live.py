@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from kvroute.emulator.player import LEAD_S, Answer, prompt_tokens, replay_trace, timed_requests
+from kvroute.emulator.load_generator import LEAD_S, Answer, prompt_tokens, replay_trace, timed_requests
 from kvroute.gateway.config.preflight import deployment_of
 from kvroute.prefix import block_hashes
 from kvroute.sim.run import Run, simulate

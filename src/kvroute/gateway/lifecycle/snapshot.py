@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvroute.control import Load as CoreLoad
-from kvroute.control.offloading import Offloader
+from kvroute.control.offloader import Offloader
 from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.lifecycle.role_switches import RoleSwitches
 from kvroute.gateway.observe.view import (

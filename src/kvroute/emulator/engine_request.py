@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from kvroute.emulator.errors import ApiError
 from kvroute.emulator.prompt import Prompt, chat_prompt, checked_salt, completion_prompts
-from kvroute.emulator.refusal import ApiError
 from kvroute.types import Role
 
 Kind: TypeAlias = Literal["chat", "completions"]

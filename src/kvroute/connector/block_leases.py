@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from kvroute.connector.stripes import ChunkScheduler
+from kvroute.connector.chunk_scheduler import ChunkScheduler
 from kvroute.types import InputError
 
 State = Literal["held", "unknown", "gone"]

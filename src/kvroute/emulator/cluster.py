@@ -19,8 +19,8 @@ from kvroute.emulator.clock import WallClock
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.fabric import Fabric
 from kvroute.emulator.faults import Faults
-from kvroute.emulator.kv_door import KvServer, KvSource
 from kvroute.emulator.kv_events import KvPublisher, changes
+from kvroute.emulator.kv_server import KvServer, KvSource
 from kvroute.emulator.prompt import Prompt
 from kvroute.emulator.routes import answer
 from kvroute.emulator.server import InstanceServer

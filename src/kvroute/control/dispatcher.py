@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 
 from kvroute.control.datacenters import Egress
-from kvroute.control.offloading import Offloader
+from kvroute.control.offloader import Offloader
 from kvroute.control.pairing import Pairing
 from kvroute.control.pool import DecodePool
-from kvroute.control.prefixes import PrefixCopies
-from kvroute.control.shadow import ShadowPolicy
+from kvroute.control.prefix_copies import PrefixCopies
+from kvroute.control.shadow_policy import ShadowPolicy
 from kvroute.control.view import ClusterView, DecodePick, PoolKey
 from kvroute.policies import PrefillCandidates
 from kvroute.types import (

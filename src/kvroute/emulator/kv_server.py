@@ -19,9 +19,9 @@ from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.counters import Link
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.fabric import Fabric, Transfer
-from kvroute.emulator.job import EngineSequence
 from kvroute.emulator.kv_arrivals import Arrivals
 from kvroute.emulator.kv_wire import LINE_BYTES_MAX, QUERY, PullHeader, PullRequest, is_complete, read_order
+from kvroute.emulator.sequence import EngineSequence
 from kvroute.topology import Cluster
 from kvroute.types import InputError
 

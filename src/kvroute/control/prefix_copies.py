@@ -8,9 +8,9 @@ from __future__ import annotations
 import msgspec
 
 from kvroute.control.copies import Copies
-from kvroute.control.fetches import SiblingCaches, SiblingFetches
-from kvroute.control.offloading import Offloader, Placement
+from kvroute.control.offloader import Offloader, Placement
 from kvroute.control.rebalancing import Rebalancing
+from kvroute.control.sibling_fetches import SiblingCaches, SiblingFetches
 from kvroute.control.view import ClusterView
 from kvroute.policies import PrefillCandidates
 from kvroute.types import CopyPrefix, Prefill, Request

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvroute.emulator.ask import Kind
+from kvroute.emulator.engine_request import Kind
 
 _MASK = (1 << 64) - 1
 _MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
