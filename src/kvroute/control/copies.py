@@ -31,8 +31,8 @@ class Copies:
     the backlog of the links. A copy ahead of demand has lower priority than all other transfers, so it is not counted.
     """
 
-    def __init__(self, view: ClusterView, offloading: Offloader | None) -> None:
-        self._view, self._offloading = view, offloading
+    def __init__(self, view: ClusterView, offloader: Offloader | None) -> None:
+        self._view, self._offloader = view, offloader
         self._under_way: dict[int, CopyUnderWay] = {}
         self._last = 0
 
@@ -42,8 +42,8 @@ class Copies:
         self._under_way[self._last] = CopyUnderWay(source, target, nbytes, chain_end)
         if chain_end is None:
             self._view.oracle.transfer_started(source, target)
-            for flight in self._view.flights:
-                flight.table.started(at, -self._last, source, target, nbytes)
+            for tracker in self._view.trackers:
+                tracker.table.started(at, -self._last, source, target, nbytes)
             for link in self._links(source, target):
                 link.started(-self._last, nbytes)
         return self._last
@@ -53,8 +53,8 @@ class Copies:
         copy = self._under_way.pop(number, None)
         if copy is not None and copy.chain_end is None:
             self._view.oracle.transfer_finished(copy.source, copy.target)
-            for flight in self._view.flights:
-                flight.table.finished(at, -number, landed=landed)
+            for tracker in self._view.trackers:
+                tracker.table.finished(at, -number, landed=landed)
             for link in self._links(copy.source, copy.target):
                 link.ended(at, -number, landed=landed)
         return copy is not None
@@ -64,7 +64,7 @@ class Copies:
         return (copy for copy in self._under_way.values() if copy.chain_end is not None)
 
     def _links(self, source: int, target: int) -> tuple[Egress, ...]:
-        if self._offloading is None:
+        if self._offloader is None:
             return ()
-        sites = self._offloading.site_of(source), self._offloading.site_of(target)
-        return self._offloading.wan_links(*sites)
+        sites = self._offloader.site_of(source), self._offloader.site_of(target)
+        return self._offloader.wan_links(*sites)

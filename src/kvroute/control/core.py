@@ -65,8 +65,8 @@ class Control:
         self.offloading = Offloader(settings.offload, self._view) if settings.offload else None
         """Sites, thresholds and traffic, if prefills may be offloaded to another datacenter; read by displays."""
         self._prefixes = PrefixCopies(self._view, self.offloading)
-        self._dispatch = Dispatcher(self._view, self.offloading, self._prefixes)
-        self._journeys: dict[int, Booking] = {}
+        self._dispatcher = Dispatcher(self._view, self.offloading, self._prefixes)
+        self._bookings: dict[int, Booking] = {}
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
         """Process one event and return the decisions that follow from it (often none).
@@ -86,7 +86,7 @@ class Control:
     @property
     def in_flight(self) -> int:
         """Number of requests that have arrived and not left."""
-        return len(self._journeys)
+        return len(self._bookings)
 
     def loads(self, at: float) -> dict[str, Load]:
         """Load of every instance as the router counts it, by name. Changes nothing."""
@@ -95,17 +95,17 @@ class Control:
     def learned(self, at: float) -> tuple[TierLearned, ...] | None:
         """What foresight has learned from own transfers for each tier, [TIER_COUNT]: foresight of the acting policy,
         else of the shadow policy; None if neither is foresight. Changes nothing."""
-        flights = self._view.flights
-        return flights[0].learned(at) if flights else None
+        trackers = self._view.trackers
+        return trackers[0].learned(at) if trackers else None
 
     def knowledge(self, at: float) -> tuple[CapacityLearned | BandwidthLearned, ...]:
         """What the core has learned from transfers and responses, as events for another core. Changes nothing."""
         tiers, pairs = self.oracle.known()
         names = [instance.name for instance in self._cluster.instances]
         named = tuple((names[source], names[target], known) for source, target, known in pairs)
-        flights = self._view.flights
+        trackers = self._view.trackers
         known: list[CapacityLearned | BandwidthLearned] = [BandwidthLearned(at, tiers, named)] if any(tiers) else []
-        return (*known, *(flight.table.known_at(at) for flight in flights[:1]))
+        return (*known, *(tracker.table.known_at(at) for tracker in trackers[:1]))
 
     def dismantle(self) -> Iterator[int]:
         """Free the index of cached prefixes step by step (`PrefixIndex.dismantle`). The core is unusable then."""
@@ -118,7 +118,7 @@ class Control:
 
     def _arrived(self, event: Arrived) -> tuple[Decision, ...]:
         request = event.request
-        if request.id in self._journeys:
+        if request.id in self._bookings:
             raise InputError(f"request {request.id} has already arrived", hint="give every request its own id")
         model = self._view.model_name(request)
         if model is None:
@@ -127,105 +127,107 @@ class Control:
             return (Reject(request.id, f"no prefill and decode instances serve {what}"),)
         return self._start(Booking(request, model), event.at)
 
-    def _start(self, journey: Booking, at: float) -> tuple[Decision, ...]:
+    def _start(self, booking: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the first leg, and the second one if both are due. Keep the booking unless the request is rejected."""
         decisions = (
-            self._dispatch.place_single(journey, at) if journey.request.one_leg else self._dispatch.route(journey, at)
+            self._dispatcher.place_single(booking, at)
+            if booking.request.one_leg
+            else self._dispatcher.route(booking, at)
         )
         if isinstance(decisions[-1], Reject):
-            self._dispatch.release_prefill(journey, at)
-            self._journeys.pop(journey.request.id, None)
+            self._dispatcher.release_prefill(booking, at)
+            self._bookings.pop(booking.request.id, None)
             return decisions[-1:]
-        self._journeys[journey.request.id] = journey
+        self._bookings[booking.request.id] = booking
         return decisions
 
     def _prefill_finished(self, event: PrefillFinished) -> tuple[Decision, ...]:
-        journey = self._journey(event.request_id)
-        if journey.prefill < 0:
+        booking = self._booking(event.request_id)
+        if booking.prefill < 0:
             raise InputError(f"prefill of request {event.request_id} has already finished", hint=_ONCE)
-        self._view.prefill[journey.model].release(journey.prefill, event.at)
-        journey.prefill = -1
-        self._dispatch.end_copy(journey, event.at)
-        if journey.position < 0:
-            return (self._decode(journey, event.at),)
-        if journey.source != journey.target and not journey.early:
-            self._dispatch.start_transfer(journey, event.at)
+        self._view.prefill[booking.model].release(booking.prefill, event.at)
+        booking.prefill = -1
+        self._dispatcher.end_copy(booking, event.at)
+        if booking.position < 0:
+            return (self._decode(booking, event.at),)
+        if booking.source != booking.target and not booking.early:
+            self._dispatcher.start_transfer(booking, event.at)
         return ()
 
     def _prefill_failed(self, event: PrefillFailed) -> tuple[Decision, ...]:
-        journey = self._journey(event.request_id)
-        if journey.prefill < 0:
+        booking = self._booking(event.request_id)
+        if booking.prefill < 0:
             raise InputError(f"prefill of request {event.request_id} is not in progress", hint=_ONCE)
-        return self._again(journey, journey.source, event.at)
+        return self._again(booking, booking.source, event.at)
 
     def _decode_failed(self, event: DecodeFailed) -> tuple[Decision, ...]:
-        journey = self._journey(event.request_id)
-        if journey.position < 0:
+        booking = self._booking(event.request_id)
+        if booking.position < 0:
             raise InputError(f"decode of request {event.request_id} is not in progress", hint=_ONCE)
-        alone = journey.source == journey.target
-        joint = self._cluster.instances[journey.source].protocol == "sglang"
-        if event.kv_lost and self._dispatch.is_offloaded(journey):
-            journey.at_home = True  # the WAN path failed, neither of the two instances
-            return self._again(journey, None, event.at)
+        alone = booking.source == booking.target
+        joint = self._cluster.instances[booking.source].protocol == "sglang"
+        if event.kv_lost and self._dispatcher.is_offloaded(booking):
+            booking.at_home = True  # the WAN path failed, neither of the two instances
+            return self._again(booking, None, event.at)
         if event.kv_lost or alone or joint:
-            return self._again(journey, journey.target, event.at)
-        self._dispatch.release_decode(journey, event.at)
-        journey.exclude(journey.target)
-        return (self._decode(journey, event.at),)
+            return self._again(booking, booking.target, event.at)
+        self._dispatcher.release_decode(booking, event.at)
+        booking.exclude(booking.target)
+        return (self._decode(booking, event.at),)
 
-    def _decode(self, journey: Booking, at: float) -> Decision:
-        decision = self._dispatch.choose_decode(journey, at)
+    def _decode(self, booking: Booking, at: float) -> Decision:
+        decision = self._dispatcher.choose_decode(booking, at)
         if isinstance(decision, Reject):
-            del self._journeys[journey.request.id]
+            del self._bookings[booking.request.id]
         return decision
 
-    def _again(self, journey: Booking, failed: int | None, at: float) -> tuple[Decision, ...]:
+    def _again(self, booking: Booking, failed: int | None, at: float) -> tuple[Decision, ...]:
         """Restart the request from the beginning without the instance that failed."""
-        self._dispatch.release_prefill(journey, at)
-        self._dispatch.release_decode(journey, at)
-        journey.early = False
+        self._dispatcher.release_prefill(booking, at)
+        self._dispatcher.release_decode(booking, at)
+        booking.early = False
         if failed is not None:
-            journey.exclude(failed)
-        return self._start(journey, at)
+            booking.exclude(failed)
+        return self._start(booking, at)
 
     def _transfer_finished(self, event: TransferFinished) -> tuple[Decision, ...]:
-        journey = self._journey(event.request_id)
-        if not journey.in_transfer:
+        booking = self._booking(event.request_id)
+        if not booking.in_transfer:
             raise InputError(f"request {event.request_id} has no transfer in progress", hint=_ONCE)
-        self._dispatch.end_transfer(journey, event.at, landed=True)
-        if event.free_kv_bytes is not None and journey.pool is not None:
-            journey.pool.free_kv_bytes[journey.position] = event.free_kv_bytes
+        self._dispatcher.end_transfer(booking, event.at, landed=True)
+        if event.free_kv_bytes is not None and booking.pool is not None:
+            booking.pool.free_kv_bytes[booking.position] = event.free_kv_bytes
         return ()
 
     def _admitted(self, event: Admitted) -> tuple[Decision, ...]:
-        journey = self._journey(event.request_id)
-        if journey.pool is None or journey.position < 0 or journey.admitted:
+        booking = self._booking(event.request_id)
+        if booking.pool is None or booking.position < 0 or booking.admitted:
             raise InputError(f"request {event.request_id} does not wait for a decode slot", hint=_ONCE)
-        journey.pool.admit(journey.position)
-        journey.admitted = True
+        booking.pool.admit(booking.position)
+        booking.admitted = True
         return ()
 
     def _finished(self, event: Finished) -> tuple[Decision, ...]:
-        journey = self._journey(event.request_id)
-        del self._journeys[event.request_id]
-        self._dispatch.release_prefill(journey, event.at)
-        pool, position = journey.pool, journey.position
-        self._dispatch.release_decode(journey, event.at)
+        booking = self._booking(event.request_id)
+        del self._bookings[event.request_id]
+        self._dispatcher.release_prefill(booking, event.at)
+        pool, position = booking.pool, booking.position
+        self._dispatcher.release_decode(booking, event.at)
         if event.output_tokens:
             if self.offloading is not None:
                 self.offloading.answered(event.at, event.output_tokens)
-            for flight in self._view.flights:
-                flight.table.answers.finished(event.output_tokens)
+            for tracker in self._view.trackers:
+                tracker.table.answers.finished(event.output_tokens)
         if pool is not None and position >= 0 and event.free_kv_bytes is not None:
             pool.free_kv_bytes[position] = event.free_kv_bytes
         return ()
 
-    def _journey(self, request_id: int) -> Booking:
-        journey = self._journeys.get(request_id)
-        if journey is None:
+    def _booking(self, request_id: int) -> Booking:
+        booking = self._bookings.get(request_id)
+        if booking is None:
             hint = "it has not arrived, was rejected or has left"
             raise InputError(f"request {request_id} is not in flight", hint=hint)
-        return journey
+        return booking
 
     def _kv_stored(self, event: KvStored) -> tuple[Decision, ...]:
         self._view.caches.stored(self._cluster.index(event.instance), event.blocks)
@@ -285,8 +287,8 @@ class Control:
         return ()
 
     def _capacity_learned(self, event: CapacityLearned) -> tuple[Decision, ...]:
-        for flight in self._view.flights:
-            flight.table.resume(event.at, event)
+        for tracker in self._view.trackers:
+            tracker.table.resume(event.at, event)
         return ()
 
     def _bandwidth_learned(self, event: BandwidthLearned) -> tuple[Decision, ...]:

@@ -70,18 +70,18 @@ class Booking:
 class Dispatcher:
     """Sends requests to instances of a view. The caller stores the bookings and reports when their steps are over."""
 
-    def __init__(self, view: ClusterView, offloading: Offloader | None, prefixes: PrefixCopies) -> None:
-        self._view, self._offloading, self._prefixes = view, offloading, prefixes
+    def __init__(self, view: ClusterView, offloader: Offloader | None, prefixes: PrefixCopies) -> None:
+        self._view, self._offloader, self._prefixes = view, offloader, prefixes
         self._pairing = Pairing(view)
         shadow = view.settings.shadow_policy
         self._shadow = ShadowPolicy(view, shadow) if shadow is not None else None
 
-    def route(self, journey: Booking, at: float) -> tuple[Decision, ...]:
+    def route(self, booking: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the prefill, and the decode if both legs start at once or on one instance; a Reject comes last."""
-        request, model, view = journey.request, journey.model, self._view
-        candidates = view.prefill_candidates(request, model, at, journey.avoid)
+        request, model, view = booking.request, booking.model, self._view
+        candidates = view.prefill_candidates(request, model, at, booking.avoid)
         candidates, fetches = self._prefixes.with_fetches(request, model, candidates, at)
-        placement = self._offloading.place(request, candidates, at, journey.at_home) if self._offloading else None
+        placement = self._offloader.place(request, candidates, at, booking.at_home) if self._offloader else None
         candidates = placement.candidates if placement else candidates
         choice = view.choose_prefill(request, model, candidates)
         if isinstance(choice, Reject):
@@ -90,40 +90,40 @@ class Dispatcher:
         pool = view.prefill[model]
         pick: DecodePick | Reject | None = None
         if self._view.cluster.instances[int(pool.ids[choice.index])].protocol == "sglang":
-            choice, pick = self._jointly(journey, at, candidates, choice)
+            choice, pick = self._jointly(booking, at, candidates, choice)
         pool.decisions += 1
         index = int(pool.ids[choice.index])
-        journey.prefill, journey.source = choice.index, index
-        journey.prefill_s = float(candidates.prefill_s[choice.index])
-        pool.book(choice.index, at, journey.prefill_s)
+        booking.prefill, booking.source = choice.index, index
+        booking.prefill_s = float(candidates.prefill_s[choice.index])
+        pool.book(choice.index, at, booking.prefill_s)
         if pool.slow_start.started:
             pool.slow_start.booked(choice.index, at, int(pool.up.sum()))
         prefill = Prefill(request.id, pool.names[choice.index], int(candidates.hit_tokens[choice.index]), choice.terms)
-        if self._offloading is not None:
-            self._offloading.prefills(at, choice.index, request, int(candidates.hit_tokens[choice.index]))
+        if self._offloader is not None:
+            self._offloader.prefills(at, choice.index, request, int(candidates.hit_tokens[choice.index]))
         prefill = self._prefixes.attach(prefill, request, model, placement, fetches, at)
-        journey.copy_id = prefill.copy_id
+        booking.copy_id = prefill.copy_id
         if placement is not None:
             prefill = msgspec.structs.replace(prefill, offload=placement.offload)
         if self._leaves_early(placement is not None and placement.away):
-            journey.early = True
-            pick = self._partner(journey, at, choice.index, early=True)
+            booking.early = True
+            pick = self._partner(booking, at, choice.index, early=True)
             if isinstance(pick, Reject):
                 pick = None  # No instance has room now; one may have room when the prefill is over.
         instance = self._view.cluster.instances[index]
         if instance.role == "both":
-            return (prefill, self._stay(journey, at, (model, instance.protocol), index))
+            return (prefill, self._stay(booking, at, (model, instance.protocol), index))
         if pick is None:
             return (prefill,)
-        return (prefill, pick if isinstance(pick, Reject) else self._go(journey, at, pick))
+        return (prefill, pick if isinstance(pick, Reject) else self._go(booking, at, pick))
 
     def _leaves_early(self, away: bool) -> bool:
         """Whether the KV cache is sent layer by layer during the prefill. Args: `away`: another datacenter prefills."""
-        offloads_so = away and self._offloading is not None and self._offloading.spec.layerwise
+        offloads_so = away and self._offloader is not None and self._offloader.spec.layerwise
         return self._view.settings.layerwise or offloads_so
 
     def _jointly(
-        self, journey: Booking, at: float, candidates: PrefillCandidates, choice: Choice
+        self, booking: Booking, at: float, candidates: PrefillCandidates, choice: Choice
     ) -> tuple[Choice, DecodePick | Reject | None]:
         """Choose both legs at once.
 
@@ -132,7 +132,7 @@ class Dispatcher:
         instance is skipped if no decode instance has room for its request. One whose decode leg is decided later has no
         total price, so it is taken only if no other one can be.
         """
-        pool, terms = self._view.prefill[journey.model], choice.terms
+        pool, terms = self._view.prefill[booking.model], choice.terms
         usable: list[tuple[int, DecodePick]] = []
         later: Choice | None = None
         refused: Reject | None = None
@@ -140,7 +140,7 @@ class Dispatcher:
         for i in terms.cost.argsort(kind="stable").tolist():
             if not terms.feasible[i]:
                 continue
-            pick = self._partner(journey, at, i)
+            pick = self._partner(booking, at, i)
             if isinstance(pick, Reject):
                 refused = refused or pick
                 continue
@@ -165,47 +165,47 @@ class Dispatcher:
         return Choice(usable[best][0], joint), usable[best][1]
 
     def _partner(
-        self, journey: Booking, at: float, position: int, *, early: bool = False
+        self, booking: Booking, at: float, position: int, *, early: bool = False
     ) -> DecodePick | Reject | None:
         """The decode instance for this prefill instance. None if it decodes itself, or if the decode leg is decided
         later and not `early`."""
-        index = int(self._view.prefill[journey.model].ids[position])
+        index = int(self._view.prefill[booking.model].ids[position])
         instance = self._view.cluster.instances[index]
         if instance.role == "both" or (instance.protocol != "sglang" and not early):
             return None
-        key = (journey.model, instance.protocol)
-        return self._view.choose_decode(journey.request, key, index, at, journey.avoid)
+        key = (booking.model, instance.protocol)
+        return self._view.choose_decode(booking.request, key, index, at, booking.avoid)
 
-    def place_single(self, journey: Booking, at: float) -> tuple[Decision, ...]:
+    def place_single(self, booking: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the one instance for a request of one leg, or return a Reject."""
-        found = self._view.choose_alone(journey.request, journey.model, at, journey.avoid)
+        found = self._view.choose_alone(booking.request, booking.model, at, booking.avoid)
         if isinstance(found, Reject):
             return (found,)
         key, pick = found
         pool = self._view.decode[key]
-        journey.source = int(pool.ids[pick.choice.index])
-        return (self._book(journey, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms),)
+        booking.source = int(pool.ids[pick.choice.index])
+        return (self._book(booking, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms),)
 
-    def _stay(self, journey: Booking, at: float, key: PoolKey, index: int) -> Decode:
+    def _stay(self, booking: Booking, at: float, key: PoolKey, index: int) -> Decode:
         """Decode on the prefill instance."""
-        pool, request = self._view.decode[key], journey.request
+        pool, request = self._view.decode[key], booking.request
         hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
-        model = self._view.models[journey.model]
+        model = self._view.models[booking.model]
         candidates = pool.candidates(request, model, hit_tokens, self._view.settings.reserve_bytes, None)
         candidates.kv_bytes[:] = 0.0
-        return self._book(journey, at, pool, pool.position[index], candidates, 0, None)
+        return self._book(booking, at, pool, pool.position[index], candidates, 0, None)
 
-    def _go(self, journey: Booking, at: float, pick: DecodePick) -> Decode:
+    def _go(self, booking: Booking, at: float, pick: DecodePick) -> Decode:
         """Decode on another instance than the prefill instance."""
-        instance = self._view.cluster.instances[journey.source]
-        key = (journey.model, instance.protocol)
-        shadow = self._shadow.evaluate(journey.request, key, journey.source, pick, at) if self._shadow else None
+        instance = self._view.cluster.instances[booking.source]
+        key = (booking.model, instance.protocol)
+        shadow = self._shadow.evaluate(booking.request, key, booking.source, pick, at) if self._shadow else None
         pool = self._view.decode[key]
-        return self._book(journey, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms, shadow)
+        return self._book(booking, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms, shadow)
 
     def _book(
         self,
-        journey: Booking,
+        booking: Booking,
         at: float,
         pool: DecodePool,
         position: int,
@@ -215,87 +215,87 @@ class Dispatcher:
         shadow: Shadowed | None = None,
     ) -> Decode:
         pool.decisions += 1
-        journey.pool, journey.position, journey.target = pool, position, int(pool.ids[position])
+        booking.pool, booking.position, booking.target = pool, position, int(pool.ids[position])
         reserve_bytes = self._view.settings.reserve_bytes
-        journey.need_bytes = float(candidates.need_bytes[position]) - reserve_bytes
-        journey.kv_bytes = float(candidates.kv_bytes[position])
-        pool.book(position, journey.need_bytes)
+        booking.need_bytes = float(candidates.need_bytes[position]) - reserve_bytes
+        booking.kv_bytes = float(candidates.kv_bytes[position])
+        pool.book(position, booking.need_bytes)
         if pool.slow_start.started:
             pool.slow_start.booked(position, at, int(pool.up.sum()))
-        if self._offloading is not None:
+        if self._offloader is not None:
             hit_tokens = int(candidates.hit_tokens[position])
-            self._offloading.decodes(at, position, journey.request, hit_tokens, tier)
-        if (journey.prefill < 0 or journey.early) and journey.source != journey.target:
-            self.start_transfer(journey, at)
+            self._offloader.decodes(at, position, booking.request, hit_tokens, tier)
+        if (booking.prefill < 0 or booking.early) and booking.source != booking.target:
+            self.start_transfer(booking, at)
         return Decode(
-            request_id=journey.request.id,
-            source=self._view.cluster.instances[journey.source].name,
+            request_id=booking.request.id,
+            source=self._view.cluster.instances[booking.source].name,
             target=pool.names[position],
             tier=tier,
-            kv_bytes=journey.kv_bytes,
-            need_bytes=journey.need_bytes,
+            kv_bytes=booking.kv_bytes,
+            need_bytes=booking.need_bytes,
             hit_tokens=int(candidates.hit_tokens[position]),
             terms=terms,
             shadow=shadow,
         )
 
-    def is_offloaded(self, journey: Booking) -> bool:
+    def is_offloaded(self, booking: Booking) -> bool:
         """Whether the prefill and the decode are in different datacenters."""
-        return self._egress(journey) is not None
+        return self._egress(booking) is not None
 
-    def choose_decode(self, journey: Booking, at: float) -> Decision:
+    def choose_decode(self, booking: Booking, at: float) -> Decision:
         """Choose the decode instance for a request whose prefill is complete on its source, or return a Reject."""
-        request, instance = journey.request, self._view.cluster.instances[journey.source]
-        key = (journey.model, instance.protocol)
-        pick = self._view.choose_decode(request, key, journey.source, at, journey.avoid)
-        return pick if isinstance(pick, Reject) else self._go(journey, at, pick)
+        request, instance = booking.request, self._view.cluster.instances[booking.source]
+        key = (booking.model, instance.protocol)
+        pick = self._view.choose_decode(request, key, booking.source, at, booking.avoid)
+        return pick if isinstance(pick, Reject) else self._go(booking, at, pick)
 
-    def start_transfer(self, journey: Booking, at: float) -> None:
+    def start_transfer(self, booking: Booking, at: float) -> None:
         """Record that the KV cache leaves its source. Does nothing if the transfer has already started."""
-        if journey.in_transfer:
+        if booking.in_transfer:
             return
-        journey.in_transfer = True
-        self._view.oracle.transfer_started(journey.source, journey.target)
-        for flight in self._view.flights:
-            flight.table.started(at, journey.request.id, journey.source, journey.target, journey.kv_bytes)
-        egress = self._egress(journey)
+        booking.in_transfer = True
+        self._view.oracle.transfer_started(booking.source, booking.target)
+        for tracker in self._view.trackers:
+            tracker.table.started(at, booking.request.id, booking.source, booking.target, booking.kv_bytes)
+        egress = self._egress(booking)
         if egress is not None:
-            egress.started(journey.request.id, journey.kv_bytes)
+            egress.started(booking.request.id, booking.kv_bytes)
 
-    def end_transfer(self, journey: Booking, at: float, *, landed: bool = False) -> None:
+    def end_transfer(self, booking: Booking, at: float, *, landed: bool = False) -> None:
         """Record that the transfer is complete (`landed`) or has failed. Does nothing if none is in progress."""
-        if journey.in_transfer:
-            journey.in_transfer = False
-            self._view.oracle.transfer_finished(journey.source, journey.target)
-            for flight in self._view.flights:
-                flight.table.finished(at, journey.request.id, landed=landed)
-            egress = self._egress(journey)
+        if booking.in_transfer:
+            booking.in_transfer = False
+            self._view.oracle.transfer_finished(booking.source, booking.target)
+            for tracker in self._view.trackers:
+                tracker.table.finished(at, booking.request.id, landed=landed)
+            egress = self._egress(booking)
             if egress is not None:
-                egress.ended(at, journey.request.id, landed=landed)
+                egress.ended(at, booking.request.id, landed=landed)
 
-    def _egress(self, journey: Booking) -> Egress | None:
+    def _egress(self, booking: Booking) -> Egress | None:
         """The link between datacenters that the KV cache takes, or None."""
-        if self._offloading is None or self._view.cluster.tier[journey.source, journey.target] < CROSS_DATACENTER:
+        if self._offloader is None or self._view.cluster.tier[booking.source, booking.target] < CROSS_DATACENTER:
             return None
-        return self._offloading.egress.get(self._offloading.site_of(journey.source))
+        return self._offloader.egress.get(self._offloader.site_of(booking.source))
 
-    def end_copy(self, journey: Booking, at: float) -> None:
+    def end_copy(self, booking: Booking, at: float) -> None:
         """End the copy of a cached prefix that the request waits for. Does nothing if there is none."""
-        if journey.copy_id:
-            self._prefixes.ended(at, journey.copy_id, landed=False)
-            journey.copy_id = 0
+        if booking.copy_id:
+            self._prefixes.ended(at, booking.copy_id, landed=False)
+            booking.copy_id = 0
 
-    def release_prefill(self, journey: Booking, at: float) -> None:
+    def release_prefill(self, booking: Booking, at: float) -> None:
         """Release a prefill that has not finished."""
-        self.end_copy(journey, at)
-        if journey.prefill >= 0:
-            self._view.prefill[journey.model].release(journey.prefill, at, journey.prefill_s)
-            journey.prefill = -1
+        self.end_copy(booking, at)
+        if booking.prefill >= 0:
+            self._view.prefill[booking.model].release(booking.prefill, at, booking.prefill_s)
+            booking.prefill = -1
 
-    def release_decode(self, journey: Booking, at: float) -> None:
+    def release_decode(self, booking: Booking, at: float) -> None:
         """Release the slot and the memory on the decode instance."""
-        if journey.pool is None or journey.position < 0:
+        if booking.pool is None or booking.position < 0:
             return
-        self.end_transfer(journey, at)
-        journey.pool.release(journey.position, journey.need_bytes, admitted=journey.admitted)
-        journey.position, journey.admitted = -1, False
+        self.end_transfer(booking, at)
+        booking.pool.release(booking.position, booking.need_bytes, admitted=booking.admitted)
+        booking.position, booking.admitted = -1, False

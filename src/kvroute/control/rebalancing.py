@@ -61,8 +61,8 @@ class KnownPrefixes:
 class Rebalancing:
     """Hotspots of every model, and the copies that relieve them."""
 
-    def __init__(self, spec: CopySpec, view: ClusterView, offloading: Offloader | None, copies: Copies) -> None:
-        self._spec, self._view, self._offloading, self._copies = spec, view, offloading, copies
+    def __init__(self, spec: CopySpec, view: ClusterView, offloader: Offloader | None, copies: Copies) -> None:
+        self._spec, self._view, self._offloader, self._copies = spec, view, offloader, copies
         self._known = {name: KnownPrefixes(view, name, copies) for name in view.models}
         self._spots = {name: Hotspots(known, spec.hotspots) for name, known in self._known.items()}
         self._reviewed_at: float | None = None
@@ -112,8 +112,8 @@ class Rebalancing:
         """Datacenters with spare bandwidth between them."""
         if not self._spec.across:
             return ()
-        if self._offloading is not None:
-            return self._offloading.abundant(at, self._spec.abundant_below)
+        if self._offloader is not None:
+            return self._offloader.abundant(at, self._spec.abundant_below)
         if float(self._view.oracle.congestion(at)[CROSS_DATACENTER]) > self._spec.abundant_below:
             return ()
         return tuple(sorted({instance.datacenter for instance in self._view.cluster.instances}))
@@ -124,7 +124,7 @@ class Rebalancing:
         tier = CROSS_DATACENTER if len(joined) > 1 else SAME_DATACENTER
         free_share = 1.0 - float(self._view.oracle.congestion(at)[tier])
         free_bytes_per_s = free_share * float(self._view.cluster.tier_bytes_per_s[tier])
-        if len(joined) > 1 and self._offloading is not None:
-            left = self._offloading.free_bytes_per_s(at, joined)
+        if len(joined) > 1 and self._offloader is not None:
+            left = self._offloader.free_bytes_per_s(at, joined)
             free_bytes_per_s = free_bytes_per_s if left is None else left
         return self._spec.budget_s * free_bytes_per_s

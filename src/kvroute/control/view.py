@@ -67,15 +67,15 @@ class ClusterView:
 
     def __init__(self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle) -> None:
         self.oracle, self.cluster, self.settings = oracle, cluster, settings
-        self._flights = {
+        self._trackers = {
             policy: TransferTracker(cluster, policy, oracle)
             for policy in (settings.decode_policy, settings.shadow_policy)
             if isinstance(policy, Foresight)
         }
-        self.flights = tuple(self._flights.values())
+        self.trackers = tuple(self._trackers.values())
         """Transfers in flight as foresight tracks them: for the acting policy, then for the shadow policy."""
         acting = settings.decode_policy
-        self.flight = self._flights[acting] if isinstance(acting, Foresight) else None
+        self.flight = self._trackers[acting] if isinstance(acting, Foresight) else None
         """The one of the acting policy, or None."""
         members = list(enumerate(cluster.instances))
         self.models: dict[str, Model] = {
@@ -258,7 +258,7 @@ class ClusterView:
         pool = self.decode[key]
         costs = self.oracle.costs(source, pool.ids, at)
         if isinstance(policy, Foresight):
-            policy = self._flights[policy].policy(source, pool.ids, costs, at)
+            policy = self._trackers[policy].policy(source, pool.ids, costs, at)
         return self._constrained(policy, request, candidates, costs, pool.decisions, usable)
 
     def choose_alone(

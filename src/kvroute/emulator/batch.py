@@ -27,7 +27,7 @@ class Batch:
     on_left: Callable[[EngineSequence, float], None]
     """Called when a sequence leaves, answered or gone, with the time."""
     _decode: DecodeInstance = field(init=False)
-    _jobs: dict[int, EngineSequence] = field(default_factory=dict)
+    _sequences: dict[int, EngineSequence] = field(default_factory=dict)
     """Sequences in the batch or waiting for a slot, by number."""
     _running: dict[int, EngineSequence] = field(default_factory=dict)
     _streams: int = 0
@@ -49,28 +49,28 @@ class Batch:
     @property
     def waiting(self) -> int:
         """Number of sequences without a slot."""
-        return len(self._jobs) - len(self._running)
+        return len(self._sequences) - len(self._running)
 
-    def land(self, job: EngineSequence) -> None:
+    def land(self, sequence: EngineSequence) -> None:
         """Add a sequence whose KV has arrived. It joins at the next boundary."""
         now = self.clock.now()
         self._catch_up(now)
-        self._jobs[job.number] = job
-        job.set_stage("decoding")
-        self._plan(self._decode.land(now, job.number, job.input_tokens, job.output_tokens))
+        self._sequences[sequence.number] = sequence
+        sequence.set_stage("decoding")
+        self._plan(self._decode.land(now, sequence.number, sequence.input_tokens, sequence.output_tokens))
 
-    def leave(self, job: EngineSequence) -> None:
+    def leave(self, sequence: EngineSequence) -> None:
         """Remove a sequence at the next boundary, or at once if it has no slot."""
         now = self.clock.now()
         self._catch_up(now)
-        if job.number not in self._jobs:
+        if sequence.number not in self._sequences:
             return
-        step_s = self._decode.leave(now, job.number)
-        if job.number in self._running:
+        step_s = self._decode.leave(now, sequence.number)
+        if sequence.number in self._running:
             self._plan(step_s)
         else:
-            del self._jobs[job.number]
-            self.on_left(job, now)
+            del self._sequences[sequence.number]
+            self.on_left(sequence, now)
 
     def slow(self, factor: float) -> None:
         """Make iterations take `factor` times as long as the model says. Completed iterations do not change."""
@@ -129,10 +129,10 @@ class Batch:
 
     def _emit(self, steps: int) -> None:
         iteration = self._decode.iteration + steps
-        for job in self._running.values():
-            if job.streaming and job.stage == "decoding":
-                job.emitted = iteration - job.entry
-                job.on_change()
+        for sequence in self._running.values():
+            if sequence.streaming and sequence.stage == "decoding":
+                sequence.emitted = iteration - sequence.entry
+                sequence.on_change()
 
     def _step(self, at: float) -> None:
         step, step_s = self._decode.step(at)
@@ -140,19 +140,19 @@ class Batch:
         self._emit(0)
         for number in step.finished:
             self._finish(self._running.pop(number), at)
-        joined = [self._jobs[number] for number in step.admitted]
-        for job in joined:
-            job.entry = self._decode.iteration
-            self._running[job.number] = job
-            self._streams += job.streaming
+        joined = [self._sequences[number] for number in step.admitted]
+        for sequence in joined:
+            sequence.entry = self._decode.iteration
+            self._running[sequence.number] = sequence
+            self._streams += sequence.streaming
         self._plan(step_s)
         self.on_step(step, joined)
 
-    def _finish(self, job: EngineSequence, at: float) -> None:
-        del self._jobs[job.number]
-        self._streams -= job.streaming
-        if job.stage != "gone":
-            job.emitted = job.output_tokens
-            job.stage = "answered"
-        self.on_left(job, at)
-        job.on_change()
+    def _finish(self, sequence: EngineSequence, at: float) -> None:
+        del self._sequences[sequence.number]
+        self._streams -= sequence.streaming
+        if sequence.stage != "gone":
+            sequence.emitted = sequence.output_tokens
+            sequence.stage = "answered"
+        self.on_left(sequence, at)
+        sequence.on_change()

@@ -121,7 +121,7 @@ class EmulatedCluster:
                 publisher.publish(changes(prompt, before, now, evicted, settings.block_tokens))
 
         def new_engine() -> Engine:
-            door.shelf.engine_id = f"{name}-{uuid4().hex}"
+            kv_server.shelf.engine_id = f"{name}-{uuid4().hex}"
             return Engine(
                 instance=instance,
                 spec=self._cluster.timing[instance.timing],
@@ -135,8 +135,8 @@ class EmulatedCluster:
             )
 
         faulty = partial(_strikes_transfer, faults)
-        door = KvServer(KvSource(name, self._cluster, clock, fabric, faulty))
-        return InstanceServer(host, port, kv_port, answer, new_engine, door, publisher, faults, instance.role)
+        kv_server = KvServer(KvSource(name, self._cluster, clock, fabric, faulty))
+        return InstanceServer(host, port, kv_port, answer, new_engine, kv_server, publisher, faults, instance.role)
 
     def _addresses(self, instance: Instance) -> tuple[str, int, int, str, str]:
         """Return (host, HTTP port, KV port, KV events, KV replay). The system chooses ports given as 0 or `*`."""

@@ -77,8 +77,8 @@ async def complete(
             return await completion.prefill_leg(origin)
         return await (completion.stream(request) if ask.stream else completion.whole())
     finally:
-        for job in completion.jobs:
-            engine.leave(job)
+        for sequence in completion.jobs:
+            engine.leave(sequence)
 
 
 def _check_length(ask: EngineRequest, engine: Engine) -> None:
@@ -122,14 +122,14 @@ class Completion:
             for _ in range(ask.n)
         ]
         if request_id.isascii() and request_id.isdecimal() and len(request_id) <= TRACED_DIGITS_MOST:
-            for job in completion.jobs:
-                job.traced = int(request_id)
+            for sequence in completion.jobs:
+                sequence.traced = int(request_id)
         return completion
 
     @property
     def output_tokens(self) -> int:
         """Number of output tokens of all answers so far."""
-        return sum(job.emitted for job in self.jobs)
+        return sum(sequence.emitted for sequence in self.jobs)
 
     def _usage(self) -> dict[str, Any]:
         """Return token counts. The tokens of a prompt with several answers count once."""
@@ -137,67 +137,68 @@ class Completion:
         return usage(inputs, self.output_tokens, self.cached_tokens)
 
     def _answered(self) -> bool:
-        return all(job.stage == "answered" for job in self.jobs)
+        return all(sequence.stage == "answered" for sequence in self.jobs)
 
     async def _prefill(self) -> None:
         jobs = self.jobs
-        for job in jobs:
-            self.engine.prefill(job)
-        await self.bell.until(lambda: all(job.stage == "prefilled" for job in jobs))
-        self.cached_tokens = sum(job.cached_tokens for job in jobs)
+        for sequence in jobs:
+            self.engine.prefill(sequence)
+        await self.bell.until(lambda: all(sequence.stage == "prefilled" for sequence in jobs))
+        self.cached_tokens = sum(sequence.cached_tokens for sequence in jobs)
 
     async def prefill_leg(self, origin: KvAddress) -> web.Response:
         """Compute the KV, hold it for a decode leg and respond with one token, which is not used."""
         jobs, ask = self.jobs, self.ask
-        for job, ticket in zip(jobs, ask.tickets, strict=False):
-            job.name = ticket.key
+        for sequence, handle in zip(jobs, ask.tickets, strict=False):
+            sequence.name = handle.key
         if ask.prefix is not None:
             await self._take_in(jobs[0], ask.prefix)
         await self._prefill()
-        tickets = ask.tickets or (KvHandle(f"{origin.engine_id}/{self.heading.id}"),)
-        for job, ticket in zip(jobs, tickets, strict=True):
-            if not self.engine.hold(job, ticket.key):
-                what = f"the KV of another prompt is held under {ticket.key}"
+        handles = ask.tickets or (KvHandle(f"{origin.engine_id}/{self.heading.id}"),)
+        for sequence, handle in zip(jobs, handles, strict=True):
+            if not self.engine.hold(sequence, handle.key):
+                what = f"the KV of another prompt is held under {handle.key}"
                 raise ApiError(f"{what}; give every request its own name", status=409, kind="ConflictError")
-        if tickets[0].awaited:  # SGLang's prefill responds when the decode instance has the KV
+        if handles[0].awaited:  # SGLang's prefill responds when the decode instance has the KV
             await self.bell.until(self._answered)
         choices = [
-            choice(ask.kind, i, next(generated_tokens(job.prompt.seed, i % ask.n))) for i, job in enumerate(jobs)
+            choice(ask.kind, i, next(generated_tokens(sequence.prompt.seed, i % ask.n)))
+            for i, sequence in enumerate(jobs)
         ]
         known = ask.prefix.prefill_cached_tokens if ask.prefix is not None else None
         cached_tokens = self.cached_tokens if known is None else known  # vLLM's rule, also for prefixes
-        tokens = usage(sum(job.input_tokens for job in jobs), len(jobs), cached_tokens)
+        tokens = usage(sum(sequence.input_tokens for sequence in jobs), len(jobs), cached_tokens)
         told = ask.told and self.engine.instance.protocol == "vllm"  # Mooncake's engines return no params
-        more = {"kv_transfer_params": self._kv_params(jobs[0], tickets[0].key, origin)} if told else {}
+        more = {"kv_transfer_params": self._kv_params(jobs[0], handles[0].key, origin)} if told else {}
         document = self.heading.document(choices, stream=False, usage=tokens, **more)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 
-    async def _take_in(self, job: EngineSequence, ticket: KvHandle) -> None:
+    async def _take_in(self, sequence: EngineSequence, handle: KvHandle) -> None:
         """Pull the prompt prefix that the source has. Blocks that do not arrive are computed here."""
         engine = self.engine
-        whole = job.input_tokens // engine.block_tokens * engine.block_tokens
-        tokens = whole if ticket.tokens is None else min(ticket.tokens, whole)
-        intake = engine.take_in(job.prompt, tokens)
-        lacking_tokens = intake.lacking * engine.block_tokens
-        order = PullRequest(ticket.key, engine.instance.name, tokens - lacking_tokens)
+        whole = sequence.input_tokens // engine.block_tokens * engine.block_tokens
+        tokens = whole if handle.tokens is None else min(handle.tokens, whole)
+        prefix_import = engine.take_in(sequence.prompt, tokens)
+        lacking_tokens = prefix_import.lacking * engine.block_tokens
+        pull_request = PullRequest(handle.key, engine.instance.name, tokens - lacking_tokens)
         asked_s = engine.clock.now()
         try:
-            parcel = await pull(ticket.host, ticket.port, order, patience_s=engine.kv_patience_s)
-            intake.land()
-            engine.counters.transferred(parcel.source, parcel.kv_bytes, engine.clock.now() - asked_s)
+            header = await pull(handle.host, handle.port, pull_request, patience_s=engine.kv_patience_s)
+            prefix_import.land()
+            engine.counters.transferred(header.source, header.kv_bytes, engine.clock.now() - asked_s)
         except EngineError:
             engine.counters.kv_failed += 1
         finally:
-            intake.give_up()
+            prefix_import.give_up()
 
-    def _kv_params(self, job: EngineSequence, key: str, origin: KvAddress) -> dict[str, Any]:
+    def _kv_params(self, sequence: EngineSequence, key: str, origin: KvAddress) -> dict[str, Any]:
         """Return the parameters for the decode leg, in the format of NIXL's connector plus kvroute's
         `remote_instance`."""
         engine = self.engine
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [list(range(-(-job.input_tokens // engine.block_tokens)))],
+            "remote_block_ids": [list(range(-(-sequence.input_tokens // engine.block_tokens)))],
             "remote_engine_id": origin.engine_id,
             "remote_request_id": key,
             "remote_host": origin.host,
@@ -205,10 +206,10 @@ class Completion:
             "tp_size": engine.instance.tp,
             "pp_size": engine.instance.pp,
             "dcp_size": 1,
-            "remote_num_tokens": job.input_tokens,
+            "remote_num_tokens": sequence.input_tokens,
             "remote_blocks_expiry_time": time.time() + engine.kv_expiry_s,
             "transfer_mode": "pull",
-            "remote_prefill_cached_tokens": job.cached_tokens,
+            "remote_prefill_cached_tokens": sequence.cached_tokens,
             "remote_instance": engine.instance.name,
         }
 
@@ -217,12 +218,12 @@ class Completion:
         jobs = self.jobs
         if self.ask.leg == "whole":
             await self._prefill()
-        for job in jobs:
-            self.engine.reserve(job)
+        for sequence in jobs:
+            self.engine.reserve(sequence)
         if self.ask.leg == "whole":
-            for job in jobs:
-                await self._reserved(job)
-                self.engine.land(job)
+            for sequence in jobs:
+                await self._reserved(sequence)
+                self.engine.land(sequence)
         elif len(jobs) == 1:
             await self._fetch(jobs[0], self.ask.tickets[0])
         else:
@@ -231,30 +232,32 @@ class Completion:
     async def _fetch_all(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                for job, ticket in zip(self.jobs, self.ask.tickets, strict=True):
-                    group.create_task(self._fetch(job, ticket))
+                for sequence, handle in zip(self.jobs, self.ask.tickets, strict=True):
+                    group.create_task(self._fetch(sequence, handle))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _reserved(self, job: EngineSequence) -> None:
-        await self.bell.until(lambda: job.stage == "reserved")
+    async def _reserved(self, sequence: EngineSequence) -> None:
+        await self.bell.until(lambda: sequence.stage == "reserved")
 
-    async def _fetch(self, job: EngineSequence, ticket: KvHandle) -> None:
+    async def _fetch(self, sequence: EngineSequence, handle: KvHandle) -> None:
         """Pull the KV of a sequence and put the sequence into the batch."""
         engine = self.engine
-        await self._reserved(job)
-        known = ticket.prefill_cached_tokens  # vLLM reports this count to the client
-        self.cached_tokens += job.cached_tokens if known is None else known
+        await self._reserved(sequence)
+        known = handle.prefill_cached_tokens  # vLLM reports this count to the client
+        self.cached_tokens += sequence.cached_tokens if known is None else known
         asked_s = engine.clock.now()
-        order = PullRequest(ticket.key, engine.instance.name, job.cached_tokens, ticket.awaited, ticket.early)
+        pull_request = PullRequest(
+            handle.key, engine.instance.name, sequence.cached_tokens, handle.awaited, handle.early
+        )
         try:
-            parcel = await pull(ticket.host, ticket.port, order, patience_s=engine.kv_patience_s)
+            header = await pull(handle.host, handle.port, pull_request, patience_s=engine.kv_patience_s)
         except EngineError:
             engine.counters.kv_failed += 1
             raise
         seconds = engine.clock.now() - asked_s
-        engine.counters.transferred(parcel.source, parcel.kv_bytes, seconds, early=ticket.early)
-        engine.land(job)
+        engine.counters.transferred(header.source, header.kv_bytes, seconds, early=handle.early)
+        engine.land(sequence)
 
     async def _news(self, sent: int) -> None:
         """Wait until all answers together have more than `sent` tokens or are complete. Fail if a fault is due."""
@@ -270,8 +273,10 @@ class Completion:
         while not self._answered():
             await self._news(self.output_tokens)
         choices = []
-        for index, job in enumerate(self.jobs):
-            text = b"".join(itertools.islice(generated_tokens(job.prompt.seed, index % ask.n), job.output_tokens))
+        for index, sequence in enumerate(self.jobs):
+            text = b"".join(
+                itertools.islice(generated_tokens(sequence.prompt.seed, index % ask.n), sequence.output_tokens)
+            )
             choices.append(choice(ask.kind, index, text))
         document = self.heading.document(choices, stream=False, usage=self._usage(), kv_transfer_params=None)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
@@ -291,13 +296,15 @@ class Completion:
     async def _send_pieces(self, response: web.StreamResponse) -> None:
         jobs, n = self.jobs, self.ask.n
         pieces = [
-            StreamWriter(self.heading, index, job.output_tokens, generated_tokens(job.prompt.seed, index % n))
-            for index, job in enumerate(jobs)
+            StreamWriter(self.heading, index, sequence.output_tokens, generated_tokens(sequence.prompt.seed, index % n))
+            for index, sequence in enumerate(jobs)
         ]
-        sent, total = 0, sum(job.output_tokens for job in jobs)
+        sent, total = 0, sum(sequence.output_tokens for sequence in jobs)
         while sent < total:
             await self._news(sent)
             sent = self.output_tokens
-            await response.write(b"".join([piece.until(job.emitted) for piece, job in zip(pieces, jobs, strict=True)]))
+            await response.write(
+                b"".join([piece.until(sequence.emitted) for piece, sequence in zip(pieces, jobs, strict=True)])
+            )
         if self.ask.usage:
             await response.write(self.heading.event([], usage=self._usage()))

@@ -140,9 +140,9 @@ class Engine:
     def take_in(self, prompt: Prompt, tokens: int) -> PrefixImport:
         """Reserve memory for the first whole blocks of a prompt, up to `tokens` tokens, which another instance has."""
         blocks = prompt.blocks[: tokens // self.block_tokens]
-        intake = PrefixImport(prompt, blocks, self._memory, self._changed, self._taken_in)
-        self._intakes += intake.lacking > 0
-        return intake
+        prefix_import = PrefixImport(prompt, blocks, self._memory, self._changed, self._taken_in)
+        self._intakes += prefix_import.lacking > 0
+        return prefix_import
 
     def _changed(self, prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
         if not self._closed:

@@ -123,7 +123,7 @@ def read_ask(kind: Kind, data: bytes, *, models: Sequence[str], role: Role, bloc
         prompts = completion_prompts(body.prompt, block_tokens, salt)
     n = _bounded(body.n, "n", 1, N_MAX)
     answers = len(prompts) * n
-    leg, tickets = _tickets(body, role, answers)
+    leg, tickets = _handles(body, role, answers)
     bound = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return EngineRequest(
         kind=kind,
@@ -148,7 +148,7 @@ def _bounded(value: int | None, name: str, default: int, most: int) -> int:
     return value
 
 
-def _tickets(body: Body, role: Role, answers: int) -> tuple[Leg, tuple[KvHandle, ...]]:
+def _handles(body: Body, role: Role, answers: int) -> tuple[Leg, tuple[KvHandle, ...]]:
     if body.bootstrap_room is not None:
         return ("prefill" if role == "prefill" else "decode"), _rooms(body, answers)
     params = body.kv_transfer_params

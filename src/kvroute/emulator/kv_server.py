@@ -67,11 +67,11 @@ class KvServer:
         """Return the protocol of a new connection."""
         return KvTransfer(self)
 
-    def computing(self, job: EngineSequence) -> None:
+    def computing(self, sequence: EngineSequence) -> None:
         """See `Door`."""
-        delivery = self.awaited.get(job.name)
+        delivery = self.awaited.get(sequence.name)
         if delivery is not None:
-            delivery.follow(job)
+            delivery.follow(sequence)
 
     def held(self, key: str) -> None:
         """See `Door`."""
@@ -104,11 +104,11 @@ class KvServer:
 class KvTransfer(asyncio.Protocol):
     """One connection at the source."""
 
-    def __init__(self, door: KvServer) -> None:
-        self._door, self._shelf = door, door.shelf
-        self._engine = door.shelf.engine
+    def __init__(self, kv_server: KvServer) -> None:
+        self._kv_server, self._source = kv_server, kv_server.shelf
+        self._engine = kv_server.shelf.engine
         self._line = b""
-        self._order: PullRequest | None = None
+        self._pull_request: PullRequest | None = None
         self._transport: asyncio.Transport | None = None
         self._transfer: Transfer | None = None
         self._patience: Alarm | None = None
@@ -121,74 +121,81 @@ class KvTransfer(asyncio.Protocol):
     @property
     def target(self) -> str:
         """Name of the instance that pulls; empty before its request."""
-        return self._order.target if self._order else ""
+        return self._pull_request.target if self._pull_request else ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)
-        self._door.deliveries.add(self)
-        self._door.arrivals.begin(self)
+        self._kv_server.deliveries.add(self)
+        self._kv_server.arrivals.begin(self)
 
     def data_received(self, data: bytes) -> None:
         """Process the pull request. Later bytes are ignored."""
         assert self._transport is not None
-        if self._order is not None or self._transport.is_closing():
+        if self._pull_request is not None or self._transport.is_closing():
             return
         self._line += data
         if is_complete(self._line):
-            self._door.arrivals.end(self)
+            self._kv_server.arrivals.end(self)
             self._answer_query() if self._line.startswith(QUERY) else self._take(self._line)
         elif len(self._line) >= LINE_BYTES_MAX:
             self.abort()
 
     def _take(self, line: bytes) -> None:
-        order = read_order(line)
-        if isinstance(order, str):
-            self._refuse(f"the KV request cannot be read: {order}")
+        pull_request = read_order(line)
+        if isinstance(pull_request, str):
+            self._refuse(f"the KV request cannot be read: {pull_request}")
             return
-        self._order = order
-        if order.key in self._engine.held:
+        self._pull_request = pull_request
+        if pull_request.key in self._engine.held:
             self.start()
-        elif order.awaited:
-            self._door.awaited[order.key] = self
-            self._patience = self._shelf.clock.at(self._shelf.clock.now() + AWAIT_S, self._give_up)
-            job = self._engine.under_way(order.key)
-            if job is not None:
-                self.follow(job)
+        elif pull_request.awaited:
+            self._kv_server.awaited[pull_request.key] = self
+            self._patience = self._source.clock.at(self._source.clock.now() + AWAIT_S, self._give_up)
+            sequence = self._engine.under_way(pull_request.key)
+            if sequence is not None:
+                self.follow(sequence)
         else:
-            self._refuse(f"{self._shelf.name} holds no KV for {order.key}: it has been fetched, has expired or is lost")
+            self._refuse(
+                f"{self._source.name} holds no KV for {pull_request.key}: it has been fetched, has expired or is lost"
+            )
 
     def _give_up(self) -> None:
         self._patience = None
-        assert self._order is not None
-        self._door.awaited.pop(self._order.key, None)
-        self._refuse(f"the KV of {self._order.key} was not available within {AWAIT_S:g} s")
+        assert self._pull_request is not None
+        self._kv_server.awaited.pop(self._pull_request.key, None)
+        self._refuse(f"the KV of {self._pull_request.key} was not available within {AWAIT_S:g} s")
 
-    def follow(self, job: EngineSequence) -> None:
+    def follow(self, sequence: EngineSequence) -> None:
         """Send KV that is being computed: bytes leave from the end of the first layer on, as in the simulator."""
         self._be_patient()
         layers = sum(group.count for group in self._engine.model.layers)
-        if self._order is not None and self._order.early and layers > 1 and job.ends_s > job.begins_s:
-            first_s = job.begins_s + (job.ends_s - job.begins_s) / layers
-            self._first_layer = self._shelf.clock.at(first_s, partial(self._stream, job, (layers - 1) / layers))
+        if (
+            self._pull_request is not None
+            and self._pull_request.early
+            and layers > 1
+            and sequence.ends_s > sequence.begins_s
+        ):
+            first_s = sequence.begins_s + (sequence.ends_s - sequence.begins_s) / layers
+            self._first_layer = self._source.clock.at(first_s, partial(self._stream, sequence, (layers - 1) / layers))
 
-    def _stream(self, job: EngineSequence, share: float) -> None:
+    def _stream(self, sequence: EngineSequence, share: float) -> None:
         """Send at the rate at which all layers but the last have left when the last one is computed."""
         self._first_layer = None
-        left_s = job.ends_s - self._shelf.clock.now()
+        left_s = sequence.ends_s - self._source.clock.now()
         if left_s > 0.0:
-            self._send(job, share / left_s)
+            self._send(sequence, share / left_s)
 
     def complete(self) -> None:
         """Send the KV, or the rest of it, at full speed, because all of it is computed."""
-        assert self._order is not None
+        assert self._pull_request is not None
         if self._ended:
-            self._engine.release(self._order.key)
+            self._engine.release(self._pull_request.key)
         elif self._transfer is None:
             self.start()
         else:
-            self._engine.fetching(self._order.key)
-            self._shelf.fabric.release(self._transfer)
+            self._engine.fetching(self._pull_request.key)
+            self._source.fabric.release(self._transfer)
 
     def lose(self, why: str) -> None:
         """Stop: the KV will not be complete."""
@@ -200,10 +207,10 @@ class KvTransfer(asyncio.Protocol):
 
     def start(self) -> None:
         """Start sending held KV."""
-        assert self._order is not None
+        assert self._pull_request is not None
         self._be_patient()
-        if self._send(self._engine.held[self._order.key].job):
-            self._engine.fetching(self._order.key)
+        if self._send(self._engine.held[self._pull_request.key].job):
+            self._engine.fetching(self._pull_request.key)
 
     def _be_patient(self) -> None:
         for alarm in (self._patience, self._first_layer):
@@ -211,17 +218,19 @@ class KvTransfer(asyncio.Protocol):
                 alarm.cancel()
         self._patience = self._first_layer = None
 
-    def _send(self, job: EngineSequence, pace_per_s: float = math.inf) -> bool:
+    def _send(self, sequence: EngineSequence, pace_per_s: float = math.inf) -> bool:
         """Start sending, at most `pace_per_s` times the whole KV per second. Return False if no path exists."""
-        order, shelf = self._order, self._shelf
-        assert order is not None
-        kv_bytes = float(self._engine.model.kv_bytes(job.input_tokens, min(order.cached_tokens, job.input_tokens)))
+        pull_request, shelf = self._pull_request, self._source
+        assert pull_request is not None
+        kv_bytes = float(
+            self._engine.model.kv_bytes(sequence.input_tokens, min(pull_request.cached_tokens, sequence.input_tokens))
+        )
         self._breaks, self._kv_bytes = shelf.faulty(), kv_bytes
         produced_bytes_per_s = kv_bytes * pace_per_s if kv_bytes else math.inf
         try:
-            ends = shelf.cluster.index(shelf.name), shelf.cluster.index(order.target)
+            ends = shelf.cluster.index(shelf.name), shelf.cluster.index(pull_request.target)
             self._transfer = shelf.fabric.send(
-                *ends, kv_bytes, self, job.traced, produced_bytes_per_s=produced_bytes_per_s
+                *ends, kv_bytes, self, sequence.traced, produced_bytes_per_s=produced_bytes_per_s
             )
         except InputError as error:
             self._refuse(str(error))
@@ -238,7 +247,7 @@ class KvTransfer(asyncio.Protocol):
         """
         if self._transfer is None:
             return None
-        sent_bytes, rate = self._shelf.fabric.progress(self._transfer)
+        sent_bytes, rate = self._source.fabric.progress(self._transfer)
         self._count(sent_bytes, now)
         if not self._transfer.flows or rate >= _WHOLE * self._transfer.produced_bytes_per_s:
             return None
@@ -251,7 +260,7 @@ class KvTransfer(asyncio.Protocol):
     def carry(self, wire_bytes: int, last: bool) -> None:
         """See `Carrier`."""
         assert self._transport is not None
-        assert self._order is not None
+        assert self._pull_request is not None
         if self._breaks:
             self.abort()
             return
@@ -259,16 +268,16 @@ class KvTransfer(asyncio.Protocol):
             self._transport.write(memoryview(ZEROS)[: min(wire_bytes - start, len(ZEROS))])
         if last:
             self._transfer, self._ended = None, True
-            self._count(self._kv_bytes, self._shelf.clock.now())
-            self._engine.release(self._order.key)
+            self._count(self._kv_bytes, self._source.clock.now())
+            self._engine.release(self._pull_request.key)
             self._transport.close()
 
-    def _write(self, parcel: PullHeader) -> None:
+    def _write(self, header: PullHeader) -> None:
         assert self._transport is not None
-        self._transport.write(msgspec.json.encode(parcel) + b"\n")
+        self._transport.write(msgspec.json.encode(header) + b"\n")
 
     def _refuse(self, why: str) -> None:
-        self._write(PullHeader(source=self._shelf.name, error=why))
+        self._write(PullHeader(source=self._source.name, error=why))
         assert self._transport is not None
         self._transport.close()
 
@@ -276,7 +285,7 @@ class KvTransfer(asyncio.Protocol):
         """Respond to `GET /query` of Mooncake's bootstrap protocol: data-parallel rank to engine."""
         assert self._transport is not None
         found = self._line.startswith(b"GET /query")
-        body = msgspec.json.encode({"0": {"engine_id": self._shelf.engine_id}}) if found else b"{}"
+        body = msgspec.json.encode({"0": {"engine_id": self._source.engine_id}}) if found else b"{}"
         status = b"200 OK" if found else b"404 Not Found"
         head = b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
         self._transport.write(head % (status, len(body)) + body)
@@ -289,15 +298,15 @@ class KvTransfer(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Clean up. KV that has not been sent completely stays held, because another target may request it."""
-        self._door.deliveries.discard(self)
-        self._door.arrivals.end(self)
+        self._kv_server.deliveries.discard(self)
+        self._kv_server.arrivals.end(self)
         self._be_patient()
-        order = self._order
-        if order is None:
+        pull_request = self._pull_request
+        if pull_request is None:
             return
-        if self._door.awaited.get(order.key) is self and not self._ended:
-            del self._door.awaited[order.key]
+        if self._kv_server.awaited.get(pull_request.key) is self and not self._ended:
+            del self._kv_server.awaited[pull_request.key]
         if self._transfer is not None:
-            self._shelf.fabric.cancel(self._transfer)
-            if order.key in self._engine.held:
-                self._engine.keep(order.key)
+            self._source.fabric.cancel(self._transfer)
+            if pull_request.key in self._engine.held:
+                self._engine.keep(pull_request.key)

@@ -80,10 +80,10 @@ class PullFailed(EngineError):
 class _Intake(asyncio.Protocol):
     """One connection at the target."""
 
-    def __init__(self, done: asyncio.Future[PullHeader], order: PullRequest) -> None:
-        self._done, self._order = done, order
+    def __init__(self, done: asyncio.Future[PullHeader], pull_request: PullRequest) -> None:
+        self._done, self._pull_request = done, pull_request
         self._head = b""
-        self._parcel: PullHeader | None = None
+        self._header: PullHeader | None = None
         self._left = 0
         self._transport: asyncio.Transport | None = None
         self.pieces = 0
@@ -96,21 +96,21 @@ class _Intake(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.write(msgspec.json.encode(self._order) + b"\n")
+        self._transport.write(msgspec.json.encode(self._pull_request) + b"\n")
 
     def data_received(self, data: bytes) -> None:
         self.pieces += 1
-        if self._parcel is None:
+        if self._header is None:
             self._head += data
             line, found, rest = self._head.partition(b"\n")
             if not found and len(self._head) < LINE_BYTES_MAX:
                 return
-            parcel = read_parcel(line)
-            if isinstance(parcel, str):
-                self._fail(f"the KV source's response for {self._order.key} cannot be read: {parcel}")
+            header = read_parcel(line)
+            if isinstance(header, str):
+                self._fail(f"the KV source's response for {self._pull_request.key} cannot be read: {header}")
                 return
-            self._parcel = parcel
-            self._left = self._parcel.wire_bytes - len(rest)
+            self._header = header
+            self._left = self._header.wire_bytes - len(rest)
         else:
             self._left -= len(data)
 
@@ -124,22 +124,22 @@ class _Intake(asyncio.Protocol):
         """Set the result. The transfer ends with the connection: latency applies even if there is nothing to send."""
         if self._done.done():
             return
-        if self._parcel is None or (self._left and not self._parcel.error):
-            left = f"with {self._left} bytes missing" if self._parcel is not None else "without a response"
-            self._done.set_exception(PullFailed(f"the KV transfer of {self._order.key} ended {left}"))
-        elif self._parcel.error:
-            self._done.set_exception(PullFailed(self._parcel.error))
+        if self._header is None or (self._left and not self._header.error):
+            left = f"with {self._left} bytes missing" if self._header is not None else "without a response"
+            self._done.set_exception(PullFailed(f"the KV transfer of {self._pull_request.key} ended {left}"))
+        elif self._header.error:
+            self._done.set_exception(PullFailed(self._header.error))
         else:
-            self._done.set_result(self._parcel)
+            self._done.set_result(self._header)
 
 
-async def pull(host: str, port: int, order: PullRequest, *, patience_s: float = math.inf) -> PullHeader:
+async def pull(host: str, port: int, pull_request: PullRequest, *, patience_s: float = math.inf) -> PullHeader:
     """Fetch KV from `host:port` and return its header when all of it has arrived.
 
     Args:
         host: host of the KV source.
         port: port of its KV server.
-        order: the pull request.
+        pull_request: the pull request.
         patience_s: time without progress after which the transfer fails; detection may take a quarter longer.
 
     Raises:
@@ -148,22 +148,22 @@ async def pull(host: str, port: int, order: PullRequest, *, patience_s: float = 
     loop = asyncio.get_running_loop()
     done: asyncio.Future[PullHeader] = loop.create_future()
     try:
-        transport, intake = await loop.create_connection(lambda: _Intake(done, order), host, port)
+        transport, prefix_import = await loop.create_connection(lambda: _Intake(done, pull_request), host, port)
     except OSError as error:
         raise PullFailed(f"no KV source at {host}:{port} ({error})") from None
     try:
-        return await (done if patience_s == math.inf else _watched(done, intake, order.key, patience_s))
+        return await (done if patience_s == math.inf else _watched(done, prefix_import, pull_request.key, patience_s))
     finally:
         done.cancel()  # later events of the connection are ignored
         transport.abort()
 
 
-async def _watched(done: asyncio.Future[PullHeader], intake: _Intake, key: str, patience_s: float) -> PullHeader:
+async def _watched(done: asyncio.Future[PullHeader], prefix_import: _Intake, key: str, patience_s: float) -> PullHeader:
     """Check for progress a few times within `patience_s`, instead of restarting a timer at every chunk."""
     pieces, looks = -1, 0
     while not done.done():
-        if intake.pieces != pieces or not intake.counts:
-            pieces, looks = intake.pieces, 0
+        if prefix_import.pieces != pieces or not prefix_import.counts:
+            pieces, looks = prefix_import.pieces, 0
         elif looks > _LOOKS:
             raise PullFailed(f"the KV transfer of {key} made no progress for {patience_s:g} s")
         looks += 1

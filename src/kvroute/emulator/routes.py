@@ -159,37 +159,37 @@ async def _fault(server: InstanceServer, request: web.BaseRequest) -> web.Stream
 
 
 async def _restart(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
-    order = await _read(request, Restart)
-    if not 0 <= order.down_s <= DOWN_MAX_S:
-        raise ApiError(f"down_s is {order.down_s}; give 0 to {DOWN_MAX_S:g}", param="down_s")
-    server.restart(order.down_s)
+    pull_request = await _read(request, Restart)
+    if not 0 <= pull_request.down_s <= DOWN_MAX_S:
+        raise ApiError(f"down_s is {pull_request.down_s}; give 0 to {DOWN_MAX_S:g}", param="down_s")
+    server.restart(pull_request.down_s)
     return _json({})
 
 
 async def _slow(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
-    order = await _read(request, Slow)
-    if not 0.001 <= order.factor <= 1000:
-        raise ApiError(f"factor is {order.factor}; give 0.001 to 1000", param="factor")
-    server.engine.slow(order.factor)
+    pull_request = await _read(request, Slow)
+    if not 0.001 <= pull_request.factor <= 1000:
+        raise ApiError(f"factor is {pull_request.factor}; give 0.001 to 1000", param="factor")
+    server.engine.slow(pull_request.factor)
     return _json({})
 
 
 async def _role(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     """Set another role, as after a restart. The instance must be idle; its cache is cleared."""
-    turn = await _read(request, RoleOrder)
+    role_order = await _read(request, RoleOrder)
     if server.engine.running or server.engine.waiting:
         raise EngineError("requests are in progress; drain the instance first", status=409)
     await _reset_prefix_cache(server, request)
-    server.role = turn.role
-    return _json({"role": turn.role})
+    server.role = role_order.role
+    return _json({"role": role_order.role})
 
 
 async def _wan(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     """Set the capacity of a WAN path. A request to any instance applies to the whole process."""
-    order, fabric = await _read(request, WanOrder), server.kv_door.shelf.fabric
+    pull_request, fabric = await _read(request, WanOrder), server.kv_door.shelf.fabric
     only = fabric.wan[0] if len(fabric.wan) == 1 else ""
     try:
-        fabric.degrade(order.way or only, order.share)
+        fabric.degrade(pull_request.way or only, pull_request.share)
     except InputError as error:
         raise ApiError(str(error), param="way") from None
     return _json({})

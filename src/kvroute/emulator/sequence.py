@@ -64,7 +64,7 @@ class EngineSequence:
 class KvListener(Protocol):
     """Serves KV and is notified when the state of the KV changes."""
 
-    def computing(self, job: EngineSequence) -> None:
+    def computing(self, sequence: EngineSequence) -> None:
         """Notify that the prefill of a named sequence runs from `begins_s` to `ends_s`."""
 
     def held(self, key: str) -> None:
