@@ -206,7 +206,7 @@ def test_up_serves_and_down_leaves_nothing(run: Run) -> None:
     assert state == json.loads((run.folder / "state.json").read_text())
     again = subprocess.run(kvroute("up", str(SMALL), "--name", run.name), capture_output=True, text=True)
     assert again.returncode == 2
-    assert "there already" in again.stderr
+    assert "already exists" in again.stderr
     body = {"model": "llama-3-70b", "max_tokens": 3, "stream": True}
     asked = [TimedRequest(0.1 * n, json.dumps(body | {"prompt": f"{n} {PROMPT}"}).encode()) for n in range(4)]
     answers = uvloop.run(replay_trace(state["url"], asked))
