@@ -138,7 +138,9 @@ def test_what_is_cached_where_is_known_still(tmp_path: Path) -> None:
             assert await gate.gateway.reload(_reader(gate, section + "  policy: round-robin\n"))
             after = gate.gateway.runtime.control.prefix
             assert after is not before
-            assert [sorted(after.chains(index)) for index in range(4)] == held
+            for index, chains in enumerate(held):  # engines' last KV events may arrive after the reload and add blocks
+                now_held = list(after.chains(index))
+                assert all(any(each[: len(chain)] == chain for each in now_held) for chain in chains)
             assert (await gate.ask(f"0 {PROMPT}")).status == 200
             assert await gate.settles(), gate.leftovers()
             assert await gate.gateway.reload(_reader(gate, "  prompt: {block_tokens: 32}\n"))
