@@ -31,6 +31,8 @@ EVENTS_WAIT_S = 3.0
 """Time limit for a ZMQ endpoint, and for a batch after its prompt, in seconds."""
 AT_ONCE = 64
 """Maximum number of engines that are queried at the same time."""
+_LEAST_S = 0.01
+"""Nothing is requested with less time left: an engine that cannot respond so fast would count as unhealthy."""
 _PAIR_SHARE = 3.0
 """Maximum time of a pair, as a multiple of its share of the time that is left."""
 _HIDDEN = "[key]"
@@ -110,7 +112,8 @@ class _Examination:
         await asyncio.sleep(0)  # aborted connections are closed in the loop's next iteration
 
     def _remaining_s(self) -> float:
-        return max(0.0, self._ends_s - self._loop.time())
+        left_s = self._ends_s - self._loop.time()
+        return left_s if left_s >= _LEAST_S else 0.0
 
     def _wait_s(self, most_s: float = ENGINE_WAIT_S) -> float:
         return min(most_s, self._remaining_s())
