@@ -61,7 +61,7 @@ def check(data: bytes) -> str:
 
 def _edited(script: bytes) -> str:
     """Replace some words of a valid file: the first byte selects the file, each three of the rest select a word and its
-    replacement. Random bytes seldom get beyond the first error of form."""
+    replacement. Random bytes rarely get past the first syntax error."""
     words = _FILES[script[0] % len(_FILES)].copy() if script else _FILES[0]
     for at in range(1, len(script) - 2, 3):
         place = (script[at] << 8 | script[at + 1]) % len(words)

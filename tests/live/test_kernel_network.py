@@ -134,8 +134,8 @@ def counted(testbed: Bed, what: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("queues", ["fair", "fifo"])
 def test_connections_take_the_ways_that_the_kernel_names(run: Run, queues: Discipline) -> None:
-    """Each connection's bytes are on the links that `Ways` finds, which include both of two parallel uplinks, and, if
-    queues are fair, in the leaf that `leaf_of` computes."""
+    """Each connection's bytes are on the links that `WanPaths` finds, which include both of two parallel uplinks, and,
+    if queues are fair, in the leaf that `leaf_of` computes."""
     taken: set[int] = set()
     with laid(run, SMALL, queues) as testbed:
         ways = Ways(testbed)

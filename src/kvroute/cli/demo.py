@@ -160,7 +160,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def _times(found: Sequence[Comparison]) -> Table:
-    table = _table("Time to first token, ms", ("p50", "p90", "mean", "prefill", "transfer", "answered"))
+    table = _table("Time to first token, ms", ("p50", "p90", "mean", "prefill", "transfer", "answers"))
     for policy, side, half in _halves(found):
         times = (half.ttft_p50_s, half.ttft_p90_s, half.ttft_mean_s, half.parts_s["prefill"], half.parts_s["transfer"])
         table.add_row(policy, side, *(f"{1e3 * second:,.0f}" for second in times), str(half.answered))

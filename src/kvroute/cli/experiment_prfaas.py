@@ -65,7 +65,7 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
 
 
 def _computed(sweep: Sequence[Cell], path: Path) -> list[Computed]:
-    """Compute the cells by arithmetic, every time anew."""
+    """Compute the cells by formula on every call; nothing is stored."""
     points = computed(sweep)
     path.write_bytes(b"".join(encode(point) + b"\n" for point in points))
     return points

@@ -68,19 +68,19 @@ class KvServer:
         return KvTransfer(self)
 
     def computing(self, sequence: EngineSequence) -> None:
-        """See `Door`."""
+        """See `KvListener`."""
         delivery = self.awaited.get(sequence.name)
         if delivery is not None:
             delivery.follow(sequence)
 
     def held(self, key: str) -> None:
-        """See `Door`."""
+        """See `KvListener`."""
         delivery = self.awaited.pop(key, None)
         if delivery is not None:
             delivery.complete()
 
     def given_up(self, name: str) -> None:
-        """See `Door`."""
+        """See `KvListener`."""
         delivery = self.awaited.pop(name, None)
         if delivery is not None:
             delivery.lose(f"the prompt of {name} is no longer computed")

@@ -71,7 +71,7 @@ class Course:
         return Round(policy=policy, kernel=kernel, simulated=predict(question, build.background), cpu_share=share)
 
     def _forget(self) -> None:
-        """Clear the cache of every engine; an engine rejects this while a request is under way."""
+        """Clear the cache of every engine; an engine rejects this while a request is in flight."""
         deadline = time.monotonic() + IDLE_S
         for name, endpoint in self.endpoints.items():
             while not _reset(endpoint.url):

@@ -83,7 +83,8 @@ class Availability:
 
     @property
     def counted(self) -> bool:
-        """Whether it counts for the panic threshold: it is not administratively down, and its process listens."""
+        """Whether it counts for the panic threshold: it is not administratively down, and its process accepts
+        connections."""
         return not self._held and (self.present or self.healthy)
 
     def hold(self, why: str, now: float) -> None:

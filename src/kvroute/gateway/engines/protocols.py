@@ -71,25 +71,25 @@ class PdProtocol(Protocol):
         fetch that first (vllm).
 
         Raises:
-            DialectError: `handshake` lacks data that the engine needs.
+            ProtocolError: `handshake` lacks data that the engine needs.
         """
 
     def transfer_params(self, reply: bytes) -> Raw | None:
         """Return the transfer parameters for the decode leg from `reply`, the body of the prefill leg's response.
 
         Raises:
-            DialectError: the body lacks data that the decode engine needs.
+            ProtocolError: the body lacks data that the decode engine needs.
         """
 
     def allows_refetch(self, handover: Raw | None) -> bool:
         """Whether a second decode engine may fetch a KV cache after a first one has begun to fetch it."""
 
     def decode_body(self, completion: Completion, handshake: KvHandshake, handover: Raw | None) -> bytes:
-        """Return the body of the decode leg. `transfer_params`: transfer parameters from the prefill leg's response;
+        """Return the body of the decode leg. `handover`: transfer parameters from the prefill leg's response;
         None if there are none, as when both legs are sent at once.
 
         Raises:
-            DialectError: `handshake` or `transfer_params` lacks data that the decode engine needs.
+            ProtocolError: `handshake` or `handover` lacks data that the decode engine needs.
         """
 
 
@@ -208,7 +208,7 @@ def engine_id(reply: bytes) -> str:
     """Return the engine's id from a Mooncake bootstrap server's response to `GET /query`; of several ranks, the first.
 
     Raises:
-        DialectError: the response names no engine.
+        ProtocolError: the response names no engine.
     """
     try:
         ranks = msgspec.json.decode(reply, type=dict[str, _Rank])

@@ -127,7 +127,7 @@ class UpstreamPool:
     # callbacks of connections and calls
 
     def keep(self, connection: UpstreamConnection) -> None:
-        """See `Keeper`."""
+        """See `ConnectionOwner`."""
         if self._closed or len(self._idle) >= self._idle_max:
             connection.close()
             return
@@ -135,19 +135,19 @@ class UpstreamPool:
         self._idle.append(connection)
 
     def opened(self, connection: UpstreamConnection) -> None:
-        """See `Keeper`."""
+        """See `ConnectionOwner`."""
         self._open.add(connection)
         self._deadlines.watch(connection)
 
     def lost(self, connection: UpstreamConnection) -> None:
-        """See `Keeper`."""
+        """See `ConnectionOwner`."""
         self._open.discard(connection)
         self._deadlines.forget(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
     def resend(self, call: Call) -> None:
-        """See `Keeper`."""
+        """See `ConnectionOwner`."""
         task = asyncio.get_running_loop().create_task(self._connect(call))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)

@@ -133,14 +133,14 @@ class HttpServer:
         return self.limits.header_s, self.limits.linger_s
 
     def enter(self, new: Connection) -> Entry:
-        """See `Frontage`."""
+        """See `ServerCallbacks`."""
         limits = self.limits
         self._deadlines.watch(new)
         now = asyncio.get_running_loop().time()
         return self._connections.enter(new, limits.connections, limits.connections_per_address, now)
 
     def leave(self, gone: Connection) -> None:
-        """See `Frontage`."""
+        """See `ServerCallbacks`."""
         self._deadlines.forget(gone)
         self._connections.leave(gone)
 

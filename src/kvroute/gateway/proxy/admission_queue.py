@@ -83,7 +83,7 @@ class AdmissionQueue:
     def log_finished(
         self, exchange: Exchange, kind: str, status: int, seconds: float, key: str | None, request_id: bytes = b""
     ) -> None:
-        """Count and log the end of a request that has no `Journey`."""
+        """Count and log the end of a request that has no `ProxiedRequest`."""
         self._metrics.finished(kind, status, seconds)
         if access_on():
             name = (request_id or exchange.header(b"x-request-id") or b"").decode("latin-1")

@@ -148,7 +148,7 @@ class DecodeLeg(Leg):
     # The response
 
     def on_body(self, data: bytes) -> None:
-        """See Sink."""
+        """See ResponseHandler."""
         proxied = self.owner
         try:
             if not self.streams or self.status >= 400:
@@ -226,7 +226,7 @@ class DecodeLeg(Leg):
             self.owner.runtime.notify(measured)
 
     def on_end(self) -> None:
-        """See Sink."""
+        """See ResponseHandler."""
         proxied = self.owner
         try:
             if self.status >= 400:
@@ -300,7 +300,7 @@ class DecodeLeg(Leg):
         """See Leg. If the KV cache comes from another datacenter and a reachable engine does not respond, the KV cache
         has most likely not arrived. The failure then counts against the WAN path, or against nothing if the prompt is
         not computed yet. The request itself may also cause an error, so it is retried without the WAN path (see
-        `Suspicion`)."""
+        `FaultAttribution`)."""
         path_attempt = self.owner.path_attempt
         silent = kind == "timeout" or (kind == "status" and self.status not in FULL)
         if path_attempt is None or not path_attempt.open or not silent:

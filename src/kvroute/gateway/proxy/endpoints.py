@@ -106,14 +106,14 @@ class Endpoints:
             self._own(exchange)
 
     def guard(self, method: bytes, path: bytes, headers: Headers) -> HttpError | None:
-        """Reject a client without a key before it sends a body (see `Door`)."""
+        """Reject a client without a key before it sends a body (see `ServerHooks`)."""
         if not self.keys.required:
             return None
         shown = next((value for name, value in headers if name == b"authorization"), None)
         return _NO_KEY if self.keys.name_of(shown) is None else None
 
     def refused(self, status: int, path: bytes) -> None:
-        """Count a rejection by the server (see `Door`)."""
+        """Count a rejection by the server (see `ServerHooks`)."""
         metrics = self.serving.metrics
         metrics.rejected(_REASONS.get(status, "malformed"))
         metrics.finished(completion_kind(path) if path in COMPLETIONS | PASSTHROUGH else "other", status, 0.0)

@@ -92,7 +92,7 @@ class Leg:
         )
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """See `Sink`."""
+        """See `ResponseHandler`."""
         self.status, self.headers = status, headers
 
     def keep(self, data: bytes) -> bool:
@@ -178,15 +178,15 @@ class Leg:
         proxied.end(status, now)
 
     def on_body(self, data: bytes) -> None:
-        """See `Sink`."""
+        """See `ResponseHandler`."""
         raise NotImplementedError
 
     def on_end(self) -> None:
-        """See `Sink`."""
+        """See `ResponseHandler`."""
         raise NotImplementedError
 
     def on_failure(self, failure: Failure) -> None:
-        """See `Sink`. A call that never reached the engine leaves the KV cache in place."""
+        """See `ResponseHandler`. A call that never reached the engine leaves the KV cache in place."""
         try:
             if failure.kind == "out_of_files":
                 self.out_of_files()

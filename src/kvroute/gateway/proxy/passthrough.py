@@ -131,11 +131,11 @@ class PassthroughRequest:
         self._end(status, why)
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """See `Sink`."""
+        """See `ResponseHandler`."""
         self._status, self._headers = status, headers
 
     def on_body(self, data: bytes) -> None:
-        """See `Sink`."""
+        """See `ResponseHandler`."""
         if self._refused():
             return
         try:
@@ -145,7 +145,7 @@ class PassthroughRequest:
             self._broke(error)
 
     def on_end(self) -> None:
-        """See `Sink`."""
+        """See `ResponseHandler`."""
         engine, status = self._engine, self._status
         assert engine is not None
         try:
@@ -164,7 +164,7 @@ class PassthroughRequest:
             self._broke(error)
 
     def on_failure(self, failure: Failure) -> None:
-        """See `Sink`."""
+        """See `ResponseHandler`."""
         assert self._engine is not None
         try:
             if failure.kind == "out_of_files":

@@ -84,7 +84,7 @@ class PrefillLeg(Leg):
         return True
 
     def on_body(self, data: bytes) -> None:
-        """See `Sink`. SGLang's stream, which duplicates that of the decode engine, is discarded."""
+        """See `ResponseHandler`. SGLang's stream, which duplicates that of the decode engine, is discarded."""
         if self.engine.protocol.concurrent_legs and self.status < 400:
             return
         try:
@@ -94,7 +94,7 @@ class PrefillLeg(Leg):
             self.owner.internal_error(error)
 
     def on_end(self) -> None:
-        """See `Sink`: the KV cache is complete, unless the response has an error."""
+        """See `ResponseHandler`: the KV cache is complete, unless the response has an error."""
         proxied, engine = self.owner, self.engine
         try:
             if self.status >= 400:

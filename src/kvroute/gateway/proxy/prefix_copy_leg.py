@@ -67,7 +67,7 @@ class PrefixCopyLeg(Leg):
         self.send(copy_body(self.owner.completion, ids[: self.prefix_tokens]), runtime.copy_s, now, _PATH)
 
     def on_body(self, data: bytes) -> None:
-        """See Sink."""
+        """See ResponseHandler."""
         try:
             if not self.keep(data):
                 self.response_too_large()
@@ -75,7 +75,7 @@ class PrefixCopyLeg(Leg):
             self.owner.internal_error(error)
 
     def on_end(self) -> None:
-        """See Sink: the blocks are ready to be fetched, unless the response reports an error."""
+        """See ResponseHandler: the blocks are ready to be fetched, unless the response reports an error."""
         proxied, engine = self.owner, self.engine
         try:
             if self.status >= 400:

@@ -143,7 +143,7 @@ def cost(plan: Plan) -> Figure:
 
 
 def sensitivity_lines(plan: Plan) -> Figure:
-    """Draw throughput over bandwidth, length and spread of prompts: searched anew, and for the plan's choice."""
+    """Draw throughput over bandwidth, length and spread of prompts: for a new search and for the plan's choice."""
     found = plan.report.sensitivity
     anew, same = _Curve("new plan", _PRFAAS, "-", "o"), _Curve("plan unchanged", FAINT, "--", "x")
     with style():
