@@ -146,9 +146,10 @@ def test_engines_that_return_are_eased_in_and_the_log_decides_it_again(tmp_path:
         async with rig(section, TEXT) as gate:
             storm = Storm(gate, await truths(gate), random.Random(14))
             for name in ("prefill0", "decode0", "decode1"):
-                gate.fleet.servers[name].restart(0.2)
+                gate.fleet.servers[name].restart(1e4)
                 assert await gate.becomes(name, False)
                 await storm.blow(requests=10, clients=5)
+                await gate.fleet.servers[name].come_back()
                 assert await gate.becomes(name, True)
                 await storm.blow(requests=20, clients=5)
             assert set(storm.kinds) <= {"whole", "broken off"}, storm.kinds
