@@ -23,7 +23,7 @@ from kvroute.gateway.telemetry.push import read_push
 from kvroute.topology import Cluster, load
 from kvroute.types import CongestionMeasured, Event, InputError, LinksMeasured, TransferMeasured
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "small.yaml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "small.yaml"
 SHARES = st.floats(0, 1)
 
 

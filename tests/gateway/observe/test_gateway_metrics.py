@@ -33,7 +33,7 @@ from kvroute.gateway.observe.view import (
 from kvroute.policies import TierLearned
 from kvroute.types import Convert, Decode, Offload, Prefill, Reject
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; q=0.5, text/plain;version=0.0.4;q=0.2"
 BOUNDS = (0.01, 0.1, 1.0)
 label_values = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -27,7 +27,7 @@ from kvroute.topology.schema import ClusterFile
 from kvroute.topology.units import quantity
 from kvroute.types import InputError, InputErrors
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTED, KEYED, ASKED = re.findall(
     r"```yaml\n(gateway:\n.*?)```", (ROOT / "docs" / "cluster-file.md").read_text(encoding="utf-8"), re.S
 )

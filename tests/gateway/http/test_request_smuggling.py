@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.gateway.foreign import Asked, completion, deployment, foreign, run, serving, sides
+from tests.gateway.http.test_http_server_laws import statuses
 from tests.gateway.rig import COMPLETIONS, MODEL
-from tests.gateway.test_http_laws import statuses
 
 BODY = msgspec.json.encode({"model": MODEL, "prompt": "a", "max_tokens": 1})
 HIDDEN = b"POST /v1/embeddings?hidden HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
