@@ -111,7 +111,7 @@ def test_who_is_down_gets_nothing() -> None:
     next_one = choose_site(SPEC, 60_000, replace(north_down, threshold_tokens=np.array([0.0, 20_000.0, 30_000.0])))
     assert (next_one.index, next_one.decisive, next_one.threshold_tokens) == (0, 2, 30_000)
     nobody = choose_site(SPEC, 60_000, replace(dead, up=np.zeros(2, dtype=np.bool_)))
-    assert (nobody.index, nobody.reason) == (0, "nobody_up")
+    assert (nobody.index, nobody.reason) == (0, "no_instance_up")
     alone = choose_site(SPEC, 60_000, sites(0))
     assert (alone.index, alone.reason, alone.threshold_tokens) == (0, "away_down", 0.0)
 

@@ -232,7 +232,7 @@ async def _shut_s(session: aiohttp.ClientSession, admin: str, most_s: float) -> 
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < most_s:
         state = await _json(session, f"{admin}/state")
-        if state["tick"]["load"]["offload"]["sites"][0]["way"] != "closed":
+        if state["tick"]["load"]["offload"]["sites"][0]["wan_path"] != "closed":
             return waited_s
         await asyncio.sleep(0.1)
     return None

@@ -15,7 +15,7 @@ import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.emulator.test_wan import AWAY, DECODE, MODEL, SITES, WAY, Hand, Hold
+from tests.emulator.test_wan import AWAY, DECODE, MODEL, SITES, WAN_PATH, Hand, Hold
 from tests.waiting import until
 
 from kvroute import llm
@@ -41,13 +41,13 @@ def test_the_slower_of_prefill_and_link_sets_the_pace(
     sent at link speed (as in the simulator's layer-wise mode)."""
     clock, nbytes, rate = Hand(), gigabytes * 1e9, share * CAPACITY
     fabric, hold = Fabric(SITES, clock, kv_scale=1e-6), Hold(clock)
-    fabric.degrade(WAY, share)
+    fabric.degrade(WAN_PATH, share)
     first_s = prefill_s / layers
     clock.run(first_s)
     pace = nbytes / prefill_s
     transfer = fabric.send(SITES.index(AWAY), SITES.index(DECODE), nbytes, hold, produced_bytes_per_s=pace)
     clock.run(prefill_s)
-    fabric.look()
+    fabric.sync()
     sent_bytes, _ = fabric.progress(transfer)
     assert sent_bytes == pytest.approx(min(pace, rate) * (prefill_s - first_s), rel=1e-6, abs=1.0)
     fabric.release(transfer)
@@ -70,7 +70,7 @@ def test_what_is_read_after_a_look_is_of_that_moment() -> None:
     clock = Busy()
     fabric = Fabric(SITES, clock, kv_scale=1e-6)
     transfer = fabric.send(SITES.index(AWAY), SITES.index(DECODE), 1e12, Hold(clock))
-    looks = [(fabric.look(), *fabric.progress(transfer)) for _ in range(5)]
+    looks = [(fabric.sync(), *fabric.progress(transfer)) for _ in range(5)]
     fabric.close()
     for (before, some, _), (after, more, rate) in pairwise(looks):
         assert more - some == pytest.approx(rate * (after - before), rel=1e-9)

@@ -27,7 +27,7 @@ AWAY, HOME_PREFILL, DECODE = (
     next(i.name for i in SITES.instances if (i.datacenter, i.role) == who)
     for who in (("prefill-site", "prefill"), ("local-site", "prefill"), ("local-site", "decode"))
 )
-WAY = "prefill-site/local-site"
+WAN_PATH = "prefill-site/local-site"
 MODEL = SITES.instances[0].model
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 200
 
@@ -85,7 +85,7 @@ def _sent(cluster: Cluster, orders: list[tuple[float, float]], gigabytes: float)
     transfer = fabric.send(cluster.index(AWAY), cluster.index(DECODE), gigabytes * 1e9, hold)
     for at_s, share in orders:
         clock.run(at_s)
-        fabric.degrade(WAY, share)
+        fabric.degrade(WAN_PATH, share)
     clock.run(clock.now() + 500.0)
     fabric.close()
     return hold, transfer
@@ -120,11 +120,11 @@ def test_a_transfer_takes_as_long_as_what_is_left_of_the_way_allows(
 
 def test_a_way_that_is_not_there_cannot_be_cut() -> None:
     fabric = Fabric(SITES, Hand(), kv_scale=1e-6)
-    with pytest.raises(InputError, match=f"no WAN path 'here/there'.*{WAY}"):
+    with pytest.raises(InputError, match=f"no WAN path 'here/there'.*{WAN_PATH}"):
         fabric.degrade("here/there", 0.0)
     for share in (-0.1, 1.1, math.nan):
         with pytest.raises(InputError, match="not a valid share"):
-            fabric.degrade(WAY, share)
+            fabric.degrade(WAN_PATH, share)
     fabric.close()
 
 
@@ -174,7 +174,7 @@ def test_a_cut_stalls_transfers_and_a_mended_way_lets_them_go_on() -> None:
             await until(lambda: bool(shelf.fabric.in_flight))
             assert shelf.fabric.in_flight == 1
             assert not answer.done()
-            assert await both.post(AWAY, "/emulator/wan", {"way": WAY, "share": 1.0}) == (200, {})
+            assert await both.post(AWAY, "/emulator/wan", {"wan_path": WAN_PATH, "share": 1.0}) == (200, {})
             status, document = await answer
             assert (status, document["usage"]["completion_tokens"]) == (200, 4)
 
@@ -203,9 +203,9 @@ def test_an_engine_gives_up_a_transfer_that_stands_still_and_its_source_keeps_th
 def test_wrong_orders_are_refused() -> None:
     async def run() -> None:
         async with sites() as both:
-            status, said = await both.post(AWAY, "/emulator/wan", {"way": "moon/mars", "share": 0.5})
-            assert (status, said["error"]["param"]) == (400, "way")
-            assert WAY in said["error"]["message"]
+            status, said = await both.post(AWAY, "/emulator/wan", {"wan_path": "moon/mars", "share": 0.5})
+            assert (status, said["error"]["param"]) == (400, "wan_path")
+            assert WAN_PATH in said["error"]["message"]
             status, _ = await both.post(AWAY, "/emulator/wan", {"share": 2})
             assert status == 400
             status, _ = await both.post(DECODE, "/emulator/role", {"role": "oracle"})

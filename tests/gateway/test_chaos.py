@@ -147,7 +147,7 @@ async def nothing_stays(gate: Rig) -> None:
         load, loads = tick.load, runtime.control.loads(now()).values()
         engines = [server.engine.running + server.engine.waiting for server in gate.fleet.servers.values()]
         return [
-            *(load.connections, load.in_flight, load.queued, tick.transfers_under_way),
+            *(load.connections, load.in_flight, load.queued, tick.transfers_in_flight),
             *(tile.requests for tile in tick.instances),
             *(load.pending_s + load.queued for load in loads),
             *engines,

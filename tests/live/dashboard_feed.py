@@ -23,7 +23,6 @@ from kvroute.gateway.observe.metrics import Metrics
 from kvroute.gateway.observe.state import DashboardState
 from kvroute.gateway.observe.view import (
     BreakerState,
-    ConversionLoad,
     ForesightLoad,
     GatewayStatus,
     InstanceLoad,
@@ -31,6 +30,7 @@ from kvroute.gateway.observe.view import (
     OracleLoad,
     PanicLoad,
     ReviewLoad,
+    RoleSwitchLoad,
     SiteLoad,
     Ttft,
 )
@@ -77,7 +77,7 @@ class Feed:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = self._order = 0
         self._panic = False
-        self._way: BreakerState = "closed"
+        self._wan_path: BreakerState = "closed"
         self._held: list[Callable[[], None]] = []
         self._changing = next(name for name in reversed(roles) if roles[name] == "decode")
         self._change = ""
@@ -96,7 +96,7 @@ class Feed:
     def happen(self, what: str) -> None:
         """Apply a line of the script: the state of the link, or the role of the last decode instance."""
         if what in WAYS:
-            self._way = WAYS[what]
+            self._wan_path = WAYS[what]
             held, self._held = (self._held, []) if what == "mend" else ([], self._held)
             for action in held:
                 self._at(self.now_s, action)
@@ -130,20 +130,20 @@ class Feed:
         )
 
     def _offload(self) -> OffloadLoad:
-        up = self._way == "closed"
+        up = self._wan_path == "closed"
         site = SiteLoad(
             name="prefill-site",
             threshold_tokens=THRESHOLD_TOKENS * (1.0 if up else 1.21),
             base_tokens=THRESHOLD_TOKENS,
             open=up,
-            way=self._way,
+            wan_path=self._wan_path,
             utilisation=0.4,
             others=0.0,
             bytes_per_s=12.5e9,
             backlog_bytes=0.0,
             backlog_s=0.0,
         )
-        changing = ConversionLoad(instance=self._changing, role="prefill", stage="draining")
+        changing = RoleSwitchLoad(instance=self._changing, role="prefill", stage="draining")
         review = ReviewLoad(
             at=10.0,
             verdict="convert",
@@ -158,7 +158,7 @@ class Feed:
         return OffloadLoad(
             sites=(site,),
             converts=True,
-            conversions=(changing,) if self._change == "convert" else (),
+            role_switches=(changing,) if self._change == "convert" else (),
             roles={self._changing: "prefill"} if self._change == "converted" else {},
             review=review,
         )
@@ -224,7 +224,7 @@ class Feed:
                 self.state.transfer_started(decision, now_s, took_s)
                 self._here[decision.target] += 1
                 landed = partial(self._landed, policy, decision, arrived_s, now_s)
-                if decision.tier == CROSS_DATACENTER and self._way != "closed":
+                if decision.tier == CROSS_DATACENTER and self._wan_path != "closed":
                     self._held.append(landed)
                 else:
                     self._at(now_s + took_s, landed)

@@ -160,7 +160,7 @@ class Offloader:
         order = (home, *self.datacenters.prfaas)
         sites, holders = self._sites(request, candidates, allowed, order, at, at_home)
         choice = choose_site(self.spec, request.input_tokens, sites)
-        if choice.reason == "nobody_up":
+        if choice.reason == "no_instance_up":
             return None
         if not at_home:
             self.allocation.traffic.arrived(at, choice.incremental_tokens)

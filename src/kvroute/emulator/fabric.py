@@ -98,16 +98,16 @@ class Fabric:
         """Paths between datacenters, as `from/to` in the cluster file."""
         return tuple(self._wan)
 
-    def degrade(self, way: str, share: float) -> None:
+    def degrade(self, wan_path: str, share: float) -> None:
         """Set the capacity of a WAN path, in both directions, to this share of the file's value. 0 stops its transfers.
 
         Raises:
             InputError: the path does not exist, or the share is not within [0, 1].
         """
-        links = self._wan.get(way)
+        links = self._wan.get(wan_path)
         if links is None:
             known = f"known: {', '.join(self._wan)}" if self._wan else "the cluster file has no `wan`"
-            raise InputError(f"there is no WAN path {way!r}", hint=known)
+            raise InputError(f"there is no WAN path {wan_path!r}", hint=known)
         if not 0.0 <= share <= 1.0:
             raise InputError(f"{share} is not a valid share", hint="give 0 (cut) to 1 (capacity of the file)")
         self._advance()
@@ -157,14 +157,14 @@ class Fabric:
             self._network.set_ceiling(flow, math.inf)
         self._set_alarm()
 
-    def look(self) -> float:
+    def sync(self) -> float:
         """Move bytes up to now and return the time. Transfers read afterwards show their state at this one moment."""
         self._advance()
         self._set_alarm()
         return self._network.now
 
     def progress(self, transfer: Transfer) -> tuple[float, float]:
-        """Return the modelled bytes sent by the last `look`, and the current rate in bytes per second."""
+        """Return the modelled bytes sent by the last `sync`, and the current rate in bytes per second."""
         rate = sum(map(self._network.rate, transfer.flows))
         return self._sent_bytes(transfer), rate
 

@@ -88,7 +88,7 @@ class KvServer:
     def links(self) -> tuple[dict[str, Link], float]:
         """Return the transfers in progress by target, and the time of this state."""
         found: dict[str, Link] = {}
-        now = self.shelf.fabric.look()
+        now = self.shelf.fabric.sync()
         for delivery in list(self.deliveries):
             if (link := delivery.link(now)) is not None:
                 target = delivery.target
@@ -240,7 +240,7 @@ class KvTransfer(asyncio.Protocol):
         return True
 
     def link(self, now: float) -> Link | None:
-        """Return the state of the transfer, and count the bytes sent. `now` is the time of the fabric's last `look`.
+        """Return the state of the transfer, and count the bytes sent. `now` is the time of the fabric's last `sync`.
 
         Returns:
             None if there is no transfer, or if the computation and not the network limits it.

@@ -47,7 +47,7 @@ class RoleOrder(msgspec.Struct, frozen=True):
 class WanOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /emulator/wan."""
 
-    way: str = ""
+    wan_path: str = ""
     """WAN path, `from/to` as under the cluster file's `wan`; empty: the only one."""
     share: float = 1.0
     """Share of the capacity that remains; 0 cuts the path, 1 restores it."""
@@ -189,9 +189,9 @@ async def _wan(server: InstanceServer, request: web.BaseRequest) -> web.StreamRe
     pull_request, fabric = await _read(request, WanOrder), server.kv_door.shelf.fabric
     only = fabric.wan[0] if len(fabric.wan) == 1 else ""
     try:
-        fabric.degrade(pull_request.way or only, pull_request.share)
+        fabric.degrade(pull_request.wan_path or only, pull_request.share)
     except InputError as error:
-        raise ApiError(str(error), param="way") from None
+        raise ApiError(str(error), param="wan_path") from None
     return _json({})
 
 

@@ -59,10 +59,10 @@ class Gateway:
         self._start = time.monotonic()
         self._first, self._logs = deployment, logs
         roles = {instance.name: instance.role for instance in deployment.cluster.instances}
-        self.metrics = Metrics(self._look, roles, version=__version__, policy=settings.policy)
+        self.metrics = Metrics(self._status, roles, version=__version__, policy=settings.policy)
         self._lag = LoopLag(self.metrics.loop_lagged)
         self._deadlines = Deadlines(lag=self._lag)
-        self.state = DashboardState(deployment.cluster, self._look, policy=settings.policy, version=__version__)
+        self.state = DashboardState(deployment.cluster, self._status, policy=settings.policy, version=__version__)
         self._shadowed(settings.shadow)
         self._tracer = tracer_of(settings.tracing.otlp, settings.tracing.share, version=__version__)
         self._budget = RetryBudget(share=settings.retries.share, floor_per_s=settings.retries.floor_per_s)
@@ -183,7 +183,7 @@ class Gateway:
         log_event("info", "draining", count=self._admission.in_flight)
         assert self._server is not None
         assert self._clusters is not None
-        self._clusters.conversions.stop()
+        self._clusters.role_switches.stop()
         await self._server.drain(float(self.runtime.settings.timeouts.drain_s))
 
     async def close(self) -> None:
@@ -290,12 +290,12 @@ class Gateway:
     def _ended(self, proxied: ProxiedRequest) -> None:
         self._admission_queue.release(proxied.ticket)
 
-    def _look(self) -> GatewayStatus:
+    def _status(self) -> GatewayStatus:
         """Return the present gauges."""
         clusters = self._clusters.clusters if self._clusters is not None else ()
         connections = self._server.connections if self._server is not None else 0
         ready, draining = not self.ready(), self._draining
-        role_switches = self._clusters.conversions if self._clusters is not None else None
+        role_switches = self._clusters.role_switches if self._clusters is not None else None
         return status_snapshot(
             clusters,
             self._admission,
@@ -311,7 +311,7 @@ class Gateway:
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
-                self._clusters.look()
-                self.runtime.open_files.look(self.now())
+                self._clusters.refresh()
+                self.runtime.open_files.check(self.now())
             except Exception as error:  # the cause may be gone at the next run
                 log_event("error", "check_failed", reason=f"{type(error).__name__}: {error}")

@@ -19,10 +19,10 @@ from kvroute.types import BoolArray, FloatArray, InputError, IntArray, Offload, 
 HOME = 0
 """Position of the home among the sites: the datacenter where the request is decoded."""
 
-Reason = Literal["short", "long", "home_down", "away_down", "not_worth_it", "nobody_up"]
+Reason = Literal["short", "long", "home_down", "away_down", "not_worth_it", "no_instance_up"]
 """Reason for the choice of a site. `short`, `long`: the tokens not cached are at most, or above, the threshold.
 `home_down`, `away_down`: no prefill instance is up at home, or at any other site. `not_worth_it`: the transfer would
-take far longer than staying. `nobody_up`: no prefill instance is up at any site."""
+take far longer than staying. `no_instance_up`: no prefill instance is up at any site."""
 
 
 class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,7 +219,7 @@ def _chosen(spec: OffloadSpec, sites: SiteCandidates, terms: Terms, above: BoolA
     away = sites.up.copy()
     away[HOME] = False
     if not away.any():
-        return HOME, "away_down" if sites.up[HOME] else "nobody_up"
+        return HOME, "away_down" if sites.up[HOME] else "no_instance_up"
     if not sites.up[HOME]:
         return _earliest(terms, away), "home_down"
     if not (away & above).any():

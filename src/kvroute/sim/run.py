@@ -14,10 +14,10 @@ from kvroute.sim.capacity import Capacity
 from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
-from kvroute.sim.journeys import Journeys
 from kvroute.sim.link_load import busiest_links, link_load
 from kvroute.sim.metrics import Outcomes, Summary, Timeline, summarise
 from kvroute.sim.network import Fabric
+from kvroute.sim.request_timelines import RequestTimelines
 from kvroute.sim.router import Router
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.telemetry import Telemetry
@@ -111,7 +111,7 @@ class Simulation:
         )
         self._copies = Copies(cluster, self._fleet, self._delivery, self._router, self._agenda)
         self._telemetry = Telemetry(self._fabric, settings, self._outcomes, self._router.threshold_tokens)
-        self._journeys = Journeys(
+        self._timelines = RequestTimelines(
             cluster,
             trace,
             settings,
@@ -145,12 +145,12 @@ class Simulation:
             assert now >= agenda.now, "time went back"
             agenda.now = now
             if now == delivery.next_s:
-                self._journeys.advance()
+                self._timelines.advance()
                 delivery.look_ahead()
             elif now == due_s:
                 agenda.act()
             else:
-                self._journeys.arrive(arrivals.take())
+                self._timelines.arrive(arrivals.take())
         return self._result(time.perf_counter() - wall_s, time.process_time() - cpu_s)
 
     def _start(self) -> None:
@@ -164,7 +164,7 @@ class Simulation:
             self._agenda.at(self._settings.review_s, self._review)
 
     def _refresh(self, _: int, __: int) -> None:
-        self._journeys.advance()
+        self._timelines.advance()
         self._delivery.look_ahead()
         for event in self._telemetry.refresh(self._agenda.now):
             self._router.tell(event)
@@ -180,10 +180,10 @@ class Simulation:
         return self._agenda.now + ticks * period_s
 
     def _capacity_changed(self, _: int, __: int) -> None:
-        self._journeys.advance()
+        self._timelines.advance()
         self._fabric.change()
         self._delivery.look_ahead()
-        self._journeys.watch_stalls()
+        self._timelines.watch_stalls()
         next_s = self._fabric.capacity.next_s
         if next_s < FOREVER:
             self._agenda.at(next_s, self._capacity_changed)
@@ -192,15 +192,15 @@ class Simulation:
         assert self._settings.review_s is not None
         for order in self._router.tell(ReviewDue(self._agenda.now)):
             assert isinstance(order, CopyPrefix)
-            self._journeys.advance()
+            self._timelines.advance()
             self._copies.start(order)
-            self._journeys.watch_stalls()
+            self._timelines.watch_stalls()
         self._agenda.at(self._agenda.now + self._settings.review_s, self._review)
 
     def _result(self, wall_s: float, cpu_s: float) -> Run:
-        self._journeys.advance()
+        self._timelines.advance()
         self._copies.stop()
-        end_s, carried, decisions_s = self._agenda.now, self._fabric.network.link_bytes, self._journeys.decisions_s
+        end_s, carried, decisions_s = self._agenda.now, self._fabric.network.link_bytes, self._timelines.decisions_s
         timeline = self._telemetry.timeline()
         summary = summarise(
             self._outcomes,
@@ -209,7 +209,7 @@ class Simulation:
             seed=self._seed,
             link_load=link_load(self._cluster, self._fabric.tier_links, carried, end_s),
             busiest_links=busiest_links(self._cluster, carried, end_s),
-            reject_reason=self._journeys.reject_reason,
+            reject_reason=self._timelines.reject_reason,
             failed=self._fabric.failed,
             copied=self._fabric.copied,
             copied_ahead=self._fabric.copied_ahead,

@@ -24,7 +24,7 @@ class Offload(msgspec.Struct, frozen=True, omit_defaults=True):
     site: str
     """Datacenter that computes the prefill."""
     reason: str
-    """Reason: short, long, home_down, away_down, not_worth_it or nobody_up (`policies.offload.Reason`)."""
+    """Reason: short, long, home_down, away_down, not_worth_it or no_instance_up (`policies.offload.Reason`)."""
     terms: dict[str, float] = {}
     """Values behind the decision, by name: tokens, seconds and shares."""
 

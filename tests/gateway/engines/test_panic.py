@@ -53,7 +53,7 @@ def test_a_panic_begins_at_once_and_ends_when_enough_have_been_available_for_lon
         elif enough_since is None:
             enough_since = now
         expected = few or (active and enough_since is not None and now - enough_since < CALM_S)
-        assert state.look(available, 9, now) is (expected is not active)
+        assert state.update(available, 9, now) is (expected is not active)
         assert state.active is expected
         if active and not expected:
             ends.append(now)
@@ -99,7 +99,7 @@ def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
             now += seconds
             for engine in engines.values():
                 engine.availability.refresh(now)
-            panics.look(now)
+            panics.refresh(now)
         elif what == "fails":
             for attempt in [availability.started(now) for _ in range(30)]:
                 availability.failed(attempt, now)
@@ -151,8 +151,8 @@ def test_half_of_the_instances_are_enough_and_one_less_is_a_panic() -> None:
     assert begun == [("llama-3-70b", "decode", 1, 4)]
     assert told == [("decode0", False), ("decode1", False), ("decode0", True), ("decode1", True)]
     engines["decode0"].availability.set_healthy(True, 2.0)
-    panics.look(2.0 + CALM_S / 2)
+    panics.refresh(2.0 + CALM_S / 2)
     assert len(begun) == 1
-    panics.look(2.0 + CALM_S)
+    panics.refresh(2.0 + CALM_S)
     assert begun[1:] == [("llama-3-70b", "decode", 2, 4)]
     assert told[4:] == [("decode1", False), ("decode2", False)]

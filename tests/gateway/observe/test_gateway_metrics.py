@@ -20,13 +20,13 @@ from kvroute.gateway.observe.load_gauges import TIER_LABELS
 from kvroute.gateway.observe.metrics import Metrics
 from kvroute.gateway.observe.offload_gauges import offload_gauges
 from kvroute.gateway.observe.view import (
-    ConversionLoad,
     ForesightLoad,
     GatewayStatus,
     InstanceLoad,
     OffloadLoad,
     OracleLoad,
     ReviewLoad,
+    RoleSwitchLoad,
     SiteLoad,
     Ttft,
 )
@@ -47,7 +47,7 @@ OFFLOAD = OffloadLoad(
             threshold_tokens=24_000.0,
             base_tokens=19_400.0,
             open=True,
-            way="half-open",
+            wan_path="half-open",
             utilisation=0.5,
             others=0.25,
             bytes_per_s=1e9,
@@ -56,7 +56,7 @@ OFFLOAD = OffloadLoad(
         ),
     ),
     converts=True,
-    conversions=(ConversionLoad(instance="decode0", role="prefill", stage="hook"),),
+    role_switches=(RoleSwitchLoad(instance="decode0", role="prefill", stage="hook"),),
     roles={"decode1": "prefill"},
     review=ReviewLoad(
         at=1.0,
@@ -287,7 +287,7 @@ def test_prefill_across_datacenters_is_counted_and_shown() -> None:
 def test_a_gateway_of_one_datacenter_has_no_samples_of_others() -> None:
     """The metric families exist without samples."""
     metrics = Metrics(GatewayStatus, {}, version="1", policy="netkv")
-    names = ("offload", "egress", "way", "review", "conversion")
+    names = ("offload", "egress", "wan_path", "review", "role_switch")
     assert [sample for sample in _samples(metrics) if any(f"kvroute_{name}" in sample[0] for name in names)] == []
 
 

@@ -175,7 +175,7 @@ def test_a_transfer_is_shown_until_shortly_after_its_end() -> None:
     state.transfer_ended(1, 10.3)
     [landed] = state.tick(10.2).transfers
     assert (landed.id, landed.took_s) == (moving.id, 0.2)
-    assert state.tick(10.2).transfers_under_way == 0
+    assert state.tick(10.2).transfers_in_flight == 0
     assert state.tick(10.2 + LINGER_S + 0.01).transfers == ()
 
 
@@ -187,7 +187,7 @@ def test_many_transfers_are_counted_but_not_all_shown() -> None:
     for number in range(500):
         state.transfer_ended(number, 1.5)
     tick = state.tick(1.6)
-    assert tick.transfers_under_way == 500
+    assert tick.transfers_in_flight == 500
     assert len(tick.transfers) == TRANSFERS_SHOWN_MOST
     assert {transfer.request_id for transfer in tick.transfers} >= {999, 499}
 

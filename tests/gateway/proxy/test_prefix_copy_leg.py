@@ -63,7 +63,7 @@ async def clean(gate: Rig) -> None:
     assert await gate.settles(), gate.leftovers()
     assert backlog(gate) == [0.0, 0.0]
     assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
-    assert not gate.gateway.state.snapshot(gate.gateway.now()).tick.transfers_under_way
+    assert not gate.gateway.state.snapshot(gate.gateway.now()).tick.transfers_in_flight
     servers = gate.fleet.servers.values()
     await until(lambda: not any(server.engine.waiting or server.engine.running for server in servers))
 

@@ -217,7 +217,7 @@ def test_a_ways_state_is_within_bounds_and_grows_old(pages: Mapping[str, list[Tc
     way = signals()
     for source, links in pages.items():
         way.heard(source, links, 0.0)
-    state = way.way(AWAY, age_s)
+    state = way.sample(AWAY, age_s)
     crossing = [
         each
         for source, links in pages.items()
@@ -249,7 +249,7 @@ def test_what_a_full_way_lacks_is_others_share(ends: list[tuple[str, str]], shar
     for sender in ("far0", "far1"):
         pace = share * CAPACITY / len(pairs)
         way.heard(sender, [seen(pace, target=target, full=True) for source, target in pairs if source == sender], 0.0)
-    state = way.way(AWAY, 0.0)
+    state = way.sample(AWAY, 0.0)
     assert state is not None
     lone = min(len({source for source, _ in pairs}), len({target for _, target in pairs}))
     due = min(CAPACITY, lone * LONE)

@@ -35,7 +35,7 @@ class PanicState:
     _enough_since: float | None = None
     """While active: time since which enough instances have been available."""
 
-    def look(self, available: int, instances: int, now: float) -> bool:
+    def update(self, available: int, instances: int, now: float) -> bool:
         """Update the number of available instances of the set; return whether `active` has changed."""
         self.available, self.instances = available, instances
         if available < self.share * instances:
@@ -82,17 +82,17 @@ class Panics:
         for each in self._sets.values():
             each.state.instances = each.state.available = len(each.members())
         for engine in stations.values():
-            engine.availability.on_available = lambda now, model=engine.instance.model: self._look(model, now)
+            engine.availability.on_available = lambda now, model=engine.instance.model: self._refresh(model, now)
 
     @property
     def sets(self) -> tuple[PanicSet, ...]:
         """Sets that have instances now."""
         return tuple(each for each in self._sets.values() if each.members())
 
-    def look(self, now: float) -> None:
+    def refresh(self, now: float) -> None:
         """Update the sets whose state changes with time alone."""
         for model in {each.model for each in self._sets.values() if each.state.active}:
-            self._look(model, now)
+            self._refresh(model, now)
 
     def close(self) -> None:
         """Stop the reports of availabilities."""
@@ -109,12 +109,12 @@ class Panics:
                 for engine in own.members() if own.state.active else ():
                     engine.availability.ignored = True
 
-    def _look(self, model: str, now: float) -> None:
+    def _refresh(self, model: str, now: float) -> None:
         sets = [self._sets[model, role] for role in _ROLES]
         changed = []
         for each in sets:
             counted = [engine.availability for engine in each.members() if engine.availability.counted]
-            if each.state.look(sum(availability.available for availability in counted), len(counted), now):
+            if each.state.update(sum(availability.available for availability in counted), len(counted), now):
                 changed.append(each)
         for each in changed:
             self._on_change(each)

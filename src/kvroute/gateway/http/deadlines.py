@@ -45,7 +45,7 @@ class Deadlines:
         self._waiting[waiting] = None
         if self._timer is None:
             self._lag_s = self.lag.total_s()
-            self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._period_s, self._check)
 
     def forget(self, waiting: Waiting) -> None:
         """Stop checking an object's deadline."""
@@ -54,7 +54,7 @@ class Deadlines:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         loop = asyncio.get_running_loop()
         self._timer = None
         now = loop.time()
@@ -65,4 +65,4 @@ class Deadlines:
         for late in [waiting for waiting in self._waiting if waiting.deadline_s <= now]:
             late.expire(now)
         if self._waiting and self._timer is None:
-            self._timer = loop.call_later(self._period_s, self._look)
+            self._timer = loop.call_later(self._period_s, self._check)

@@ -25,7 +25,7 @@ class StateCarryOver:
     """Carries over the state of the instances that stay, from the old cluster to the new one.
 
     Call `at_once` before the new cluster serves requests, then `prefixes`. Meanwhile pass the events of the new core to
-    `heard`, and call `look` periodically until the requests of the old cluster are over.
+    `heard`, and call `refresh` periodically until the requests of the old cluster are over.
     """
 
     def __init__(self, old: ClusterRuntime, new: ClusterRuntime, retired: Sequence[ClusterRuntime]) -> None:
@@ -72,7 +72,7 @@ class StateCarryOver:
             new.wan_paths.inherit(old.wan_paths, now)
         self._thresholds()
         self._knowledge()
-        self.look()
+        self.refresh()
 
     def _thresholds(self) -> None:
         """Carry over the offload thresholds of the sites in both clusters; base values in the file take precedence."""
@@ -109,7 +109,7 @@ class StateCarryOver:
         tier = int(new.tier[new.index(source), new.index(target)])
         return same[tier] and int(old.tier[old.index(source), old.index(target)]) == tier
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Report old requests to the new core as external load, for engines that do not report their load."""
         for name in self._stay:
             if name in self._new.measured:

@@ -94,7 +94,7 @@ class ClusterManager:
             self._prompts.close()
             raise
         self._collectors = Collectors(self.runtime, self._heard)
-        self.conversions = RoleSwitches(self.runtime, self._heard)
+        self.role_switches = RoleSwitches(self.runtime, self._heard)
         self._retired: list[ClusterRuntime] = []
         self._carry_over: StateCarryOver | None = None
         self._closed: deque[Iterator[int]] = deque()
@@ -148,7 +148,7 @@ class ClusterManager:
         self._retired.append(old)
         self._carry_over = StateCarryOver(old, runtime, self._retired)
         self._carry_over.at_once()
-        self.conversions.take_over(old, runtime)
+        self.role_switches.take_over(old, runtime)
         self._collectors = Collectors(runtime, self._heard, collectors)
         self.runtime, self.deployment, self._prompts = runtime, prepared.deployment, prepared.prompts
         self._prompts.change(float(runtime.settings.limits.queue_wait_s))
@@ -165,20 +165,20 @@ class ClusterManager:
         if self._carry_over is not None:
             await self._carry_over.prefixes()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Apply the changes that depend on time alone."""
         now = self._common.now()
         for runtime in self.clusters:
             for engine in runtime.engines.values():
                 engine.availability.refresh(now)
-            runtime.panics.look(now)
+            runtime.panics.refresh(now)
             if runtime.wan_paths is not None:
-                runtime.wan_paths.look(now)
+                runtime.wan_paths.refresh(now)
             if runtime.events is not None:
                 runtime.events.flush()
         if self._carry_over is not None:
-            self._carry_over.look()
-        self.conversions.look(self.clusters)
+            self._carry_over.refresh()
+        self.role_switches.advance(self.clusters)
         carry_over = self._carry_over
         for runtime in [each for each in self._retired if each.idle and not (carry_over and carry_over.reads(each))]:
             self._retired.remove(runtime)
@@ -209,7 +209,7 @@ class ClusterManager:
 
     async def unwatch(self) -> None:
         """Stop role switches and collectors."""
-        await self.conversions.close()
+        await self.role_switches.close()
         await self._collectors.close()
 
     def close(self) -> None:

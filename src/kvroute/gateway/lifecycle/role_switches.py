@@ -31,7 +31,7 @@ _DOUBLINGS = 4
 
 
 @dataclass(slots=True, eq=False)
-class Conversion:
+class RoleSwitch:
     """The role switch of one instance: the instance is drained first, then the hook is called."""
 
     instance: str
@@ -50,32 +50,32 @@ class Conversion:
 
 
 class RoleSwitches:
-    """The role switches of the current cluster; the caller runs `look` periodically and `take_over` at a reload."""
+    """The role switches of the current cluster; the caller runs `advance` periodically and `take_over` at a reload."""
 
     def __init__(self, runtime: ClusterRuntime, heard: Callable[[Event], None]) -> None:
         """Args: `heard` receives the event that an instance has restarted, like those of a collector."""
         self._runtime, self._heard = runtime, heard
-        self.under_way: dict[str, Conversion] = {}
+        self.in_progress: dict[str, RoleSwitch] = {}
         """Role switches in progress, by instance."""
         self._ask_at = 0.0
         self._seen: Review | None = None
         self._failures, self._backs_off_until = 0, 0.0
         self._stopped = False
 
-    def look(self, clusters: Sequence[ClusterRuntime]) -> None:
+    def advance(self, clusters: Sequence[ClusterRuntime]) -> None:
         """Request a review if one is due, and continue the role switches. Args: `clusters` that have requests."""
         now = self._runtime.now()
         if now >= self._ask_at and not self._stopped:
             self._review(now)
-        for conversion in list(self.under_way.values()):
-            due = now >= conversion.until or not _needed(conversion.instance, clusters)
-            if conversion.hook is None and due:
-                conversion.hook = asyncio.get_running_loop().create_task(self._call(conversion))
+        for switch in list(self.in_progress.values()):
+            due = now >= switch.until or not _needed(switch.instance, clusters)
+            if switch.hook is None and due:
+                switch.hook = asyncio.get_running_loop().create_task(self._call(switch))
 
     def _review(self, now: float) -> None:
         runtime = self._runtime
         offload, offloading = runtime.settings.offload, runtime.control.offloading
-        if offload is None or offloading is None or any(each.inherited for each in self.under_way.values()):
+        if offload is None or offloading is None or any(each.inherited for each in self.in_progress.values()):
             return
         self._ask_at = now + float(offload.check_interval_s)
         decisions = runtime.decide(ReviewDue(now))
@@ -92,24 +92,24 @@ class RoleSwitches:
     def _begin(self, decision: Convert, section: RoleSwitchSection | None, now: float) -> None:
         engine = self._runtime.engines[decision.instance]
         drain_s = float(section.drain_s) if section is not None else 0.0
-        conversion = Conversion(decision.instance, decision.role, engine.role, now + drain_s)
-        self.under_way[decision.instance] = conversion
+        switch = RoleSwitch(decision.instance, decision.role, engine.role, now + drain_s)
+        self.in_progress[decision.instance] = switch
         if section is None or now < self._backs_off_until:
-            self._end(conversion, "declined")
+            self._end(switch, "declined")
             return
         log_event("info", "role_switch_started", instance=decision.instance, role=decision.role)
         engine.availability.hold(CONVERTING, now)
 
-    async def _call(self, conversion: Conversion) -> None:
+    async def _call(self, switch: RoleSwitch) -> None:
         runtime = self._runtime
-        offload, instance = runtime.settings.offload, runtime.engines[conversion.instance].instance
+        offload, instance = runtime.settings.offload, runtime.engines[switch.instance].instance
         section = offload.role_switch if offload is not None else None
         why = "the configuration no longer has a hook"
         try:
             if section is not None:
-                why = await convert(section, instance, conversion.before, conversion.role)
+                why = await convert(section, instance, switch.before, switch.role)
         except asyncio.CancelledError:
-            self._end(conversion, "abandoned")
+            self._end(switch, "abandoned")
             raise
         except Exception as error:  # a bug in the gateway must not keep the instance out of service
             why = f"{type(error).__name__}: {error}"
@@ -118,19 +118,19 @@ class RoleSwitches:
         elif section is not None:
             self._backs_off_until = runtime.now() + float(section.back_off_s) * 2 ** min(self._failures, _DOUBLINGS)
             self._failures += 1
-        self._end(conversion, "failed" if why else "converted", why)
+        self._end(switch, "failed" if why else "converted", why)
 
-    def _end(self, conversion: Conversion, outcome: Outcome, why: str = "") -> None:
+    def _end(self, switch: RoleSwitch, outcome: Outcome, why: str = "") -> None:
         """Finish a role switch: the instance serves again, in the new role or the old one."""
-        name, runtime = conversion.instance, self._runtime
-        if self.under_way.pop(name, None) is not conversion:
+        name, runtime = switch.instance, self._runtime
+        if self.in_progress.pop(name, None) is not switch:
             return
         runtime.metrics.converted(outcome)
         reason = {"reason": why} if why else {}
-        log_event("error" if why else "info", f"role_switch_{outcome}", instance=name, role=conversion.role, **reason)
+        log_event("error" if why else "info", f"role_switch_{outcome}", instance=name, role=switch.role, **reason)
         engine, now = runtime.engines[name], runtime.now()
         if outcome == "converted":
-            engine.role = conversion.role
+            engine.role = switch.role
             self._heard(KvCleared(now, name))  # the engine has most likely restarted
         if _may_convert(runtime, name):
             runtime.notify(InstanceConverted(now, name, engine.role))
@@ -141,40 +141,40 @@ class RoleSwitches:
         allows to switch roles. For other instances the file's role applies."""
         now, self._runtime = new.now(), new
         for name, before in old.engines.items():
-            conversion, after = self.under_way.get(name), new.engines.get(name)
+            switch, after = self.in_progress.get(name), new.engines.get(name)
             same = same_engine(name, old, new) and after is not None and before.instance.role == after.instance.role
             if not (same and after is not None and _may_convert(new, name)):
-                if conversion is not None:
-                    self._abandon(conversion)
+                if switch is not None:
+                    self._abandon(switch)
                 if after is not None and before.role != after.role:
                     log_event("warning", "role_from_file", instance=name, role=after.role)
                 continue
             if before.role != after.role:
                 after.role = before.role
                 new.notify(InstanceConverted(now, name, before.role))
-            if conversion is not None:
-                conversion.inherited = True
+            if switch is not None:
+                switch.inherited = True
                 after.availability.hold(CONVERTING, now)
 
-    def _abandon(self, conversion: Conversion) -> None:
+    def _abandon(self, switch: RoleSwitch) -> None:
         """End a role switch without an event to the core: the new file defines the instance's role."""
-        self.under_way.pop(conversion.instance, None)
-        if conversion.hook is not None:
-            conversion.hook.cancel()
+        self.in_progress.pop(switch.instance, None)
+        if switch.hook is not None:
+            switch.hook.cancel()
         self._runtime.metrics.converted("abandoned")
-        log_event("warning", "role_switch_abandoned", instance=conversion.instance, role=conversion.role)
+        log_event("warning", "role_switch_abandoned", instance=switch.instance, role=switch.role)
 
     def stop(self) -> None:
         """Begin no more switches. Draining instances serve again in their old role; a running hook may finish."""
         self._stopped = True
-        for conversion in list(self.under_way.values()):
-            if conversion.hook is None:
-                self._end(conversion, "abandoned")
+        for switch in list(self.in_progress.values()):
+            if switch.hook is None:
+                self._end(switch, "abandoned")
 
     async def close(self) -> None:
         """Stop, and cancel the running hooks."""
         self.stop()
-        hooks = [each.hook for each in self.under_way.values() if each.hook is not None]
+        hooks = [each.hook for each in self.in_progress.values() if each.hook is not None]
         for hook in hooks:
             hook.cancel()
         await asyncio.gather(*hooks, return_exceptions=True)

@@ -9,7 +9,6 @@ from kvroute.control.offloader import Offloader
 from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.lifecycle.role_switches import RoleSwitches
 from kvroute.gateway.observe.view import (
-    ConversionLoad,
     ForesightLoad,
     GatewayStatus,
     InstanceLoad,
@@ -17,6 +16,7 @@ from kvroute.gateway.observe.view import (
     OracleLoad,
     PanicLoad,
     ReviewLoad,
+    RoleSwitchLoad,
     SiteLoad,
 )
 from kvroute.gateway.proxy.admission import AdmissionController
@@ -76,12 +76,12 @@ def _offload(runtime: ClusterRuntime, role_switches: RoleSwitches | None, now: f
     offloading, section = runtime.control.offloading, runtime.settings.offload
     if offloading is None or section is None:
         return None
-    under_way = role_switches.under_way.values() if role_switches is not None else ()
+    in_progress = role_switches.in_progress.values() if role_switches is not None else ()
     engines = runtime.engines.values()
     return OffloadLoad(
         sites=tuple(_site(runtime, offloading, site, now) for site in offloading.datacenters.prfaas),
         converts=section.role_switch is not None,
-        conversions=tuple(ConversionLoad(instance=c.instance, role=c.role, stage=c.stage) for c in under_way),
+        role_switches=tuple(RoleSwitchLoad(instance=c.instance, role=c.role, stage=c.stage) for c in in_progress),
         roles={engine.name: engine.role for engine in engines if engine.role != engine.instance.role},
         review=_review(offloading.last_review),
     )
@@ -90,13 +90,13 @@ def _offload(runtime: ClusterRuntime, role_switches: RoleSwitches | None, now: f
 def _site(runtime: ClusterRuntime, offloading: Offloader, site: int, now: float) -> SiteLoad:
     name, threshold, egress = offloading.datacenters.names[site], offloading.thresholds[site], offloading.egress[site]
     others, utilisation = offloading.utilisation(site, now)
-    seen = runtime.wan_paths.telemetry.way(name, now) if runtime.wan_paths is not None else None
+    seen = runtime.wan_paths.telemetry.sample(name, now) if runtime.wan_paths is not None else None
     return SiteLoad(
         name=name,
         threshold_tokens=threshold.tokens,
         base_tokens=threshold.base_tokens,
         open=threshold.up,
-        way=runtime.wan_paths.state(name, now) if runtime.wan_paths is not None else "closed",
+        wan_path=runtime.wan_paths.state(name, now) if runtime.wan_paths is not None else "closed",
         utilisation=utilisation,
         others=others,
         bytes_per_s=egress.bytes_per_s,

@@ -51,7 +51,7 @@ class OpenFiles:
         """Occurrences since the last line."""
         self._logged_at = float("-inf")
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Check whether a client could connect now: if no descriptor is left, the event loop closes the connection
         without an error."""
         number = exhausted()

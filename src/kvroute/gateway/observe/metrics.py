@@ -33,9 +33,9 @@ _LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 1
 class Metrics:
     """Metrics of one gateway. Requests report events to it; `page` returns the text for a scraper."""
 
-    def __init__(self, look: Callable[[], GatewayStatus], roles: dict[str, Role], *, version: str, policy: str) -> None:
-        """Args: `look` returns the current load, called once per page; `roles` are by instance (replaced on reload)."""
-        self._look, self.roles, self.version, self.policy = look, roles, version, policy
+    def __init__(self, load: Callable[[], GatewayStatus], roles: dict[str, Role], *, version: str, policy: str) -> None:
+        """Args: `load` returns the current load, called once per page; `roles` are by instance (replaced on reload)."""
+        self._load, self.roles, self.version, self.policy = load, roles, version, policy
         self.shadow = ""
         """Name of the shadow policy."""
         self._process = CollectorRegistry()
@@ -274,7 +274,7 @@ class Metrics:
         for counted in vars(self).values():
             if isinstance(counted, Counter | Histogram):
                 yield counted.text(openmetrics)
-        gauges = load_gauges(self._look(), self._transferring, self.roles, version=self.version, policy=self.policy)
+        gauges = load_gauges(self._load(), self._transferring, self.roles, version=self.version, policy=self.policy)
         for family, samples in gauges:
             yield lines(family, samples, openmetrics)
         generate = openmetrics_exposition.generate_latest if openmetrics else generate_latest

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from kvroute.gateway.observe.exposition import Family, Key
 from kvroute.gateway.observe.view import BreakerState, OffloadLoad, SiteLoad
 
-_WAY: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
+_WAN_PATH_STATE: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
 _CONVERTING = Family("gauge", "kvroute_role_switches_in_progress", "Instances that are switching their role.")
 _LAMBDA = Family(
     "gauge",
@@ -68,7 +68,7 @@ _SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float | None]], ...] = (
     ),
     (
         Family("gauge", "kvroute_wan_path_state", "WAN path: 0 in use, 1 being probed, 2 closed.", ("site",)),
-        lambda site: _WAY[site.way],
+        lambda site: _WAN_PATH_STATE[site.wan_path],
     ),
 )
 
@@ -79,7 +79,7 @@ def offload_gauges(offload: OffloadLoad | None) -> Iterator[tuple[Family, Iterab
     for family, value in _SITE_GAUGES:
         told = [(site.name, value(site)) for site in sites]
         yield family, [((name,), sample) for name, sample in told if sample is not None]
-    yield _CONVERTING, [((), len(offload.conversions))] if offload is not None else []
+    yield _CONVERTING, [((), len(offload.role_switches))] if offload is not None else []
     review = offload.review if offload is not None else None
     limits = [] if review is None else [("present", review.lambda_max_per_s), ("best", review.best_per_s)]
     yield _LAMBDA, [((split, review.binding), limit) for split, limit in limits if review is not None]

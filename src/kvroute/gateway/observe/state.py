@@ -66,9 +66,9 @@ class DashboardState:
     """Receives the hooks of requests and returns snapshots; times are the gateway's clock in seconds and never
     decrease."""
 
-    def __init__(self, cluster: Cluster, look: Callable[[], GatewayStatus], *, policy: str, version: str) -> None:
-        """Args: `look` returns the current load; it is called only for a snapshot."""
-        self._look, self._version = look, version
+    def __init__(self, cluster: Cluster, load: Callable[[], GatewayStatus], *, policy: str, version: str) -> None:
+        """Args: `load` returns the current load; it is called only for a snapshot."""
+        self._load, self._version = load, version
         self.policy = policy
         self._layout_id = 0
         self._shadow: ShadowTally | None = None
@@ -188,7 +188,7 @@ class DashboardState:
 
     def tick(self, at: float, decisions_most: int = TICK_DECISIONS_MOST) -> DashboardUpdate:
         """Return the values that change, with the newest decisions."""
-        load = self._look()
+        load = self._load()
         newest = islice(self._decisions, max(0, len(self._decisions) - decisions_most), None)
         return DashboardUpdate(
             at=round(at, 4),
@@ -203,7 +203,7 @@ class DashboardState:
             errors_per_s=self._errors.per_s(at),
             requests=int(self._arrivals.total),
             rejects=int(self._rejects.total),
-            transfers_under_way=len(self._moving),
+            transfers_in_flight=len(self._moving),
             transfers=self._transfers(at),
             decisions=tuple(judgement_of(*entry) for entry in newest),
             window_s=WINDOW_S,

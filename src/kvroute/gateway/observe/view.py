@@ -65,7 +65,7 @@ class SiteLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Threshold without congestion, as searched or given."""
     open: bool
     """Whether some instance there is up, and the path has capacity."""
-    way: BreakerState
+    wan_path: BreakerState
     """State of the path's circuit breaker, by own transfers."""
     utilisation: float
     """Utilisation of the path, 0 to 1, by recent own bytes and by telemetry of other traffic."""
@@ -103,7 +103,7 @@ class ReviewLoad(msgspec.Struct, frozen=True, kw_only=True):
     n_decode: tuple[int, ...]
 
 
-class ConversionLoad(msgspec.Struct, frozen=True, kw_only=True):
+class RoleSwitchLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A role switch in progress."""
 
     instance: str
@@ -117,7 +117,7 @@ class OffloadLoad(msgspec.Struct, frozen=True, kw_only=True):
     sites: tuple[SiteLoad, ...]
     converts: bool
     """Whether a hook for role switches is configured."""
-    conversions: tuple[ConversionLoad, ...] = ()
+    role_switches: tuple[RoleSwitchLoad, ...] = ()
     roles: dict[str, Role] = {}
     """Current roles that differ from the cluster file, by instance."""
     review: ReviewLoad | None = None
@@ -247,7 +247,7 @@ class DashboardUpdate(msgspec.Struct, frozen=True, kw_only=True):
     errors_per_s: float
     requests: int
     rejects: int
-    transfers_under_way: int
+    transfers_in_flight: int
     transfers: tuple[Transfer, ...]
     decisions: tuple[DecisionView, ...]
     """The newest decisions, oldest first."""

@@ -47,7 +47,7 @@ class PathTelemetry:
         """Args: `still_s`: time without progress after which a path counts as stalled."""
         datacenters = Datacenters.of_cluster(cluster)
         names = datacenters.names
-        self._way_of = {
+        self._site_of = {
             instance.name: names[int(site)]
             for instance, site in zip(cluster.instances, datacenters.of, strict=True)
             if int(site) in datacenters.prfaas
@@ -65,17 +65,17 @@ class PathTelemetry:
 
     def heard(self, source: str, seen: Sequence[TcpSample], now: float) -> None:
         """Store the samples of an engine's page; the page of an engine outside these datacenters is ignored."""
-        site = self._way_of.get(source)
+        site = self._site_of.get(source)
         if site is not None:
             crossing = tuple(each for each in seen if self._datacenter.get(each.target, site) != site)
             self._pages[source] = _Page(now, crossing)
 
-    def way(self, site: str, now: float) -> PathSample | None:
+    def sample(self, site: str, now: float) -> PathSample | None:
         """Return the state of the path from a site; None if nothing was sent or ready to be sent."""
         pairs = [
             (source, each)
             for source, page in self._pages.items()
-            if self._way_of[source] == site and now - page.at <= self._fresh_s
+            if self._site_of[source] == site and now - page.at <= self._fresh_s
             for each in page.seen
         ]
         if not pairs:

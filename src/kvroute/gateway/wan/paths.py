@@ -21,7 +21,7 @@ from kvroute.gateway.wan.tcp_links import TcpSample
 from kvroute.topology import Cluster
 from kvroute.types import Prefill
 
-_CUT = "way"
+_CUT = "wan path"
 """Reason for holding an instance behind the path."""
 _STILL = "transfers make no progress"
 """Reason for holding a path."""
@@ -115,7 +115,7 @@ class WanPaths:
                 availability.breaker = before.availability[site].breaker
                 availability.refresh(now)
 
-    def look(self, now: float) -> None:
+    def refresh(self, now: float) -> None:
         """Apply the changes that depend on time alone."""
         for site, availability in self.availability.items():
             availability.refresh(now)
@@ -130,13 +130,13 @@ class WanPaths:
 
     def others(self, now: float) -> float | None:
         """Return the largest share of a path that other traffic takes; None: unknown."""
-        wan_paths = [self.telemetry.way(site, now) for site in self.availability]
-        return max((way.others for way in wan_paths if way is not None and way.others is not None), default=None)
+        samples = [self.telemetry.sample(site, now) for site in self.availability]
+        return max((each.others for each in samples if each is not None and each.others is not None), default=None)
 
     def _stands(self, site: str, now: float) -> None:
         """Hold a stalled path before requests time out; release it once data moves or none is waiting."""
-        way, availability = self.telemetry.way(site, now), self.availability[site]
-        still = way is not None and way.still
+        sample, availability = self.telemetry.sample(site, now), self.availability[site]
+        still = sample is not None and sample.still
         if still and not availability.reason:
             availability.hold(_STILL, now)
         elif availability.reason and not still:

@@ -20,7 +20,7 @@ function tick(data) {
   map.setTick(data);
   if (map.chosen >= 0) panels.inspect(map.chosen);
   const { load } = data, down = data.instances.filter((tile) => !tile[0] || tile[1] === 2).length;
-  const cut = (load.offload?.sites ?? []).filter((site) => site.way !== "closed").map((site) => `, WAN path of ${site.name} closed`).join("");
+  const cut = (load.offload?.sites ?? []).filter((site) => site.wan_path !== "closed").map((site) => `, WAN path of ${site.name} closed`).join("");
   const note = `${layout.instances.length} instances${down ? `, ${down} out of service` : ""}${cut}`;
   if ($("map-note").textContent !== note) {
     $("map-note").textContent = note;

@@ -154,8 +154,8 @@ export const pathStateTexts = (state) => PATH_STATES[state];
 export const isShut = (state) => state !== "" && state !== "empty";
 
 export function pathState(site, up) { // `up`: whether an instance of the site is up; the core treats all as down while the path is closed
-  if (site.way === "open") return "shut";
-  if (site.way === "half-open") return "trying";
+  if (site.wan_path === "open") return "shut";
+  if (site.wan_path === "half-open") return "trying";
   if (site.open) return "";
   return up ? "full" : "empty";
 }

@@ -135,11 +135,11 @@ export class ClusterMap {
     const shown = this.moving.get(transfer.id);
     const length = Math.max(SHOW_MS, 1000 * (transfer.took_s ?? Math.max(transfer.expected_s, transfer.age_s)));
     if (shown) {
-      shown.under_way = transfer.took_s === null;
+      shown.in_flight = transfer.took_s === null;
       // The end is known now: the line of a completed transfer must not remain.
-      shown.ms = Math.max(length, shown.under_way ? now - shown.from + 300 : 0);
+      shown.ms = Math.max(length, shown.in_flight ? now - shown.from + 300 : 0);
     } else if (this.moving.size < MOVING_MOST && (transfer.took_s === null || now - this.started(transfer, now) < SHOW_MS)) {
-      this.moving.set(transfer.id, { ...transfer, from: this.started(transfer, now), ms: length, under_way: transfer.took_s === null });
+      this.moving.set(transfer.id, { ...transfer, from: this.started(transfer, now), ms: length, in_flight: transfer.took_s === null });
     }
   }
 
@@ -288,7 +288,7 @@ export class ClusterMap {
 
   drawTile(draw, { x, y }, index) {
     const value = this.values[index], size = this.tile, role = this.role(index);
-    const changing = this.tick?.load.offload?.conversions.some((each) => each.instance === this.layout.instances[index].name);
+    const changing = this.tick?.load.offload?.role_switches.some((each) => each.instance === this.layout.instances[index].name);
     const down = value && !value[UP], open = value && value[BREAKER] === 2, half = value && value[BREAKER] === 1;
     shape(draw, role, x, y, size);
     draw.fillStyle = !value || down ? this.ink.panel : loadColour(value[LOAD]);
@@ -390,7 +390,7 @@ export class ClusterMap {
     if (!forward) ends.reverse();
     const points = [a, ...ends, b], sums = [0];
     for (let k = 1; k < 4; k += 1) sums.push(sums[k - 1] + Math.hypot(points[k].x - points[k - 1].x, points[k].y - points[k - 1].y));
-    const whole = transfer.under_way ? sums[2] : sums[3]; // a transfer that ends while the link is closed has not arrived either
+    const whole = transfer.in_flight ? sums[2] : sums[3]; // a transfer that ends while the link is closed has not arrived either
     const most = (isShut(link.state) ? (sums[1] + sums[2]) / 2 - BREAK - 2 : whole) / sums[3];
     return { way: (t) => along(points, sums, t * sums[3]), most };
   }

@@ -13,7 +13,7 @@ const FAR = 2; // the first tier beyond the rack
 const PLACED = {
   short: "no more uncached tokens than the threshold", long: "more uncached tokens than the threshold",
   home_down: "no prefill instance at home is up", away_down: "no other datacenter is available",
-  not_worth_it: "offloading would take much longer than prefill at home", nobody_up: "no instance is up",
+  not_worth_it: "offloading would take much longer than prefill at home", no_instance_up: "no instance is up",
 };
 
 export class Panels {
@@ -81,7 +81,7 @@ export class Panels {
       ["TTFT p50", main && main.streams !== 0 ? seconds(main.ttft_p50_s) : "–", ""],
       ["TTFT p90", main && main.streams !== 0 ? seconds(main.ttft_p90_s) : "–", ""],
       // Most transfers end between two updates, so those of the last second are counted, as on the map.
-      ["transfers", String(tick.transfers_under_way + landed), `${tick.transfers_under_way} in flight, ${landed} ended within the last second`],
+      ["transfers", String(tick.transfers_in_flight + landed), `${tick.transfers_in_flight} in flight, ${landed} ended within the last second`],
       ["rejected / s", figures(tick.rejects_per_s), `${tick.rejects} in total`, tick.rejects_per_s > 0],
       ["errors / s", figures(tick.errors_per_s), "", tick.errors_per_s > 0],
     ];
@@ -392,7 +392,7 @@ class Offloading {
     this.split(tick);
     this.links(tick, offload);
     this.review(tick, offload.review);
-    this.conversions(tick, offload);
+    this.roleSwitches(tick, offload);
   }
 
   build() {
@@ -478,8 +478,8 @@ class Offloading {
       `gain ${percent(review.gain)}. ${splits.join("; ")}: ${VERDICT[review.verdict] ?? review.verdict}.`);
   }
 
-  conversions(tick, offload) {
-    const now = new Map(offload.conversions.map((each) => [each.instance, each]));
+  roleSwitches(tick, offload) {
+    const now = new Map(offload.role_switches.map((each) => [each.instance, each]));
     for (const [name, { role }] of this.seen) {
       if (now.has(name)) continue;
       const k = this.layout.instances.findIndex((instance) => instance.name === name);
@@ -489,7 +489,7 @@ class Offloading {
     this.seen = now;
     const changed = Object.entries(offload.roles).filter(([name]) => !now.has(name));
     const lines = [
-      ...offload.conversions.map(({ instance, role, stage }) => `⇄ ${instance} becomes ${role}: ${stage === "draining" ? "draining" : "its hook is running"}`),
+      ...offload.role_switches.map(({ instance, role, stage }) => `⇄ ${instance} becomes ${role}: ${stage === "draining" ? "draining" : "its hook is running"}`),
       ...this.over,
       ...(changed.length ? [`Different from the cluster file: ${changed.map(([name, role]) => `${name} serves ${role}`).join(", ")}`] : []),
       ...(offload.converts ? [] : ["No hook: roles do not change."]),

@@ -30,7 +30,7 @@ from kvroute.types import (
 )
 
 
-class Journeys:
+class RequestTimelines:
     """Runs each step at its time on the agenda; the engine and network models give the cost of a step."""
 
     def __init__(
