@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.fuzz.cuts import bounded
-from tests.gateway.telemetry.test_kv_events import OURS, Engine, batch, feed
+from tests.gateway.telemetry.kv_rig import OURS, Engine, batch, feed
 
 from kvroute.gateway.telemetry.engine_blocks import SLICE_UNITS
 from kvroute.gateway.telemetry.kv_batch import BATCH_BLOCKS_MAX, BatchError, BlockEvent, read_batch

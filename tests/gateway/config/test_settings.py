@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,93 +10,20 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.gateway.config.settings_rig import ENVIRON, FULL, LIVE, ROOT, said, section
 
 from kvroute.gateway.config.field_types import Wait
-from kvroute.gateway.config.offload import OffloadSection, RoleSwitchSection
-from kvroute.gateway.config.preflight import deployment_of, settings_of, tls_context
-from kvroute.gateway.config.settings import GatewaySettings, TlsSettings
+from kvroute.gateway.config.preflight import deployment_of, settings_of
+from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.gateway.openai_api.api_keys import hash_text
-from kvroute.policies.allocation import LongTerm
-from kvroute.policies.offload import OffloadSpec
-from kvroute.policies.threshold import ShortTerm
-from kvroute.topology import FileError
 from kvroute.topology.document import read_section
 from kvroute.topology.schema import ClusterFile
 from kvroute.topology.units import quantity
 from kvroute.types import InputError, InputErrors
 
-ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTED, KEYED, ASKED = re.findall(
     r"```yaml\n(gateway:\n.*?)```", (ROOT / "docs" / "cluster-file.md").read_text(encoding="utf-8"), re.S
 )
-SERVE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
-OFFLOADED, OBSERVED, CONVERTED, SALTED = re.findall(r"```yaml\n(gateway:\n.*?)```", SERVE, re.S)
-FULL = f"""\
-gateway:
-  listen: {{host: 0.0.0.0, port: 8443}}
-  admin: {{host: "::1", port: 9999, push_token: 0123456789abcdefg, hosts: [gateway.example]}}
-  policy: cla
-  parameters: {{cache_weight: 2, load_weight: 0.5}}
-  prefill: least-loaded
-  constraint: pod:preferred:0.5
-  reserve: 2 GB
-  reserve_output_tokens: 1024
-  models: {{llama: llama-3-70b}}
-  oracle:
-    source: prometheus
-    self_measured: false
-    separates_own_traffic: false
-    stale_after: 1 min
-    prediction: trend
-    prometheus: {{url: "https://prom:9090/base", per_link: {{query: up, label: cable}}, timeout: 100 ms}}
-  prompt: {{block_tokens: 64, bytes_per_token: 3}}
-  prefix: approximate
-  limits: {{body: 1 MiB, headers: 8 KB, connections: 10, in_flight: 5, queue: 0, queue_wait: 1 s, per_key: 2}}
-  timeouts: {{connect: 1 ms, prefill: 24 h, first_token: 1 s, between_tokens: 1 s, drain: 1 s}}
-  retries: {{share: 0, floor_per_s: 0.5, attempts: 1}}
-  breaker: {{failures: 1, window: 1 s, share: 1, open: 1 s}}
-  health: {{path: /healthz, interval: 1 s, timeout: 1 s, failures: 1, slow_start: 0 s}}
-  scrape: {{path: "/metrics?all=1", interval: 1 s}}
-  keys: {{known: {{alice: "{hash_text("a")}"}}, concurrency: {{alice: 3}}}}
-  upstream_key_env: ENGINE_KEY
-  tracing: {{otlp: "http://otel:4318/v1/traces", share: 0.1}}
-  log: {{level: debug, format: json, access: true}}
-  measure: engine
-  offload:
-    threshold: 19.4K tokens
-    stay_factor: 3
-    check_interval: 500 ms
-    short_term: {{enabled: false, utilisation_high: 0.9, queue_low: 0 s, step: 1.5, dwell: 1 s, threshold_max: 2M}}
-    long_term: {{review: 5 s, window: 1 min, requests_min: 7, gain_min: 0.1, at_once: 2, prefill_min: 0}}
-    wan_path: {{failures: 9, open: 1 s}}
-    role_switch: {{url: "http://hook:8000/convert", drain: 1 s, timeout: 2 s, back_off: 3 s}}
-"""
-ENVIRON = {"ENGINE_KEY": "x", "WITH_NEWLINE": "x\n"}
-MACHINES = """\
-name: live
-nodes: [{name: node0}]
-timing: {default: {prefill: {kind: linear, per_token: 90 us}, decode: {base: 10 ms}}}
-defaults: {model: llama-3-70b, kv_capacity: 80 GB}
-"""
-FIRST = '  - {name: prefill0, role: prefill, gpus: "node0:0", endpoint: {url: "http://a:1"}}\n'
-SECOND = '  - {name: decode0, role: decode, gpus: "node0:1", endpoint: {url: "http://b:1"}}\n'
-LIVE = MACHINES + "instances:\n" + FIRST + SECOND
-
-
-def said(text: str, environ: dict[str, str] | None = None) -> list[FileError]:
-    """Return the errors of a section."""
-    with pytest.raises(InputErrors) as caught:
-        settings_of(text, "f", ENVIRON if environ is None else environ)
-    problems = caught.value.problems
-    assert [str(problem) for problem in problems] == list(dict.fromkeys(str(problem) for problem in problems))
-    return [problem for problem in problems if isinstance(problem, FileError)]
-
-
-def refused(text: str, *, embedded: bool = False) -> list[FileError]:
-    """Return the errors of a whole file."""
-    with pytest.raises(InputErrors) as caught:
-        deployment_of(text, "f", embedded=embedded, environ={})
-    return [problem for problem in caught.value.problems if isinstance(problem, FileError)]
 
 
 def test_the_documented_defaults_are_the_defaults() -> None:
@@ -134,47 +59,6 @@ def test_a_full_section_says_what_it_says() -> None:
     assert (oracle.stale_after_s, oracle.self_measured, oracle.prediction) == (60.0, False, "trend")
 
 
-def test_what_is_said_of_offloading_is_what_the_core_gets(tmp_path: Path) -> None:
-    program = "gateway: {offload: {role_switch: {command: [./convert, now]}}}"
-    named = settings_of(program, str(tmp_path / "cluster.yaml")).offload
-    assert named is not None
-    assert named.role_switch is not None
-    assert named.role_switch.command == [str(tmp_path / "convert"), "now"]
-    read = settings_of(FULL, "f", ENVIRON)
-    spec = read.control_spec().offload
-    assert spec is not None
-    assert (spec.threshold_tokens, spec.rule, spec.layerwise, spec.stay_factor) == (19_400.0, "scarce", False, 3.0)
-    copying = settings_of("gateway: {offload: {rule: auto, abundant_below: 0.2, copy: {min: 2K tokens}}}", "f").offload
-    assert copying is not None
-    read_as = (copying.spec().rule, copying.spec().abundant_below, copying.spec().copy_min_tokens, copying.copy_s)
-    assert read_as == ("auto", 0.2, 2_000, 5.0)
-    short = ShortTerm(
-        enabled=False, utilisation_high=0.9, queue_low_s=0.0, step=1.5, dwell_s=1.0, threshold_max_tokens=2e6
-    )
-    long = LongTerm(review_s=5.0, window_s=60.0, requests_min=7, gain_min=0.1, at_once=2, prefill_min=0)
-    assert (spec.short_term, spec.long_term) == (short, long)
-
-
-def test_the_documented_defaults_of_offloading_are_the_defaults() -> None:
-    """The documented defaults equal those of the settings, and those of the policy except where live engines cannot
-    follow it."""
-    read = settings_of(OFFLOADED, "f").offload
-    assert settings_of("gateway: {offload: {}}", "f").offload == OffloadSection()
-    assert read is not None
-    assert msgspec.structs.replace(read, short_term=OffloadSection().short_term) == OffloadSection()
-    assert msgspec.to_builtins(read.spec()) == msgspec.to_builtins(
-        OffloadSpec(rule="scarce", layerwise=False, long_term=LongTerm(conversions=False))
-    )
-    assert settings_of(SALTED, "f", None).cache_salt == "per-tenant"
-    assert settings_of(OBSERVED, "f").oracle.prometheus is not None
-    converted = settings_of(CONVERTED, "f")
-    assert converted.offload is not None
-    assert converted.offload.role_switch == RoleSwitchSection(url="http://10.0.0.9:8000/convert")
-    spec = converted.control_spec().offload
-    assert spec is not None
-    assert spec.long_term.conversions
-
-
 @pytest.mark.parametrize(
     ("written", "number"),
     [("19400", 19_400.0), ("19.4K tokens", 19_400.0), ("19.4K", 19_400.0), ("2M", 2e6), ("512 tokens", 512.0)],
@@ -183,106 +67,6 @@ def test_lengths_are_numbers_or_text(written: str, number: float) -> None:
     read = settings_of(f"gateway: {{offload: {{short_term: {{threshold_max: {written}, threshold_min: 1}}}}}}", "f")
     assert read.offload is not None
     assert read.offload.spec().short_term.threshold_max_tokens == number
-
-
-OFFLOAD_FAULTS = {
-    "rule": ("rule: abundant", "gateway.offload.rule", "copies cached prefixes between datacenters"),
-    "auto": ("rule: auto", "gateway.offload.rule", "write `rule: scarce`"),
-    "no time to copy": ("copy: {timeout: 0 s}", "gateway.offload.copy.timeout", "between 1 ms and 24 h"),
-    "no hook": ("role_switch: {drain: 1 s}", "gateway.offload.role_switch", "has neither"),
-    "two hooks": ('role_switch: {url: "http://a/b", command: [c]}', "gateway.offload.role_switch", "not both"),
-    "hook of nowhere": ('role_switch: {url: "ftp://a"}', "gateway.offload.role_switch.url", "http://"),
-    "unknown place": ('role_switch: {url: "http://a/{instance}"}', "gateway.offload.role_switch.url", "http://"),
-    "no command": ("role_switch: {command: []}", "gateway.offload.role_switch.command", "length >= 1"),
-    "tokens": ("threshold: 19 bananas", "gateway.offload.threshold", "19.4K tokens"),
-    "below the bounds": ("threshold: 10", "gateway.offload.threshold", "outside [1000, 1e+06]"),
-    "no band": ("short_term: {utilisation_low: 0.99}", "gateway.offload.short_term", "leave no gap"),
-    "no factor": ("short_term: {step: 1}", "gateway.offload.short_term.step", "not a factor above 1"),
-    "bounds": ("short_term: {threshold_min: 2M}", "gateway.offload.short_term", "not a valid range"),
-    "share": ("long_term: {gain_min: 1}", "gateway.offload.long_term.gain_min", "a share between 0 and 1"),
-    "unknown": ("long_term: {reviews: 5 s}", "gateway.offload.long_term.reviews", "did you mean 'review'"),
-}
-
-
-@pytest.mark.parametrize(("line", "field", "said_of_it"), OFFLOAD_FAULTS.values(), ids=OFFLOAD_FAULTS)
-def test_faults_of_offloading_are_told_with_their_line(line: str, field: str, said_of_it: str) -> None:
-    (problem,) = said(f"gateway:\n  policy: netkv\n  offload:\n    {line}\n")
-    assert (problem.line, problem.field) == (4, field)
-    assert said_of_it in str(problem)
-
-
-@pytest.mark.parametrize("protocol", ["sglang", "mooncake"])
-def test_prefixes_are_copied_by_one_protocol_only(protocol: str) -> None:
-    """Prefill instances with another protocol are named, with their lines; `scarce` copies nothing and needs no
-    protocol."""
-    text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
-    ports = iter(range(8000, 9000))
-
-    def reached(match: re.Match[str]) -> str:
-        endpoint = f'{{url: "http://h:{next(ports)}", protocol: {protocol}, bootstrap: "h:1"}}'
-        return f"{match[0][:-1]}, endpoint: {endpoint}}}"
-
-    text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", reached, text) + "    copy: {}\n"
-    assert deployment_of(text, "f", environ={})
-    problems = refused(text + "    rule: auto\n")
-    assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7)}
-    assert all(f"{protocol} does not support" in str(problem) for problem in problems)
-
-
-def test_a_cluster_that_cannot_offload_is_told_so() -> None:
-    (problem,) = refused(LIVE + "gateway:\n  offload: {}\n")
-    assert problem.field == "gateway.offload"
-    assert "no datacenter has prefill instances only" in str(problem)
-
-
-def test_offloading_is_not_held_against_nodes_that_could_not_be_read() -> None:
-    """The placeholder for the number of GPUs has no NIC per GPU."""
-    text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
-    (problem,) = refused(
-        text.replace("{name: fast1, rack: fast-rack, gpus: 8", "{name: fast1, rack: fast-rack, gpus: 8x")
-    )
-    assert problem.field == "nodes[1].gpus"
-
-
-def test_a_decode_instance_that_may_come_to_prefill_needs_its_bootstrap_server() -> None:
-    text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
-    ports = iter(range(8000, 9000))
-
-    def reached(match: re.Match[str]) -> str:
-        port, bootstrap = next(ports), ', bootstrap: "h:1"' if match[1] == "prefill" else ""
-        return f'{match[0][:-1]}, endpoint: {{url: "http://h:{port}", protocol: mooncake{bootstrap}}}}}'
-
-    text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", reached, text)
-    assert deployment_of(text, "f", environ={})
-    problems = refused(text + "    role_switch: {command: [convert]}\n")
-    assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7, 12)}
-    assert all("bootstrap" in str(problem) for problem in problems)
-
-
-@pytest.mark.parametrize("section", ["offload: {layerwise: true}", "layerwise: true"])
-def test_who_is_asked_early_must_say_where(section: str) -> None:
-    """Layer-wise transfer from prefill-only sites or everywhere needs a bootstrap address; emulated engines have one by
-    themselves."""
-    text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8").partition("\ngateway:")[0]
-    text += f"\ngateway:\n  {section}\n"
-    assert deployment_of(text, "f", embedded=True, environ={})
-    ports = iter(range(8000, 9000))
-
-    def reached(protocol: str, more: str) -> str:
-        def entry(match: re.Match[str]) -> str:
-            return f'{match[0][:-1]}, endpoint: {{url: "http://h:{next(ports)}", protocol: {protocol}{more}}}}}'
-
-        return re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", entry, text)
-
-    early = {f"instances[{k}].endpoint" for k in range(4 if "offload" in section else 7)}
-    problems = refused(reached("vllm", ""))
-    assert {problem.field for problem in problems} == early
-    assert all("add `bootstrap: HOST:PORT`" in str(problem) for problem in problems)
-    problems = refused(reached("mooncake", ', bootstrap: "h:1"'))
-    assert {problem.field for problem in problems} == early
-    assert all("mooncake does not support" in str(problem) for problem in problems)
-    for protocol in ("vllm", "sglang"):
-        assert deployment_of(reached(protocol, ', bootstrap: "h:1"'), "f", environ={})
 
 
 def test_the_defaults_make_a_core() -> None:
@@ -317,10 +101,6 @@ def test_every_corruption_is_named_on_its_line(drawn: tuple[str, int]) -> None:
     assert line in [problem.line for problem in problems], [str(problem) for problem in problems]
     assert all(problem.what and problem.field.startswith("gateway") for problem in problems)
     assert [problem.line for problem in problems] == sorted(problem.line for problem in problems)
-
-
-def section(text: str) -> str:
-    return f"gateway:\n  {text}\n"
 
 
 PROMETHEUS = "source: prometheus, prometheus: {url: 'http://p'"
@@ -502,124 +282,3 @@ def test_a_wait_of_exactly_a_millisecond_is_one() -> None:
     assert quantity(Wait, "1 ms") == 1e-3
     with pytest.raises(InputError, match="between 1 ms and 24 h"):
         quantity(Wait, "0.9 ms")
-
-
-# The whole file
-
-
-def test_a_deployment_is_a_cluster_and_its_settings() -> None:
-    cluster, read = deployment_of(LIVE + "gateway: {models: {llama: llama-3-70b}}\n", "f")
-    assert [instance.name for instance in cluster.instances] == ["decode0", "prefill0"]
-    assert read.models == {"llama": "llama-3-70b"}
-
-
-def test_faults_of_cluster_and_section_are_told_together_and_once() -> None:
-    text = LIVE.replace("90 us", "90") + "gateway:\n  policy: a\n"
-    assert [problem.line for problem in refused(text)] == [3, 9]
-    assert len(refused(LIVE + "gateway: *a\n")) == 1
-    assert len(refused("a: [")) == 1
-
-
-SGLANG = 'url: "http://a:1", protocol: sglang'
-LIVE_FAULTS = {
-    "no endpoint": (LIVE.replace(', endpoint: {url: "http://b:1"}', ""), 7, "decode0 has no endpoint; add `endpoint:"),
-    "same engine": (LIVE.replace("http://b:1", "http://A:1"), 7, "is already the endpoint of prefill0"),
-    "no bootstrap": (LIVE.replace('url: "http://a:1"', SGLANG), 6, "sglang needs the prefill engine's bootstrap"),
-    "lone prefill": (LIVE.replace('url: "http://a:1"', SGLANG), 6, "prefill0 has no decode instance to work with"),
-    "lone decode": (LIVE.replace('url: "http://a:1"', SGLANG), 7, "decode0 has no prefill instance to work with"),
-    "no partner for a model": (
-        LIVE.replace("role: decode,", "role: decode, model: llama-3-8b,"), 7, "none for llama-3-8b uses vllm",
-    ),
-    "replay alone": (
-        LIVE.replace('"http://b:1"', '"http://b:1", kv_replay: "tcp://b:2"'), 7, "`kv_replay` requires `kv_events`",
-    ),
-    "no events": (LIVE + "gateway: {prefix: events}\n", 6, "`prefix: events` needs the KV events of prefill0"),
-    "unknown model": (LIVE + "gateway: {models: {a: llama-3-7b}}\n", 8, "did you mean 'llama-3-70b'?"),
-    "shorthand": (MACHINES + "instances: {prefill: 1, decode: 1}\n", 5, "or serve emulated engines with --embedded"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", LIVE_FAULTS)
-def test_each_obstacle_to_serving_says_where_and_how_to_mend(fault: str) -> None:
-    text, line, sentence = LIVE_FAULTS[fault]
-    found = [(problem.line, str(problem)) for problem in refused(text)]
-    assert any(where == line and sentence in what for where, what in found), found
-    assert [where for where, _ in found] == sorted(where for where, _ in found)
-
-
-def test_emulated_engines_need_no_endpoint() -> None:
-    for fault in ("no endpoint", "shorthand", "no bootstrap", "no events"):
-        assert deployment_of(LIVE_FAULTS[fault][0], "f", embedded=True)[0].name == "live"
-    assert refused(LIVE_FAULTS["unknown model"][0], embedded=True)
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["prefill", "decode", "both"]), st.sampled_from(["vllm", "mooncake", "sglang"])),
-        min_size=1,
-        max_size=6,
-    )
-)
-@settings(max_examples=80, deadline=None)
-def test_a_served_cluster_has_partners_for_every_protocol(instances: list[tuple[str, str]]) -> None:
-    """A cluster is accepted exactly if each protocol with a prefill-only instance has a decode-only instance, and the
-    reverse."""
-    text = MACHINES + "instances:\n"
-    for index, (role, protocol) in enumerate(instances):
-        endpoint = f'{{url: "http://h{index}:1", protocol: {protocol}, bootstrap: "h{index}:2"}}'
-        text += f'  - {{name: i{index}, role: {role}, gpus: "node0:{index}", endpoint: {endpoint}}}\n'
-    kinds = set(instances)
-    both_roles = all({role for role, _ in kinds} & {role, "both"} for role in ("prefill", "decode"))
-    paired = all((("prefill", p) in kinds) == (("decode", p) in kinds) for p in ("vllm", "mooncake", "sglang"))
-    try:
-        deployment_of(text, "f")
-    except InputErrors:
-        assert not (both_roles and paired)
-    else:
-        assert both_roles
-        assert paired
-
-
-# Files named in the cluster file
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with two certificates and their keys, a.pem and b.pem, and a.key encrypted as locked.key."""
-    folder = tmp_path_factory.mktemp("tls")
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
-    for name in ("a", "b"):
-        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem"]
-        subprocess.run(["openssl", "req", "-x509", *curve, *files], cwd=folder, check=True, capture_output=True)
-    lock = ["openssl", "ec", "-in", "a.key", "-aes128", "-passout", "pass:word", "-out", "locked.key"]
-    subprocess.run(lock, cwd=folder, check=True, capture_output=True)
-    return folder
-
-
-def test_paths_start_at_the_files_folder(certificates: Path) -> None:
-    (certificates / "tokenizer.json").write_text("{}", encoding="utf-8")
-    (certificates / "keys").write_text(f"alice: {hash_text('a')}\n", encoding="utf-8")
-    inside = "listen: {tls: {certificate: a.pem, key: ./a.key}}, prompt: {tokenizer: .}, keys: {file: keys}"
-    text = f"gateway: {{{inside}, log: {{events: e}}}}"
-    read = settings_of(text, str(certificates / "cluster.yaml"))
-    assert read.listen.tls == TlsSettings(certificate=str(certificates / "a.pem"), key=str(certificates / "a.key"))
-    assert (read.prompt.tokenizer, read.keys.file) == (str(certificates), str(certificates / "keys"))
-    assert read.log.events == str(certificates / "e")
-    assert isinstance(tls_context(read.listen.tls), ssl.SSLContext)
-
-
-@pytest.mark.parametrize("key", ["b.key", "locked.key", "b.pem"])
-def test_a_certificate_needs_its_own_open_key(certificates: Path, key: str) -> None:
-    text = f"gateway:\n  listen: {{tls: {{certificate: a.pem, key: {key}}}}}\n"
-    with pytest.raises(InputErrors, match=r"gateway\.listen\.tls: certificate and key cannot be used") as caught:
-        settings_of(text, str(certificates / "cluster.yaml"))
-    assert [getattr(problem, "line", 0) for problem in caught.value.problems] == [2]
-
-
-def test_a_key_files_faults_are_told_with_its_own_lines(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("alice: kvr_secret\n", encoding="utf-8")
-    with pytest.raises(InputErrors) as caught:
-        settings_of("gateway:\n  policy: a\n  keys: {file: keys}\n", str(tmp_path / "cluster.yaml"))
-    assert len(caught.value.problems) == 2
-    assert f"{tmp_path / 'keys'}:1: alice: the value does not fit" in str(caught.value)
-    assert "secret" not in str(caught.value)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.http.test_http_server import HOST, LAST, answers, client, echo, open_door, run, talk
+from tests.gateway.http.server_rig import HOST, LAST, answers, client, echo, open_door, run, talk
 from tests.waiting import becomes_true
 
 from kvroute.gateway.http.connection_limits import (

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.http.test_upstream_connection import GET, Heard
+from tests.gateway.http.upstream_rig import GET, Heard
 
 from kvroute.gateway.engines.health import HealthChecks
 from kvroute.gateway.http.deadlines import NEVER_S, Deadlines

@@ -1,146 +1,24 @@
-"""Upstream pools and calls: every call ends exactly once, connections are reused or closed, failures give their
-phase."""
+"""Upstream calls: every framing of a response is read, failures give their phase, callers may pause and abort."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-import uvloop
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.waiting import HANGS_S
+from tests.gateway.http.upstream_rig import OK, Heard, Script, ask, closed, engine, replies, run, send
 
-from kvroute.gateway.http.call import Call, Failure
+from kvroute.gateway.http.call import Failure
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.exchange import Headers
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 from kvroute.gateway.http.upstream_connection import HEAD_BYTES_MAX, HEAD_LINES_MAX, UpstreamConnection
-from kvroute.types import InputError
-
-T = TypeVar("T")
-Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
-GET = request_bytes(b"GET", b"/", b"engine", [], b"")
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` with a time limit, so that a hang fails the test."""
-
-    async def bounded() -> T:
-        async with asyncio.timeout(HANGS_S):
-            return await main
-
-    return uvloop.run(bounded())
-
-
-class Heard:
-    """A response handler that records its calls in order."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: Headers = []
-        self.body = b""
-        self.failure: Failure | None = None
-        self.told: list[str] = []
-        self.over = asyncio.Event()
-        self.started = asyncio.Event()
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        self.told.append("head")
-        self.status, self.headers = status, headers
-        self.started.set()
-
-    def on_body(self, data: bytes) -> None:
-        self.told.append("body")
-        self.body += data
-
-    def on_end(self) -> None:
-        self.told.append("end")
-        self.over.set()
-
-    def on_failure(self, failure: Failure) -> None:
-        self.told.append("failure")
-        self.failure = failure
-        self.over.set()
-
-    def check(self) -> None:
-        """Check the order of calls that is guaranteed to every response handler."""
-        ends = [word for word in self.told if word in ("end", "failure")]
-        assert len(ends) == 1
-        assert self.told[-1] == ends[0]
-        assert self.told.count("head") <= 1
-        assert "body" not in self.told or self.told[0] == "head"
-        assert ends[0] == "failure" or self.told[0] == "head"
-
-
-@asynccontextmanager
-async def engine(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
-    """Run a server that follows the script on each connection; close all connections at the end."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        try:
-            await script(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
-    yield f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    server.close()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def closed(pool: UpstreamPool) -> None:
-    """Close the pool and check that it holds nothing."""
-    pool.close()
-    while pool.connections:
-        await asyncio.sleep(0)
-    assert (pool.busy, pool.idle) == (0, 0)
-
-
-def send(
-    pool: UpstreamPool, heard: Heard, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False
-) -> Call:
-    call = pool.send(request, heard, first_byte_s=silent_s, idle_s=silent_s, head_only=head_only)
-    assert heard.told == [], "callbacks never come from inside send"
-    return call
-
-
-async def ask(pool: UpstreamPool, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False) -> Heard:
-    heard = Heard()
-    send(pool, heard, request, silent_s=silent_s, head_only=head_only)
-    await heard.over.wait()
-    heard.check()
-    return heard
-
-
-def replies(*pieces: bytes, close: bool = False) -> Script:
-    """Return a script that answers each request with these pieces."""
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.readuntil(b"\r\n\r\n"):
-            for piece in pieces:
-                writer.write(piece)
-                await asyncio.sleep(0)
-            if close:
-                return
-
-    return script
 
 
 def one_answer(script: Script, *, silent_s: float = 10.0, head_only: bool = False) -> Heard:
@@ -152,46 +30,6 @@ def one_answer(script: Script, *, silent_s: float = 10.0, head_only: bool = Fals
             return heard
 
     return run(main())
-
-
-def test_a_connection_is_used_again_last_first() -> None:
-    async def main() -> None:
-        async with engine(replies(OK)) as url:
-            pool = UpstreamPool(url)
-            both = [Heard(), Heard()]
-            for heard in both:
-                send(pool, heard)
-            assert (pool.busy, pool.idle) == (2, 0)
-            for heard in both:
-                await heard.over.wait()
-            assert (pool.busy, pool.idle, pool.connections) == (0, 2, 2)
-            for _ in range(3):
-                assert (await ask(pool)).body == b"ok"
-            assert (pool.busy, pool.idle, pool.connections) == (0, 2, 2)
-            await closed(pool)
-
-    run(main())
-
-
-def test_the_sink_may_send_the_next_call_from_on_end_on_the_same_connection() -> None:
-    async def main() -> None:
-        async with engine(replies(OK)) as url:
-            pool = UpstreamPool(url)
-            second = Heard()
-
-            class First(Heard):
-                def on_end(self) -> None:
-                    super().on_end()
-                    send(pool, second)
-
-            await_first = First()
-            send(pool, await_first)
-            await second.over.wait()
-            assert second.body == b"ok"
-            assert pool.connections == 1
-            await closed(pool)
-
-    run(main())
 
 
 @pytest.mark.parametrize(
@@ -337,147 +175,6 @@ def test_connecting_takes_bounded_time() -> None:
     assert (failure.kind, failure.phase) == ("timeout", "connect")
 
 
-def test_a_kept_connection_that_died_is_replaced_unseen_once() -> None:
-    """The engine reads the second request on a connection and closes it without a byte: it is sent once more, on a new
-    connection."""
-    connections = 0
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(OK)
-        await reader.readuntil(b"\r\n\r\n")
-
-    async def main() -> None:
-        async with engine(script) as url:
-            pool = UpstreamPool(url)
-            for _ in range(3):
-                assert (await ask(pool)).told == ["head", "body", "end"]
-            assert connections == 3
-            await closed(pool)
-
-    run(main())
-
-
-def test_a_fresh_connection_that_dies_is_not_tried_again() -> None:
-    connections = 0
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
-        await reader.readuntil(b"\r\n\r\n")
-        if connections == 1:
-            writer.write(OK)
-            await reader.readuntil(b"\r\n\r\n")
-
-    async def main() -> None:
-        async with engine(script) as url:
-            pool = UpstreamPool(url)
-            assert (await ask(pool)).told[-1] == "end"
-            assert (await ask(pool)).told == ["failure"]
-            assert connections == 2
-            await closed(pool)
-
-    run(main())
-
-
-def test_a_request_that_is_forgotten_before_it_is_sent_is_sent_whole() -> None:
-    async def main() -> None:
-        async with engine(replies(OK)) as url:
-            pool, heard = UpstreamPool(url), Heard()
-            send(pool, heard).forget_request()
-            await heard.over.wait()
-            assert heard.told == ["head", "body", "end"]
-            await closed(pool)
-
-    run(main())
-
-
-def test_a_request_that_is_forgotten_after_it_was_sent_is_not_sent_again() -> None:
-    """The engine closes a kept-alive connection without a byte: the call fails at once and uses no other connection."""
-    connections = 0
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(OK)
-        await reader.readuntil(b"\r\n\r\n")
-
-    async def main() -> None:
-        async with engine(script) as url:
-            pool, heard = UpstreamPool(url), Heard()
-            assert (await ask(pool)).told[-1] == "end"
-            send(pool, heard).forget_request()
-            await heard.over.wait()
-            assert heard.failure is not None
-            assert (heard.failure.kind, heard.told, connections) == ("reset", ["failure"], 1)
-            await closed(pool)
-
-    run(main())
-
-
-def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(OK)
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"H")
-
-    async def main() -> None:
-        async with engine(script) as url:
-            pool = UpstreamPool(url)
-            assert (await ask(pool)).told[-1] == "end"
-            assert (await ask(pool)).told == ["failure"]
-            await closed(pool)
-
-    run(main())
-
-
-@pytest.mark.parametrize("word", [b"", OK], ids=["close", "unsolicited"])
-def test_an_idle_connection_that_closes_or_speaks_is_dropped(word: bytes) -> None:
-    async def main() -> None:
-        answered = asyncio.Event()
-
-        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(OK)
-            await answered.wait()
-            writer.write(word)
-            if word:
-                await reader.read()
-
-        async with engine(script) as url:
-            pool = UpstreamPool(url)
-            await ask(pool)
-            assert pool.idle == 1
-            answered.set()
-            while pool.connections:
-                await asyncio.sleep(0)
-            assert pool.idle == 0
-            await closed(pool)
-
-    run(main())
-
-
-def test_idle_connections_are_bounded_in_number_and_time() -> None:
-    async def main() -> None:
-        async with engine(replies(OK)) as url:
-            pool = UpstreamPool(url, idle_max=2, keep_s=0.05, deadlines=Deadlines(0.01))
-            calls = [Heard() for _ in range(5)]
-            for heard in calls:
-                send(pool, heard)
-            for heard in calls:
-                await heard.over.wait()
-                assert pool.idle <= 2
-            while pool.connections:
-                await asyncio.sleep(0)
-            assert pool.idle == 0
-
-    run(main())
-
-
 @pytest.mark.parametrize("when", ["connecting", "waiting", "body", "inside"])
 def test_an_aborted_call_hears_nothing_and_the_engine_sees_it_leave(when: str) -> None:
     async def main() -> None:
@@ -561,29 +258,6 @@ def test_a_paused_call_reads_nothing_and_does_not_time_out_until_it_is_resumed()
             await closed(pool)
 
     run(main())
-
-
-def test_a_closed_pool_finishes_its_calls_and_keeps_nothing() -> None:
-    async def main() -> None:
-        async with engine(replies(OK)) as url:
-            pool = UpstreamPool(url)
-            heard = Heard()
-            send(pool, heard)
-            pool.close()
-            await heard.over.wait()
-            assert heard.body == b"ok"
-            assert pool.idle == 0
-            await closed(pool)
-
-    run(main())
-
-
-@pytest.mark.parametrize(
-    "url", ["127.0.0.1:1", "ftp://a:1", "http://", "http://a:1/v1", "http://a:x", "http://a:70000"]
-)
-def test_what_is_no_origin_is_refused(url: str) -> None:
-    with pytest.raises(InputError, match="is not a valid origin"):
-        UpstreamPool(url)
 
 
 def test_a_request_says_its_host_and_length() -> None:
@@ -718,63 +392,3 @@ def test_a_response_has_a_bounded_number_of_header_lines() -> None:
     for lines, kind in ((HEAD_LINES_MAX - 1, ""), (HEAD_LINES_MAX, "malformed")):
         heard = one_answer(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n" + b"x: y\r\n" * lines + b"\r\nok"))
         assert (heard.failure.kind if heard.failure else "") == kind
-
-
-BEHAVIOURS: dict[str, tuple[bytes, bool]] = {
-    "fine": (OK, False),
-    "fine-then-closed": (OK, True),
-    "closed": (b"", True),
-    "rubbish": (b"\x00\x01", False),
-    "short": (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok", True),
-    "surplus": (OK + OK, False),
-    "until-close": (b"HTTP/1.1 200 OK\r\n\r\nok", True),
-    "silent": (b"", False),
-    "stuck": (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok", False),
-}
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    plan=st.lists(
-        st.tuples(st.sampled_from(sorted(BEHAVIOURS)), st.sampled_from(["stay", "now", "later"])), max_size=20
-    )
-)
-def test_every_call_ends_exactly_once_and_nothing_leaks(plan: list[tuple[str, str]]) -> None:
-    """Engines behave in any way and callers leave at any time, all at once over one pool."""
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            request = await reader.readuntil(b"\r\n\r\n")
-            answer, close = BEHAVIOURS[request.split(b" ")[1][1:].decode()]
-            writer.write(answer)
-            if close:
-                return
-
-    async def main() -> None:
-        async with engine(script) as url:
-            pool = UpstreamPool(url, idle_max=3, deadlines=Deadlines(0.01))
-            stayed = []
-            for behaviour, leaving in plan:
-                heard = Heard()
-                request = request_bytes(b"GET", b"/" + behaviour.encode(), b"engine", [], b"")
-                call = send(pool, heard, request, silent_s=0.2)
-                if leaving == "stay":
-                    stayed.append((behaviour, heard))
-                    continue
-                if leaving == "later":
-                    for _ in range(3):
-                        await asyncio.sleep(0)
-                told = list(heard.told)
-                call.abort()
-                assert heard.told == told
-            for behaviour, heard in stayed:
-                await heard.over.wait()
-                if behaviour in ("fine", "surplus", "until-close"):
-                    assert heard.told[-1] == "end"
-                elif behaviour in ("rubbish", "short", "silent", "stuck", "closed"):
-                    assert heard.told[-1] == "failure"
-            await closed(pool)
-            for _, heard in stayed:
-                heard.check()
-
-    run(main())

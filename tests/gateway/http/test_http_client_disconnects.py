@@ -1,0 +1,216 @@
+"""Clients that close a connection, or their sending side of it, before, during and after a response."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.gateway.http.server_rig import HOST, LAST, client, echo, exchange_bytes, open_door, run
+from tests.waiting import until
+
+from kvroute.gateway.http.exchange import Exchange
+
+
+def test_a_client_that_leaves_is_noticed_once_and_later_writes_go_nowhere() -> None:
+    async def main() -> None:
+        gone = asyncio.Event()
+        begun = asyncio.Event()
+        count = 0
+
+        def on_gone() -> None:
+            nonlocal count
+            count += 1
+            gone.set()
+
+        exchanges: list[Exchange] = []
+
+        def handler(exchange: Exchange) -> None:
+            exchanges.append(exchange)
+            exchange.on_gone = on_gone
+            exchange.start(200, [], None)
+            exchange.write(b"first")
+            begun.set()
+
+        async with open_door(handler) as (_, port):
+            async with client(port) as (_reader, writer):
+                writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+                await begun.wait()
+            await gone.wait()
+            [exchange] = exchanges
+            exchange.write(b"more")
+            exchange.end()
+            exchange.abort()
+            assert exchange.gone
+            assert not exchange.finished
+        assert count == 1
+
+    run(main())
+
+
+PIPELINE = b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nGET /b HTTP/1.1\r\n" + HOST + b"\r\n"
+
+
+@pytest.mark.parametrize("how", ["at-once", "later", "streamed", "http10"])
+def test_a_client_that_only_ends_its_side_gets_its_answers(how: str) -> None:
+    """`nc -N` does this; pipelines are included. The connection closes after the last response."""
+    version = b"1.0" if how == "http10" else b"1.1"
+    asked = PIPELINE if how != "http10" else b"GET /b HTTP/1.0\r\n" + HOST + b"\r\n"
+
+    async def main() -> bytes:
+        waiting: asyncio.Queue[Exchange] = asyncio.Queue()
+
+        async def answer() -> None:
+            for _ in range(asked.count(b"GET")):
+                exchange = await waiting.get()
+                await ended.wait()
+                await asyncio.sleep(0)
+                if how == "streamed":
+                    exchange.start(200, [], 4)
+                    for _ in range(2):
+                        exchange.write(b"ok")
+                        await asyncio.sleep(0.01)
+                    exchange.end()
+                else:
+                    echo(exchange)
+
+        def handler(exchange: Exchange) -> None:
+            if how == "at-once":
+                echo(exchange)
+            else:
+                waiting.put_nowait(exchange)
+
+        ended = asyncio.Event()
+        async with open_door(handler) as (_, port), client(port) as (reader, writer):
+            answering = asyncio.create_task(answer()) if how != "at-once" else None
+            writer.write(asked)
+            writer.write_eof()
+            asyncio.get_running_loop().call_later(0.05, ended.set)
+            said = await reader.read()
+            if answering is not None:
+                answering.cancel()  # without a cancellation it waits for ever if the connection was broken off
+                await asyncio.gather(answering, return_exceptions=True)
+            return said
+
+    said = run(main())
+    assert said.count(b"HTTP/1.1 200 OK\r\n") == asked.count(b"GET")
+    assert version == b"1.0" or how == "streamed" or b'"/a"' in said.partition(b'"/b"')[0]
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_client_that_ends_its_side_long_after_its_request_has_left(started: bool) -> None:
+    """The server notices it without sending anything, before and after the start of the response."""
+
+    async def main() -> None:
+        exchanges: list[Exchange] = []
+        gone = asyncio.Event()
+
+        def handler(exchange: Exchange) -> None:
+            exchanges.append(exchange)
+            exchange.on_gone = gone.set
+            if started:
+                exchange.start(200, [], 2)
+
+        async with open_door(handler) as (_, port), client(port) as (_, writer):
+            writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+            await until(lambda: bool(exchanges))
+            loop = asyncio.get_running_loop()
+            await until(lambda: loop.time() > exchanges[0].received_s + 0.5)
+            writer.write_eof()
+            await gone.wait()
+
+    run(main())
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_client_that_has_gone_is_told_from_one_that_only_ends_its_side(started: bool) -> None:
+    """Both clients close their sending side in the same way. Data sent to the client that has gone causes a reset; the
+    other client gets its response when it is ready, after interim responses."""
+
+    async def main() -> None:
+        gone: list[bytes] = []
+        exchanges: dict[bytes, Exchange] = {}
+        lost = asyncio.Event()
+
+        def handler(exchange: Exchange) -> None:
+            path = exchanges.setdefault(exchange.path, exchange).path
+
+            def leaves() -> None:
+                gone.append(path)
+                lost.set()
+
+            exchange.on_gone = leaves
+            if started:
+                exchange.start(200, [], 2)
+
+        async with open_door(handler) as (_, port), client(port) as (reader, writer):
+            writer.write(b"GET /stays HTTP/1.1\r\n" + HOST + b"\r\n")
+            writer.write_eof()
+            async with client(port) as (_, leaving):
+                leaving.write(b"GET /goes HTTP/1.1\r\n" + HOST + b"\r\n")
+                while len(exchanges) < 2:
+                    await asyncio.sleep(0)
+            await lost.wait()
+            if not started:
+                assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                exchanges[b"/stays"].start(200, [], 2)
+            exchanges[b"/stays"].write(b"ok")
+            exchanges[b"/stays"].end()
+            said = await reader.read()
+            assert b"HTTP/1.1 200 OK\r\n" in said
+            assert said.endswith(b"ok")
+            assert gone == [b"/goes"]
+
+    run(main())
+
+
+def test_a_request_that_its_client_ends_in_the_middle_is_let_go() -> None:
+    async def main() -> None:
+        async with open_door(echo) as (_, port), client(port) as (reader, writer):
+            writer.write(b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nPOST /b HTTP/1.1\r\nHo")
+            writer.write_eof()
+            assert (await reader.read()).count(b"HTTP/1.1") == 1
+
+    run(main())
+
+
+def test_nobody_hears_of_a_client_that_leaves_after_its_answer() -> None:
+    heard: list[str] = []
+
+    def handler(exchange: Exchange) -> None:
+        exchange.on_gone = lambda: heard.append("gone")
+        echo(exchange)
+
+    exchange_bytes(b"GET / HTTP/1.1\r\n" + LAST + b"\r\n", handler)
+    assert heard == []
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize(("how", "length"), [("abort", None), ("abort", 10), ("short", 10)])
+def test_a_broken_answer_looks_broken(how: str, version: bytes, length: int | None) -> None:
+    """Chunked: the last chunk is missing. With a length: bytes are missing. Until the connection closes: a reset."""
+
+    async def main() -> None:
+        wrote = asyncio.Event()
+        exchanges: list[Exchange] = []
+
+        def handler(exchange: Exchange) -> None:
+            exchanges.append(exchange)
+            exchange.start(200, [], length)
+            exchange.write(b"half")
+            wrote.set()
+
+        async with open_door(handler) as (_, port), client(port) as (reader, writer):
+            writer.write(b"GET / HTTP/" + version + b"\r\n" + HOST + b"\r\n")
+            raw = await reader.readuntil(b"half")
+            [exchange] = exchanges
+            exchange.abort() if how == "abort" else exchange.end()
+            assert exchange.finished
+            if version == b"1.0" and length is None:
+                with pytest.raises(ConnectionResetError):
+                    await reader.read()
+            else:
+                rest = await reader.read()
+                assert b"0\r\n\r\n" not in rest
+                assert raw.endswith(b"half")
+
+    run(main())

@@ -1,0 +1,110 @@
+"""Limits of the HTTP server: sizes of requests, timeouts of slow clients, number of connections."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.gateway.http.server_rig import HOST, answers, client, echo, exchange_bytes, only_fault, open_door, run
+
+from kvroute.gateway.http.server import Limits
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 300 + b"\r\n\r\n", 431),
+        (b"GET /" + b"a" * 300 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: a\r\n" * 8 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 100_000, 431),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X" * 100_000, 431),
+        (b"\r\n" * 50_000, 431),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"a" * 100_000, 431),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"a" * 100_000, 431),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 65\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + b"10\r\n0123456789abcdef\r\n" * 5, 413),
+    ],
+    ids=[
+        "value",
+        "target",
+        "lines",
+        "endless-value",
+        "endless-name",
+        "endless-blank",
+        "trailer",
+        "extension",
+        "length",
+        "chunks",
+    ],
+)
+def test_nobody_may_send_more_than_the_limits(data: bytes, status: int) -> None:
+    limits = Limits(header_bytes=256, header_count=8, body_bytes=64)
+    assert only_fault(exchange_bytes(data, limits=limits))[0] == status
+
+
+SOON_S = 0.02
+
+
+@pytest.mark.parametrize(
+    ("data", "limits", "told"),
+    [
+        (b"", Limits(header_s=SOON_S), []),
+        (b"G", Limits(header_s=SOON_S), [408]),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: ", Limits(header_s=SOON_S), [200, 408]),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n1", Limits(header_s=99, body_s=SOON_S), [408]),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
+            Limits(header_s=99, body_s=SOON_S),
+            [408],
+        ),
+    ],
+    ids=["nothing", "letter", "second", "body", "chunks"],
+)
+def test_whoever_is_too_slow_is_told_so_and_let_go(data: bytes, limits: Limits, told: list[int]) -> None:
+    assert [status for status, _, _ in answers(exchange_bytes(data, limits=limits))] == told
+
+
+@pytest.mark.parametrize(
+    ("head", "limits"),
+    [
+        (b"GET / HTTP/1.1\r\nX: ", Limits(header_s=0.1, header_bytes=1 << 30)),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n", Limits(header_s=99, body_s=0.1)),
+    ],
+    ids=["head", "body"],
+)
+def test_trickling_does_not_buy_time(head: bytes, limits: Limits) -> None:
+    async def main() -> bytes:
+        async with open_door(echo, limits) as (_, port), client(port) as (reader, writer):
+            writer.write(head)
+            answer = asyncio.create_task(reader.read())
+            while not answer.done():
+                writer.write(b"a")
+                await asyncio.sleep(0)
+            return await answer
+
+    assert only_fault(run(main()))[0] == 408
+
+
+def test_an_idle_connection_is_closed_in_silence() -> None:
+    raw = exchange_bytes(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n", limits=Limits(keep_alive_s=0.02))
+    assert len(answers(raw)) == 1
+
+
+def test_far_too_many_connections_are_not_even_told() -> None:
+    async def main() -> list[bytes]:
+        async with open_door(echo, Limits(connections=0, linger_s=99)) as (_, port):
+            readers = []
+            for _ in range(65):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                readers.append((reader, writer))
+                said = await reader.readline()
+                if not said:
+                    break
+            for _, writer in readers:
+                writer.close()
+            return [said, *[await reader.read() for reader, _ in readers[:-1]]]
+
+    last, *others = run(main())
+    assert last == b""
+    assert len(others) == 64
+    assert all(b"retry-after: 1" in said for said in others)

@@ -1,0 +1,133 @@
+"""Test rig for upstream calls: a scripted engine, and a sink that stores the response of a call."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import uvloop
+from tests.waiting import HANGS_S
+
+from kvroute.gateway.http.call import Call, Failure
+from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.pool import UpstreamPool, request_bytes
+
+T = TypeVar("T")
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+GET = request_bytes(b"GET", b"/", b"engine", [], b"")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` with a time limit, so that a hang fails the test."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(HANGS_S):
+            return await main
+
+    return uvloop.run(bounded())
+
+
+class Heard:
+    """A response handler that records its calls in order."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.body = b""
+        self.failure: Failure | None = None
+        self.told: list[str] = []
+        self.over = asyncio.Event()
+        self.started = asyncio.Event()
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self.told.append("head")
+        self.status, self.headers = status, headers
+        self.started.set()
+
+    def on_body(self, data: bytes) -> None:
+        self.told.append("body")
+        self.body += data
+
+    def on_end(self) -> None:
+        self.told.append("end")
+        self.over.set()
+
+    def on_failure(self, failure: Failure) -> None:
+        self.told.append("failure")
+        self.failure = failure
+        self.over.set()
+
+    def check(self) -> None:
+        """Check the order of calls that is guaranteed to every response handler."""
+        ends = [word for word in self.told if word in ("end", "failure")]
+        assert len(ends) == 1
+        assert self.told[-1] == ends[0]
+        assert self.told.count("head") <= 1
+        assert "body" not in self.told or self.told[0] == "head"
+        assert ends[0] == "failure" or self.told[0] == "head"
+
+
+@asynccontextmanager
+async def engine(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+    """Run a server that follows the script on each connection; close all connections at the end."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        try:
+            await script(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+    yield f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def closed(pool: UpstreamPool) -> None:
+    """Close the pool and check that it holds nothing."""
+    pool.close()
+    while pool.connections:
+        await asyncio.sleep(0)
+    assert (pool.busy, pool.idle) == (0, 0)
+
+
+def send(
+    pool: UpstreamPool, heard: Heard, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False
+) -> Call:
+    call = pool.send(request, heard, first_byte_s=silent_s, idle_s=silent_s, head_only=head_only)
+    assert heard.told == [], "callbacks never come from inside send"
+    return call
+
+
+async def ask(pool: UpstreamPool, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False) -> Heard:
+    heard = Heard()
+    send(pool, heard, request, silent_s=silent_s, head_only=head_only)
+    await heard.over.wait()
+    heard.check()
+    return heard
+
+
+def replies(*pieces: bytes, close: bool = False) -> Script:
+    """Return a script that answers each request with these pieces."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readuntil(b"\r\n\r\n"):
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(0)
+            if close:
+                return
+
+    return script
