@@ -23,7 +23,16 @@ from kvroute.report.comparison_page import differences_grid, write_report
 from kvroute.report.drawing import look, svg
 from kvroute.report.estimate import estimate
 from kvroute.report.experiment_page import headline, write_experiment, write_index
-from kvroute.report.figures import ablation_bars, heat_map, load_sweep, sweep_lines, thin, ttft_breakdown
+from kvroute.report.figures import (
+    ablation_bars,
+    heat_map,
+    link_utilisation,
+    load_sweep,
+    sweep_lines,
+    thin,
+    threshold_over_time,
+    ttft_breakdown,
+)
 from kvroute.report.findings import Finding, findings
 from kvroute.report.series import summaries
 from kvroute.report.tables import comparison_grid, comparison_table, experiment_grid, experiment_table
@@ -181,6 +190,27 @@ def test_thinned_samples_are_few_ascending_and_keep_the_mean(count: int, most: i
     stride = -(-count // most) if count else 1
     weights = [min(stride, count - stride * number) for number in range(len(means))]
     assert sum(w * m for w, m in zip(weights, means, strict=True)) == pytest.approx(sum(shares))
+
+
+@pytest.mark.parametrize(("to_s", "columns"), [(530.0, 2), (1000.0, 1)])
+def test_a_short_cut_is_enlarged(to_s: float, columns: int) -> None:
+    """A cut of 30 s in a run of 1,200 s gets panels of its own, in which it takes a seventh of the width or more."""
+    at_s = tuple(float(at) for at in range(0, 1200, 5))
+    shares = tuple(0.2 for _ in at_s)
+    lines = {
+        policy: Timeline(at_s=at_s, tier={"4": shares}, threshold_tokens=tuple(2e4 for _ in at_s))
+        for policy in ("cla", "netkv")
+    }
+    changes = [(500.0, "wan cut"), (to_s, "wan restored")]
+    for figure in (link_utilisation(lines, changes), threshold_over_time(lines, changes)):
+        axes = figure.axes
+        assert len(axes) == columns
+        shown = [high - low for low, high in (each.get_xlim() for each in axes)]
+        assert shown[0] > 1000
+        assert (to_s - 500) / shown[-1] > 0.15
+        widths = [line.get_linewidth() for line in axes[-1].lines[:2]]
+        assert widths[0] > widths[1] + 0.5, "equal lines are both visible"
+    assert len(link_utilisation(lines).axes) == 1
 
 
 def test_a_policy_has_one_look_of_its_own() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from io import StringIO
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvroute.report.grid import Entry, Grid, Heading, rich_table
+from kvroute.report.grid import Entry, Grid, Heading, rich_table, with_ties
 
 words = st.text("abcdefg", min_size=1, max_size=9)
 titles = st.lists(words, min_size=1, max_size=4).map(" ".join)
@@ -64,3 +65,18 @@ def test_a_heading_takes_more_lines_before_a_column_goes() -> None:
     grid = Grid("", (Heading("name"), Heading("a title of many words", drop=1)), ((Entry("row"), Entry("1.00")),))
     assert "Too narrow" not in printed(grid, 20)
     assert "1.00" in printed(grid, 20)
+
+
+@pytest.mark.parametrize(
+    ("texts", "best", "marked"),
+    [
+        (["7 ±1", "7 ±2", "8 ±1"], 0, [True, True, False]),
+        (["7", "8", "9"], 2, [False, False, True]),
+        (["7", "7", "-"], 1, [False, False, False]),
+        (["7", "8"], None, [False, False]),
+    ],
+)
+def test_entries_that_read_alike_are_marked_alike(texts: list[str], best: int | None, marked: list[bool]) -> None:
+    """Means that differ by less than the last digit have the same type; if all are equal, there is no best one."""
+    entries = [Entry(text, best=index == best) for index, text in enumerate(texts)]
+    assert [entry.best for entry in with_ties(entries)] == marked

@@ -67,7 +67,9 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
     ]
     if timelines:
         changes = _changes(records[0])
-        marked = "; vertical lines: changes of a link's capacity" if changes else ""
+        marked = (
+            "; vertical lines: changes of a link's capacity, enlarged on the right if they are short" if changes else ""
+        )
         caption = f"Own traffic as a share of each tier's capacity, mean between telemetry updates, seed {seed}{marked}"
         pictures.append(picture(link_utilisation(timelines, changes), out, "link-utilisation", caption))
         thresholds = {policy: timeline for policy, timeline in timelines.items() if timeline.threshold_tokens}

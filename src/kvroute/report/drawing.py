@@ -18,7 +18,10 @@ from matplotlib.axis import Axis
 from matplotlib.colors import hsv_to_rgb, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.transforms import ScaledTranslation
 
 from kvroute.sim.workload.octets import written_whole
 from kvroute.types import InputError
@@ -27,6 +30,10 @@ INK, PAPER, FAINT, GRID = "#26323d", "#ffffff", "#7b8894", "#d5dce2"
 TIER_COLOURS = ("#1a4a7a", "#3b86b8", "#86bcd8", "#f0a860", "#b5472f")
 """Blue is near, red is far. Lightness increases towards the middle, so neighbours also differ in grey print."""
 PART_COLOURS = ("#c9cfd5", "#5b7fa6", "#d55e00", "#f2c14e", "#3f9c7a")
+_AXIS_TEXT_PT = 27
+"""Height of tick labels and axis label below a panel, in points."""
+_HANDLE_IN, _LETTER_IN = 0.62, 0.068
+"""Width of a legend's line with its gaps, and of a letter of its label, in inches."""
 NO_TOKEN = "no request got a first token"
 _MEND = "choose another folder"
 AXIS_LABELS = {
@@ -135,6 +142,33 @@ def policy_legend(figure: Figure, policies: Sequence[str], *, plain_lines: bool 
     figure.legend(
         handles, [plain(name) for name in policies], loc="outside upper center", ncols=min(per_row, len(policies))
     )
+
+
+def legend_above(figure: Figure, axes: Axes) -> None:
+    """Add one legend above all panels with the labels of one of them, in as many rows as fit the figure's width."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=_per_row(labels, figure.get_size_inches()[0]))
+
+
+def legend_below(axes: Axes, width_in: float) -> None:
+    """Add a legend below the axis label, where no curve can cross it. Args: `width_in`: width of the panel, inches."""
+    _, labels = axes.get_legend_handles_labels()
+    figure = axes.figure
+    below = axes.transAxes + ScaledTranslation(0, -_AXIS_TEXT_PT / 72, figure.dpi_scale_trans)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0.0), bbox_transform=below, ncols=_per_row(labels, width_in))
+
+
+def _per_row(labels: Sequence[str], width_in: float) -> int:
+    """Return how many entries of a legend fit side by side; all columns are as wide as the longest label."""
+    widest_in = _HANDLE_IN + _LETTER_IN * max(map(len, labels), default=0)
+    most = max(1, min(len(labels), int(width_in / widest_in)))
+    return -(-len(labels) // -(-len(labels) // most)) if labels else 1  # rows of about equal length
+
+
+def readable(text: Text) -> None:
+    """Surround a text within a panel with the colour of the paper, so that curves behind it do not cross it."""
+    text.set_path_effects([withStroke(linewidth=2.5, foreground=PAPER)])
+    text.set_zorder(20)
 
 
 def plain(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console
@@ -47,6 +47,14 @@ class Grid:
     labels: int = 1
     bold: str = ""
     """Meaning of bold type; printed only if the table has some."""
+
+
+def with_ties(entries: Sequence[Entry]) -> list[Entry]:
+    """Mark every entry whose number is printed like that of the best one; none if all numbers are printed alike."""
+    numbers = [entry.text.partition(" ")[0] for entry in entries]
+    best = {number for number, entry in zip(numbers, entries, strict=True) if entry.best}
+    same = len(set(numbers) - {UNKNOWN}) <= 1
+    return [replace(entry, best=number in best and not same) for number, entry in zip(numbers, entries, strict=True)]
 
 
 def rich_table(grid: Grid, width: int | None = None) -> Table:

@@ -8,7 +8,7 @@ from kvroute.planner.plan import PlanReport
 from kvroute.planner.search import Deployment, Kind
 from kvroute.planner.sensitivity import LENGTH_FACTORS, SPREAD_FACTORS, LengthPoint, Sensitivity
 from kvroute.policies.throughput import Binding
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, with_ties
 
 TITLES: dict[Kind, str] = {
     "prfaas": "PrfaaS-PD",
@@ -143,7 +143,7 @@ def _deployment_entries(each: Deployment, highest: float) -> list[Entry]:
         Entry(UNKNOWN if each.threshold_tokens is None else f"{each.threshold_tokens:,}"),
         Entry(f"{each.offloaded_share:.1%}"),
         *(Entry(f"{rate_per_s:.2f}" if rate_per_s else UNKNOWN) for rate_per_s in stages),
-        Entry(f"{each.lambda_max_per_s:.2f}", best=each.lambda_max_per_s == highest),
+        Entry(f"{each.lambda_max_per_s:.2f}", best=f"{each.lambda_max_per_s:.2f}" == f"{highest:.2f}"),
         Entry(BINDING_TEXTS[each.binding]),
         Entry(f"{each.egress_gbps:.2f}" if each.egress_gbps else UNKNOWN),
         Entry(f"{each.ttft_s.mean:.2f}"),
@@ -217,9 +217,11 @@ def price_grid(found: Sensitivity) -> Grid:
     rows = tuple(
         (
             Entry(f"{point.factor:g}"),
-            *(
-                Entry(f"{point.requests_per_price[kind]:,.1f}", best=_dearest(point.requests_per_price, kind))
-                for kind in kinds
+            *with_ties(
+                [
+                    Entry(f"{point.requests_per_price[kind]:,.1f}", best=_dearest(point.requests_per_price, kind))
+                    for kind in kinds
+                ]
             ),
         )
         for point in found.price

@@ -8,7 +8,7 @@ from kvroute.experiments.cells import Computed, Experiment, Record
 from kvroute.experiments.prfaas import BURST, CASE_STUDY
 from kvroute.experiments.prfaas_burst import DUAL
 from kvroute.report.estimate import Estimate, estimate
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, with_ties
 from kvroute.report.plan_tables import TITLES
 from kvroute.report.prfaas_findings import (
     at,
@@ -167,7 +167,7 @@ def _all_statics(records: Sequence[Record]) -> Grid:
         goods = [_goodput(some, policy) for policy in policies]
         most = max((known.mean for known in goods if known is not None), default=None)
         entries = [_entry(known, 3, best=known is not None and known.mean == most) for known in goods]
-        rows.append((Entry(profile), *entries))
+        rows.append((Entry(profile), *with_ties(entries)))
     headings = (Heading("scenario"), *(Heading(policy.replace("static-", "t ")) for policy in policies))
     return Grid("Every threshold", headings, tuple(rows), "Good requests per second, ± 95 % interval. Bold: highest.")
 

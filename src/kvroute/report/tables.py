@@ -11,7 +11,7 @@ from rich.table import Table
 from kvroute.experiments.cells import Experiment, Record
 from kvroute.report.compare import Difference, Metric, mean_ttft_s
 from kvroute.report.estimate import Estimate, estimate
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table, with_ties
 from kvroute.report.series import (
     axes_of,
     by_point,
@@ -151,7 +151,7 @@ def _entries(column: _Column, estimates: list[Estimate | None]) -> list[Entry]:
     best = None
     if column.least_wins is not None and max(means) > min(means):
         best = min(means) if column.least_wins else max(means)
-    return [_entry(known, column.scale, digits, best) for known in estimates]
+    return with_ties([_entry(known, column.scale, digits, best) for known in estimates])
 
 
 def _entry(known: Estimate | None, scale: float, digits: int, best: float | None) -> Entry:
@@ -226,7 +226,7 @@ def _point_entries(runs: Sequence[Summary], policies: Sequence[str]) -> list[Ent
         if ttft is not None and ttft.seeds > 1:
             text += f" ±{ttft.std * 1e3:,.{digits}f}"
         entries.append(Entry(text, "" if slo is None else f"{slo.mean:.1%}", ttft is not None and ttft.mean == best))
-    return entries
+    return with_ties(entries)
 
 
 def gap_entry(gap: Difference | None) -> Entry:

@@ -11,7 +11,7 @@ from matplotlib.ticker import NullLocator
 from kvroute.experiments.cells import Record
 from kvroute.experiments.never_worse import RIVALS
 from kvroute.experiments.never_worse_cases import CASES
-from kvroute.report.drawing import FAINT, INK, grid, look, nothing, panels, plain, style
+from kvroute.report.drawing import FAINT, INK, grid, legend_above, look, nothing, panels, plain, style
 from kvroute.report.never_worse_findings import OURS, Pairing, pairs, tbt_s, terms
 
 _LYING = "#b5472f"
@@ -71,7 +71,7 @@ def trade(matrix: Sequence[Record]) -> Figure:
         axes.axvline(0, color=FAINT, linewidth=1)
         axes.set_xlabel(f"mean TTFT compared with CLA*, % ({_TRADE_MAX:g}: that much or more)")
         axes.set_ylabel("TBT against CLA*, ms")
-        axes.legend(loc="upper right")
+        legend_above(figure, axes)
         grid(axes, "both")
     return figure
 

@@ -13,7 +13,7 @@ from kvroute.planner.kv_throughput import egress_bytes_per_s
 from kvroute.planner.plan import Plan, over_splits, over_thresholds
 from kvroute.planner.search import KINDS, Kind
 from kvroute.planner.sensitivity import price_point
-from kvroute.report.drawing import FAINT, INK, grid, panels, style, thousands
+from kvroute.report.drawing import FAINT, INK, grid, legend_below, panels, readable, style, thousands
 from kvroute.report.plan_tables import TITLES
 from kvroute.types import FloatArray
 
@@ -62,7 +62,7 @@ def _splits(axes: Axes, plan: Plan) -> None:
     axes.set_ylabel("requests/s")
     axes.set_ylim(0, top * 1.75)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(loc="upper right")
+    legend_below(axes, 4.2)
     grid(axes)
 
 
@@ -84,7 +84,7 @@ def _thresholds(axes: Axes, plan: Plan) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
     thousands(axes.xaxis)
-    axes.legend(loc="upper left")
+    legend_below(axes, 4.2)
     grid(axes)
 
 
@@ -113,7 +113,7 @@ def egress_need(plan: Plan) -> Figure:
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_minor_locator(NullLocator())
                 thousands(axis)
-            axes.legend(loc="lower right")
+            legend_below(axes, 4.6)
             grid(axes, "both")
     return figure
 
@@ -131,13 +131,13 @@ def cost(plan: Plan) -> Figure:
         if factors[0] < even < factors[-1]:
             level = plan.report.costs["homogeneous"].requests_per_price
             axes.plot([even], [level], "o", color=INK)
-            axes.annotate(f"even at {even:.2f}", (even, level), xytext=(6, 8), textcoords="offset points")
+            readable(axes.annotate(f"even at {even:.2f}", (even, level), xytext=(6, 8), textcoords="offset points"))
         axes.axvline(1, color=FAINT, linewidth=1, linestyle=":")
         axes.set_xlabel("price of a PrfaaS GPU, times the plan's")
         axes.set_ylabel("requests per price unit")
         axes.set_ylim(bottom=0)
         thousands(axes.yaxis)
-        axes.legend(loc="upper right")
+        legend_below(axes, 5.0)
         grid(axes)
     return figure
 
@@ -170,7 +170,7 @@ def sensitivity_lines(plan: Plan) -> Figure:
         for axes in (left, middle, right):
             axes.set_ylabel("Λ max, requests/s")
             axes.set_ylim(bottom=0)
-            axes.legend(loc="best")
+            legend_below(axes, 3.9)
             grid(axes)
     return figure
 
@@ -182,4 +182,4 @@ def _draw(axes: Axes, x: FloatArray, y: FloatArray, curve: _Curve) -> None:
 def _optimum(axes: Axes, x: float, y: float) -> None:
     axes.axvline(x, color=FAINT, linewidth=1, linestyle=":", zorder=1)
     axes.plot([x], [y], "o", color=_PRFAAS, markersize=7, zorder=5)
-    axes.annotate(f"{y:.2f}/s", (x, y), xytext=(-7, 7), textcoords="offset points", ha="right", color=INK, zorder=6)
+    readable(axes.annotate(f"{y:.2f}/s", (x, y), xytext=(-7, 7), textcoords="offset points", ha="right", color=INK))

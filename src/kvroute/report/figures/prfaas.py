@@ -12,7 +12,19 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from kvroute.experiments.cells import Computed, Record
 from kvroute.experiments.prfaas_burst import DUAL, FROM_S, SCENARIOS, WARMUP_S
 from kvroute.planner.search import Kind
-from kvroute.report.drawing import FAINT, GRID, INK, grid, panels, percent, plain, style, thousands, tick_text
+from kvroute.report.drawing import (
+    FAINT,
+    GRID,
+    INK,
+    grid,
+    legend_above,
+    panels,
+    percent,
+    plain,
+    style,
+    thousands,
+    tick_text,
+)
 from kvroute.report.estimate import estimate
 from kvroute.report.plan_tables import TITLES
 from kvroute.report.prfaas_findings import (
@@ -39,7 +51,8 @@ _WAITS = (
     ("ethernet_s", "Ethernet after prefill", "#3f9c7a"),
     ("pd_d_wait_s", "wait for PD decode", "#b8629a"),
 )
-_LINES = ((DUAL, "#d55e00", "-"), ("best", "#0072b2", "--"), ("old", "#8a8a8a", ":"))
+_LINES = ((DUAL, "#d55e00", "-", 2.8), ("best", "#0072b2", "--", 1.9), ("old", "#8a8a8a", ":", 1.2))
+"""Colour, dashes and width; each line is thinner than the one under it, so that equal lines are all visible."""
 
 
 def keeps_up(records: Sequence[Record]) -> Figure:
@@ -58,7 +71,7 @@ def keeps_up(records: Sequence[Record]) -> Figure:
             percent(axes.yaxis)
             grid(axes)
         row[0].set_ylabel("served, share of Λ max")
-        row[0].legend(loc="lower right")
+        legend_above(figure_, row[0])
     return figure_
 
 
@@ -85,7 +98,7 @@ def ttft_lines(records: Sequence[Record]) -> Figure:
                 axes.set_xlabel("" if key == "mean" else "offered, share of the formula's Λ max")
                 grid(axes)
             row[0].set_ylabel(label)
-        grid_axes[0][0].legend(loc="upper left")
+        legend_above(figure_, grid_axes[0][0])
     return figure_
 
 
@@ -123,7 +136,7 @@ def waiting(records: Sequence[Record]) -> Figure:
             axes.set_xlabel("offered, share of the formula's Λ max")
             grid(axes)
         row[0].set_ylabel("mean, s")
-        row[0].legend(loc="upper left", fontsize=7)
+        legend_above(figure_, row[0])
     return figure_
 
 
@@ -158,7 +171,7 @@ def over_thresholds(records: Sequence[Record]) -> Figure:
             axes.set_xlabel("threshold, tokens")
             grid(axes)
         row[0].set_ylabel("good requests/s")
-        row[0].legend(loc="lower left", fontsize=7)
+        legend_above(figure_, row[0])
     return figure_
 
 
@@ -172,9 +185,13 @@ def over_time(records: Sequence[Record]) -> Figure:
         for column, profile in enumerate(profiles):
             some = of_profile(records, profile)
             named = {"best": best_static(some), "old": old, DUAL: DUAL}
-            for name, colour, dashes in _LINES:
+            for name, colour, dashes, width in _LINES:
+                times, shares = _mean_series(at(some, named[name] or ""), "good_share")
                 label = name if name == DUAL else f"{name} static"
-                _mean_series(grid_axes[0][column], at(some, named[name] or ""), "good_share", colour, dashes, label)
+                if times:
+                    grid_axes[0][column].plot(
+                        times, shares, color=colour, linestyle=dashes, linewidth=width, label=label
+                    )
             for record in at(some, DUAL):
                 x, y = zip(*record.series["threshold_tokens"], strict=True)
                 grid_axes[1][column].plot(x, y, color="#d55e00", alpha=0.45, linewidth=0.9)
@@ -200,8 +217,7 @@ def over_time(records: Sequence[Record]) -> Figure:
             (rows[0] for rows in grid_axes), ("SLO met", "threshold, tokens", "prefill instances"), strict=True
         ):
             axes.set_ylabel(label)
-        handles, labels = grid_axes[0][0].get_legend_handles_labels()
-        figure_.legend(handles, labels, loc="outside upper center", ncols=3)
+        legend_above(figure_, grid_axes[0][0])
     return figure_
 
 
@@ -222,14 +238,14 @@ def _threshold_limits(records: Sequence[Record]) -> tuple[float, float]:
     return (0.8 * min(found), 1.25 * max(found)) if found else (1e3, 1e6)
 
 
-def _mean_series(axes: Axes, records: Sequence[Record], key: str, colour: str, dashes: str, label: str) -> None:
+def _mean_series(records: Sequence[Record], key: str) -> tuple[list[float], list[float]]:
+    """Return times and means over the records; both empty if there are none."""
     by_time: dict[float, list[float]] = {}
     for record in records:
         for at_s, value in record.series.get(key, ()):
             by_time.setdefault(at_s, []).append(value)
     x = sorted(by_time)
-    means = [float(np.mean(by_time[at_s])) for at_s in x]
-    axes.plot(x, means, color=colour, linestyle=dashes, linewidth=1.3, label=label)
+    return x, [float(np.mean(by_time[at_s])) for at_s in x]
 
 
 def _shade(axes: Axes, profile: str) -> None:

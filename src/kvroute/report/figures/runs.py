@@ -8,9 +8,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullLocator
 
 from kvroute.report.drawing import (
     FAINT,
+    INK,
     NO_TOKEN,
     PART_COLOURS,
     TIER_COLOURS,
@@ -21,7 +23,9 @@ from kvroute.report.drawing import (
     percent,
     policy_legend,
     policy_rows,
+    readable,
     style,
+    thousands,
 )
 from kvroute.report.estimate import estimate
 from kvroute.report.series import of_policy, policies_of
@@ -30,6 +34,9 @@ from kvroute.sim.metrics import Summary, Timeline
 from kvroute.topology.tree import TIER_NAMES
 
 SAMPLES_SHOWN = 150
+_DETAIL_MOST = 0.6
+"""The changes of links get a second column of panels if it shows at most this share of the run."""
+_Changes = Sequence[tuple[float, str]]
 _PARTS = ("prefill_wait", "prefill", "transfer", "queue", "first_step")
 _PART_NAMES = ("wait for prefill", "prefill", "KV transfer", "wait for a decode slot", "first decode step")
 
@@ -107,60 +114,102 @@ def _on(colour: str) -> str:
     return "#111111" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 130 else "#fefefe"
 
 
-def link_utilisation(timelines: Mapping[str, Timeline], changes: Sequence[tuple[float, str]] = ()) -> Figure:
+def link_utilisation(timelines: Mapping[str, Timeline], changes: _Changes = ()) -> Figure:
     """Draw own traffic over time as a share of a tier's capacity, as means of intervals: a panel per tier with traffic,
-    a line per policy. `changes` of links are marked: (time, text)."""
+    a line per policy. `changes` of links are marked, (time, text); short ones are enlarged in a second column."""
     tiers = sorted({tier for each in timelines.values() for tier, shares in each.tier.items() if any(shares)})
     with style():
         if not tiers:
             return nothing(Figure(figsize=(7.2, 1.2)), "no transfer crossed the network")
-        figure, grid_axes = panels(len(tiers), 1, width=7.2, height=1.35)
+        spans = _spans(timelines, changes)
+        figure, grid_axes = panels(len(tiers), len(spans), width=7.2 / len(spans), height=1.35)
         for row, tier in enumerate(tiers):
-            axes = grid_axes[row][0]
-            highest = 0.0
-            for order, (policy, timeline) in enumerate(timelines.items()):
-                at_s, shares = thin(timeline.at_s, timeline.tier.get(tier, ()))
-                axes.plot(at_s, shares, color=look(policy).colour, linewidth=1.1, zorder=3 + order)
-                highest = max(highest, max(shares, default=0.0))
-            axes.set_ylim(0, highest * 1.1 or 1)
-            axes.margins(x=0.01)
-            axes.set_title(_LINK_NAMES[int(tier)])
-            percent(axes.yaxis)
-            grid(axes)
-            _mark(axes, changes, words=row == 0)
-            if row < len(tiers) - 1:
-                axes.tick_params(labelbottom=False)
-        grid_axes[-1][0].set_xlabel("time, s")
+            for column, (axes, span) in enumerate(zip(grid_axes[row], spans, strict=True)):
+                _tier_lines(axes, timelines, tier, span, SAMPLES_SHOWN // len(spans) ** 2)
+                axes.set_title(_LINK_NAMES[int(tier)] if column == 0 else "")
+                _mark(axes, changes, words=row == 0 and column == len(spans) - 1)
+                if row < len(tiers) - 1:
+                    axes.tick_params(labelbottom=False)
+        for axes in grid_axes[-1]:
+            axes.set_xlabel("time, s")
         figure.supylabel("capacity in use, mean", fontsize=8.5)
         policy_legend(figure, list(timelines), plain_lines=True)
     return figure
 
 
-def threshold_over_time(timelines: Mapping[str, Timeline], changes: Sequence[tuple[float, str]] = ()) -> Figure:
-    """Draw the lowest routing threshold over time, a line per policy; `changes` of links are marked."""
+def _spans(timelines: Mapping[str, Timeline], changes: _Changes) -> list[tuple[float, float]]:
+    """Return the times of each column of panels: the whole run, and the changes with as much time before and after."""
+    times = [at_s for timeline in timelines.values() for at_s in timeline.at_s]
+    first, last = min(times, default=0.0), max(times, default=0.0)
+    within = [at_s for at_s, _ in changes if first <= at_s <= last]
+    whole = (first, last)
+    if not within:
+        return [whole]
+    margin = max(max(within) - min(within), 0.05 * (last - first))
+    detail = (max(first, min(within) - margin), min(last, max(within) + margin))
+    return [whole, detail] if detail[1] - detail[0] <= _DETAIL_MOST * (last - first) else [whole]
+
+
+def _within(
+    at_s: Sequence[float], values: Sequence[float], span: tuple[float, float]
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the samples within a span of time, and one more on each side."""
+    count = min(len(at_s), len(values))
+    low = max(int(np.searchsorted(at_s[:count], span[0])) - 1, 0)
+    high = int(np.searchsorted(at_s[:count], span[1], side="right")) + 1
+    return at_s[low : min(high, count)], values[low : min(high, count)]
+
+
+def _width(order: int, lines: int, step: float = 1.3) -> float:
+    """Return the width of a line; each is thinner than the one under it, so that equal lines are all visible."""
+    return 0.9 + min(step, 4.0 / lines) * (lines - 1 - order)
+
+
+def _limit(axes: Axes, span: tuple[float, float]) -> None:
+    margin = 0.01 * (span[1] - span[0])
+    if margin > 0:
+        axes.set_xlim(span[0] - margin, span[1] + margin)
+
+
+def _tier_lines(axes: Axes, timelines: Mapping[str, Timeline], tier: str, span: tuple[float, float], most: int) -> None:
+    """Draw one tier's utilisation within a span of time."""
+    highest = 0.0
+    for order, (policy, timeline) in enumerate(timelines.items()):
+        at_s, shares = thin(*_within(timeline.at_s, timeline.tier.get(tier, ()), span), most=most)
+        width = _width(order, len(timelines), step=0.6)
+        axes.plot(at_s, shares, color=look(policy).colour, linewidth=width, zorder=3 + order)
+        highest = max(highest, max(shares, default=0.0))
+    axes.set_ylim(0, highest * 1.1 or 1)
+    _limit(axes, span)
+    percent(axes.yaxis)
+    grid(axes)
+
+
+def threshold_over_time(timelines: Mapping[str, Timeline], changes: _Changes = ()) -> Figure:
+    """Draw the lowest routing threshold over time, a line per policy; `changes` of links are marked, and short ones are
+    enlarged in a second column."""
     with style():
-        figure, grid_axes = panels(1, 1, width=7.2, height=1.9)
-        axes = grid_axes[0][0]
-        for order, (policy, timeline) in enumerate(timelines.items()):
-            axes.step(
-                timeline.at_s,
-                timeline.threshold_tokens,
-                where="post",
-                color=look(policy).colour,
-                linewidth=1.1,
-                zorder=3 + order,
-            )
-        axes.set_yscale("log")
-        axes.margins(x=0.01)
-        grid(axes)
-        _mark(axes, changes, words=True)
-        axes.set_xlabel("time, s")
-        axes.set_ylabel("tokens")
+        spans = _spans(timelines, changes)
+        figure, (row,) = panels(1, len(spans), width=7.2 / len(spans), height=1.9)
+        for column, (axes, span) in enumerate(zip(row, spans, strict=True)):
+            for order, (policy, timeline) in enumerate(timelines.items()):
+                at_s, tokens = _within(timeline.at_s, timeline.threshold_tokens, span)
+                width, colour = _width(order, len(timelines)), look(policy).colour
+                axes.step(at_s, tokens, where="post", color=colour, linewidth=width, zorder=3 + order)
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            axes.yaxis.set_minor_locator(NullLocator())
+            thousands(axes.yaxis)
+            _limit(axes, span)
+            grid(axes)
+            _mark(axes, changes, words=column == len(spans) - 1)
+            axes.set_xlabel("time, s")
+        row[0].set_ylabel("tokens")
         policy_legend(figure, list(timelines), plain_lines=True)
     return figure
 
 
-def _mark(axes: Axes, changes: Sequence[tuple[float, str]], *, words: bool) -> None:
+def _mark(axes: Axes, changes: _Changes, *, words: bool) -> None:
     """Draw vertical lines within the visible range, with their texts beside the upper end."""
     first, last = axes.get_xlim()
     for at_s, what in changes:
@@ -168,16 +217,18 @@ def _mark(axes: Axes, changes: Sequence[tuple[float, str]], *, words: bool) -> N
             continue
         axes.axvline(at_s, color=FAINT, linewidth=0.9, linestyle=(0, (3, 2)), zorder=2)
         if words:
-            axes.annotate(
-                what,
-                (at_s, 1.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(2, -2),
-                textcoords="offset points",
-                va="top",
-                fontsize=7,
-                color=FAINT,
-                rotation=90,
+            readable(
+                axes.annotate(
+                    what,
+                    (at_s, 1.0),
+                    xycoords=("data", "axes fraction"),
+                    xytext=(2, -2),
+                    textcoords="offset points",
+                    va="top",
+                    fontsize=7,
+                    color=INK,
+                    rotation=90,
+                )
             )
 
 
