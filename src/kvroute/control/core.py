@@ -165,7 +165,7 @@ class Control:
         if booking.position < 0:
             raise InputError(f"decode of request {event.request_id} is not in progress", hint=_ONCE)
         alone = booking.source == booking.target
-        joint = self._cluster.instances[booking.source].protocol == "sglang"
+        joint = self._cluster.instances[booking.source].traits.concurrent_legs
         if event.kv_lost and self._dispatcher.is_offloaded(booking):
             booking.at_home = True  # the WAN path failed, neither of the two instances
             return self._again(booking, None, event.at)

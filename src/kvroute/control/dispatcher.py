@@ -89,7 +89,7 @@ class Dispatcher:
         choice = self._pairing.prefill(request, model, candidates, choice, at)
         pool = view.prefill[model]
         pick: DecodePick | Reject | None = None
-        if self._view.cluster.instances[int(pool.ids[choice.index])].protocol == "sglang":
+        if self._view.cluster.instances[int(pool.ids[choice.index])].traits.concurrent_legs:
             choice, pick = self._jointly(booking, at, candidates, choice)
         pool.decisions += 1
         index = int(pool.ids[choice.index])
@@ -171,7 +171,7 @@ class Dispatcher:
         later and not `early`."""
         index = int(self._view.prefill[booking.model].ids[position])
         instance = self._view.cluster.instances[index]
-        if instance.role == "both" or (instance.protocol != "sglang" and not early):
+        if instance.role == "both" or not (instance.traits.concurrent_legs or early):
             return None
         key = (booking.model, instance.protocol)
         return self._view.choose_decode(booking.request, key, index, at, booking.avoid)

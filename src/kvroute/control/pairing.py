@@ -18,6 +18,7 @@ class Pairing:
         self._policy: ForesightJoint | None = None
         if isinstance(policy, Foresight) and policy.joint:
             self._policy = ForesightJoint(policy.spec, view.settings.constraint)
+        self._separable = {model: self._splits(model) for model in view.models}
 
     def prefill(self, request: Request, model: str, candidates: PrefillCandidates, choice: Choice, at: float) -> Choice:
         """Return the prefill instance, given the prefill policy's choice.
@@ -25,7 +26,7 @@ class Pairing:
         That choice is kept if instances both prefill and decode, if they receive both legs at once, or if no decode
         instance has room for the KV cache now: one may have room when the prefill has ended.
         """
-        if self._policy is None or not self._hands_over(model):
+        if self._policy is None or not self._separable[model]:
             return choice
         turn, asked = self._view.prefill[model].decisions, dict[str, Candidates]()
 
@@ -35,10 +36,11 @@ class Pairing:
         pair = self._policy.choose(request, candidates, way, turn)
         return choice if isinstance(pair, Reject) else pair.prefill
 
-    def _hands_over(self, model: str) -> bool:
-        instances = self._view.cluster.instances
-        ids = self._view.prefill[model].ids.tolist()
-        return all(instances[index].role != "both" and instances[index].protocol != "sglang" for index in ids)
+    def _splits(self, model: str) -> bool:
+        """Whether every prefill instance of a model ends its leg before the decode leg starts."""
+        cluster = self._view.cluster
+        instances = (cluster.instances[index] for index in self._view.prefill[model].ids.tolist())
+        return all(instance.role != "both" and not instance.traits.concurrent_legs for instance in instances)
 
     def _way(
         self,

@@ -27,6 +27,7 @@ from kvroute.timing import prefill_time
 from kvroute.topology import Cluster
 from kvroute.types import (
     SAME_NODE,
+    TRAITS,
     BoolArray,
     Candidates,
     Choice,
@@ -271,8 +272,8 @@ class ClusterView:
         for key, shunned in [(key, shunned) for shunned in _rounds(avoid) for key in keys]:
             pool = self.decode[key]
             usable = pool.up & ~np.isin(pool.ids, shunned)
-            if key[1] == "sglang":
-                usable &= ~pool.partner  # SGLang decode engines cannot prefill
+            if not TRAITS[key[1]].decode_prefills:
+                usable &= ~pool.partner
             if not usable.any():
                 continue
             hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,14 +17,9 @@ from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.observe.prometheus_text import PageError
 from kvroute.gateway.telemetry.metrics_page import read_metrics, series_missing
+from kvroute.types import TRAITS
 
 MODELS_PATH = b"/v1/models"
-_INFO_PATHS: Mapping[str, tuple[bytes, ...]] = {
-    "vllm": (b"/server_info?config_format=json",),
-    "mooncake": (b"/server_info?config_format=json",),
-    "sglang": (b"/server_info", b"/get_server_info"),
-}
-"""Pages with an engine's own configuration, by protocol. vLLM has its page in development mode only."""
 EMULATED = "emulated"
 
 
@@ -135,8 +130,8 @@ async def ask_engine(engine: Examined, settings: GatewaySettings, wait_s: Callab
 async def _ask_configuration(engine: Examined, wait_s: Callable[[], float]) -> None:
     """Read tensor parallelism and connector from the engine's own configuration page, if it has one."""
     report = engine.report
-    for path in _INFO_PATHS[report.protocol]:
-        answer = await engine.get(path, wait_s(), engine.headers)
+    for path in TRAITS[report.protocol].config_paths:
+        answer = await engine.get(path.encode(), wait_s(), engine.headers)
         if not answer.ok:
             continue
         try:
@@ -195,6 +190,4 @@ def _metrics(answer: Fetched) -> MetricsReport:
 def _connector(report: EngineReport, page: bytes) -> str:
     """Return the connector by its counters, else by the protocol; empty: unknown."""
     kinds = sorted(read_counters(page).kinds)
-    if kinds:
-        return kinds[0]
-    return "mooncake" if report.protocol == "mooncake" else ""
+    return kinds[0] if kinds else TRAITS[report.protocol].connector

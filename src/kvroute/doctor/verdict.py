@@ -9,7 +9,7 @@ from kvroute.doctor.probe import Outcome
 from kvroute.doctor.report import EngineReport, EventsReport, Finding, MetricsReport, PairReport
 from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.llm import Model
-from kvroute.types import KvProtocol
+from kvroute.types import TRAITS
 
 SLOW_FACTOR = 3.0
 """A transfer that takes this many times the promised duration, plus SLOW_MIN_S, is a finding."""
@@ -21,11 +21,6 @@ FASTER_FACTOR = 0.5
 """A first token within this share of the prefill time indicates that KV has moved."""
 _NEEDED_SHARE = 0.5
 """Share of the prompt's tokens that must have been transferred."""
-_METRICS_HINT: dict[KvProtocol, str] = {
-    "vllm": "vLLM serves the page unless it runs with --disable-log-stats",
-    "mooncake": "vLLM serves the page unless it runs with --disable-log-stats",
-    "sglang": "start SGLang with --enable-metrics",
-}
 _EVENTS_HINT = (
     'start the engine with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", ...}\', or '
     "correct `kv_events` in the cluster file"
@@ -74,7 +69,7 @@ def _model_finding(report: EngineReport) -> Finding:
 
 
 def _metrics_findings(report: EngineReport, metrics: MetricsReport) -> Iterator[Finding]:
-    hint = f"{_METRICS_HINT[report.protocol]}, and set its path in `gateway.scrape.path`"
+    hint = f"{TRAITS[report.protocol].metrics_hint}, and set its path in `gateway.scrape.path`"
     if metrics.failure:
         yield Finding(report.name, f"the metrics page cannot be read ({metrics.failure})", hint)
     elif metrics.missing:

@@ -42,7 +42,6 @@ from kvroute.types.instances import (
     DecodeSpec,
     Endpoint,
     Instance,
-    KvProtocol,
     LinearPrefill,
     PiecewisePrefill,
     PrefillSpec,
@@ -50,6 +49,7 @@ from kvroute.types.instances import (
     Role,
     TimingSpec,
 )
+from kvroute.types.protocols import TRAITS, KvProtocol, ProtocolTraits
 from kvroute.types.requests import Request
 from kvroute.types.snapshots import Candidates, Choice, NetworkCosts, Terms
 
@@ -60,6 +60,7 @@ __all__ = [
     "SAME_POD",
     "SAME_RACK",
     "TIER_COUNT",
+    "TRAITS",
     "Admitted",
     "Arrived",
     "BandwidthLearned",
@@ -100,6 +101,7 @@ __all__ = [
     "PrefillFailed",
     "PrefillFinished",
     "PrefillSpec",
+    "ProtocolTraits",
     "QuadraticPrefill",
     "RatioLearned",
     "Reject",

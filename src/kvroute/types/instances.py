@@ -6,11 +6,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from kvroute.types.protocols import TRAITS, KvProtocol, ProtocolTraits
+
 Role: TypeAlias = Literal["prefill", "decode", "both"]
-KvProtocol: TypeAlias = Literal["vllm", "mooncake", "sglang"]
-"""Protocol between prefill and decode over HTTP. The decode leg starts after the prefill leg, with the
-`kv_transfer_params` of its response (vllm) or with a `transfer_id` that the router created (mooncake), or both legs
-start at once (sglang)."""
 
 SAME_NODE, SAME_RACK, SAME_POD, SAME_DATACENTER, CROSS_DATACENTER = range(5)
 TIER_COUNT = 5
@@ -57,6 +55,11 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     def protocol(self) -> KvProtocol:
         """KV protocol, which the peers of this instance must use, too."""
         return self.endpoint.protocol if self.endpoint else "vllm"
+
+    @property
+    def traits(self) -> ProtocolTraits:
+        """Traits of its KV protocol."""
+        return TRAITS[self.protocol]
 
 
 class LinearPrefill(msgspec.Struct, frozen=True, tag="linear", kw_only=True):

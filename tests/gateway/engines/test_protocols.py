@@ -23,7 +23,7 @@ from kvroute.gateway.openai_api.json_fields import ENGINE_FIELDS
 from kvroute.gateway.openai_api.requests import Completion, read_completion
 from kvroute.gateway.openai_api.responses import cached_tokens, usage_tokens
 from kvroute.gateway.proxy.prefix_copy_leg import copy_body
-from kvroute.types import KvProtocol
+from kvroute.types import TRAITS, KvProtocol
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 MEETING = KvHandshake(transfer_id="xfer-1", room=2**63 - 2, bootstrap="10.0.0.1:8998", engine_id="engine-a")
@@ -287,11 +287,9 @@ def test_only_the_connector_s_word_sends_a_second_engine_for_the_same_kv(
     assert not vllm.allows_refetch(None)
 
 
-def test_who_hands_over_what() -> None:
-    several = completion(n=2)
-    assert [protocol.hands_over(completion()) for protocol in (vllm, mooncake, sglang)] == [True, True, True]
-    assert [protocol.hands_over(several) for protocol in (vllm, mooncake, sglang)] == [False, False, True]
-    assert b'"n":2' in vllm.aggregated_body(several)
+def test_one_instance_serves_what_a_protocol_cannot_split() -> None:
+    assert [TRAITS[name].splits_every_request for name in ("vllm", "mooncake", "sglang")] == [False, False, True]
+    assert b'"n":2' in vllm.aggregated_body(completion(n=2))
 
 
 @pytest.mark.parametrize("tokens", ["-1", "9" * 20, "9" * 400, "9" * 5000, str(2**31)])

@@ -45,9 +45,9 @@ def site_faults(
         return
     for instance in cluster.instances:
         endpoint = instance.endpoint
-        if endpoint is None or endpoint.protocol == "vllm" or endpoint.bootstrap:
+        if endpoint is None or endpoint.bootstrap:
             continue
-        if instance.role == "decode":
+        if instance.role == "decode" and instance.traits.needs_bootstrap:
             what = f"{instance.name} may switch to prefill, and {endpoint.protocol} then needs its bootstrap server"
             yield lines.error(what, (*places[instance.name], "endpoint"), "add `bootstrap: HOST:PORT`")
 
@@ -68,11 +68,14 @@ def _early_faults(
             or not (instance.role == "prefill" or (converts and instance.role == "decode"))
         ):
             continue
-        place = (*places[instance.name], "endpoint")
-        if endpoint.protocol == "mooncake":
-            what = f"`layerwise` requests the KV cache of {instance.name} early, which mooncake does not support"
+        place, traits = (*places[instance.name], "endpoint"), instance.traits
+        if traits.concurrent_legs:
+            continue
+        if not traits.early_pull:
+            what = f"`layerwise` requests the KV cache of {instance.name} early"
+            what += f", which {endpoint.protocol} does not support"
             yield lines.error(what, place, "leave `layerwise` out, or use kvroute's connector")
-        elif endpoint.protocol == "vllm" and not endpoint.bootstrap:
+        elif not endpoint.bootstrap:
             what = f"`layerwise` requests the KV cache of {instance.name} early, which needs its connector's address"
             yield lines.error(what, place, "add `bootstrap: HOST:PORT`, its connector's `advertised_host` and `port`")
 
@@ -86,6 +89,6 @@ def _copy_faults(
     rule = settings.offload.rule
     for instance in cluster.instances:
         endpoint = instance.endpoint
-        if endpoint is not None and endpoint.protocol != "vllm" and instance.role != "decode":
+        if endpoint is not None and not instance.traits.prefix_copies and instance.role != "decode":
             what = f"`rule: {rule}` copies prefixes of {instance.name}, which {endpoint.protocol} does not support"
             yield lines.error(what, (*places[instance.name], "endpoint"), "write `rule: scarce`, or use protocol vllm")

@@ -374,7 +374,7 @@ def _endpoint_faults(
         yield lines.error(
             f"{endpoint.url} is already the endpoint of {other}", (*place, "url"), "give each instance its own endpoint"
         )
-    if instance.role == "prefill" and endpoint.protocol != "vllm" and not endpoint.bootstrap:
+    if instance.role == "prefill" and instance.traits.needs_bootstrap and not endpoint.bootstrap:
         what = f"{endpoint.protocol} needs the prefill engine's bootstrap server"
         yield lines.error(what, place, "add `bootstrap: HOST:PORT`")
     if endpoint.kv_replay and not endpoint.kv_events:

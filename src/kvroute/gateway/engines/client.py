@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 
 from kvroute.gateway.engines.availability import NOT_COUNTED, Availability
 from kvroute.gateway.engines.breaker import Attempt
-from kvroute.gateway.engines.protocols import PROTOCOLS, QUERY_PATH, KvHandshake, ProtocolError, engine_id
+from kvroute.gateway.engines.protocols import PROTOCOLS, QUERY_PATH, KvHandshake, KvSource, ProtocolError, engine_id
 from kvroute.gateway.http.call import Call, Failure, ResponseHandler
 from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
@@ -54,7 +53,7 @@ class EngineClient:
         """Whether the last request to its bootstrap server failed for lack of a file descriptor in the gateway."""
         self._bootstrap, self._between_s = bootstrap, between_s
         self._engine_id = ""
-        self._handshake: list[Callable[[], None]] = []
+        self._engine_id_waiters: list[Callable[[], None]] = []
         """Callbacks that wait for the engine's id."""
         self._host = pool.host
 
@@ -109,23 +108,14 @@ class EngineClient:
         """
         endpoint = self.instance.endpoint
         assert endpoint is not None
-        if endpoint.protocol == "vllm" and early:
-            name = uuid.UUID(int=draw() << 1 | 1).hex
-            return KvHandshake(transfer_id=name, bootstrap=endpoint.bootstrap, early=True, instance=self.name)
-        if endpoint.protocol == "vllm":
-            return _PLAIN
-        if endpoint.protocol == "sglang":
-            return KvHandshake(room=draw(), bootstrap=endpoint.bootstrap)
-        if not self._engine_id:
-            return None
-        name = uuid.UUID(int=draw() << 1 | 1).hex
-        return KvHandshake(transfer_id=name, bootstrap=endpoint.bootstrap, engine_id=self._engine_id)
+        source = KvSource(self.name, endpoint.bootstrap, self._engine_id)
+        return self.protocol.handshake(source, draw, early=early)
 
     def resolve_engine_id(self, then: Callable[[], None]) -> None:
         """Request the engine's id from the bootstrap server, once for all concurrent callers; always call `then`."""
         assert self._bootstrap is not None
-        self._handshake.append(then)
-        if len(self._handshake) > 1:
+        self._engine_id_waiters.append(then)
+        if len(self._engine_id_waiters) > 1:
             return
         request = request_bytes(b"GET", QUERY_PATH, self._bootstrap.host, [], b"")
         self._bootstrap.send(request, _Introduction(self), first_byte_s=5.0, idle_s=5.0)
@@ -141,7 +131,7 @@ class EngineClient:
             self._engine_id = engine_id(reply)
         except ProtocolError:
             self._engine_id = ""
-        waiting, self._handshake = self._handshake, []
+        waiting, self._engine_id_waiters = self._engine_id_waiters, []
         for then in waiting:
             then()
 
@@ -150,9 +140,6 @@ class EngineClient:
         self.pool.close()
         if self._bootstrap is not None:
             self._bootstrap.close()
-
-
-_PLAIN = KvHandshake()
 
 
 class _Introduction(ResponseHandler):

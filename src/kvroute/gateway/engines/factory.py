@@ -9,6 +9,7 @@ from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.gateway.engines.availability import Availability
 from kvroute.gateway.engines.breaker import Breaker
 from kvroute.gateway.engines.client import EngineClient
+from kvroute.gateway.engines.protocols import PROTOCOLS
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.topology import Cluster
@@ -44,7 +45,7 @@ def stations_of(
         )
         connect_s = float(timeouts.connect_s)
         # A decode instance with a bootstrap server may become a prefill instance.
-        asks = endpoint.protocol == "mooncake" and endpoint.bootstrap
+        asks = PROTOCOLS[endpoint.protocol].resolves_engine_id and endpoint.bootstrap
         engines[instance.name] = EngineClient(
             instance,
             UpstreamPool(endpoint.url, connect_s=connect_s, tls=tls, deadlines=deadlines),

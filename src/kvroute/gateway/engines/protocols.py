@@ -5,6 +5,8 @@ The client's fields stay unchanged, byte for byte, except those that this module
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -13,7 +15,7 @@ from msgspec import Raw
 
 from kvroute.gateway.openai_api.json_fields import Fields
 from kvroute.gateway.openai_api.requests import Completion
-from kvroute.types import KvProtocol
+from kvroute.types import TRAITS, KvProtocol
 
 QUERY_PATH = b"/query"
 """Path on which a Mooncake bootstrap server returns the ids of its engines."""
@@ -51,6 +53,18 @@ class KvHandshake:
     """Name of the prefill instance, for the decode engine's metrics (vllm with an early pull)."""
 
 
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """The prefill engine of a request, as far as a handshake depends on it."""
+
+    name: str
+    """Name of the instance."""
+    bootstrap: str
+    """`host:port` of its bootstrap server or KV server; empty: unknown."""
+    engine_id: str
+    """Id that its bootstrap server returned; empty: unknown."""
+
+
 class PdProtocol(Protocol):
     """One way to split a request into a prefill and a decode leg."""
 
@@ -58,8 +72,15 @@ class PdProtocol(Protocol):
     def concurrent_legs(self) -> bool:
         """Both legs are sent at once, so the decode instance is chosen on arrival."""
 
-    def hands_over(self, completion: Completion) -> bool:
-        """Whether the protocol can split this request into two legs; otherwise one instance serves it alone."""
+    @property
+    def resolves_engine_id(self) -> bool:
+        """A handshake needs the engine's id, which the bootstrap server returns."""
+
+    def handshake(self, source: KvSource, draw: Callable[[], int], *, early: bool) -> KvHandshake | None:
+        """Return the ids and addresses for the two legs of a request; None while the engine's id is unknown.
+
+        `draw` returns 63 random bits. `early`: the decode leg is sent before the KV cache is complete.
+        """
 
     def aggregated_body(self, completion: Completion) -> bytes:
         """Return the body for an instance that computes prefill and decode itself."""
@@ -81,15 +102,15 @@ class PdProtocol(Protocol):
             ProtocolError: the body lacks data that the decode engine needs.
         """
 
-    def allows_refetch(self, handover: Raw | None) -> bool:
+    def allows_refetch(self, params: Raw | None) -> bool:
         """Whether a second decode engine may fetch a KV cache after a first one has begun to fetch it."""
 
-    def decode_body(self, completion: Completion, handshake: KvHandshake, handover: Raw | None) -> bytes:
-        """Return the body of the decode leg. `handover`: transfer parameters from the prefill leg's response;
+    def decode_body(self, completion: Completion, handshake: KvHandshake, params: Raw | None) -> bytes:
+        """Return the body of the decode leg. `params`: transfer parameters from the prefill leg's response;
         None if there are none, as when both legs are sent at once.
 
         Raises:
-            ProtocolError: `handshake` or `handover` lacks data that the decode engine needs.
+            ProtocolError: `handshake` or `params` lacks data that the decode engine needs.
         """
 
 
@@ -99,10 +120,13 @@ class Vllm:
     them. kvroute's connector also supports an early pull: both engines receive the transfer id and the address to fetch
     it from."""
 
-    concurrent_legs: ClassVar[bool] = False
+    concurrent_legs: ClassVar[bool] = TRAITS["vllm"].concurrent_legs
+    resolves_engine_id: ClassVar[bool] = False
 
-    def hands_over(self, completion: Completion) -> bool:
-        return not completion.one_leg
+    def handshake(self, source: KvSource, draw: Callable[[], int], *, early: bool) -> KvHandshake | None:
+        if not early:
+            return _PLAIN
+        return KvHandshake(transfer_id=_id(draw), bootstrap=source.bootstrap, early=True, instance=source.name)
 
     def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
@@ -119,28 +143,31 @@ class Vllm:
     def transfer_params(self, reply: bytes) -> Raw | None:
         return _transfer_params(reply)
 
-    def allows_refetch(self, handover: Raw | None) -> bool:
+    def allows_refetch(self, params: Raw | None) -> bool:
         """Return True only if the connector allows it: NIXL reads blocks by number, and they may hold another prompt by
         then."""
         try:
-            return handover is not None and msgspec.json.decode(handover, type=_Refetch).remote_refetch
+            return params is not None and msgspec.json.decode(params, type=_Refetch).remote_refetch
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return False
 
-    def decode_body(self, completion: Completion, handshake: KvHandshake, handover: Raw | None) -> bytes:
-        if handover is None:
-            handover = _announcement(handshake)
-        return _encode({**completion.fields, "kv_transfer_params": handover})
+    def decode_body(self, completion: Completion, handshake: KvHandshake, params: Raw | None) -> bytes:
+        if params is None:
+            params = _early_params(handshake)
+        return _encode({**completion.fields, "kv_transfer_params": params})
 
 
 @dataclass(frozen=True, slots=True)
 class Mooncake:
     """vLLM's Mooncake connector: the gateway generates the id of the transfer and sends it to both engines."""
 
-    concurrent_legs: ClassVar[bool] = False
+    concurrent_legs: ClassVar[bool] = TRAITS["mooncake"].concurrent_legs
+    resolves_engine_id: ClassVar[bool] = True
 
-    def hands_over(self, completion: Completion) -> bool:
-        return not completion.one_leg
+    def handshake(self, source: KvSource, draw: Callable[[], int], *, early: bool) -> KvHandshake | None:
+        if not source.engine_id:
+            return None
+        return KvHandshake(transfer_id=_id(draw), bootstrap=source.bootstrap, engine_id=source.engine_id)
 
     def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
@@ -154,34 +181,35 @@ class Mooncake:
         """Return None: the response has no transfer parameters."""
         return None
 
-    def allows_refetch(self, handover: Raw | None) -> bool:
+    def allows_refetch(self, params: Raw | None) -> bool:
         return False
 
-    def decode_body(self, completion: Completion, handshake: KvHandshake, handover: Raw | None) -> bytes:
+    def decode_body(self, completion: Completion, handshake: KvHandshake, params: Raw | None) -> bytes:
         if not (handshake.bootstrap and handshake.engine_id):
             raise ProtocolError("has no bootstrap address or engine id yet")
-        params = {
+        own = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": handshake.transfer_id,
             "remote_bootstrap_addr": f"http://{handshake.bootstrap}",
             "remote_engine_id": handshake.engine_id,
         }
-        return _encode({**completion.fields, "kv_transfer_params": params})
+        return _encode({**completion.fields, "kv_transfer_params": own})
 
 
 @dataclass(frozen=True, slots=True)
 class Sglang:
-    """SGLang's bootstrap: both engines receive the same body, which names one room (transfer id) per sequence."""
+    """SGLang's bootstrap: both engines receive the same body, which names one room (transfer id) per sequence.
 
-    concurrent_legs: ClassVar[bool] = True
+    An SGLang prefill engine cannot serve a request alone, so requests with several sequences are split, too.
+    Log-probabilities of the prompt stay in the prefill engine and are missing from the response.
+    """
 
-    def hands_over(self, completion: Completion) -> bool:
-        """Return True: an SGLang prefill engine cannot serve a request alone, and rooms may be arrays.
+    concurrent_legs: ClassVar[bool] = TRAITS["sglang"].concurrent_legs
+    resolves_engine_id: ClassVar[bool] = False
 
-        Log-probabilities of the prompt stay in the prefill engine and are missing from the response.
-        """
-        return True
+    def handshake(self, source: KvSource, draw: Callable[[], int], *, early: bool) -> KvHandshake | None:
+        return KvHandshake(room=draw(), bootstrap=source.bootstrap)
 
     def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
@@ -194,11 +222,18 @@ class Sglang:
         """Return None: the prefill response is not used; the decode engine responds by itself."""
         return None
 
-    def allows_refetch(self, handover: Raw | None) -> bool:
+    def allows_refetch(self, params: Raw | None) -> bool:
         return False
 
-    def decode_body(self, completion: Completion, handshake: KvHandshake, handover: Raw | None) -> bytes:
+    def decode_body(self, completion: Completion, handshake: KvHandshake, params: Raw | None) -> bytes:
         return self.prefill_body(completion, handshake)
+
+
+_PLAIN = KvHandshake()
+
+
+def _id(draw: Callable[[], int]) -> str:
+    return uuid.UUID(int=draw() << 1 | 1).hex
 
 
 PROTOCOLS: dict[KvProtocol, PdProtocol] = {"vllm": Vllm(), "mooncake": Mooncake(), "sglang": Sglang()}
@@ -264,7 +299,7 @@ def _transfer_params(reply: bytes) -> Raw:
     return params
 
 
-def _announcement(handshake: KvHandshake) -> Raw:
+def _early_params(handshake: KvHandshake) -> Raw:
     """Return the transfer parameters of an early pull, for which there is no prefill response yet."""
     if not handshake.early:
         raise ProtocolError("sent no transfer parameters")

@@ -171,7 +171,7 @@ def _convertible(settings: GatewaySettings) -> GatewaySettings:
 
 def _check_emulated(cluster: Cluster, source: str) -> None:
     for instance in cluster.instances:
-        if instance.protocol != "vllm":
+        if not instance.traits.emulated:
             what = f"instance {instance.name} uses protocol {instance.protocol}, but emulated engines only support vllm"
             raise InputError(what, where=source, hint="leave `protocol` out")
 

@@ -31,6 +31,7 @@ from kvroute.gateway.proxy.expected_transfers import ExpectedTransfers
 from kvroute.gateway.wan.paths import WanPaths
 from kvroute.topology import Cluster
 from kvroute.types import (
+    TRAITS,
     Arrived,
     CongestionMeasured,
     Decision,
@@ -232,7 +233,7 @@ class ClusterRuntime:
         """Whether some protocol of its model cannot transfer this request's KV: one instance must then do both
         phases."""
         protocols = self._protocols.get(self.model_of(completion.model), self._any_protocol)
-        return protocols != {"sglang"}
+        return not all(TRAITS[protocol].splits_every_request for protocol in protocols)
 
     def prefills_elsewhere(self, engine: EngineClient) -> bool:
         """Whether another instance is up that could prefill instead of this one."""

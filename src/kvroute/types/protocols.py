@@ -1,0 +1,71 @@
+"""Traits of the prefill/decode protocols. Decisions and checks depend on these and never on a protocol's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+import msgspec
+
+KvProtocol: TypeAlias = Literal["vllm", "mooncake", "sglang"]
+"""Protocol between prefill and decode over HTTP. The decode leg starts after the prefill leg, with the
+`kv_transfer_params` of its response (vllm) or with a `transfer_id` that the router created (mooncake), or both legs
+start at once (sglang)."""
+
+
+class ProtocolTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of one protocol and its engines."""
+
+    concurrent_legs: bool = False
+    """Both legs are always sent at once, so the decode instance is chosen on arrival."""
+    needs_bootstrap: bool = False
+    """A prefill engine needs a bootstrap server."""
+    early_pull: bool = False
+    """A decode engine can fetch the KV cache while it is computed, if the address of the prefill engine is known."""
+    prefix_copies: bool = False
+    """An engine can fetch a cached prefix from another one."""
+    decode_prefills: bool = False
+    """A decode engine can also compute the prompt."""
+    splits_every_request: bool = False
+    """Requests with several sequences can be split into two legs, too."""
+    emulated: bool = False
+    """Emulated engines implement it."""
+    returns_params: bool = False
+    """The response of the prefill leg contains transfer parameters for the decode leg."""
+    connector: str = ""
+    """The only connector of its engines; empty: there are several."""
+    config_paths: tuple[str, ...] = ()
+    """Paths on which its engines may return their own configuration, in the order to try."""
+    metrics_hint: str = ""
+    """How to start its engines with a metrics page."""
+
+
+_VLLM_CONFIG = ("/server_info?config_format=json",)  # only in vLLM's development mode
+_VLLM_METRICS = "vLLM serves the page unless it runs with --disable-log-stats"
+
+
+TRAITS: Mapping[KvProtocol, ProtocolTraits] = {
+    "vllm": ProtocolTraits(
+        early_pull=True,
+        prefix_copies=True,
+        decode_prefills=True,
+        emulated=True,
+        returns_params=True,
+        config_paths=_VLLM_CONFIG,
+        metrics_hint=_VLLM_METRICS,
+    ),
+    "mooncake": ProtocolTraits(
+        needs_bootstrap=True,
+        decode_prefills=True,
+        connector="mooncake",
+        config_paths=_VLLM_CONFIG,
+        metrics_hint=_VLLM_METRICS,
+    ),
+    "sglang": ProtocolTraits(
+        concurrent_legs=True,
+        needs_bootstrap=True,
+        splits_every_request=True,
+        config_paths=("/server_info", "/get_server_info"),
+        metrics_hint="start SGLang with --enable-metrics",
+    ),
+}
