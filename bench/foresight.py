@@ -153,7 +153,7 @@ def arrivals(decode: int, in_flight: int, calls: int) -> dict[str, object]:
 def _plain_us(driver: Driver) -> float:
     """Return the median microseconds of a what-if for every candidate in a network of all transfers."""
     from kvroute.flows import FlowNetwork
-    from kvroute.policies.foresight_kernels import HOPS_MAX, path_of
+    from kvroute.policies.foresight_paths import HOPS_MAX, path_of
 
     links, scratch = driver.links, np.zeros(HOPS_MAX, dtype=np.int64)
     network = FlowNetwork(links.capacity_bytes_per_s)

@@ -64,7 +64,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("changed", "matters_to_others"),
     [
         ("policies/foresight.py", False),
-        ("policies/foresight_kernels.py", False),
+        ("policies/foresight_pricing.py", False),
         ("control/transfer_tracker.py", False),
         ("policies/decode.py", True),
         ("control/core.py", True),

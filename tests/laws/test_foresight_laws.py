@@ -18,9 +18,9 @@ from kvroute.policies import CacheAndLoadAware
 from kvroute.policies.foresight import Foresight
 from kvroute.policies.foresight_flight import InFlight
 from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
-from kvroute.policies.foresight_kernels import collided
 from kvroute.policies.foresight_learned import Learned
 from kvroute.policies.foresight_links import LinkModel
+from kvroute.policies.foresight_paths import collided
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
 from kvroute.types import Candidates, Choice, FloatArray, IntArray, NetworkCosts, Reject, Request, TierArray

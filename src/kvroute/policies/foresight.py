@@ -13,7 +13,7 @@ import numpy as np
 
 from kvroute.policies.decode import no_room, policy_of
 from kvroute.policies.foresight_flight import Sight
-from kvroute.policies.foresight_kernels import (
+from kvroute.policies.foresight_pricing import (
     COST,
     IMPOSED_S,
     NOBODY,

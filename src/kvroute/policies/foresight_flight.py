@@ -14,10 +14,11 @@ import numpy as np
 from kvroute.flows import arrays, kernels
 from kvroute.flows.kernels import State
 from kvroute.oracle.telemetry import CONGESTION_MAX
-from kvroute.policies.foresight_kernels import HOPS_MAX, ceiling_of, pass_time, path_of, set_off
 from kvroute.policies.foresight_learned import Answers, Learned
 from kvroute.policies.foresight_links import LinkModel
+from kvroute.policies.foresight_paths import HOPS_MAX, ceiling_of, path_of
 from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.foresight_transfers import pass_time, set_off
 from kvroute.types import SAME_NODE, TIER_COUNT, CapacityLearned, FloatArray, InputError, IntArray
 
 _SLOTS = 64

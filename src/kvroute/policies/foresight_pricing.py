@@ -1,0 +1,252 @@
+"""Compiled kernels: the cost of every candidate in closed form, and of the best of them by the fluid what-if.
+
+The functions take only arrays and numbers; `kvroute.policies.foresight` explains their meaning.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvroute.compiled import compiled
+from kvroute.flows import kernels as flows
+from kvroute.flows.kernels import State
+from kvroute.policies.foresight_paths import HOPS_MAX, NIC_DOWN, RACK_DOWN, Fabric, path_ceiling, path_of
+from kvroute.policies.foresight_whatif import played
+from kvroute.types import SAME_NODE, BoolArray, FloatArray, IntArray, TierArray
+
+TRANSFER_S, IMPOSED_S, WAIT_S, STEP_S, SLOT_S, PACE, PLAYED, BOUND, COST = range(9)
+"""Rows of `terms`; BOUND is a lower bound of a candidate's cost, for internal use."""
+ROWS = COST + 1
+NOBODY = -1
+
+
+class Asked(NamedTuple):
+    """The candidates and what the request needs of them (`Candidates`, and their positions in the network)."""
+
+    kv_bytes: FloatArray
+    batch: IntArray
+    queued: IntArray
+    batch_max: IntArray
+    base_s: FloatArray
+    per_request_s: FloatArray
+    tier: TierArray
+    latency_s: FloatArray
+    """Latency of each candidate's tier, [n]."""
+    source: int
+    targets: IntArray
+    starts_s: float
+    numbers: FloatArray
+    """imposed_weight, wait_weight, slot_weight, landing_weight, answer_weight, answer_transfers, load_weight,
+    step_floor_s, output_tokens."""
+
+
+@compiled
+def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: FloatArray) -> float:
+    """Fill candidate i's terms and return its cost. All but the transfer and its imposed delay depend on the load.
+
+    Queued requests count as part of the batch: they are in it by the time that this one decodes.
+    """
+    imposed_weight, wait_weight, slot_weight, landing, answers, transfers, load_weight, floor_s, output_tokens = (
+        asked.numbers
+    )
+    base_s, per_request_s, batch_max = asked.base_s[i], asked.per_request_s[i], asked.batch_max[i]
+    load = asked.batch[i] + asked.queued[i]
+    gap_s = output_tokens * max(base_s + per_request_s * min(load, batch_max), floor_s) / batch_max
+    wait_s = max(max(load + 1 - batch_max, 0) * gap_s - asked.starts_s - transfer_s, 0.0)
+    step_s = max(base_s + per_request_s * min(load + 1, batch_max), floor_s)
+    taken = (load + 1) / batch_max
+    slowed_s = per_request_s * load  # cost of one more request for all others together, per step
+    answers_s = min(answers * slowed_s * output_tokens, transfers * transfer_s)
+    slot_s = slot_weight * gap_s * taken * taken + landing * slowed_s + answers_s
+    terms[TRANSFER_S, i], terms[IMPOSED_S, i], terms[WAIT_S, i] = transfer_s, imposed_s, wait_s
+    terms[STEP_S, i], terms[SLOT_S, i] = step_s, slot_s
+    cost: float = transfer_s + imposed_weight * imposed_s + load_weight * (wait_weight * wait_s + step_s + slot_s)
+    terms[COST, i] = cost
+    return cost
+
+
+@compiled
+def _shared(
+    source: int, target: int, tier: int, fabric: Fabric, link: FloatArray, path: IntArray
+) -> tuple[float, float, float]:
+    """Limits of the links that `target` shares with its rack: the ceiling of the hashed paths for one more transfer,
+    the minimum of it and the link capacities, and the minimum of it and an even share of each link."""
+    ceiling = path_ceiling(source, target, tier, fabric)
+    own = fabric.ways[target, NIC_DOWN]
+    alone = pace = ceiling
+    for k in range(path_of(source, target, tier, fabric.ways, fabric.wan, path)):
+        if path[k] != own:
+            capacity = link[path[k], flows.CAPACITY]
+            alone = min(alone, capacity)
+            pace = min(pace, capacity / (1.0 + fabric.crowd[path[k]]))
+    return ceiling, alone, pace
+
+
+@compiled
+def _closed(asked: Asked, fabric: Fabric, link: FloatArray, ceilings: FloatArray, terms: FloatArray) -> None:
+    """Price all candidates in closed form: the path's ceiling, or an even share of its most crowded link if slower.
+
+    The links that instances of a rack share are evaluated once per rack; each instance has its own NIC.
+    """
+    path, known = np.empty(HOPS_MAX, np.int64), np.empty((len(fabric.crowd), 3))
+    known_tier = np.full(len(fabric.crowd), -1, np.int64)
+    for i in range(len(asked.tier)):
+        tier, target = asked.tier[i], asked.targets[i]
+        rack, own = fabric.ways[target, RACK_DOWN], fabric.ways[target, NIC_DOWN]
+        if rack >= 0 and known_tier[rack] == tier:
+            ceilings[i], alone, pace = known[rack, 0], known[rack, 1], known[rack, 2]
+        else:
+            ceilings[i], alone, pace = _shared(asked.source, target, tier, fabric, link, path)
+            if rack >= 0:
+                known[rack, 0], known[rack, 1], known[rack, 2] = ceilings[i], alone, pace
+                known_tier[rack] = tier
+        if own >= 0 and tier > SAME_NODE:
+            capacity = link[own, flows.CAPACITY]
+            alone, pace = min(alone, capacity), min(pace, capacity / (1.0 + fabric.crowd[own]))
+        latency_s, bound_s = asked.latency_s[i], -1.0
+        if alone != pace:
+            bound_s = _price(i, asked.kv_bytes[i] / alone + latency_s, 0.0, asked, terms)
+        cost_s = _price(i, asked.kv_bytes[i] / pace + latency_s, 0.0, asked, terms)
+        terms[PACE, i], terms[PLAYED, i], terms[BOUND, i] = pace, 0.0, cost_s if alone == pace else bound_s
+
+
+@compiled
+def _play(i: int, asked: Asked, fabric: Fabric, ceiling: float, near_max: int, live: State, terms: FloatArray) -> float:
+    """Replace candidate i's closed form by the result of the fluid simulation; return its cost."""
+    path = np.empty(HOPS_MAX, np.int64)
+    hops = path_of(asked.source, asked.targets[i], asked.tier[i], fabric.ways, fabric.wan, path)
+    seconds, imposed_s = asked.kv_bytes[i] / ceiling, 0.0
+    if hops > 0 and asked.kv_bytes[i] > 0.0:
+        imposed = asked.numbers[0] > 0.0
+        seconds, imposed_s = played(asked.kv_bytes[i], asked.starts_s, path[:hops], ceiling, near_max, imposed, live)
+    if seconds > 0.0:
+        terms[PACE, i] = asked.kv_bytes[i] / seconds
+    terms[PLAYED, i] = 1.0
+    return _price(i, seconds + asked.latency_s[i], imposed_s, asked, terms)
+
+
+@compiled
+def _first_least(cost: FloatArray, among: BoolArray) -> int:
+    best = NOBODY
+    for i in range(len(cost)):
+        if among[i] and (best == NOBODY or cost[i] < cost[best]):
+            best = i
+    return best
+
+
+@compiled
+def _play_best(
+    asked: Asked,
+    fabric: Fabric,
+    ceilings: FloatArray,
+    width: int,
+    near_max: int,
+    live: State,
+    feasible: BoolArray,
+    terms: FloatArray,
+) -> None:
+    """Simulate the best candidates by the closed form; the others keep their order and rank behind them.
+
+    A candidate that could not win even alone on the network is skipped. The cost of each candidate that is not
+    simulated is raised by the largest increase among the simulated ones, which keeps the order of the rest.
+    """
+    going = feasible.copy()
+    best_s, shift_s, runs = np.inf, 0.0, 0
+    for _ in range(2 * width):
+        i = _first_least(terms[COST], going)
+        if i == NOBODY or runs == width:
+            break
+        going[i] = False
+        bound_s, closed_s = terms[BOUND, i], terms[COST, i]
+        if bound_s >= best_s:
+            continue
+        cost = _play(i, asked, fabric, ceilings[i], near_max, live, terms)
+        runs += 1
+        best_s, shift_s = min(best_s, cost), max(shift_s, cost - closed_s)
+    for i in range(len(feasible)):
+        if terms[PLAYED, i] == 0.0:
+            terms[COST, i] = max(terms[COST, i] + shift_s, terms[BOUND, i])
+
+
+@compiled
+def foresee(
+    need_bytes: FloatArray,
+    free_kv_bytes: FloatArray,
+    kv_bytes: FloatArray,
+    batch: IntArray,
+    queued: IntArray,
+    batch_max: IntArray,
+    base_s: FloatArray,
+    per_request_s: FloatArray,
+    tier: TierArray,
+    tier_latency_s: FloatArray,
+    source: int,
+    targets: IntArray,
+    starts_s: float,
+    numbers: FloatArray,
+    ways: IntArray,
+    wan: IntArray,
+    cable: FloatArray,
+    cables: IntArray,
+    crowd: IntArray,
+    hashed: int,
+    rivals: float,
+    siblings: float,
+    mean: float,
+    factor: FloatArray,
+    tier_bytes_per_s: FloatArray,
+    width: int,
+    near_max: int,
+    flow: FloatArray,
+    flow_int: IntArray,
+    link: FloatArray,
+    link_int: IntArray,
+    hop: IntArray,
+    lists: IntArray,
+    counts: IntArray,
+    feasible: BoolArray,
+    terms: FloatArray,
+) -> int:
+    """Fill `feasible` [n] and `terms` [ROWS, n]. Return the feasible candidate of least cost, the first of equals, or
+    NOBODY.
+
+    Takes the arrays of `Asked`, `Fabric` and `State` one by one: a call costs half as much as with tuples.
+    """
+    latency_s = tier_latency_s[tier]
+    asked = Asked(
+        kv_bytes, batch, queued, batch_max, base_s, per_request_s, tier, latency_s, source, targets, starts_s, numbers
+    )
+    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
+    for i in range(len(tier)):
+        feasible[i] = need_bytes[i] <= free_kv_bytes[i]
+    ceilings = np.empty(len(tier))
+    _closed(asked, fabric, link, ceilings, terms)
+    if width > 0:
+        live = State(flow, flow_int, link, link_int, hop, lists, counts)
+        _play_best(asked, fabric, ceilings, width, near_max, live, feasible, terms)
+    return _first_least(terms[COST], feasible)
+
+
+@compiled
+def price_all(
+    transfer_s: FloatArray,
+    batch: IntArray,
+    queued: IntArray,
+    batch_max: IntArray,
+    base_s: FloatArray,
+    per_request_s: FloatArray,
+    tier: TierArray,
+    starts_s: float,
+    numbers: FloatArray,
+    terms: FloatArray,
+) -> None:
+    """Fill `terms` [ROWS, n] for given transfer times, [n]."""
+    nobody = np.empty(0, np.int64)
+    asked = Asked(
+        transfer_s, batch, queued, batch_max, base_s, per_request_s, tier, transfer_s, 0, nobody, starts_s, numbers
+    )
+    for i in range(len(tier)):
+        terms[BOUND, i] = _price(i, transfer_s[i], 0.0, asked, terms)
+        terms[PLAYED, i] = 0.0

@@ -1,0 +1,101 @@
+"""Compiled kernels on the table of transfers in flight: move all of them to a time, and start one.
+
+The rates come from `flows.kernels`; there is no second solver.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvroute.compiled import compiled
+from kvroute.flows import kernels as flows
+from kvroute.policies.foresight_paths import HOPS_MAX, TAIL, Fabric, path_ceiling, path_of
+from kvroute.types import FloatArray, IntArray
+
+
+@compiled
+def pass_time(
+    now: float,
+    floor_share: float,
+    flow: FloatArray,
+    link: FloatArray,
+    lists: IntArray,
+    counts: IntArray,
+    predicted: FloatArray,
+    limited: FloatArray,
+) -> float:
+    """Move the transfers in flight at their rates until `now`; return the sum of the rates.
+
+    `predicted` grows by the bytes that the model sends, `limited` by those sent at the path's ceiling (ignored for a
+    transfer without a ceiling). No transfer ends here: ends are observed, not predicted.
+    """
+    first_private, total = link.shape[0] - flow.shape[0], 0.0
+    for k in range(counts[flows.ACTIVE]):
+        slot = lists[flows.ORDER, k]
+        rate = flow[slot, flows.RATE]
+        total += rate
+        sent = rate * (now - flow[slot, flows.SINCE])
+        if sent <= 0.0:
+            continue
+        predicted[slot] += sent
+        if rate >= (1.0 - TAIL) * link[first_private + slot, flows.CAPACITY]:
+            limited[slot] += sent
+        left = max(flow[slot, flows.LEFT] - sent, floor_share * flow[slot, flows.SIZE])
+        flow[slot, flows.LEFT], flow[slot, flows.SINCE] = left, now
+        flow[slot, flows.FINISH] = now + left / rate
+    return total
+
+
+@compiled
+def set_off(
+    now: float,
+    slot: int,
+    source: int,
+    target: int,
+    tier: int,
+    kv_bytes: float,
+    ways: IntArray,
+    wan: IntArray,
+    cable: FloatArray,
+    cables: IntArray,
+    crowd: IntArray,
+    hashed: int,
+    rivals: float,
+    siblings: float,
+    mean: float,
+    factor: FloatArray,
+    tier_bytes_per_s: FloatArray,
+    flow: FloatArray,
+    flow_int: IntArray,
+    link: FloatArray,
+    link_int: IntArray,
+    hop: IntArray,
+    lists: IntArray,
+    counts: IntArray,
+    predicted: FloatArray,
+    limited: FloatArray,
+    path: IntArray,
+    out: IntArray,
+) -> int:
+    """Start a transfer of `kv_bytes` in a free slot of the live state, and recompute the max-min fair rates.
+
+    Adds the transfer to `crowd`, fills `path` with its links and returns their number. The ceiling of its hashed paths,
+    given the other transfers, becomes the capacity of a private link at the end of the path.
+    """
+    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
+    ceiling = path_ceiling(source, target, tier, fabric)
+    count = hops = path_of(source, target, tier, ways, wan, path)
+    ints = np.empty(3 + HOPS_MAX, np.int64)
+    for k in range(count):
+        crowd[path[k]] += 1
+        ints[2 + k] = path[k]
+    if ceiling < np.inf:
+        private = link.shape[0] - flow.shape[0] + slot
+        link[private, flows.CAPACITY] = ceiling
+        ints[2 + hops] = private
+        hops += 1
+    ints[0], ints[1] = slot, hops
+    predicted[slot] = limited[slot] = 0.0
+    staged, floats = ints[: 2 + hops], np.array([kv_bytes, 1.0])
+    flows.drive(now, -np.inf, flow, flow_int, link, link_int, hop, lists, counts, staged, floats, out)
+    return count
