@@ -13,7 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.examples import CLUSTERS, EXAMPLES
 
+from kvroute.control import ControlSpec
 from kvroute.flows import FlowNetwork
+from kvroute.sim.metrics import Summary
+from kvroute.sim.run import simulate
+from kvroute.sim.settings import SimSettings
+from kvroute.sim.workload import generate
 from kvroute.topology import (
     LLAMA_70B_TP4,
     STORAGE,
@@ -32,7 +37,7 @@ from kvroute.topology import (
 from kvroute.topology.builders import H100_LLAMA_70B_TP4
 from kvroute.topology.schema import Datacenter, Network, Nic, Nics, Node, Pod, Rack, Uplinks, Wan
 from kvroute.topology.units import Bandwidth, Latency
-from kvroute.types import CROSS_DATACENTER, SAME_NODE, TIER_COUNT, Endpoint, InputError
+from kvroute.types import CROSS_DATACENTER, SAME_NODE, SAME_RACK, TIER_COUNT, Endpoint, InputError
 
 GBPS = 1e9 / 8
 
@@ -310,6 +315,75 @@ def test_oversubscription_slows_each_uplink() -> None:
     assert [(pod.uplinks.count, pod.uplinks.bytes_per_s / GBPS) for pod in flat.pods if pod.uplinks] == [(32, 25)] * 2
 
 
+def _with_cards(file: ClusterFile, capacity: float = 1.0, efficiency: float = 1.0) -> ClusterFile:
+    """Return the file with other cards in all nodes: `capacity` is a factor."""
+
+    def card(nic: Nic) -> Nic:
+        return msgspec.structs.replace(nic, bytes_per_s=Bandwidth(nic.bytes_per_s * capacity), efficiency=efficiency)
+
+    nodes = [
+        msgspec.structs.replace(
+            node,
+            nics=Nics(
+                compute=node.nics.compute and card(node.nics.compute),
+                storage=node.nics.storage and card(node.nics.storage),
+            ),
+        )
+        for node in file.nodes
+    ]
+    return msgspec.structs.replace(file, nodes=nodes)
+
+
+@given(cluster_files(), st.sampled_from([1.0, 0.5, 0.25]))
+@settings(max_examples=100, deadline=None)
+def test_efficiency_of_cards_is_capacity_of_cards(file: ClusterFile, share: float) -> None:
+    """A share of the capacity gives the same links and tiers as cards of that capacity; other links do not change."""
+    whole, less = build(file), build(_with_cards(file, efficiency=share))
+    smaller = build(_with_cards(file, capacity=share))
+    assert np.array_equal(less.capacity_bytes_per_s, smaller.capacity_bytes_per_s)
+    assert np.array_equal(less.tier_bytes_per_s, smaller.tier_bytes_per_s)
+    card = np.array([link.tier in (SAME_RACK, STORAGE) for link in whole.links])
+    assert np.array_equal(less.capacity_bytes_per_s[card], whole.capacity_bytes_per_s[card] * share)
+    assert np.array_equal(less.capacity_bytes_per_s[~card], whole.capacity_bytes_per_s[~card])
+
+
+def test_simulated_transfers_see_the_efficiency() -> None:
+    """Half the efficiency, half the capacity: the same results, and slower transfers than with whole cards."""
+    file = expand(load(EXAMPLES / "fat-tree-64gpu.yaml").file)
+    requests = generate(40, seed=2)
+    whole, less, smaller = (
+        _timeless(simulate(build(each), requests, ControlSpec(), SimSettings()).summary)
+        for each in (file, _with_cards(file, efficiency=0.05), _with_cards(file, capacity=0.05))
+    )
+    assert less == smaller
+    slow_s, fast_s = less.transfer_s.mean, whole.transfer_s.mean
+    assert slow_s is not None
+    assert fast_s is not None
+    assert slow_s > 2 * fast_s
+
+
+def _timeless(summary: Summary) -> Summary:
+    """Return the summary without the times of the simulating machine."""
+    return msgspec.structs.replace(summary, decision_s=None, wall_s=0.0, cpu_s=0.0)
+
+
+def test_efficiency_of_eight_cards() -> None:
+    """Eight cards of 400 Gbps that reach 80 % carry 2.56 Tbps; a superpod's `efficiency` is that of its cards."""
+    text = (
+        (EXAMPLES / "vllm-tp8.yaml")
+        .read_text()
+        .replace("capacity: 400 Gbps}}}", "capacity: 400 Gbps, efficiency: 0.8}}}")
+    )
+    assert parse(text).tier_bytes_per_s[SAME_RACK] / GBPS == pytest.approx(0.8 * 8 * 400)
+    counts = InstanceCounts(prefill=1, decode=1, tp=8)
+    file = superpod(nodes_per_unit=2, instances=counts)
+    assert file.fabric is not None
+    slower = build(msgspec.structs.replace(file, fabric=msgspec.structs.replace(file.fabric, efficiency=0.5)))
+    assert slower.tier_bytes_per_s[SAME_RACK] == build(file).tier_bytes_per_s[SAME_RACK] / 2
+    [(out, _)] = slower.storage_links(0)
+    assert slower.links[out].bytes_per_s == 400 * GBPS
+
+
 def test_superpod_has_a_card_per_gpu_and_one_for_storage() -> None:
     counts = InstanceCounts(prefill=2, decode=2, tp=8)
     cluster = build(superpod(units=2, nodes_per_unit=2, instances=counts))
@@ -373,9 +447,9 @@ def test_an_unknown_instance_is_refused() -> None:
 def test_the_documented_sections_make_valid_files() -> None:
     text = (EXAMPLES.parent / "docs" / "cluster-file.md").read_text(encoding="utf-8")
     sections = re.findall(r"```yaml\n(.*?)```", text, re.S)
-    name, lists, wan, tree, pod, network, timing, instances, counts, live, *gateway = sections
+    name, lists, cards, wan, tree, pod, network, timing, instances, counts, live, *gateway = sections
     defaults = "defaults: {model: llama-3-70b, tp: 4, kv_capacity: 180 GB}\n"
-    nodes = "".join(f"  - {{name: node{n}, rack: rack0, nics: {{compute: {{capacity: 1 Gbps}}}}}}\n" for n in (1, 2))
+    nodes = "".join(f"  - {{name: node{n}, rack: rack0, {cards.strip()}}}\n" for n in (1, 2))
     for section in (tree, pod):
         assert len(parse(name + section + network + timing + defaults + counts).instances) == 16
     assert len(parse(name + lists + nodes + network + timing + instances).instances) == 3

@@ -168,7 +168,12 @@ def reached(fields: str) -> str:
     return edited('0-3"}', f'0-3", endpoint: {{{fields}}}}}')
 
 
+def card_with(field: str) -> str:
+    return edited("100 Gbps", f"100 Gbps, {field}")
+
+
 REACHED = "instances[0].endpoint"
+EFFICIENCY = "nodes[0].nics.compute.efficiency"
 TWO_RACKS = edited("{name: rack0} ", "{name: rack0}\n  - {name: rack1}").replace(
     "node1, rack: rack0", "node1, rack: rack1"
 )
@@ -181,6 +186,9 @@ FAULTS = {
     "wrong unit": (edited("100 Gbps", "100 Gb"), "nodes[0].nics.compute.capacity", "one of bps, Kbps, Mbps, Gbps"),
     "absurd capacity": (edited("100 Gbps", "101 Tbps"), "nodes[0].nics.compute.capacity", "1 Kbps and 100 Tbps"),
     "zero capacity": (edited("100 Gbps", "0 Gbps"), "nodes[0].nics.compute.capacity", "out of range"),
+    "efficiency of 0": (card_with("efficiency: 0"), EFFICIENCY, "0 does not fit; write a number above 0, at most 1"),
+    "efficiency above 1": (card_with("efficiency: 1.1"), EFFICIENCY, "write a number above 0, at most 1"),
+    "efficiency in percent": (card_with("efficiency: 90%"), EFFICIENCY, "'90%' does not fit"),
     "negative latency": (edited("node: 1 us", "node: -1 us", FAT), "network.latency.node", "between 0 s and 10 s"),
     "zero count": (edited("count: 8", "count: 0"), "nodes[0].nics.compute.count", "a whole number from 1"),
     "number as name": (edited("name: node0", "name: 0"), "nodes[0].name", "need quotes"),

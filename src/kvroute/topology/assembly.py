@@ -219,8 +219,8 @@ def _cards(
     if nic is None:
         return ()
     if nic.scope == "server":
-        return (_pair(links, node, switch, kind, float(nic.bytes_per_s) * nic.count, tier),)
-    return tuple(_pair(links, node, switch, f"{kind}{card}", float(nic.bytes_per_s), tier) for card in range(nic.count))
+        return (_pair(links, node, switch, kind, nic.kv_bytes_per_s * nic.count, tier),)
+    return tuple(_pair(links, node, switch, f"{kind}{card}", nic.kv_bytes_per_s, tier) for card in range(nic.count))
 
 
 def _bundle(

@@ -83,7 +83,7 @@ def _card(places: Places, gpus: Shards, position: int) -> tuple[int, int, float]
     if nic is None:
         return node, 0, 0.0
     joined = nic.count if nic.scope == "server" else 1
-    return node, card_of(places, gpus, position), float(nic.bytes_per_s) * joined
+    return node, card_of(places, gpus, position), nic.kv_bytes_per_s * joined
 
 
 @lru_cache(maxsize=4096)

@@ -93,7 +93,7 @@ def numbered(stem: str, count: int) -> list[str]:
 
 
 def fabric_uplinks(nodes: int, nics: Nics, ratio: float = 1.0) -> Uplinks | None:
-    """Return as many uplinks as NICs below, with their capacity divided by `ratio`."""
+    """Return as many uplinks as NICs below, with their capacity (the line rate) divided by `ratio`."""
     nic = nics.compute
     if nic is None:
         return None
@@ -128,7 +128,7 @@ def _fat_tree_lists(tree: FatTree) -> tuple[list[Pod], list[Rack], list[Node]]:
 
 def _superpod_lists(pod: SuperPod) -> tuple[list[Pod], list[Rack], list[Node]]:
     nics = Nics(
-        compute=Nic(count=pod.gpus_per_node, bytes_per_s=pod.compute_bytes_per_s),
+        compute=Nic(count=pod.gpus_per_node, bytes_per_s=pod.compute_bytes_per_s, efficiency=pod.efficiency),
         storage=Nic(count=1, bytes_per_s=pod.storage_bytes_per_s, scope="server"),
     )
     uplinks = fabric_uplinks(pod.nodes_per_unit, nics, pod.oversubscription)

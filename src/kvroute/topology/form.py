@@ -204,6 +204,7 @@ def _wanted(value: object, options: Sequence[Any]) -> str:
             low = meta.ge if meta.ge is not None else meta.gt
             limits = f" from {low} to {meta.le}" if low is not None and meta.le is not None else ""
             limits = limits if limits or low is None else f" from {low}"
+            limits = limits if meta.gt is None else limits.replace(" from", " above").replace(" to ", ", at most ")
     wanted = [f"{noun}{limits}"] if noun else []
     wanted += [f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]] if choices else []
     return f"write {' or '.join(wanted)}" if wanted else ""

@@ -27,6 +27,7 @@ Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z", 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
 GpuCount: TypeAlias = Annotated[int, Meta(ge=0, le=1024)]
 Ratio: TypeAlias = Annotated[float, Meta(gt=0, le=1000)]
+Efficiency: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 NicScope: TypeAlias = Literal["gpu", "instance", "server"]
 Ecmp: TypeAlias = Literal["flow", "transfer"]
 Placement: TypeAlias = Literal["rack", "spread", "packed"]
@@ -55,6 +56,13 @@ class Nic(Entry, frozen=True, kw_only=True):
     scope: NicScope = "gpu"
     """Use of the cards: with `gpu`, GPU g uses card g * count // gpus; with `instance`, an instance uses the card of
     its first GPU on the node; `server` combines the cards into one."""
+    efficiency: Efficiency = 1.0
+    """Share of `capacity` that a KV transfer reaches (RDMA, NIXL, TCP)."""
+
+    @property
+    def kv_bytes_per_s(self) -> float:
+        """Rate of one card for KV, in bytes per second and direction."""
+        return float(self.bytes_per_s) * self.efficiency
 
 
 class Nics(Entry, frozen=True, kw_only=True):
@@ -298,6 +306,8 @@ class SuperPod(Entry, frozen=True, kw_only=True, tag="superpod", tag_field="kind
     nvlink_bytes_per_s: Bandwidth = field(name="nvlink", default=Bandwidth(450e9))
     compute_bytes_per_s: Bandwidth = field(name="compute", default=Bandwidth(50e9))
     storage_bytes_per_s: Bandwidth = field(name="storage", default=Bandwidth(50e9))
+    efficiency: Efficiency = 1.0
+    """Share of `compute` that a KV transfer reaches."""
     oversubscription: Ratio = 1.0
 
 
