@@ -88,7 +88,7 @@ def decisions(decode: int, in_flight: int, name: str, calls: int) -> dict[str, o
     """Return the figures of one size and policy, measured in this process."""
     from dataclasses import replace
 
-    from kvroute.policies.foresight import foresight_policy
+    from kvroute.policies import foresight_policy
     from kvroute.types import Choice, Request
 
     driver, policy = Driver(decode, in_flight), foresight_policy(name)

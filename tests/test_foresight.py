@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvroute.oracle import NetworkOracle
-from kvroute.policies import decode_policy
-from kvroute.policies.foresight import Foresight, foresight_policy
+from kvroute.policies import decode_policy, foresight_policy
+from kvroute.policies.foresight import Foresight
 from kvroute.policies.foresight_flight import InFlight, Sight
 from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
 from kvroute.policies.foresight_learned import Answers, Learned

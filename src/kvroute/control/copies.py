@@ -42,8 +42,8 @@ class Copies:
         self._under_way[self._last] = CopyUnderWay(source, target, nbytes, chain_end)
         if chain_end is None:
             self._view.oracle.transfer_started(source, target)
-            for tracker in self._view.trackers:
-                tracker.table.started(at, -self._last, source, target, nbytes)
+            for state in self._view.states.all:
+                state.started(at, -self._last, source, target, nbytes)
             for link in self._links(source, target):
                 link.started(-self._last, nbytes)
         return self._last
@@ -53,8 +53,8 @@ class Copies:
         copy = self._under_way.pop(number, None)
         if copy is not None and copy.chain_end is None:
             self._view.oracle.transfer_finished(copy.source, copy.target)
-            for tracker in self._view.trackers:
-                tracker.table.finished(at, -number, landed=landed)
+            for state in self._view.states.all:
+                state.finished(at, -number, landed=landed)
             for link in self._links(copy.source, copy.target):
                 link.ended(at, -number, landed=landed)
         return copy is not None

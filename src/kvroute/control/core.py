@@ -93,19 +93,19 @@ class Control:
         return self._view.loads(at)
 
     def learned(self, at: float) -> tuple[TierLearned, ...] | None:
-        """What foresight has learned from own transfers for each tier, [TIER_COUNT]: foresight of the acting policy,
-        else of the shadow policy; None if neither is foresight. Changes nothing."""
-        trackers = self._view.trackers
-        return trackers[0].learned(at) if trackers else None
+        """What the acting policy, else the shadow policy, has learned from own transfers for each tier, [TIER_COUNT];
+        None if neither learns. Changes nothing."""
+        learners = self._view.states.learners
+        return learners[0].learned(at) if learners else None
 
     def knowledge(self, at: float) -> tuple[CapacityLearned | BandwidthLearned, ...]:
         """What the core has learned from transfers and responses, as events for another core. Changes nothing."""
         tiers, pairs = self.oracle.known()
         names = [instance.name for instance in self._cluster.instances]
         named = tuple((names[source], names[target], known) for source, target, known in pairs)
-        trackers = self._view.trackers
+        learners = self._view.states.learners
         known: list[CapacityLearned | BandwidthLearned] = [BandwidthLearned(at, tiers, named)] if any(tiers) else []
-        return (*known, *(tracker.table.known_at(at) for tracker in trackers[:1]))
+        return (*known, *(learner.known_at(at) for learner in learners[:1]))
 
     def dismantle(self) -> Iterator[int]:
         """Free the index of cached prefixes step by step (`PrefixIndex.dismantle`). The core is unusable then."""
@@ -216,8 +216,8 @@ class Control:
         if event.output_tokens:
             if self.offloading is not None:
                 self.offloading.answered(event.at, event.output_tokens)
-            for tracker in self._view.trackers:
-                tracker.table.answers.finished(event.output_tokens)
+            for observer in self._view.states.response_observers:
+                observer.answered(event.output_tokens)
         if pool is not None and position >= 0 and event.free_kv_bytes is not None:
             pool.free_kv_bytes[position] = event.free_kv_bytes
         return ()
@@ -287,8 +287,8 @@ class Control:
         return ()
 
     def _capacity_learned(self, event: CapacityLearned) -> tuple[Decision, ...]:
-        for tracker in self._view.trackers:
-            tracker.table.resume(event.at, event)
+        for learner in self._view.states.learners:
+            learner.resume(event.at, event)
         return ()
 
     def _bandwidth_learned(self, event: BandwidthLearned) -> tuple[Decision, ...]:

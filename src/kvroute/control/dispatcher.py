@@ -256,8 +256,8 @@ class Dispatcher:
             return
         booking.in_transfer = True
         self._view.oracle.transfer_started(booking.source, booking.target)
-        for tracker in self._view.trackers:
-            tracker.table.started(at, booking.request.id, booking.source, booking.target, booking.kv_bytes)
+        for state in self._view.states.all:
+            state.started(at, booking.request.id, booking.source, booking.target, booking.kv_bytes)
         egress = self._egress(booking)
         if egress is not None:
             egress.started(booking.request.id, booking.kv_bytes)
@@ -267,8 +267,8 @@ class Dispatcher:
         if booking.in_transfer:
             booking.in_transfer = False
             self._view.oracle.transfer_finished(booking.source, booking.target)
-            for tracker in self._view.trackers:
-                tracker.table.finished(at, booking.request.id, landed=landed)
+            for state in self._view.states.all:
+                state.finished(at, booking.request.id, landed=landed)
             egress = self._egress(booking)
             if egress is not None:
                 egress.ended(at, booking.request.id, landed=landed)

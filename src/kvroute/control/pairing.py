@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from kvroute.control.pool import DecodePool
+from kvroute.control.transfer_tracker import TransferTracker
 from kvroute.control.view import ClusterView
-from kvroute.policies import Foresight, ForesightJoint, JointPath, PrefillCandidates
+from kvroute.policies import JointPath, PairingPolicy, PairPolicy, PrefillCandidates
 from kvroute.types import Candidates, Choice, Reject, Request
 
 
 class Pairing:
-    """Uses `ForesightJoint` if the operator's decode policy asks for it. Otherwise, or if the request has no such pair,
-    the prefill policy's choice is kept."""
+    """Uses the acting decode policy if it is a `PairingPolicy`. Otherwise, or if the request has no such pair, the
+    prefill policy's choice is kept."""
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
-        policy = view.settings.decode_policy
-        self._policy: ForesightJoint | None = None
-        if isinstance(policy, Foresight) and policy.joint:
-            self._policy = ForesightJoint(policy.spec, view.settings.constraint)
+        policy, state = view.settings.decode_policy, view.states.acting
+        self._tracker = state if isinstance(state, TransferTracker) else None
+        self._policy: PairPolicy | None = None
+        if isinstance(policy, PairingPolicy):
+            self._policy = policy.pair_policy(view.settings.constraint)
         self._separable = {model: self._splits(model) for model in view.models}
 
     def prefill(self, request: Request, model: str, candidates: PrefillCandidates, choice: Choice, at: float) -> Choice:
@@ -57,13 +59,13 @@ class Pairing:
         source = int(view.prefill[model].ids[position])
         protocol = view.cluster.instances[source].protocol
         pool = view.decode.get((model, protocol))
-        if pool is None or view.flight is None:
+        if pool is None or self._tracker is None:
             return None
         if protocol not in asked:
             asked[protocol] = self._asked(request, model, pool)
         costs = view.oracle.costs(source, pool.ids, at)
         starts_s = float(candidates.pending_s[position] + candidates.prefill_s[position])
-        return JointPath(asked[protocol], costs, view.flight.sight(source, pool.ids, costs, at, starts_s))
+        return JointPath(asked[protocol], costs, self._tracker.sight(source, pool.ids, costs, at, starts_s))
 
     def _asked(self, request: Request, model: str, pool: DecodePool) -> Candidates:
         view = self._view

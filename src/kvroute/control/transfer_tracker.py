@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import structs
 
 from kvroute.oracle import NetworkOracle
-from kvroute.policies import Foresight, InFlight, LinkModel, Sight, TierLearned
+from kvroute.policies import DecodePolicy, InFlight, LinkModel, Sight, SightedPolicy, TierLearned
 from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, FloatArray, IntArray, NetworkCosts
 
@@ -16,18 +16,23 @@ _NOTHING: FloatArray = np.zeros(TIER_COUNT)
 
 
 class TransferTracker:
-    """Maintains foresight's table of transfers and gives the policy its current state at each decision."""
+    """Maintains the table of transfers of one policy and gives the policy its current state at each decision.
 
-    def __init__(self, cluster: Cluster, policy: Foresight, oracle: NetworkOracle) -> None:
+    It is a `PolicyState`, a `ResponseObserver` and a `CapacityLearner`.
+    """
+
+    def __init__(self, cluster: Cluster, policy: SightedPolicy, oracle: NetworkOracle) -> None:
         self._policy, self._oracle, self._cluster = policy, oracle, cluster
         spec = policy.spec
         links = LinkModel.of(cluster).taken_for(spec.source_nic_factor, spec.target_nic_factor, spec.uplink_factor)
-        self.table = InFlight(links, spec)
+        self.table = table = InFlight(links, spec)
+        # Bound methods, so that a report costs no second call.
+        self.started, self.finished, self.answered = table.started, table.finished, table.answers.finished
+        self.known_at, self.resume = table.known_at, table.resume
 
-    def policy(self, source: int, targets: IntArray, costs: NetworkCosts, at: float) -> Foresight:
+    def policy(self, source: int, targets: IntArray, costs: NetworkCosts, at: float) -> DecodePolicy:
         """The policy with its view of the network at this time."""
-        sight, policy = self.sight(source, targets, costs, at), self._policy
-        return Foresight(policy.spec, sight, policy.at_arrival, policy.joint)
+        return self._policy.informed(self.sight(source, targets, costs, at))
 
     def sight(self, source: int, targets: IntArray, costs: NetworkCosts, at: float, starts_s: float = 0.0) -> Sight:
         """What the policy may use to predict a transfer that starts `starts_s` from now."""

@@ -11,14 +11,13 @@ import numpy as np
 
 from kvroute import llm
 from kvroute.control.caches import Caches
+from kvroute.control.policy_states import PolicyStates
 from kvroute.control.pool import DecodePool, PrefillPool
 from kvroute.control.settings import ControlSettings
-from kvroute.control.transfer_tracker import TransferTracker
 from kvroute.llm import Model
 from kvroute.oracle import NetworkOracle, at_home
 from kvroute.policies import (
     DecodePolicy,
-    Foresight,
     PrefillCandidates,
     constrain,
     prefill_mask,
@@ -68,16 +67,7 @@ class ClusterView:
 
     def __init__(self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle) -> None:
         self.oracle, self.cluster, self.settings = oracle, cluster, settings
-        self._trackers = {
-            policy: TransferTracker(cluster, policy, oracle)
-            for policy in (settings.decode_policy, settings.shadow_policy)
-            if isinstance(policy, Foresight)
-        }
-        self.trackers = tuple(self._trackers.values())
-        """Transfers in flight as foresight tracks them: for the acting policy, then for the shadow policy."""
-        acting = settings.decode_policy
-        self.flight = self._trackers[acting] if isinstance(acting, Foresight) else None
-        """The one of the acting policy, or None."""
+        self.states = PolicyStates(settings.decode_policy, settings.shadow_policy, cluster, oracle)
         members = list(enumerate(cluster.instances))
         self.models: dict[str, Model] = {
             name: llm.model(name) for name in sorted({instance.model for _, instance in members})
@@ -255,11 +245,13 @@ class ClusterView:
         at: float,
         usable: BoolArray | None,
     ) -> Choice | Reject:
-        """The choice of a policy among these candidates of a pool now. `usable` None: all of them may be chosen."""
+        """The choice of a policy among these candidates of a pool now. `policy`: the acting or the shadow policy;
+        `usable` None: all candidates may be chosen."""
         pool = self.decode[key]
         costs = self.oracle.costs(source, pool.ids, at)
-        if isinstance(policy, Foresight):
-            policy = self._trackers[policy].policy(source, pool.ids, costs, at)
+        state = self.states.acting if policy is self.settings.decode_policy else self.states.shadow
+        if state is not None:
+            policy = state.policy(source, pool.ids, costs, at)
         return self._constrained(policy, request, candidates, costs, pool.decisions, usable)
 
     def choose_alone(

@@ -9,14 +9,28 @@ from kvroute.policies.decode import (
     NetKV,
     RoundRobin,
 )
-from kvroute.policies.foresight import FORESIGHT_POLICIES, Foresight, foresight_policy
+from kvroute.policies.foresight import Foresight
 from kvroute.policies.foresight_flight import InFlight, Sight
 from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
 from kvroute.policies.foresight_learned import TierLearned
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
-from kvroute.policies.names import DECODE_POLICIES, DEFAULT_DECODE_POLICY, decode_policy
+from kvroute.policies.names import (
+    DECODE_POLICIES,
+    DEFAULT_DECODE_POLICY,
+    FORESIGHT_POLICIES,
+    decode_policy,
+    foresight_policy,
+)
 from kvroute.policies.prefill import PREFILL_POLICIES, PrefillCandidates, PrefillPolicy, prefill_policy
+from kvroute.policies.stateful import (
+    CapacityLearner,
+    PairingPolicy,
+    PairPolicy,
+    PolicyState,
+    ResponseObserver,
+    SightedPolicy,
+)
 
 __all__ = [
     "DECODE_POLICIES",
@@ -25,6 +39,7 @@ __all__ = [
     "PREFILL_POLICIES",
     "CacheAndLoadAware",
     "CacheAware",
+    "CapacityLearner",
     "DecodePolicy",
     "Enforcement",
     "Foresight",
@@ -37,10 +52,15 @@ __all__ = [
     "LoadAware",
     "NetKV",
     "Pair",
+    "PairPolicy",
+    "PairingPolicy",
+    "PolicyState",
     "PrefillCandidates",
     "PrefillPolicy",
+    "ResponseObserver",
     "RoundRobin",
     "Sight",
+    "SightedPolicy",
     "TierLearned",
     "TopologyConstraint",
     "constrain",

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
-from kvroute.policies.decode import no_room, policy_of
+from kvroute.policies.decode import no_room
 from kvroute.policies.foresight_flight import Sight
 from kvroute.policies.foresight_pricing import (
     COST,
@@ -44,8 +43,10 @@ class Foresight:
     """State of the network at this decision; None: only the tiers in `NetworkCosts` are used."""
     at_arrival: bool = False
     """Whether the prefill has not started yet; load then has the weight `spec.arrival_load_weight`."""
-    joint: bool = False
-    """Whether `ForesightJoint` chooses the prefill instance too, at arrival, in place of a prefill policy."""
+
+    def informed(self, sight: Sight) -> Foresight:
+        """See SightedPolicy."""
+        return Foresight(self.spec, sight, self.at_arrival)
 
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
         """See DecodePolicy.
@@ -139,30 +140,3 @@ def _parts(terms: FloatArray, costs: NetworkCosts) -> dict[str, FloatArray]:
         "played": terms[PLAYED],
         "tier": costs.tier.astype(np.float64),
     }
-
-
-def _fluid(spec: ForesightSpec) -> Foresight:
-    return Foresight(spec)
-
-
-def _closed_form(spec: ForesightSpec) -> Foresight:
-    return Foresight(msgspec.structs.replace(spec, width=0))
-
-
-def _joint(spec: ForesightSpec) -> Foresight:
-    return Foresight(spec, joint=True)
-
-
-FORESIGHT_POLICIES = {"foresight": _fluid, "foresight-closed": _closed_form, "foresight-joint": _joint}
-"""Decode policies by name. `foresight-joint` is `ForesightJoint` at arrival and `foresight` at the decode decision."""
-
-
-def foresight_policy(name: str, **parameters: float) -> Foresight:
-    """Return the policy with this name; parameters are the fields of `ForesightSpec`.
-
-    Raises:
-        InputError: unknown name or parameter, or a parameter out of bounds.
-    """
-    known = dict.fromkeys(FORESIGHT_POLICIES, ForesightSpec)
-    spec = policy_of(known, "decode policy", name, parameters)
-    return FORESIGHT_POLICIES[name](spec)

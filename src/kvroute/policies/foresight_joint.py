@@ -6,7 +6,7 @@ The decode instance is not booked: it is chosen again when the prefill has ended
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -120,10 +120,19 @@ class ForesightJoint:
         return Pair(Choice(index, Terms(prefill.names, cost, feasible, parts)), chosen[index])
 
     def _ask(self, policy: Foresight, way: JointPath, request: Request, turn: int) -> Choice | Reject:
-        seeing = replace(policy, sight=way.sight)
+        seeing = policy.informed(way.sight)
         if self.constraint is None:
             return seeing.choose(request, way.candidates, way.costs, turn)
         return constrain(seeing, self.constraint, request, way.candidates, way.costs, turn)
+
+
+@dataclass(frozen=True, slots=True)
+class PairingForesight(Foresight):
+    """`Foresight` at the decode decision and `ForesightJoint` at arrival, in place of a prefill policy."""
+
+    def pair_policy(self, constraint: TopologyConstraint | None) -> ForesightJoint:
+        """See PairingPolicy."""
+        return ForesightJoint(self.spec, constraint)
 
 
 def _paid(choice: Choice) -> float:

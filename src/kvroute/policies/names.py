@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from kvroute.policies.decode import (
     CacheAndLoadAware,
     CacheAware,
@@ -15,7 +17,21 @@ from kvroute.policies.decode import (
     netkv_topo,
     policy_of,
 )
-from kvroute.policies.foresight import FORESIGHT_POLICIES, foresight_policy
+from kvroute.policies.foresight import Foresight
+from kvroute.policies.foresight_joint import PairingForesight
+from kvroute.policies.foresight_spec import ForesightSpec
+
+
+def _closed_form(spec: ForesightSpec) -> Foresight:
+    return Foresight(msgspec.structs.replace(spec, width=0))
+
+
+FORESIGHT_POLICIES: dict[str, Callable[[ForesightSpec], Foresight]] = {
+    "foresight": Foresight,
+    "foresight-closed": _closed_form,
+    "foresight-joint": PairingForesight,
+}
+"""Variants of foresight by name."""
 
 DECODE_POLICIES: dict[str, Callable[..., DecodePolicy]] = {
     "round-robin": RoundRobin,
@@ -43,3 +59,13 @@ def decode_policy(name: str, **parameters: float) -> DecodePolicy:
     if name in FORESIGHT_POLICIES:
         return foresight_policy(name, **parameters)
     return policy_of(DECODE_POLICIES, "decode policy", name, parameters)
+
+
+def foresight_policy(name: str, **parameters: float) -> Foresight:
+    """Return the variant of foresight with this name; parameters are the fields of `ForesightSpec`.
+
+    Raises:
+        InputError: unknown name or parameter, or a parameter out of bounds.
+    """
+    spec = policy_of(dict.fromkeys(FORESIGHT_POLICIES, ForesightSpec), "decode policy", name, parameters)
+    return FORESIGHT_POLICIES[name](spec)

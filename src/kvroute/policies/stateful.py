@@ -1,0 +1,85 @@
+"""Protocols of policies that need more than the inputs of one decision: state over time, or both choices on arrival.
+
+A policy declares what it needs. `control` maintains the state and reports to it what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from kvroute.policies.constraint import TopologyConstraint
+from kvroute.policies.decode import DecodePolicy
+from kvroute.policies.foresight_flight import Sight
+from kvroute.policies.foresight_joint import JointPath, Pair
+from kvroute.policies.foresight_learned import TierLearned
+from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.prefill import PrefillCandidates
+from kvroute.types import CapacityLearned, IntArray, NetworkCosts, Reject, Request
+
+
+@runtime_checkable
+class SightedPolicy(Protocol):
+    """A decode policy that predicts transfers from those in flight. Control maintains the table of transfers."""
+
+    @property
+    def spec(self) -> ForesightSpec:
+        """Parameters of the table."""
+
+    def informed(self, sight: Sight) -> DecodePolicy:
+        """Return the policy with the state of the network at one decision."""
+
+
+@runtime_checkable
+class PairingPolicy(Protocol):
+    """A decode policy that also chooses the prefill instance, on arrival."""
+
+    def pair_policy(self, constraint: TopologyConstraint | None) -> PairPolicy:
+        """Return the policy for arrivals. `constraint`: on the decode instance relative to the prefill instance."""
+
+
+class PairPolicy(Protocol):
+    """Chooses prefill and decode instance together."""
+
+    def choose(
+        self, request: Request, prefill: PrefillCandidates, way_of: Callable[[int], JointPath | None], turn: int
+    ) -> Pair | Reject:
+        """Choose among n prefill instances; `way_of` returns the decode candidates of one, or None without any."""
+
+
+class PolicyState(Protocol):
+    """State of one policy. Control reports each own transfer and gets the policy for each decision.
+
+    Times never decrease. Instances are indices in the cluster.
+    """
+
+    def started(self, at: float, transfer: int, source: int, target: int, kv_bytes: float) -> None:
+        """Record that a transfer has started; `transfer` is its number."""
+
+    def finished(self, at: float, transfer: int, *, landed: bool) -> None:
+        """Record that a transfer is complete (`landed`) or was aborted."""
+
+    def policy(self, source: int, targets: IntArray, costs: NetworkCosts, at: float) -> DecodePolicy:
+        """Return the policy for one decision about KV on `source`. `targets`: the candidates, [n]."""
+
+
+@runtime_checkable
+class ResponseObserver(Protocol):
+    """A `PolicyState` that also learns from responses."""
+
+    def answered(self, output_tokens: int) -> None:
+        """Record the length of a complete response."""
+
+
+@runtime_checkable
+class CapacityLearner(Protocol):
+    """A `PolicyState` that learns the capacity of the network. A reload and a replay carry over what it knows."""
+
+    def known_at(self, at: float) -> CapacityLearned:
+        """Return what has been learned until `at`. Changes nothing."""
+
+    def resume(self, at: float, known: CapacityLearned) -> None:
+        """Restore what another state has learned. Raises InputError if it does not fit."""
+
+    def learned(self, at: float) -> tuple[TierLearned, ...]:
+        """Return what has been learned about each tier, [TIER_COUNT], for displays. Changes nothing."""
