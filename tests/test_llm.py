@@ -209,6 +209,19 @@ def test_windows_hold_only_their_last_tokens() -> None:
     assert oss.kv_bytes_per_token == 18 * layer
 
 
+@given(models, st.integers(1, 4096))
+def test_a_block_holds_the_kv_of_its_tokens(preset: Model, tokens: int) -> None:
+    """State per request is not in blocks."""
+    assert preset.block_bytes(tokens) == tokens * preset.kv_bytes_per_token > 0
+
+
+def test_a_block_of_sliding_windows_only_has_the_size_of_the_first_block() -> None:
+    """Such a model has no KV per token in the long run, but its blocks are not empty."""
+    narrow = Model("narrow", (Layers("sliding", 3, 2, 128, 128, window_tokens=64),))
+    assert narrow.kv_bytes_per_token == 0
+    assert narrow.block_bytes(16) == narrow.kv_bytes(16) == 16 * 3 * 2 * 2 * 128 * 2
+
+
 DENSE: dict[str, Any] = {
     "hidden_size": 512,
     "num_attention_heads": 8,

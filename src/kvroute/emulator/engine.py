@@ -87,8 +87,7 @@ class Engine:
     _closed: bool = False
 
     def __post_init__(self) -> None:
-        # With only sliding-window layers no KV per token remains in the long run, so the first block's size is used.
-        self._block_bytes = self.model.kv_bytes_per_token * self.block_tokens or self.model.kv_bytes(self.block_tokens)
+        self._block_bytes = self.model.block_bytes(self.block_tokens)
         self.capacity_blocks = int(self.instance.kv_capacity_bytes // self._block_bytes)
         self._prefill = PrefillInstance(0, prefill_time(self.spec.prefill), True)
         self._memory = KvMemory(PrefixIndex(1, [self.capacity_blocks]), [self.capacity_blocks], [0])

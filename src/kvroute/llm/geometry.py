@@ -106,6 +106,11 @@ class Model:
             size += min(new, window) * window_bytes
         return size
 
+    def block_bytes(self, block_tokens: int) -> float:
+        """Return the bytes of one block of KV memory. A model of sliding windows only keeps no KV per token in the long
+        run: the size of its first block is used instead."""
+        return self.kv_bytes_per_token * block_tokens or self.kv_bytes(block_tokens)
+
     def kv_bytes_shard(self, tokens: int, tp: int) -> float:
         """Return the KV bytes of a context of `tokens` on the largest of `tp` shards, windows and state included."""
         size = tokens * self.kv_bytes_per_token_shard(tp) + self.request_state_bytes_shard(tp)

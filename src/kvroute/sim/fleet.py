@@ -49,9 +49,7 @@ class Fleet:
         self.layers = [sum(group.count for group in model.layers) for model in models_of]
         self.keeps_states = [bool(model.request_state_bytes) for model in models_of]
         """True for instances whose model has layers that keep a state per request."""
-        # A model with sliding windows only keeps no KV per token in the long run: the size of its first block is used
-        # instead.
-        self.block_bytes = [m.kv_bytes_per_token * block_tokens or float(m.kv_bytes(block_tokens)) for m in models_of]
+        self.block_bytes = [model.block_bytes(block_tokens) for model in models_of]
         capacity = [
             int(instance.kv_capacity_bytes // size)
             for instance, size in zip(cluster.instances, self.block_bytes, strict=True)
