@@ -28,13 +28,15 @@ GRAVITON = "processor\t: 0\nFeatures\t: fp asimd sve\n"
         pytest.param("cpu", "x86_64", "", False, id="unknown"),
     ],
 )
-def test_only_models_on_cpus_with_tiles_need_permission(device: str, machine: str, cpuinfo: str, needed: bool) -> None:
+def test_permission_is_needed_only_for_models_on_cpus_with_tiles(
+    device: str, machine: str, cpuinfo: str, needed: bool
+) -> None:
     assert needs_permission(device, machine, cpu_flags(cpuinfo)) == needed
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="arch_prctl is a system call of x86-64")
 @pytest.mark.parametrize(("device", "asked"), [("cpu", True), ("cuda", False)])
-def test_the_kernels_answer_is_logged(
+def test_the_kernels_response_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, device: str, asked: bool
 ) -> None:
     """If the CPU has no tiles the kernel refuses; this gives a warning and has no other effect."""
@@ -51,7 +53,7 @@ def test_the_kernels_answer_is_logged(
         assert part in message
 
 
-def test_nothing_is_asked_where_the_kernel_says_nothing_of_its_cpu(
+def test_permission_is_not_requested_if_the_kernel_does_not_describe_the_cpu(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -60,6 +62,6 @@ def test_nothing_is_asked_where_the_kernel_says_nothing_of_its_cpu(
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="arch_prctl is a system call of x86-64")
-def test_the_kernel_grants_tiles_where_the_cpu_has_them() -> None:
+def test_the_kernel_grants_tiles_if_the_cpu_has_them() -> None:
     """The test runs on every machine, because the kernel's response depends on the CPU."""
     assert (request_permission() == "") == ("amx_tile" in cpu_flags(CPUINFO.read_text(encoding="utf-8")))

@@ -38,7 +38,7 @@ def move(sender: socket.socket, receiver: socket.socket, nbytes: int) -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(nbytes=st.lists(st.integers(1, 60_000), min_size=1, max_size=4))
-def test_the_kernels_fields_are_read_from_their_places(nbytes: list[int]) -> None:
+def test_tcp_info_fields_are_read_at_their_offsets(nbytes: list[int]) -> None:
     """The number of bytes equals the bytes sent; segments, round trip and window are within plausible bounds."""
     with pair() as (sender, receiver):
         for some in nbytes:
@@ -58,7 +58,7 @@ def test_the_kernels_fields_are_read_from_their_places(nbytes: list[int]) -> Non
         assert info.notsent_bytes == 0
 
 
-def test_what_waits_in_the_send_queue_is_counted() -> None:
+def test_bytes_in_the_send_queue_are_counted() -> None:
     """The receiver reads nothing."""
     with pair() as (sender, receiver):
         sender.setblocking(False)
@@ -80,7 +80,7 @@ def test_what_waits_in_the_send_queue_is_counted() -> None:
 
 
 @given(length=st.integers(0, 240))
-def test_an_older_kernel_says_less_and_that_is_0(length: int) -> None:
+def test_fields_missing_in_an_older_kernel_read_as_0(length: int) -> None:
     """Fields never move: those that exist are read, all others are 0."""
     data = bytearray(240)
     struct.pack_into("=I", data, 68, 20_000)
@@ -91,7 +91,7 @@ def test_an_older_kernel_says_less_and_that_is_0(length: int) -> None:
     assert info == TcpInfo(rtt_us=info.rtt_us, bytes_sent=info.bytes_sent)
 
 
-def test_gauges_of_several_connections() -> None:
+def test_gauges_aggregate_several_connections() -> None:
     """Two connections have data in flight, one is idle."""
     window = TcpInfo(snd_mss=1000, rtt_us=30_000, snd_cwnd=10, min_rtt_us=20_000, delivery_rate=5, notsent_bytes=9)
     busy = Sample(window, 700)
@@ -111,7 +111,7 @@ def test_gauges_of_several_connections() -> None:
         st.tuples(st.sampled_from(["move", "read", "reopen"]), st.integers(0, 1), st.integers(1, 9_000)), max_size=12
     )
 )
-def test_counters_lose_nothing_whenever_they_are_read(actions: list[tuple[str, int, int]]) -> None:
+def test_counters_are_complete_whenever_they_are_read(actions: list[tuple[str, int, int]]) -> None:
     """Connections are opened and closed between two reads; the sums per target equal the bytes sent. Idle connections
     report nothing."""
     links, moved, told = TcpMonitor(), {"d0": 0, "d1": 0}, {"d0": Sent(), "d1": Sent()}
@@ -149,7 +149,7 @@ def sent_so_far(sock: socket.socket) -> int:
     return seen.info.bytes_sent - seen.info.bytes_retrans
 
 
-def test_a_socket_that_is_gone_has_no_say() -> None:
+def test_a_closed_socket_is_ignored() -> None:
     with pair() as (sender, _):
         sender.close()
         assert sample(sender) is None

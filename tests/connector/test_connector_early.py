@@ -85,7 +85,7 @@ def pair() -> Iterator[Pair]:
         yield made
 
 
-def test_both_halves_of_two_instances_overlap(pair: Pair) -> None:
+def test_prefill_and_transfer_overlap_between_two_instances(pair: Pair) -> None:
     """The transfer is complete before the prompt is finished. It is counted as early, and the kernel counts the bytes
     sent."""
     pair.announce(pair.prompt)
@@ -117,7 +117,7 @@ def test_a_pull_of_another_prompt_fails(pair: Pair) -> None:
     assert not pair.target.memory.any()
 
 
-def test_a_preempted_prompt_is_not_sent_any_further(pair: Pair) -> None:
+def test_a_preempted_prompt_is_no_longer_sent(pair: Pair) -> None:
     """The first layer has been sent; then the prompt's blocks belong to another request."""
     pair.announce(pair.prompt)
     pair.compute(40, ("l0",))
@@ -133,7 +133,7 @@ def test_a_preempted_prompt_is_not_sent_any_further(pair: Pair) -> None:
     assert not pair.target.memory[1].any()
 
 
-def test_a_request_that_is_given_up_ends_its_pull(pair: Pair) -> None:
+def test_a_cancelled_request_ends_its_pull(pair: Pair) -> None:
     """The request's blocks on the decode instance are returned to vLLM long before the wait ends."""
     pair.announce(pair.prompt)
     pair.here.finished("d", {}, pair.prompt, completed=False, computed_tokens=0, blocks=[10, 11, 12])
@@ -142,7 +142,7 @@ def test_a_request_that_is_given_up_ends_its_pull(pair: Pair) -> None:
     assert pair.decode.counts()["failures"] == {"prefill0": {"cancelled": 1}}
 
 
-def test_a_prompt_that_is_given_up_ends_its_pull(pair: Pair) -> None:
+def test_a_prompt_cancelled_during_prefill_ends_its_pull(pair: Pair) -> None:
     """The prompt is cancelled half computed; vLLM gets its blocks back as soon as no thread reads them."""
     pair.announce(pair.prompt)
     pair.compute(20)
@@ -156,7 +156,7 @@ def test_a_prompt_that_is_given_up_ends_its_pull(pair: Pair) -> None:
         assert time.monotonic() < deadline
 
 
-def test_a_prompt_that_is_not_even_begun_ends_its_pull(pair: Pair) -> None:
+def test_a_prompt_cancelled_before_prefill_ends_its_pull(pair: Pair) -> None:
     """The waiting pull ends at once."""
     pair.announce(pair.prompt)
     ending = pair.there.finished("p", pair.ask, pair.prompt, completed=False, computed_tokens=0, blocks=[])

@@ -49,7 +49,7 @@ NETWORKS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "2001:db8:0:1:
 
 
 @given(most=st.integers(1, 6), arrivals=st.lists(st.tuples(st.sampled_from(NETWORKS), st.integers(0, 3)), max_size=40))
-def test_a_crowd_gives_way_to_others(most: int, arrivals: list[tuple[str, int]]) -> None:
+def test_the_network_with_the_most_connections_loses_its_oldest_one(most: int, arrivals: list[tuple[str, int]]) -> None:
     """There are never more than `most`; removed is the oldest connection of the network with the most connections."""
     handshakes: Handshakes[int] = Handshakes(most)
     under_way: list[tuple[int, str]] = []
@@ -69,7 +69,7 @@ def test_a_crowd_gives_way_to_others(most: int, arrivals: list[tuple[str, int]])
         assert len(handshakes) == len(under_way) <= most
 
 
-def test_addresses_of_one_customer_are_one_network() -> None:
+def test_addresses_are_grouped_by_network() -> None:
     """A network is a single IPv4 address or 64 bits of an IPv6 address."""
     networks = [network_of(address) for address in NETWORKS]
     assert networks[2] == networks[3] != networks[4]
@@ -84,7 +84,7 @@ def test_any_bytes_are_a_message_or_malformed(data: bytes) -> None:
 
 
 @given(size=st.integers(0, 2**32 - 1), limit=st.sampled_from([HANDSHAKE_BYTES_MAX, HEADER_BYTES_MAX]))
-def test_a_long_header_is_refused_by_its_length_alone(size: int, limit: int) -> None:
+def test_a_long_header_is_rejected_by_its_length_alone(size: int, limit: int) -> None:
     if size <= limit:
         assert decode_length(struct.pack("!I", size), limit) == size
     else:
@@ -93,7 +93,7 @@ def test_a_long_header_is_refused_by_its_length_alone(size: int, limit: int) -> 
 
 
 @given(name=st.text(max_size=100), first=st.integers(0, 2**31))
-def test_messages_survive_their_frame(name: str, first: int) -> None:
+def test_messages_round_trip_through_their_frame(name: str, first: int) -> None:
     fetch = Fetch(request_id=name, first=first, count=1, transfer="t")
     header = encode(fetch)
     assert decode_length(encode_length(header)) == len(header)
@@ -124,7 +124,7 @@ def left(sock: socket.socket) -> bool:
     return True
 
 
-def test_a_stranger_cannot_announce_a_large_header(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unauthenticated_peer_cannot_announce_a_large_header(caplog: pytest.LogCaptureFixture) -> None:
     """The server closes the connection before the header arrives and logs the reason."""
     with listening(TOKEN) as listener, socket.create_connection(("127.0.0.1", listener.port)) as sock:
         sock.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX + 1))
@@ -132,7 +132,7 @@ def test_a_stranger_cannot_announce_a_large_header(caplog: pytest.LogCaptureFixt
     assert f"a header of {HANDSHAKE_BYTES_MAX + 1} bytes; at most {HANDSHAKE_BYTES_MAX}" in caplog.text
 
 
-def test_a_handshake_has_one_deadline_for_all_of_it() -> None:
+def test_one_deadline_covers_the_whole_handshake() -> None:
     """A peer that sends a byte from time to time is disconnected, although each byte comes in time."""
     limits = Limits(handshake_s=0.2)
     with listening(TOKEN, limits) as listener, socket.create_connection(("127.0.0.1", listener.port)) as sock:
@@ -147,7 +147,7 @@ def test_a_handshake_has_one_deadline_for_all_of_it() -> None:
         assert time.monotonic() < begun + WAIT_S, "never left"
 
 
-def test_a_client_leaves_a_server_that_only_drips() -> None:
+def test_a_client_disconnects_from_a_server_that_sends_too_slowly() -> None:
     """The client has the same deadline."""
     near, far = socket.socketpair()
     with near, far:
@@ -169,7 +169,7 @@ def test_a_client_leaves_a_server_that_only_drips() -> None:
             thread.join()
 
 
-def test_strangers_push_out_each_other_and_no_authenticated_peer() -> None:
+def test_unauthenticated_connections_evict_each_other_and_no_authenticated_peer() -> None:
     """Five silent connections with a limit of two: three are closed; peers with the token are served."""
     limits = Limits(handshakes=2)
     with listening(TOKEN, limits) as listener, ExitStack() as stack:
@@ -189,7 +189,7 @@ def test_strangers_push_out_each_other_and_no_authenticated_peer() -> None:
             assert channel.receive() is None
 
 
-def test_a_server_with_too_many_peers_says_so() -> None:
+def test_a_server_with_too_many_peers_reports_it() -> None:
     with listening(TOKEN, Limits(connections=1)) as listener, ExitStack() as stack:
         first, second = (
             FramedSocket(stack.enter_context(socket.create_connection(("127.0.0.1", listener.port))), WAIT_S)
@@ -200,7 +200,7 @@ def test_a_server_with_too_many_peers_says_so() -> None:
             greet(second, TOKEN.token, LAYOUT, "kv", "second")
 
 
-def test_silent_connections_do_not_keep_others_from_fetching() -> None:
+def test_silent_connections_do_not_block_other_fetches() -> None:
     """There are more silent connections than the limit; only the latest ones use a thread each."""
     source, target = Cache(1, 64, seed=1), Cache(1, 64)
     with ends(source, target) as (server, client, peer), ExitStack() as stack:
@@ -275,7 +275,7 @@ def fetch_through(relay: Relay, client: Client) -> str:
     return pull(client, Peer(*relay.address, "prefill0"), [0]).failure
 
 
-def test_a_relay_between_two_holders_of_the_token_learns_nothing() -> None:
+def test_a_man_in_the_middle_cannot_complete_a_handshake() -> None:
     """The relay forwards every byte of a valid handshake, and the server rejects the client, which has proved another
     address."""
     source, target = Cache(1, 4096, seed=2), Cache(1, 4096)
@@ -288,7 +288,7 @@ def test_a_relay_between_two_holders_of_the_token_learns_nothing() -> None:
 
 
 @pytest.mark.parametrize(("advertised", "failure"), [("", "address"), ("127.0.0.2", "")])
-def test_an_address_that_is_translated_must_be_advertised(advertised: str, failure: str) -> None:
+def test_a_translated_address_must_be_advertised(advertised: str, failure: str) -> None:
     """The port is the same and the address differs, as behind network address translation."""
     source, target = Cache(1, 64, seed=3), Cache(1, 64)
     options = Options(token="secret", advertised_host=advertised)
@@ -299,7 +299,7 @@ def test_an_address_that_is_translated_must_be_advertised(advertised: str, failu
             assert fetch_through(relay, client) == failure
 
 
-def test_servers_without_a_token_do_not_ask_for_the_address() -> None:
+def test_servers_without_a_token_do_not_check_the_address() -> None:
     """There is no secret to protect: every peer that reaches the loopback address may read."""
     source, target = Cache(1, 64, seed=4), Cache(1, 64)
     with (
@@ -314,7 +314,7 @@ def test_servers_without_a_token_do_not_ask_for_the_address() -> None:
     token=st.text(max_size=8),
     change=st.sampled_from(["token", "nonce", "challenge", "host", "port", "traffic_class", "instance"]),
 )
-def test_a_session_depends_on_everything_that_was_said(token: str, change: str) -> None:
+def test_a_session_depends_on_every_field_of_the_handshake(token: str, change: str) -> None:
     """Two handshakes with any difference have no proof and no key in common; only the proof field itself has no
     effect."""
     challenge = Challenge(VERSION, b"s")
@@ -394,7 +394,7 @@ TAMPERING: dict[str, Callable[[list[bytes], int], list[bytes]]] = {
 @pytest.mark.parametrize("what", TAMPERING)
 @given(messages=st.permutations(MESSAGES), at=st.integers(0, 200))
 @settings(deadline=None, max_examples=20)
-def test_a_frame_that_somebody_changed_is_noticed(what: str, messages: list[Message], at: int) -> None:
+def test_a_modified_frame_is_detected(what: str, messages: list[Message], at: int) -> None:
     """Frames are flipped, repeated, dropped, swapped or forged: the receiver never accepts one as a message of its
     peer."""
     frames = recorded(messages, KEYS[0])
@@ -406,7 +406,7 @@ def test_a_frame_that_somebody_changed_is_noticed(what: str, messages: list[Mess
 
 
 @pytest.mark.parametrize("wait_s", [float("nan"), -1.0])
-def test_a_wait_that_never_ends_is_no_message(wait_s: float) -> None:
+def test_a_waiting_message_without_a_finite_time_is_rejected(wait_s: float) -> None:
     """A server that waits for NaN seconds would send `Waiting` for ever."""
     fetch = Fetch(request_id="r", first=0, count=1, transfer="t", wait_s=wait_s)
     with pytest.raises(WireError, match="malformed"):

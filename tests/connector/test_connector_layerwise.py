@@ -47,7 +47,9 @@ def ended(client: Client) -> Result:
     asked_first=st.booleans(),
     checksum=st.booleans(),
 )
-def test_what_is_not_computed_never_leaves(layers: int, chunks: list[int], asked_first: bool, checksum: bool) -> None:
+def test_blocks_that_are_not_computed_are_never_sent(
+    layers: int, chunks: list[int], asked_first: bool, checksum: bool
+) -> None:
     """A block's bytes are written just before it is reported as computed; a reader that is too early would get zeros.
 
     The prompt is computed in chunks, each one layer by layer. All bytes arrive unchanged.
@@ -96,7 +98,7 @@ def test_a_layer_arrives_before_the_next_one_is_computed() -> None:
     assert np.array_equal(target.memory, source.memory)
 
 
-def test_a_fence_is_passed_before_a_layer_is_read() -> None:
+def test_a_layer_is_read_only_after_its_fence() -> None:
     """On a device the bytes are complete only after the fence."""
     source, target = Cache(1, 64), Cache(1, 64)
 
@@ -111,7 +113,7 @@ def test_a_fence_is_passed_before_a_layer_is_read() -> None:
     assert (target.memory == 7).all()
 
 
-def test_blocks_that_vllm_takes_back_are_not_read_any_more() -> None:
+def test_withdrawn_blocks_are_no_longer_read() -> None:
     """Bytes written after `withdraw` returns are never sent; the pull fails."""
     source, target = Cache(2, 64, seed=2), Cache(2, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
@@ -131,7 +133,7 @@ def test_blocks_that_vllm_takes_back_are_not_read_any_more() -> None:
     assert not target.memory[1].any()
 
 
-def test_taking_back_waits_for_who_reads() -> None:
+def test_withdraw_waits_for_readers() -> None:
     """A server thread is about to read a block: `withdraw` returns only after this thread has finished."""
     source, target = Cache(1, 64, seed=2), Cache(1, 64)
     reading, go = threading.Event(), threading.Event()
@@ -153,7 +155,7 @@ def test_taking_back_waits_for_who_reads() -> None:
     assert not target.memory.any()
 
 
-def test_a_connection_that_was_given_up_takes_no_more_pieces() -> None:
+def test_an_abandoned_connection_gets_no_more_chunks() -> None:
     """The server stalls for longer than the client's timeout and then continues: the old connection gets no more
     chunks."""
     source, target = Cache(10, 64, seed=8), Cache(10, 64)
@@ -179,7 +181,7 @@ def test_a_connection_that_was_given_up_takes_no_more_pieces() -> None:
     assert np.array_equal(target.memory, source.memory)
 
 
-def test_a_prompt_that_is_given_up_half_computed_is_refused() -> None:
+def test_the_pull_of_a_half_computed_cancelled_prompt_is_refused() -> None:
     """Layers that are not computed are never sent; vLLM gets the blocks back as soon as no thread reads them."""
     source, target = Cache(2, 64, seed=3), Cache(2, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
@@ -196,7 +198,7 @@ def test_a_prompt_that_is_given_up_half_computed_is_refused() -> None:
     assert not target.memory[1].any()
 
 
-def test_a_prompt_that_is_never_computed_is_refused() -> None:
+def test_the_pull_of_a_prompt_that_is_never_computed_is_refused() -> None:
     """The pull is refused whether vLLM has started the prompt, so that its blocks must be freed, or not."""
     source, target = Cache(1, 64, seed=3), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
@@ -207,7 +209,7 @@ def test_a_prompt_that_is_never_computed_is_refused() -> None:
         assert [(one.request_id, one.expired) for one in server.freed()] == [("vllm-q", False)]
 
 
-def test_another_prompt_under_the_name_is_refused() -> None:
+def test_another_prompt_under_the_same_name_is_refused() -> None:
     """The router has confused two requests."""
     source, target = Cache(1, 64, seed=4), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
@@ -218,7 +220,7 @@ def test_another_prompt_under_the_name_is_refused() -> None:
     assert not target.memory.any()
 
 
-def test_a_prompt_that_turns_out_shorter_is_refused() -> None:
+def test_a_pull_of_more_blocks_than_the_prompt_has_is_refused() -> None:
     """The decode instance requests more blocks than the prompt has."""
     source, target = Cache(1, 64, seed=4), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
@@ -229,7 +231,7 @@ def test_a_prompt_that_turns_out_shorter_is_refused() -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["not-begun", "half-computed"])
-def test_who_waits_hears_that_the_peer_is_alive(begun: bool) -> None:
+def test_a_waiting_client_gets_keepalive_messages(begun: bool) -> None:
     """The messages come several times per timeout, before a prompt is started and while it is computed."""
     source = Cache(2, 64, seed=5)
     with (
@@ -248,7 +250,7 @@ def test_who_waits_hears_that_the_peer_is_alive(begun: bool) -> None:
         server.forget("p")
 
 
-def test_a_transfer_that_nobody_wants_any_more_ends() -> None:
+def test_a_cancelled_transfer_ends() -> None:
     """The prompt is never started; a second cancellation has no effect."""
     with ends(Cache(1, 64), Cache(1, 64), Options(timeout_s=0.2), Options()) as (server, client, peer):
         client.start(early(peer))
@@ -258,7 +260,7 @@ def test_a_transfer_that_nobody_wants_any_more_ends() -> None:
         assert server.held == 0
 
 
-def test_what_was_sent_is_told_though_the_connection_has_gone() -> None:
+def test_bytes_sent_are_reported_after_the_connection_is_closed() -> None:
     """The counters are read once more before the connection is closed."""
     source, target = Cache(1, 64 << 10, seed=9), Cache(1, 64 << 10)
     with serving(source) as (server, peer):
@@ -362,7 +364,7 @@ def relayed(peer: Peer, cuts: list[int], stall: bool = False) -> Iterator[Relay]
     connections=st.integers(1, 3),
     layerwise=st.booleans(),
 )
-def test_what_a_broken_connection_has_not_delivered_comes_over_another(
+def test_chunks_of_a_broken_connection_arrive_over_another_one(
     cuts: list[int], connections: int, layerwise: bool
 ) -> None:
     """Connections break anywhere after their first part; every byte arrives unchanged."""
@@ -383,7 +385,7 @@ def test_what_a_broken_connection_has_not_delivered_comes_over_another(
     assert np.array_equal(source.memory, target.memory)
 
 
-def test_an_early_transfer_gets_all_its_connections_when_something_comes() -> None:
+def test_an_early_transfer_opens_all_its_connections_when_data_arrives() -> None:
     """All three are opened, whichever of them carries the most bytes."""
     source, target = Cache(12, 4 << 10, seed=6), Cache(12, 4 << 10)
     with (
@@ -400,7 +402,7 @@ def test_an_early_transfer_gets_all_its_connections_when_something_comes() -> No
     assert np.array_equal(source.memory, target.memory)
 
 
-def test_who_waits_in_vain_waits_with_one_connection() -> None:
+def test_a_client_without_data_waits_on_one_connection() -> None:
     """The maximum number of connections has no effect, because most of the time no data is sent."""
     source = Cache(12, 4 << 10, seed=6)
     with (
@@ -416,7 +418,7 @@ def test_who_waits_in_vain_waits_with_one_connection() -> None:
         assert relay.accepted == 2
 
 
-def test_a_connection_that_stands_still_does_not_hold_the_rest() -> None:
+def test_a_stalled_connection_does_not_block_the_others() -> None:
     """One of two connections stalls after a few bytes: the other one carries the rest, and the lost chunk is sent
     again."""
     source, target = Cache(12, 32 << 10, seed=7), Cache(12, 32 << 10)
@@ -443,7 +445,7 @@ def serving(source: Cache) -> Iterator[tuple[Server, Peer]]:
         server.close()
 
 
-def test_a_peer_that_breaks_off_again_and_again_is_left() -> None:
+def test_a_peer_that_disconnects_repeatedly_is_abandoned() -> None:
     """The client abandons the peer after three connections in a row without a part."""
     knocks: list[Fetch] = []
 

@@ -59,7 +59,7 @@ def handover(tokens: list[int], **arguments: Any) -> dict[str, Any]:
 
 
 @given(tokens=st.integers(1, 200), cached_blocks=st.integers(0, 12))
-def test_what_is_pulled_and_what_is_cached_make_the_prompt(tokens: int, cached_blocks: int) -> None:
+def test_pulled_and_cached_blocks_make_up_the_prompt(tokens: int, cached_blocks: int) -> None:
     """There is no gap and no overlap, only whole blocks, and each one goes to the block of its own position."""
     prompt = list(range(tokens))
     cached = min(cached_blocks * BLOCK_TOKENS, tokens // BLOCK_TOKENS * BLOCK_TOKENS)
@@ -80,7 +80,7 @@ def test_what_is_pulled_and_what_is_cached_make_the_prompt(tokens: int, cached_b
 
 
 @given(data=st.data())
-def test_every_handover_ends_in_one_pull_or_one_release(data: st.DataObject) -> None:
+def test_every_transfer_request_ends_in_one_pull_or_one_release(data: st.DataObject) -> None:
     """For any order of vLLM's calls, repeated ones included, a prefill instance never waits for its timeout."""
     decode = scheduler()
     arrived: set[str] = set()
@@ -106,7 +106,7 @@ def test_every_handover_ends_in_one_pull_or_one_release(data: st.DataObject) -> 
     assert sorted(ended) == sorted(arrived)
 
 
-def test_a_worked_example() -> None:
+def test_a_partly_cached_prompt_by_hand() -> None:
     """40 tokens are three blocks, the last one half full; the decode instance has the first one cached."""
     prompt = list(range(40))
     prefill = scheduler()
@@ -125,7 +125,7 @@ def test_a_worked_example() -> None:
     assert (pull.first, pull.blocks, pull.handover.remote_request_id) == (1, (31, 32), "p")
 
 
-def test_a_shorter_prefill_gives_whole_blocks() -> None:
+def test_only_whole_blocks_of_a_shorter_prefill_are_pulled() -> None:
     """Of 37 computed tokens, 32 are in whole blocks; the decode instance computes the rest."""
     prompt = list(range(40))
     decode = scheduler()
@@ -140,7 +140,7 @@ def test_a_shorter_prefill_gives_whole_blocks() -> None:
     cached_blocks=st.integers(0, 8),
     name=st.none() | st.just("7f3a"),
 )
-def test_the_beginning_of_a_prompt_is_pulled_and_all_of_it_held(
+def test_a_held_prefix_is_pulled_and_the_whole_prompt_is_held(
     shared: int, held: int, more: int, cached_blocks: int, name: str | None
 ) -> None:
     """If a peer holds a prefix of this prompt, its whole blocks are pulled unless they are cached locally. Nothing is
@@ -185,7 +185,7 @@ def test_the_beginning_of_a_prompt_is_pulled_and_all_of_it_held(
         pytest.param({"do_remote_prefill": False}, id="not-asked"),
     ],
 )
-def test_what_cannot_be_believed_is_not_pulled(change: dict[str, Any]) -> None:
+def test_implausible_transfer_parameters_cause_no_pull(change: dict[str, Any]) -> None:
     """The prompt is computed instead."""
     prompt = list(range(40))
     decode = scheduler()
@@ -202,7 +202,9 @@ def test_what_cannot_be_believed_is_not_pulled(change: dict[str, Any]) -> None:
         pytest.param({"do_remote_decode": True}, True, False, id="no-producer"),
     ],
 )
-def test_blocks_are_held_only_for_a_fetch(params: dict[str, Any] | None, completed: bool, producer: bool) -> None:
+def test_blocks_are_held_only_if_a_fetch_is_expected(
+    params: dict[str, Any] | None, completed: bool, producer: bool
+) -> None:
     one = scheduler(producer=producer)
     assert one.finished("p", params, [1], completed=completed, computed_tokens=1, blocks=[1]) == NOTHING
     assert not one.take().holds
@@ -232,7 +234,7 @@ EARLY = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "10.0.0.1
         max_size=20,
     )
 )
-def test_every_prompt_that_is_computed_under_a_name_is_held_or_dropped_once(
+def test_every_named_prompt_is_held_or_dropped_once(
     actions: list[tuple[str, str, int]],
 ) -> None:
     """For any order of its calls, vLLM keeps exactly the blocks of these prompts; a pull of another one is refused."""
@@ -286,7 +288,7 @@ def layerwise(**options: Any) -> Scheduler:
     return made
 
 
-def test_a_prompt_is_asked_for_before_it_is_computed() -> None:
+def test_a_prompt_can_be_requested_before_it_is_computed() -> None:
     """40 tokens are computed in two steps of 20: one whole block is ready after the first step, all three after the
     second."""
     prompt, prefill, decode = list(range(40)), layerwise(), scheduler()
@@ -312,7 +314,7 @@ def test_a_prompt_is_asked_for_before_it_is_computed() -> None:
     assert decode.take().cancels == ["d"]
 
 
-def test_a_name_serves_once() -> None:
+def test_a_transfer_name_is_used_once() -> None:
     """A second prompt with the same ID could be confused with the first; it is held under vLLM's request ID."""
     prefill = layerwise()
     prefill.arrived("p", ASK | {"transfer_id": "t"}, [1])
@@ -323,7 +325,7 @@ def test_a_name_serves_once() -> None:
     assert told["remote_request_id"] == "q"
 
 
-def test_without_the_option_a_named_prompt_is_held_when_it_is_done() -> None:
+def test_without_the_option_a_named_prompt_is_held_after_its_prefill() -> None:
     """A waiting peer gets it then."""
     prefill = scheduler()
     prefill.arrived("p", ASK | {"transfer_id": "t"}, [1])
@@ -340,7 +342,7 @@ def test_without_the_option_a_named_prompt_is_held_when_it_is_done() -> None:
         pytest.param({"tp_size": 2}, id="other-tp"),
     ],
 )
-def test_an_announcement_that_cannot_be_believed_is_not_followed(change: dict[str, Any]) -> None:
+def test_implausible_early_pull_parameters_are_ignored(change: dict[str, Any]) -> None:
     decode = scheduler()
     decode.arrived("d", EARLY | change, [1, 2])
     assert decode.matched("d", 2, 0) == 0
@@ -353,7 +355,7 @@ def test_an_announcement_that_cannot_be_believed_is_not_followed(change: dict[st
         st.tuples(st.sampled_from(["hold", "read", "leave", "release", "pass"]), REQUESTS, st.integers(1, 9))
     )
 )
-def test_held_blocks_are_freed_once_and_never_under_a_reader(actions: list[tuple[str, str, int]]) -> None:
+def test_held_blocks_are_freed_once_and_never_while_they_are_read(actions: list[tuple[str, str, int]]) -> None:
     """The actions come in any order; when all readers have left and the time is over, nothing is held."""
     holds, now = BlockLeases(), 0
     readers: dict[str, list[BlockLease]] = {}
@@ -395,7 +397,7 @@ OWNERS = st.sampled_from(["a", "b", "c"])
 
 
 @given(actions=st.lists(st.tuples(NAMES, OWNERS, st.sampled_from(["hold", "hold", "compute", "drop"]))))
-def test_a_name_keeps_what_it_names(actions: list[tuple[str, str, str]]) -> None:
+def test_a_name_keeps_its_blocks_against_another_owner(actions: list[tuple[str, str, str]]) -> None:
     """Another owner is refused unless it holds the same prompt. Its blocks are freed at once, and the held ones stay
     until the first owner drops them.
 
@@ -438,7 +440,7 @@ def test_a_name_keeps_what_it_names(actions: list[tuple[str, str, str]]) -> None
                 holds.leave(hold)
 
 
-def test_a_request_that_is_held_may_be_held_again_as_it_was() -> None:
+def test_holding_a_held_request_again_changes_nothing() -> None:
     """The request cannot be held with other blocks: the held ones stay."""
     holds = BlockLeases()
     holds.hold("p", [1, 2], 10.0, prompt="x")
@@ -450,7 +452,7 @@ def test_a_request_that_is_held_may_be_held_again_as_it_was() -> None:
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=8))
-def test_what_is_computed_stays_computed(steps: list[tuple[int, int]]) -> None:
+def test_computed_blocks_stay_computed(steps: list[tuple[int, int]]) -> None:
     """Progress is counted per region. The fence is that of the last step that computed new blocks; later steps may
     repeat the report."""
     holds, passed = BlockLeases(), list[int]()
@@ -482,14 +484,14 @@ def test_what_is_computed_stays_computed(steps: list[tuple[int, int]]) -> None:
         pytest.param({"congestion_control": "telepathy"}, "tcp_available_congestion_control", id="no-such-control"),
     ],
 )
-def test_wrong_options_are_refused_with_the_mend(extra: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_rejected_with_a_hint(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as told:
         read_options(extra)
     assert message in str(told.value)
     assert "kv_connector_extra_config" in str(told.value)
 
 
-def test_options() -> None:
+def test_options_have_the_documented_meaning() -> None:
     """The token comes from its environment variable; a wildcard host is not advertised."""
     options = read_options({"host": "0.0.0.0", "token_env": "T", "advertised_host": "10.0.0.9", "dscp": {"kv": 10}})
     assert options.secret({"T": "secret"}) == "secret"
@@ -511,7 +513,7 @@ COUNTS = st.lists(
 
 
 @given(parts=st.lists(COUNTS, max_size=4))
-def test_counts_add_up_in_whatever_parts_they_come(parts: list[list[tuple[str, str, int]]]) -> None:
+def test_counts_add_up_for_any_grouping(parts: list[list[tuple[str, str, int]]]) -> None:
     """vLLM adds up workers and steps; the sum equals the counts of a single worker."""
     total, single = no_counts(), no_counts()
     for part in parts:
@@ -548,7 +550,7 @@ def count(counts: Counts, source: str, kind: str, nbytes: int) -> None:
             count_failure(counts, source, reason)
 
 
-def test_the_ranks_connections_are_one_link() -> None:
+def test_the_connections_of_all_ranks_are_aggregated_into_one_link() -> None:
     """Windows, queues and rates are added; the round trip is the mean over connections, and the latest report of a rank
     counts."""
     counts = no_counts()

@@ -23,7 +23,7 @@ def covered(pieces: list[Chunk]) -> list[tuple[int, int]]:
     piece_bytes=st.sampled_from([1, 10, 45]),
     data=st.data(),
 )
-def test_every_block_arrives_once_however_lanes_break(
+def test_every_block_arrives_once_whenever_lanes_break(
     region_bytes: list[int], first: int, count: int, piece_bytes: int, data: st.DataObject
 ) -> None:
     """A broken lane has delivered a prefix of its chunks; the others are assigned again to any lane."""
@@ -71,7 +71,7 @@ def test_every_block_arrives_once_however_lanes_break(
     assert covered(arrived) == [(region, first + place) for region in range(len(ready)) for place in range(count)]
 
 
-def test_pieces_shrink_towards_the_end() -> None:
+def test_chunks_shrink_towards_the_end() -> None:
     """A lane gets its share of half of the rest: 4 lanes and 100 blocks of 1 byte, between 3 and 10 bytes per chunk."""
     stripe = ChunkScheduler([1], 0, 100, least=3, most=10)
     for lane in range(4):
@@ -82,7 +82,7 @@ def test_pieces_shrink_towards_the_end() -> None:
     assert sizes == [10, 10, 10, 8, 7, 6, 6, 5, 4, 4, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3]
 
 
-def test_a_worked_example() -> None:
+def test_two_lanes_and_two_regions_by_hand() -> None:
     """Two regions of three blocks, two blocks per chunk; the second region is computed later, and lane 0 breaks."""
     stripe = ChunkScheduler([10, 10], 4, 3, least=20, most=20)
     stripe.begin(0)

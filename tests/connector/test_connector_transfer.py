@@ -41,7 +41,7 @@ from kvroute.connector.worker import Worker
     checksum=st.booleans(),
     data=st.data(),
 )
-def test_blocks_arrive_as_they_were(
+def test_blocks_arrive_unchanged(
     layers: int, block_bytes: int, gap_bytes: int, connections: int, checksum: bool, data: st.DataObject
 ) -> None:
     """Any blocks at any place arrive over any number of connections, and no other byte of the target changes."""
@@ -75,7 +75,7 @@ def test_a_large_transfer_is_shared_among_connections() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_damaged_layer_is_noticed_only_by_its_checksum(tmp_path: Path, layer: int) -> None:
+def test_only_a_checksum_detects_a_damaged_layer(tmp_path: Path, layer: int) -> None:
     """The fault changes bytes between cache and network. Afterwards the same connections carry correct bytes again."""
     fault_file = tmp_path / "fault"
     fault_file.write_text(f"corrupt-layer-{layer}\n", encoding="utf-8")
@@ -94,7 +94,7 @@ def test_a_damaged_layer_is_noticed_only_by_its_checksum(tmp_path: Path, layer: 
 
 @given(first=st.integers(0, 5), block=st.integers(0, 9), checksum=st.booleans())
 @settings(deadline=None, max_examples=30)
-def test_one_damaged_block_is_that_block_alone(
+def test_the_fault_damages_one_block_alone(
     tmp_path_factory: pytest.TempPathFactory, first: int, block: int, checksum: bool
 ) -> None:
     """The fault is in block `block` of the prompt, whichever part is requested; the checksum detects it if the part
@@ -135,7 +135,9 @@ def client_result(client: Client, peer: Peer, remote: str, checksum: bool = Fals
         pytest.param(TOKEN, TOKEN, {"dtype": "float16"}, "layout", id="other-dtype"),
     ],
 )
-def test_strangers_are_refused(server: Options, client: Options, change: dict[str, Any], word: str) -> None:
+def test_unauthenticated_clients_are_rejected(
+    server: Options, client: Options, change: dict[str, Any], word: str
+) -> None:
     """Such clients are rejected before any byte of KV is sent, and the blocks stay held for other peers."""
     source, target = Cache(2, 64, seed=4), Cache(2, 64)
     target.layout = msgspec.structs.replace(target.layout, **change)
@@ -146,7 +148,7 @@ def test_strangers_are_refused(server: Options, client: Options, change: dict[st
     assert not target.memory.any()
 
 
-def test_a_client_that_cannot_prove_the_token_is_told_so_and_left() -> None:
+def test_a_client_without_the_token_gets_an_error_and_is_disconnected() -> None:
     """The client may be one that does not check the server's proof."""
     source = Cache(1, 64, seed=12)
     with (
@@ -173,7 +175,7 @@ def test_a_client_that_cannot_prove_the_token_is_told_so_and_left() -> None:
             channel.expect(Part)
 
 
-def test_a_server_that_cannot_prove_the_token_is_not_believed() -> None:
+def test_a_server_without_the_token_gets_no_data() -> None:
     """The server gets neither the token nor any data."""
     target = Cache(1, 64)
     heard: list[bytes] = []
@@ -191,7 +193,7 @@ def test_a_server_that_cannot_prove_the_token_is_not_believed() -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 1, 63, 64, 100, 127])
-def test_a_peer_that_dies_midway_is_a_failure(sent: int) -> None:
+def test_a_peer_that_dies_during_a_transfer_is_a_failure(sent: int) -> None:
     """The peer dies after any number of bytes of two layers of 64; the received blocks are then invalid."""
     source, target = Cache(2, 64, seed=5), Cache(2, 64)
 
@@ -219,7 +221,7 @@ def test_a_peer_that_dies_midway_is_a_failure(sent: int) -> None:
         pytest.param(Part(region=0, first=4, count=0, number=0, nbytes=0), id="nothing"),
     ],
 )
-def test_a_part_that_was_not_asked_for_is_malformed(part: Part) -> None:
+def test_a_chunk_that_was_not_requested_is_malformed(part: Part) -> None:
     """Nothing is written."""
     target = Cache(1, 64)
 
@@ -233,7 +235,7 @@ def test_a_part_that_was_not_asked_for_is_malformed(part: Part) -> None:
     assert not target.memory.any()
 
 
-def test_a_silent_peer_is_left_in_time() -> None:
+def test_a_silent_peer_times_out() -> None:
     """The peer accepts the connection and never sends anything."""
     listener = socket.create_server(("127.0.0.1", 0))
     peer = Peer("127.0.0.1", listener.getsockname()[1])
@@ -241,14 +243,14 @@ def test_a_silent_peer_is_left_in_time() -> None:
         assert pull(client, peer, [0]).failure == "timeout"
 
 
-def test_nobody_listens() -> None:
+def test_a_pull_fails_if_the_port_is_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pulling(Cache(1, 64), Options()) as client:
         assert pull(client, Peer("127.0.0.1", port), [0]).failure == "refused"
 
 
-def test_a_server_that_closes_breaks_what_is_under_way(tmp_path: Path) -> None:
+def test_closing_the_server_aborts_transfers_in_progress(tmp_path: Path) -> None:
     """A stalled transfer ends when either side closes; `close` does not wait for the peer."""
     fault_file = tmp_path / "fault"
     fault_file.write_text("stall-layer-1", encoding="utf-8")
@@ -263,7 +265,7 @@ def test_a_server_that_closes_breaks_what_is_under_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("repeat", range(20))
-def test_a_client_that_closes_breaks_what_is_under_way(tmp_path: Path, repeat: int) -> None:
+def test_closing_the_client_aborts_transfers_in_progress(tmp_path: Path, repeat: int) -> None:
     """The threads may be connecting, in the handshake, or waiting for the first or a later layer."""
     fault_file = tmp_path / "fault"
     fault_file.write_text(f"stall-layer-{repeat % 2}", encoding="utf-8")
@@ -280,7 +282,7 @@ def test_a_client_that_closes_breaks_what_is_under_way(tmp_path: Path, repeat: i
         assert result.failure == "reset"
 
 
-def test_a_stalled_layer_is_not_sent_when_the_server_closes(tmp_path: Path) -> None:
+def test_closing_the_server_does_not_send_a_stalled_layer(tmp_path: Path) -> None:
     """The end of the server must not complete the transfer."""
     fault_file = tmp_path / "fault"
     fault_file.write_text("stall-layer-1", encoding="utf-8")
@@ -291,7 +293,7 @@ def test_a_stalled_layer_is_not_sent_when_the_server_closes(tmp_path: Path) -> N
         corrupt(fault_file, Chunk(region=1, first=0, count=1, number=1), views, ending)
 
 
-def test_a_server_that_is_gone_is_noticed_during_the_handshake() -> None:
+def test_the_handshake_detects_a_server_that_is_gone() -> None:
     """The peer may have dropped the connection without a reset; then only a keepalive probe detects it."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
         before = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
@@ -300,7 +302,7 @@ def test_a_server_that_is_gone_is_noticed_during_the_handshake() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == before
 
 
-def test_a_restarted_server_is_found_again() -> None:
+def test_the_client_reconnects_to_a_restarted_server() -> None:
     """The client keeps connections to a server that is gone; it detects this and opens new ones."""
     source, target = Cache(1, 64, seed=7), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
@@ -316,7 +318,7 @@ def test_a_restarted_server_is_found_again() -> None:
     assert target.block(0, 1) == source.block(0, 3)
 
 
-def test_blocks_are_freed_by_a_release_or_by_time() -> None:
+def test_blocks_are_freed_by_a_release_or_a_timeout() -> None:
     """A successful transfer, a failed one, a release message and a timeout each free a request once."""
     source, target, clock = Cache(1, 64, seed=8), Cache(1, 64), Clock()
     with ends(source, target, Options(hold_s=10.0), Options(), clock=clock) as (server, client, peer):
@@ -343,7 +345,7 @@ def test_blocks_are_freed_by_a_release_or_by_time() -> None:
 
 
 @pytest.mark.parametrize(("asked", "failure"), [("digest1", ""), ("digest2", "prompt")])
-def test_two_prompts_under_one_name_do_not_mix(caplog: pytest.LogCaptureFixture, asked: str, failure: str) -> None:
+def test_two_prompts_under_one_name_are_not_mixed(caplog: pytest.LogCaptureFixture, asked: str, failure: str) -> None:
     """The second hold is rejected with a log line, and its blocks are freed. A fetch of the first prompt succeeds, a
     fetch of the second one is refused."""
     source, target = Cache(1, 64, seed=13), Cache(1, 64)
@@ -364,7 +366,7 @@ def test_two_prompts_under_one_name_do_not_mix(caplog: pytest.LogCaptureFixture,
     assert target.block(0, 0) == (bytes(64) if failure else source.block(0, 3))
 
 
-def test_a_fetch_may_come_before_the_scheduler_has_said_so() -> None:
+def test_a_fetch_may_arrive_before_the_scheduler_reports_the_prompt() -> None:
     """The router may be faster than the engine's next step; if the prompt never comes, the fetch is refused."""
     source, target = Cache(1, 64, seed=9), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
@@ -383,7 +385,7 @@ def test_a_fetch_may_come_before_the_scheduler_has_said_so() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(noise=st.binary(min_size=1, max_size=200), framed=st.booleans())
-def test_noise_does_not_take_the_server_down(noise: bytes, framed: bool) -> None:
+def test_random_bytes_do_not_stop_the_server(noise: bytes, framed: bool) -> None:
     """An unknown peer may send any bytes; the next transfer succeeds."""
     source, target = Cache(1, 64, seed=10), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
@@ -394,7 +396,7 @@ def test_noise_does_not_take_the_server_down(noise: bytes, framed: bool) -> None
 
 
 @given(blocks=st.lists(st.integers(0, 12)), joined=st.booleans())
-def test_runs_are_the_blocks_again(blocks: list[int], joined: bool) -> None:
+def test_runs_expand_to_the_same_blocks(blocks: list[int], joined: bool) -> None:
     found = list(runs(blocks, joined))
     assert [block for first, count in found for block in range(first, first + count)] == blocks
     if joined:
@@ -408,7 +410,7 @@ def test_runs_are_the_blocks_again(blocks: list[int], joined: bool) -> None:
         pytest.param(socket.AF_INET6, "::1", socket.IPPROTO_IPV6, socket.IPV6_TCLASS, id="v6"),
     ],
 )
-def test_packets_carry_their_classs_mark(family: int, host: str, level: int, option: int) -> None:
+def test_packets_have_the_code_point_of_their_traffic_class(family: int, host: str, level: int, option: int) -> None:
     """AF11 is code point 10, which is 40 in the byte."""
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         mark(sock, 10)
@@ -416,7 +418,7 @@ def test_packets_carry_their_classs_mark(family: int, host: str, level: int, opt
 
 
 @pytest.mark.parametrize("control", ["reno", ""])
-def test_congestion_control_is_as_asked(control: str) -> None:
+def test_the_requested_congestion_control_is_set(control: str) -> None:
     """The name is the kernel's; every kernel has reno."""
     with socket.socket() as untouched, socket.socket() as sock:
         tune(sock, 0, control=control)
@@ -425,7 +427,7 @@ def test_congestion_control_is_as_asked(control: str) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 212_992, BUFFER_BYTES], ids=["unknown", "small", "large"])
-def test_buffers_are_fixed_only_where_the_kernel_gives_what_is_asked(tmp_path: Path, limit: int | None) -> None:
+def test_buffers_are_fixed_only_if_the_kernel_grants_the_requested_size(tmp_path: Path, limit: int | None) -> None:
     """A fixed size below the requested one would stop TCP's own growth of the buffer."""
     buffers = (socket.SO_SNDBUF, socket.SO_RCVBUF)
     if limit is not None:
@@ -439,7 +441,7 @@ def test_buffers_are_fixed_only_where_the_kernel_gives_what_is_asked(tmp_path: P
 
 @given(tokens=st.integers(1, 150), cached_blocks=st.integers(0, 3))
 @settings(deadline=None, max_examples=20)
-def test_both_halves_of_two_instances_together(tokens: int, cached_blocks: int) -> None:
+def test_a_transfer_between_two_instances_end_to_end(tokens: int, cached_blocks: int) -> None:
     """From a finished prompt, through the router's JSON, to blocks in place that are counted and freed at their
     source."""
     source, target = Cache(2, 64, seed=11), Cache(2, 64)
@@ -481,7 +483,7 @@ def test_both_halves_of_two_instances_together(tokens: int, cached_blocks: int) 
             assert target.block(layer, here_block) == source.block(layer, there_block)
 
 
-def test_a_pull_that_fails_names_its_blocks_once() -> None:
+def test_a_failed_pull_reports_its_blocks_once() -> None:
     """vLLM recomputes exactly these blocks."""
     options = Options()
     target = Cache(1, 64)

@@ -237,7 +237,7 @@ TestLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=
         ([KvEvicted(0, "d9", (1,))], "no instance 'd9'"),
     ],
 )
-def test_an_event_that_cannot_be_is_refused_and_changes_nothing(story: list[Event], problem: str) -> None:
+def test_an_impossible_event_is_rejected_and_changes_nothing(story: list[Event], problem: str) -> None:
     """The last event of each history is rejected; the next request is then decided as if that event had not
     occurred."""
     control, untroubled = core(), core()
@@ -260,7 +260,7 @@ def test_an_unknown_model_is_rejected_by_name() -> None:
     assert control.in_flight == 0
 
 
-def test_with_several_models_a_request_must_name_one() -> None:
+def test_a_request_must_name_its_model_if_there_are_several() -> None:
     """Each model has its own instances; a request without a model is rejected with that reason."""
     text = TEXT.replace("{name: p1,", "{name: p1, model: qwen3-32b,").replace(
         "{name: d1,", "{name: d1, model: qwen3-32b,"
@@ -295,7 +295,7 @@ def test_fallback_leaves_the_domain_only_when_it_is_full() -> None:
     assert [placed(control, request(number, tokens=12_000)).target for number in (1, 2)] == ["d0", "d1"]
 
 
-def test_a_constraint_without_any_domain_rejects_late_and_with_a_reason() -> None:
+def test_a_constraint_without_any_domain_rejects_after_prefill_with_a_reason() -> None:
     """No rack has both roles once d0 is gone: prefill is done anyway, because `fallback` needs it, and `fail` rejects
     the decode."""
     text = TEXT.replace('  - {name: d0, role: decode, gpus: "node0:2-3"}\n', "")
@@ -322,7 +322,7 @@ def test_a_report_of_memory_overrides_the_estimate(step: str) -> None:
     assert terms_of(decision).feasible.tolist() == [False, True, True]
 
 
-def test_hits_shrink_the_transfer_but_not_the_need() -> None:
+def test_cache_hits_reduce_the_transfer_but_not_the_reserved_memory() -> None:
     """Two of three blocks are cached on d0 and one is evicted; the need remains the size of the whole prompt."""
     control = core()
     asked = request(1, tokens=48, answer=16, blocks=(7, 8, 9), block_tokens=16)
@@ -344,7 +344,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
     assert (decision.instance, decision.cached_tokens) == ("p1", 31)
 
 
-def test_the_reserve_is_held_back_and_not_lost() -> None:
+def test_the_memory_reserve_is_withheld_and_not_lost() -> None:
     """Of 4 GB, 1 GB is reserved: 3 GB can be used repeatedly."""
     tokens = int(3e9 // TOKEN_BYTES)
     control = core(TEXT.replace("6 GB", "4 GB"), reserve_bytes=1e9)
@@ -356,7 +356,7 @@ def test_the_reserve_is_held_back_and_not_lost() -> None:
     assert isinstance(one(control.handle(PrefillFinished(9, 9))), Reject)
 
 
-def test_a_log_comes_back_as_it_was_and_decides_again(tmp_path: Path) -> None:
+def test_a_log_reads_back_equal_and_replays(tmp_path: Path) -> None:
     """The history has every kind of end. The log returns the same records, and a new core makes the same decisions."""
     path, spec = tmp_path / "core.log", ControlSpec(decode="cla", parameters={"cache_weight": 0.5})
     control = spec.build(parse(TEXT))
@@ -384,7 +384,7 @@ def test_a_log_comes_back_as_it_was_and_decides_again(tmp_path: Path) -> None:
     assert names == [("p0", "p1"), ("d0", "d1", "d2")]
 
 
-def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_log_that_cannot_be_written_names_it(tmp_path: Path) -> None:
     """The folder does not exist, or the path is a folder."""
     for path in (tmp_path / "missing" / "run.log", tmp_path):
         with pytest.raises(InputError, match="cannot be written"):

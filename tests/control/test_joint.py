@@ -62,7 +62,7 @@ def arrive(control: Control, at: float, number: int, tokens: int = TOKENS) -> tu
     return control.handle(Arrived(at, Request(id=number, input_tokens=tokens, max_output_tokens=10)))
 
 
-def test_a_prefill_keeps_away_from_a_crowded_nic() -> None:
+def test_prefill_avoids_an_instance_with_a_congested_nic() -> None:
     """Both prefill instances are idle, but one still sends over its whole NIC. Least-loaded would take the first of
     equals."""
     control = core()
@@ -71,7 +71,7 @@ def test_a_prefill_keeps_away_from_a_crowded_nic() -> None:
     assert [prefilled(blind, at, number) for number, at in enumerate((0.0, 0.2, 0.4))] == ["p0", "p0", "p0"]
 
 
-def test_what_will_have_left_by_then_is_in_nobodys_way() -> None:
+def test_transfers_that_end_before_the_prefill_does_have_no_effect() -> None:
     """The prefill takes 2 s and the earlier transfer ends after 1.3 s, so the instances are equal and the first one is
     taken."""
     control = core()
@@ -81,7 +81,7 @@ def test_what_will_have_left_by_then_is_in_nobodys_way() -> None:
     assert prefill.instance == "p0"
 
 
-def test_the_terms_tell_when_the_transfer_would_start_and_what_it_costs() -> None:
+def test_the_terms_contain_the_start_and_the_cost_of_the_transfer() -> None:
     control = core()
     prefilled(control, 0.0, 0)
     (prefill,) = arrive(control, 0.2, 1)
@@ -93,7 +93,7 @@ def test_the_terms_tell_when_the_transfer_would_start_and_what_it_costs() -> Non
     assert prefill.terms.cost.tolist() == pytest.approx((start_s + decode_s).tolist())
 
 
-def test_nobody_is_asked_who_is_down_or_has_failed() -> None:
+def test_instances_that_are_down_or_have_failed_the_request_are_excluded() -> None:
     """A request whose prefill failed goes to the other instance, whatever the network costs."""
     control = core()
     control.handle(InstanceDown(0.0, "p1"))
@@ -128,7 +128,7 @@ def test_where_no_decode_instance_has_room_the_prefill_policy_chooses() -> None:
     assert "pending_s" in prefill.terms.parts
 
 
-def test_instances_that_serve_alone_leave_it_to_the_prefill_policy() -> None:
+def test_the_prefill_policy_chooses_among_instances_with_both_roles() -> None:
     control = core(TEXT.replace("name: p1, role: prefill", "name: p1, role: both"))
     (prefill, *_) = arrive(control, 0.0, 0)
     assert isinstance(prefill, Prefill)
@@ -136,7 +136,7 @@ def test_instances_that_serve_alone_leave_it_to_the_prefill_policy() -> None:
     assert "start_s" not in prefill.terms.parts
 
 
-def test_its_parameters_are_foresights() -> None:
+def test_the_joint_policy_takes_the_parameters_of_foresight() -> None:
     ControlSpec(decode="foresight-joint", parameters={"joint_width": 1}).check()
     with pytest.raises(InputError, match="joint_reach"):
         ControlSpec(decode="foresight-joint", parameters={"joint_reach": 0}).check()

@@ -46,7 +46,7 @@ def teach(learned: Learned, at: float, lessons: list[tuple[float, int, float, fl
 
 
 @given(st.lists(ended, max_size=12), times, st.lists(ended, max_size=6))
-def test_foresight_goes_on_from_what_another_core_has_learned(
+def test_foresight_continues_from_the_learned_state_of_another_core(
     before: list[tuple[float, int, float, float]], wait_s: float, after: list[tuple[float, int, float, float]]
 ) -> None:
     """The state is equal at once, and nearly equal after later transfers (two decays round twice)."""
@@ -64,7 +64,7 @@ def test_foresight_goes_on_from_what_another_core_has_learned(
 
 
 @given(st.lists(st.integers(1, 5_000), max_size=3_000))
-def test_answers_that_were_seen_are_told_and_no_others(tokens: list[int]) -> None:
+def test_only_observed_output_lengths_are_carried_over(tokens: list[int]) -> None:
     """For the other lengths, both cores use the same prior."""
     old, new = Answers(ForesightSpec()), Answers(ForesightSpec())
     for each in tokens:
@@ -75,7 +75,7 @@ def test_answers_that_were_seen_are_told_and_no_others(tokens: list[int]) -> Non
 
 
 @given(st.lists(measured, max_size=12), st.lists(measured, max_size=6), st.floats(0, 90))
-def test_the_oracle_goes_on_from_what_another_one_has_learned(
+def test_the_oracle_continues_from_the_learned_state_of_another_one(
     before: list[tuple[float, str, str, float, float]],
     after: list[tuple[float, str, str, float, float]],
     later_s: float,
@@ -114,7 +114,7 @@ def _costs(oracle: NetworkOracle, at: float) -> list[list[float]]:
         BandwidthLearned(1.0, (None,) * TIER_COUNT, (("prefill0", "nobody", RatioLearned(0.0, 1.0, 1.0, 1.0)),)),
     ],
 )
-def test_what_does_not_fit_is_refused(event: Event) -> None:
+def test_a_learned_state_that_does_not_fit_is_rejected(event: Event) -> None:
     """A log may come from an unknown source; the core stays unchanged."""
     core = ControlSpec(decode="foresight", oracle=OracleSettings(self_measured=True)).build(CLUSTER)
     before = core.learned(1.0)

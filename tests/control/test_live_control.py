@@ -575,7 +575,7 @@ def decoded(control: Control, asked: Request) -> Decision:
     return decision
 
 
-def test_both_legs_at_once_take_the_pair_whose_whole_way_is_shortest() -> None:
+def test_concurrent_legs_use_the_pair_that_finishes_first() -> None:
     """sp0 would start at once, but must send 1 GB to the other rack in 168 ms; sp1 has 110 ms of work ahead and its
     decode instance on the same node."""
     control = core(cluster_of("sp0", "sp1", "sd1"))
@@ -595,7 +595,7 @@ def test_both_legs_at_once_take_the_pair_whose_whole_way_is_shortest() -> None:
     assert (prefill.instance, decode.source, decode.target) == ("sp1", "sp1", "sd1")
 
 
-def test_both_legs_at_once_pass_by_whose_partner_is_full() -> None:
+def test_concurrent_legs_skip_a_prefill_instance_whose_partner_is_full() -> None:
     """Inside its rack sp0 has no decode instance with room, so sp1 takes the request, for any prefill policy."""
     for prefill_policy in ("least-loaded", "round-robin"):
         control = core(cluster_of("sp0", "sp1", "sd0", "sd1"), constraint="rack:fail", prefill=prefill_policy)
@@ -609,7 +609,7 @@ def test_both_legs_at_once_pass_by_whose_partner_is_full() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fail", "fallback"])
-def test_without_a_label_an_instance_is_nobodys_neighbour(policy: str) -> None:
+def test_an_instance_without_a_label_is_in_no_domain(policy: str) -> None:
     """vp2 and vd3 are in no rack: vp2 gets no prefill; vd3 is excluded under `fail` and the last choice under
     `fallback`."""
     control = core(cluster_of("vp0", "vp2", "vd0", "vd3"), constraint=f"rack:{policy}")
@@ -630,7 +630,7 @@ def test_without_a_label_an_instance_is_nobodys_neighbour(policy: str) -> None:
         assert far.target == "vd3"
 
 
-def test_others_load_shifts_the_choice_until_it_is_gone() -> None:
+def test_external_load_shifts_the_choice_until_it_ends() -> None:
     """vd0 is nearer; a report of 40 running requests there makes the next request wait."""
     control = core(cluster_of("vp0", "vd0", "vd1"))
     for number, (running, target) in enumerate(((0, "vd0"), (40, "vd1"), (0, "vd0"))):
@@ -642,7 +642,7 @@ def test_others_load_shifts_the_choice_until_it_is_gone() -> None:
         control.handle(Finished(0, number))
 
 
-def test_others_prefills_count_as_much_as_ours_do() -> None:
+def test_external_prefills_count_like_own_ones() -> None:
     """Two requests of others on vp0 count with the mean of this router's prefills, so vp1 is free earlier."""
     control = core(cluster_of("vp0", "vp1", "vd0"))
     control.handle(Arrived(0, request(1, 1_000)))
@@ -654,7 +654,7 @@ def test_others_prefills_count_as_much_as_ours_do() -> None:
     assert terms_of(prefill).parts["pending_s"] == pytest.approx([0.220, 0.0])
 
 
-def test_a_request_of_one_leg_goes_to_the_next_protocol_where_the_first_is_full_or_has_failed_it() -> None:
+def test_a_single_leg_request_falls_back_to_the_next_protocol() -> None:
     """Mooncake's instance comes first by name, then vLLM's; then Mooncake's is tried again."""
     cluster = cluster_of("mp0", "md0", "vp0", "vd0")
     targets = []
@@ -670,7 +670,7 @@ def test_a_request_of_one_leg_goes_to_the_next_protocol_where_the_first_is_full_
     assert targets == ["md0", "vd0", "md0", "vd0"]
 
 
-def test_who_has_failed_a_request_is_tried_again_where_the_domain_has_nobody_else() -> None:
+def test_a_failed_instance_is_retried_if_its_domain_has_no_other() -> None:
     """`fail` forbids vd1, and vd0 may have been busy only for a moment; `fallback` goes to vd1."""
     for policy, target in (("fail", "vd0"), ("fallback", "vd1")):
         control = core(cluster_of("vp0", "vd0", "vd1"), constraint=f"rack:{policy}")
@@ -681,7 +681,7 @@ def test_who_has_failed_a_request_is_tried_again_where_the_domain_has_nobody_els
         assert (first.target, second.target) == ("vd0", target)
 
 
-def test_fallback_leaves_its_domain_for_instances_that_are_full_too() -> None:
+def test_fallback_queues_outside_its_domain_at_a_full_instance() -> None:
     """With the gateway's settings: vd0 is down and vd1 is full by the core's count, so the request queues at vd1."""
     control = core(cluster_of("vp0", "vd0", "vd1"), constraint="rack:fallback", overcommit=True)
     control.handle(InstanceMeasured(0, "vd1", 9, 9, 1.0))

@@ -80,9 +80,7 @@ def prefill_of(decisions: tuple[Decision, ...]) -> Prefill:
 
 
 @given(st.integers(1, 60_000), st.floats(1_000.0, 50_000.0), st.booleans())
-def test_what_is_longer_than_the_threshold_leaves_and_nothing_else(
-    tokens: int, threshold: float, layerwise: bool
-) -> None:
+def test_only_prompts_above_the_threshold_are_offloaded(tokens: int, threshold: float, layerwise: bool) -> None:
     """With layer-wise transfer an offloaded prefill gets its decode target at once; every other prefill gets it when it
     ends."""
     sites = cluster()
@@ -95,7 +93,7 @@ def test_what_is_longer_than_the_threshold_leaves_and_nothing_else(
 
 
 @pytest.mark.parametrize("parted", [True, False], ids=["parted", "in-all"])
-def test_what_others_take_of_the_way_does_not_hold_own_bytes(parted: bool) -> None:
+def test_utilisation_by_others_excludes_own_bytes(parted: bool) -> None:
     """Other traffic takes 0.4 of the link and own traffic a part: both kinds of telemetry give the same two shares."""
     spec = ControlSpec(
         prefill="cache-aware",
@@ -127,7 +125,7 @@ def test_a_cached_prefix_keeps_a_long_prompt_at_home() -> None:
     assert kept.offload.terms["incremental_tokens"] == 15_000
 
 
-def test_with_bandwidth_to_spare_the_longer_prefix_is_copied_to_where_the_prefill_is() -> None:
+def test_with_spare_bandwidth_the_longer_prefix_is_copied_to_the_prefill_site() -> None:
     sites = cluster()
     control = core(sites, rule="abundant")
     blocks = tuple(range(1, 61))
@@ -154,7 +152,7 @@ def test_a_model_may_be_a_file(tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 60), st.integers(0, 59), st.booleans())
-def test_a_request_that_nobody_can_copy_for_is_placed_by_each_site_s_own_cache(
+def test_a_request_without_a_copy_source_is_placed_by_each_sites_own_cache(
     blocks: int, held: int, at_home: bool
 ) -> None:
     """With spare bandwidth or not, the decision is that of the `scarce` rule."""
@@ -178,7 +176,7 @@ def test_a_request_that_nobody_can_copy_for_is_placed_by_each_site_s_own_cache(
     assert made[0].offload == made[1].offload
 
 
-def test_a_link_that_is_cut_sends_everything_home_until_it_is_back() -> None:
+def test_all_prompts_are_prefilled_at_home_while_the_link_is_cut() -> None:
     sites = cluster()
     control = core(sites)
     control.handle(CongestionMeasured(0.0, CUT))
@@ -187,7 +185,7 @@ def test_a_link_that_is_cut_sends_everything_home_until_it_is_back() -> None:
     assert site(sites, prefill_of(arrive(control, 2, 40_000, at=1.0)).instance) == AWAY
 
 
-def test_a_request_whose_way_failed_is_prefilled_again_at_home() -> None:
+def test_a_request_whose_wan_path_failed_is_prefilled_again_at_home() -> None:
     sites = cluster()
     control = core(sites)
     prefill, decode = arrive(control, 1, 40_000)
@@ -209,7 +207,7 @@ def serve(control: Control, number: int, tokens: int, at: float, blocks: tuple[i
     control.handle(Finished(at, number, None, 1_000))
 
 
-def test_roles_follow_the_traffic_and_an_instance_under_conversion_gets_nothing() -> None:
+def test_roles_follow_the_traffic_and_a_switching_instance_gets_no_requests() -> None:
     """Three quarters of the home instances decode, and the traffic is long prompts with short outputs: prefill capacity
     is missing."""
     sites = cluster(prefill=1, local=1, decode=3)
@@ -229,7 +227,7 @@ def test_roles_follow_the_traffic_and_an_instance_under_conversion_gets_nothing(
 
 
 @pytest.mark.parametrize(("cached", "verdict"), [("nothing", "convert"), ("own", "costly"), ("shared", "convert")])
-def test_a_role_keeps_the_instances_whose_caches_save_more_than_a_change(cached: str, verdict: str) -> None:
+def test_instances_with_valuable_caches_keep_their_role(cached: str, verdict: str) -> None:
     """Long outputs need more decode instances, and 500 tokens of every prompt must be computed. If 30,000 more are
     cached, for another conversation each, a prefill instance saves more than a role switch gains. A prefix shared by
     many requests is lost only once."""
@@ -255,14 +253,14 @@ def test_a_role_keeps_the_instances_whose_caches_save_more_than_a_change(cached:
     assert [type(each) for each in conversions] == ([Convert] if verdict == "convert" else [])
 
 
-def test_an_instance_of_the_prefill_site_never_converts() -> None:
+def test_an_instance_of_the_prefill_site_never_switches_its_role() -> None:
     sites = cluster()
     away = next(i.name for i in sites.instances if i.datacenter == AWAY)
     with pytest.raises(InputError, match="does not change its role"):
         core(sites).handle(InstanceConverted(0.0, away, "decode"))
 
 
-def test_a_cluster_without_a_site_to_offload_to_is_refused() -> None:
+def test_a_cluster_without_a_site_to_offload_to_is_rejected() -> None:
     one = parse(
         "name: one\nnodes: [{name: n0}]\ndefaults: {model: llama-3-8b, kv_capacity: 10 GB}\n"
         "timing: {default: {prefill: {kind: linear, per_token: 1 us}, decode: {base: 1 ms}}}\n"

@@ -78,7 +78,7 @@ def busy(control: Control, instance: str, number: int) -> None:
     assert ask(control, number, 600_000, own).instance == instance
 
 
-def test_a_prefix_is_fetched_from_a_sibling_where_that_is_sooner_than_computing_it() -> None:
+def test_a_prefix_is_fetched_from_a_sibling_if_that_is_faster_than_prefill() -> None:
     """20,000 tokens take 2 s of prefill on an idle instance and 2.62 s on the network, so there is no fetch. With a
     network that is twice as fast there is one."""
     slow, fast = core(prefix_pool=True), core(sites("16 Gbps"), prefix_pool=True)
@@ -97,7 +97,7 @@ def test_a_prefix_is_fetched_from_a_sibling_where_that_is_sooner_than_computing_
     assert fetched.terms.parts["prefill_s"][2] == pytest.approx(0.5 + fetch_s)
 
 
-def test_the_wait_in_the_queue_pays_for_the_fetch() -> None:
+def test_a_fetch_overlaps_the_wait_in_the_queue() -> None:
     """The network is as slow as above, but with 30 s of work ahead the prefix arrives long before the prefill
     starts."""
     control = core(prefix_pool=True)
@@ -111,7 +111,7 @@ def test_the_wait_in_the_queue_pays_for_the_fetch() -> None:
     assert fetched.terms.parts["prefill_s"][2] == pytest.approx(0.5)
 
 
-def test_nobody_fetches_from_another_datacenter_or_from_somebody_who_is_down() -> None:
+def test_no_fetch_from_another_datacenter_or_an_instance_that_is_down() -> None:
     """There is no such fetch even if every network is fast."""
     fast = parse(
         TEXT.replace("LOCAL", "400 Gbps").replace("wan: 8 Gbps}", "wan: 400 Gbps}").replace("MODEL", "llama-3-8b")
@@ -129,7 +129,7 @@ def test_nobody_fetches_from_another_datacenter_or_from_somebody_who_is_down() -
         assert ask(control, 1, 25_000).copy_from == ""
 
 
-def test_a_hybrid_model_fetches_only_what_it_can_go_on_from() -> None:
+def test_a_hybrid_model_fetches_only_prefixes_it_can_continue_from() -> None:
     """A hybrid model can continue only from the end of a cached prompt, where the state is stored; a prompt that shares
     only a part fetches nothing."""
     control = core(sites("400 Gbps", "prfaas-1t-hybrid"), prefix_pool=True)
@@ -150,7 +150,7 @@ def offloading(**settings: Any) -> Control:
     return core(offload=spec, **settings)
 
 
-def test_another_site_is_sent_a_prefix_by_who_has_it_not_by_who_could_fetch_it() -> None:
+def test_a_prefix_is_copied_to_another_site_from_an_instance_that_has_it() -> None:
     """p0, the first one by name, could fetch it from p1 at once."""
     spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False)
     control = core(sites("400 Gbps"), offload=spec, prefix_pool=True)
@@ -159,7 +159,7 @@ def test_another_site_is_sent_a_prefix_by_who_has_it_not_by_who_could_fetch_it()
     assert (prefill.instance, prefill.copy_from, prefill.copy_tokens) == ("f0", "p1", 20_000)
 
 
-def test_copies_queue_behind_each_other_on_the_link() -> None:
+def test_copies_are_queued_on_the_link() -> None:
     """Each copy sends 2.62 GB from home to the remote site at 1 GB/s: the second one waits until the first one is
     complete."""
     control = offloading()
@@ -177,7 +177,7 @@ def test_copies_queue_behind_each_other_on_the_link() -> None:
     assert seen == pytest.approx([once_s, 2 * once_s, once_s, 2 * once_s])
 
 
-def test_who_is_asked_for_a_prefix_as_for_a_prompt_takes_its_time() -> None:
+def test_a_source_that_queues_copies_like_prompts_delays_them() -> None:
     """p0 has 30 s of other work before the 2.62 s on the network; the base time of a prefill is 0 here."""
     spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False, copy_asks=True)
     control = core(offload=spec)
@@ -194,7 +194,7 @@ def test_who_is_asked_for_a_prefix_as_for_a_prompt_takes_its_time() -> None:
 
 
 @pytest.mark.parametrize("ending", ["prefilled", "failed", "gone"])
-def test_a_copy_is_given_back_with_its_request(ending: str) -> None:
+def test_the_end_of_a_request_releases_its_copy(ending: str) -> None:
     """However the request ends, the link is as free as before for the next one."""
     control = offloading()
     control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
@@ -215,7 +215,7 @@ def test_a_copy_is_given_back_with_its_request(ending: str) -> None:
         assert again.offload.terms["away.copy_s"] == pytest.approx(20_000 * TOKEN_BYTES / 1e9)
 
 
-def test_a_prefix_comes_home_behind_the_kv_that_does() -> None:
+def test_a_prefix_copy_home_is_queued_behind_kv_transfers() -> None:
     """Prefix and KV cache use the link from the other site: 5 GB of a KV cache are ahead of the prefix."""
     control = offloading()
     assert ask(control, 1, 40_000, ()).instance == "f0"
@@ -243,7 +243,7 @@ def copies(decisions: tuple[Decision, ...]) -> list[CopyPrefix]:
     return found
 
 
-def test_a_hot_prefix_is_copied_to_its_peers_near_ones_first() -> None:
+def test_a_hot_prefix_is_copied_to_near_peers_first() -> None:
     control = core(copies=EAGER)
     read_often(control)
     first, second = copies(control.handle(ReviewDue(1.0)))
@@ -256,7 +256,7 @@ def test_a_hot_prefix_is_copied_to_its_peers_near_ones_first() -> None:
     assert control.handle(ReviewDue(20.0)) == (), "they are on their way"
 
 
-def test_a_copy_that_failed_is_made_again_and_one_that_landed_is_not() -> None:
+def test_only_a_failed_copy_is_repeated() -> None:
     control = core(copies=EAGER)
     read_often(control)
     first, second = copies(control.handle(ReviewDue(1.0)))
@@ -268,7 +268,7 @@ def test_a_copy_that_failed_is_made_again_and_one_that_landed_is_not() -> None:
         control.handle(CopyFinished(21.0, first.copy_id))
 
 
-def test_a_copy_sends_what_the_target_lacks() -> None:
+def test_a_copy_sends_only_blocks_that_the_target_lacks() -> None:
     control = core(copies=EAGER)
     control.handle(KvStored(0.0, "p1", CHAIN[:5], BLOCK))
     read_often(control)
@@ -286,7 +286,7 @@ def test_a_copy_sends_what_the_target_lacks() -> None:
     ],
     ids=["idle", "half full", "abundant", "scarce", "abundant by rule, half full"],
 )
-def test_copies_cross_between_datacenters_only_with_bandwidth_to_spare(
+def test_copies_between_datacenters_need_spare_bandwidth(
     used: float, offload: OffloadSpec | None, targets: list[str]
 ) -> None:
     control = core(copies=EAGER, offload=offload)
@@ -299,7 +299,7 @@ def test_copies_cross_between_datacenters_only_with_bandwidth_to_spare(
 
 
 @pytest.mark.parametrize(("budget_s", "targets"), [(2.6, []), (2.7, ["p1"]), (5.3, ["p1", "f0"])])
-def test_copies_under_way_stay_within_what_the_free_bandwidth_carries(budget_s: float, targets: list[str]) -> None:
+def test_copies_in_flight_stay_within_the_free_bandwidth(budget_s: float, targets: list[str]) -> None:
     """Each copy is 2.62 GB at 1 GB/s; copies in flight also count at the next review."""
     spec = CopySpec(hotspots=EAGER.hotspots, review_s=1.0, budget_s=budget_s)
     control = core(copies=spec)
@@ -311,7 +311,7 @@ def test_copies_under_way_stay_within_what_the_free_bandwidth_carries(budget_s: 
         assert [copy.target for copy in copies(control.handle(ReviewDue(3.5)))] == ["p1"]
 
 
-def test_an_instance_that_is_down_neither_gives_nor_gets() -> None:
+def test_an_instance_that_is_down_is_neither_source_nor_target() -> None:
     control = core(copies=EAGER)
     read_often(control)
     control.handle(InstanceDown(0.0, "p1"))
@@ -330,6 +330,6 @@ def test_an_instance_that_is_down_neither_gives_nor_gets() -> None:
         ({"abundant_below": 1.5}, r"copies.abundant_below: a utilisation of 1.5; give a share"),
     ],
 )
-def test_numbers_that_cannot_be(settings: dict[str, float], message: str) -> None:
+def test_invalid_numbers_are_rejected(settings: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         CopySpec(**settings)  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ def decodes(told: list[tuple[Event, tuple[Decision, ...]]]) -> list[Decode]:
 
 @settings(max_examples=60, deadline=None)
 @given(acting=POLICIES, shadow=POLICIES, sizes=SIZES)
-def test_a_shadow_changes_nothing(acting: str, shadow: str, sizes: list[int]) -> None:
+def test_a_shadow_policy_changes_no_decision(acting: str, shadow: str, sizes: list[int]) -> None:
     alone = decodes(played(core(decode=acting), sizes))
     beside = decodes(played(core(decode=acting, shadow=shadow), sizes))
     assert all(decision.shadow is not None for decision in beside)
@@ -98,7 +98,7 @@ def test_a_shadow_changes_nothing(acting: str, shadow: str, sizes: list[int]) ->
 
 @settings(max_examples=40, deadline=None)
 @given(policy=POLICIES, sizes=SIZES)
-def test_a_policy_in_its_own_shadow_never_differs(policy: str, sizes: list[int]) -> None:
+def test_a_policy_compared_with_itself_never_differs(policy: str, sizes: list[int]) -> None:
     for decision in decodes(played(core(decode=policy, shadow=policy), sizes)):
         shadow = shadow_of(decision)
         assert shadow.target == decision.target
@@ -108,7 +108,7 @@ def test_a_policy_in_its_own_shadow_never_differs(policy: str, sizes: list[int])
 
 @settings(max_examples=40, deadline=None)
 @given(acting=POLICIES, shadow=POLICIES, sizes=SIZES)
-def test_each_policy_holds_its_own_choice_for_the_cheapest(acting: str, shadow: str, sizes: list[int]) -> None:
+def test_each_policy_rates_its_own_choice_cheapest(acting: str, shadow: str, sizes: list[int]) -> None:
     for decision in decodes(played(core(decode=acting, shadow=shadow), sizes)):
         said, terms = shadow_of(decision), decision.terms
         assert terms is not None
@@ -121,7 +121,7 @@ def test_each_policy_holds_its_own_choice_for_the_cheapest(acting: str, shadow: 
 
 @given(acting=POLICIES, shadow=POLICIES, tokens=st.integers(100, 20_000))
 @settings(max_examples=40, deadline=None)
-def test_the_shadow_says_what_the_policy_would_do(acting: str, shadow: str, tokens: int) -> None:
+def test_the_shadow_policy_reports_what_it_would_choose(acting: str, shadow: str, tokens: int) -> None:
     """The first request is compared, before the two policies lead to different states."""
     (acted,) = decodes(played(core(decode=acting, shadow=shadow), [tokens]))
     (would,) = decodes(played(core(decode=shadow), [tokens]))
@@ -129,7 +129,7 @@ def test_the_shadow_says_what_the_policy_would_do(acting: str, shadow: str, toke
     assert acted.shadow.target == would.target
 
 
-def test_what_foresight_has_learned_is_told() -> None:
+def test_learned_values_of_foresight_are_reported() -> None:
     """The learned values are those of the acting policy or of the shadow policy. Every second transfer goes to another
     rack and takes longer than the topology predicts, and there is no tier beyond the pod."""
     sizes = [9_000] * 12
@@ -154,7 +154,7 @@ def test_what_foresight_has_learned_is_told() -> None:
     assert core(decode="netkv", shadow="cla").learned(1.0) is None
 
 
-def test_of_two_that_learn_the_acting_one_is_told() -> None:
+def test_the_learned_values_reported_are_those_of_the_acting_policy() -> None:
     """The shadow does not change its values: with a strong prior the same transfers have less effect."""
     learned = []
     for parameters, shadow in (({"prior_transfers": 50.0}, ""), ({"prior_transfers": 50.0}, "foresight"), ({}, "")):
@@ -179,7 +179,7 @@ def test_a_log_with_a_shadow_replays(tmp_path: Path) -> None:
     )
 
 
-def test_where_two_policies_part() -> None:
+def test_the_first_difference_between_two_policies() -> None:
     """Round-robin takes d0 and then d1; NetKV stays on the node of p0 while there is room."""
     told = played(core(decode="round-robin", shadow="netkv"), [9_000, 9_000])
     first, second = decodes(told)

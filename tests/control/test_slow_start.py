@@ -55,7 +55,7 @@ def place(control: Control, number: int, at: float) -> tuple[str, str]:
 
 
 @given(st.integers(2, 8), st.lists(st.floats(0.001, 1), min_size=1, max_size=200))
-def test_a_returned_instance_takes_no_more_than_its_rising_share(instances: int, gaps_s: list[float]) -> None:
+def test_a_returned_instance_gets_at_most_its_rising_share(instances: int, gaps_s: list[float]) -> None:
     """Whatever the policy prefers, the instance gets one request at once, then the sum of factor / n, and any share
     after the window."""
     slow = SlowStart(WINDOW_S)
@@ -83,7 +83,9 @@ def test_a_returned_instance_takes_no_more_than_its_rising_share(instances: int,
     st.sets(st.integers(0, 5)),
     st.lists(st.sampled_from(["a", "b"]), min_size=6, max_size=6),
 )
-def test_it_leaves_nobody_out_whose_place_nobody_takes(up: list[bool], back: set[int], sites: list[str]) -> None:
+def test_slow_start_keeps_one_usable_instance_in_each_datacenter(
+    up: list[bool], back: set[int], sites: list[str]
+) -> None:
     """In each datacenter with a usable instance, one remains usable; none is added."""
     slow, usable = SlowStart(WINDOW_S), np.array(up, dtype=np.bool_)
     for position in sorted(each for each in back if each < len(up)):
@@ -98,7 +100,7 @@ def test_it_leaves_nobody_out_whose_place_nobody_takes(up: list[bool], back: set
 
 
 @pytest.mark.parametrize(("kind", "name"), [("prefill", "prefill0"), ("decode", "decode0")])
-def test_an_idle_instance_that_returns_is_not_sent_everything(kind: str, name: str) -> None:
+def test_an_idle_instance_that_returns_does_not_get_all_requests(kind: str, name: str) -> None:
     """The other instances have 60 requests. Without a window the returned instance takes all of the next ones, with a
     window its share."""
     shares = {}
@@ -116,7 +118,7 @@ def test_an_idle_instance_that_returns_is_not_sent_everything(kind: str, name: s
     assert shares[WINDOW_S] >= 1, "the first one at once"
 
 
-def test_it_refuses_nothing() -> None:
+def test_slow_start_rejects_no_request() -> None:
     """All instances have just returned, or the only other one has failed the request."""
     control = core()
     for name in ("decode0", "decode1", "decode2", "prefill0", "prefill1"):
@@ -136,7 +138,7 @@ def test_it_refuses_nothing() -> None:
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_the_same_events_give_the_same_decisions_and_those_of_old_logs_stay(data: st.DataObject) -> None:
+def test_slow_start_is_deterministic_and_old_logs_replay(data: st.DataObject) -> None:
     """The core uses no clock and no random numbers; without `returned`, or without a window, nothing changes."""
     events: list[Event] = []
     now = 0.0

@@ -48,7 +48,7 @@ def file_of(found: Clinic, folder: Path) -> Path:
     return path
 
 
-def test_a_healthy_cluster_ends_with_0_and_fits_80_columns(tmp_path: Path) -> None:
+def test_a_healthy_cluster_exits_with_0_and_fits_80_columns(tmp_path: Path) -> None:
     async def main() -> None:
         async with clinic() as found:
             ended = await doctor(file_of(found, tmp_path))
@@ -66,7 +66,7 @@ def test_a_healthy_cluster_ends_with_0_and_fits_80_columns(tmp_path: Path) -> No
     run(main())
 
 
-def test_findings_end_with_1_and_are_sentences(tmp_path: Path) -> None:
+def test_findings_are_sentences_and_exit_with_1(tmp_path: Path) -> None:
     async def main() -> None:
         async with clinic(names=("prefill0", "decode0")) as found:
             await found.order("decode0", share=1, leg="recompute")
@@ -81,7 +81,7 @@ def test_findings_end_with_1_and_are_sentences(tmp_path: Path) -> None:
     run(main())
 
 
-def test_json_is_one_document(tmp_path: Path) -> None:
+def test_json_output_is_one_document(tmp_path: Path) -> None:
     async def main() -> None:
         async with clinic() as found:
             ended = await doctor(file_of(found, tmp_path), "--json", "--pairs", "3")
@@ -103,7 +103,7 @@ def test_json_is_one_document(tmp_path: Path) -> None:
         (("--key-env", "KVROUTE_NO_SUCH_KEY"), "", "KVROUTE_NO_SUCH_KEY is not set"),
     ],
 )
-def test_bad_input_ends_with_2(tmp_path: Path, options: tuple[str, ...], text: str, sentence: str) -> None:
+def test_bad_input_exits_with_2(tmp_path: Path, options: tuple[str, ...], text: str, sentence: str) -> None:
     async def main() -> None:
         async with clinic(names=("prefill0", "decode0")) as found:
             path = file_of(found, tmp_path)
@@ -119,7 +119,7 @@ def test_bad_input_ends_with_2(tmp_path: Path, options: tuple[str, ...], text: s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_leaves_no_request_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_command_leaves_no_request_running(tmp_path: Path, number: signal.Signals) -> None:
     """The prompt would take minutes: its request exists until the command ends, and then it is gone."""
 
     async def main() -> None:

@@ -25,7 +25,7 @@ PAIR = ("prefill0", "decode0")
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "mooncake", "sglang"])
-def test_engines_that_are_well_have_no_findings(protocol: KvProtocol) -> None:
+def test_healthy_engines_have_no_findings(protocol: KvProtocol) -> None:
     async def main() -> None:
         async with clinic(protocol) as found:
             report = await found.examine()
@@ -144,7 +144,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_is_found_and_nothing_else(name: str) -> None:
+def test_each_fault_gives_exactly_its_own_finding(name: str) -> None:
     case = CASES[name]
 
     async def main() -> None:
@@ -187,7 +187,7 @@ def test_an_alias_counts_as_the_name_of_the_model() -> None:
     run(main())
 
 
-def test_an_engine_that_publishes_nothing_about_its_prompt_is_found() -> None:
+def test_an_engine_without_kv_events_for_its_prompt_is_found() -> None:
     async def main() -> None:
         context = zmq.Context()
         publisher = context.socket(zmq.PUB)
@@ -206,7 +206,7 @@ def test_an_engine_that_publishes_nothing_about_its_prompt_is_found() -> None:
     run(main())
 
 
-def test_transfers_that_are_counted_under_another_name_are_found() -> None:
+def test_transfers_counted_under_another_name_are_found() -> None:
     async def main() -> None:
         async with clinic(names=("prefill1", "decode0")) as found:
             found.endpoints = {"prefill0": found.endpoints["prefill1"], "decode0": found.endpoints["decode0"]}
@@ -218,7 +218,7 @@ def test_transfers_that_are_counted_under_another_name_are_found() -> None:
     run(main())
 
 
-def test_kv_of_another_size_than_the_model_has_is_found() -> None:
+def test_kv_of_the_wrong_size_is_found() -> None:
     """The engines' model has 2.5 times as many bytes per token as the file's, under the same alias."""
 
     async def main() -> None:
@@ -232,7 +232,7 @@ def test_kv_of_another_size_than_the_model_has_is_found() -> None:
     run(main())
 
 
-def test_engines_without_kv_events_are_not_blamed() -> None:
+def test_engines_without_kv_events_cause_no_finding() -> None:
     async def main() -> None:
         async with clinic(names=PAIR, settings=EmulatedClusterSettings(kv_events=False)) as found:
             report = await found.examine()
@@ -242,7 +242,7 @@ def test_engines_without_kv_events_are_not_blamed() -> None:
     run(main())
 
 
-def test_an_examination_ends_in_time_when_an_engine_hangs() -> None:
+def test_an_examination_ends_in_time_if_an_engine_hangs() -> None:
     async def main() -> None:
         async with clinic() as found:
             await found.order("prefill0", share=1, status="hang", leg="prefill")
@@ -263,7 +263,7 @@ async def idle(found: Clinic) -> bool:
     return True
 
 
-def test_pairs_for_which_no_time_is_left_are_a_finding() -> None:
+def test_pairs_that_were_not_examined_in_time_are_a_finding() -> None:
     async def main() -> None:
         async with clinic() as found:
             report = await found.examine(Options(prompt_tokens=TOKENS, timeout_s=1e-3))
@@ -311,7 +311,7 @@ def deployment(engines: list[Engine]) -> Deployment:
     return Deployment.of(cluster_text(endpoints), "clinic.yaml")
 
 
-def test_series_that_the_gateway_reads_and_a_page_lacks_are_found() -> None:
+def test_metrics_missing_from_an_engines_page_are_found() -> None:
     """The pages of these engines have only `num_requests_running`."""
 
     async def main() -> None:
@@ -331,7 +331,7 @@ def test_series_that_the_gateway_reads_and_a_page_lacks_are_found() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_key_reaches_the_engines_and_is_never_shown(known: bool) -> None:
+def test_an_api_key_reaches_the_engines_and_is_never_shown(known: bool) -> None:
     async def main() -> None:
         serve = Manners(key="a-secret-key").serve
         engines = [Engine("prefill0", "prefill", serve=serve), Engine("decode0", "decode", serve=serve)]
@@ -346,7 +346,7 @@ def test_a_key_reaches_the_engines_and_is_never_shown(known: bool) -> None:
     run(main())
 
 
-def test_a_key_in_an_engines_error_message_is_hidden() -> None:
+def test_an_api_key_in_an_engines_error_message_is_hidden() -> None:
     async def main() -> None:
         serve = Manners(key="a-secret-key", tells_key=True).serve
         engines = [Engine("prefill0", "prefill", serve=serve), Engine("decode0", "decode", serve=serve)]
@@ -360,7 +360,7 @@ def test_a_key_in_an_engines_error_message_is_hidden() -> None:
     run(main())
 
 
-def test_an_examination_that_is_cancelled_leaves_no_request_behind() -> None:
+def test_a_cancelled_examination_leaves_no_request_running() -> None:
     async def main() -> None:
         gate = Gate()
         engines = [

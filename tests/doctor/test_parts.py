@@ -50,14 +50,14 @@ def test_a_timestamp_bounds_the_clock(offset_s: float, made_s: float, before_s: 
 
 
 @given(offset_s=offsets, widths=st.lists(st.tuples(short, short), min_size=1))
-def test_bounds_of_one_clock_together_hold_it(offset_s: float, widths: list[tuple[float, float]]) -> None:
+def test_combined_bounds_contain_the_clock_error(offset_s: float, widths: list[tuple[float, float]]) -> None:
     each = [Offset(offset_s - below, offset_s + above) for below, above in widths]
     together = narrowest(each)
     assert together.least_s <= offset_s <= together.most_s
     assert together.most_s - together.least_s <= min(one.most_s - one.least_s for one in each)
 
 
-def test_a_date_that_is_none_says_nothing() -> None:
+def test_an_invalid_date_gives_no_bounds() -> None:
     assert from_date("yesterday", 0.0, 1.0).report() is None
 
 
@@ -65,7 +65,7 @@ def test_a_date_that_is_none_says_nothing() -> None:
     ("offset_s", "error_s", "found"),
     [(0.0, 0.5, False), (1.4, 0.5, False), (-1.4, 0.5, False), (35.0, 1.0, True), (-35.0, 1.0, True)],
 )
-def test_a_clock_is_wrong_only_if_its_bounds_say_so(offset_s: float, error_s: float, found: bool) -> None:
+def test_a_clock_is_wrong_only_if_its_bounds_exclude_zero(offset_s: float, error_s: float, found: bool) -> None:
     clock = ClockReport(offset_s, error_s)
     assert wrong(clock) is found
     report = EngineReport(name="p", role="prefill", protocol="vllm", url="", tp=1, model="m", health="ok", clock=clock)
@@ -85,7 +85,7 @@ def test_a_clock_is_wrong_only_if_its_bounds_say_so(offset_s: float, error_s: fl
         ("HTTP status 403", "--key-env"),
     ],
 )
-def test_only_a_refused_key_is_called_one(health: str, hint: str) -> None:
+def test_only_a_rejected_key_is_reported_as_one(health: str, hint: str) -> None:
     """A port may contain the digits of a status."""
     report = EngineReport(name="p", role="prefill", protocol="vllm", url="", tp=1, model="m", health=health)
     (finding,) = engine_findings(report, GatewaySettings())
@@ -121,7 +121,7 @@ kvroute:kv_transfer_seconds_total{source="p0"} %f
     ],
     ids=["nixl of four ranks at once", "sglang", "kvroute of two ranks at once", "kvroute, first transfer"],
 )
-def test_each_connectors_counters_are_read(
+def test_the_counters_of_each_connector_are_read(
     before: bytes, after: bytes, source: str, nbytes: float, seconds: float
 ) -> None:
     found = movement(read_counters(before), read_counters(after))
@@ -131,7 +131,7 @@ def test_each_connectors_counters_are_read(
     assert movement(read_counters(after), read_counters(after)) is None
 
 
-def test_failed_transfers_are_named_by_their_reason() -> None:
+def test_failed_transfers_are_reported_with_their_reason() -> None:
     page = b'kvroute:kv_transfer_failures_total{source="p0",reason="%b"} %d\n'
     before, after = (
         read_counters(page % (b"timeout", 2)),
@@ -157,7 +157,7 @@ def test_prompt_tokens_from_a_connector_are_counted() -> None:
         (b"python_gc_objects_collected_total 1\n", (0, 1, 2)),
     ],
 )
-def test_missing_series_are_named(page: bytes, missing: tuple[str | int, ...]) -> None:
+def test_missing_metrics_are_named(page: bytes, missing: tuple[str | int, ...]) -> None:
     vllm = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     assert series_missing(page) == tuple(vllm[each] if isinstance(each, int) else each for each in missing)
 
@@ -192,7 +192,7 @@ def pair_report() -> PairReport:
         (Outcome(first_token_s=0.9), "likely", "answer"),
     ],
 )
-def test_a_verdict_says_what_it_rests_on(outcome: Outcome, moved: str, evidence: str) -> None:
+def test_a_verdict_states_its_evidence(outcome: Outcome, moved: str, evidence: str) -> None:
     pair = pair_report()
     judge(pair, outcome, MODEL)
     assert (pair.moved, pair.evidence) == (moved, evidence)
@@ -206,11 +206,11 @@ def test_a_verdict_says_what_it_rests_on(outcome: Outcome, moved: str, evidence:
     ("measured", "promised", "text"),
     [(12.5e9, 12.5e9, "100 / 100 Gbps"), (1e8, 9e11, "0.0008 / 7.2 Tbps"), (None, 125e6, "- / 1 Gbps")],
 )
-def test_rates_share_one_unit(measured: float | None, promised: float, text: str) -> None:
+def test_rates_have_one_unit(measured: float | None, promised: float, text: str) -> None:
     assert rates_text(measured, promised) == text
 
 
-def test_numbers_have_human_units() -> None:
+def test_numbers_have_readable_units() -> None:
     assert [bytes_text(n) for n in (0.0, 999.0, 671_088_640.0, 999.6e6)] == ["0 B", "999 B", "671 MB", "1 GB"]
     assert [seconds_text(s) for s in (2.5, 0.0537, 2e-6)] == ["2.5 s", "53.7 ms", "2 us"]
 

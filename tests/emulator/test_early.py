@@ -34,7 +34,7 @@ TOKENS = len(PROMPT) // 4
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.5, 8.0), st.floats(0.01, 2.0), st.sampled_from([1.0, 0.5, 0.25]), st.integers(2, 80))
-def test_the_slower_of_prefill_and_link_sets_the_pace(
+def test_the_slower_of_prefill_and_link_limits_the_rate(
     gigabytes: float, prefill_s: float, share: float, layers: int
 ) -> None:
     """From the end of the first layer on, bytes are sent at most at the speed of the prefill; when it ends, the rest is
@@ -65,7 +65,7 @@ class Busy(Hand):
         return self.time
 
 
-def test_what_is_read_after_a_look_is_of_that_moment() -> None:
+def test_progress_read_after_sync_belongs_to_its_time() -> None:
     """Bytes and their time must belong together; otherwise the throughput looks higher than the link's capacity."""
     clock = Busy()
     fabric = Fabric(SITES, clock, kv_scale=1e-6)
@@ -126,7 +126,7 @@ def on_sites(check: Callable[[Sites], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_both_legs_at_once_in_any_order(first: str) -> None:
+def test_concurrent_legs_start_in_any_order(first: str) -> None:
     """The response is that of a single engine; the transfer is counted as early, and nothing stays held."""
 
     async def check(sites: Sites) -> None:
@@ -150,7 +150,7 @@ def test_both_legs_at_once_in_any_order(first: str) -> None:
     on_sites(check)
 
 
-def test_bytes_leave_before_the_prompt_is_computed() -> None:
+def test_bytes_are_sent_before_the_prompt_is_computed() -> None:
     """The bytes sent grow from one scrape to the next while the source still computes."""
 
     async def check(sites: Sites) -> None:
@@ -171,7 +171,7 @@ def test_bytes_leave_before_the_prompt_is_computed() -> None:
 
 
 @pytest.mark.parametrize("stage", ["computing", "queued"])
-def test_a_prompt_that_is_given_up_ends_the_pull(stage: str) -> None:
+def test_a_cancelled_prompt_ends_the_pull(stage: str) -> None:
     """The waiting pull gets an error at once, and a later prompt with the same key is served."""
 
     async def check(sites: Sites) -> None:
@@ -198,7 +198,7 @@ def test_a_prompt_that_is_given_up_ends_the_pull(stage: str) -> None:
     on_sites(check)
 
 
-def test_a_second_target_may_ask_for_the_same_name() -> None:
+def test_a_second_target_may_pull_the_same_name() -> None:
     """The first target leaves before the transfer is complete."""
 
     async def check(sites: Sites) -> None:
@@ -216,7 +216,7 @@ def test_a_second_target_may_ask_for_the_same_name() -> None:
     on_sites(check)
 
 
-def test_a_link_that_is_cut_shows_a_queue_that_stands_still() -> None:
+def test_a_cut_link_shows_a_stalled_send_queue() -> None:
     """Connections have unsent data and the bytes sent do not grow; after the repair they grow."""
 
     async def check(sites: Sites) -> None:

@@ -111,7 +111,7 @@ def stream_text(data: bytes) -> str:
     return "".join(choice.get("text", choice.get("delta", {}).get("content", "")) for choice in choices)
 
 
-def test_two_legs_answer_as_one_instance_alone() -> None:
+def test_two_legs_give_the_response_of_a_single_instance() -> None:
     """Streamed or not, the tokens follow from the prompt; transferred bytes are counted once and unscaled."""
 
     async def check(client: Client) -> None:
@@ -135,7 +135,7 @@ def test_two_legs_answer_as_one_instance_alone() -> None:
     on_fleet(check)
 
 
-def test_kv_is_handed_over_once() -> None:
+def test_kv_is_fetched_once() -> None:
     """A second fetch fails: status 500, or an error event if the stream has started."""
 
     async def check(client: Client) -> None:
@@ -152,7 +152,7 @@ def test_kv_is_handed_over_once() -> None:
     on_fleet(check)
 
 
-def test_mooncake_and_sglang_meet_at_the_kv_port() -> None:
+def test_mooncake_and_sglang_legs_share_the_kv_port() -> None:
     """The router generates the key. SGLang's two legs start at once, in any order, with one room per choice."""
 
     async def check(client: Client) -> None:
@@ -177,7 +177,7 @@ def test_mooncake_and_sglang_meet_at_the_kv_port() -> None:
     on_fleet(check)
 
 
-def test_the_openai_client_is_content() -> None:
+def test_the_openai_client_library_works() -> None:
     """Chat, streaming with usage, several choices, models and embeddings."""
 
     async def check(client: Client) -> None:
@@ -223,7 +223,7 @@ def test_the_openai_client_is_content() -> None:
         ),
     ],
 )
-def test_wrong_requests_are_refused_in_openai_json(body: dict[str, Any], status: int, param: str | None) -> None:
+def test_invalid_requests_get_openai_error_json(body: dict[str, Any], status: int, param: str | None) -> None:
     """The error names the field, and nothing of the request remains in the engine."""
 
     async def check(client: Client) -> None:
@@ -236,7 +236,7 @@ def test_wrong_requests_are_refused_in_openai_json(body: dict[str, Any], status:
     on_fleet(check, settings=EmulatedClusterSettings(kv_events=False))
 
 
-def test_kv_events_and_their_replay_are_as_on_vllms_wire() -> None:
+def test_kv_events_and_their_replay_follow_vllms_format() -> None:
     """Hashes form the same chain as kvroute's; after a reset everything is removed; a replay returns missed events."""
     tokens = list(range(50))
 
@@ -276,7 +276,7 @@ def test_kv_events_and_their_replay_are_as_on_vllms_wire() -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("after_tokens", [0, 3], ids=["at-once", "later"])
 @pytest.mark.parametrize("status", [503, "reset"])
-def test_faults_strike_as_ordered_and_no_more(status: int | str, after_tokens: int, stream: bool) -> None:
+def test_faults_occur_as_configured_and_no_more(status: int | str, after_tokens: int, stream: bool) -> None:
     """The first two decode legs fail, the third one succeeds, and nothing remains of the failed ones."""
     order = {"fail_next": 2, "status": status, "leg": "decode", "after_tokens": after_tokens}
 
@@ -299,7 +299,7 @@ def test_faults_strike_as_ordered_and_no_more(status: int | str, after_tokens: i
     on_fleet(check, settings=EmulatedClusterSettings(kv_events=False))
 
 
-def test_a_share_of_prefills_fails_and_decodes_do_not() -> None:
+def test_a_configured_share_of_prefills_fails_and_no_decode() -> None:
     """30 % of 100 requests fail, with a seed; the decode leg never fails."""
 
     async def check(client: Client) -> None:
@@ -312,7 +312,7 @@ def test_a_share_of_prefills_fails_and_decodes_do_not() -> None:
     on_fleet(check)
 
 
-def test_a_poison_request_fails_every_time_and_others_do_not() -> None:
+def test_a_poison_request_always_fails_and_others_do_not() -> None:
     """The fault is bound to the marker in the prompt; a newer order removes it."""
 
     async def check(client: Client) -> None:
@@ -327,7 +327,7 @@ def test_a_poison_request_fails_every_time_and_others_do_not() -> None:
     on_fleet(check)
 
 
-def test_a_transfer_that_breaks_leaves_the_kv_where_it_was() -> None:
+def test_a_failed_transfer_leaves_the_kv_at_its_source() -> None:
     """The decode leg fails; another instance fetches the same KV."""
 
     async def check(client: Client) -> None:
@@ -343,7 +343,7 @@ def test_a_transfer_that_breaks_leaves_the_kv_where_it_was() -> None:
     on_fleet(check)
 
 
-def test_a_client_that_leaves_frees_what_it_held() -> None:
+def test_a_client_that_disconnects_frees_its_resources() -> None:
     """The client leaves at the head of a long stream, in a request that hangs, and in the queue behind a long
     prompt."""
     slow = replace(SMALL, timing={"default": replace_prefill(0.05)})
@@ -370,7 +370,7 @@ def replace_prefill(base_s: float) -> TimingSpec:
     return TimingSpec(prefill=LinearPrefill(per_token_s=0.0, base_s=base_s), decode=QUICK.decode)
 
 
-def test_a_restarted_instance_comes_back_empty_on_its_ports() -> None:
+def test_a_restarted_instance_is_empty_and_keeps_its_ports() -> None:
     """Streams break, KV and counters are gone, the process start time is later, and event numbers start at 0."""
 
     async def check(client: Client) -> None:
@@ -400,7 +400,7 @@ def test_a_restarted_instance_comes_back_empty_on_its_ports() -> None:
     on_fleet(check)
 
 
-def test_no_request_is_faster_than_the_simulator_says() -> None:
+def test_no_request_is_faster_than_in_the_simulator() -> None:
     """With the same routing and lengths, prefill queue, transfer and batch take at least the time that the model
     predicts."""
     generator = np.random.default_rng(5)
@@ -438,7 +438,7 @@ def test_no_request_is_faster_than_the_simulator_says() -> None:
     assert sum(measured_s) >= float(predicted_s.sum()) - 0.002 * len(requests)
 
 
-def test_settings_and_places_are_checked() -> None:
+def test_invalid_settings_and_addresses_are_named() -> None:
     """Each wrong value is named in the error message."""
     with pytest.raises(InputError, match="kv_scale"):
         EmulatedClusterSettings(kv_scale=2)
@@ -455,7 +455,7 @@ def test_settings_and_places_are_checked() -> None:
         uvloop.run(open_from_file())
 
 
-def test_the_command_says_where_it_listens_and_ends_on_sigterm() -> None:
+def test_the_command_prints_its_addresses_and_ends_on_sigterm() -> None:
     """The command prints one line of JSON on stdout, runs only the requested instance and exits with code 0."""
     code = "import typer; from kvroute.cli.emulate import emulate; typer.run(emulate)"
     command = [sys.executable, "-c", code, str(EXAMPLE), "--instance", "decode1", "--no-kv-events"]
@@ -471,7 +471,7 @@ def test_the_command_says_where_it_listens_and_ends_on_sigterm() -> None:
     assert ready["instances"]["decode1"]["url"].startswith("http://127.0.0.1:")
 
 
-def test_engines_answer_to_the_names_that_the_gateway_gives_clients() -> None:
+def test_engines_accept_the_model_names_that_the_gateway_gives_clients() -> None:
     """As vLLM with several names in --served-model-name: each one is listed, accepted and returned; others get 404."""
     text = EXAMPLE.read_text(encoding="utf-8") + f"\ngateway: {{models: {{big: {MODEL}, big-latest: {MODEL}}}}}\n"
 

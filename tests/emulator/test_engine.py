@@ -179,7 +179,7 @@ def played(landings: list[Landing], clock: VirtualClock) -> dict[int, list[float
 
 @given(LANDINGS)
 @settings(deadline=None, max_examples=60)
-def test_tokens_come_at_the_boundaries_of_the_obvious_batch(landings: list[Landing]) -> None:
+def test_token_times_equal_the_reference_batch_model(landings: list[Landing]) -> None:
     """With an exact clock, every streamed token and the end of every response come at the model's time."""
     expected = stepped(landings, IterationTime.of(DECODE), 4)
     for number, times in played(landings, VirtualClock()).items():
@@ -190,7 +190,7 @@ def test_tokens_come_at_the_boundaries_of_the_obvious_batch(landings: list[Landi
 
 @given(st.integers(1, 50), LATENESS)
 @settings(deadline=None, max_examples=60)
-def test_lateness_does_not_add_up(output_tokens: int, errors_s: list[float]) -> None:
+def test_timer_delays_do_not_accumulate(output_tokens: int, errors_s: list[float]) -> None:
     """Timers that are up to 3 ms late delay each token by up to 3 ms, the last one like the first."""
     landings = [Landing(0.0, 10, output_tokens, True)]
     expected = stepped(landings, IterationTime.of(DECODE), 4)[0]
@@ -201,7 +201,7 @@ def test_lateness_does_not_add_up(output_tokens: int, errors_s: list[float]) -> 
 
 @given(LANDINGS, st.lists(st.integers(0, 400), max_size=10), LATENESS)
 @settings(deadline=None, max_examples=60)
-def test_who_leaves_leaves_nothing_behind(
+def test_a_cancelled_request_frees_all_its_resources(
     landings: list[Landing], leaving_ms: list[int], errors_s: list[float]
 ) -> None:
     """At every stage, slots, memory and queues are released, and the other requests complete."""
@@ -232,7 +232,7 @@ ASKED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0,
 @example([(0, 60, 0), (1, 60, 1), (2, 60, 1), (3, 60, 1)], 20)
 @example([(0, 60, 0), (1, 60, 90), (2, 40, 10), (3, 60, 40)], 30)
 @settings(deadline=None, max_examples=60)
-def test_cache_events_tell_what_is_cached(asked: list[tuple[int, int, int]], capacity_blocks: int) -> None:
+def test_cache_events_describe_the_cache(asked: list[tuple[int, int, int]], capacity_blocks: int) -> None:
     """A listener that receives only the events can predict the cached prefix of every next prompt."""
     clock, known = VirtualClock(), set[int]()
 
@@ -275,7 +275,7 @@ INTAKES = st.lists(
 @example([(0, 60, 0)], [(0, 60, 0, True), (0, 60, 0, True)], 20)
 @example([(0, 60, 30)], [(0, 32, 0, True)], 30)
 @settings(deadline=None, max_examples=60)
-def test_what_is_taken_in_is_cached_when_all_of_it_is_here(
+def test_an_imported_prefix_is_cached_once_complete(
     asked: list[tuple[int, int, int]], intakes: list[tuple[int, int, int, bool]], capacity_blocks: int
 ) -> None:
     """Otherwise nothing of it is cached, among any other requests: events report it, memory is reserved for it and
@@ -327,7 +327,7 @@ def test_what_is_taken_in_is_cached_when_all_of_it_is_here(
 
 
 @pytest.mark.parametrize(("tokens", "computed"), [(8, 20), (10, 20), (28, 1), (400, 1)])
-def test_a_prefill_goes_on_from_what_was_taken_in(tokens: int, computed: int) -> None:
+def test_a_prefill_continues_from_an_imported_prefix(tokens: int, computed: int) -> None:
     """Only whole blocks of the 28 tokens are imported; the last token is always computed."""
     clock = VirtualClock()
     engine = engine_on(clock)
@@ -342,7 +342,7 @@ def test_a_prefill_goes_on_from_what_was_taken_in(tokens: int, computed: int) ->
     assert clock.now() == pytest.approx(0.02 + computed * 1e-3)
 
 
-def test_a_prefix_without_room_is_not_taken_in() -> None:
+def test_a_prefix_without_room_is_not_imported() -> None:
     """A request has reserved 9 of 10 blocks: there is room for one more block but not for two."""
     engine = engine_on(VirtualClock(), capacity_blocks=10)
     engine.reserve(engine.arrive(prompt_of(*range(30)), 6))
@@ -352,7 +352,7 @@ def test_a_prefix_without_room_is_not_taken_in() -> None:
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=10), LATENESS)
 @example([(0, 1), (22, 1)], [0.003, 0.0])
 @settings(deadline=None, max_examples=60)
-def test_prompts_are_computed_one_after_the_other(prompts: list[tuple[int, int]], errors_s: list[float]) -> None:
+def test_prompts_are_computed_sequentially(prompts: list[tuple[int, int]], errors_s: list[float]) -> None:
     """Lindley's recursion holds for every clock error: start = max(arrival, end of the previous one)."""
     clock = VirtualClock(errors_s)
     engine, ends = engine_on(clock), list[float]()
@@ -372,7 +372,7 @@ def test_prompts_are_computed_one_after_the_other(prompts: list[tuple[int, int]]
         assert -0.0004 - 1e-9 <= measured - wanted <= 0.003 + 1e-9
 
 
-def test_a_job_waits_for_memory_that_another_one_holds() -> None:
+def test_a_request_waits_for_memory_in_use() -> None:
     """9 of 10 blocks are in use: the second request starts when the first one has ended, and completes too."""
     clock = VirtualClock()
     engine = engine_on(clock, capacity_blocks=10)
@@ -386,7 +386,7 @@ def test_a_job_waits_for_memory_that_another_one_holds() -> None:
     assert not engine.fits(30, 11)
 
 
-def test_held_kv_is_released_once_fetched_or_expired() -> None:
+def test_held_kv_is_released_after_a_fetch_or_expiry() -> None:
     """The KV is pinned until then; expired KV is counted."""
     clock = VirtualClock()
     engine = engine_on(clock)
@@ -404,7 +404,7 @@ def test_held_kv_is_released_once_fetched_or_expired() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])
-def test_a_slow_engine_takes_so_many_times_as_long(factor: float) -> None:
+def test_a_slow_engine_multiplies_all_times(factor: float) -> None:
     """10 tokens take 11 ms each (and a little for the context); all after the current one have the new speed."""
     clock, times = VirtualClock(), list[float]()
     engine = engine_on(clock)
@@ -456,7 +456,7 @@ SENDS = st.lists(
 
 @given(SENDS, LATENESS)
 @settings(deadline=None, max_examples=30)
-def test_transfers_end_when_the_flow_network_says(
+def test_transfers_end_at_the_flow_networks_times(
     sends: list[tuple[int, str, str, int]], errors_s: list[float]
 ) -> None:
     """All scaled bytes arrive; each transfer ends at the time of the fluid model plus the latency, within the clock
@@ -488,7 +488,7 @@ def _drain(bare: FlowNetwork, ends: dict[int, float], to: float) -> None:
 
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=8, unique=True), st.integers(0, 9))
 @settings(deadline=None, max_examples=20)
-def test_traced_requests_have_the_simulators_luck(requests: list[int], seed: int) -> None:
+def test_traced_requests_draw_the_simulators_paths(requests: list[int], seed: int) -> None:
     """Across pods, where uplinks are drawn at random, transfers that start together end at the simulator's times."""
     clock = VirtualClock()
     fabric = Fabric(PODS, clock, kv_scale=1e-3, seed=seed)
@@ -504,7 +504,7 @@ def test_traced_requests_have_the_simulators_luck(requests: list[int], seed: int
             assert buckets[transfer.request].ended_s == pytest.approx(finish_s + transfer.latency_s, abs=1e-3)
 
 
-def test_bytes_go_in_slices_and_a_cancelled_transfer_frees_the_links() -> None:
+def test_a_cancelled_transfer_frees_the_links() -> None:
     """5 GB over 4 x 12.5 GB/s take 100 ms alone; a concurrent transfer that is cancelled at 20 ms adds 10 ms."""
     clock = VirtualClock()
     fabric = Fabric(SMALL, clock, kv_scale=1e-3)
@@ -520,7 +520,7 @@ def test_bytes_go_in_slices_and_a_cancelled_transfer_frees_the_links() -> None:
     assert rival.ended_s < 0
 
 
-def test_background_takes_its_share() -> None:
+def test_background_traffic_takes_its_share() -> None:
     """With half of every NIC in use a transfer takes twice as long."""
     ends = []
     for share in (0.0, 0.5):

@@ -58,7 +58,7 @@ def test_silent_connections_are_bounded_in_number_and_time(most: int, steps: lis
 
 
 @given(st.binary(max_size=200) | st.binary(min_size=LINE_BYTES_MAX, max_size=LINE_BYTES_MAX + 50))
-def test_any_bytes_are_an_order_or_a_sentence(data: bytes) -> None:
+def test_any_bytes_parse_or_give_an_error_message(data: bytes) -> None:
     """Any response is parsed or gives an error message too; sizes are never negative."""
     order, parcel = read_order(data), read_parcel(data)
     assert isinstance(order, PullRequest | str)
@@ -68,18 +68,18 @@ def test_any_bytes_are_an_order_or_a_sentence(data: bytes) -> None:
 @pytest.mark.parametrize(
     "line", [b'{"source": "p", "wire_bytes": -1}', b'{"source": "p", "kv_bytes": -1.0}', b"[" * 4000]
 )
-def test_answers_that_make_no_sense_are_refused(line: bytes) -> None:
+def test_invalid_responses_are_rejected(line: bytes) -> None:
     assert isinstance(read_parcel(line), str)
 
 
 @given(key=st.text(max_size=40), target=st.text(max_size=40), cached_tokens=st.integers(0, 2**40), early=st.booleans())
-def test_orders_survive_the_wire(key: str, target: str, cached_tokens: int, early: bool) -> None:
+def test_pull_requests_round_trip(key: str, target: str, cached_tokens: int, early: bool) -> None:
     order = PullRequest(key, target, cached_tokens, awaited=early, early=early)
     assert read_order(msgspec.json.encode(order) + b"\nwhatever follows") == order
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET "], ids=["order", "query"])
-def test_a_stranger_may_not_send_a_long_line(begin: bytes) -> None:
+def test_a_connection_that_sends_a_long_line_is_aborted(begin: bytes) -> None:
     """The connection is aborted at once, while an earlier silent connection stays open; other peers are served."""
 
     async def check(sites: Sites) -> None:
@@ -101,7 +101,7 @@ def test_a_stranger_may_not_send_a_long_line(begin: bytes) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"x" * (2 * LINE_BYTES_MAX), b'{"source": 1}\n', b"\xff\n"])
-def test_a_source_that_answers_nonsense_is_left(answer: bytes) -> None:
+def test_a_pull_from_a_source_with_an_invalid_response_fails(answer: bytes) -> None:
     """The pull fails with an error message, and reading is bounded."""
 
     async def main() -> None:
@@ -127,7 +127,7 @@ def test_a_source_that_answers_nonsense_is_left(answer: bytes) -> None:
     asyncio.run(main())
 
 
-def test_a_name_that_is_taken_is_refused() -> None:
+def test_a_name_in_use_is_rejected() -> None:
     """A different prompt is rejected; the same prompt may be held again, and the held KV stays."""
 
     async def check(sites: Sites) -> None:

@@ -40,7 +40,7 @@ def traced(blocks: tuple[int, ...], input_tokens: int, block_tokens: int = 8) ->
 
 
 @given(st.lists(st.integers(0, 2**63), max_size=6), st.lists(st.integers(0, 2**63), max_size=6), st.integers(5, 20))
-def test_prompts_share_exactly_the_blocks_that_their_traces_share(one: list[int], two: list[int], size: int) -> None:
+def test_prompts_share_exactly_the_blocks_of_their_traces(one: list[int], two: list[int], size: int) -> None:
     """The block hashes of two prompts are equal exactly as far as the IDs in their traces are."""
     prompts = [prompt_tokens(traced(tuple(ids), len(ids) * size + 7, size), n) for n, ids in enumerate((one, two))]
     first, second = (block_hashes(prompt[:-7], size) for prompt in prompts)
@@ -52,13 +52,13 @@ def test_prompts_share_exactly_the_blocks_that_their_traces_share(one: list[int]
         assert all(0 <= token < VOCABULARY for token in prompt)
 
 
-def test_what_lies_beyond_the_blocks_is_the_requests_own() -> None:
+def test_tokens_beyond_the_shared_blocks_are_unique() -> None:
     prompts = {tuple(prompt_tokens(traced((), 12), number)) for number in range(100)}
     assert len(prompts) == 100
 
 
 @given(st.integers(0, 5), st.sampled_from([DONE, ERROR, b""]), st.data())
-def test_events_do_not_depend_on_how_the_bytes_are_cut(tokens: int, end: bytes, data: st.DataObject) -> None:
+def test_parsed_events_do_not_depend_on_chunk_boundaries(tokens: int, end: bytes, data: st.DataObject) -> None:
     octets, pieces = TOKEN * tokens + end, []
     while octets:
         size = data.draw(st.integers(1, len(octets)))
@@ -73,7 +73,7 @@ def test_events_do_not_depend_on_how_the_bytes_are_cut(tokens: int, end: bytes, 
     assert bool(events.verdict(200)) == (end != DONE)
 
 
-def test_requests_that_want_no_token_are_not_played() -> None:
+def test_requests_without_output_tokens_are_not_sent() -> None:
     requests = [traced((1,), 8), msgspec.structs.replace(traced((2,), 8), output_tokens=0)]
     (only,) = timed_requests(requests, "m")
     asked = msgspec.json.decode(only.body)
@@ -116,7 +116,7 @@ def played(replies: list[bytes], timeout_s: float = 30.0) -> list[Answer]:
     return uvloop.run(scenario())
 
 
-def test_every_request_has_its_own_answer_in_order() -> None:
+def test_every_request_gets_its_own_response_in_order() -> None:
     replies = [streamed(*[TOKEN] * count, DONE) for count in (1, 4, 2)]
     answers = played(replies)
     assert [len(answer.token_s) for answer in answers] == [1, 4, 2]
@@ -138,25 +138,25 @@ def test_every_request_has_its_own_answer_in_order() -> None:
         pytest.param(b"nonsense\r\n\r\n", "malformed", 0, id="malformed"),
     ],
 )
-def test_an_answer_that_is_none_says_why(reply: bytes, said: str, tokens: int) -> None:
+def test_a_failed_response_has_a_reason(reply: bytes, said: str, tokens: int) -> None:
     (answer,) = played([reply])
     assert not answer.ok
     assert said in answer.error
     assert len(answer.token_s) == tokens
 
 
-def test_silence_ends_with_the_time_allowed() -> None:
+def test_a_silent_server_times_out() -> None:
     (silent,) = played([b""], timeout_s=0.05)
     assert not silent.ok
     assert "no complete response within" in silent.error
 
 
-def test_only_plain_http() -> None:
+def test_only_plain_http_is_supported() -> None:
     with pytest.raises(InputError, match="give http://host:port"):
         asyncio.run(replay_trace("https://127.0.0.1:1", []))
 
 
-def test_nobody_there() -> None:
+def test_a_closed_port_is_reported() -> None:
     async def scenario() -> list[Answer]:
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]

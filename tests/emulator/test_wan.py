@@ -96,7 +96,7 @@ def _sent(cluster: Cluster, orders: list[tuple[float, float]], gigabytes: float)
     st.lists(st.tuples(st.floats(0.01, 0.3), st.sampled_from([0.0, 0.25, 0.5])), max_size=3),
     st.floats(0.5, 8.0),
 )
-def test_a_transfer_takes_as_long_as_what_is_left_of_the_way_allows(
+def test_transfer_time_follows_the_remaining_capacity_of_the_wan_path(
     steps: list[tuple[float, float]], gigabytes: float
 ) -> None:
     """The bytes are the integral of the capacity over time, and all arrive once the path has full capacity."""
@@ -118,7 +118,7 @@ def test_a_transfer_takes_as_long_as_what_is_left_of_the_way_allows(
     assert hold.wire_bytes == transfer.wire_bytes
 
 
-def test_a_way_that_is_not_there_cannot_be_cut() -> None:
+def test_an_unknown_wan_path_cannot_be_cut() -> None:
     fabric = Fabric(SITES, Hand(), kv_scale=1e-6)
     with pytest.raises(InputError, match=f"no WAN path 'here/there'.*{WAN_PATH}"):
         fabric.degrade("here/there", 0.0)
@@ -165,7 +165,7 @@ async def sites(**more: Any) -> AsyncIterator[Sites]:
         yield Sites(fleet, session)
 
 
-def test_a_cut_stalls_transfers_and_a_mended_way_lets_them_go_on() -> None:
+def test_a_cut_wan_path_stalls_transfers_until_it_is_restored() -> None:
     async def run() -> None:
         async with sites(kv_patience_s=60.0) as both:
             assert await both.post(DECODE, "/emulator/wan", {"share": 0.0}) == (200, {})
@@ -181,7 +181,7 @@ def test_a_cut_stalls_transfers_and_a_mended_way_lets_them_go_on() -> None:
     uvloop.run(run())
 
 
-def test_an_engine_gives_up_a_transfer_that_stands_still_and_its_source_keeps_the_kv() -> None:
+def test_an_engine_aborts_a_stalled_transfer_and_the_source_keeps_the_kv() -> None:
     """As vLLM with `kv_load_failure_policy=fail`: the engine returns an error, and nothing remains held."""
 
     async def run() -> None:
@@ -200,7 +200,7 @@ def test_an_engine_gives_up_a_transfer_that_stands_still_and_its_source_keeps_th
     uvloop.run(run())
 
 
-def test_wrong_orders_are_refused() -> None:
+def test_invalid_requests_to_the_wan_endpoint_are_rejected() -> None:
     async def run() -> None:
         async with sites() as both:
             status, said = await both.post(AWAY, "/emulator/wan", {"wan_path": "moon/mars", "share": 0.5})
@@ -214,7 +214,7 @@ def test_wrong_orders_are_refused() -> None:
     uvloop.run(run())
 
 
-def test_an_idle_engine_takes_another_role_with_an_empty_cache_and_a_busy_one_does_not() -> None:
+def test_only_an_idle_engine_switches_its_role_and_its_cache_is_empty() -> None:
     async def run() -> None:
         async with sites() as both:
             server = both.fleet.servers[HOME_PREFILL]
