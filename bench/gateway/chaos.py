@@ -32,7 +32,7 @@ from bench.measurement import Failed, Row, show
 
 from kvroute.control import decisions_equal, read_log
 from kvroute.control import replay as replayed
-from kvroute.emulator.load_generator import Client
+from kvroute.load_generator import Client
 from kvroute.topology import parse
 
 CHAT = "/v1/chat/completions"

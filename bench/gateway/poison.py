@@ -24,7 +24,7 @@ import uvloop
 from bench.gateway.program import Program
 from bench.measurement import ROOT, Failed, Row, show
 
-from kvroute.emulator.load_generator import Answer, TimedRequest, replay_trace
+from kvroute.load_generator import Answer, TimedRequest, replay_trace
 
 EXAMPLE = ROOT / "examples" / "small.yaml"
 MARKER = "POISON"

@@ -27,7 +27,7 @@ from bench.gateway.mock_worker import MODEL
 from bench.gateway.program import Program, free_ports
 from bench.measurement import Failed, Row, show
 
-from kvroute.emulator.load_generator import Answer, TimedRequest, replay_trace
+from kvroute.load_generator import Answer, TimedRequest, replay_trace
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.topology import ClusterFile, TimingEntry
 from kvroute.topology.schema import DecodeEntry, EndpointEntry, InstanceEntry, LinearPrefillEntry

@@ -29,7 +29,7 @@ from bench.gateway.program import Program
 from bench.measurement import ROOT, Failed, Row, show
 
 from kvroute import topology
-from kvroute.emulator.load_generator import Answer, TimedRequest, replay_trace
+from kvroute.load_generator import Answer, TimedRequest, replay_trace
 from kvroute.topology.schema import PiecewisePrefillEntry
 from kvroute.topology.units import Bandwidth, Duration
 

@@ -22,7 +22,7 @@ from bench.testbed.ways import Ways
 from tests.examples import EXAMPLES
 
 from kvroute import topology
-from kvroute.emulator.load_generator import TimedRequest, replay_trace
+from kvroute.load_generator import TimedRequest, replay_trace
 from kvroute.testbed import Build, Run, namespaces, processes
 from kvroute.testbed import Testbed as Bed
 from kvroute.testbed.namespaces import Unavailable, inside

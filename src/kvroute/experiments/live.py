@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 import uvloop
 
-from kvroute.emulator.load_generator import LEAD_S, Answer, prompt_tokens, replay_trace, timed_requests
 from kvroute.gateway.config.preflight import deployment_of
+from kvroute.load_generator import LEAD_S, Answer, prompt_tokens, replay_trace, timed_requests
 from kvroute.prefix import block_hashes
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings

@@ -1,4 +1,4 @@
-"""The trace player: prompts share prefixes exactly as their traces do, and responses are classified as they arrive."""
+"""The load generator: prompts share prefixes exactly as their traces do, and responses are classified on arrival."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.emulator.load_generator import (
+from kvroute.load_generator import (
     VOCABULARY,
     Answer,
     Events,
