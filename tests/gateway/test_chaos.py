@@ -187,7 +187,7 @@ def replays(log: Path) -> Counter[str]:
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @given(policy=st.sampled_from(["netkv", "round-robin"]), turns=st.integers(4, 9))
-def test_who_has_failed_a_request_comes_after_all_others(leg: str, policy: str, turns: int) -> None:
+def test_instances_that_failed_a_request_are_retried_last(leg: str, policy: str, turns: int) -> None:
     """A dead instance that is still marked up is idle, and without this rule it would be chosen again in the second
     round."""
     control = ControlSpec(decode=policy).build(parse(TEXT))
@@ -207,7 +207,7 @@ def test_who_has_failed_a_request_comes_after_all_others(leg: str, policy: str, 
     assert all(len(set(tried[first : first + 3])) == 3 for first in range(turns - 2))
 
 
-def test_a_storm_loses_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_chaos_no_request_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
     """Each leg may fail in every way, engines restart, and one client in ten leaves."""
     log = tmp_path / "events.log"
 
@@ -252,7 +252,7 @@ def test_a_storm_loses_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None
     assert min(kinds["PrefillFailed"], kinds["DecodeFailed"], kinds["InstanceDown"], kinds["InstanceUp"]) > 0
 
 
-def test_files_read_again_under_load_disturb_no_request() -> None:
+def test_chaos_reloads_under_load_fail_no_request() -> None:
     """Each policy becomes active while requests of the previous one are in flight; an instance is removed and added
     again."""
 
@@ -287,7 +287,7 @@ def test_files_read_again_under_load_disturb_no_request() -> None:
     uvloop.run(run())
 
 
-def test_a_drain_in_a_storm_answers_all_who_are_in() -> None:
+def test_chaos_a_drain_answers_all_admitted_requests() -> None:
     """Queued requests are answered too, while legs fail."""
 
     async def run() -> None:

@@ -32,9 +32,7 @@ def panics(gate: Rig) -> list[str]:
     return sorted(line.rsplit("role=", 1)[1] for line in page(gate, "kvroute_panic{"))
 
 
-def test_all_health_checks_fail_at_once_and_no_request_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_if_all_health_checks_fail_no_request_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The engines work, so requests continue. The panic ends once the checks pass again. The log warns at the beginning
     of the panic and not at its end."""
     log = tmp_path / "events.log"
@@ -66,7 +64,7 @@ def test_all_health_checks_fail_at_once_and_no_request_is_refused(
     assert levels == {"panic_started": "WARNING", "panic_ended": "INFO"}
 
 
-def test_without_the_threshold_the_same_storm_is_refused() -> None:
+def test_without_the_panic_threshold_requests_are_rejected() -> None:
     """Shows what the panic threshold prevents, and that it can be turned off."""
 
     async def run() -> None:
@@ -81,7 +79,7 @@ def test_without_the_threshold_the_same_storm_is_refused() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_instances_without_a_process_get_nothing_in_a_panic_either(role: str) -> None:
+def test_instances_without_a_process_get_no_request_in_a_panic(role: str) -> None:
     """Two of three processes are gone: the third one serves everything, and no dead instance is tried again."""
 
     async def run() -> None:
@@ -102,7 +100,7 @@ def test_instances_without_a_process_get_nothing_in_a_panic_either(role: str) ->
     uvloop.run(run())
 
 
-def test_a_stalled_event_loop_takes_no_engine_out() -> None:
+def test_a_stalled_event_loop_marks_no_engine_as_down() -> None:
     """Every timeout is shorter than the stalls and one failure marks an instance as down, yet no instance goes down."""
 
     async def run() -> None:
@@ -135,7 +133,7 @@ def test_a_stalled_event_loop_takes_no_engine_out() -> None:
     uvloop.run(run())
 
 
-def test_engines_that_return_are_eased_in_and_the_log_decides_it_again(tmp_path: Path) -> None:
+def test_recovered_engines_get_a_slow_start_and_the_log_replays(tmp_path: Path) -> None:
     """One engine of each role restarts repeatedly: every response is complete, and each return begins a slow start."""
     log = tmp_path / "events.log"
 

@@ -19,7 +19,7 @@ from kvroute.types import Decode, KvCleared, Prefill, TransferMeasured
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
 
 
-def test_an_answer_over_two_legs_is_the_answer_of_one_engine() -> None:
+def test_a_response_over_two_legs_equals_that_of_one_engine() -> None:
     """The text is the same streamed or not, for every length of prompt, and the request ID is the client's."""
 
     async def run() -> None:
@@ -41,7 +41,7 @@ def test_an_answer_over_two_legs_is_the_answer_of_one_engine() -> None:
     uvloop.run(run())
 
 
-def test_legs_go_to_prefill_and_decode_instances_and_the_log_decides_again(tmp_path: Path) -> None:
+def test_legs_go_to_prefill_and_decode_instances_and_the_log_replays(tmp_path: Path) -> None:
     """Every decision and failure of a live run is in the log, which replays bit for bit."""
     log = tmp_path / "events.log"
 
@@ -70,7 +70,7 @@ def test_legs_go_to_prefill_and_decode_instances_and_the_log_decides_again(tmp_p
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @pytest.mark.parametrize("status", [500, 503, 429, "reset", "hang"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_leg_that_fails_before_the_first_token_is_done_again(leg: str, status: Any, stream: bool) -> None:
+def test_a_leg_that_fails_before_the_first_token_is_retried(leg: str, status: Any, stream: bool) -> None:
     """The client does not notice it, whichever instance fails and however it fails."""
 
     async def run() -> None:
@@ -87,7 +87,7 @@ def test_a_leg_that_fails_before_the_first_token_is_done_again(leg: str, status:
     uvloop.run(run())
 
 
-def test_without_attempts_left_the_client_reads_which_leg_failed() -> None:
+def test_without_attempts_left_the_error_names_the_failed_leg() -> None:
     """The error has OpenAI's form and a gateway error status."""
 
     async def run() -> None:
@@ -103,7 +103,7 @@ def test_without_attempts_left_the_client_reads_which_leg_failed() -> None:
     uvloop.run(run())
 
 
-def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
+def test_a_broken_stream_ends_with_an_error_event() -> None:
     """After the first token no retry is possible; the HTTP stream ends properly with an event that gives the reason."""
 
     async def run() -> None:
@@ -121,7 +121,7 @@ def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
     uvloop.run(run())
 
 
-def test_a_whole_answer_that_breaks_is_asked_for_again() -> None:
+def test_a_broken_non_streaming_response_is_retried() -> None:
     """Nothing has been sent to the client yet, so a retry is invisible to it."""
 
     async def run() -> None:
@@ -137,7 +137,7 @@ def test_a_whole_answer_that_breaks_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_a_client_that_leaves_gives_everything_back(tokens: int) -> None:
+def test_a_client_that_disconnects_releases_all_resources(tokens: int) -> None:
     """The client leaves before the first token or during a stream, and the engines are notified."""
 
     async def leave(gate: Rig, number: int) -> None:
@@ -166,7 +166,7 @@ def test_a_client_that_leaves_gives_everything_back(tokens: int) -> None:
     uvloop.run(run())
 
 
-def test_a_clients_fault_is_the_clients_and_no_instances() -> None:
+def test_a_client_error_does_not_count_against_an_instance() -> None:
     """An engine's 4xx is passed on unchanged, without a retry, and does not count against the engine."""
 
     async def run() -> None:
@@ -191,7 +191,7 @@ def test_a_clients_fault_is_the_clients_and_no_instances() -> None:
         ([], "object"),
     ],
 )
-def test_a_wrong_request_is_refused_in_one_sentence(body: Any, says: str) -> None:
+def test_an_invalid_request_is_rejected_with_one_sentence(body: Any, says: str) -> None:
     """The request is rejected before anything is booked or sent."""
 
     async def run() -> None:
@@ -204,7 +204,7 @@ def test_a_wrong_request_is_refused_in_one_sentence(body: Any, says: str) -> Non
     uvloop.run(run())
 
 
-def test_several_answers_are_one_instances_work() -> None:
+def test_a_request_for_several_choices_is_computed_by_one_instance() -> None:
     """The KV of several sequences cannot be transferred, so a decode instance computes the prompt itself."""
 
     async def run() -> None:
@@ -217,7 +217,7 @@ def test_several_answers_are_one_instances_work() -> None:
     uvloop.run(run())
 
 
-def test_kv_events_make_later_requests_a_hit() -> None:
+def test_kv_events_make_later_requests_prefix_hits() -> None:
     """The prompts are token IDs; engines and gateway hash their blocks in the same way."""
 
     async def run() -> None:
@@ -236,7 +236,7 @@ def test_kv_events_make_later_requests_a_hit() -> None:
     uvloop.run(run())
 
 
-def test_an_instance_that_dies_is_left_out_and_taken_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_instance_is_excluded_until_it_recovers(caplog: pytest.LogCaptureFixture) -> None:
     """Health checks cause both log lines; only the first one is a warning."""
     caplog.set_level("INFO", logger="kvroute")
 
@@ -256,7 +256,7 @@ def test_an_instance_that_dies_is_left_out_and_taken_back(caplog: pytest.LogCapt
     assert levels == {"instance_down": "WARNING", "instance_up": "INFO"}
 
 
-def test_without_any_decode_instance_the_answer_is_503_at_once() -> None:
+def test_without_any_decode_instance_the_response_is_503_at_once() -> None:
     """No prefill is done without a decode instance."""
 
     async def run() -> None:
@@ -275,7 +275,7 @@ def test_without_any_decode_instance_the_answer_is_503_at_once() -> None:
     uvloop.run(run())
 
 
-def test_a_constraint_keeps_transfers_inside_and_says_no_where_it_must(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_constraint_keeps_transfers_inside_its_domain_or_rejects(caplog: pytest.LogCaptureFixture) -> None:
     """`fail` rejects the request when the domain's decode instance is down; `fallback` uses another one and logs it."""
 
     async def run(constraint: str) -> list[int]:
@@ -304,7 +304,7 @@ def test_a_constraint_keeps_transfers_inside_and_says_no_where_it_must(caplog: p
 
 
 @pytest.mark.parametrize("measure", ["auto", "first-byte", "engine"])
-def test_who_times_transfers(measure: str) -> None:
+def test_which_source_measures_transfer_times(measure: str) -> None:
     """Transfers are timed by the engines' counters if available, unless `first-byte` is set; a pushed transfer has no
     effect."""
 
@@ -345,7 +345,7 @@ def test_a_drain_loses_no_request() -> None:
     uvloop.run(run())
 
 
-def test_keys_and_limits() -> None:
+def test_api_keys_and_limits_are_applied() -> None:
     """Without a key: 401; above the limit of a key: 429; above the limit of the gateway: 503; the last two with
     Retry-After."""
     key = "kvr_" + "a" * 43
@@ -374,7 +374,7 @@ def test_keys_and_limits() -> None:
     uvloop.run(run())
 
 
-def test_what_is_passed_on() -> None:
+def test_which_endpoints_are_passed_through() -> None:
     """Models, tokens and embeddings come from an engine; the gateway serves its own pages itself."""
 
     async def run() -> None:

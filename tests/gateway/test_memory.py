@@ -129,7 +129,7 @@ def _connected(gate: Rig) -> bool:
     return "kvroute_client_connections 0\n" not in "".join(gate.gateway.metrics.page("")[1])
 
 
-def test_copies_and_pulled_prompts_leave_no_cycles() -> None:
+def test_prefix_copies_and_early_transfers_leave_no_cycles() -> None:
     """A prefix is copied from another datacenter, and KV is pulled while it is computed."""
 
     async def run() -> None:
@@ -146,7 +146,7 @@ def test_copies_and_pulled_prompts_leave_no_cycles() -> None:
 
 
 @pytest.mark.parametrize("policy", ["foresight", "round-robin"])
-def test_a_retired_cluster_is_gone_when_its_last_request_is(policy: str) -> None:
+def test_a_replaced_cluster_is_freed_with_its_last_request(policy: str) -> None:
     """Freed are the cluster, its engine clients and pools, its core with all prefixes, and its collectors; requests are
     in flight."""
 
@@ -187,7 +187,7 @@ def _parts(runtime: ClusterRuntime) -> list[weakref.ref[Any]]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=1, max_size=8)), max_size=20))
-def test_an_index_of_prefixes_is_freed_run_by_run(stored: list[tuple[int, list[int]]]) -> None:
+def test_a_prefix_index_is_freed_without_the_garbage_collector(stored: list[tuple[int, list[int]]]) -> None:
     """Every block is freed once, and no node needs the collector afterwards."""
     gc.freeze()  # the count ignores objects from other tests
     index = PrefixIndex(3)

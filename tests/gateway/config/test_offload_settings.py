@@ -19,7 +19,7 @@ SERVE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
 OFFLOADED, OBSERVED, CONVERTED, SALTED = re.findall(r"```yaml\n(gateway:\n.*?)```", SERVE, re.S)
 
 
-def test_what_is_said_of_offloading_is_what_the_core_gets(tmp_path: Path) -> None:
+def test_the_core_receives_the_offload_settings_of_the_file(tmp_path: Path) -> None:
     program = "gateway: {offload: {role_switch: {command: [./convert, now]}}}"
     named = settings_of(program, str(tmp_path / "cluster.yaml")).offload
     assert named is not None
@@ -80,14 +80,14 @@ OFFLOAD_FAULTS = {
 
 
 @pytest.mark.parametrize(("line", "field", "said_of_it"), OFFLOAD_FAULTS.values(), ids=OFFLOAD_FAULTS)
-def test_faults_of_offloading_are_told_with_their_line(line: str, field: str, said_of_it: str) -> None:
+def test_errors_of_the_offload_section_give_their_line(line: str, field: str, said_of_it: str) -> None:
     (problem,) = said(f"gateway:\n  policy: netkv\n  offload:\n    {line}\n")
     assert (problem.line, problem.field) == (4, field)
     assert said_of_it in str(problem)
 
 
 @pytest.mark.parametrize("protocol", ["sglang", "mooncake"])
-def test_prefixes_are_copied_by_one_protocol_only(protocol: str) -> None:
+def test_prefix_copies_need_the_vllm_protocol(protocol: str) -> None:
     """Prefill instances with another protocol are named, with their lines; `scarce` copies nothing and needs no
     protocol."""
     text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
@@ -104,13 +104,13 @@ def test_prefixes_are_copied_by_one_protocol_only(protocol: str) -> None:
     assert all(f"{protocol} does not support" in str(problem) for problem in problems)
 
 
-def test_a_cluster_that_cannot_offload_is_told_so() -> None:
+def test_an_offload_section_without_a_second_site_is_rejected() -> None:
     (problem,) = refused(LIVE + "gateway:\n  offload: {}\n")
     assert problem.field == "gateway.offload"
     assert "no datacenter has prefill instances only" in str(problem)
 
 
-def test_offloading_is_not_held_against_nodes_that_could_not_be_read() -> None:
+def test_offload_checks_skip_nodes_with_errors() -> None:
     """The placeholder for the number of GPUs has no NIC per GPU."""
     text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
     (problem,) = refused(
@@ -119,7 +119,7 @@ def test_offloading_is_not_held_against_nodes_that_could_not_be_read() -> None:
     assert problem.field == "nodes[1].gpus"
 
 
-def test_a_decode_instance_that_may_come_to_prefill_needs_its_bootstrap_server() -> None:
+def test_a_decode_instance_that_may_switch_to_prefill_needs_a_bootstrap_address() -> None:
     text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
     ports = iter(range(8000, 9000))
 
@@ -135,7 +135,7 @@ def test_a_decode_instance_that_may_come_to_prefill_needs_its_bootstrap_server()
 
 
 @pytest.mark.parametrize("section", ["offload: {layerwise: true}", "layerwise: true"])
-def test_who_is_asked_early_must_say_where(section: str) -> None:
+def test_layerwise_transfers_need_bootstrap_addresses(section: str) -> None:
     """Layer-wise transfer from prefill-only sites or everywhere needs a bootstrap address; emulated engines have one by
     themselves."""
     text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8").partition("\ngateway:")[0]

@@ -19,13 +19,13 @@ from kvroute.types import InputErrors
 # The whole file
 
 
-def test_a_deployment_is_a_cluster_and_its_settings() -> None:
+def test_a_deployment_consists_of_a_cluster_and_its_settings() -> None:
     cluster, read = deployment_of(LIVE + "gateway: {models: {llama: llama-3-70b}}\n", "f")
     assert [instance.name for instance in cluster.instances] == ["decode0", "prefill0"]
     assert read.models == {"llama": "llama-3-70b"}
 
 
-def test_faults_of_cluster_and_section_are_told_together_and_once() -> None:
+def test_errors_of_cluster_and_section_are_reported_together_and_once() -> None:
     text = LIVE.replace("90 us", "90") + "gateway:\n  policy: a\n"
     assert [problem.line for problem in refused(text)] == [3, 9]
     assert len(refused(LIVE + "gateway: *a\n")) == 1
@@ -52,7 +52,7 @@ LIVE_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", LIVE_FAULTS)
-def test_each_obstacle_to_serving_says_where_and_how_to_mend(fault: str) -> None:
+def test_each_obstacle_to_serving_gives_its_line_and_a_fix(fault: str) -> None:
     text, line, sentence = LIVE_FAULTS[fault]
     found = [(problem.line, str(problem)) for problem in refused(text)]
     assert any(where == line and sentence in what for where, what in found), found
@@ -73,7 +73,7 @@ def test_emulated_engines_need_no_endpoint() -> None:
     )
 )
 @settings(max_examples=80, deadline=None)
-def test_a_served_cluster_has_partners_for_every_protocol(instances: list[tuple[str, str]]) -> None:
+def test_a_cluster_is_accepted_only_if_each_protocol_has_both_roles(instances: list[tuple[str, str]]) -> None:
     """A cluster is accepted exactly if each protocol with a prefill-only instance has a decode-only instance, and the
     reverse."""
     text = MACHINES + "instances:\n"
@@ -108,7 +108,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_paths_start_at_the_files_folder(certificates: Path) -> None:
+def test_relative_paths_start_at_the_folder_of_the_file(certificates: Path) -> None:
     (certificates / "tokenizer.json").write_text("{}", encoding="utf-8")
     (certificates / "keys").write_text(f"alice: {hash_text('a')}\n", encoding="utf-8")
     inside = "listen: {tls: {certificate: a.pem, key: ./a.key}}, prompt: {tokenizer: .}, keys: {file: keys}"
@@ -121,14 +121,14 @@ def test_paths_start_at_the_files_folder(certificates: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["b.key", "locked.key", "b.pem"])
-def test_a_certificate_needs_its_own_open_key(certificates: Path, key: str) -> None:
+def test_a_certificate_needs_its_own_unencrypted_key(certificates: Path, key: str) -> None:
     text = f"gateway:\n  listen: {{tls: {{certificate: a.pem, key: {key}}}}}\n"
     with pytest.raises(InputErrors, match=r"gateway\.listen\.tls: certificate and key cannot be used") as caught:
         settings_of(text, str(certificates / "cluster.yaml"))
     assert [getattr(problem, "line", 0) for problem in caught.value.problems] == [2]
 
 
-def test_a_key_files_faults_are_told_with_its_own_lines(tmp_path: Path) -> None:
+def test_errors_of_a_key_file_give_its_own_lines(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("alice: kvr_secret\n", encoding="utf-8")
     with pytest.raises(InputErrors) as caught:
         settings_of("gateway:\n  policy: a\n  keys: {file: keys}\n", str(tmp_path / "cluster.yaml"))

@@ -44,7 +44,7 @@ def test_the_documented_examples_are_read(tmp_path: Path) -> None:
     assert asked.prometheus.per_tier["rack"] == 'max(uplink_utilisation{level="rack"})'
 
 
-def test_a_full_section_says_what_it_says() -> None:
+def test_every_field_of_a_full_section_is_read() -> None:
     read = settings_of(FULL, "f", ENVIRON)
     assert [float(value) for value in (read.limits.body_bytes, read.timeouts.connect_s)] == [2.0**20, 1e-3]
     assert read.admin.hosts == ["gateway.example"]
@@ -63,13 +63,13 @@ def test_a_full_section_says_what_it_says() -> None:
     ("written", "number"),
     [("19400", 19_400.0), ("19.4K tokens", 19_400.0), ("19.4K", 19_400.0), ("2M", 2e6), ("512 tokens", 512.0)],
 )
-def test_lengths_are_numbers_or_text(written: str, number: float) -> None:
+def test_thresholds_are_numbers_or_text_with_a_unit(written: str, number: float) -> None:
     read = settings_of(f"gateway: {{offload: {{short_term: {{threshold_max: {written}, threshold_min: 1}}}}}}", "f")
     assert read.offload is not None
     assert read.offload.spec().short_term.threshold_max_tokens == number
 
 
-def test_the_defaults_make_a_core() -> None:
+def test_a_core_can_be_built_from_the_defaults() -> None:
     cluster, read = deployment_of(LIVE, "f")
     assert read.control_spec().build(cluster).handle is not None
     assert read.control_spec().oracle.self_measured
@@ -95,7 +95,7 @@ def corrupted(draw: st.DrawFn) -> tuple[str, int]:
 
 @given(corrupted())
 @settings(max_examples=150, deadline=None)
-def test_every_corruption_is_named_on_its_line(drawn: tuple[str, int]) -> None:
+def test_every_corruption_is_reported_on_its_line(drawn: tuple[str, int]) -> None:
     text, line = drawn
     problems = said(text)
     assert line in [problem.line for problem in problems], [str(problem) for problem in problems]
@@ -214,7 +214,7 @@ def test_no_text_of_a_cluster_file_ends_in_a_newline() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_says_where_and_how_to_mend(fault: str) -> None:
+def test_each_error_gives_its_line_and_a_fix(fault: str) -> None:
     text, field, sentence = FAULTS[fault]
     found = {(problem.field, str(problem)) for problem in said(section(text))}
     place = f"gateway.{field}" if field else "gateway"
@@ -222,13 +222,13 @@ def test_each_fault_says_where_and_how_to_mend(fault: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["admin: {push_token: short-secret}", "keys: {known: {alice: kvr_short-secret}}"])
-def test_a_secret_is_not_repeated(text: str) -> None:
+def test_error_messages_contain_no_secret(text: str) -> None:
     (problem,) = said(section(text))
     assert "short-secret" not in str(problem)
     assert "the value does not fit" in str(problem)
 
 
-def test_all_faults_are_named_at_once_and_on_their_lines() -> None:
+def test_all_errors_are_reported_at_once_with_their_lines() -> None:
     lines = [
         "gateway:",
         "policy: a",
@@ -262,12 +262,12 @@ WRONG = [
 
 
 @given(st.lists(st.sampled_from(WRONG), unique=True, min_size=1))
-def test_no_fault_hides_another(parts: list[str]) -> None:
+def test_no_error_hides_another(parts: list[str]) -> None:
     text = "\n  ".join(["gateway:", *parts])
     assert [problem.line for problem in said(text)] == list(range(2, 2 + len(parts)))
 
 
-def test_a_section_is_read_whatever_stands_beside_it() -> None:
+def test_errors_in_other_sections_do_not_affect_the_gateway_section() -> None:
     """The line numbers are those of the file; errors of other sections are not reported."""
     text = "nodes: *none\nname: 7\ngateway:\n  policy: cla\n"
     value, lines = read_section(text, "f", "gateway", GatewaySettings)
@@ -278,7 +278,7 @@ def test_a_section_is_read_whatever_stands_beside_it() -> None:
         read_section("a: [\n", "f", "gateway", GatewaySettings)
 
 
-def test_a_wait_of_exactly_a_millisecond_is_one() -> None:
+def test_a_wait_of_exactly_one_millisecond_is_accepted() -> None:
     assert quantity(Wait, "1 ms") == 1e-3
     with pytest.raises(InputError, match="between 1 ms and 24 h"):
         quantity(Wait, "0.9 ms")

@@ -142,7 +142,7 @@ TestAgainstTheModel = AgainstTheModel.TestCase
 
 @given(st.lists(st.booleans(), min_size=200, max_size=200), st.sampled_from([0.3, 0.5, 0.9]))
 @settings(max_examples=60, deadline=None)
-def test_the_share_of_failures_opens_it_though_no_run_does(good: list[bool], share: float) -> None:
+def test_the_error_rate_opens_the_breaker_without_consecutive_failures(good: list[bool], share: float) -> None:
     """At ten requests a second, the share is recomputed from all outcomes of the window."""
     one = Breaker(failures=5, window_s=10.0, share=share)
     for index, success in enumerate(good):
@@ -157,7 +157,7 @@ def test_the_share_of_failures_opens_it_though_no_run_does(good: list[bool], sha
             return
 
 
-def test_a_probe_whose_client_leaves_makes_room_for_another_at_once() -> None:
+def test_a_probe_aborted_by_its_client_allows_another_probe_at_once() -> None:
     one = opened()
     probe = one.started(OPEN_S)
     assert not one.allows(OPEN_S)
@@ -167,7 +167,7 @@ def test_a_probe_whose_client_leaves_makes_room_for_another_at_once() -> None:
     assert one.state(OPEN_S) == "closed"
 
 
-def test_a_probe_that_never_ends_makes_room_after_its_time() -> None:
+def test_a_probe_that_never_ends_allows_another_one_after_the_timeout() -> None:
     one = opened()
     one.started(OPEN_S)
     assert one.refuses_until(OPEN_S) == OPEN_S + PROBE_S
@@ -176,7 +176,7 @@ def test_a_probe_that_never_ends_makes_room_after_its_time() -> None:
     assert not one.allows(OPEN_S + PROBE_S), "one more, not all"
 
 
-def test_a_late_probe_still_decides_and_its_client_leaving_takes_no_other_ones_place() -> None:
+def test_a_late_probe_still_decides_and_its_abort_does_not_release_another_probe() -> None:
     one = opened()
     late = one.started(OPEN_S)
     one.started(OPEN_S + PROBE_S)
@@ -189,7 +189,7 @@ def test_a_late_probe_still_decides_and_its_client_leaving_takes_no_other_ones_p
     assert one.state(11.0) == "closed"
 
 
-def test_a_request_sent_against_advice_does_not_prolong_the_probes_place() -> None:
+def test_a_request_sent_despite_an_open_breaker_does_not_extend_the_probe() -> None:
     one = opened()
     probe = one.started(OPEN_S)
     one.started(OPEN_S + 1)
@@ -198,7 +198,7 @@ def test_a_request_sent_against_advice_does_not_prolong_the_probes_place() -> No
     assert one.allows(OPEN_S + 1)
 
 
-def test_old_requests_decide_nothing_while_a_probe_is_out() -> None:
+def test_older_requests_do_not_change_the_state_while_a_probe_is_in_flight() -> None:
     one = breaker()
     old = [one.started(0.0) for _ in range(FAILURES + 2)]
     for attempt in old[:FAILURES]:
@@ -212,7 +212,7 @@ def test_old_requests_decide_nothing_while_a_probe_is_out() -> None:
     assert one.state(OPEN_S) == "closed"
 
 
-def test_the_open_time_doubles_up_to_its_bound_and_starts_afresh() -> None:
+def test_the_open_time_doubles_up_to_its_maximum_and_is_reset_after_a_success() -> None:
     one, now, lengths = opened(), 0.0, []
     for _ in range(4):
         until = one.refuses_until(now)
@@ -230,7 +230,7 @@ def test_the_open_time_doubles_up_to_its_bound_and_starts_afresh() -> None:
 
 
 @given(st.lists(st.sampled_from(["succeeded", "no_answer", "acquitted"]), max_size=60))
-def test_an_attempt_whose_request_was_to_blame_counts_as_little_as_if_it_had_not_been(ends: list[str]) -> None:
+def test_an_attempt_of_a_poison_request_does_not_change_the_state(ends: list[str]) -> None:
     """The same sequence of outcomes without such attempts leads to the same state."""
     one, other = breaker(), breaker()
     for end in ends:
@@ -255,7 +255,9 @@ def poisoned(draw: st.DrawFn) -> tuple[float, list[str]]:
 
 @given(poisoned(), st.floats(0.001, 0.02))
 @settings(max_examples=60, deadline=None)
-def test_poison_below_the_share_never_opens_a_healthy_engine(given_: tuple[float, list[str]], every_s: float) -> None:
+def test_poison_requests_below_the_error_rate_never_open_the_breaker(
+    given_: tuple[float, list[str]], every_s: float
+) -> None:
     """The verdict on each poison request and the order of the outcomes have no effect."""
     share, ends = given_
     one = Breaker(share=share)
@@ -269,7 +271,7 @@ def test_poison_below_the_share_never_opens_a_healthy_engine(given_: tuple[float
     st.lists(st.sampled_from(CAUSES), min_size=20, max_size=20),
     st.integers(1, 5),
 )
-def test_an_engine_that_fails_everything_opens_within_so_many_answers(
+def test_an_engine_that_always_fails_opens_its_breaker_soon(
     before: list[str], after: list[Cause], failures: int
 ) -> None:
     """The breaker opens after at most 4 * `failures` errors or `failures` attempts without an answer, whatever the
@@ -290,7 +292,7 @@ def test_an_engine_that_fails_everything_opens_within_so_many_answers(
     assert one.state(0.0) == "open"
 
 
-def test_errors_that_nothing_explains_do_not_count_while_most_were_the_requests_own() -> None:
+def test_unexplained_errors_do_not_count_while_most_errors_were_caused_by_requests() -> None:
     """The retry budget cannot cover a flood of poison requests; errors that are certainly the engine's still count."""
     one = breaker()
     report(one, one.started(0.0), "acquitted", 0.0)
@@ -302,7 +304,7 @@ def test_errors_that_nothing_explains_do_not_count_while_most_were_the_requests_
     assert one.state(0.0) == "open"
 
 
-def test_a_probe_by_a_poison_request_prolongs_nothing() -> None:
+def test_a_probe_by_a_poison_request_does_not_extend_the_open_time() -> None:
     """An acquitted probe makes room for another probe at once; an unexplained one leaves the open time unchanged."""
     one = opened()
     one.acquitted(one.started(OPEN_S), OPEN_S)
@@ -315,5 +317,5 @@ def test_a_probe_by_a_poison_request_prolongs_nothing() -> None:
     ("status", "failure"),
     [(200, False), (400, False), (404, False), (429, False), (500, True), (501, False), (503, True)],
 )
-def test_a_clients_fault_is_not_the_instances(status: int, failure: bool) -> None:
+def test_client_errors_do_not_count_against_the_instance(status: int, failure: bool) -> None:
     assert is_failure(status) is failure

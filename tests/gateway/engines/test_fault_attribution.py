@@ -53,7 +53,7 @@ def opened(among: list[Availability]) -> list[str]:
 
 
 @given(ATTEMPTS, st.sampled_from([200, 400, 499, 502, 503]))
-def test_no_request_counts_more_than_once_against_all_instances_together(
+def test_a_request_counts_at_most_once_against_all_instances_together(
     attempts: list[tuple[int, str, LegName]], status: int
 ) -> None:
     """With a breaker that opens after one failure (or four errors), four equal requests open at most one breaker: that
@@ -66,7 +66,7 @@ def test_no_request_counts_more_than_once_against_all_instances_together(
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.just("error"), st.just("decode")), min_size=2, max_size=6))
-def test_a_request_that_two_instances_answer_with_errors_counts_against_none(
+def test_a_request_that_fails_on_two_instances_counts_against_neither(
     attempts: list[tuple[int, str, LegName]],
 ) -> None:
     among = guards(FAILURES)
@@ -77,7 +77,7 @@ def test_a_request_that_two_instances_answer_with_errors_counts_against_none(
 
 
 @given(st.sampled_from(["prefill", "decode"]), st.sampled_from([0, 1]))
-def test_an_instance_that_fails_what_is_answered_later_opens(leg: LegName, by: int) -> None:
+def test_an_instance_that_fails_requests_which_later_succeed_is_opened(leg: LegName, by: int) -> None:
     """The later answer may come from another instance or from the same one."""
     among = guards(FAILURES)
     for number in range(4 * FAILURES):
@@ -86,7 +86,7 @@ def test_an_instance_that_fails_what_is_answered_later_opens(leg: LegName, by: i
     assert opened(among) == ["0"]
 
 
-def test_a_request_under_suspicion_is_no_probe() -> None:
+def test_a_suspected_poison_request_is_not_used_as_a_probe() -> None:
     """The half-open instance waits for another request as its probe."""
     among = guards(1)
     one = among[1]
@@ -129,7 +129,7 @@ def poison(number: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, EMBEDDINGS])
 @pytest.mark.parametrize("failing_side", ["prefill", "decode", "both"])
-def test_ten_poison_requests_at_once_cost_no_other_client_an_answer(path: str, failing_side: str) -> None:
+def test_ten_concurrent_poison_requests_fail_no_other_request(path: str, failing_side: str) -> None:
     """All ten requests are on the engines before the first one is answered, with default settings, three times in a
     row."""
 
@@ -158,7 +158,7 @@ def test_ten_poison_requests_at_once_cost_no_other_client_an_answer(path: str, f
 
 @pytest.mark.parametrize("section", ["{}", "{attempts: 1}", "{share: 0, floor_per_s: 0}"])
 @pytest.mark.parametrize("status", [500, 503])
-def test_an_engine_that_fails_everything_is_left_alone_soon(section: str, status: int) -> None:
+def test_an_engine_that_always_fails_is_soon_excluded(section: str, status: int) -> None:
     """The engine is alone or has another one beside it; retries are on, off, or not covered by the budget."""
 
     async def main(count: int) -> None:
@@ -177,7 +177,7 @@ def test_an_engine_that_fails_everything_is_left_alone_soon(section: str, status
     run(main(2))
 
 
-def test_a_request_that_one_instance_has_failed_is_no_probe_of_another() -> None:
+def test_a_request_that_failed_on_one_instance_is_not_a_probe_of_another() -> None:
     """The decode leg of such a request goes to a half-open instance, which waits for the outcome of another request."""
 
     async def main() -> None:

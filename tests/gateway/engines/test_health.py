@@ -14,7 +14,7 @@ from kvroute.gateway.http.pool import UpstreamPool
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.integers(1, 4), st.sampled_from([None, True, False]))
-def test_only_a_run_of_contradictions_changes_it(
+def test_health_changes_only_after_consecutive_opposite_checks(
     results: list[bool], failures: int, successes: int, known: bool | None
 ) -> None:
     """An instance is down after `failures` failed checks in a row and up after `successes` passed ones; each change is
@@ -35,7 +35,7 @@ def test_only_a_run_of_contradictions_changes_it(
     assert health.checked == (bool(results) or known is not None)
 
 
-def test_a_server_falls_ill_leaves_and_comes_back() -> None:
+def test_a_server_becomes_unhealthy_stops_and_recovers() -> None:
     """HTTP 503 and a closed port both count as failures; each change is reported once, and its reason is available."""
 
     async def scenario() -> None:

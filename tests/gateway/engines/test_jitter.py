@@ -17,7 +17,7 @@ from kvroute.gateway.http.pool import UpstreamPool
 
 
 @given(st.floats(0, 1), st.integers(0, 2**32), st.integers(1, 6))
-def test_a_breaker_opens_for_no_less_than_its_time_and_no_more_than_the_jitter(
+def test_the_open_time_of_a_breaker_lies_between_its_base_and_base_plus_jitter(
     jitter: float, seed: int, probes: int
 ) -> None:
     """The bounds hold for each doubling of the open time too; the same seed gives the same times."""
@@ -41,7 +41,7 @@ def test_a_breaker_opens_for_no_less_than_its_time_and_no_more_than_the_jitter(
     assert times() == pytest.approx(lasted, abs=0)
 
 
-def test_a_round_of_health_checks_lasts_longer_by_what_is_drawn() -> None:
+def test_the_health_check_interval_is_extended_by_the_drawn_jitter() -> None:
     """The first round ends after the interval, each later one after twice the interval."""
 
     async def scenario() -> None:

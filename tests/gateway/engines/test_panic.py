@@ -38,7 +38,7 @@ def cluster_text() -> str:
 
 
 @given(st.floats(0, 1), st.lists(st.tuples(st.integers(0, 9), st.floats(0.001, 20)), max_size=60))
-def test_a_panic_begins_at_once_and_ends_when_enough_have_been_available_for_long(
+def test_a_panic_begins_at_once_and_ends_after_enough_instances_stay_available(
     share: float, looks: list[tuple[int, float]]
 ) -> None:
     """The state is recomputed from the history; it never ends twice within CALM_S, even if instances flap."""
@@ -65,7 +65,7 @@ def test_a_panic_begins_at_once_and_ends_when_enough_have_been_available_for_lon
 
 @given(st.lists(steps, max_size=60), st.sampled_from([0.0, 0.3, 0.5, 1.0]))
 @settings(max_examples=80, deadline=None)
-def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
+def test_below_the_panic_threshold_all_listening_instances_get_requests(
     history: list[tuple[str, str, float]], share: float
 ) -> None:
     """In every state: below the threshold, all instances that listen and are not held are up. Otherwise only available
@@ -133,7 +133,7 @@ def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
         assert not begun
 
 
-def test_half_of_the_instances_are_enough_and_one_less_is_a_panic() -> None:
+def test_panic_begins_below_half_of_the_instances() -> None:
     """Four instances decode: two that are down have no effect; with a third one down, all four get requests again."""
     cluster = topology.parse(cluster_text())
     told: list[tuple[str, bool]] = []

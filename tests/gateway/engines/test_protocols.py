@@ -84,7 +84,7 @@ def legs(protocol: PdProtocol, completion: Completion) -> tuple[dict[str, bytes]
 
 
 @given(st.sampled_from(NAMES), client_bodies())
-def test_what_no_leg_sets_keeps_its_bytes(name: KvProtocol, sent: tuple[bytes, bytes]) -> None:
+def test_fields_that_no_leg_sets_keep_their_bytes(name: KvProtocol, sent: tuple[bytes, bytes]) -> None:
     path, body = sent
     protocol, completion, client = PROTOCOLS[name], read_completion(path, body), fields_of(body)
     prefill, decode = legs(protocol, completion)
@@ -101,7 +101,7 @@ def test_what_no_leg_sets_keeps_its_bytes(name: KvProtocol, sent: tuple[bytes, b
 
 
 @given(st.sampled_from(NAMES), client_bodies())
-def test_no_client_s_address_reaches_an_engine(name: KvProtocol, sent: tuple[bytes, bytes]) -> None:
+def test_kv_transfer_addresses_from_clients_reach_no_engine(name: KvProtocol, sent: tuple[bytes, bytes]) -> None:
     prefill, decode = legs(PROTOCOLS[name], read_completion(*sent))
     for body in (prefill, decode):
         for field in ENGINE_FIELDS & body.keys():
@@ -122,7 +122,7 @@ def completion(**fields: Any) -> Completion:
     return read_completion(COMPLETIONS, json.dumps({"prompt": "hi"} | fields).encode())
 
 
-def test_vllm_as_captured() -> None:
+def test_vllm_legs_equal_the_captured_ones() -> None:
     sent = completion(max_tokens=9, stream=True)
     prefill, decode = legs(vllm, sent)
     assert json.loads(prefill["kv_transfer_params"]) == {
@@ -138,7 +138,7 @@ def test_vllm_as_captured() -> None:
     assert not vllm.concurrent_legs
 
 
-def test_an_early_pull_as_the_connector_reads_it() -> None:
+def test_legs_of_an_early_pull_have_the_form_that_the_connector_reads() -> None:
     """Both legs carry the same transfer ID. The decode leg's parameters announce a prompt that is not computed yet,
     until the response of the prefill leg replaces them."""
     handshake = KvHandshake(transfer_id="7f3a", bootstrap="[fd00::1]:7100", early=True, instance="prefill0")
@@ -156,7 +156,7 @@ def test_an_early_pull_as_the_connector_reads_it() -> None:
 
 
 @given(client_bodies(), st.booleans(), st.lists(st.integers(0, 2**31), min_size=1), st.none() | st.text(min_size=1))
-def test_a_prefix_is_asked_for_by_its_tokens_and_fetched_by_the_prefill_leg(
+def test_a_prefix_copy_is_requested_by_tokens_and_fetched_by_the_prefill_leg(
     sent: tuple[bytes, bytes], early: bool, ids: list[int], salt: str | None
 ) -> None:
     """The first leg carries the fields that separate caches and no other field of the client. The second leg carries
@@ -197,7 +197,7 @@ HELD = KvTransferParams(
 )
 
 
-def test_mooncake_as_captured() -> None:
+def test_mooncake_legs_equal_the_captured_ones() -> None:
     prefill, decode = legs(mooncake, completion())
     assert json.loads(prefill["kv_transfer_params"]) == {
         "do_remote_decode": True,
@@ -216,7 +216,7 @@ def test_mooncake_as_captured() -> None:
         mooncake.decode_body(completion(), KvHandshake(transfer_id="x", bootstrap="h:1"), None)
 
 
-def test_sglang_as_captured() -> None:
+def test_sglang_legs_equal_the_captured_ones() -> None:
     prefill, decode = legs(sglang, completion(stream=True, max_tokens=9))
     assert prefill == decode
     assert (prefill["stream"], prefill["max_tokens"]) == (b"true", b"9")
@@ -227,7 +227,7 @@ def test_sglang_as_captured() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**63 - 1))
-def test_sglang_gives_every_sequence_a_room(n: int, prompts: int, room: int) -> None:
+def test_sglang_legs_have_one_room_per_sequence(n: int, prompts: int, room: int) -> None:
     sent = completion(prompt=["a"] * prompts, n=n)
     body = json.loads(sglang.prefill_body(sent, KvHandshake(room=room, bootstrap="[::1]:9")))
     rooms = [body["bootstrap_room"]] if n * prompts == 1 else body["bootstrap_room"]
@@ -258,7 +258,7 @@ def test_sglang_needs_a_bootstrap_address(bootstrap: str) -> None:
     ],
     ids=range(7),
 )
-def test_vllm_needs_the_prefill_engine_s_word(reply: bytes) -> None:
+def test_vllm_decode_legs_need_the_parameters_of_the_prefill_response(reply: bytes) -> None:
     with pytest.raises(ProtocolError):
         vllm.transfer_params(reply)
     with pytest.raises(ProtocolError):
@@ -275,7 +275,7 @@ def test_vllm_needs_the_prefill_engine_s_word(reply: bytes) -> None:
     ],
     ids=["says-so", "denies", "unclear", "says-nothing"],
 )
-def test_only_the_connector_s_word_sends_a_second_engine_for_the_same_kv(
+def test_kv_is_fetched_again_only_if_the_connector_reports_that_it_is_held(
     params: dict[str, object], expected: bool
 ) -> None:
     reply = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, **params}}).encode()
@@ -300,11 +300,11 @@ def test_a_number_of_tokens_that_no_engine_has_counts_as_not_reported(tokens: st
     assert cached_tokens(f'{{"kv_transfer_params":{{"remote_prefill_cached_tokens":{tokens}}}}}'.encode()) is None
 
 
-def test_a_rank_with_too_many_digits_comes_last() -> None:
+def test_a_rank_with_too_many_digits_is_sorted_last() -> None:
     assert engine_id(f'{{"{"1" * 5000}":{{"engine_id":"a"}},"2":{{"engine_id":"c"}}}}'.encode()) == "c"
 
 
-def test_engine_id_of_the_first_rank() -> None:
+def test_the_engine_id_is_that_of_the_first_rank() -> None:
     assert engine_id(b'{"10":{"engine_id":"k"},"2":{"engine_id":"c","worker_addr":{"0":{}}}}') == "c"
     for reply in (b"{}", b"[]", b'{"0":{}}', b"x", b'{"0":1}', b"\xff"):
         with pytest.raises(ProtocolError):

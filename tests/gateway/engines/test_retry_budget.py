@@ -33,7 +33,7 @@ def test_retries_stay_below_share_and_floor(share: float, floor_per_s: float, ta
 
 @given(floors.filter(bool), steps)
 @settings(deadline=None)
-def test_a_floor_always_grants_one_in_its_time(floor_per_s: float, taken: list[tuple[str, float]]) -> None:
+def test_the_floor_grants_retries_at_its_rate(floor_per_s: float, taken: list[tuple[str, float]]) -> None:
     budget, now = RetryBudget(share=0.2, floor_per_s=floor_per_s), 0.0
     for step, elapsed_s in taken:
         now += elapsed_s
@@ -45,7 +45,7 @@ def test_a_floor_always_grants_one_in_its_time(floor_per_s: float, taken: list[t
 
 
 @given(st.integers(1, 10), st.integers(1, 1000), st.floats(60, 1e6))
-def test_calm_hours_pay_for_no_storm(floor_per_s: int, requests: int, calm_s: float) -> None:
+def test_unused_budget_does_not_accumulate(floor_per_s: int, requests: int, calm_s: float) -> None:
     """After a pause only one second of the floor is left of the saved budget."""
     budget = RetryBudget(share=0.5, floor_per_s=float(floor_per_s))
     for _ in range(requests):
@@ -55,18 +55,18 @@ def test_calm_hours_pay_for_no_storm(floor_per_s: int, requests: int, calm_s: fl
 
 
 @given(shares.filter(bool), st.integers(1, 50))
-def test_requests_bring_their_share(share: float, retries: int) -> None:
+def test_each_request_adds_its_share_to_the_budget(share: float, retries: int) -> None:
     budget = RetryBudget(share=share, floor_per_s=0.0)
     for _ in range(round(retries / share)):
         budget.request(1.0)
     assert [budget.spend(1.0) for _ in range(retries + 1)] == [True] * retries + [False]
 
 
-def test_an_empty_budget_refuses() -> None:
+def test_an_empty_budget_grants_no_retry() -> None:
     assert not RetryBudget(share=0.0, floor_per_s=0.0).spend(1e6)
 
 
-def test_a_clock_that_stands_still_or_goes_back_brings_nothing() -> None:
+def test_a_clock_that_stops_or_goes_back_adds_no_budget() -> None:
     budget = RetryBudget(share=0.0, floor_per_s=2.0, now=10.0)
     assert [budget.spend(at) for at in (10.0, 9.0, 10.0)] == [True, True, False]
     assert budget.left(11.0) == pytest.approx(2.0)

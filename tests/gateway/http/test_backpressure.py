@@ -230,16 +230,16 @@ def check_bounded_and_whole(chunked: bool, runner: Runner) -> None:
 
 
 @LOOPS
-def test_an_answer_of_known_length_to_a_client_that_does_not_read_stays_in_the_engine(runner: Runner) -> None:
+def test_a_response_of_known_length_waits_while_the_client_does_not_read(runner: Runner) -> None:
     check_bounded_and_whole(False, runner)
 
 
 @LOOPS
-def test_a_chunked_answer_to_a_client_that_does_not_read_stays_in_the_engine(runner: Runner) -> None:
+def test_a_chunked_response_waits_while_the_client_does_not_read(runner: Runner) -> None:
     check_bounded_and_whole(True, runner)
 
 
-def test_a_stalled_client_holds_up_nobody_else() -> None:
+def test_a_stalled_client_delays_no_other_client() -> None:
     async def main() -> None:
         async with Setting(chunked=True) as setting:
             stalled = await setting.client()
@@ -253,7 +253,7 @@ def test_a_stalled_client_holds_up_nobody_else() -> None:
     run(main())
 
 
-def test_a_client_that_never_reads_is_cut_off_and_its_engine_released() -> None:
+def test_a_client_that_never_reads_is_disconnected_and_its_engine_released() -> None:
     async def main() -> None:
         async with Setting(chunked=True, limits=Limits(stall_s=0.05)) as setting:
             await setting.client()
@@ -267,7 +267,7 @@ def test_a_client_that_never_reads_is_cut_off_and_its_engine_released() -> None:
 
 
 @pytest.mark.parametrize(("n", "padding", "answer_bytes"), [(400, 0, 300_000), (1500, 600, 100_000)])
-def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost(
+def test_a_pipeline_with_unread_responses_is_paused_and_completed_later(
     n: int, padding: int, answer_bytes: int
 ) -> None:
     """Responses come in order, each one larger than the high-water mark; the requests arrive in one read or in
@@ -303,7 +303,7 @@ def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost(
     run(main())
 
 
-def test_a_client_that_goes_on_sending_while_its_request_is_served_is_held_back() -> None:
+def test_a_client_that_sends_more_during_its_request_gets_backpressure() -> None:
     async def main() -> None:
         served: list[Exchange] = []
         server = HttpServer(served.append)

@@ -84,7 +84,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize("way", ["leaves", "slow", "answered"])
-def test_the_memory_of_bodies_comes_back_without_the_collector(way: str) -> None:
+def test_memory_of_bodies_is_freed_without_the_garbage_collector(way: str) -> None:
     """The clients leave during the body, are rejected, or leave before the response."""
     rounds = 10 if way == "slow" else 30
     announced = 8 * MB if way == "answered" else 9 * MB
@@ -116,7 +116,7 @@ def test_the_memory_of_bodies_comes_back_without_the_collector(way: str) -> None
         assert run(main()) < 0.4 * rounds * 8 * MB
 
 
-def test_readers_and_lines_are_gone_once_nobody_needs_them() -> None:
+def test_parsers_and_connections_are_freed_after_use() -> None:
     async def main() -> None:
         reader = RequestParser(Limits())
         reader.feed(HEAD + b"Content-Length: 5\r\n\r\n123")
@@ -144,7 +144,7 @@ def test_readers_and_lines_are_gone_once_nobody_needs_them() -> None:
         run(main())
 
 
-def test_all_bodies_together_are_bounded_and_small_ones_always_taken() -> None:
+def test_the_total_size_of_bodies_is_bounded_and_small_bodies_are_always_accepted() -> None:
     """A request beyond the bound is rejected with Retry-After; a client that leaves makes room."""
 
     async def main() -> None:
@@ -181,7 +181,7 @@ def test_all_bodies_together_are_bounded_and_small_ones_always_taken() -> None:
     run(main())
 
 
-def test_a_body_that_is_not_needed_any_more_is_not_counted_any_more() -> None:
+def test_a_body_is_subtracted_from_the_total_once_it_is_no_longer_needed() -> None:
     """The memory of the body is free while the response continues, and it is subtracted only once."""
 
     async def main() -> None:
@@ -209,7 +209,7 @@ def test_a_body_that_is_not_needed_any_more_is_not_counted_any_more() -> None:
     run(main())
 
 
-def test_a_stream_lets_go_of_its_request_s_body_with_the_first_token() -> None:
+def test_a_stream_frees_its_request_body_at_the_first_token() -> None:
     """The body is kept until the first token, because the request may be sent again until then. The response is
     complete."""
 
@@ -230,7 +230,7 @@ def test_a_stream_lets_go_of_its_request_s_body_with_the_first_token() -> None:
     run(main())
 
 
-def test_large_bodies_are_read_one_after_the_other_and_small_ones_beside_them() -> None:
+def test_large_bodies_are_parsed_one_at_a_time_and_small_ones_concurrently() -> None:
     """Each response is that of its own request; a client that has left meanwhile is skipped."""
 
     async def main() -> None:
@@ -265,7 +265,7 @@ def test_large_bodies_are_read_one_after_the_other_and_small_ones_beside_them() 
     st.sampled_from([reset, reset, reset, close]),
 )
 @example([(70_000, 0, "leave"), (60_000, 10_000, "leave"), (0, 70_000, "answer"), (20_000, 90_000, "abort")], close)
-def test_nothing_is_counted_of_clients_that_are_gone(
+def test_bodies_of_disconnected_clients_are_not_counted(
     plan: list[tuple[int, int, str]], leave: Callable[..., Coroutine[Any, Any, None]]
 ) -> None:
     """Most clients leave by a reset, because the end of a stream is probed for a second before it counts as leaving."""
@@ -303,7 +303,7 @@ def test_nothing_is_counted_of_clients_that_are_gone(
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings", "/health"])
 @pytest.mark.parametrize("framing", ["Content-Length: 50000000", "Transfer-Encoding: chunked", "Expect: 100-continue"])
-def test_who_has_no_key_is_refused_before_the_body(path: str, framing: str) -> None:
+def test_a_request_without_a_key_is_rejected_before_its_body(path: str, framing: str) -> None:
     """The response comes although no byte of the body was sent; with a key the gateway sends 100 Continue and waits for
     the body."""
     head = f"POST {path} HTTP/1.1\r\nHost: g\r\n{framing}\r\n"
@@ -342,7 +342,7 @@ def test_who_has_no_key_is_refused_before_the_body(path: str, framing: str) -> N
     ],
     ids=["400", "413", "431", "408"],
 )
-def test_what_the_door_refuses_is_counted(raw: bytes, status: int, reason: str) -> None:
+def test_rejections_by_the_http_server_are_counted(raw: bytes, status: int, reason: str) -> None:
     async def main() -> None:
         async with rig("  limits: {body: 1 MB, body_time: 50 ms}\n") as gate:
             client = await asyncio.open_connection("127.0.0.1", gate.gateway.port)

@@ -66,7 +66,7 @@ class Held:
     st.integers(1, 6),
     st.integers(1, 6),
 )
-def test_room_is_made_by_the_longest_idle_and_never_by_a_request(
+def test_the_longest_idle_connection_is_closed_and_never_one_with_a_request(
     arrivals: list[tuple[str, int, int]], most: int, per_address: int
 ) -> None:
     """For arrivals one second apart in any order: counts stay within the limits; a closed connection has the lowest
@@ -95,7 +95,7 @@ def test_room_is_made_by_the_longest_idle_and_never_by_a_request(
     assert len(connections) == 0
 
 
-def test_refusals_are_bounded_too() -> None:
+def test_connections_being_rejected_are_bounded_too() -> None:
     connections = Connections()
     assert connections.enter(Held(state=BUSY), 1, 9, 0.0) is Entry.TAKEN
     entries = [connections.enter(Held(state=BUSY), 1, 9, 0.0) for _ in range(66)]
@@ -115,11 +115,11 @@ def test_refusals_are_bounded_too() -> None:
         (None, ""),
     ],
 )
-def test_an_ipv6_host_is_one_address_whichever_of_its_own_it_uses(peer: object, network: str) -> None:
+def test_all_addresses_of_an_ipv6_host_count_as_one(peer: object, network: str) -> None:
     assert network_of(peer) == network
 
 
-def test_idle_connections_do_not_keep_others_out() -> None:
+def test_idle_connections_do_not_block_new_ones() -> None:
     """The limit is a hundred, and a hundred connections are idle after a response; the oldest one is closed first."""
 
     async def main() -> None:
@@ -142,7 +142,7 @@ def test_idle_connections_do_not_keep_others_out() -> None:
     run(main())
 
 
-def test_requests_keep_their_connections_and_the_next_client_is_told_to_come_back() -> None:
+def test_connections_with_requests_are_kept_and_further_clients_get_retry_after() -> None:
     async def main() -> None:
         waiting: list[Exchange] = []
         async with (
@@ -163,7 +163,7 @@ def test_requests_keep_their_connections_and_the_next_client_is_told_to_come_bac
     run(main())
 
 
-def test_one_address_does_not_take_all_connections() -> None:
+def test_one_address_cannot_take_all_connections() -> None:
     """The idle connections of an address make room for it; without any it is rejected, while another address is
     accepted."""
 
@@ -281,7 +281,7 @@ class Counted:
     def not_tls(self) -> None: ...
 
 
-def test_a_handshake_that_is_aborted_before_its_first_step_leaves(tls: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+def test_a_handshake_aborted_before_its_first_step_is_not_counted(tls: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     """The connection is aborted in the same turn of the loop in which its first byte is read."""
 
     async def main() -> None:
@@ -315,7 +315,7 @@ def test_draining_ends_handshakes(tls: tuple[ssl.SSLContext, ssl.SSLContext]) ->
     run(main())
 
 
-def test_a_name_is_listened_on_with_tls_too(tls: tuple[ssl.SSLContext, ssl.SSLContext], tmp_path: Path) -> None:
+def test_a_host_name_can_be_listened_on_with_tls(tls: tuple[ssl.SSLContext, ssl.SSLContext], tmp_path: Path) -> None:
     async def main() -> None:
         door = HttpServer(echo)
         port = await door.listen("localhost", 0, tls[0])
@@ -330,7 +330,7 @@ def test_a_name_is_listened_on_with_tls_too(tls: tuple[ssl.SSLContext, ssl.SSLCo
     run(main())
 
 
-def test_a_tls_port_without_file_descriptors_waits_for_some(
+def test_a_tls_port_waits_for_free_file_descriptors(
     tls: tuple[ssl.SSLContext, ssl.SSLContext], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The port reports the shortage, and serves the waiting client afterwards."""

@@ -16,7 +16,7 @@ connections = st.lists(st.sampled_from([b"keep-alive", b"Keep-Alive, X-A", b"clo
 
 
 @given(plain, connections, st.randoms())
-def test_exactly_what_belongs_to_a_connection_is_left_out(sent: Headers, values: list[bytes], shuffle: object) -> None:
+def test_exactly_the_hop_by_hop_headers_are_removed(sent: Headers, values: list[bytes], shuffle: object) -> None:
     """For every position and value of the Connection header, hop-by-hop headers are removed; order and values of the
     others are kept."""
     headers = sent + [(b"connection", value) for value in values]
@@ -33,7 +33,7 @@ def test_exactly_what_belongs_to_a_connection_is_left_out(sent: Headers, values:
     assert back == [(b"x-request-id", b"id"), *(header for header in headers if header[0] not in gone)]
 
 
-def test_on_the_way_to_an_engine() -> None:
+def test_headers_of_a_request_to_an_engine() -> None:
     """The gateway sets the request ID, so that engine and client see the same one."""
     sent = [
         (b"host", b"gateway"),
@@ -61,7 +61,7 @@ def test_on_the_way_to_an_engine() -> None:
 
 
 @pytest.mark.parametrize("kind", [b"text/event-stream", None])
-def test_on_the_way_back(kind: bytes | None) -> None:
+def test_headers_of_a_response_to_a_client(kind: bytes | None) -> None:
     """The content type is returned separately; it is JSON if the engine gives none."""
     headers = [
         (b"transfer-encoding", b"chunked"),

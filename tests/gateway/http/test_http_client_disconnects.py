@@ -11,7 +11,7 @@ from tests.waiting import until
 from kvroute.gateway.http.exchange import Exchange
 
 
-def test_a_client_that_leaves_is_noticed_once_and_later_writes_go_nowhere() -> None:
+def test_a_disconnect_is_reported_once_and_later_writes_are_dropped() -> None:
     async def main() -> None:
         gone = asyncio.Event()
         begun = asyncio.Event()
@@ -51,7 +51,7 @@ PIPELINE = b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nGET /b HTTP/1.1\r\n" + HOST + b
 
 
 @pytest.mark.parametrize("how", ["at-once", "later", "streamed", "http10"])
-def test_a_client_that_only_ends_its_side_gets_its_answers(how: str) -> None:
+def test_a_client_that_half_closes_gets_its_responses(how: str) -> None:
     """`nc -N` does this; pipelines are included. The connection closes after the last response."""
     version = b"1.0" if how == "http10" else b"1.1"
     asked = PIPELINE if how != "http10" else b"GET /b HTTP/1.0\r\n" + HOST + b"\r\n"
@@ -97,7 +97,7 @@ def test_a_client_that_only_ends_its_side_gets_its_answers(how: str) -> None:
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_client_that_ends_its_side_long_after_its_request_has_left(started: bool) -> None:
+def test_a_half_close_long_after_the_request_counts_as_a_disconnect(started: bool) -> None:
     """The server notices it without sending anything, before and after the start of the response."""
 
     async def main() -> None:
@@ -122,7 +122,7 @@ def test_a_client_that_ends_its_side_long_after_its_request_has_left(started: bo
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_client_that_has_gone_is_told_from_one_that_only_ends_its_side(started: bool) -> None:
+def test_a_disconnect_is_distinguished_from_a_half_close(started: bool) -> None:
     """Both clients close their sending side in the same way. Data sent to the client that has gone causes a reset; the
     other client gets its response when it is ready, after interim responses."""
 
@@ -163,7 +163,7 @@ def test_a_client_that_has_gone_is_told_from_one_that_only_ends_its_side(started
     run(main())
 
 
-def test_a_request_that_its_client_ends_in_the_middle_is_let_go() -> None:
+def test_a_request_with_an_incomplete_body_is_dropped_at_the_disconnect() -> None:
     async def main() -> None:
         async with open_door(echo) as (_, port), client(port) as (reader, writer):
             writer.write(b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nPOST /b HTTP/1.1\r\nHo")
@@ -173,7 +173,7 @@ def test_a_request_that_its_client_ends_in_the_middle_is_let_go() -> None:
     run(main())
 
 
-def test_nobody_hears_of_a_client_that_leaves_after_its_answer() -> None:
+def test_a_disconnect_after_the_response_is_not_reported() -> None:
     heard: list[str] = []
 
     def handler(exchange: Exchange) -> None:
@@ -186,7 +186,7 @@ def test_nobody_hears_of_a_client_that_leaves_after_its_answer() -> None:
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize(("how", "length"), [("abort", None), ("abort", 10), ("short", 10)])
-def test_a_broken_answer_looks_broken(how: str, version: bytes, length: int | None) -> None:
+def test_an_incomplete_response_can_be_recognised_as_incomplete(how: str, version: bytes, length: int | None) -> None:
     """Chunked: the last chunk is missing. With a length: bytes are missing. Until the connection closes: a reset."""
 
     async def main() -> None:

@@ -59,7 +59,7 @@ def test_draining_loses_no_request() -> None:
     run(main())
 
 
-def test_draining_answers_those_who_wait_to_be_accepted() -> None:
+def test_draining_answers_connections_that_are_not_accepted_yet() -> None:
     """The connections are established and the requests are sent, but the server has not accepted the connections
     yet."""
 
@@ -79,7 +79,7 @@ def test_draining_answers_those_who_wait_to_be_accepted() -> None:
     assert all(said.startswith(b"HTTP/1.1 200 OK\r\n") for said in run(main()))
 
 
-def test_nobody_who_is_connected_is_lost_while_the_door_closes() -> None:
+def test_no_connected_client_is_lost_while_the_port_closes() -> None:
     """Clients in separate threads open a new connection for each request until the port refuses them."""
     said: list[bytes] = []
 
@@ -106,7 +106,7 @@ def test_nobody_who_is_connected_is_lost_while_the_door_closes() -> None:
     assert all(answer.startswith(b"HTTP/1.1 200 OK\r\n") for answer in said)
 
 
-def test_draining_cuts_off_what_takes_too_long() -> None:
+def test_draining_aborts_requests_after_its_timeout() -> None:
     async def main() -> None:
         arrived = asyncio.Event()
         gone = asyncio.Event()

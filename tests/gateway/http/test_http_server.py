@@ -30,7 +30,7 @@ from kvroute.gateway.http.request_parser import RequestParser
 from kvroute.gateway.http.server import HttpServer, Limits
 
 
-def test_keep_alive_serves_one_request_after_the_other_on_one_connection() -> None:
+def test_keep_alive_serves_several_requests_on_one_connection() -> None:
     async def main() -> None:
         async with open_door(echo) as (door, port), client(port) as (reader, writer):
             for index in range(3):
@@ -45,7 +45,7 @@ def test_keep_alive_serves_one_request_after_the_other_on_one_connection() -> No
     run(main())
 
 
-def test_a_chunked_request_is_put_together_and_its_trailers_are_dropped() -> None:
+def test_a_chunked_request_is_assembled_and_its_trailers_are_dropped() -> None:
     data = (
         b"POST / HTTP/1.1\r\n"
         + LAST
@@ -57,7 +57,7 @@ def test_a_chunked_request_is_put_together_and_its_trailers_are_dropped() -> Non
     assert json.loads(body)["x"] == ["a"]
 
 
-def test_pipelined_requests_are_answered_in_order_however_late_each_answer_comes() -> None:
+def test_pipelined_requests_are_answered_in_order() -> None:
     waiting: list[Exchange] = []
 
     async def main() -> list[tuple[int, dict[bytes, bytes], bytes]]:
@@ -105,7 +105,7 @@ def test_a_long_pipeline_is_served_without_recursion_and_with_bounded_parsing_ah
     ],
     ids=["1.1", "1.1-close", "1.0", "1.0-keep-alive"],
 )
-def test_the_connection_is_kept_as_the_client_asks(head: bytes, keeps: bool) -> None:
+def test_the_connection_is_kept_open_if_the_client_requests_it(head: bytes, keeps: bool) -> None:
     async def main() -> None:
         async with open_door(echo) as (_, port), client(port) as (reader, writer):
             writer.write(head + b"\r\n")
@@ -119,14 +119,14 @@ def test_the_connection_is_kept_as_the_client_asks(head: bytes, keeps: bool) -> 
     run(main())
 
 
-def test_head_gets_the_head_alone_and_the_next_answer_follows_it() -> None:
+def test_a_response_to_head_has_no_body_and_the_next_response_follows() -> None:
     raw = exchange_bytes(b"HEAD / HTTP/1.1\r\n" + HOST + b"\r\nGET / HTTP/1.1\r\n" + LAST + b"\r\n")
     head, _, rest = raw.partition(b"\r\n\r\n")
     assert b"content-length: " in head
     assert rest.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-def test_a_streamed_answer_to_head_has_no_body() -> None:
+def test_a_streamed_response_to_head_has_no_body() -> None:
     def handler(exchange: Exchange) -> None:
         exchange.start(200, [], None)
         exchange.write(b"data")
@@ -136,7 +136,7 @@ def test_a_streamed_answer_to_head_has_no_body() -> None:
     assert raw.endswith(b"connection: close\r\n\r\n")
 
 
-def test_a_body_of_unknown_length_ends_an_old_clients_connection_even_if_it_would_keep_it() -> None:
+def test_a_response_of_unknown_length_closes_an_http_1_0_connection() -> None:
     def handler(exchange: Exchange) -> None:
         exchange.start(200, [], None)
         exchange.write(b"all")
@@ -156,12 +156,12 @@ def test_a_body_of_unknown_length_ends_an_old_clients_connection_even_if_it_woul
     ],
     ids=["absolute", "no-path", "bare", "origin"],
 )
-def test_every_form_of_target_is_read(target: bytes, path: str, query: str) -> None:
+def test_every_form_of_request_target_is_parsed(target: bytes, path: str, query: str) -> None:
     [(_, _, body)] = answers(exchange_bytes(b"GET " + target + b" HTTP/1.1\r\n" + LAST + b"\r\n"))
     assert (json.loads(body)["path"], json.loads(body)["query"]) == (path, query)
 
 
-def test_a_client_that_waits_for_100_is_told_to_go_on_and_only_then() -> None:
+def test_100_continue_is_sent_only_to_clients_that_wait_for_it() -> None:
     async def main() -> None:
         async with open_door(echo) as (_, port), client(port) as (reader, writer):
             head = b"POST / HTTP/1.1\r\n" + LAST + b"Expect: 100-continue\r\nContent-Length: 4\r\n\r\n"
@@ -175,7 +175,7 @@ def test_a_client_that_waits_for_100_is_told_to_go_on_and_only_then() -> None:
     run(main())
 
 
-def test_nobody_who_has_begun_the_body_waits_for_100() -> None:
+def test_100_continue_is_not_sent_after_the_body_has_begun() -> None:
     reader = RequestParser(Limits())
     head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 4\r\n\r\n"
     reader.feed(head)
@@ -184,7 +184,7 @@ def test_nobody_who_has_begun_the_body_waits_for_100() -> None:
     assert not reader.awaits_continue
 
 
-def test_a_body_that_is_too_large_is_refused_instead_of_continued() -> None:
+def test_a_body_that_is_too_large_is_rejected_without_100_continue() -> None:
     head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 11\r\n\r\n"
     status, message = only_fault(exchange_bytes(head, limits=Limits(body_bytes=10)))
     assert (status, "larger than 10 bytes; send a shorter prompt" in message) == (413, True)
@@ -194,7 +194,7 @@ def test_a_body_that_is_too_large_is_refused_instead_of_continued() -> None:
 @pytest.mark.parametrize(
     "framing", [b"Content-Length: 4\r\n\r\nbody", b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"]
 )
-def test_an_offer_to_upgrade_is_passed_over_and_the_body_is_still_a_body(framing: bytes) -> None:
+def test_an_upgrade_header_is_ignored_and_the_body_is_read(framing: bytes) -> None:
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     data = b"POST /a HTTP/1.1\r\n" + HOST + upgrade + framing + b"GET /b HTTP/1.1\r\n" + LAST + b"\r\n"
     first, second = answers(exchange_bytes(data))
@@ -237,14 +237,14 @@ def test_an_offer_to_upgrade_is_passed_over_and_the_body_is_still_a_body(framing
     ],
     ids=lambda value: None if isinstance(value, bytes) else str(value),
 )
-def test_what_could_be_read_in_two_ways_is_refused(data: bytes, status: int) -> None:
+def test_ambiguous_requests_are_rejected(data: bytes, status: int) -> None:
     def handler(exchange: Exchange) -> None:
         raise AssertionError("nothing of this is a request")
 
     assert only_fault(exchange_bytes(data, handler))[0] == status
 
 
-def test_what_is_fine_before_a_fault_is_answered_before_the_fault() -> None:
+def test_valid_requests_before_an_error_are_answered_first() -> None:
     good, bad = answers(exchange_bytes(b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nrubbish\r\n\r\n"))
     assert (good[0], bad[0]) == (200, 400)
 
@@ -275,7 +275,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_tls_serves_the_same_and_a_plain_client_does_no_harm(certificate: Path) -> None:
+def test_tls_serves_requests_and_a_plain_text_client_does_no_harm(certificate: Path) -> None:
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     server.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
     trusting = ssl.create_default_context(cafile=str(certificate / "cert.pem"))

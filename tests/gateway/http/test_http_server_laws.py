@@ -84,7 +84,7 @@ CUTS = st.lists(st.integers(0, 5000), max_size=20)
 
 
 @given(several=st.lists(requests(), min_size=1, max_size=4), cuts=CUTS)
-def test_requests_are_read_as_they_were_meant_however_the_bytes_are_cut(
+def test_parsed_requests_do_not_depend_on_how_the_bytes_are_split(
     several: list[tuple[bytes, ParsedRequest]], cuts: list[int]
 ) -> None:
     raw = b"".join(raw for raw, _ in several)
@@ -92,7 +92,7 @@ def test_requests_are_read_as_they_were_meant_however_the_bytes_are_cut(
 
 
 @given(several=st.lists(requests(), min_size=1, max_size=2))
-def test_byte_by_byte_is_the_same_as_all_at_once(several: list[tuple[bytes, ParsedRequest]]) -> None:
+def test_parsing_byte_by_byte_equals_parsing_at_once(several: list[tuple[bytes, ParsedRequest]]) -> None:
     raw = b"".join(raw for raw, _ in several)
     assert read(raw, range(len(raw))) == read(raw, [])
 
@@ -116,7 +116,7 @@ NAMED = b"host", b"content-length", b"transfer-encoding"
 @given(raw=st.one_of(spoilt(), st.binary(max_size=100)), cuts=CUTS)
 @example(raw=b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\nabc", cuts=[])
 @example(raw=b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: c\r\nhunked\r\n\r\n0\r\n\r\n", cuts=[49])
-def test_spoilt_bytes_are_read_the_same_however_they_are_cut_and_never_two_ways(raw: bytes, cuts: list[int]) -> None:
+def test_corrupted_requests_have_one_interpretation_for_every_split(raw: bytes, cuts: list[int]) -> None:
     """No exception occurs, an error has a 4xx or 5xx status, and an accepted request has exactly one Host and one
     framing.
 
@@ -201,7 +201,7 @@ def statuses(raw: bytes) -> list[int]:
 
 @settings(max_examples=30, deadline=None)
 @given(hostile=st.lists(st.tuples(st.one_of(spoilt(), st.binary(max_size=200)), CUTS), min_size=1, max_size=6))
-def test_whatever_is_sent_the_door_answers_or_closes_and_serves_the_next(
+def test_after_any_input_the_server_responds_or_closes_and_serves_the_next_client(
     hostile: list[tuple[bytes, list[int]]],
 ) -> None:
     async def main() -> None:
@@ -224,7 +224,7 @@ def test_whatever_is_sent_the_door_answers_or_closes_and_serves_the_next(
     version=st.sampled_from([b"1.0", b"1.1"]),
     method=st.sampled_from([b"GET", b"HEAD"]),
 )
-def test_an_answer_is_read_as_it_was_written(parts: list[bytes], how: str, version: bytes, method: bytes) -> None:
+def test_a_response_is_read_as_it_was_written(parts: list[bytes], how: str, version: bytes, method: bytes) -> None:
     """The HTTP client of the standard library reads it."""
     body = b"".join(parts)
 
@@ -289,7 +289,7 @@ MIB = 1 << 20
     ],
     ids=["length", "chunked", "tiny-chunks"],
 )
-def test_a_body_of_100_mb_is_refused_early_and_the_answer_can_be_read(head: bytes, block: bytes) -> None:
+def test_a_body_of_100_mb_is_rejected_early_and_the_response_can_be_read(head: bytes, block: bytes) -> None:
     async def main() -> None:
         async with open_door(Limits(body_bytes=2 * MIB)) as port:
             assert statuses(await flood(port, head, block, 100)) == [413]
@@ -297,7 +297,7 @@ def test_a_body_of_100_mb_is_refused_early_and_the_answer_can_be_read(head: byte
     run(main())
 
 
-def test_a_body_of_100_mb_is_taken_where_the_limit_allows_it() -> None:
+def test_a_body_of_100_mb_is_accepted_if_the_limit_allows_it() -> None:
     async def main() -> None:
         async with open_door(Limits(body_bytes=100 * MIB)) as port:
             head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 104857600\r\n\r\n"
@@ -306,7 +306,7 @@ def test_a_body_of_100_mb_is_taken_where_the_limit_allows_it() -> None:
     run(main())
 
 
-def test_headers_that_trickle_in_hold_nobody_up() -> None:
+def test_slow_headers_delay_no_other_client() -> None:
     """Slowloris: many connections start a request and never end it."""
 
     async def main() -> None:
@@ -322,7 +322,7 @@ def test_headers_that_trickle_in_hold_nobody_up() -> None:
     run(main())
 
 
-def test_clients_that_leave_in_the_middle_of_anything_leave_nothing() -> None:
+def test_clients_that_disconnect_at_any_point_leak_nothing() -> None:
     """A bounded fuzz test with a fixed seed sends valid and invalid requests of every prefix length and leaves."""
     chance = random.Random(20)
     good = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"

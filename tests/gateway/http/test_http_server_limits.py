@@ -37,7 +37,7 @@ from kvroute.gateway.http.server import Limits
         "chunks",
     ],
 )
-def test_nobody_may_send_more_than_the_limits(data: bytes, status: int) -> None:
+def test_requests_beyond_a_size_limit_are_rejected(data: bytes, status: int) -> None:
     limits = Limits(header_bytes=256, header_count=8, body_bytes=64)
     assert only_fault(exchange_bytes(data, limits=limits))[0] == status
 
@@ -60,7 +60,7 @@ SOON_S = 0.02
     ],
     ids=["nothing", "letter", "second", "body", "chunks"],
 )
-def test_whoever_is_too_slow_is_told_so_and_let_go(data: bytes, limits: Limits, told: list[int]) -> None:
+def test_a_slow_client_gets_an_error_and_is_disconnected(data: bytes, limits: Limits, told: list[int]) -> None:
     assert [status for status, _, _ in answers(exchange_bytes(data, limits=limits))] == told
 
 
@@ -72,7 +72,7 @@ def test_whoever_is_too_slow_is_told_so_and_let_go(data: bytes, limits: Limits, 
     ],
     ids=["head", "body"],
 )
-def test_trickling_does_not_buy_time(head: bytes, limits: Limits) -> None:
+def test_slow_bytes_do_not_extend_a_deadline(head: bytes, limits: Limits) -> None:
     async def main() -> bytes:
         async with open_door(echo, limits) as (_, port), client(port) as (reader, writer):
             writer.write(head)
@@ -85,12 +85,12 @@ def test_trickling_does_not_buy_time(head: bytes, limits: Limits) -> None:
     assert only_fault(run(main()))[0] == 408
 
 
-def test_an_idle_connection_is_closed_in_silence() -> None:
+def test_an_idle_connection_is_closed_without_a_response() -> None:
     raw = exchange_bytes(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n", limits=Limits(keep_alive_s=0.02))
     assert len(answers(raw)) == 1
 
 
-def test_far_too_many_connections_are_not_even_told() -> None:
+def test_connections_far_beyond_the_limit_are_closed_without_a_response() -> None:
     async def main() -> list[bytes]:
         async with open_door(echo, Limits(connections=0, linger_s=99)) as (_, port):
             readers = []

@@ -36,7 +36,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 
 
 @given(st.floats(0.001, 100), seconds, st.floats(0, 1))
-def test_an_engine_fails_exactly_when_it_has_had_its_time_from_a_loop_that_was_on_time(
+def test_a_timeout_counts_as_a_failure_only_after_enough_time_without_loop_lag(
     timeout_s: float, elapsed_s: float, late_share: float
 ) -> None:
     """Without lag, a timeout is a failure. A loop whose on-time part is less than the timeout blames no engine, and
@@ -52,7 +52,7 @@ def test_an_engine_fails_exactly_when_it_has_had_its_time_from_a_loop_that_was_o
 
 
 @given(st.floats(0.001, 100), seconds, seconds, seconds)
-def test_more_lag_never_makes_a_failure_and_more_time_never_takes_one_back(
+def test_more_lag_never_causes_a_failure_and_more_time_never_undoes_one(
     timeout_s: float, elapsed_s: float, lag_s: float, more_s: float
 ) -> None:
     if judge(timeout_s, elapsed_s, lag_s) != "failed":
@@ -61,7 +61,7 @@ def test_more_lag_never_makes_a_failure_and_more_time_never_takes_one_back(
         assert judge(timeout_s, elapsed_s + more_s, lag_s) == "failed"
 
 
-def test_lag_is_the_time_that_a_timer_is_late_at_once_and_afterwards() -> None:
+def test_lag_is_the_delay_of_a_timer_during_and_after_the_delay() -> None:
     """The lag includes a late timer that has not run yet, because others due in the same turn read it."""
 
     async def scenario() -> None:
@@ -86,7 +86,7 @@ def test_lag_is_the_time_that_a_timer_is_late_at_once_and_afterwards() -> None:
     run(scenario)
 
 
-def test_deadlines_move_on_by_the_lag() -> None:
+def test_deadlines_move_by_the_lag() -> None:
     """Each deadline moves by the lag; an infinite one stays infinite."""
 
     class Waiting:

@@ -71,11 +71,11 @@ def test_serve_warns_where_the_hard_limit_is_too_low(tmp_path: Path) -> None:
     assert wanted((LIMIT - wanted(0, 4)) // 3, 4) <= LIMIT
 
 
-def test_connections_of_the_admin_port_are_counted() -> None:
+def test_connections_of_the_admin_port_count_towards_the_limit() -> None:
     assert wanted(0, 0) > ADMIN_CONNECTIONS_MOST + len(os.listdir("/dev/fd"))
 
 
-def test_a_limit_that_no_number_of_connections_fits_is_to_be_raised(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_below_the_needs_of_the_engines_must_be_raised(caplog: pytest.LogCaptureFixture) -> None:
     """If the engines alone need more than the limit, the message does not suggest fewer connections."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     for connections, instances in ((soft, 1), (1, soft)):
@@ -129,7 +129,9 @@ async def occupied(front: Front, engine: Engine, path: str) -> list[asyncio.Task
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-def test_no_descriptor_left_is_told_as_such_and_blames_no_engine(path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_running_out_of_file_descriptors_is_reported_and_blames_no_engine(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The response is a 503 with the cause, many requests cause one log line, and requests succeed once descriptors are
     free."""
 

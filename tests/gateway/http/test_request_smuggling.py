@@ -125,7 +125,7 @@ async def said_to(port: int, parts: list[bytes]) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["whole", "behind-another", "in-halves"])
-def test_a_hundred_ambiguous_requests_are_refused_and_no_engine_hears_of_them(how: str) -> None:
+def test_ambiguous_requests_are_rejected_and_reach_no_engine(how: str) -> None:
     """The hidden request reaches no engine either, and the gateway serves the next client."""
     assert len(set(ATTACKS)) >= 100
 
@@ -161,7 +161,7 @@ SECOND = b"HTTP/1.1 200 OK\r\nX-Injected: 1\r\nContent-Length: 8\r\n\r\ninjected
 
 
 @pytest.mark.parametrize("head", [*SPLIT, b"Content-Length: 2\r\n"])
-def test_an_answer_is_one_answer_whatever_the_engine_says(head: bytes) -> None:
+def test_engine_bytes_after_a_response_or_inside_headers_reach_no_client(head: bytes) -> None:
     """Bytes that an engine sends after its response or inside its headers reach no client: neither this one nor the
     next one on the same connection to the engine."""
 
@@ -197,7 +197,7 @@ def test_an_answer_is_one_answer_whatever_the_engine_says(head: bytes) -> None:
     run(main())
 
 
-def test_a_request_id_cannot_split_an_answer() -> None:
+def test_a_request_id_cannot_split_a_response() -> None:
     """The ID is sent back in the response; a line end in it is rejected before."""
 
     async def main() -> None:
@@ -215,7 +215,7 @@ def test_a_request_id_cannot_split_an_answer() -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/embeddings", "/tokenize"])
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
-def test_a_body_that_is_nested_very_deep_is_a_clients_fault(path: str, opening: bytes) -> None:
+def test_a_deeply_nested_body_is_a_client_error(path: str, opening: bytes) -> None:
     async def main() -> None:
         prefill, decode = sides("vllm")
         async with foreign(prefill + decode) as front:
@@ -229,7 +229,7 @@ def test_a_body_that_is_nested_very_deep_is_a_clients_fault(path: str, opening: 
 
 
 @pytest.mark.parametrize("port", ["listen", "admin"])
-def test_old_versions_of_tls_are_not_spoken(tmp_path: Path, port: str) -> None:
+def test_old_tls_versions_are_rejected(tmp_path: Path, port: str) -> None:
     """Both ports accept TLS 1.2 and 1.3 only, and they answer plain HTTP with a message about it."""
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "key.pem"]

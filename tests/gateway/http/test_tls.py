@@ -29,7 +29,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 @pytest.mark.parametrize("trusted", [True, False], ids=["trusted", "unknown"])
-def test_engines_behind_https(
+def test_engines_are_reached_over_https(
     certificate: Path, trusted: bool, protocol: KvProtocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines whose certificate the system (or SSL_CERT_FILE) trusts get requests and health checks; other engines get
@@ -59,7 +59,7 @@ def test_engines_behind_https(
 
 
 @STREAMS
-def test_clients_over_tls(certificate: Path, streams: bool) -> None:
+def test_clients_are_served_over_tls(certificate: Path, streams: bool) -> None:
     """The whole path uses TLS, with several requests on one connection."""
     trusting = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
     files = f"certificate: {certificate}/cert.pem, key: {certificate}/key.pem"

@@ -48,7 +48,7 @@ def one_answer(script: Script, *, silent_s: float = 10.0, head_only: bool = Fals
     ],
     ids=["length", "chunked", "informational", "204", "304", "no-reason"],
 )
-def test_every_framing_is_read_and_leaves_the_connection_usable(pieces: list[bytes], status: int, body: bytes) -> None:
+def test_every_framing_is_parsed_and_the_connection_stays_usable(pieces: list[bytes], status: int, body: bytes) -> None:
     async def main() -> None:
         async with engine(replies(*pieces)) as url:
             pool = UpstreamPool(url)
@@ -74,7 +74,7 @@ def test_every_framing_is_read_and_leaves_the_connection_usable(pieces: list[byt
     ],
     ids=["until-close", "1.0", "close", "surplus", "second-answer", "half-an-answer"],
 )
-def test_a_connection_that_cannot_be_trusted_further_is_closed(answer: bytes) -> None:
+def test_a_connection_in_an_uncertain_state_is_closed(answer: bytes) -> None:
     async def main() -> None:
         async with engine(replies(answer, close=b"content-length" not in answer)) as url:
             pool = UpstreamPool(url)
@@ -86,7 +86,7 @@ def test_a_connection_that_cannot_be_trusted_further_is_closed(answer: bytes) ->
     run(main())
 
 
-def test_head_is_answered_without_a_body() -> None:
+def test_a_response_to_a_head_call_has_no_body() -> None:
     heard = one_answer(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"), head_only=True)
     assert (heard.told, dict(heard.headers)[b"content-length"]) == (["head", "end"], b"99")
 
@@ -122,7 +122,7 @@ def test_head_is_answered_without_a_body() -> None:
         "020",
     ],
 )
-def test_an_answer_that_does_not_end_is_a_failure_and_says_where(answer: bytes, kind: str, phase: str) -> None:
+def test_an_incomplete_response_is_a_failure_with_its_phase(answer: bytes, kind: str, phase: str) -> None:
     failure = one_answer(replies(answer, close=True)).failure
     assert failure is not None
     assert (failure.kind, failure.phase) == (kind, phase)
@@ -137,13 +137,13 @@ def test_an_answer_that_does_not_end_is_a_failure_and_says_where(answer: bytes, 
     ],
     ids=["nothing", "head", "body"],
 )
-def test_silence_is_a_timeout(answer: bytes, phase: str) -> None:
+def test_an_engine_that_sends_nothing_causes_a_timeout(answer: bytes, phase: str) -> None:
     failure = one_answer(replies(answer), silent_s=0.02).failure
     assert failure is not None
     assert (failure.kind, failure.phase) == ("timeout", phase)
 
 
-def test_a_port_where_nobody_listens_refuses() -> None:
+def test_a_closed_port_is_reported_as_connection_refused() -> None:
     async def main() -> Failure | None:
         async with engine(replies(OK)) as url:
             pass
@@ -157,7 +157,7 @@ def test_a_port_where_nobody_listens_refuses() -> None:
     assert (failure.kind, failure.phase) == ("refused", "connect")
 
 
-def test_connecting_takes_bounded_time() -> None:
+def test_connect_and_tls_handshake_have_a_timeout() -> None:
     """The server never answers the TLS handshake of the client."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -176,7 +176,7 @@ def test_connecting_takes_bounded_time() -> None:
 
 
 @pytest.mark.parametrize("when", ["connecting", "waiting", "body", "inside"])
-def test_an_aborted_call_hears_nothing_and_the_engine_sees_it_leave(when: str) -> None:
+def test_an_aborted_call_gets_no_callback_and_closes_its_connection(when: str) -> None:
     async def main() -> None:
         left = asyncio.Event()
 
@@ -219,7 +219,7 @@ def test_an_aborted_call_hears_nothing_and_the_engine_sees_it_leave(when: str) -
     run(main())
 
 
-def test_a_paused_call_reads_nothing_and_does_not_time_out_until_it_is_resumed() -> None:
+def test_a_paused_call_reads_nothing_and_does_not_time_out() -> None:
     """A second call with the same timeout serves as the clock: it times out, the paused one does not."""
 
     async def main() -> None:
@@ -260,7 +260,7 @@ def test_a_paused_call_reads_nothing_and_does_not_time_out_until_it_is_resumed()
     run(main())
 
 
-def test_a_request_says_its_host_and_length() -> None:
+def test_a_request_has_host_and_content_length() -> None:
     headers = [(b"x-request-id", b"7")]
     assert (
         request_bytes(b"POST", b"/v1/completions", b"e:1", headers, b"{}")
@@ -270,7 +270,7 @@ def test_a_request_says_its_host_and_length() -> None:
     assert b"content-length" not in request_bytes(b"GET", b"/", b"e", [], b"")
 
 
-def test_https_is_spoken_and_an_unknown_certificate_refused(tmp_path: Path) -> None:
+def test_https_works_and_an_unknown_certificate_is_rejected(tmp_path: Path) -> None:
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "key.pem"]
     command = ["openssl", "req", "-x509", *key, "-out", "cert.pem", "-days", "2", *names]
@@ -317,7 +317,7 @@ class Wire(asyncio.Transport):
     informational=st.booleans(),
     cuts=st.lists(st.integers(0, 400), max_size=12),
 )
-def test_an_answer_is_the_same_however_the_bytes_are_cut(
+def test_a_parsed_response_does_not_depend_on_how_the_bytes_are_split(
     body: bytes, chunks: list[int], informational: bool, cuts: list[int]
 ) -> None:
     raw = b"HTTP/1.1 100 Continue\r\n\r\n" if informational else b""
@@ -365,7 +365,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n"
     ],
     ids=["head", "head-lines", "informational", "trailer", "trailer-lines", "chunk-extension"],
 )
-def test_what_is_not_body_is_refused_beyond_its_limit(begin: bytes, more: bytes, phase: str) -> None:
+def test_response_heads_trailers_and_chunk_extensions_have_a_size_limit(begin: bytes, more: bytes, phase: str) -> None:
     """An endless head, trailer section or chunk extension is rejected after a bounded number of bytes."""
 
     async def main() -> None:

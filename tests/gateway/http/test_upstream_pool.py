@@ -14,7 +14,7 @@ from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 from kvroute.types import InputError
 
 
-def test_a_connection_is_used_again_last_first() -> None:
+def test_the_most_recently_used_connection_is_reused_first() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
             pool = UpstreamPool(url)
@@ -33,7 +33,7 @@ def test_a_connection_is_used_again_last_first() -> None:
     run(main())
 
 
-def test_the_sink_may_send_the_next_call_from_on_end_on_the_same_connection() -> None:
+def test_on_end_may_start_the_next_call_on_the_same_connection() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
             pool = UpstreamPool(url)
@@ -54,7 +54,7 @@ def test_the_sink_may_send_the_next_call_from_on_end_on_the_same_connection() ->
     run(main())
 
 
-def test_a_kept_connection_that_died_is_replaced_unseen_once() -> None:
+def test_a_dead_kept_alive_connection_is_replaced_once() -> None:
     """The engine reads the second request on a connection and closes it without a byte: it is sent once more, on a new
     connection."""
     connections = 0
@@ -77,7 +77,7 @@ def test_a_kept_connection_that_died_is_replaced_unseen_once() -> None:
     run(main())
 
 
-def test_a_fresh_connection_that_dies_is_not_tried_again() -> None:
+def test_a_new_connection_that_closes_is_not_retried() -> None:
     connections = 0
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -99,7 +99,7 @@ def test_a_fresh_connection_that_dies_is_not_tried_again() -> None:
     run(main())
 
 
-def test_a_request_that_is_forgotten_before_it_is_sent_is_sent_whole() -> None:
+def test_a_request_released_before_it_is_sent_is_sent_completely() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
             pool, heard = UpstreamPool(url), Heard()
@@ -111,7 +111,7 @@ def test_a_request_that_is_forgotten_before_it_is_sent_is_sent_whole() -> None:
     run(main())
 
 
-def test_a_request_that_is_forgotten_after_it_was_sent_is_not_sent_again() -> None:
+def test_a_request_released_after_it_was_sent_is_not_sent_again() -> None:
     """The engine closes a kept-alive connection without a byte: the call fails at once and uses no other connection."""
     connections = 0
 
@@ -135,7 +135,7 @@ def test_a_request_that_is_forgotten_after_it_was_sent_is_not_sent_again() -> No
     run(main())
 
 
-def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
+def test_a_request_is_not_sent_again_after_its_response_has_begun() -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(OK)
@@ -153,7 +153,7 @@ def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("word", [b"", OK], ids=["close", "unsolicited"])
-def test_an_idle_connection_that_closes_or_speaks_is_dropped(word: bytes) -> None:
+def test_an_idle_connection_that_closes_or_sends_data_is_dropped(word: bytes) -> None:
     async def main() -> None:
         answered = asyncio.Event()
 
@@ -178,7 +178,7 @@ def test_an_idle_connection_that_closes_or_speaks_is_dropped(word: bytes) -> Non
     run(main())
 
 
-def test_idle_connections_are_bounded_in_number_and_time() -> None:
+def test_idle_connections_have_a_maximum_number_and_age() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
             pool = UpstreamPool(url, idle_max=2, keep_s=0.05, deadlines=Deadlines(0.01))
@@ -195,7 +195,7 @@ def test_idle_connections_are_bounded_in_number_and_time() -> None:
     run(main())
 
 
-def test_a_closed_pool_finishes_its_calls_and_keeps_nothing() -> None:
+def test_a_closed_pool_completes_its_calls_and_keeps_no_connection() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
             pool = UpstreamPool(url)
@@ -213,7 +213,7 @@ def test_a_closed_pool_finishes_its_calls_and_keeps_nothing() -> None:
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:1", "ftp://a:1", "http://", "http://a:1/v1", "http://a:x", "http://a:70000"]
 )
-def test_what_is_no_origin_is_refused(url: str) -> None:
+def test_a_url_that_is_not_an_origin_is_rejected(url: str) -> None:
     with pytest.raises(InputError, match="is not a valid origin"):
         UpstreamPool(url)
 

@@ -59,7 +59,7 @@ def listening(settings: str, section: str = "") -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_a_rebound_name_reads_nothing_on_loopback(path: str) -> None:
+def test_a_rebound_host_name_is_rejected_on_loopback(path: str) -> None:
     async def main() -> None:
         async with rig() as gate:
             port = gate.gateway.port
@@ -70,7 +70,7 @@ def test_a_rebound_name_reads_nothing_on_loopback(path: str) -> None:
     run(main())
 
 
-def test_no_web_page_sends_a_completion() -> None:
+def test_web_pages_of_other_sites_cannot_send_completions() -> None:
     """A cross-site request with plain text, which needs no preflight, is rejected, and so is a request by a rebound
     host name. No engine receives the request, and the connection ends before the body."""
 
@@ -97,7 +97,7 @@ def test_no_web_page_sends_a_completion() -> None:
     run(main())
 
 
-def test_remembered_hosts_take_bounded_memory() -> None:
+def test_the_cache_of_host_names_takes_bounded_memory() -> None:
     """Beyond loopback any number of names is accepted, of any length."""
     pages = WebPages()
     pages.change(checked=True, listen_host="0.0.0.0", hosts=[], origins=[])
@@ -109,7 +109,7 @@ def test_remembered_hosts_take_bounded_memory() -> None:
     assert sum(map(len, pages.passed)) <= 1024 * 300
 
 
-def test_beyond_loopback_any_name_will_do_without_an_origin() -> None:
+def test_beyond_loopback_any_host_name_is_accepted_without_an_origin() -> None:
     """Clients that reach the port may use any host name; a browser's request that may change something has an Origin
     header."""
 
@@ -122,7 +122,7 @@ def test_beyond_loopback_any_name_will_do_without_an_origin() -> None:
     run(main())
 
 
-def test_names_and_pages_can_be_listed() -> None:
+def test_host_names_and_origins_can_be_allowed() -> None:
     async def main() -> None:
         listed = "hosts: [Gateway.Example], origins: ['https://app.example']"
         async with rig(*listening(listed)) as gate:
@@ -148,7 +148,7 @@ def test_names_and_pages_can_be_listed() -> None:
     run(main())
 
 
-def test_with_keys_names_and_pages_do_not_matter_and_metrics_are_closed() -> None:
+def test_with_api_keys_hosts_and_origins_are_not_checked_and_metrics_are_closed() -> None:
     """Web pages do not have a key. The metrics are on the admin port."""
 
     async def main() -> None:
@@ -166,7 +166,7 @@ def test_with_keys_names_and_pages_do_not_matter_and_metrics_are_closed() -> Non
     run(main())
 
 
-def test_a_reload_that_brings_keys_closes_metrics_and_opens_names() -> None:
+def test_a_reload_that_adds_keys_closes_metrics_and_accepts_all_host_names() -> None:
     """The reverse holds too, also on connections that were open before."""
 
     async def statuses(gate: Rig) -> Sequence[int]:
@@ -188,7 +188,7 @@ def test_a_reload_that_brings_keys_closes_metrics_and_opens_names() -> None:
 
 
 @pytest.mark.parametrize("path", ["/emulator/restart", "/emulator/fault", "/reset_prefix_cache", COMPLETIONS])
-def test_no_web_page_gives_an_emulated_engine_orders(path: str) -> None:
+def test_web_pages_cannot_control_an_emulated_engine(path: str) -> None:
     async def main() -> None:
         async with rig() as gate:
             engine = gate.fleet.servers["prefill0"]
@@ -205,7 +205,7 @@ PUBLIC = st.tuples(LABEL, LABEL, st.sampled_from(["com", "example", "dev", "loca
 
 
 @given(PUBLIC, st.sampled_from(["", ":80", ":8080", "."]), st.booleans())
-def test_a_public_name_is_refused_whatever_it_looks_like(name: str, port: str, same: bool) -> None:
+def test_an_unlisted_public_name_is_rejected_in_every_spelling(name: str, port: str, same: bool) -> None:
     """A public name is accepted only if it is listed, also together with an Origin of its own."""
     origin = f"http://{name}{port}" if same else None
     for suffix in ("", ".evil.com"):
@@ -217,16 +217,16 @@ def test_a_public_name_is_refused_whatever_it_looks_like(name: str, port: str, s
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "a.localhost"])
-def test_hosts_of_this_machine_only(host: str) -> None:
+def test_which_host_names_mean_this_machine(host: str) -> None:
     assert is_loopback(host)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway.example", "localhost.example"])
-def test_hosts_that_other_machines_reach(host: str) -> None:
+def test_which_listening_hosts_other_machines_can_reach(host: str) -> None:
     assert not is_loopback(host)
 
 
-def test_nothing_in_the_sources_reads_what_could_run_code() -> None:
+def test_the_sources_use_no_parser_that_can_run_code() -> None:
     """Input from any port is treated as data: no pickle, eval, exec or full YAML."""
     forbidden = [
         *("import pickle", "pickle.load", "import marshal", "import shelve", "import dill", "yaml.load("),

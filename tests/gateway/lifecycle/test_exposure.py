@@ -39,7 +39,7 @@ TOKEN = "admin: {host: 0.0.0.0, read_token: 0123456789abcdef}"
         (("listen: {host: localhost}", "admin: {host: '::1'}"), []),
     ],
 )
-def test_which_ports_are_open_to_all(lines: tuple[str, ...], fields: list[str]) -> None:
+def test_which_ports_are_open_to_all_machines(lines: tuple[str, ...], fields: list[str]) -> None:
     """API keys protect the client port, a token for reading protects the admin port, and loopback protects either."""
     settings = settings_of("gateway:\n" + "".join(f"  {line}\n" for line in lines or ("models: {}",)), "test.yaml")
     found = list(exposures(settings))
@@ -47,7 +47,7 @@ def test_which_ports_are_open_to_all(lines: tuple[str, ...], fields: list[str]) 
     assert all("set gateway." in str(exposure) for exposure in found)
 
 
-def test_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_warns_about_open_ports(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         prefill, decode = sides("vllm")
         async with foreign(prefill + decode, listen="{host: 0.0.0.0, port: 0}", admin="{host: 0.0.0.0, port: 0}"):
@@ -59,7 +59,7 @@ def test_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert all(record.levelname == "WARNING" for record in warned)
 
 
-def test_a_reload_that_opens_a_port_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reload_that_opens_a_port_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     """The host is the one that the port listens on, also if the new file gives another one."""
     text = CLUSTER.replace("listen: {port: 0}", "listen: {host: 0.0.0.0, port: 0}")
 
@@ -99,7 +99,7 @@ def ask_until_refused(port: int, statuses: list[int], faults: list[str]) -> None
             client.close()
 
 
-def test_sigterm_under_load_loses_no_request_and_stderr_has_the_warning(tmp_path: Path) -> None:
+def test_sigterm_under_load_loses_no_request_and_stderr_contains_the_warning(tmp_path: Path) -> None:
     """Every connected client gets its response; the process ends by itself and without an error."""
     file, ready = tmp_path / "cluster.yaml", tmp_path / "ready.json"
     file.write_text(CLUSTER)

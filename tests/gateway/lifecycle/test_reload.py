@@ -49,7 +49,7 @@ def _replays(log: Path) -> bool:
     )
 
 
-def test_a_reload_changes_the_policy_and_a_wrong_file_changes_nothing() -> None:
+def test_a_reload_changes_the_policy_and_an_invalid_file_changes_nothing() -> None:
     """Requests in flight stay on their engines."""
 
     async def run() -> None:
@@ -75,7 +75,7 @@ def test_a_reload_changes_the_policy_and_a_wrong_file_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("scraped", [True, False], ids=["engines-tell", "engines-do-not"])
-def test_requests_under_way_still_count(tmp_path: Path, scraped: bool) -> None:
+def test_requests_in_flight_still_count_after_a_reload(tmp_path: Path, scraped: bool) -> None:
     """The new core counts the old core's requests on each engine as load from others, until they end."""
     log = tmp_path / "events.log"
     path = "/metrics" if scraped else "/nowhere"
@@ -122,7 +122,7 @@ def _loads(log: Path) -> dict[str, InstanceMeasured]:
     return {event.instance: event for event in events if isinstance(event, InstanceMeasured)}
 
 
-def test_what_is_cached_where_is_known_still(tmp_path: Path) -> None:
+def test_the_prefix_index_is_carried_over(tmp_path: Path) -> None:
     """Every chain of every instance is carried over, and the log that begins with the reload replays; with another
     block size no chain is carried over."""
     log = tmp_path / "events.log"
@@ -151,7 +151,7 @@ def test_what_is_cached_where_is_known_still(tmp_path: Path) -> None:
     assert any(isinstance(record.event, KvStored) for record in read_log(log)[1])
 
 
-def test_what_foresight_has_learned_stays_known(tmp_path: Path) -> None:
+def test_learned_values_of_foresight_are_carried_over(tmp_path: Path) -> None:
     """The new core and its log contain it, both for foresight as policy and as shadow policy. Nothing is carried over
     for a tier whose capacity differs in the new file."""
     log = tmp_path / "events.log"
@@ -199,7 +199,7 @@ def test_what_foresight_has_learned_stays_known(tmp_path: Path) -> None:
         assert any(isinstance(record.event, CapacityLearned) for record in read_log(file)[1])
 
 
-def test_kv_events_are_followed_without_a_break() -> None:
+def test_the_kv_event_stream_continues_without_a_gap() -> None:
     """Blocks from earlier events stay known, later events are added, and no gap is detected."""
 
     async def run() -> None:
@@ -226,7 +226,7 @@ def test_kv_events_are_followed_without_a_break() -> None:
     uvloop.run(run())
 
 
-def test_health_and_breakers_stay_as_they_are() -> None:
+def test_health_and_breaker_states_are_carried_over() -> None:
     """An instance that is down stays down until its next passed check; an open breaker stays open."""
 
     async def run() -> None:
@@ -251,7 +251,7 @@ def test_health_and_breakers_stay_as_they_are() -> None:
     uvloop.run(run())
 
 
-def test_who_comes_back_around_a_reload_is_taken_back() -> None:
+def test_an_instance_that_recovers_around_a_reload_is_marked_up() -> None:
     """The new health checks start with the old state, so that their first passed check changes it."""
 
     async def run() -> None:
@@ -271,7 +271,7 @@ def test_who_comes_back_around_a_reload_is_taken_back() -> None:
     uvloop.run(run())
 
 
-def test_three_reloads_at_once_come_one_after_the_other() -> None:
+def test_concurrent_reloads_run_one_after_the_other() -> None:
     """A collector that takes some time to stop is running."""
     inside: list[str] = []
     most: list[int] = []
@@ -301,7 +301,7 @@ def test_three_reloads_at_once_come_one_after_the_other() -> None:
     uvloop.run(run())
 
 
-def test_whatever_a_reader_stumbles_over_the_old_file_is_served(
+def test_after_any_error_while_reading_the_old_configuration_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error of the file, of a file that it names, or of the code: the reload is rejected, with one log line for
@@ -330,7 +330,7 @@ def test_whatever_a_reader_stumbles_over_the_old_file_is_served(
     assert "notes: exists and is not a kvroute log" in reasons[2]
 
 
-def test_settings_are_taken_up_or_it_is_said_that_they_are_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_are_applied_or_reported_as_needing_a_restart(caplog: pytest.LogCaptureFixture) -> None:
     """Retries, the admin token and host names apply at once; addresses and tracing need a new process."""
     token, other = "a" * 20, "b" * 20
 
@@ -378,7 +378,7 @@ def test_settings_are_taken_up_or_it_is_said_that_they_are_not(caplog: pytest.Lo
     uvloop.run(run())
 
 
-def test_a_new_certificate_is_shown_from_then_on(tmp_path: Path) -> None:
+def test_new_connections_get_the_new_certificate(tmp_path: Path) -> None:
     """New TLS connections get it; TLS itself stays on."""
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
     for name in ("a", "b"):
@@ -400,7 +400,7 @@ def test_a_new_certificate_is_shown_from_then_on(tmp_path: Path) -> None:
     uvloop.run(run())
 
 
-def test_numbers_in_the_log_go_on(tmp_path: Path) -> None:
+def test_request_numbers_in_the_log_continue(tmp_path: Path) -> None:
     """No two requests of one process have the same number."""
 
     async def run() -> None:
@@ -413,7 +413,7 @@ def test_numbers_in_the_log_go_on(tmp_path: Path) -> None:
     uvloop.run(run())
 
 
-def test_a_gateway_is_ready_when_its_engines_have_said_so() -> None:
+def test_a_gateway_is_ready_once_the_health_of_its_engines_is_known() -> None:
     """The gateway is not ready before the health of its engines is known, or without engines; after a reload it stays
     ready."""
 
@@ -441,7 +441,7 @@ def test_a_gateway_is_ready_when_its_engines_have_said_so() -> None:
     uvloop.run(alive())
 
 
-def test_a_signal_to_the_process_reads_the_file_again(tmp_path: Path) -> None:
+def test_sighup_reloads_the_cluster_file(tmp_path: Path) -> None:
     """SIGHUP works from the start of the process and repeatedly; a wrong file changes nothing, and SIGTERM ends the
     process without error."""
     file, ready = tmp_path / "cluster.yaml", tmp_path / "ready.json"

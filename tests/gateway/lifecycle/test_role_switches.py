@@ -100,7 +100,7 @@ def _converted(log: Path) -> list[tuple[str, str]]:
     return [(event.instance, event.role) for event in events if isinstance(event, InstanceConverted)]
 
 
-def test_emulated_engines_change_their_roles_under_load(tmp_path: Path) -> None:
+def test_emulated_engines_switch_roles_under_load(tmp_path: Path) -> None:
     """No hook is configured: the gateway orders the emulated engines of its own process. The log replays to the same
     decisions."""
     log = tmp_path / "events.log"
@@ -126,7 +126,7 @@ def test_emulated_engines_change_their_roles_under_load(tmp_path: Path) -> None:
     assert _converted(log)
 
 
-def test_a_hook_is_called_when_the_requests_have_left_and_told_who_and_what() -> None:
+def test_a_hook_is_called_after_the_drain_with_instance_and_role() -> None:
     async def run() -> None:
         gone = asyncio.Event()
         async with hook([204], gone) as (url, told):
@@ -157,7 +157,7 @@ def test_a_hook_is_called_when_the_requests_have_left_and_told_who_and_what() ->
     uvloop.run(run())
 
 
-def test_a_request_that_does_not_leave_is_not_waited_for_for_ever() -> None:
+def test_the_drain_of_an_instance_has_a_timeout() -> None:
     """Every decode instance has hanging requests; the hook is called after the drain timeout."""
     slow = EAGER.replace("requests_min: 5", "requests_min: 12")
     section = offload('{url: "{endpoint}/nowhere", drain: 100 ms, back_off: 1 h}', slow) + "  policy: round-robin\n"
@@ -180,7 +180,7 @@ def test_a_request_that_does_not_leave_is_not_waited_for_for_ever() -> None:
     uvloop.run(run())
 
 
-def test_a_hook_that_fails_gives_the_instance_back_and_is_left_alone_for_a_while(
+def test_a_failed_hook_leaves_the_role_and_delays_the_next_switch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "events.log"
@@ -206,7 +206,7 @@ def test_a_hook_that_fails_gives_the_instance_back_and_is_left_alone_for_a_while
     assert _replays(log)
 
 
-def test_an_engine_that_dies_while_it_is_converted_stays_away_until_it_is_back() -> None:
+def test_an_engine_that_dies_during_a_role_switch_stays_down_until_it_recovers() -> None:
     async def run() -> None:
         gone = asyncio.Event()
         async with hook([200], gone) as (url, told):
@@ -232,7 +232,7 @@ def test_an_engine_that_dies_while_it_is_converted_stays_away_until_it_is_back()
 
 
 @pytest.mark.parametrize("change", ["same", "no-hook", "another-engine"])
-def test_a_reload_during_a_conversion(tmp_path: Path, change: str) -> None:
+def test_a_reload_during_a_role_switch(tmp_path: Path, change: str) -> None:
     """The switch continues if the new file still allows it; if switching is no longer allowed, the role in the file
     applies."""
     log = tmp_path / "events.log"
@@ -266,7 +266,7 @@ def test_a_reload_during_a_conversion(tmp_path: Path, change: str) -> None:
     assert ((name, "prefill") in _converted(log)) is (change == "same")
 
 
-def test_a_reload_keeps_the_roles_of_before(tmp_path: Path) -> None:
+def test_a_reload_keeps_switched_roles(tmp_path: Path) -> None:
     log = tmp_path / "events.log"
     section = offload(long_term=ONCE) + f"  log: {{events: {log}}}\n"
 
@@ -287,7 +287,7 @@ def test_a_reload_keeps_the_roles_of_before(tmp_path: Path) -> None:
     assert _replays(log)
 
 
-def test_a_gateway_that_drains_converts_nothing_more() -> None:
+def test_a_draining_gateway_starts_no_role_switch() -> None:
     """An instance that drains keeps serving in its role; a hook call in flight is cancelled at the end."""
 
     async def run() -> None:
@@ -305,7 +305,7 @@ def test_a_gateway_that_drains_converts_nothing_more() -> None:
     uvloop.run(run())
 
 
-def test_without_a_hook_a_review_only_says_what_it_would_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_hook_a_review_only_reports_the_best_split(caplog: pytest.LogCaptureFixture) -> None:
     """Settings of engines that are not emulated: no role is switched; the best split is logged and shown."""
     caplog.set_level("INFO", logger="kvroute")
 
@@ -343,7 +343,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize(("code", "why"), COMMANDS.values(), ids=COMMANDS)
-def test_a_program_as_hook(code: str, why: str) -> None:
+def test_a_program_can_be_the_hook(code: str, why: str) -> None:
     instance = msgspec.structs.replace(
         next(i for i in parse(TEXT).instances if i.name == "decode0"), endpoint=Endpoint(url="http://127.0.0.1:1")
     )
@@ -352,7 +352,7 @@ def test_a_program_as_hook(code: str, why: str) -> None:
     assert uvloop.run(convert(section, instance, "decode", "prefill")) == why
 
 
-def test_a_hook_that_is_not_there() -> None:
+def test_a_missing_hook_is_reported() -> None:
     instance = msgspec.structs.replace(parse(TEXT).instances[0], endpoint=Endpoint(url="http://127.0.0.1:9/"))
     missing = uvloop.run(convert(RoleSwitchSection(command=["/no/such/program"]), instance, "decode", "prefill"))
     assert missing == "/no/such/program cannot be run (No such file or directory)"

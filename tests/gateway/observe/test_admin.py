@@ -121,7 +121,7 @@ async def _event(answer: aiohttp.ClientResponse) -> tuple[str, Any]:
     return kind, data
 
 
-def test_the_page_comes_whole_and_from_nowhere_else() -> None:
+def test_all_files_of_the_page_are_served_and_no_other_origin_is_used() -> None:
     """Every file that the page names is served; the page forbids scripts of other origins and names none."""
 
     async def drive(port: Port) -> None:
@@ -144,7 +144,7 @@ def test_the_page_comes_whole_and_from_nowhere_else() -> None:
     _run(Gateway(), drive)
 
 
-def test_state_events_and_versions() -> None:
+def test_state_events_and_snapshots_of_new_versions() -> None:
     """/state is one snapshot. /events sends a snapshot, then ticks, and another snapshot when the cluster has
     changed."""
     gateway = Gateway()
@@ -172,7 +172,7 @@ def test_state_events_and_versions() -> None:
     _run(gateway, drive)
 
 
-def test_watchers_are_bounded_and_let_go() -> None:
+def test_event_streams_are_bounded_and_end_when_the_port_closes() -> None:
     """A stream beyond the limit is rejected; a stream that ends makes room; closing the port ends all other streams."""
     gateway = Gateway()
 
@@ -209,7 +209,7 @@ def test_health_ready_and_metrics() -> None:
     _run(gateway, drive)
 
 
-def test_telemetry_is_handed_on_and_faults_are_named() -> None:
+def test_pushed_telemetry_is_forwarded_and_errors_are_reported() -> None:
     """The body is passed on unchanged; an InputError becomes a 400 that names the place of the error."""
     gateway = Gateway()
 
@@ -228,7 +228,7 @@ def test_telemetry_is_handed_on_and_faults_are_named() -> None:
     assert gateway.drained == 1
 
 
-def test_what_is_not_there_is_said() -> None:
+def test_unavailable_features_are_reported() -> None:
     """A gateway without push and drain reports that they are not available."""
 
     async def drive(port: Port) -> None:
@@ -238,7 +238,7 @@ def test_what_is_not_there_is_said() -> None:
     _run(Gateway(), drive, push=None, drain=None)
 
 
-def test_a_token_is_asked_for_where_there_is_one() -> None:
+def test_a_configured_token_is_required_for_changes() -> None:
     """Reading needs no token; changing needs the right one."""
     gateway = Gateway()
 
@@ -257,7 +257,7 @@ def test_a_token_is_asked_for_where_there_is_one() -> None:
     _run(gateway, drive, token=TOKEN)
 
 
-def test_a_token_that_is_no_text_is_a_wrong_one() -> None:
+def test_a_token_that_is_not_text_is_rejected() -> None:
     gateway = Gateway()
 
     async def drive(port: Port) -> None:
@@ -272,7 +272,7 @@ def test_a_token_that_is_no_text_is_a_wrong_one() -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "", "[evil]", "127.0.0.1.evil.example:80"])
-def test_a_name_that_an_attacker_can_point_here_is_refused(host: str) -> None:
+def test_dns_rebinding_is_rejected(host: str) -> None:
     """DNS rebinding: the browser takes the port for a server of the attacker's host name."""
 
     async def drive(port: Port) -> None:
@@ -284,7 +284,7 @@ def test_a_name_that_an_attacker_can_point_here_is_refused(host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["localhost:9090", "LOCALHOST", "127.0.0.1", "10.1.2.3:9090", "[::1]:9090", "gw.cluster"]
 )
-def test_addresses_and_own_names_are_let_in(host: str) -> None:
+def test_ip_addresses_and_configured_host_names_are_accepted(host: str) -> None:
     """An IP address cannot be rebound, and names in the settings are allowed."""
 
     async def drive(port: Port) -> None:
@@ -293,7 +293,7 @@ def test_addresses_and_own_names_are_let_in(host: str) -> None:
     _run(Gateway(), drive, host_names=frozenset({"GW.cluster"}))
 
 
-def test_other_pages_can_change_nothing() -> None:
+def test_pages_of_other_origins_can_change_nothing() -> None:
     """A form or script of another origin is rejected before its body is read; the page of the port itself is
     accepted."""
     gateway = Gateway()
@@ -343,7 +343,7 @@ def _paths(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]
     return {place: held for name, inside in value.items() for place, held in _paths(inside, (*path, name)).items()}
 
 
-def test_a_taken_port_is_said_plainly() -> None:
+def test_a_port_in_use_is_reported() -> None:
     """The InputError names the address."""
 
     async def main() -> None:
@@ -365,7 +365,7 @@ def _basic(name: str, password: str) -> str:
 
 
 @pytest.mark.parametrize("path", ["/", "/state", "/events", "/metrics", "/config", "/version", "/dashboard.js"])
-def test_reading_asks_for_a_token_where_there_is_one(path: str) -> None:
+def test_a_configured_token_is_required_for_reading(path: str) -> None:
     """The token is accepted as a bearer token and as the password of a browser's login; the token for writing also
     reads."""
 
@@ -382,7 +382,7 @@ def test_reading_asks_for_a_token_where_there_is_one(path: str) -> None:
     _run(Gateway(), drive, token=TOKEN, read_token=READ)
 
 
-def test_a_token_for_reading_changes_nothing_and_health_needs_none() -> None:
+def test_a_read_token_cannot_change_anything_and_health_needs_no_token() -> None:
     gateway = Gateway()
 
     async def drive(port: Port) -> None:
@@ -426,7 +426,7 @@ def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
     asyncio.run(main())
 
 
-def test_idle_connections_do_not_keep_the_operator_out_and_dashboards_stay() -> None:
+def test_idle_connections_block_no_operator_and_dashboards_stay_connected() -> None:
     async def main() -> None:
         async with asyncio.timeout(HANGS_S), _limited(most=5) as (connections, port):
             watching, watcher = await asyncio.open_connection("127.0.0.1", port)
@@ -450,7 +450,7 @@ def test_idle_connections_do_not_keep_the_operator_out_and_dashboards_stay() -> 
     asyncio.run(main())
 
 
-def test_a_client_that_ends_its_side_gets_its_page() -> None:
+def test_a_client_that_half_closes_gets_its_page() -> None:
     async def drive(port: Port) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(port.url.rpartition(":")[2]))
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")

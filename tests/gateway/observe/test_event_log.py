@@ -54,7 +54,7 @@ def _decode(costs: list[float], feasible: list[bool], chosen: int) -> Decode:
 
 
 @given(st.data())
-def test_what_a_log_keeps_of_many_candidates(data: st.DataObject) -> None:
+def test_a_log_keeps_the_chosen_and_the_cheapest_candidates(data: st.DataObject) -> None:
     """The log keeps the chosen candidate and the cheapest ones, in their order and with their own terms; it keeps all
     if they are few."""
     count = data.draw(st.integers(1, 3 * TERMS_ALL))
@@ -78,7 +78,7 @@ def test_what_a_log_keeps_of_many_candidates(data: st.DataObject) -> None:
     assert {f"d{number:03}" for number in order[:TERMS_BEST]} <= set(kept.names)
 
 
-def test_a_shortened_record_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_shortened_record_is_compared_in_the_terms_that_it_contains(tmp_path: Path) -> None:
     """Equal decisions compare as equal, a difference in a kept term is detected, and a full record compares all
     terms."""
     costs = [float(number % 50) for number in range(200)]
@@ -97,7 +97,7 @@ def test_a_shortened_record_is_compared_as_far_as_it_goes(tmp_path: Path) -> Non
     assert not decisions_equal(next(read_log(tmp_path / "all")[1]).decisions, (unkept,))
 
 
-def test_a_log_is_kept_when_another_begins(tmp_path: Path) -> None:
+def test_an_old_log_is_renamed_when_a_new_one_begins(tmp_path: Path) -> None:
     """The old log is renamed with the next free number; a file that is not a log is neither overwritten nor removed."""
     path, kept = tmp_path / "run.log", tmp_path / "run.log.1"
     assert rotate(path) is None
@@ -117,7 +117,7 @@ def test_a_log_is_kept_when_another_begins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["write", "flush", "close"])
-def test_a_recording_gives_up_once_and_quietly(tmp_path: Path, how: str) -> None:
+def test_an_event_log_stops_without_an_exception_after_a_write_error(tmp_path: Path, how: str) -> None:
     """Write, flush or close may find that the disk is full; all later records are dropped."""
     lost: list[str] = []
     recording = EventLogWriter(tmp_path / "run.log", HEADER, "best", ROOMY, lambda: lost.append("lost"))
@@ -137,7 +137,7 @@ def test_a_recording_gives_up_once_and_quietly(tmp_path: Path, how: str) -> None
     assert [record.event.at for record in records][:3] == [0.0, 1.0, 2.0]
 
 
-def test_a_full_disk_ends_the_log_and_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_the_log_and_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The log reports and counts it once; requests before, during and after it are answered and release their
     resources."""
     log = tmp_path / "events.log"
@@ -166,7 +166,7 @@ def test_a_full_disk_ends_the_log_and_no_request(tmp_path: Path, caplog: pytest.
     )
 
 
-def test_a_request_is_found_by_the_id_that_its_client_gave(
+def test_a_request_is_found_by_the_id_of_its_client(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -212,7 +212,7 @@ def _many(recording: EventLogWriter, first: int, last: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["run.log", "run.2026"])
-def test_a_log_goes_on_in_further_files_and_is_read_as_one(tmp_path: Path, name: str) -> None:
+def test_a_log_continues_in_further_files_and_is_read_as_one(tmp_path: Path, name: str) -> None:
     """No file exceeds the size limit by more than one record, only the owner may read the files, and each file stands
     for the whole log. The name of the log may end in a number."""
     path = tmp_path / name
@@ -233,7 +233,7 @@ def test_a_log_goes_on_in_further_files_and_is_read_as_one(tmp_path: Path, name:
         read_log(path)
 
 
-def test_a_log_whose_files_are_renamed_while_it_is_read_says_so(tmp_path: Path) -> None:
+def test_renaming_log_files_while_they_are_read_is_reported(tmp_path: Path) -> None:
     """No record is skipped silently."""
     path = tmp_path / "run.log"
     recording = EventLogWriter(path, HEADER, "best", SMALL, lambda: None)
@@ -246,7 +246,7 @@ def test_a_log_whose_files_are_renamed_while_it_is_read_says_so(tmp_path: Path) 
     assert len(list(read_log(path)[1])) == 800
 
 
-def test_files_of_a_log_take_no_more_than_they_may(tmp_path: Path) -> None:
+def test_the_files_of_a_log_have_a_total_size_limit(tmp_path: Path) -> None:
     """The oldest files are removed; the others can be read, and a replay reports why it is impossible."""
     path = tmp_path / "run.log"
     recording = EventLogWriter(path, HEADER, "best", SMALL, lambda: None)
@@ -264,7 +264,7 @@ def test_files_of_a_log_take_no_more_than_they_may(tmp_path: Path) -> None:
         check_whole(path, header)
 
 
-def test_another_log_takes_no_older_one_with_it(tmp_path: Path) -> None:
+def test_a_new_log_removes_no_older_log(tmp_path: Path) -> None:
     """A log whose path is taken over by a newer log continues in its own file; no log is lost, however many are
     started."""
     path = tmp_path / "run.log"
@@ -282,7 +282,7 @@ def test_another_log_takes_no_older_one_with_it(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40), st.binary(min_size=16, max_size=16))
-def test_logged_hashes_are_equal_where_the_blocks_are(blocks: list[int], key: bytes) -> None:
+def test_logged_hashes_are_equal_exactly_where_the_blocks_are_equal(blocks: list[int], key: bytes) -> None:
     """Each block is hashed separately, so that equal prefixes stay equal in the log; another key changes all hashes."""
     hashing = LogHashing(key)
     keyed = hashing.blocks(tuple(blocks))
@@ -298,7 +298,7 @@ def test_the_hash_is_siphash() -> None:
     assert LogHashing(bytes(range(16))).blocks((message,)) == (0x93F5F5799A932462,)
 
 
-def test_a_live_log_tells_no_secret_and_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_log_contains_no_secret_and_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over reloads, the log contains no token, key or hash of one, and no hash that a guess of the prompt yields,
     although two equal prompts have equal hashes. All log files exist, replay to the same decisions, and can be read as
     a workload."""

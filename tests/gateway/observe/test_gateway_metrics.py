@@ -119,7 +119,7 @@ def _one_request(metrics: Metrics) -> None:
 
 
 @given(st.lists(st.tuples(label_values, label_values, amounts), max_size=20))
-def test_a_counter_reads_back_whatever_its_labels(counted: list[tuple[str, str, float]]) -> None:
+def test_a_counter_is_read_back_with_any_labels(counted: list[tuple[str, str, float]]) -> None:
     """Both parsers find each label set once, with its sum."""
     counter = Counter("kvroute_things_total", "Things.", ("a", "b"))
     expected: dict[tuple[str, str], float] = {}
@@ -151,7 +151,7 @@ def test_a_histogram_counts_each_value_once(values: list[float], label: str) -> 
             assert found["_bucket", str(bound)] == sum(value <= bound for value in values)
 
 
-def test_exemplars_are_the_last_of_their_bucket_and_only_in_openmetrics() -> None:
+def test_openmetrics_has_the_latest_exemplar_of_each_bucket() -> None:
     """The plain format has no exemplars; a long ID is cut to the length that the format allows."""
     histogram = Histogram("kvroute_time_seconds", "Time.", BOUNDS)
     histogram.observe((), 0.5, ("request_id", "first"))
@@ -176,14 +176,14 @@ def test_label_sets_are_bounded() -> None:
     assert {s.labels["a"]: s.value for s in family.samples}["other"] == 500
 
 
-def test_numbers_without_an_end_are_written_as_prometheus_writes_them() -> None:
+def test_numbers_have_the_spelling_of_prometheus() -> None:
     """Infinite, missing and whole values have Prometheus' spelling."""
     family = Family("gauge", "kvroute_x", "X.", ("a",))
     text = lines(family, [(("1",), float("inf")), (("2",), float("nan")), (("3",), -float("inf")), (("4",), 12)], False)
     assert re.findall(r"} (\S+)", text) == ["+Inf", "NaN", "-Inf", "12"]
 
 
-def test_one_request_is_counted_where_it_belongs() -> None:
+def test_all_metrics_of_one_request() -> None:
     """All samples of one request are read back by Prometheus' parser."""
     metrics = _metrics()
     _one_request(metrics)
@@ -205,7 +205,7 @@ def test_one_request_is_counted_where_it_belongs() -> None:
         assert found[name, frozenset(labels.items())] == pytest.approx(value), name
 
 
-def test_a_transfer_under_way_or_lost_is_no_bytes() -> None:
+def test_only_completed_transfers_count_as_bytes() -> None:
     """Bytes are counted when a transfer is complete; the gauge decreases for completed and lost transfers."""
     metrics = _metrics()
     metrics.transfer_started(1)
@@ -215,7 +215,7 @@ def test_a_transfer_under_way_or_lost_is_no_bytes() -> None:
     assert _value(metrics, "kvroute_transfer_bytes_total", tier="rack") is None
 
 
-def test_a_transfer_that_nobody_timed_is_bytes_and_no_time() -> None:
+def test_a_transfer_without_a_measured_time_counts_as_bytes_only() -> None:
     """An expected time is not a measurement."""
     metrics = _metrics()
     metrics.transfer_started(1)
@@ -224,7 +224,7 @@ def test_a_transfer_that_nobody_timed_is_bytes_and_no_time() -> None:
     assert _value(metrics, "kvroute_transfer_seconds_count", tier="rack") is None
 
 
-def test_what_went_wrong_is_counted() -> None:
+def test_rejections_failures_and_retries_are_counted() -> None:
     """Rejections, failures, retries and clients that left are counted."""
     metrics = _metrics()
     metrics.decided(Reject(1, "no room"), 1e-5)
@@ -251,7 +251,7 @@ def test_what_went_wrong_is_counted() -> None:
     assert _value(metrics, "kvroute_reloads_total", outcome="refused") == 1
 
 
-def test_prefill_across_datacenters_is_counted_and_shown() -> None:
+def test_prefill_across_datacenters_is_counted() -> None:
     """The metrics show the destination and reason of prefills, the outcome of role switches, and the utilisation of
     each WAN path."""
     metrics = _metrics()
@@ -284,14 +284,14 @@ def test_prefill_across_datacenters_is_counted_and_shown() -> None:
     ]
 
 
-def test_a_gateway_of_one_datacenter_has_no_samples_of_others() -> None:
+def test_a_gateway_of_one_datacenter_has_no_offload_samples() -> None:
     """The metric families exist without samples."""
     metrics = Metrics(GatewayStatus, {}, version="1", policy="netkv")
     names = ("offload", "egress", "wan_path", "review", "role_switch")
     assert [sample for sample in _samples(metrics) if any(f"kvroute_{name}" in sample[0] for name in names)] == []
 
 
-def test_gauges_are_the_load_now() -> None:
+def test_gauges_show_the_current_load() -> None:
     """An unknown value has no sample: without a scrape there is no age."""
     metrics = _metrics()
     assert _value(metrics, "kvroute_info", version="1.2", policy="netkv") == 1
@@ -311,7 +311,7 @@ def test_gauges_are_the_load_now() -> None:
     assert _value(metrics, "kvroute_learned_bandwidth_ratio", tier="datacenter") is None
 
 
-def test_what_foresight_has_learned_is_a_gauge() -> None:
+def test_learned_values_of_foresight_are_gauges() -> None:
     """Samples exist for the tiers that teach and that the cluster has; there are none without the foresight policy."""
     rest = TierLearned(factor=1.0, weight=0.0, transfers=0, age_s=None, bytes_per_s=1e10)
     pod = TierLearned(factor=0.8, weight=1e-9, transfers=3, age_s=900.0, bytes_per_s=8e9)
@@ -334,7 +334,7 @@ def test_what_foresight_has_learned_is_a_gauge() -> None:
     assert not [name for name, _ in nothing if name.startswith("kvroute_foresight_")]
 
 
-def test_openmetrics_says_the_same_as_the_plain_format() -> None:
+def test_openmetrics_has_the_same_content_as_the_plain_format() -> None:
     """The whole pages are compared, process metrics and the closing line included."""
     metrics = _metrics()
     _one_request(metrics)
@@ -356,14 +356,14 @@ def _families() -> set[str]:
     return set(re.findall(r"^# TYPE (kvroute_\w+)", "".join(_metrics().page()[1]), re.MULTILINE))
 
 
-def test_every_name_is_documented_and_nothing_else_is() -> None:
+def test_exactly_the_metrics_of_the_page_are_documented() -> None:
     """docs/metrics.md lists exactly the metric families of the page."""
     documented = re.findall(r"^\| `(kvroute_\w+)", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
     assert len(documented) == len(set(documented))
     assert set(documented) == _families()
 
 
-def test_the_grafana_dashboard_asks_for_names_that_exist() -> None:
+def test_the_grafana_dashboard_queries_existing_metrics() -> None:
     """Every metric in every query of the dashboard file is on the page, and every panel has a query."""
     dashboard = json.loads((ROOT / "deploy/grafana/kvroute.json").read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
@@ -389,7 +389,7 @@ def _labels() -> dict[str, set[str]]:
     return {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
 
 
-def test_alert_rules_ask_for_names_and_labels_that_exist() -> None:
+def test_alert_rules_use_existing_metrics_and_labels() -> None:
     """Every metric and label in an expression is on the page; a text uses only labels of its expression."""
     groups = yaml.safe_load((ROOT / "deploy/prometheus/kvroute-alerts.yml").read_text())["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
@@ -409,7 +409,7 @@ def test_alert_rules_ask_for_names_and_labels_that_exist() -> None:
         assert set(named) <= known, rule["alert"]
 
 
-def test_texts_of_alerts_name_metrics_that_exist() -> None:
+def test_alert_texts_name_existing_metrics() -> None:
     """The texts give the metrics in backquotes."""
     texts = (ROOT / "deploy/prometheus/kvroute-alerts.yml").read_text()
     named = re.findall(r"`(kvroute_\w+)`", texts)
@@ -417,13 +417,13 @@ def test_texts_of_alerts_name_metrics_that_exist() -> None:
     assert set(named) <= _families()
 
 
-def test_tiers_have_labels() -> None:
+def test_each_tier_has_one_label() -> None:
     """Each tier has one label that can be used in a query."""
     assert len(set(TIER_LABELS)) == 5
     assert all(re.fullmatch("[a-z_]+", label) for label in TIER_LABELS)
 
 
-def test_a_share_that_fades_away_comes_to_zero() -> None:
+def test_a_decaying_share_reaches_zero() -> None:
     """A mean that halves for ever is not shown as 5e-56."""
     idle = msgspec.structs.replace(OFFLOAD, sites=(msgspec.structs.replace(OFFLOAD.sites[0], utilisation=5.17e-56),))
     samples = {family.name: list(found) for family, found in offload_gauges(idle)}

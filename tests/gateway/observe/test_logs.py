@@ -106,7 +106,7 @@ def test_levels_and_the_access_log() -> None:
     }
 
 
-def test_logging_is_as_it_was_when_closed() -> None:
+def test_closing_restores_the_logging_configuration() -> None:
     """A second Logs does not write lines twice."""
     before = list(logging.getLogger().handlers)
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_logging_is_as_it_was_when_closed() -> None:
     assert logging.getLogger().handlers == before
 
 
-def test_a_reader_that_stands_still_stops_nobody(
+def test_a_blocked_reader_of_the_log_blocks_no_writer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines beyond the buffer are dropped and counted; the others are written when the reader continues."""

@@ -21,7 +21,7 @@ NO_SECRETS = {"listen.tls.key", "admin.tls.key", "prompt.tokenizer", "upstream_k
 """Settings whose names look like secrets but are paths of files or names of environment variables."""
 
 
-def test_a_setting_that_sounds_like_a_secret_is_marked_as_one() -> None:
+def test_settings_with_the_name_of_a_secret_are_marked_as_secret() -> None:
     """Mark a new setting with `amounts.Secret`, or add it to `NO_SECRETS` if it is not a secret."""
     texts = [
         (".".join(path), known)
@@ -34,7 +34,7 @@ def test_a_setting_that_sounds_like_a_secret_is_marked_as_one() -> None:
     assert sounding - marked <= NO_SECRETS
 
 
-def test_values_without_a_type_are_struck_out_by_name() -> None:
+def test_untyped_values_are_removed_by_name() -> None:
     """Removed are values with the name of a secret, hashes of keys, and passwords and queries in URLs; all others
     stay."""
     shown = redacted(
@@ -62,13 +62,13 @@ def test_values_without_a_type_are_struck_out_by_name() -> None:
         st.text(max_size=8) | st.integers(), lambda held: st.lists(held) | st.dictionaries(st.text(max_size=5), held)
     )
 )
-def test_a_secret_is_struck_out_however_deep(settings: Any) -> None:
+def test_a_secret_is_removed_at_every_depth(settings: Any) -> None:
     """The text of a token is removed at every depth."""
     shown = json.dumps(redacted({"a": settings, "b": [{"c": {"push_token": "S3CRET!", "x": settings}}]}))
     assert "S3CRET!" not in shown
 
 
-def test_a_file_without_its_secrets_is_the_same_cluster() -> None:
+def test_a_redacted_file_describes_the_same_cluster() -> None:
     """Every setting is given; comments are removed because they may contain an old token."""
     section = yaml.safe_dump({SECTION: every_setting()})
     assert all(secret in section for secret in SECRETS)

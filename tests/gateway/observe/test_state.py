@@ -60,7 +60,7 @@ def _decode(number: int, tier: int = 2) -> Decode:
 
 
 @given(st.lists(tokens, max_size=60))
-def test_splits_are_those_of_the_last_minute(
+def test_statistics_per_policy_cover_the_last_minute(
     seen: list[tuple[float, str, int | None, float, tuple[float, ...]]],
 ) -> None:
     """Requests, percentiles, means and tiers per policy are recomputed from all requests while time passes."""
@@ -86,7 +86,7 @@ def test_splits_are_those_of_the_last_minute(
             assert split.tier_bytes[tier] == pytest.approx(sum(there))
 
 
-def test_a_whole_answer_counts_for_tiers_and_not_for_times() -> None:
+def test_a_non_streaming_response_counts_for_tiers_and_not_for_times() -> None:
     """A non-streaming response has no time to the first token; if there is no other request, the times are 0."""
     state = _state()
     state.whole_answer(1.0, tier=3, kv_bytes=5.0)
@@ -99,7 +99,7 @@ def test_a_whole_answer_counts_for_tiers_and_not_for_times() -> None:
     assert split.ttft_p50_s == split.ttft_p90_s == pytest.approx(0.3)
 
 
-def test_parts_keep_their_names() -> None:
+def test_parts_of_ttft_keep_their_names() -> None:
     """Each part is shown under the name with which it was recorded, and the total is their sum."""
     state = _state()
     ttft = Ttft(0.01, 0.2, 0.03, 0.004)
@@ -111,7 +111,7 @@ def test_parts_keep_their_names() -> None:
     assert split.part_p50_s == split.part_p90_s == split.part_mean_s
 
 
-def test_percentiles_are_counted_again_after_a_second() -> None:
+def test_percentiles_are_recomputed_once_a_second() -> None:
     """Two ticks within a second give the same values; later ones give new values."""
     state = _state()
     counts = []
@@ -121,7 +121,7 @@ def test_percentiles_are_counted_again_after_a_second() -> None:
     assert counts == [1, 1, 3]
 
 
-def test_the_newest_requests_are_remembered() -> None:
+def test_the_newest_requests_are_kept() -> None:
     """Beyond the limit, the oldest requests are dropped one by one."""
     state = _state()
     for number in range(REQUESTS_MOST + 10):
@@ -146,7 +146,7 @@ def test_a_rate_is_the_mean_over_whole_seconds(steps_s: list[float], wait_s: flo
     assert rate.total == len(times)
 
 
-def test_rates_count_what_they_say() -> None:
+def test_rates_of_rejects_and_errors_are_separate() -> None:
     """Rejects and errors are separate: a 503 is a reject, a 4xx is neither."""
     state = _state()
     for _ in range(20):
@@ -179,7 +179,7 @@ def test_a_transfer_is_shown_until_shortly_after_its_end() -> None:
     assert state.tick(10.2 + LINGER_S + 0.01).transfers == ()
 
 
-def test_many_transfers_are_counted_but_not_all_shown() -> None:
+def test_all_transfers_are_counted_and_a_bounded_number_is_shown() -> None:
     """The page draws a bounded number, the newest."""
     state = _state()
     for number in range(1000):
@@ -192,7 +192,7 @@ def test_many_transfers_are_counted_but_not_all_shown() -> None:
     assert {transfer.request_id for transfer in tick.transfers} >= {999, 499}
 
 
-def test_real_decisions_keep_their_terms() -> None:
+def test_decisions_of_the_core_are_shown_with_their_terms() -> None:
     """The page receives a prefill, a decode and a reject of the core."""
     core, state = ControlSpec(decode="netkv").build(CLUSTER), _state()
     [prefill] = core.handle(Arrived(0.0, Request(id=7, input_tokens=4000)))
@@ -212,7 +212,7 @@ def test_real_decisions_keep_their_terms() -> None:
     assert (third.kind, third.reason, third.chosen) == ("reject", "no room", "")
 
 
-def test_why_a_prompt_leaves_and_what_becomes_of_an_instance_is_shown() -> None:
+def test_reasons_of_offloads_and_role_switches_are_shown() -> None:
     """A decision shows the reason and figures of an offload, and the new role of an instance in a role switch; other
     decisions show neither."""
     offload = Offload("away-site", "long", {"incremental_tokens": 9000.0, "away-site.finish_s": 1.5})
@@ -225,7 +225,7 @@ def test_why_a_prompt_leaves_and_what_becomes_of_an_instance_is_shown() -> None:
 
 
 @given(st.integers(1, 300), st.data())
-def test_the_candidates_shown_are_the_cheapest_and_the_chosen(count: int, data: st.DataObject) -> None:
+def test_the_cheapest_candidates_and_the_chosen_one_are_shown(count: int, data: st.DataObject) -> None:
     """Feasible candidates come first, then by cost, then by order; the chosen one is shown even if a constraint chose a
     dearer one."""
     cost = np.array(data.draw(st.lists(st.integers(0, 50), min_size=count, max_size=count)), dtype=np.float64)
@@ -282,7 +282,7 @@ steps = st.tuples(
 
 @settings(max_examples=50)
 @given(st.lists(steps, max_size=30))
-def test_bytes_on_the_wan_are_those_of_transfers_between_its_ends(
+def test_wan_bytes_are_those_of_transfers_between_its_ends(
     moves: list[tuple[float, int, int, float, str]],
 ) -> None:
     """Each direction counts separately: transfers in flight, and completed ones over the last full seconds."""
@@ -311,7 +311,7 @@ def test_bytes_on_the_wan_are_those_of_transfers_between_its_ends(
         assert wan.utilisation[way] == pytest.approx(sum(recent) / seconds / 12.5e9 if seconds else 0.0)
 
 
-def test_the_page_knows_sites_links_and_the_share_that_leaves() -> None:
+def test_the_page_receives_sites_links_and_the_offloaded_share() -> None:
     """The page receives the prefill-only site, the WAN links, and the share of the last minute's prefills that were
     offloaded."""
     state = DashboardState(FAR, GatewayStatus, policy="netkv", version="")
@@ -330,7 +330,7 @@ def test_the_page_knows_sites_links_and_the_share_that_leaves() -> None:
     assert state.tick(3.0 + WINDOW_S).offloaded_share is None
 
 
-def test_a_converted_instance_is_coloured_by_what_it_does_now() -> None:
+def test_an_instance_after_a_role_switch_shows_the_load_of_its_new_role() -> None:
     """The load of a decode instance that prefills is that of its prefill queue."""
     name = DECODES[0]
     load = GatewayStatus(instances=(InstanceLoad(name=name, prefill_pending_s=0.5, requests=0, role="prefill"),))
@@ -338,7 +338,7 @@ def test_a_converted_instance_is_coloured_by_what_it_does_now() -> None:
     assert _state(load).tick(1.0).instances[place].load == 0.5
 
 
-def test_tiles_follow_the_layout_and_say_how_loaded_an_instance_is() -> None:
+def test_tiles_follow_the_layout_and_show_the_load() -> None:
     """A full batch and one second of pending prefill each count as full load; an instance without a report is down."""
     batch_max = CLUSTER.instances[0].batch_max
     load = GatewayStatus(
@@ -359,7 +359,7 @@ def test_tiles_follow_the_layout_and_say_how_loaded_an_instance_is() -> None:
     assert tick.load.instances == ()
 
 
-def test_another_cluster_gets_another_layout() -> None:
+def test_a_new_cluster_gets_a_new_layout() -> None:
     """After a reload, nothing refers to places of the old map; earlier decisions are dropped."""
     state = _state()
     before = state.layout.id
@@ -376,7 +376,7 @@ def test_another_cluster_gets_another_layout() -> None:
 
 @settings(max_examples=20)
 @given(st.floats(allow_nan=True, allow_infinity=True))
-def test_the_page_gets_json_whatever_the_numbers(cost: float) -> None:
+def test_the_page_receives_valid_json_for_any_numbers(cost: float) -> None:
     """The JSON contains no NaN or Infinity, which browsers cannot parse."""
     terms = Terms(("d0",), np.array([cost]), np.array([True]), {"queue_s": np.array([cost])})
     state = _state()

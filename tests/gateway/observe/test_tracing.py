@@ -125,7 +125,7 @@ def test_a_request_with_two_legs_and_a_retry() -> None:
     assert [value for name, value in sent if name == b"tracestate"] == [b"vendor=1"] * 3
 
 
-def test_without_a_client_context_a_trace_begins_here() -> None:
+def test_without_a_client_context_a_new_trace_begins() -> None:
     """Two requests are two unrelated traces."""
     found: list[str] = []
 
@@ -142,7 +142,7 @@ def test_without_a_client_context_a_trace_begins_here() -> None:
 
 
 @pytest.mark.parametrize(("share", "parent"), [(0.0, b""), (1.0, UNSAMPLED)], ids=["by-share", "by-client"])
-def test_what_is_not_sampled_is_not_exported_and_engines_know(share: float, parent: bytes) -> None:
+def test_unsampled_traces_are_not_exported_and_engines_get_the_flag(share: float, parent: bytes) -> None:
     """The engines get a context of the same trace without the sampled flag; exemplars get no ID."""
 
     def drive(tracer: Tracer) -> None:
@@ -159,7 +159,7 @@ def test_what_is_not_sampled_is_not_exported_and_engines_know(share: float, pare
     assert _exported(share, drive).spans == []
 
 
-def test_a_sampled_parent_is_sampled_whatever_the_share() -> None:
+def test_a_sampled_parent_is_sampled_for_any_share() -> None:
     """The client has decided already."""
 
     def drive(tracer: Tracer) -> None:
@@ -168,7 +168,7 @@ def test_a_sampled_parent_is_sampled_whatever_the_share() -> None:
     assert len(_exported(0.0, drive).spans) == 1
 
 
-def test_a_broken_client_context_begins_a_new_trace() -> None:
+def test_an_invalid_client_context_begins_a_new_trace() -> None:
     """Any bytes may occur in a header."""
 
     def drive(tracer: Tracer) -> None:
@@ -180,14 +180,14 @@ def test_a_broken_client_context_begins_a_new_trace() -> None:
     assert all(not span.parent_span_id for span in spans)
 
 
-def test_off_nothing_is_traced_and_no_header_is_taken_away() -> None:
+def test_without_tracing_no_header_is_removed() -> None:
     """The client's context is then a header like any other."""
     tracer = tracer_of(None)
     assert tracer.request([(b"traceparent", PARENT)], "POST /v1/completions") is None
     assert not tracer.replaced
 
 
-def test_no_exporter_is_asked_for_without_a_url() -> None:
+def test_the_exporter_needs_a_valid_url() -> None:
     """An invalid URL or share is reported before anything starts."""
     tracer = tracer_of(None)
     assert isinstance(tracer, PassingTracer)
@@ -198,7 +198,7 @@ def test_no_exporter_is_asked_for_without_a_url() -> None:
         tracer_of("http://127.0.0.1:4318", 1.5)
 
 
-def test_a_gateway_traces_its_legs_and_what_it_passes_on() -> None:
+def test_a_gateway_traces_its_legs_and_passthrough_requests() -> None:
     """There is a span per leg and engine, also for failed ones; each engine receives its own span; after the drain all
     are exported."""
     prefill, decode = sides("vllm")

@@ -19,7 +19,7 @@ drawn = st.binary(min_size=32, max_size=32)
 
 
 @given(st.lists(drawn, min_size=1, max_size=6, unique=True), drawn, st.data())
-def test_each_key_opens_for_its_name_and_no_other_does(
+def test_each_key_gives_its_name_and_other_keys_are_rejected(
     random: list[bytes], stranger: bytes, data: st.DataObject
 ) -> None:
     """The result of a check does not depend on the order or the number of earlier checks."""
@@ -33,7 +33,7 @@ def test_each_key_opens_for_its_name_and_no_other_does(
 
 
 @given(st.binary(max_size=80) | st.text(max_size=40).map(lambda text: f"Bearer {text}".encode()))
-def test_nothing_else_opens(header: bytes) -> None:
+def test_similar_keys_and_hashes_are_rejected(header: bytes) -> None:
     key, hashed = new_key(bytes(32))
     keys = Keys({"alice": hashed})
     assert keys.name_of(header) is None
@@ -44,13 +44,13 @@ def test_nothing_else_opens(header: bytes) -> None:
 
 
 @pytest.mark.parametrize("form", ["Bearer {}", "bearer {}", "BEARER  {}", " Bearer {} "])
-def test_the_scheme_may_be_written_as_http_allows(form: str) -> None:
+def test_the_authorization_scheme_is_parsed_as_http_specifies(form: str) -> None:
     key, hashed = new_key(b"k" * 32)
     assert Keys({"alice": hashed}).name_of(form.format(key).encode()) == "alice"
 
 
 @pytest.mark.parametrize("header", [None, b"", b"Bearer", b"Bearer ", b"Basic {}", b"Bearer " + b"x" * 5000])
-def test_other_headers_open_nothing(header: bytes | None) -> None:
+def test_other_authorization_headers_are_rejected(header: bytes | None) -> None:
     assert Keys({"alice": hash_text("key")}).name_of(header) is None
 
 
@@ -61,7 +61,7 @@ def test_a_key_has_256_bits_and_its_hash_is_sha256() -> None:
     assert hashed == hash_text(key)
 
 
-def test_settings_and_file_are_one_list(tmp_path: Path) -> None:
+def test_keys_of_settings_and_file_are_combined(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# clients\nalice: {hash_text('a')}\nbob: {hash_text('b')}\n", encoding="utf-8")
     keys = Keys.of(KeySettings(file=str(path), known={"carol": hash_text("c")}))
@@ -90,7 +90,7 @@ SECRET = "kvr_c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0LTEyMzQ"
         pytest.param(f"a: {hash_text('a').upper()}\n", 1, "the value does not fit", id="upper case"),
     ],
 )
-def test_a_wrong_key_file_is_named_by_line_and_its_content_is_not_repeated(
+def test_errors_of_a_key_file_give_the_line_and_not_its_content(
     tmp_path: Path, text: str, line: int, sentence: str
 ) -> None:
     path = tmp_path / "keys"
@@ -104,7 +104,7 @@ def test_a_wrong_key_file_is_named_by_line_and_its_content_is_not_repeated(
     assert "123456789" not in said
 
 
-def test_a_file_without_keys_would_serve_nobody_rather_than_everybody(tmp_path: Path) -> None:
+def test_an_empty_or_missing_key_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("{}\n", encoding="utf-8")
     with pytest.raises(InputError, match="has no key"):
@@ -113,7 +113,7 @@ def test_a_file_without_keys_would_serve_nobody_rather_than_everybody(tmp_path: 
         Keys.of(KeySettings(file=str(tmp_path / "nothing")))
 
 
-def test_the_command_prints_a_key_and_the_line_for_the_file(tmp_path: Path) -> None:
+def test_the_command_prints_a_key_and_its_line_for_the_file(tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, ["new", "alice"]).output
     (key,) = re.findall(r"^ +(kvr_\S+)$", printed, re.M)
     (line,) = re.findall(r"^ +(alice: .*)$", printed, re.M)
@@ -123,13 +123,13 @@ def test_the_command_prints_a_key_and_the_line_for_the_file(tmp_path: Path) -> N
     assert printed.count(key) == 1
 
 
-def test_two_keys_differ_and_json_is_one_document() -> None:
+def test_new_keys_differ_and_json_output_is_one_document() -> None:
     documents = [msgspec.json.decode(CliRunner().invoke(app, ["new", "a", "--json"]).stdout) for _ in range(2)]
     assert documents[0]["key"] != documents[1]["key"]
     assert all(hash_text(document["key"]) == document["hash"] for document in documents)
 
 
-def test_the_command_refuses_a_name_that_the_file_could_not_hold() -> None:
+def test_the_command_rejects_names_that_a_key_file_cannot_contain() -> None:
     result = CliRunner().invoke(app, ["new", "al ice"])
     assert isinstance(result.exception, InputError)
     assert "'al ice' is not a valid key name" in str(result.exception)

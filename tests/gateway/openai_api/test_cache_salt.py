@@ -51,14 +51,14 @@ def test_two_requests_share_a_salt_if_and_only_if_owner_and_own_salt_are_equal(
     assert all(salts.salt(*each) != CacheSalts(tenants, b"another").salt(*each) for each in asked)
 
 
-def test_engines_take_the_salts() -> None:
+def test_salts_are_accepted_by_engines() -> None:
     """vLLM accepts 1 to 128 characters without `@/\\` and NUL."""
     salt = CacheSalts({}, SECRET).salt("alice", "@/\\\0" * 100)
     assert len(salt) == 64
     assert set(salt) <= set("0123456789abcdef")
 
 
-def test_without_an_option_clients_salts_are_their_own_matter() -> None:
+def test_without_the_option_client_salts_are_unchanged() -> None:
     assert CacheSalts.of("none", KeySettings(tenants={"a": "b"}), SECRET) is None
     by_key = CacheSalts.of("per-key", KeySettings(tenants={"alice": "acme", "bob": "acme"}), SECRET)
     assert by_key is not None
@@ -66,7 +66,7 @@ def test_without_an_option_clients_salts_are_their_own_matter() -> None:
 
 
 @given(st.none() | st.text(min_size=1))
-def test_the_salt_takes_the_place_of_the_client_s(own: str | None) -> None:
+def test_the_salt_replaces_the_salt_of_the_client(own: str | None) -> None:
     body = json.dumps({"model": "m", "prompt": "hi", "cache_salt": own}).encode()
     salted = with_salt(read_completion(COMPLETIONS.encode(), body), "ours")
     assert salted.salt == "ours"
@@ -101,7 +101,7 @@ async def hits(gate: Rig) -> float:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_key_learns_nothing_of_another_key_s_prompts(path: str) -> None:
+def test_a_key_gets_no_prefix_hits_from_prompts_of_another_key(path: str) -> None:
     async def main() -> None:
         async with rig(PER_KEY) as gate:
             assert await asked(gate, "alice", path=path) == 0
@@ -117,7 +117,7 @@ def test_a_key_learns_nothing_of_another_key_s_prompts(path: str) -> None:
     uvloop.run(main())
 
 
-def test_keys_of_a_tenant_share_their_prompts() -> None:
+def test_keys_of_a_tenant_share_cached_prefixes() -> None:
     async def main() -> None:
         async with rig(PER_TENANT) as gate:
             assert await asked(gate, "alice") == 0
@@ -127,7 +127,7 @@ def test_keys_of_a_tenant_share_their_prompts() -> None:
     uvloop.run(main())
 
 
-def test_without_the_option_prompts_are_shared_unless_clients_send_salts() -> None:
+def test_without_the_option_prefixes_are_shared_unless_clients_send_salts() -> None:
     """The emulated engines also apply the clients' own salts."""
 
     async def main() -> None:
@@ -145,7 +145,7 @@ def test_without_the_option_prompts_are_shared_unless_clients_send_salts() -> No
     uvloop.run(main())
 
 
-def test_salts_outlive_a_reload() -> None:
+def test_salts_stay_the_same_after_a_reload() -> None:
     async def main() -> None:
         async with rig(PER_KEY) as gate:
             assert await asked(gate, "alice") == 0
@@ -172,7 +172,7 @@ def test_embeddings_are_salted_too() -> None:
 
 
 @given(salt=st.text(min_size=1, max_size=200), tokens=st.lists(st.integers(0, 1000), min_size=4, max_size=12))
-def test_kv_events_of_salted_prompts_lead_to_the_hashes_of_their_requests(salt: str, tokens: list[int]) -> None:
+def test_kv_events_of_salted_prompts_give_the_hashes_of_their_requests(salt: str, tokens: list[int]) -> None:
     """Prefix matches from KV events therefore stay correct for each salt."""
     whole = tokens[: len(tokens) // 2 * 2]
     names = list(range(1, len(whole) // 2 + 1))

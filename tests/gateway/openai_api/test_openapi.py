@@ -97,7 +97,7 @@ def emulated() -> Iterator[Behind]:
         yield behind
 
 
-def test_the_description_is_what_the_gateway_shows(agreeing: Behind) -> None:
+def test_the_gateway_serves_the_description(agreeing: Behind) -> None:
     """The other tests use this description instead of the page."""
     connection = http.client.HTTPConnection("127.0.0.1", agreeing.front.gateway.port, timeout=STARTS_S)
     connection.request("GET", "/openapi.json")
@@ -113,7 +113,7 @@ def test_the_description_is_what_the_gateway_shows(agreeing: Behind) -> None:
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture],
 )
-def test_requests_and_answers_are_as_described(case: schemathesis.Case[Any], agreeing: Behind) -> None:
+def test_requests_and_responses_conform_to_the_description(case: schemathesis.Case[Any], agreeing: Behind) -> None:
     """Requests that the description allows are accepted, others rejected; statuses and bodies are those that it
     lists."""
     if _too_many_answers(case.body) or _has_float(case.body):
@@ -194,7 +194,7 @@ def bodies(draw: st.DrawFn) -> bytes:
 @example(path=COMPLETIONS, body=b'{"prompt":' + b"[" * 5000)
 @example(path=CHAT, body=b'{"messages":[{"role":"user","content":"\\ud800"}],"max_tokens":1}')
 @example(path=CHAT, body=b"\xff\xfe")
-def test_whatever_json_comes_it_is_answered_and_nothing_stays(emulated: Behind, path: str, body: bytes) -> None:
+def test_any_json_gets_a_response_and_leaks_nothing(emulated: Behind, path: str, body: bytes) -> None:
     """The response is a success or a client error in OpenAI's form, never a server error."""
     status, kind, answer = emulated.post(path, body)
     assert status in (200, 400, 404, 413, 422, 501), (status, answer)

@@ -93,26 +93,28 @@ def blocks_of(tokenizer: tokenizers.Tokenizer, text: str, special: bool) -> Prom
 
 
 @given(prompt=st.text())
-def test_plain_prompts_are_tokenized_as_vllm_does(prompt: str, exact: Prompts, tokenizer: tokenizers.Tokenizer) -> None:
+def test_plain_prompts_are_tokenized_as_by_vllm(prompt: str, exact: Prompts, tokenizer: tokenizers.Tokenizer) -> None:
     assert read(exact, plain(prompt)) == blocks_of(tokenizer, prompt, special=True)
     without = read(exact, plain(prompt, add_special_tokens=False))
     assert without.blocks == blocks_of(tokenizer, prompt, special=False).blocks
 
 
 @given(contents=st.lists(st.text(), min_size=1, max_size=3))
-def test_chats_go_through_the_template(contents: list[str], exact: Prompts, tokenizer: tokenizers.Tokenizer) -> None:
+def test_chats_are_rendered_with_the_template(
+    contents: list[str], exact: Prompts, tokenizer: tokenizers.Tokenizer
+) -> None:
     text = "<s>" + "".join(f"<user>{content}\n" for content in contents) + "<assistant>"
     assert read(exact, chat(*contents)) == blocks_of(tokenizer, text, special=False)
 
 
 @given(ids=st.lists(st.integers(0, 2**63 - 1), min_size=1), with_tokenizer=st.booleans())
-def test_token_ids_are_taken_as_they_are(ids: list[int], with_tokenizer: bool, exact: Prompts, rough: Prompts) -> None:
+def test_token_ids_are_used_unchanged(ids: list[int], with_tokenizer: bool, exact: Prompts, rough: Prompts) -> None:
     prompts = exact if with_tokenizer else rough
     assert read(prompts, plain(ids)) == Prompt(len(ids), block_hashes(ids, 4), 4)
 
 
 @given(one=st.text(), other=st.text())
-def test_blocks_of_text_are_equal_as_far_as_the_text_is(one: str, other: str, rough: Prompts) -> None:
+def test_equal_text_prefixes_have_equal_blocks(one: str, other: str, rough: Prompts) -> None:
     texts = [f"{WORDS}{one}".encode(), f"{WORDS}{other}".encode()]
     first, second = (read(rough, plain(text.decode())) for text in texts)
     assert first.input_tokens == -(-len(texts[0]) // 2)
@@ -123,19 +125,19 @@ def test_blocks_of_text_are_equal_as_far_as_the_text_is(one: str, other: str, ro
 
 
 @given(text=st.text())
-def test_a_block_stands_for_all_before_it(text: str, rough: Prompts) -> None:
+def test_a_block_hash_covers_all_earlier_blocks(text: str, rough: Prompts) -> None:
     one, other = (read(rough, plain(head + WORDS + text)) for head in ("head one", "head two"))
     assert not set(one.blocks) & set(other.blocks)
 
 
 @given(first=st.text(min_size=20), reply=st.text())
-def test_the_next_turn_finds_the_blocks_of_the_last(first: str, reply: str, rough: Prompts) -> None:
+def test_the_next_turn_contains_the_blocks_of_the_previous_one(first: str, reply: str, rough: Prompts) -> None:
     earlier, later = read(rough, chat(WORDS, first)), read(rough, chat(WORDS, first, reply))
     assert earlier.blocks == later.blocks[: len(earlier.blocks)]
     assert earlier.blocks
 
 
-def test_salts_keep_caches_apart(rough: Prompts, exact: Prompts) -> None:
+def test_different_salts_give_different_blocks(rough: Prompts, exact: Prompts) -> None:
     for prompts in (rough, exact):
         bare, salted, other = (
             read(prompts, plain(WORDS, **salt)) for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})
@@ -146,7 +148,7 @@ def test_salts_keep_caches_apart(rough: Prompts, exact: Prompts) -> None:
         assert read(prompts, plain(WORDS, cache_salt="a")) == salted
 
 
-def test_several_prompts_add_up(rough: Prompts, exact: Prompts, tokenizer: tokenizers.Tokenizer) -> None:
+def test_lengths_of_several_prompts_are_added(rough: Prompts, exact: Prompts, tokenizer: tokenizers.Tokenizer) -> None:
     several = read(rough, plain(["a" * 9, "b" * 4]))
     assert several == Prompt(7, read(rough, plain("a" * 9)).blocks, 4)
     assert read(exact, plain([[1, 2, 3], [4]])).input_tokens == 4
@@ -154,12 +156,12 @@ def test_several_prompts_add_up(rough: Prompts, exact: Prompts, tokenizer: token
     assert read(exact, plain(["one", "two two"])).input_tokens == sum(lengths)
 
 
-def test_an_empty_prompt_is_one_token(rough: Prompts) -> None:
+def test_an_empty_prompt_counts_as_one_token(rough: Prompts) -> None:
     assert read(rough, plain("")) == Prompt(1, (), 4)
     assert read(rough, plain(None, prompt_embeds="AAAA")) == Prompt(1, (), 4)
 
 
-def test_large_prompts_are_read_off_the_loop(folder: Path) -> None:
+def test_large_prompts_are_read_in_a_thread(folder: Path) -> None:
     for prompts in (Prompts(folder, inline_bytes=64), Prompts(inline_bytes=64)):
         for small, large in (
             (plain("a" * 64), plain("a" * 65)),
@@ -223,7 +225,7 @@ def test_small_prompts_do_not_wait_for_large_ones(folder: Path, tmp_path: Path) 
     prompts.close()
 
 
-def test_closing_does_not_wait_for_a_prompt_that_is_being_read(folder: Path, tmp_path: Path) -> None:
+def test_close_does_not_wait_for_a_prompt_in_progress(folder: Path, tmp_path: Path) -> None:
     """After a reload the event loop closes the previous reader; the thread continues although its client has left."""
     prompts, over = slow_prompts(folder, tmp_path, 60)
 
@@ -241,7 +243,7 @@ def test_closing_does_not_wait_for_a_prompt_that_is_being_read(folder: Path, tmp
     asyncio.run(main())
 
 
-def test_a_prompt_that_nobody_wants_any_more_leaves_the_queue(folder: Path, tmp_path: Path) -> None:
+def test_a_cancelled_prompt_leaves_the_queue(folder: Path, tmp_path: Path) -> None:
     """A waiting prompt leaves at once, so that its bytes are freed; a thread that works on one gets no other prompt
     meanwhile."""
     prompts, over = slow_prompts(folder, tmp_path, 0.001)
@@ -268,7 +270,7 @@ def test_a_prompt_that_nobody_wants_any_more_leaves_the_queue(folder: Path, tmp_
     prompts.close()
 
 
-def test_pictures_count_as_pictures_and_keep_their_bytes(rough: Prompts, exact: Prompts) -> None:
+def test_images_are_counted_as_images_and_keep_their_bytes(rough: Prompts, exact: Prompts) -> None:
     def picture(data: str) -> Completion:
         url = f"data:image/png;base64,{data}"
         return chat([{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}])
@@ -280,7 +282,7 @@ def test_pictures_count_as_pictures_and_keep_their_bytes(rough: Prompts, exact: 
         assert read(prompts, picture("B" * 99)).blocks[-1] != read(prompts, picture("A" * 99)).blocks[-1]
 
 
-def test_what_cannot_be_rendered_is_taken_as_text(exact: Prompts, folder: Path, tmp_path: Path) -> None:
+def test_a_chat_that_cannot_be_rendered_is_used_as_text(exact: Prompts, folder: Path, tmp_path: Path) -> None:
     """A client's own template, a template that raises, or no template: there are blocks, but they may differ from the
     engine's."""
     own = read(exact, chat(WORDS, chat_template="{% for a in range(99999) %}{% endfor %}"))
@@ -322,13 +324,13 @@ def rendered(folder: Path, template: str, messages: object, **fields: Any) -> st
     ],
     ids=range(12),
 )
-def test_templates_render_as_transformers_renders_them(
+def test_templates_render_as_by_transformers(
     tmp_path: Path, template: str, fields: dict[str, Any], expected: str | None
 ) -> None:
     assert rendered(tmp_path, template, [{"role": "user", "content": "hi"}], **fields) == expected
 
 
-def test_parts_are_joined_unless_the_template_walks_them(tmp_path: Path) -> None:
+def test_content_parts_are_joined_unless_the_template_iterates_over_them(tmp_path: Path) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]
     assert rendered(tmp_path, "{{ messages[0].content }}", parts) == "a\nb"
     walking = (
@@ -337,7 +339,7 @@ def test_parts_are_joined_unless_the_template_walks_them(tmp_path: Path) -> None
     assert rendered(tmp_path, walking, parts) == "[a][]"
 
 
-def test_arguments_of_tool_calls_are_objects(tmp_path: Path) -> None:
+def test_tool_call_arguments_reach_the_template_as_objects(tmp_path: Path) -> None:
     calls = [{"function": {"name": "f", "arguments": text}} for text in ('{"city": "Ulm"}', "")]
     messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
     shown = "{{ call.function.arguments is mapping }}{{ call.function.arguments.city }};"
@@ -345,7 +347,7 @@ def test_arguments_of_tool_calls_are_objects(tmp_path: Path) -> None:
     assert rendered(tmp_path, template, messages) == "TrueUlm;True;"
 
 
-def test_a_config_may_name_several_templates(tmp_path: Path) -> None:
+def test_a_tokenizer_config_may_contain_several_templates(tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "</s>"}))
     loaded = ChatTemplate.load(tmp_path)
@@ -354,19 +356,19 @@ def test_a_config_may_name_several_templates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [[{"template": "a"}], [{"name": "default"}], ["a"], 7, {"a": "b"}], ids=str)
-def test_a_config_that_names_templates_wrongly_is_refused(tmp_path: Path, named: object) -> None:
+def test_a_tokenizer_config_with_invalid_templates_is_rejected(tmp_path: Path, named: object) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     with pytest.raises(InputError, match="chat_template"):
         ChatTemplate.load(tmp_path)
 
 
-def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_is_not_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"chat_template\.jinja"):
         ChatTemplate.load(tmp_path)
 
 
-def test_files_that_are_no_tokenizer(tmp_path: Path, folder: Path) -> None:
+def test_files_that_are_not_a_tokenizer_are_rejected(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(InputError, match="tokenizer file does not exist"):
         Prompts(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -79,7 +79,7 @@ def refusal(prompts: Prompts, completion: Completion) -> RequestError:
 
 
 @given(text=st.text() | st.text(alphabet=" ") | st.text(alphabet=TEXT, min_size=50))
-def test_no_token_stands_for_more_bytes_than_the_bound(text: str, folder: Path, loaded: tokenizers.Tokenizer) -> None:
+def test_no_token_has_more_bytes_than_the_bound(text: str, folder: Path, loaded: tokenizers.Tokenizer) -> None:
     """A text of more than `context * bound` bytes therefore never fits into the context."""
     longest = longest_token_bytes(folder / "tokenizer.json")
     assert longest is not None
@@ -87,7 +87,7 @@ def test_no_token_stands_for_more_bytes_than_the_bound(text: str, folder: Path, 
 
 
 @given(text=st.text(alphabet=TEXT, max_size=400), chats=st.booleans())
-def test_a_prompt_is_refused_if_and_only_if_it_exceeds_the_context(
+def test_a_prompt_is_rejected_if_and_only_if_it_exceeds_the_context(
     text: str, chats: bool, prompts: Prompts, loaded: tokenizers.Tokenizer
 ) -> None:
     tokens = len(loaded.encode(f"<user>{text}" if chats else text).ids)
@@ -104,7 +104,7 @@ def test_a_prompt_is_refused_if_and_only_if_it_exceeds_the_context(
 
 
 @pytest.mark.parametrize("where", ["prompt", "messages", "chat_template_kwargs", "tools"])
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(folder: Path, where: str) -> None:
+def test_a_text_that_cannot_fit_is_rejected_before_it_is_tokenized(folder: Path, where: str) -> None:
     """The message counts bytes; after tokenizing it would count tokens."""
     (folder / "tools").mkdir(exist_ok=True)
     for name in ("tokenizer.json", "config.json"):
@@ -135,14 +135,14 @@ def test_token_ids_are_counted_with_and_without_a_tokenizer(folder: Path, prompt
     rough.close()
 
 
-def test_a_prompt_that_the_engine_cuts_is_not_refused(prompts: Prompts) -> None:
+def test_a_prompt_that_the_engine_truncates_is_not_rejected(prompts: Prompts) -> None:
     found = prompts.blocks_now(plain("word " * 500, truncate_prompt_tokens=50))
     assert found is not None
     assert found.input_tokens > CONTEXT
     assert refusal(prompts, plain("word " * 500, truncate_prompt_tokens=None)).code == "context_length_exceeded"
 
 
-def test_memory_bounds_the_text_where_no_context_is_known(folder: Path, tmp_path: Path) -> None:
+def test_memory_limits_the_text_if_the_context_is_unknown(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content[:5] }}")
     prompts = Prompts(tmp_path, memory_bytes=100e6)
@@ -159,13 +159,13 @@ def test_memory_bounds_the_text_where_no_context_is_known(folder: Path, tmp_path
 
 
 @given(st.floats(100e6, 1e12))
-def test_all_lanes_together_stay_within_the_memory(memory_bytes: float) -> None:
+def test_all_lanes_together_stay_within_the_memory_limit(memory_bytes: float) -> None:
     longest = PromptBounds(memory_bytes=memory_bytes).text_bytes
     assert longest > 0
     assert 350 * sum(min(limit, longest) for limit in LANE_LIMITS) <= memory_bytes * (1 + 1e-9)
 
 
-def test_further_prompts_beyond_the_memory_are_counted_by_their_bytes(folder: Path) -> None:
+def test_further_prompts_beyond_the_memory_limit_are_counted_by_bytes(folder: Path) -> None:
     prompts = Prompts(folder, context_tokens=10**9, memory_bytes=100e6)
     half = "a " * (prompts.bounds.text_bytes // 4)
     one = asyncio.run(prompts.blocks(plain(half))).input_tokens
@@ -197,7 +197,7 @@ def test_the_context_is_read_from_the_model_s_configuration(
     assert context_of(tmp_path) == context
 
 
-def test_without_a_configuration_the_context_is_not_known(tmp_path: Path) -> None:
+def test_without_a_model_configuration_the_context_is_unknown(tmp_path: Path) -> None:
     assert context_of(tmp_path) is None
 
 
@@ -206,7 +206,7 @@ def no_bound(tmp_path: Path, tokenizer: tokenizers.Tokenizer) -> None:
     assert longest_token_bytes(tmp_path / "tokenizer.json") is None
 
 
-def test_no_bound_is_derived_where_text_may_be_dropped(tmp_path: Path) -> None:
+def test_no_bound_is_derived_if_the_tokenizer_may_drop_text(tmp_path: Path) -> None:
     no_bound(tmp_path, made(normalizer=normalizers.Strip()))
     no_bound(tmp_path, made(normalizer=normalizers.Replace("   ", " ")))
     no_bound(tmp_path, made(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed")])))
@@ -234,7 +234,7 @@ def test_the_bound_holds_with_unicode_composition(text: str, tmp_path_factory: p
     assert len(jamo.encode()) <= longest * len(composing.encode(jamo).ids)
 
 
-def test_the_client_is_told_which_limit_it_exceeds(folder: Path) -> None:
+def test_the_error_gives_the_limit_that_was_exceeded(folder: Path) -> None:
     """Through a whole gateway; the engines receive nothing."""
 
     async def main() -> None:

@@ -68,7 +68,7 @@ def arrivals(draw: st.DrawFn) -> list[tuple[float, int]]:
 
 
 @given(arrivals())
-def test_every_prompt_is_read_once_and_larger_ones_never_hold_a_lane_of_smaller_ones(
+def test_every_prompt_is_read_once_in_a_lane_of_its_size(
     plan: list[tuple[float, int]],
 ) -> None:
     readers = Readers()
@@ -106,7 +106,7 @@ def test_a_prompt_is_overtaken_only_by_those_that_arrive_soon_after_it(plan: lis
                 assert readers.began[one] <= readers.began[other]
 
 
-def test_a_small_prompt_begins_at_once_beside_large_ones() -> None:
+def test_a_small_prompt_starts_at_once_while_large_ones_are_read() -> None:
     queue = PromptQueue(1e6)
     assert [queue.enter(ticket, LARGE, 0.0) for ticket in range(4)] == [[0], [], [], []]
     assert queue.enter(4, MIDDLE, 0.0) == [4]
@@ -116,7 +116,7 @@ def test_a_small_prompt_begins_at_once_beside_large_ones() -> None:
     assert queue.leave(0, 5.0) == [1]
 
 
-def test_the_shortest_of_those_that_wait_is_next() -> None:
+def test_the_shortest_waiting_prompt_is_next() -> None:
     queue = PromptQueue(1e6)
     assert queue.enter(0, LARGE, 0.0) == [0]
     for ticket, nbytes in ((1, 4_000_000), (2, 2_000_000), (3, 3_000_000)):
@@ -128,7 +128,7 @@ def test_the_shortest_of_those_that_wait_is_next() -> None:
 
 
 @given(st.lists(sizes, min_size=1, max_size=40), st.floats(0, 20))
-def test_whoever_would_wait_too_long_is_told_when_to_come_back(plan: list[int], wait_max_s: float) -> None:
+def test_a_prompt_that_would_wait_too_long_is_rejected_with_retry_after(plan: list[int], wait_max_s: float) -> None:
     queue = PromptQueue(1e6, wait_max_s)
     waiting: dict[int, int] = {}
     for ticket, nbytes in enumerate(plan):
@@ -153,7 +153,7 @@ def test_whoever_would_wait_too_long_is_told_when_to_come_back(plan: list[int], 
     assert all(queue.wait_s(nbytes) == 0 for nbytes in plan)
 
 
-def test_the_pace_is_measured() -> None:
+def test_the_throughput_of_reading_is_measured() -> None:
     queue = PromptQueue(1e6)
     for ticket in range(50):
         queue.enter(ticket, LARGE, 10.0 * ticket)

@@ -48,7 +48,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(s
     middle=st.binary(max_size=6) | st.text(max_size=3).map(str.encode),
     after=st.sampled_from([0, PIECE_BYTES - 5, PIECE_BYTES]),
 )
-def test_utf8_is_checked_in_pieces_as_it_is_at_once(before: int, middle: bytes, after: int) -> None:
+def test_utf8_checked_in_pieces_gives_the_same_result_as_at_once(before: int, middle: bytes, after: int) -> None:
     """Characters may be split between two pieces; the error gives the same byte."""
     body = b"a" * before + middle + b"a" * after
 
@@ -97,7 +97,7 @@ def test_unknown_fields_keep_their_bytes(unknown: dict[str, bytes]) -> None:
     | raw_values()
     | st.builds(lambda raw: b'{"prompt":' + raw + b',"messages":' + raw + b"}", raw_values()),
 )
-def test_any_bytes_are_read_or_refused_in_openai_s_shape(path: bytes, body: bytes) -> None:
+def test_any_bytes_are_parsed_or_rejected_in_openai_form(path: bytes, body: bytes) -> None:
     refused = None
     try:
         read_completion(path, body)
@@ -172,7 +172,7 @@ def test_the_description_is_valid_openapi() -> None:
     assert len(operations) == len(list(described.get_all_operations())) == 9
 
 
-def test_what_routing_needs() -> None:
+def test_fields_that_routing_needs_are_parsed() -> None:
     read = read_completion(
         CHAT,
         b'{"model":"llama","messages":[{"role":"user","content":"\\u00e4"}],"stream":true,"max_tokens":7,"n":2,'
@@ -212,7 +212,9 @@ def test_null_counts_as_absent() -> None:
     ],
     ids=["text", "empty", "ids", "texts", "id-lists"],
 )
-def test_shapes_of_a_prompt(prompt: object, text: bytes | None, ids: list[int] | None, further: object) -> None:
+def test_every_form_of_a_prompt_is_parsed(
+    prompt: object, text: bytes | None, ids: list[int] | None, further: object
+) -> None:
     for indent in (None, 70):
         read = read_completion(COMPLETIONS, json.dumps({"prompt": prompt}, indent=indent).encode())
         assert (read.text, read.token_ids, read.further) == (text, ids, further)
@@ -220,14 +222,14 @@ def test_shapes_of_a_prompt(prompt: object, text: bytes | None, ids: list[int] |
 
 
 @given(st.text())
-def test_a_prompt_s_text_is_its_utf8(prompt: str) -> None:
+def test_the_text_of_a_prompt_is_its_utf8(prompt: str) -> None:
     for ascii_only in (True, False):
         body = json.dumps({"prompt": prompt}, ensure_ascii=ascii_only).encode()
         assert read_completion(COMPLETIONS, body).text == prompt.encode()
 
 
 @given(st.lists(st.text(), min_size=1, max_size=5), st.sampled_from([None, 2]))
-def test_a_conversation_that_grows_keeps_its_prefix(turns: list[str], indent: int | None) -> None:
+def test_a_longer_conversation_keeps_its_prefix(turns: list[str], indent: int | None) -> None:
     def text(upto: int) -> bytes:
         messages = [{"role": "user", "content": turn} for turn in turns[:upto]]
         read = read_completion(CHAT, json.dumps({"tools": [], "messages": messages}, indent=indent).encode())
@@ -238,7 +240,7 @@ def test_a_conversation_that_grows_keeps_its_prefix(turns: list[str], indent: in
     assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
 
 
-def test_other_tools_are_another_prefix() -> None:
+def test_different_tools_give_a_different_prefix() -> None:
     one, other = (read_completion(CHAT, chat(tools=[{"name": name}])).text for name in "ab")
     assert one is not None
     assert other is not None
@@ -263,7 +265,7 @@ def test_other_tools_are_another_prefix() -> None:
     ],
     ids=str,
 )
-def test_what_one_instance_must_do_alone(fields: dict[str, Any], one_leg: bool) -> None:
+def test_which_requests_are_not_split(fields: dict[str, Any], one_leg: bool) -> None:
     assert read_completion(COMPLETIONS, completions(**fields)).one_leg == one_leg
 
 
@@ -295,7 +297,7 @@ def test_what_one_instance_must_do_alone(fields: dict[str, Any], one_leg: bool) 
     ],
     ids=range(22),
 )
-def test_a_refusal_says_what_and_where(path: bytes, body: bytes, param: str | None, word: str) -> None:
+def test_an_error_gives_the_field_and_the_cause(path: bytes, body: bytes, param: str | None, word: str) -> None:
     refused = refusal(path, body)
     assert refused.param == param
     assert word in refused.message
@@ -303,12 +305,12 @@ def test_a_refusal_says_what_and_where(path: bytes, body: bytes, param: str | No
     assert ";" in refused.message  # the message says how to fix it
 
 
-def test_what_engines_tell_each_other_is_not_taken_from_clients() -> None:
+def test_fields_between_engines_are_not_accepted_from_clients() -> None:
     read = read_completion(COMPLETIONS, completions(**dict.fromkeys(ENGINE_FIELDS, "x"), temperature=1))
     assert set(read.fields) == {"prompt", "temperature"}
 
 
-def test_tools_and_pictures_pass() -> None:
+def test_tools_and_images_are_accepted() -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     body = chat(
         messages=[
@@ -332,7 +334,7 @@ def test_events_of_a_stream_are_counted(texts: list[str], done: bool, data: st.D
     assert sum(sse_events(piece) for piece in pieces) == len(texts)
 
 
-def test_usage_of_a_whole_answer() -> None:
+def test_usage_of_a_non_streaming_response() -> None:
     assert usage_tokens(b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":42}}') == 42
     assert usage_tokens(b'{"usage":null}') is None
     assert usage_tokens(b'{"usage":{"prompt_tokens":3}}') is None
@@ -346,7 +348,7 @@ def test_usage_of_a_whole_answer() -> None:
     assert usage_tokens(b'{"a":' + b"[" * 100_000) is None
 
 
-def test_errors_and_models_as_openai_writes_them() -> None:
+def test_errors_and_models_have_the_form_of_openai() -> None:
     assert json.loads(error_body("why", "server_error", param="n")) == {
         "error": {"message": "why", "type": "server_error", "param": "n", "code": None}
     }
@@ -385,7 +387,7 @@ def strings_of(value: Any) -> int:
 
 
 @given(trees, st.booleans())
-def test_values_are_counted_whatever_the_strings_hold(tree: Any, ascii_only: bool) -> None:
+def test_values_are_counted_correctly_for_any_strings(tree: Any, ascii_only: bool) -> None:
     """The count is at least the number of strings and at most that plus the values between them; a run of numbers
     counts as one."""
     text = json.dumps([tree, [1, 2, 3] * 100], ensure_ascii=ascii_only).encode()
@@ -394,7 +396,7 @@ def test_values_are_counted_whatever_the_strings_hold(tree: Any, ascii_only: boo
 
 
 @pytest.mark.parametrize("before_end", range(14))
-def test_values_are_counted_wherever_a_piece_ends(before_end: int) -> None:
+def test_values_are_counted_correctly_for_any_piece_boundaries(before_end: int) -> None:
     """The piece may end in a string, in an escape, or between two values."""
     string = b"a" * (PIECE_BYTES - before_end) + b'\\"\\\\\\"\\n'
     assert 1000 <= values_in(b'["' + string + b'",' + b"[]," * 1000 + b"[]]", 10**9) <= 1010
@@ -414,13 +416,13 @@ def test_values_are_counted_wherever_a_piece_ends(before_end: int) -> None:
     ],
     ids=["lists", "texts", "elsewhere", "fields", "messages", "parts", "extra"],
 )
-def test_a_body_of_very_many_values_is_refused_before_they_are_made(path: bytes, body: bytes) -> None:
+def test_a_body_of_too_many_values_is_rejected_before_it_is_parsed(path: bytes, body: bytes) -> None:
     assert str(VALUES_MAX) in refusal(path, body).message
     with pytest.raises(RequestError, match=str(VALUES_MAX)):
         read_passthrough(path, body)
 
 
-def test_too_many_prompts_or_token_ids_are_refused_before_they_are_made() -> None:
+def test_too_many_prompts_or_token_ids_are_rejected_before_they_are_parsed() -> None:
     def peak_bytes(body: bytes, word: str) -> int:
         tracemalloc.start()
         try:
@@ -437,7 +439,7 @@ def test_too_many_prompts_or_token_ids_are_refused_before_they_are_made() -> Non
 
 
 @pytest.mark.parametrize("separator", [",", ", ", ",\n"])
-def test_long_lists_of_token_ids_are_read_as_short_ones(separator: str) -> None:
+def test_long_lists_of_token_ids_are_parsed_like_short_ones(separator: str) -> None:
     """Long lists are read in pieces; an error reports its position in the whole list."""
     ids = [index * 7919 % 128_000 for index in range(60_000)]
 
@@ -457,7 +459,7 @@ def test_long_lists_of_token_ids_are_read_as_short_ones(separator: str) -> None:
     assert "`$[1]`" in refusal(COMPLETIONS, body([ids, 5])).message
 
 
-def test_only_the_model_is_read_of_other_requests() -> None:
+def test_only_the_model_is_parsed_from_other_requests() -> None:
     assert read_passthrough(b"/v1/embeddings", b'{"model":"m","input":[[1,2]]}').model == "m"
     assert read_passthrough(b"/tokenize", b"{}").model == ""
     for body in (b"[]", b'{"model":1}', b"{", b'{"model":"\xff"}', b'{"a":' + b"[" * 100_000):
@@ -469,7 +471,7 @@ def test_only_the_model_is_read_of_other_requests() -> None:
     st.dictionaries(st.sampled_from([*sorted(ENGINE_FIELDS), "model", "input", "x"]), st.text(max_size=5), max_size=6),
     st.booleans(),
 )
-def test_fields_for_engines_are_taken_out_of_other_requests_and_nothing_else_changes(
+def test_engine_fields_are_removed_from_other_requests_and_nothing_else_changes(
     sent: dict[str, str], escaped: bool
 ) -> None:
     """A body without such fields is passed on byte for byte; a name written with an escape is the same name."""

@@ -178,7 +178,7 @@ def test_retry_after_follows_the_measured_rate(per_s: float, for_s: float, queue
     assert min(60, max(1, wait_s / 1.5)) <= refused.retry_after_s <= min(60, wait_s * 1.5 + 1)
 
 
-def test_retry_after_of_a_key_waits_for_one_of_its_own() -> None:
+def test_retry_after_of_a_key_depends_on_its_own_requests() -> None:
     """The key has 50 of 100 requests and ten requests leave each second, so one of the key leaves within 0.2 s."""
     admission, now = busy(10.0, 50.0, per_key=50)
     refused = admission.acquire(10**6, "key0", now)
@@ -191,7 +191,7 @@ def test_retry_after_of_a_key_waits_for_one_of_its_own() -> None:
     assert 3 <= refused.retry_after_s <= 6, "one of fifty, where one of a hundred leaves every two seconds: 4 s"
 
 
-def test_who_has_waited_too_long_holds_nothing_any_more() -> None:
+def test_an_expired_request_holds_no_place() -> None:
     """A request expires exactly at its deadline. The place of its key is free again, and the next deadline is that of
     the next request."""
     admission = AdmissionController(AdmissionLimits(in_flight=1, queue=2, queue_wait_s=5.0, per_key=2))
@@ -204,7 +204,7 @@ def test_who_has_waited_too_long_holds_nothing_any_more() -> None:
     assert admission.expires_at is None
 
 
-def test_nobody_leaves_says_the_longest_wait() -> None:
+def test_without_completions_retry_after_is_the_longest_wait() -> None:
     admission = AdmissionController(AdmissionLimits(in_flight=1, queue=0), 5.0)
     admission.acquire(0, None, 5.0)
     refused = admission.acquire(1, None, 1000.0)
@@ -227,6 +227,6 @@ def test_a_key_may_have_its_own_limit() -> None:
     assert isinstance(admission.acquire(21, None, 0.0), Accepted), "without keys there is nobody to bound"
 
 
-def test_limits_without_a_place_are_our_own_bug() -> None:
+def test_limits_of_zero_requests_are_an_assertion_error() -> None:
     with pytest.raises(AssertionError):
         AdmissionLimits(in_flight=0)

@@ -51,7 +51,7 @@ async def _status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
         writer.close()
 
 
-def test_everybody_who_waits_is_answered_when_nobody_can_be_served() -> None:
+def test_every_queued_request_is_rejected_if_none_can_be_served() -> None:
     """A rejected request passes its place to the next one, for any length of the queue, without recursion."""
 
     async def run() -> None:
@@ -71,7 +71,7 @@ def test_everybody_who_waits_is_answered_when_nobody_can_be_served() -> None:
     uvloop.run(run())
 
 
-def test_a_client_that_leaves_the_queue_gives_its_place_back() -> None:
+def test_a_client_that_leaves_the_queue_releases_its_place() -> None:
     """The requests behind it are served in time."""
 
     async def run() -> None:
@@ -88,7 +88,7 @@ def test_a_client_that_leaves_the_queue_gives_its_place_back() -> None:
     uvloop.run(run())
 
 
-def test_whoever_waits_when_the_gateway_closes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_queued_requests_are_rejected_when_the_gateway_closes(caplog: pytest.LogCaptureFixture) -> None:
     """No request is admitted while others are aborted; nothing remains held, and nothing is logged as an error."""
 
     async def run() -> None:
@@ -105,7 +105,7 @@ def test_whoever_waits_when_the_gateway_closes_is_told(caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_fault_of_the_gateway_costs_one_answer_and_no_place(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_fails_one_request_and_releases_its_place(caplog: pytest.LogCaptureFixture) -> None:
     """If the start of a request raises, queued or not, the next request is admitted."""
 
     async def run() -> None:

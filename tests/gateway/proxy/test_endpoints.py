@@ -46,7 +46,7 @@ def error_of(answer: Answer) -> Any:
     return error
 
 
-def test_head_is_get_without_a_body() -> None:
+def test_head_responses_equal_get_responses_without_the_body() -> None:
     """Every page supports HEAD, also the one that engines answer, although engines do not support HEAD."""
 
     async def main() -> None:
@@ -65,7 +65,7 @@ def test_head_is_get_without_a_body() -> None:
 
 
 @pytest.mark.parametrize("method", ["HEAD", "GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "POST"])
-def test_another_method_is_refused_with_those_that_are_not(method: str) -> None:
+def test_other_methods_are_rejected_with_the_allowed_ones(method: str) -> None:
     """405 with Allow on known paths, 404 on others."""
 
     async def main() -> None:
@@ -89,7 +89,7 @@ def test_another_method_is_refused_with_those_that_are_not(method: str) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-def test_a_client_that_waits_for_100_is_told_to_go_on(streams: bool) -> None:
+def test_a_client_that_waits_for_100_continue_receives_it(streams: bool) -> None:
     """The Expect header is not sent to engines."""
 
     async def main() -> None:
@@ -114,7 +114,7 @@ def test_a_client_that_waits_for_100_is_told_to_go_on(streams: bool) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/detokenize"])
-def test_what_is_passed_on_is_passed_on_as_it_is(path: str) -> None:
+def test_passthrough_requests_and_responses_are_unchanged(path: str) -> None:
     """Body, query and headers are unchanged, and so are the engine's status, headers and body; engines take turns."""
     body = b'{"model":"%b",  "input":["a"], "x":1.0}' % MODEL.encode()
 
@@ -142,7 +142,7 @@ def test_what_is_passed_on_is_passed_on_as_it_is(path: str) -> None:
     run(main())
 
 
-def test_what_is_passed_on_goes_past_engines_that_fail_and_is_refused_where_all_do() -> None:
+def test_passthrough_requests_are_retried_and_fail_if_all_engines_fail() -> None:
     """If all fail, the response has a gateway error status and the request's ID. A client error does not count against
     an engine."""
 
@@ -170,7 +170,7 @@ def test_what_is_passed_on_goes_past_engines_that_fail_and_is_refused_where_all_
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings", "/v1/models", "/ready"])
-def test_without_any_instance_the_answer_is_503_and_says_when_to_come_back(path: str) -> None:
+def test_without_any_instance_the_response_is_503_with_retry_after(path: str) -> None:
     """Every endpoint that needs an instance gives this response."""
 
     async def main() -> None:
@@ -189,7 +189,7 @@ def test_without_any_instance_the_answer_is_503_and_says_when_to_come_back(path:
     run(main())
 
 
-def test_a_full_gateway_says_503_a_key_that_has_enough_429_and_both_when_to_come_back() -> None:
+def test_a_full_gateway_gives_503_a_key_at_its_limit_429_both_with_retry_after() -> None:
     """Each key has its own limit, the default or its own number; a rejected request leaves nothing behind."""
     keys = {name: f"kvr_{name}" for name in ("alice", "bob", "carol")}
     known = ", ".join(f"{name}: '{hash_text(key)}'" for name, key in keys.items())
@@ -232,7 +232,7 @@ def test_a_full_gateway_says_503_a_key_that_has_enough_429_and_both_when_to_come
 
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_where_all_engines_are_full_the_client_reads_503_and_when_to_come_back(leg: str, status: int) -> None:
+def test_if_all_engines_are_full_the_response_is_503_with_retry_after(leg: str, status: int) -> None:
     """A 429 of the gateway itself is for keys only."""
 
     async def main() -> None:
@@ -249,7 +249,7 @@ def test_where_all_engines_are_full_the_client_reads_503_and_when_to_come_back(l
     run(main())
 
 
-def test_a_model_is_shown_by_its_name() -> None:
+def test_a_model_is_found_by_its_name() -> None:
     """Names may contain a slash or a space; an unknown name is not found."""
 
     async def main() -> None:
@@ -268,7 +268,7 @@ def test_a_model_is_shown_by_its_name() -> None:
     run(main())
 
 
-def test_where_engines_name_the_model_they_show_it() -> None:
+def test_without_configured_models_engines_answer_model_queries() -> None:
     async def says(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
         return web.json_response({"id": asked.path})
 
@@ -285,7 +285,7 @@ def test_where_engines_name_the_model_they_show_it() -> None:
 
 @pytest.mark.parametrize("given", ["", "x" * 300, "x" * 200, "mine"], ids=["empty", "300", "200", "short"])
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
-def test_engines_and_the_client_read_the_same_request_id(path: str, given: str) -> None:
+def test_engines_and_the_client_receive_the_same_request_id(path: str, given: str) -> None:
     """The ID is the client's own unless that is empty or very long."""
 
     async def main() -> None:
@@ -300,7 +300,7 @@ def test_engines_and_the_client_read_the_same_request_id(path: str, given: str) 
     run(main())
 
 
-def test_metrics_can_be_left_to_the_admin_port() -> None:
+def test_metrics_can_be_served_on_the_admin_port_only() -> None:
     async def main() -> None:
         async with rig("  listen: {port: 0, metrics: false}\n", CLUSTER.replace(LISTEN, "")) as gate:
             assert (await gate.get("/metrics")).status == 404
@@ -310,7 +310,7 @@ def test_metrics_can_be_left_to_the_admin_port() -> None:
     run(main())
 
 
-def test_a_page_of_metrics_is_made_in_pieces_between_which_others_are_served() -> None:
+def test_a_metrics_page_is_generated_in_pieces_and_other_requests_run_in_between() -> None:
     async def main() -> None:
         async with rig() as gate:
             gateway, happened = gate.gateway, asyncio.Event()
@@ -350,7 +350,7 @@ def reading_threads() -> set[threading.Thread]:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
-def test_large_bodies_are_read_beside_the_loop(path: str) -> None:
+def test_large_bodies_are_parsed_in_a_thread(path: str) -> None:
     """Small bodies are read on the event loop; responses and rejections are the same."""
 
     def body(size: int) -> dict[str, Any]:
@@ -384,7 +384,7 @@ async def _send(port: int, body: bytes) -> asyncio.StreamWriter:
     return writer
 
 
-def test_a_client_that_leaves_before_its_body_is_read_leaves_nothing() -> None:
+def test_a_client_that_disconnects_before_its_body_is_parsed_leaks_nothing() -> None:
     """Large bodies are read one after the other: the earlier ones take long enough for the client to leave
     meanwhile."""
 

@@ -62,7 +62,7 @@ def body_for(path: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", POSTED)
-def test_only_headers_of_the_list_reach_engines(path: str) -> None:
+def test_only_allowed_headers_reach_engines(path: str) -> None:
     """The client's Connection header and the kind of leg have no effect."""
 
     async def main() -> None:
@@ -78,7 +78,7 @@ def test_only_headers_of_the_list_reach_engines(path: str) -> None:
     run(main())
 
 
-def test_the_setting_adds_headers() -> None:
+def test_the_setting_allows_more_headers() -> None:
     async def main() -> None:
         prefill, decode = sides("vllm")
         async with foreign(prefill + decode, "  forward_headers: [X-Tenant, x-data-parallel-rank]\n") as front:
@@ -91,13 +91,13 @@ def test_the_setting_adds_headers() -> None:
 
 
 @pytest.mark.parametrize("name", ["Connection", "content-length", "Host", "X-Request-Id", "Accept-Encoding"])
-def test_a_header_that_the_gateway_sets_cannot_be_added(name: str) -> None:
+def test_headers_set_by_the_gateway_cannot_be_allowed(name: str) -> None:
     with pytest.raises(InputErrors, match=f"sets {name} itself"):
         settings_of(f"gateway:\n  forward_headers: [{name}]\n", "test.yaml")
 
 
 @pytest.mark.parametrize("path", POSTED)
-def test_no_field_for_engines_comes_from_a_client(path: str) -> None:
+def test_engine_fields_from_clients_are_removed(path: str) -> None:
     """Every endpoint with a body removes these fields; other fields keep their values."""
     told = {name: {"remote_host": "10.6.6.6", "remote_port": 1} for name in ENGINE_FIELDS}
     assert {"kv_transfer_params", "data_parallel_rank", "routed_dp_rank", "rid", "bootstrap_host"} <= ENGINE_FIELDS
@@ -135,7 +135,7 @@ WAYS_OUT = (
 
 
 @pytest.mark.parametrize("rest", WAYS_OUT)
-def test_no_path_below_models_leads_elsewhere(rest: str) -> None:
+def test_model_paths_with_dot_segments_reach_no_other_path(rest: str) -> None:
     """The engines name the models themselves; the client receives an error that there is no such model."""
 
     async def main() -> None:
@@ -153,7 +153,7 @@ def test_no_path_below_models_leads_elsewhere(rest: str) -> None:
 
 
 @given(st.text(max_size=40))
-def test_a_model_name_has_no_segment_that_leads_away(name: str) -> None:
+def test_an_accepted_model_name_has_no_dot_segment(name: str) -> None:
     """For any text and escaping, an accepted name has no dot segment and nothing left to decode."""
     for text in (name, quote(name, safe=""), quote(name), quote(quote(name))):
         if not text.isascii():
@@ -165,12 +165,12 @@ def test_a_model_name_has_no_segment_that_leads_away(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3-70b", "org/name", "org%2Fname", "a%20b", "qwen2.5:7b@q4_K+x~1"])
-def test_names_that_models_have_are_passed_on(name: str) -> None:
+def test_usual_model_names_are_forwarded(name: str) -> None:
     assert is_model_name(name.encode())
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_the_body_of_a_read_is_no_second_request(method: str) -> None:
+def test_the_body_of_a_get_request_is_not_forwarded(method: str) -> None:
     """The body is not sent, because an engine would parse it as another request."""
     hidden = b"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -192,7 +192,7 @@ def test_the_body_of_a_read_is_no_second_request(method: str) -> None:
     run(main())
 
 
-def test_a_query_of_a_path_that_is_passed_on_stays_a_query() -> None:
+def test_the_query_of_a_passthrough_path_stays_a_query() -> None:
     async def main() -> None:
         prefill, decode = sides("vllm")
         async with foreign(prefill + decode) as front:

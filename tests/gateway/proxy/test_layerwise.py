@@ -41,7 +41,7 @@ async def pulled(gate: Rig, kind: str) -> float:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
-def test_what_leaves_its_datacenter_is_fetched_early(tmp_path: Path, stream: bool) -> None:
+def test_transfers_between_datacenters_are_early(tmp_path: Path, stream: bool) -> None:
     """Transfers within a datacenter are not early. The response is that of a single engine, and the log replays to the
     same decisions."""
     log = tmp_path / "events.log"
@@ -67,7 +67,7 @@ def test_what_leaves_its_datacenter_is_fetched_early(tmp_path: Path, stream: boo
     assert not [record for record in records if isinstance(record.event, TransferMeasured)]
 
 
-def test_everything_can_be_fetched_early(tmp_path: Path) -> None:
+def test_transfers_within_a_datacenter_can_be_early(tmp_path: Path) -> None:
     """The cluster file enables early transfers within a datacenter too. Their time is that of the prefill, so they are
     no measurement of the network."""
     log = tmp_path / "events.log"
@@ -85,7 +85,7 @@ def test_everything_can_be_fetched_early(tmp_path: Path) -> None:
     assert not [record for record in records if isinstance(record.event, TransferMeasured)]
 
 
-def test_the_decode_leg_is_not_held_for_the_prefill_engine() -> None:
+def test_the_decode_leg_does_not_wait_for_the_prefill_response() -> None:
     """The decode leg is complete before the prefill engine has answered. Both legs carry the same transfer ID, and each
     attempt has a new one."""
 
@@ -118,7 +118,7 @@ def early(engines: list[Engine]) -> Any:
     return foreign(engines, EVERYWHERE)
 
 
-def test_a_decode_engine_that_is_not_there_leaves_the_prefill_alone() -> None:
+def test_an_unreachable_decode_engine_does_not_repeat_the_prefill() -> None:
     """Another decode engine gets the same transfer ID: the prompt is computed once."""
 
     async def main() -> None:
@@ -147,7 +147,7 @@ def test_a_decode_engine_that_is_not_there_leaves_the_prefill_alone() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-def test_a_prefill_that_fails_is_tried_elsewhere_with_its_decode_leg(streams: bool) -> None:
+def test_after_a_failed_prefill_both_legs_are_retried(streams: bool) -> None:
     """Both legs restart under another transfer ID; the first decode leg is cancelled."""
 
     async def main() -> None:
@@ -184,7 +184,7 @@ def test_a_prefill_that_fails_is_tried_elsewhere_with_its_decode_leg(streams: bo
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-def test_where_nobody_else_prefills_the_decode_engine_may_do_it_itself(streams: bool) -> None:
+def test_without_another_prefill_instance_the_decode_engine_computes_the_prompt(streams: bool) -> None:
     """vLLM computes a prompt whose KV does not arrive: the decode leg continues, and its response goes to the
     client."""
 
@@ -219,7 +219,7 @@ async def transfers_landed(front: Front) -> float:
 
 @pytest.mark.parametrize("fault", ["reset", 500, 503])
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_a_leg_that_fails_once_costs_time_alone(leg: str, fault: Any) -> None:
+def test_a_leg_that_fails_once_only_delays_the_request(leg: str, fault: Any) -> None:
     """At either site and for any status, every request is answered and nothing is held."""
 
     async def main() -> None:
@@ -234,7 +234,7 @@ def test_a_leg_that_fails_once_costs_time_alone(leg: str, fault: Any) -> None:
     uvloop.run(main())
 
 
-def test_a_prefill_engine_that_dies_while_it_is_pulled_from() -> None:
+def test_a_prefill_engine_that_dies_during_the_transfer_is_replaced() -> None:
     """The transfer stops in the middle; another engine computes the prompt, and the WAN path is not blamed."""
 
     async def main() -> None:
@@ -257,7 +257,7 @@ def test_a_prefill_engine_that_dies_while_it_is_pulled_from() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
-def test_a_way_that_is_cut_under_an_early_pull_is_blamed(stream: bool) -> None:
+def test_a_wan_path_that_is_cut_during_an_early_transfer_is_blamed(stream: bool) -> None:
     """The requests on that path are prefilled at home."""
 
     async def main() -> None:
@@ -273,7 +273,7 @@ def test_a_way_that_is_cut_under_an_early_pull_is_blamed(stream: bool) -> None:
     uvloop.run(main())
 
 
-def test_a_client_that_leaves_ends_both_legs() -> None:
+def test_a_client_that_disconnects_ends_both_legs() -> None:
     async def main() -> None:
         async with two_sites(EARLY) as gate:
             engines = [gate.fleet.servers[name].engine for name in ("far0", "far1")]
@@ -301,7 +301,7 @@ FAULTS = st.fixed_dictionaries(
 
 @settings(max_examples=8, deadline=None)
 @given(st.dictionaries(st.sampled_from(["far0", "far1", "prefill0", *DECODERS]), FAULTS, max_size=4), st.booleans())
-def test_whatever_fails_every_request_has_one_end_and_nothing_is_held(faults: dict[str, Any], stream: bool) -> None:
+def test_after_any_failures_every_request_ends_once_and_nothing_is_held(faults: dict[str, Any], stream: bool) -> None:
     """Each request gets a complete response or an error; afterwards the core and the engines hold nothing."""
 
     async def main() -> None:

@@ -70,9 +70,7 @@ async def clean(gate: Rig) -> None:
 
 @pytest.mark.parametrize("section", [SERIAL, EARLY], ids=["serial", "layerwise"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
-def test_a_long_prompt_leaves_and_what_home_has_cached_of_it_goes_ahead(
-    tmp_path: Path, section: str, stream: bool
-) -> None:
+def test_the_home_prefix_of_an_offloaded_prompt_is_copied_first(tmp_path: Path, section: str, stream: bool) -> None:
     """896 of 3,000 tokens are fetched and 2,104 computed; the client, engines, metrics and log agree."""
     log = tmp_path / "events.log"
 
@@ -127,7 +125,7 @@ def explained(log: Path, prefill: Prefill) -> None:
     assert [other["copy"] for other in others] == [None] * len(others)
 
 
-def test_a_short_prompt_stays_and_what_the_other_site_has_cached_of_it_comes() -> None:
+def test_the_remote_prefix_of_a_local_prompt_is_copied_to_the_home_site() -> None:
     """The conversation was prefilled at the remote site. Its next turn is short, so the home site fetches the 3,000
     earlier tokens. The turn after that finds them at home, and nothing is fetched."""
 
@@ -144,7 +142,7 @@ def test_a_short_prompt_stays_and_what_the_other_site_has_cached_of_it_comes() -
     uvloop.run(main())
 
 
-def test_a_copy_is_off_the_link_when_it_should_be_there() -> None:
+def test_the_link_booking_of_a_copy_ends_at_its_expected_time() -> None:
     """The link's booking ends at the expected time of the copy, not when the prefill ends, so that later requests see a
     free link."""
 
@@ -173,7 +171,7 @@ def backlog(gate: Rig) -> list[float]:
     return [link.backlog_bytes for a in sites for b in sites for link in offloading.wan_links(a, b)]
 
 
-def test_two_requests_fetch_the_same_prefix_at_once() -> None:
+def test_two_requests_can_copy_the_same_prefix_concurrently() -> None:
     """Each request has its own legs. A later request may find the whole prefix on the engine already; this also counts
     as a copy."""
 
@@ -189,7 +187,7 @@ def test_two_requests_fetch_the_same_prefix_at_once() -> None:
     uvloop.run(main())
 
 
-def test_a_prompt_whose_tokens_nobody_knows_is_computed_where_it_goes() -> None:
+def test_a_prompt_with_unknown_tokens_is_computed_without_a_copy() -> None:
     """Without a tokenizer the token IDs of a text are unknown: the core is informed and decides by the cache of each
     site."""
 
@@ -215,7 +213,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_where_the_prefix_is_not_held_out_all_is_computed(fault: dict[str, Any]) -> None:
+def test_if_the_source_does_not_offer_the_prefix_the_whole_prompt_is_computed(fault: dict[str, Any]) -> None:
     """The request gets the right response at the first attempt; a late or malformed copy response does not count
     against the health of any instance."""
 
@@ -239,7 +237,7 @@ async def page(gate: Rig) -> list[str]:
     return (await gate.get("/metrics")).body.decode().splitlines()
 
 
-def test_late_answers_open_no_breaker() -> None:
+def test_late_copy_responses_open_no_breaker() -> None:
     """An instance whose queue is too long for copies is healthy: its own prompts are still routed to it."""
 
     async def main() -> None:
@@ -253,7 +251,7 @@ def test_late_answers_open_no_breaker() -> None:
     uvloop.run(main())
 
 
-def test_a_source_that_is_dead_costs_the_copy_and_nothing_else() -> None:
+def test_a_dead_copy_source_only_loses_the_copy() -> None:
     """The source goes down after it was chosen; the prompt is computed on the instance to which it was routed."""
 
     async def main() -> None:
@@ -281,7 +279,7 @@ async def gone(url: str) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_bytes_that_break_off_half_way_are_computed() -> None:
+def test_after_an_incomplete_copy_the_whole_prompt_is_computed() -> None:
     """The source held the prefix but its transfer broke off: the prefill engine computes everything, and the copy
     counts as missed."""
 
@@ -297,7 +295,7 @@ def test_bytes_that_break_off_half_way_are_computed() -> None:
     uvloop.run(main())
 
 
-def test_a_link_that_is_cut_under_a_copy_costs_its_patience() -> None:
+def test_a_copy_over_a_cut_link_times_out() -> None:
     """The transfer from the other site stalls; the home instance stops waiting after its timeout and computes the
     prompt."""
 
@@ -312,7 +310,7 @@ def test_a_link_that_is_cut_under_a_copy_costs_its_patience() -> None:
     uvloop.run(main())
 
 
-def test_a_prefill_that_fails_with_a_copy_is_tried_again_without() -> None:
+def test_a_failed_prefill_with_a_copy_is_retried_without_it() -> None:
     """The core orders a copy for the second instance too; the gateway does not carry it out."""
 
     async def main() -> None:
@@ -336,7 +334,7 @@ def _at_target(gate: Rig) -> bool:
 
 
 @pytest.mark.parametrize("reached", [_at_source, _at_target], ids=["first leg", "on the way"])
-def test_a_client_that_leaves_ends_the_copy(reached: Callable[[Rig], bool]) -> None:
+def test_a_client_that_disconnects_ends_the_copy(reached: Callable[[Rig], bool]) -> None:
     """Nothing stays booked, both while the prefix is requested and while it is transferred."""
 
     async def main() -> None:
@@ -372,7 +370,7 @@ TROUBLE = st.fixed_dictionaries(
     st.dictionaries(st.sampled_from([*FAR, "prefill0", "decode0"]), TROUBLE, max_size=3), st.booleans(), st.booleans()
 )
 @example({"prefill0": {"leg": "transfer", "fail_next": 2, "status": 500}}, True, False)
-def test_whatever_fails_every_request_has_one_end_and_nothing_is_booked(
+def test_after_any_failures_every_request_ends_once_and_nothing_is_booked(
     faults: dict[str, Any], stream: bool, early: bool
 ) -> None:
     """Each request gets a correct response or an error; links and engines are as free as before, and each copy has one

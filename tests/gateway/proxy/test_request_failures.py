@@ -52,7 +52,7 @@ async def value(front: Front, line: str) -> float | None:
 
 
 @pytest.mark.parametrize(("status", "prefills"), [(429, 1), (503, 1), (500, 2)])
-def test_a_full_decode_engine_leaves_the_kv_where_it_is(status: int, prefills: int) -> None:
+def test_after_a_full_decode_engine_the_kv_is_fetched_by_another_one(status: int, prefills: int) -> None:
     """Another decode engine fetches the KV without a second prefill; after a 500 the KV may be lost, so the prefill is
     repeated."""
 
@@ -78,7 +78,7 @@ def test_a_full_decode_engine_leaves_the_kv_where_it_is(status: int, prefills: i
 @pytest.mark.parametrize(
     ("path", "status"), [(COMPLETIONS, 429), (COMPLETIONS, 501), (EMBEDDINGS, 429), (EMBEDDINGS, 501)]
 )
-def test_a_full_engine_and_one_that_cannot_are_alive(path: str, status: int) -> None:
+def test_status_429_and_501_do_not_mark_an_engine_as_down(path: str, status: int) -> None:
     """The instances stay available, however often it happens; a 501 is passed on to the client at once."""
 
     async def main() -> None:
@@ -98,7 +98,7 @@ def test_a_full_engine_and_one_that_cannot_are_alive(path: str, status: int) -> 
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, EMBEDDINGS])
-def test_a_request_that_every_engine_fails_shuts_no_door(path: str) -> None:
+def test_a_request_that_fails_on_every_engine_makes_none_unavailable(path: str) -> None:
     """A poison request is blamed, not the engines that fail on it; repeated failures of one instance alone do count."""
 
     async def main() -> None:
@@ -125,7 +125,7 @@ def test_a_request_that_every_engine_fails_shuts_no_door(path: str) -> None:
     ("section", "calls"),
     [("attempts: 1", 1), ("attempts: 2", 2), ("share: 0, floor_per_s: 0", 1), ("attempts: 9", 4)],
 )
-def test_what_is_passed_on_keeps_to_the_retry_settings(section: str, calls: int) -> None:
+def test_passthrough_requests_follow_the_retry_settings(section: str, calls: int) -> None:
     """Attempts and budget are those of completions; failures and retries are counted; decode engines are tried last."""
 
     async def main() -> None:
@@ -155,7 +155,7 @@ WORDS = [{"choices": [{"index": 0, "text": f"{n} \u00e4\u20ac"}]} for n in range
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"], ids=["lf", "crlf"])
 @pytest.mark.parametrize("size", [1, 7, 40, 1000])
-def test_events_cut_anywhere_arrive_whole_and_complete(size: int, end: str) -> None:
+def test_stream_events_split_anywhere_arrive_complete(size: int, end: str) -> None:
     """For every split of the engine's stream, the client receives the same bytes, an unterminated last event
     included."""
     text = "".join(f"data: {msgspec.json.encode(word).decode()}{end}" for word in WORDS) + "data: [DONE]"
@@ -181,7 +181,7 @@ def test_events_cut_anywhere_arrive_whole_and_complete(size: int, end: str) -> N
 
 
 @pytest.mark.parametrize("extra", [b"", b'data: {"choi', event("half")[:-1]], ids=["between", "inside", "nearly-whole"])
-def test_an_engine_that_dies_within_an_event_leaves_none_that_is_half(extra: bytes) -> None:
+def test_an_engine_that_dies_within_an_event_causes_no_incomplete_event(extra: bytes) -> None:
     """Each event that the client receives is complete JSON; the last one reports the error."""
 
     async def dying(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
@@ -207,7 +207,7 @@ def test_an_engine_that_dies_within_an_event_leaves_none_that_is_half(extra: byt
     run(main())
 
 
-def test_a_whole_answer_has_a_timeout_of_its_own() -> None:
+def test_a_non_streaming_response_has_its_own_timeout() -> None:
     """No byte of a non-streaming response comes before its last token, so the timeout is `answer` and not
     `first_token`."""
 
@@ -233,7 +233,7 @@ def test_a_whole_answer_has_a_timeout_of_its_own() -> None:
     run(main(hangs, "answer: 1 s", 504))
 
 
-def test_only_streams_have_a_time_to_the_first_token() -> None:
+def test_only_streams_have_a_ttft() -> None:
     """For a non-streaming response neither this time nor the transfer time is known; the bytes of the transfer still
     count."""
 
@@ -255,7 +255,7 @@ def test_only_streams_have_a_time_to_the_first_token() -> None:
     run(main())
 
 
-def test_an_answer_that_is_due_when_it_comes_lands_once() -> None:
+def test_a_response_at_the_expected_transfer_time_is_reported_once() -> None:
     """The core receives one event for the start of decoding, although reporting that event also checks which transfers
     are due."""
 
@@ -273,7 +273,7 @@ def test_an_answer_that_is_due_when_it_comes_lands_once() -> None:
     run(main())
 
 
-def test_a_model_that_nobody_serves_is_not_found() -> None:
+def test_an_unknown_model_is_not_found() -> None:
     """The error has OpenAI's form and no engine is called; leaving the model out when there are several is a client
     error too."""
 
@@ -305,7 +305,9 @@ def test_a_model_that_nobody_serves_is_not_found() -> None:
     ],
     ids=["chat", "chat-bound", "much", "none", "default"],
 )
-def test_room_is_kept_for_what_may_come(path: str, fields: dict[str, int], tokens: int, tmp_path: Any) -> None:
+def test_output_tokens_are_reserved_for_unbounded_requests(
+    path: str, fields: dict[str, int], tokens: int, tmp_path: Any
+) -> None:
     """A chat without a bound on its output is booked with `reserve_output_tokens`."""
     log = tmp_path / "events.log"
 
@@ -350,7 +352,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("way", ["whole", "stream", "passed-on", "sglang"])
-def test_a_mistake_of_the_gateways_own_costs_one_request_and_nothing_else(way: str) -> None:
+def test_an_internal_error_costs_only_its_request(way: str) -> None:
     """At every place where it can occur, the client gets a 500 (or what was sent before), and all resources are
     released."""
 
@@ -381,7 +383,7 @@ def test_a_mistake_of_the_gateways_own_costs_one_request_and_nothing_else(way: s
     run(main())
 
 
-def test_a_mistake_leaves_no_engine_at_work() -> None:
+def test_an_internal_error_aborts_the_other_leg() -> None:
     """The other leg of the request is aborted."""
 
     async def main() -> None:
@@ -401,7 +403,7 @@ def test_a_mistake_leaves_no_engine_at_work() -> None:
     run(main())
 
 
-def test_a_mistake_at_the_beginning_makes_room_for_the_next() -> None:
+def test_an_internal_error_at_the_start_releases_its_place() -> None:
     """With a limit of one request, the next request is admitted."""
 
     async def main() -> None:

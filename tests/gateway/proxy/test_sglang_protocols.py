@@ -53,7 +53,7 @@ def rooms(asked: Asked) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-def test_the_answer_is_not_held_for_the_prefill_engine(streams: bool) -> None:
+def test_the_response_does_not_wait_for_the_prefill_response(streams: bool) -> None:
     """The response is complete before the prefill engine has answered; both engines received the same request and
     bootstrap room."""
 
@@ -80,7 +80,7 @@ def test_the_answer_is_not_held_for_the_prefill_engine(streams: bool) -> None:
     run(main())
 
 
-def test_each_request_has_a_room_of_its_own_and_several_answers_one_each() -> None:
+def test_each_sequence_of_a_request_has_its_own_room() -> None:
     """Two prompts with two choices each use four rooms."""
 
     async def main() -> None:
@@ -111,7 +111,7 @@ def test_each_request_has_a_room_of_its_own_and_several_answers_one_each() -> No
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("slow", [False, True], ids=["at-once", "later-than-expected"])
-def test_without_its_prefill_a_decode_leg_is_given_up_and_both_are_tried_again(streams: bool, slow: bool) -> None:
+def test_a_failed_prefill_cancels_the_decode_leg_and_both_are_retried(streams: bool, slow: bool) -> None:
     """The decode engine would wait for KV that never arrives, even long after the expected time."""
 
     async def main() -> None:
@@ -153,7 +153,7 @@ def test_without_its_prefill_a_decode_leg_is_given_up_and_both_are_tried_again(s
 
 
 @pytest.mark.parametrize("status", [400, 429, 500])
-def test_a_prefill_that_fails_behind_the_first_token_harms_no_stream(status: int) -> None:
+def test_a_prefill_that_fails_after_the_first_token_breaks_no_stream(status: int) -> None:
     """The KV has been transferred: the stream continues to its end, and the client does not notice."""
 
     async def main() -> None:
@@ -186,7 +186,7 @@ def test_a_prefill_that_fails_behind_the_first_token_harms_no_stream(status: int
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-def test_a_decode_leg_that_fails_before_its_first_token_takes_the_prefill_with_it(streams: bool) -> None:
+def test_a_decode_leg_that_fails_before_the_first_token_restarts_both_legs(streams: bool) -> None:
     """A room is used once: both legs restart, with another decode engine."""
 
     async def main() -> None:
@@ -221,7 +221,7 @@ def test_a_decode_leg_that_fails_before_its_first_token_takes_the_prefill_with_i
     run(main())
 
 
-def test_a_stream_that_breaks_gives_its_prefill_up() -> None:
+def test_a_broken_stream_cancels_its_prefill_leg() -> None:
     """The prefill leg is cancelled, because its KV is not needed any more."""
 
     async def main() -> None:
@@ -252,7 +252,7 @@ def test_a_stream_that_breaks_gives_its_prefill_up() -> None:
 
 
 @pytest.mark.parametrize("token", [False, True], ids=["before-a-token", "in-the-stream"])
-def test_a_client_that_leaves_frees_both_engines(token: bool) -> None:
+def test_a_client_that_disconnects_releases_both_engines(token: bool) -> None:
     """The connection to each of them is closed."""
 
     async def main() -> None:
@@ -289,7 +289,7 @@ def test_a_client_that_leaves_frees_both_engines(token: bool) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_prefill_engine_that_can_be_met_nowhere_is_passed_over(lost: int) -> None:
+def test_a_prefill_engine_without_a_bootstrap_address_is_skipped(lost: int) -> None:
     """The decode leg is never sent; without another prefill engine the client receives the reason."""
 
     async def main() -> None:
@@ -313,7 +313,7 @@ def test_a_prefill_engine_that_can_be_met_nowhere_is_passed_over(lost: int) -> N
     run(main())
 
 
-def test_several_answers_stay_where_they_can_be_computed() -> None:
+def test_requests_for_several_choices_go_to_engines_that_can_transfer_them() -> None:
     """Engines of another protocol serve the same model, but they cannot transfer the KV of several choices."""
 
     async def main() -> None:

@@ -20,7 +20,7 @@ ASKED = 6
     ("policy", "shadow", "learns"),
     [("foresight", "", "foresight"), ("netkv", "foresight-closed", "foresight-closed"), ("netkv", "cla", "")],
 )
-def test_what_foresight_learns_is_shown(policy: str, shadow: str, learns: str) -> None:
+def test_learned_values_of_foresight_are_shown(policy: str, shadow: str, learns: str) -> None:
     """Dashboard and Prometheus show the tier between the cluster's two racks; without foresight they show nothing."""
 
     async def run() -> None:
@@ -50,7 +50,7 @@ def test_what_foresight_learns_is_shown(policy: str, shadow: str, learns: str) -
 
 
 @pytest.mark.parametrize(("shadow", "differ"), [("round-robin", ASKED // 2), ("netkv", 0)])
-def test_a_shadow_is_counted_and_not_obeyed(tmp_path: Path, shadow: str, differ: int) -> None:
+def test_decisions_of_a_shadow_policy_are_counted_and_not_applied(tmp_path: Path, shadow: str, differ: int) -> None:
     """The requests come one after the other with the same prompt: NetKV stays in the rack, round-robin would not."""
     log = tmp_path / "events.log"
 

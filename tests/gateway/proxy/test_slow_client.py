@@ -93,7 +93,7 @@ async def reader_of(port: int) -> Reader:
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
-def test_what_a_client_does_not_read_stays_in_the_engine(protocol: KvProtocol) -> None:
+def test_bytes_that_a_client_does_not_read_stay_in_the_engine(protocol: KvProtocol) -> None:
     """The client then reads in bursts and receives all bytes unchanged; another client is served meanwhile."""
 
     async def main() -> None:
@@ -123,7 +123,7 @@ def test_what_a_client_does_not_read_stays_in_the_engine(protocol: KvProtocol) -
     run(main())
 
 
-def test_a_client_that_never_reads_is_cut_off_and_its_engine_freed() -> None:
+def test_a_client_that_never_reads_is_disconnected_and_its_engine_released() -> None:
     """The gateway closes both connections after the timeout in the settings."""
 
     async def main() -> None:

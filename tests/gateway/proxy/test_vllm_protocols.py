@@ -41,7 +41,7 @@ def asked_of(engines: list[Engine]) -> list[Asked]:
 
 
 @STREAMS
-def test_both_legs_carry_the_clients_headers_and_fields_and_the_second_the_firsts_word(streams: bool) -> None:
+def test_legs_carry_client_headers_and_fields_and_the_kv_parameters(streams: bool) -> None:
     """Authorization, request ID and trace context are passed on, unknown fields unchanged, and kv_transfer_params
     verbatim."""
     flag = b"true" if streams else b"false"
@@ -76,7 +76,7 @@ def test_both_legs_carry_the_clients_headers_and_fields_and_the_second_the_first
     run(main())
 
 
-def test_the_trace_goes_on_and_each_request_without_a_name_gets_one() -> None:
+def test_trace_context_is_forwarded_and_missing_request_ids_are_generated() -> None:
     """The ID is the same for both legs and the client, and a new one for the next request."""
 
     async def main() -> None:
@@ -93,7 +93,7 @@ def test_the_trace_goes_on_and_each_request_without_a_name_gets_one() -> None:
 
 @STREAMS
 @pytest.mark.parametrize("reply", [b"{}", b'{"kv_transfer_params":null}', b"[]", b"no JSON"], ids=range(4))
-def test_a_prefill_engine_that_hands_nothing_over_has_failed(reply: bytes, streams: bool) -> None:
+def test_a_prefill_response_without_kv_parameters_is_a_failure(reply: bytes, streams: bool) -> None:
     """Another engine prefills; the decode engine gets one request, with the parameters of that other engine."""
 
     async def main() -> None:
@@ -117,7 +117,7 @@ def test_a_prefill_engine_that_hands_nothing_over_has_failed(reply: bytes, strea
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["without-own", "with-own"])
-def test_a_key_for_the_gateway_is_none_for_engines(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_keys_of_the_gateway_are_not_sent_to_engines(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's key is not sent to engines; their own key, if configured, replaces it."""
     section = f"  keys: {{known: {{alice: '{hash_text('kvr_mine')}'}}}}\n"
     if own:
@@ -144,7 +144,7 @@ def test_a_key_for_the_gateway_is_none_for_engines(own: bool, monkeypatch: pytes
 # Mooncake
 
 
-def test_mooncakes_legs_share_an_id_and_the_engine_is_asked_for_its_name_once() -> None:
+def test_mooncake_legs_share_a_transfer_id_and_the_engine_id_is_queried_once() -> None:
     """There is one query also if many requests arrive before the first response of the bootstrap server."""
 
     async def main() -> None:
@@ -177,7 +177,7 @@ def test_mooncakes_legs_share_an_id_and_the_engine_is_asked_for_its_name_once() 
     run(main())
 
 
-def test_an_engine_that_has_restarted_is_asked_for_its_name_again() -> None:
+def test_the_engine_id_is_queried_again_after_a_restart() -> None:
     """The engine's metrics reveal a new process."""
 
     async def main() -> None:
@@ -198,7 +198,7 @@ def test_an_engine_that_has_restarted_is_asked_for_its_name_again() -> None:
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_after_a_failure_the_engine_is_asked_for_its_name_again(leg: str) -> None:
+def test_the_engine_id_is_queried_again_after_a_failure(leg: str) -> None:
     """The engine may have restarted with another engine ID."""
 
     async def main() -> None:
@@ -225,7 +225,7 @@ def test_after_a_failure_the_engine_is_asked_for_its_name_again(leg: str) -> Non
 
 
 @pytest.mark.parametrize("silent", [1, 2])
-def test_an_engine_without_a_name_is_passed_over(silent: int) -> None:
+def test_an_engine_without_an_engine_id_is_skipped(silent: int) -> None:
     """If no engine has an ID, the client receives the reason."""
 
     async def main() -> None:
@@ -251,7 +251,7 @@ def test_an_engine_without_a_name_is_passed_over(silent: int) -> None:
 
 @STREAMS
 @pytest.mark.parametrize("protocol", ["vllm", "mooncake", "sglang"])
-def test_an_instance_that_does_both_gets_the_request_as_it_is(protocol: KvProtocol, streams: bool) -> None:
+def test_an_instance_with_both_roles_gets_the_unchanged_request(protocol: KvProtocol, streams: bool) -> None:
     """The instance gets one request, without transfer parameters."""
 
     async def main() -> None:
@@ -268,7 +268,7 @@ def test_an_instance_that_does_both_gets_the_request_as_it_is(protocol: KvProtoc
 
 
 @STREAMS
-def test_an_instance_that_does_both_is_replaced_when_it_fails(streams: bool) -> None:
+def test_an_instance_with_both_roles_is_replaced_after_a_failure(streams: bool) -> None:
     """Another instance replaces it; without another one, the error names the instance that failed."""
 
     async def main() -> None:
@@ -288,7 +288,7 @@ def test_an_instance_that_does_both_is_replaced_when_it_fails(streams: bool) -> 
     run(main())
 
 
-def test_a_client_that_leaves_frees_the_instance_that_does_both() -> None:
+def test_a_client_that_disconnects_releases_an_instance_with_both_roles() -> None:
     """The connection to the engine is closed."""
 
     async def main() -> None:

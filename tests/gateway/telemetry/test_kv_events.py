@@ -69,7 +69,7 @@ TestBlocks = BlocksMachine.TestCase
 TestBlocks.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
-def test_an_engine_block_becomes_several_of_ours() -> None:
+def test_an_engine_block_becomes_several_gateway_blocks() -> None:
     """Two engine blocks of four tokens become one chain of four blocks of two tokens, with the hashes of the prompt
     itself."""
     blocks = EngineBlocks("p0", OURS)
@@ -77,7 +77,7 @@ def test_an_engine_block_becomes_several_of_ours() -> None:
     assert changes(blocks, stored([71, 72], None, tokens, 4)) == [KvStored(7.0, "p0", block_hashes(tokens, OURS), OURS)]
 
 
-def test_chains_that_grow_together_are_told_once() -> None:
+def test_events_of_one_chain_are_merged() -> None:
     """Three events of one chain give one KvStored; removing it block by block gives one KvEvicted, from the first
     removed block on."""
     blocks = EngineBlocks("p0", OURS)
@@ -88,7 +88,7 @@ def test_chains_that_grow_together_are_told_once() -> None:
     assert changes(blocks, stored([2], 1, [3, 4], 2), removed([2])) == []
 
 
-def test_a_copy_keeps_a_block() -> None:
+def test_a_block_stays_until_its_last_copy_is_removed() -> None:
     blocks = EngineBlocks("p0", OURS)
     changes(blocks, stored([1], None, [1, 2], 2), stored([1], None, [1, 2], 2))
     assert changes(blocks, removed([1])) == []
@@ -107,7 +107,7 @@ def test_a_copy_keeps_a_block() -> None:
     ],
     ids=["lora-id", "lora-name", "picture", "cpu", "group"],
 )
-def test_what_no_plain_prompt_hits_is_left_out(more: dict[str, Any]) -> None:
+def test_blocks_that_no_plain_prompt_can_hit_are_left_out(more: dict[str, Any]) -> None:
     """The blocks below are left out too; their removal is not counted as an error."""
     blocks = EngineBlocks("p0", OURS)
     assert changes(blocks, stored([1], None, [1, 2], 2, **more)) == []
@@ -122,7 +122,7 @@ KEYS: st.SearchStrategy[Any] = st.none() | st.lists(st.text(min_size=1, max_size
 
 
 @given(st.none() | st.lists(KEYS, max_size=20), st.booleans())
-def test_blocks_before_the_first_extra_key_are_routed_by(keys: list[Any] | None, arrays: bool) -> None:
+def test_blocks_before_the_first_extra_key_are_indexed(keys: list[Any] | None, arrays: bool) -> None:
     """An empty key counts as none, and a single text at the first block of a prompt is its cache salt."""
     names = list(range(1, len(keys or ()) + 3))
     event: Any = stored(names, None, [7] * (len(names) * 2), 2, extra_keys=keys)
@@ -146,7 +146,7 @@ def test_an_unknown_parent_and_a_wrong_size_are_counted() -> None:
     assert blocks.counts.foreign == 1
 
 
-def test_arrays_maps_and_bytes_are_read_alike() -> None:
+def test_arrays_maps_and_bytes_are_parsed_alike() -> None:
     """Older engines send events as arrays, newer ones batches as maps; hashes may be bytes."""
     name, below = b"\x01" * 32, b"\x02" * 32
     plain = [stored([name], None, [1, 2], 2), stored([below], name, [3, 4], 2), removed([below])]
@@ -179,7 +179,7 @@ def test_any_bytes_are_a_batch_or_an_error(payload: bytes) -> None:
     assert blocks.changes(0.0) == []
 
 
-def test_a_broken_batch_forgets_the_engine() -> None:
+def test_an_invalid_batch_clears_the_engine() -> None:
     stream = KvStream("p0", OURS, replays=False)
     assert len(stream.received(0.0, 0, batch(stored([1], None, [1, 2], 2)))) == 1
     assert stream.received(1.0, 1, b"\xc1") == [KvCleared(1.0, "p0")]

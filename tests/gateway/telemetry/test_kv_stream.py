@@ -178,7 +178,7 @@ def test_a_large_batch_is_applied_in_slices() -> None:
     assert len(stream.blocks) == 0
 
 
-def test_a_clear_in_the_middle_of_a_large_batch_leaves_nothing_of_it() -> None:
+def test_a_clear_during_a_large_batch_removes_all_of_it() -> None:
     """The engine is cleared while the batch is applied or while its events are reported."""
     events = [stored([n], None, [n, n], 2) for n in range(1, 3000)]
     for slices in (0, 1, 2, 5, 10):
@@ -201,7 +201,7 @@ def test_a_clear_in_the_middle_of_a_large_batch_leaves_nothing_of_it() -> None:
     ],
     ids=["blocks", "events", "bytes", "depth"],
 )
-def test_a_batch_beyond_its_bounds_is_refused_and_forgets_the_engine(payload: bytes) -> None:
+def test_a_batch_beyond_its_limits_is_rejected_and_clears_the_engine(payload: bytes) -> None:
     """The batch may have contained a removal, so all blocks of the engine are dropped. Later batches are accepted
     again."""
     stream = KvStream("p0", OURS, replays=False)
@@ -212,7 +212,7 @@ def test_a_batch_beyond_its_bounds_is_refused_and_forgets_the_engine(payload: by
     assert len(all_of(stream, 2, batch(stored([1], None, [1, 2], 2)))) == 1
 
 
-def test_batches_that_wait_for_a_replay_take_bounded_memory() -> None:
+def test_batches_waiting_for_a_replay_take_bounded_memory() -> None:
     """At the bound the replay counts as lost, and the stream continues with the newest batch."""
     stream = KvStream("p0", OURS, replays=True)
     assert len(all_of(stream, 0, batch(stored([1], None, [1, 2], 2)))) == 1
@@ -230,7 +230,7 @@ def test_batches_that_wait_for_a_replay_take_bounded_memory() -> None:
     assert (stream.counts.gaps, stream.counts.lost, stream.why_broken) == (1, 1, "")
 
 
-def test_a_chain_is_routed_by_down_to_a_depth() -> None:
+def test_chains_are_indexed_up_to_a_maximum_depth() -> None:
     """The cost of reporting a block grows with its depth, however small the batch is."""
     size = 4096
     blocks = EngineBlocks("p0", OURS)
@@ -347,7 +347,7 @@ def chain(length: int) -> KvStored:
     return KvStored(5.0, "p0", block_hashes(list(range(1, 2 * length + 1)), OURS), OURS)
 
 
-def test_live_batches_arrive_and_missed_ones_are_asked_for() -> None:
+def test_live_batches_arrive_and_lost_ones_are_requested() -> None:
     """The second batch is lost; the third one reveals the gap and waits for the replay."""
 
     async def scenario() -> None:
@@ -368,7 +368,7 @@ def test_live_batches_arrive_and_missed_ones_are_asked_for() -> None:
     run(scenario)
 
 
-def test_other_work_has_its_turn_while_a_large_batch_is_applied() -> None:
+def test_other_tasks_run_while_a_large_batch_is_applied() -> None:
     """The next batch of the engine waits and is applied in order."""
 
     async def scenario() -> None:
@@ -386,7 +386,7 @@ def test_other_work_has_its_turn_while_a_large_batch_is_applied() -> None:
     run(scenario)
 
 
-def test_a_late_gateway_learns_what_is_there() -> None:
+def test_a_gateway_that_starts_later_gets_the_blocks_by_a_replay() -> None:
     async def scenario() -> None:
         async with connected() as (publisher, _, listener):
             publisher.record(FIRST)
@@ -398,7 +398,7 @@ def test_a_late_gateway_learns_what_is_there() -> None:
 
 
 @pytest.mark.parametrize("replays", [True, False], ids=["silent-replay", "no-replay"])
-def test_what_stays_lost_clears_the_engine(replays: bool) -> None:
+def test_batches_lost_for_good_clear_the_engine(replays: bool) -> None:
     """If there is no replay in time, or no replay socket, the view restarts with the received batch."""
 
     async def scenario() -> None:
@@ -413,7 +413,7 @@ def test_what_stays_lost_clears_the_engine(replays: bool) -> None:
     run(scenario)
 
 
-def test_a_new_process_starts_from_nothing() -> None:
+def test_a_new_engine_process_starts_with_an_empty_view() -> None:
     """The sequence numbers reveal a new process, or the scraper reports a changed start time."""
 
     async def scenario() -> None:
@@ -433,7 +433,7 @@ def test_a_new_process_starts_from_nothing() -> None:
     run(scenario)
 
 
-def test_a_wrong_endpoint_is_named() -> None:
+def test_an_invalid_endpoint_is_reported() -> None:
     async def scenario() -> None:
         endpoint = Endpoint(url="http://127.0.0.1:1", kv_events="tcp://*:5557")
         source = KvEvents({"p0": endpoint}, OURS, lambda event: None, lambda: 0.0)

@@ -38,7 +38,7 @@ def vector(*series: tuple[dict[str, str], float | str]) -> bytes:
 
 
 @given(st.lists(st.tuples(st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2), st.floats())))
-def test_a_vector_is_read_back(series: list[tuple[dict[str, str], float]]) -> None:
+def test_a_vector_response_is_parsed(series: list[tuple[dict[str, str], float]]) -> None:
     read = read_reply(vector(*series))
     assert [labels for labels, _ in read] == [labels for labels, _ in series]
     assert [repr(value) for _, value in read] == [repr(value) for _, value in series]
@@ -61,7 +61,7 @@ def test_a_vector_is_read_back(series: list[tuple[dict[str, str], float]]) -> No
     ],
     ids=["html", "error", "matrix", "word", "empty"],
 )
-def test_other_answers_are_named(body: bytes, message: str) -> None:
+def test_other_responses_are_errors_with_a_cause(body: bytes, message: str) -> None:
     with pytest.raises(TelemetryError, match=message):
         read_reply(body)
 
@@ -76,7 +76,7 @@ def test_a_scalar_is_a_series_without_labels() -> None:
     [([], "returns 0 series"), ([0.1, 0.2], "returns 2 series"), ([-0.1], "not a share"), ([37.0], "not a share")],
     ids=["none", "two", "negative", "percent"],
 )
-def test_a_tier_is_one_share(values: list[float], message: str) -> None:
+def test_a_tier_must_have_exactly_one_share(values: list[float], message: str) -> None:
     with pytest.raises(TelemetryError, match=message):
         tier_value("rack", [({}, value) for value in values])
     with pytest.raises(TelemetryError, match="not a share"):
@@ -84,7 +84,7 @@ def test_a_tier_is_one_share(values: list[float], message: str) -> None:
 
 
 @given(st.dictionaries(st.sampled_from([f"l{n}" for n in range(12)]), SHARES, min_size=1), st.randoms())
-def test_links_come_in_the_clusters_order(shares: dict[str, float], shuffle: random.Random) -> None:
+def test_links_have_the_order_of_the_cluster(shares: dict[str, float], shuffle: random.Random) -> None:
     """The order of the series does not matter; links without one read 0, and series of other links are ignored."""
     links = [f"l{n}" for n in range(10)]
     series = [({"link": name, "job": "switch"}, share) for name, share in shares.items()]
@@ -97,7 +97,7 @@ def test_links_come_in_the_clusters_order(shares: dict[str, float], shuffle: ran
         assert reader.utilisation(series) == tuple(shares.get(name, 0.0) for name in links)
 
 
-def test_a_link_twice_or_out_of_bounds_is_refused_and_an_idle_one_reads_zero() -> None:
+def test_duplicate_or_invalid_links_are_rejected_and_missing_ones_read_zero() -> None:
     reader = LinkReader(["a", "b"], "name")
     assert reader.utilisation([({"name": "a"}, float("nan")), ({"name": "b"}, 0.5)]) == (0.0, 0.5)
     with pytest.raises(TelemetryError, match="several series for link a"):
@@ -106,7 +106,7 @@ def test_a_link_twice_or_out_of_bounds_is_refused_and_an_idle_one_reads_zero() -
         reader.utilisation([({"name": "b"}, 1e9)])
 
 
-def test_missing_and_unknown_links_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_and_unknown_links_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     reader = LinkReader(["a", "b", "c"], "name")
     for _ in range(3):
         reader.utilisation([({"name": "a"}, 0.1), ({"name": "x"}, 0.2)])
@@ -158,7 +158,7 @@ def source_of(url: str, links: list[str], heard: asyncio.Queue[Event], **queries
     return PrometheusSource(settings, links, heard.put_nowait, lambda: 8.0, random.Random(1))
 
 
-def test_tiers_are_asked_one_by_one_and_failures_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_tiers_are_queried_one_by_one_and_failures_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is emitted while a query fails; after the first good response values are emitted again; no secret is
     logged."""
 
@@ -192,7 +192,7 @@ def test_tiers_are_asked_one_by_one_and_failures_are_said_once(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("fault", ["gone", "html"])
-def test_links_by_label_and_a_server_that_comes_back(fault: str) -> None:
+def test_links_are_found_by_label_and_read_again_after_a_failure(fault: str) -> None:
     async def scenario() -> None:
         server, heard = Server(), asyncio.Queue[Event]()
         url = await server.start()
@@ -224,12 +224,12 @@ def test_links_by_label_and_a_server_that_comes_back(fault: str) -> None:
 
 
 @given(st.dictionaries(st.sampled_from(TIERS), SHARES))
-def test_pushed_tiers_take_their_places(cluster: Cluster, per_tier: dict[str, float]) -> None:
+def test_pushed_tiers_have_the_order_of_the_cluster(cluster: Cluster, per_tier: dict[str, float]) -> None:
     body = json.dumps({"per_tier": per_tier}).encode()
     assert read_push(body, cluster, 3.0) == [CongestionMeasured(3.0, tuple(per_tier.get(tier, 0.0) for tier in TIERS))]
 
 
-def test_pushed_links_and_transfers(cluster: Cluster) -> None:
+def test_pushed_links_and_transfers_are_emitted(cluster: Cluster) -> None:
     """One body contains both; a missing link reads 0."""
     source, target = cluster.instances[0].name, cluster.instances[-1].name
     transfer = {"source": source, "target": target, "kv_bytes": 1e9, "seconds": 0.5, "transfers": 3}
@@ -261,7 +261,7 @@ def wrong_transfer(cluster: Cluster, **fields: Any) -> dict[str, Any]:
     ],
     ids=["cut", "empty", "both", "field", "tier", "negative", "percent", "link", "text"],
 )
-def test_a_wrong_push_is_named(cluster: Cluster, body: bytes, where: str) -> None:
+def test_an_invalid_push_is_reported(cluster: Cluster, body: bytes, where: str) -> None:
     with pytest.raises(InputError, match=where):
         read_push(body, cluster, 0.0)
 
@@ -270,6 +270,6 @@ def test_a_wrong_push_is_named(cluster: Cluster, body: bytes, where: str) -> Non
     ("field", "value"),
     [("source", "nobody"), ("target", "nobody"), ("kv_bytes", 0), ("seconds", -1), ("seconds", 0), ("transfers", 0)],
 )
-def test_a_wrong_pushed_transfer_is_named(cluster: Cluster, field: str, value: object) -> None:
+def test_an_invalid_pushed_transfer_is_reported(cluster: Cluster, field: str, value: object) -> None:
     with pytest.raises(InputError, match=rf"^transfers\[1\]\.{field}: "):
         read_push(json.dumps(wrong_transfer(cluster, **{field: value})).encode(), cluster, 0.0)

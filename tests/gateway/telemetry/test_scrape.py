@@ -58,7 +58,7 @@ kvroute:kv_transfers_total{source="prefill0"} 6.0
 """
 
 
-def test_a_page_of_vllm() -> None:
+def test_a_metrics_page_of_vllm_is_parsed() -> None:
     """With two data-parallel ranks, counts are summed, shares averaged, and names with the same prefix ignored."""
     assert read_metrics(VLLM.encode()) == EngineMetrics(
         running=7,
@@ -71,7 +71,7 @@ def test_a_page_of_vllm() -> None:
     )
 
 
-def test_pages_of_other_engines() -> None:
+def test_metrics_pages_of_other_engines_are_parsed() -> None:
     """The pages use SGLang's names, an older vLLM's names, or none."""
     sglang = b'sglang:num_running_reqs{model_name="m"} 5\nsglang:num_queue_reqs 2\nsglang:token_usage 0.125\n'
     assert read_metrics(sglang) == EngineMetrics(running=5, waiting=2, kv_used_share=0.125)
@@ -96,14 +96,14 @@ def test_pages_of_other_engines() -> None:
     ],
     ids=["timestamp", "exemplar", "spaces", "nan", "inf", "negative", "cut", "word", "bare", "prefix"],
 )
-def test_odd_lines(line: bytes, running: int | None) -> None:
+def test_unusual_lines_are_parsed_or_skipped(line: bytes, running: int | None) -> None:
     assert read_metrics(line + b"\nother 1\n").running == running
 
 
 LOADED = b"vllm:num_requests_running 1\n"
 
 
-def test_numbers_that_no_engine_has_are_skipped() -> None:
+def test_implausible_numbers_are_skipped() -> None:
     """Such numbers would overflow in the counters, and Python cannot convert a number of too many digits."""
     digits = b"1" * 5000
     config = b'vllm:cache_config_info{block_size="%b",num_gpu_blocks="%b"} 1\n' % (digits, digits)
@@ -197,7 +197,7 @@ ROWS = st.lists(st.tuples(NAMES, LABEL_VALUES, NUMBERS), max_size=12)
 
 
 @given(ROWS, ROWS, st.booleans())
-def test_what_the_page_before_said_makes_no_difference(
+def test_the_previous_page_does_not_affect_the_result(
     first: list[tuple[str, str, float]], second: list[tuple[str, str, float]], again: bool
 ) -> None:
     before, page = read_metrics(page_of(first).encode()), page_of(first + second if again else second).encode()
@@ -206,7 +206,7 @@ def test_what_the_page_before_said_makes_no_difference(
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_page(noise: bytes) -> None:
+def test_any_bytes_can_be_parsed_as_a_page(noise: bytes) -> None:
     read_metrics(noise)
     read_metrics(b"vllm:num_requests_running" + noise)
     assert read_metrics(b"\n".join([b"vllm:num_requests_running 2", noise.replace(b"vllm:", b"")])).running == 2
@@ -221,7 +221,7 @@ GROWTH = st.lists(
 
 
 @given(GROWTH)
-def test_differences_add_up_to_what_was_transferred(growth: list[tuple[str, int, int, int, bool]]) -> None:
+def test_differences_of_pages_add_up_to_the_transfers(growth: list[tuple[str, int, int, int, bool]]) -> None:
     """If the engine restarts between two pages, no later transfer is lost or counted twice."""
     counters = TransferCounters("d0")
     assert counters.measured(0.0, {}) == []
@@ -243,7 +243,7 @@ def test_differences_add_up_to_what_was_transferred(growth: list[tuple[str, int,
     assert told == truth
 
 
-def test_the_first_page_only_says_where_to_count_from() -> None:
+def test_the_first_page_is_only_the_baseline() -> None:
     counters = TransferCounters("d0")
     assert counters.measured(1.0, {"p0": TransferTotals(100.0, 2.0, 4)}) == []
     assert counters.measured(2.0, {"p0": TransferTotals(100.0, 2.0, 4)}) == []
@@ -331,7 +331,7 @@ def loaded(running: int, transferred: int, started: int = 1) -> bytes:
     ).encode()
 
 
-def test_a_scraper_tells_load_transfers_and_restarts() -> None:
+def test_a_scraper_emits_load_transfers_and_restarts() -> None:
     """After a failure it emits nothing until the engine can be read again."""
 
     async def scenario() -> None:
@@ -390,7 +390,7 @@ def test_a_scraper_tells_load_transfers_and_restarts() -> None:
     ],
     ids=["size", "fine", "series"],
 )
-def test_a_page_beyond_its_bounds_is_a_failed_scrape(more: bytes, body_max_bytes: int, why: str) -> None:
+def test_a_page_beyond_its_limits_is_a_failed_scrape(more: bytes, body_max_bytes: int, why: str) -> None:
     async def scenario() -> None:
         engine, heard = Engine(), Heard()
         await engine.start()
@@ -417,7 +417,7 @@ def test_a_page_beyond_its_bounds_is_a_failed_scrape(more: bytes, body_max_bytes
     run(scenario)
 
 
-def test_a_slow_engine_is_never_asked_twice_at_a_time_and_others_have_their_turn() -> None:
+def test_a_slow_engine_gets_one_scrape_at_a_time_and_delays_no_other() -> None:
     async def scenario() -> None:
         slow, quick, heard = Engine(), Engine(), Heard()
         for engine in (slow, quick):
@@ -444,7 +444,7 @@ def test_a_slow_engine_is_never_asked_twice_at_a_time_and_others_have_their_turn
 
 
 @pytest.mark.parametrize("fault", ["silent", "endless", "refused", "status"])
-def test_an_engine_that_comes_back_is_read_again(fault: str) -> None:
+def test_an_engine_that_recovers_is_scraped_again(fault: str) -> None:
     """If it was gone and does not report its start time, its cache counts as empty; if only its page failed, the cache
     is kept."""
 

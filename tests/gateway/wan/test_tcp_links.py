@@ -78,7 +78,7 @@ TOTALS = st.builds(TcpCounters, **{each.name: AMOUNTS for each in fields(TcpCoun
 
 
 @given(TOTALS, TOTALS, st.floats(0, 100))
-def test_two_looks_show_what_was_between_them_or_nothing(old: TcpCounters, new: TcpCounters, still_s: float) -> None:
+def test_two_samples_give_one_observation_or_none(old: TcpCounters, new: TcpCounters, still_s: float) -> None:
     """For any pages, an observation covers a positive time, and its bytes and shares are within bounds. There is none
     if a counter decreased or if the page is not newer."""
     seen = between("d0", old, new, still_s)
@@ -135,7 +135,7 @@ LATER = replace(BUSY, sent_bytes=1.5e9, busy_s=8.0, looked_s=2.0)
         "overflow",
     ],
 )
-def test_what_a_full_link_looks_like(changed: dict[str, float], backlogged: bool, congested: bool) -> None:
+def test_a_full_link_is_recognised(changed: dict[str, float], backlogged: bool, congested: bool) -> None:
     """Four connections had data in flight all the time and more to send; a queue has built up on the path, or has
     overflowed."""
     seen = between("d0", BUSY, replace(LATER, **changed), 0.0)
@@ -145,7 +145,7 @@ def test_what_a_full_link_looks_like(changed: dict[str, float], backlogged: bool
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.sampled_from([0.0, 0.5, 1.0])), max_size=20))
-def test_a_watch_tells_each_byte_once_and_how_long_nothing_goes(steps: list[tuple[int, bool, float]]) -> None:
+def test_a_monitor_reports_each_byte_once_and_the_time_of_a_stall(steps: list[tuple[int, bool, float]]) -> None:
     """Pages may repeat: the bytes add up to those sent after the first page. A stall is measured in the engine's own
     time and restarts whenever any byte is sent."""
     watch, link, still_s = TcpDelta(), replace(BUSY, looked_s=1.0), 0.0
@@ -173,7 +173,7 @@ def test_a_watch_tells_each_byte_once_and_how_long_nothing_goes(steps: list[tupl
     assert watch.seen({"d0": link}) is None
 
 
-def test_an_engine_that_does_not_say_when_it_looked_shows_nothing() -> None:
+def test_samples_without_a_time_give_no_observation() -> None:
     """The values may be of any time, because an engine without work does not sample."""
     watch, old = TcpDelta(), replace(BUSY, looked_s=0.0)
     assert watch.seen({}) is None
@@ -211,7 +211,7 @@ PAGES = st.dictionaries(st.sampled_from(["far0", "far1", "prefill0"]), st.lists(
 
 
 @given(PAGES, st.floats(0, 10))
-def test_a_ways_state_is_within_bounds_and_grows_old(pages: Mapping[str, list[TcpSample]], age_s: float) -> None:
+def test_the_state_of_a_path_is_within_bounds_and_expires(pages: Mapping[str, list[TcpSample]], age_s: float) -> None:
     """Only transfers between the sites count; a path with any progress is not stalled; the missing throughput is
     attributed to other traffic."""
     way = signals()
@@ -242,7 +242,7 @@ def test_a_ways_state_is_within_bounds_and_grows_old(pages: Mapping[str, list[Tc
     ),
     st.floats(0.1, 1.0),
 )
-def test_what_a_full_way_lacks_is_others_share(ends: list[tuple[str, str]], share: float) -> None:
+def test_missing_throughput_of_a_full_path_counts_as_other_traffic(ends: list[tuple[str, str]], share: float) -> None:
     """The path may be full with any number of pairs; a limit of the senders' or receivers' own network interface is no
     evidence."""
     way, pairs = PathTelemetry(THIN, still_s=2.0, fresh_s=3.0), sorted(set(ends))
@@ -279,7 +279,7 @@ def heard(gate: Rig) -> list[Event]:
 
 
 @pytest.mark.parametrize("layerwise", [False, True], ids=["serial", "layerwise"])
-def test_a_cut_way_is_shut_before_anybody_gives_up(layerwise: bool) -> None:
+def test_a_cut_path_is_closed_before_any_engine_times_out(layerwise: bool) -> None:
     """Stalled bytes are the signal: engines would wait for a minute and no leg has failed, but new requests are
     prefilled at home. When the path moves again it is opened, and the waiting transfers complete."""
     section = WATCHED + ("    layerwise: true\n" if layerwise else "") + SCRAPED
@@ -303,7 +303,7 @@ def test_a_cut_way_is_shut_before_anybody_gives_up(layerwise: bool) -> None:
     uvloop.run(main())
 
 
-def test_a_slow_way_is_others_traffic_until_it_is_whole_again() -> None:
+def test_a_slow_path_counts_as_other_traffic_until_it_recovers() -> None:
     """Half of the path is gone: the core receives it as the share of other traffic, with the pair's own throughput; the
     short-term loop gets the utilisation. Once the path is at full speed and idle, no such measurement remains."""
     half = 0.5
@@ -331,7 +331,7 @@ def test_a_slow_way_is_others_traffic_until_it_is_whole_again() -> None:
     uvloop.run(main())
 
 
-def test_a_way_that_is_full_of_own_bytes_is_nobody_elses() -> None:
+def test_a_path_full_of_own_traffic_has_no_other_traffic() -> None:
     """Several senders share the whole path: it is full, and the share attributed to other traffic is near zero."""
 
     async def main() -> None:

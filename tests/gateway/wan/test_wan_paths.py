@@ -32,7 +32,7 @@ async def _placed(gate: Rig, site: str, reason: str) -> float:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["arrived", "lost", "cancelled"]), st.booleans()), max_size=40))
-def test_only_losses_in_a_row_shut_a_way_and_each_passage_counts_once(ends: list[tuple[str, bool]]) -> None:
+def test_only_consecutive_failures_close_a_path_and_each_attempt_counts_once(ends: list[tuple[str, bool]]) -> None:
     """A report about an attempt on the path after its end has no effect."""
     availability = Availability("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
     in_a_row, shut = 0, False
@@ -52,7 +52,7 @@ def test_only_losses_in_a_row_shut_a_way_and_each_passage_counts_once(ends: list
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(["answered", "error", "client_error"])), max_size=40))
-def test_an_error_counts_against_a_way_once_the_request_is_answered_without_it(
+def test_an_error_counts_against_a_path_once_the_request_succeeds_without_it(
     requests: list[tuple[bool, str]],
 ) -> None:
     """Each request is sent over the path, gets an error, and is retried at home with the given outcome. A request that
@@ -76,7 +76,7 @@ def test_an_error_counts_against_a_way_once_the_request_is_answered_without_it(
 
 
 @given(st.lists(st.sampled_from(["+a", "-a", "+b", "-b", "ill", "well"]), max_size=20))
-def test_an_instance_is_up_when_it_is_well_and_nobody_holds_it(steps: list[str]) -> None:
+def test_an_instance_is_up_if_it_is_healthy_and_not_held(steps: list[str]) -> None:
     """A reason counts only once, and every change is reported once."""
     told: list[bool] = []
     availability = Availability("instance", Breaker(), lambda name, up, now: told.append(up))
@@ -96,7 +96,7 @@ def test_an_instance_is_up_when_it_is_well_and_nobody_holds_it(steps: list[str])
     assert all(now is not before for before, now in zip([True, *told], told, strict=False))
 
 
-def test_long_prompts_leave_and_short_ones_stay() -> None:
+def test_long_prompts_are_offloaded_and_short_ones_are_not() -> None:
     async def run() -> None:
         async with two_sites() as gate:
             for prompt in (LONG, SHORT, LONG + "!", SHORT + "!"):
@@ -110,7 +110,7 @@ def test_long_prompts_leave_and_short_ones_stay() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
-def test_a_cut_way_loses_nothing_and_blames_neither_end(tmp_path: Path, stream: bool) -> None:
+def test_a_cut_path_loses_no_request_and_no_instance_is_blamed(tmp_path: Path, stream: bool) -> None:
     """Requests on the cut path are prefilled again at home, and so are all later ones, until one request finds the path
     working. The log of the run replays to the same decisions."""
     log = tmp_path / "events.log"
@@ -147,7 +147,7 @@ def test_a_cut_way_loses_nothing_and_blames_neither_end(tmp_path: Path, stream: 
     assert set(sites) == {AWAY, HOME}
 
 
-def test_an_engine_that_is_gone_is_blamed_itself() -> None:
+def test_a_stopped_engine_is_blamed_and_not_the_path() -> None:
     """A decode leg whose connection is cut counts against the engine, not against the path."""
 
     async def run() -> None:
@@ -162,7 +162,7 @@ def test_an_engine_that_is_gone_is_blamed_itself() -> None:
     uvloop.run(run())
 
 
-def test_requests_that_every_engine_answers_with_an_error_shut_no_way() -> None:
+def test_requests_that_fail_on_every_engine_close_no_path() -> None:
     """Each request is also tried at home. There are twice as many as the number of failures that would open the path's
     breaker."""
 
@@ -185,7 +185,7 @@ def test_requests_that_every_engine_answers_with_an_error_shut_no_way() -> None:
     uvloop.run(run())
 
 
-def test_a_client_that_leaves_says_nothing_of_the_way() -> None:
+def test_a_client_that_disconnects_does_not_affect_the_path() -> None:
     async def run() -> None:
         async with two_sites(patience_s=3600.0) as gate:
             await gate.order("far0", "wan", share=0)
@@ -200,7 +200,7 @@ def test_a_client_that_leaves_says_nothing_of_the_way() -> None:
     uvloop.run(run())
 
 
-def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_probe_request_whose_client_disconnects_allows_the_next_probe(caplog: pytest.LogCaptureFixture) -> None:
     """The next request tries the path at once and finds it working. The log warns when the path is closed, not when it
     opens."""
     caplog.set_level("INFO", logger="kvroute")
@@ -236,7 +236,7 @@ def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next(cap
     assert levels == {"wan_path_closed": "WARNING", "wan_path_open": "INFO"}
 
 
-def test_a_reload_knows_that_a_way_is_shut() -> None:
+def test_a_reload_keeps_a_path_closed() -> None:
     shut_long = OFFLOAD.replace("open: 200 ms", "open: 1 h")
 
     async def run() -> None:
@@ -257,7 +257,7 @@ def test_a_reload_knows_that_a_way_is_shut() -> None:
     uvloop.run(run())
 
 
-def test_a_reload_goes_on_from_the_threshold_that_was_searched(tmp_path: Path) -> None:
+def test_a_reload_continues_with_the_threshold_found(tmp_path: Path) -> None:
     """A base threshold in the file replaces it; the log that begins with the reload replays to the same decisions."""
     log = tmp_path / "events.log"
     searched = OFFLOAD.replace("    threshold: 1000 tokens\n", "    long_term: {requests_min: 5, review: 50 ms}\n")
