@@ -20,7 +20,7 @@ def cell(policy: str = "netkv", profile: str = "rag", seed: int = 0, **settings:
     return Cell(experiment="test", reading="paper", profile=profile, settings=settings, policy=policy, seed=seed)
 
 
-def test_the_seven_experiments_sweep_what_the_paper_sweeps() -> None:
+def test_the_seven_experiments_sweep_the_papers_axes() -> None:
     """Cells per seed are axis points times policies times three profiles; keys are unique."""
     per_seed = {name: len(cells(one, "paper", one.profiles, (0,))) for name, one in EXPERIMENTS.items()}
     assert per_seed == {
@@ -37,7 +37,7 @@ def test_the_seven_experiments_sweep_what_the_paper_sweeps() -> None:
 
 
 @pytest.mark.parametrize("name", READING_NAMES)
-def test_policies_of_a_seed_meet_the_same_requests(name: str) -> None:
+def test_policies_of_a_seed_get_the_same_requests(name: str) -> None:
     """Only the seed changes them."""
     study = Study(reading(name))
     first, other = (requests_of(study, cell(policy)) for policy in ("cla", "netkv"))
@@ -47,7 +47,7 @@ def test_policies_of_a_seed_meet_the_same_requests(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READING_NAMES)
-def test_the_cluster_is_netkvs(name: str) -> None:
+def test_the_cluster_is_that_of_netkv(name: str) -> None:
     """64 GPUs have 4 prefill instances in one rack, 4 decode instances in their pod and 8 in others; larger clusters
     repeat this."""
     cluster = cluster_of(reading(name), cell())
@@ -60,7 +60,7 @@ def test_the_cluster_is_netkvs(name: str) -> None:
     assert [sum(one.role == role for one in large.instances) for role in ("prefill", "decode")] == [16, 48]
 
 
-def test_oversubscription_moves_the_pod_uplinks() -> None:
+def test_oversubscription_scales_the_pod_uplinks() -> None:
     """1:1 has no difference between tiers, 8:1 leaves an eighth of the NIC's rate across pods."""
     for ratio, expected in ((1, [12.5e9, 12.5e9]), (4, [6.25e9, 3.125e9]), (8, [6.25e9, 1.5625e9])):
         cluster = cluster_of(reading("paper"), cell(oversubscription=ratio))
@@ -68,7 +68,7 @@ def test_oversubscription_moves_the_pod_uplinks() -> None:
         assert {cluster.links[link].bytes_per_s for link in cluster.links_of_tier(3)} == {expected[1]}
 
 
-def test_load_and_size_scale_the_rate() -> None:
+def test_the_rate_scales_with_load_and_cluster_size() -> None:
     """6.09 RAG requests a second at 100 % on 64 GPUs."""
     study = Study(reading("paper"))
     assert rate_per_s(study, cell()) == pytest.approx(6.09)
@@ -78,7 +78,7 @@ def test_load_and_size_scale_the_rate() -> None:
     assert arrived == pytest.approx(2 * 6.09 * 20, rel=0.35)  # a window of a bursty trace
 
 
-def test_a_large_cluster_has_requests_for_the_whole_window() -> None:
+def test_the_trace_is_repeated_to_fill_the_window_of_a_large_cluster() -> None:
     """1,024 GPUs need more chatbot requests than the trace has: it is repeated, and no copy reuses another one's
     blocks."""
     study = Study(reading("realistic"))
@@ -90,7 +90,7 @@ def test_a_large_cluster_has_requests_for_the_whole_window() -> None:
     assert len({block % (1 << 60) for block in few}) == len(few)
 
 
-def test_the_ladder_on_the_generated_trace() -> None:
+def test_policy_ladder_on_the_generated_trace() -> None:
     """RAG at 100 % in the paper's reading: round-robin is slowest, and NetKV sends most KV inside the pod."""
     study = Study(reading("paper"))
     runs = {policy: run_of(study, cell(policy)).summary for policy in ("round-robin", "cla", "netkv")}
@@ -107,7 +107,7 @@ def test_a_stale_oracle_changes_nothing_under_steady_background() -> None:
     assert means[0] == means[1]
 
 
-def test_calibration_meets_the_rows_it_was_fitted_on() -> None:
+def test_calibration_reproduces_the_rows_it_was_fitted_on() -> None:
     """TTFT minus transfer is within 5 ms, TBT within 0.1 ms; the transfer times of the table are not used."""
     found = calibrate(Study(reading("paper")), seeds=(0,))
     for policy, row in TABLE_II.items():
@@ -115,7 +115,7 @@ def test_calibration_meets_the_rows_it_was_fitted_on() -> None:
         assert found.tbt_s[policy] == pytest.approx(row["tbt_s"], abs=1e-4)
 
 
-def test_a_reading_can_be_changed_by_field() -> None:
+def test_fields_of_a_reading_can_be_changed() -> None:
     """Fields and compute times are given as text; the name lists the changes; other fields stay."""
     changed = reading("paper", ["ecmp=flow", "pod_uplinks=8", "prefill_queueing=true", "decode_base_s=0.02"])
     assert (changed.ecmp, changed.pod_uplinks, changed.prefill_queueing) == ("flow", 8, True)
@@ -124,7 +124,7 @@ def test_a_reading_can_be_changed_by_field() -> None:
 
 
 @pytest.mark.parametrize("change", ["ecmp=packet", "uplinks=3", "name=mine", "pod_uplinks=many", "ecmp"])
-def test_a_wrong_change_is_named(change: str) -> None:
+def test_an_invalid_change_is_named(change: str) -> None:
     """The field is unknown or the value is invalid."""
     with pytest.raises(InputError, match="--set"):
         reading("paper", [change])

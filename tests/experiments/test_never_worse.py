@@ -34,7 +34,7 @@ def cell(case: str, policy: str, seed: int = 0, experiment: str = MATRIX.name) -
     return Cell(experiment=experiment, reading="", profile=case, settings={}, policy=policy, seed=seed)
 
 
-def test_the_matrix_covers_what_it_must() -> None:
+def test_the_matrix_covers_all_required_cases() -> None:
     """There are at least 75 cells; every reading and axis; all kinds of oracle; small and large; names that `--cell`
     accepts."""
     generated = [case for case in CASES.values() if case.trace == "generated"]
@@ -52,7 +52,7 @@ def test_the_matrix_covers_what_it_must() -> None:
     assert all((case.reported is not None) <= (case.oracle == "lying") for case in CASES.values())
 
 
-def test_sweeps_are_of_known_cells_and_policies() -> None:
+def test_sweeps_use_known_cells_and_policies() -> None:
     for one in EXPERIMENTS.values():
         assert set(one.profiles) <= set(CASES)
     assert set(RIVALS) <= set(POLICIES)
@@ -77,7 +77,7 @@ def test_every_cell_can_be_set_up() -> None:
 
 
 @pytest.mark.parametrize("name", ["paper/slots=4 load=1", "paper/30 GB load=1", "nic100-flow/node load=1"])
-def test_policies_of_a_seed_meet_the_same_requests(name: str) -> None:
+def test_policies_of_a_seed_get_the_same_requests(name: str) -> None:
     """Another seed has other requests, and so does the tuning."""
     case, traces = CASES[name], Traces()
     asked = [
@@ -93,7 +93,7 @@ def test_policies_of_a_seed_meet_the_same_requests(name: str) -> None:
     assert asked[2] != asked[0] != asked[3]
 
 
-def test_a_cell_is_the_same_whenever_it_is_run() -> None:
+def test_a_cell_gives_the_same_record_in_every_run() -> None:
     """The record contains all of the case, the policy's name in the sweep, and CLA*'s ratio."""
     runner = Runner(Traces(), ((NEAR, Weights(cache=2.0)),))
     first, again = (runner(cell(NEAR, "no uplinks", experiment=ABLATION.name)) for _ in range(2))
@@ -106,7 +106,7 @@ def test_a_cell_is_the_same_whenever_it_is_run() -> None:
     assert runner(cell(NEAR, "cla")).config["cla_ratio"] == 2.0
 
 
-def test_a_lying_oracle_says_what_it_is_told_to(tmp_path: Path) -> None:
+def test_a_falsified_oracle_reports_the_configured_values(tmp_path: Path) -> None:
     """The real background stays the same."""
     cluster = build(fat_tree(pods=1, racks_per_pod=1, nodes_per_rack=2, instances=InstanceCounts(prefill=1, decode=1)))
     trace = Trace("one", (TracedRequest(at_s=0.5, input_tokens=20_000, output_tokens=2, blocks=(), block_tokens=16),))
@@ -124,7 +124,7 @@ def test_a_lying_oracle_says_what_it_is_told_to(tmp_path: Path) -> None:
         SimSettings(reported=(0.5,))
 
 
-def test_traces_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_traces_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces are found below the folder, by option or environment; without them their cells are left out and named."""
     monkeypatch.delenv("KVROUTE_TRACES", raising=False)
     recorded = [name for name, case in CASES.items() if case.trace != "generated"]
@@ -144,7 +144,7 @@ def test_traces_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest
         Traces.of(tmp_path / "nowhere")
 
 
-def test_results_of_another_definition_are_refused(tmp_path: Path) -> None:
+def test_results_of_another_definition_are_not_used(tmp_path: Path) -> None:
     """A redefined cell is not used for the new one; a removed cell is left out."""
     path = tmp_path / "results.jsonl"
     record = Runner(Traces())(cell(NEAR, "round-robin"))
@@ -165,7 +165,7 @@ def test_results_of_another_definition_are_refused(tmp_path: Path) -> None:
     assert len(results_of(path)) == 1
 
 
-def test_cla_gets_the_ratio_that_was_best_for_it(tmp_path: Path) -> None:
+def test_cla_uses_its_best_ratio(tmp_path: Path) -> None:
     """The tuning is stored as records: the chosen ratio has the lowest mean over its seeds."""
     path = tmp_path / "tuning.jsonl"
     ((name, weights),) = tune([NEAR], Traces(), path, workers=1)
@@ -199,7 +199,7 @@ def small() -> tuple[list[int], Play]:
     return [index for index, one in enumerate(cluster.instances) if one.role == "decode"], play
 
 
-def test_the_descent_ends_where_no_single_request_could_do_better() -> None:
+def test_the_descent_ends_if_no_single_request_can_improve() -> None:
     """The descent's mean TTFT is not above any of its start policies; every other target of every request is tried
     again here."""
     places, play = small()
@@ -225,13 +225,13 @@ def test_the_descent_ends_where_no_single_request_could_do_better() -> None:
             assert mean_s(moved) >= least
 
 
-def test_the_descent_starts_from_one_round_of_what_it_is_given() -> None:
+def test_the_descent_without_rounds_is_the_run_of_its_start_policy() -> None:
     places, play = small()
     start = ControlSpec(decode="cla")
     assert descend(play, [start], places, rounds_max=0).summary.ttft_s == play(start).summary.ttft_s
 
 
-def test_one_cell_by_command(tmp_path: Path) -> None:
+def test_a_single_cell_runs_by_command(tmp_path: Path) -> None:
     """A single cell of a policy without weights needs no tuning; its record is printed and stays in the folder."""
     asked = ["experiment", MATRIX.name, "--cell", f"{NEAR},foresight", "--seed", "2", "--out", str(tmp_path), "--json"]
     outcome = CliRunner().invoke(app, asked)
@@ -256,7 +256,7 @@ def test_one_cell_by_command(tmp_path: Path) -> None:
     ],
     ids=["reading", "trace", "unknown cell", "missing trace"],
 )
-def test_wrong_requests_end_before_anything_runs(
+def test_invalid_options_are_rejected_before_any_run(
     more: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVROUTE_TRACES", raising=False)
@@ -265,7 +265,7 @@ def test_wrong_requests_end_before_anything_runs(
     assert said in str(outcome.exception)
 
 
-def test_known_futures_are_few_and_short() -> None:
+def test_clairvoyant_cells_are_few_and_short() -> None:
     """Each step of the descent is a run."""
     for name in FORESEEN.profiles:
         study = study_of(CASES[name], Traces(), cell(name, "cla", experiment=FORESEEN.name))

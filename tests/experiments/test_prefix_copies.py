@@ -34,7 +34,7 @@ def cell(policy: str, seed: int = 0, profile: str = DOCUMENTS) -> Cell:
 
 
 @given(st.integers(0, 1_000), st.floats(0.2, 4.0))
-def test_a_question_goes_on_from_where_a_document_has_ended(seed: int, rate_per_s: float) -> None:
+def test_a_question_continues_its_document(seed: int, rate_per_s: float) -> None:
     """The document comes first, alone and whole; a question's own tokens are not shared."""
     trace = documents(np.random.default_rng(seed), rate_per_s, 200.0)
     ends: dict[int, float] = {}
@@ -52,7 +52,7 @@ def test_a_question_goes_on_from_where_a_document_has_ended(seed: int, rate_per_
     assert set(own.values()) <= {1}
 
 
-def test_every_policy_meets_the_same_requests_and_differs_in_what_its_name_says() -> None:
+def test_policies_get_the_same_requests_and_differ_only_by_their_option() -> None:
     assert (
         requests_of(CONVERSATIONS, 3, 60.0)
         == requests_of(CONVERSATIONS, 3, 60.0)
@@ -74,7 +74,7 @@ def records() -> list[Record]:
     return [run_cell(cell(policy, seed), SHORT_S) for policy in policies for seed in (0, 1)]
 
 
-def test_the_figures_are_those_of_the_run(records: list[Record]) -> None:
+def test_figures_equal_those_of_the_run(records: list[Record]) -> None:
     """With own caches nothing is copied and KV moves only towards home; bytes between the sites include the KV
     caches."""
     by_name = {(record.cell.policy, record.cell.seed): record for record in records}
@@ -97,7 +97,7 @@ def test_gains_pair_runs_of_the_same_requests(records: list[Record]) -> None:
     assert gain(records, OWN) is None
 
 
-def test_the_page_and_the_table_have_every_policy_that_was_run(records: list[Record], tmp_path: Path) -> None:
+def test_page_and_table_contain_every_policy_of_the_run(records: list[Record], tmp_path: Path) -> None:
     table = copies_grid(records)
     assert [row[1].text for row in table.rows] == [OWN, "exchange", "exchange+ahead", "exchange+pool"]
     assert {finding.claim for finding in copies_findings(records)} >= {"exchange+ahead costs no goodput"}

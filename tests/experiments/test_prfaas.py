@@ -48,7 +48,7 @@ def burst(policy: str, profile: str, seed: int = 0) -> Cell:
     return Cell(experiment=BURST.name, reading="paper", profile=profile, settings={}, policy=policy, seed=seed)
 
 
-def test_the_sweeps() -> None:
+def test_sweeps_have_unique_cells_for_two_seeds() -> None:
     """There are cells for two seeds; a deterministic cell is run once; keys are unique."""
     swept = {name: cells(one, "paper", one.profiles, (0, 1)) for name, one in EXPERIMENTS.items()}
     assert {name: len(sweep) for name, sweep in swept.items()} == {
@@ -61,7 +61,7 @@ def test_the_sweeps() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_case_study_is_the_example(kind: Kind) -> None:
+def test_the_case_study_equals_the_example_file(kind: Kind) -> None:
     """The data of the experiment and those of examples/prfaas-case-study.yaml have the same optimum."""
     here, there = (deployment(find(each, kind), kind) for each in (published_problem(), read_problem(EXAMPLE)))
     assert (here.n_prefill, here.n_decode, here.threshold_tokens) == (
@@ -82,7 +82,7 @@ def test_the_mean_request_costs_more_than_the_request_of_mean_length() -> None:
 
 
 @pytest.mark.parametrize("gbps", [1.0, 6.0])
-def test_a_narrow_link_is_what_the_plan_of_the_bursts_has(gbps: float) -> None:
+def test_the_plan_for_bursts_has_a_narrow_link(gbps: float) -> None:
     """In units of 1e9 bits a second: naive offloading is limited by the link."""
     narrow = find(problem(published_lengths(), wan_gbps=gbps), "naive")
     assert deployment(narrow, "naive").egress_gbps == pytest.approx(gbps)
@@ -90,7 +90,7 @@ def test_a_narrow_link_is_what_the_plan_of_the_bursts_has(gbps: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_variance_queues_keep_up_with_the_formula(kind: str) -> None:
+def test_without_variance_throughput_equals_the_formula(kind: str) -> None:
     """Evenly spaced arrivals of the two representative lengths, 20 % above the formula, give its throughput within 5
     %."""
     record = run_cell(STUDY, case(kind, 1.2))
@@ -107,7 +107,7 @@ def test_below_saturation_nothing_waits_for_prefill() -> None:
     assert [figures["prfaas_busy"], figures["pd_p_busy"]] == pytest.approx([0.9, 0.9], abs=0.02)
 
 
-def test_chance_costs_waiting() -> None:
+def test_variance_increases_waiting() -> None:
     """With equal load and lengths, random arrivals wait longer than even ones, and even ones of many lengths longer
     than of two."""
     waits = []
@@ -118,7 +118,7 @@ def test_chance_costs_waiting() -> None:
 
 
 @given(st.integers(2, 400), st.integers(0, 5), st.integers(0, 5))
-def test_lengths_differ_in_order_alone(count: int, one: int, other: int) -> None:
+def test_lengths_of_seeds_differ_only_in_order(count: int, one: int, other: int) -> None:
     first, second = (spread_lengths(count, np.random.default_rng(seed)) for seed in (one, other))
     assert sorted(first.tolist()) == sorted(second.tolist())
     assert (first == second).all() == (one == other or len(set(first.tolist())) == 1) or count < 8
@@ -131,7 +131,7 @@ def test_spread_lengths_have_the_planned_mean() -> None:
 
 
 @given(st.lists(st.integers(1, 100_000), min_size=1, max_size=20), st.integers(0, 100_000), st.integers(1, 300))
-def test_two_lengths_come_in_their_shares(tokens: list[int], threshold: int, count: int) -> None:
+def test_two_lengths_occur_in_their_shares(tokens: list[int], threshold: int, count: int) -> None:
     """Any first part of the sequence deviates by at most one request."""
     cut = Mix.of(tokens).cut(np.array([float(threshold)]))
     lengths = two_lengths(count, cut)
@@ -144,7 +144,7 @@ def test_two_lengths_come_in_their_shares(tokens: list[int], threshold: int, cou
 @given(
     st.floats(1.0, 500.0), st.floats(0.0, 500.0), st.floats(0.1, 5.0), st.floats(0.1, 10.0), st.floats(0.01, 2_000.0)
 )
-def test_a_disturbance_stretches_time_and_loses_none(
+def test_a_disturbance_shifts_arrivals_and_loses_none(
     from_s: float, lasts_s: float, factor: float, rate_per_s: float, at_s: float
 ) -> None:
     """A request due after a number of expected requests comes when that number is expected."""
@@ -155,7 +155,7 @@ def test_a_disturbance_stretches_time_and_loses_none(
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
-def test_scenarios_share_what_comes_before(name: str) -> None:
+def test_scenarios_share_the_requests_before_the_disturbance(name: str) -> None:
     """The same seed gives the same requests until the disturbance, and always the same for every policy."""
     calm, other = (requests_of(STUDY, SCENARIOS[each], 1.5, 3) for each in ("calm", name))
     before = [request for request in other.requests if request.at_s < FROM_S]
@@ -164,7 +164,7 @@ def test_scenarios_share_what_comes_before(name: str) -> None:
     assert sum(request.at_s >= WARMUP_S for request in other.requests) > 1_000
 
 
-def test_every_seed_takes_another_part_of_a_trace(tmp_path: Path) -> None:
+def test_every_seed_uses_another_part_of_a_trace(tmp_path: Path) -> None:
     """A run needs 450 of the 600 requests; those before the disturbance are equal in all scenarios."""
     path = tmp_path / "mine.jsonl"
     write(generate(600, rate_per_s=3.4, seed=1), path)
@@ -179,7 +179,7 @@ def test_every_seed_takes_another_part_of_a_trace(tmp_path: Path) -> None:
         requests_of(study, SCENARIOS["calm"], 0.5, 0)
 
 
-def test_disturbances_are_what_they_say() -> None:
+def test_disturbances_change_rate_and_lengths_as_named() -> None:
     """There are twice as many requests; prompts are about twice as long, except for the cut at the limit."""
     traces = {name: requests_of(STUDY, SCENARIOS[name], 1.5, 0) for name in SCENARIOS}
 
@@ -199,7 +199,7 @@ def narrow() -> dict[str, Record]:
     return {policy: run_cell(STUDY, burst(policy, "link-30")) for policy in (DUAL, static(12_500))}
 
 
-def test_a_static_threshold_never_moves(narrow: dict[str, Record]) -> None:
+def test_a_static_threshold_never_changes(narrow: dict[str, Record]) -> None:
     """The link has a backlog of hours, yet exactly the longer prompts are offloaded."""
     record = narrow[static(12_500)]
     requests = requests_of(STUDY, SCENARIOS["link-30"], record.config["rate_per_s"], 0).requests
@@ -208,7 +208,7 @@ def test_a_static_threshold_never_moves(narrow: dict[str, Record]) -> None:
     assert (record.summary.conversions, "threshold_tokens" in record.series) == (0, False)
 
 
-def test_the_scheduler_outdoes_an_old_threshold_while_the_link_is_narrow(narrow: dict[str, Record]) -> None:
+def test_the_scheduler_beats_an_outdated_threshold_on_a_narrow_link(narrow: dict[str, Record]) -> None:
     """The scheduler's threshold rises; every request is answered once under both."""
     dual, old = narrow.values()
     for record in (dual, old):
@@ -220,7 +220,7 @@ def test_the_scheduler_outdoes_an_old_threshold_while_the_link_is_narrow(narrow:
     assert max(thresholds[at] for at in thresholds if 400 <= at < 900) > 1.5 * thresholds[280.0]
 
 
-def test_waits_of_the_stages_make_up_those_of_all(narrow: dict[str, Record]) -> None:
+def test_stage_waits_add_up_to_the_total_wait(narrow: dict[str, Record]) -> None:
     """The wait before prefill is the sum of each stage's wait, weighted by the share of its requests."""
     for record in narrow.values():
         figures, parts = record.figures, record.summary.ttft_parts_s
@@ -239,7 +239,7 @@ def rows(arrived_s: list[float], finished_s: list[float], first_s: list[float]) 
     return made
 
 
-def test_what_falls_behind_tells_what_is_kept_up_with() -> None:
+def test_sustained_throughput_is_that_of_the_site_that_falls_behind() -> None:
     """Every second request is offloaded. Home keeps up with the arrivals, 10 a second; the remote site completes only 8
     a second."""
     arrived = np.arange(100) / 10
@@ -250,7 +250,7 @@ def test_what_falls_behind_tells_what_is_kept_up_with() -> None:
     assert keeps_up_per_s(behind, np.zeros(100, dtype=np.bool_)) == pytest.approx(9.0, abs=0.5)
 
 
-def test_good_requests_over_time() -> None:
+def test_goodput_over_time() -> None:
     """The steps are 20 s by arrival; requests with late first tokens, slow tokens or no token are not good."""
     nan = float("nan")
     some = rows(
@@ -260,7 +260,7 @@ def test_good_requests_over_time() -> None:
     assert good == ((0.0, 0.5), (20.0, 1 / 3), (60.0, 1.0))
 
 
-def test_the_users_own_trace_with_its_prefixes(tmp_path: Path) -> None:
+def test_a_users_trace_keeps_its_prefixes(tmp_path: Path) -> None:
     """The user's trace replaces the drawn requests; its prefixes are used, and the plan is made for the uncached
     tokens."""
     path = tmp_path / "mine.jsonl"
@@ -274,7 +274,7 @@ def test_the_users_own_trace_with_its_prefixes(tmp_path: Path) -> None:
     assert record.config["trace"].startswith("mine.jsonl, XXH64 ")
 
 
-def test_kv_throughput_sets_nothing_fitted_beside_it() -> None:
+def test_published_kv_throughput_equals_size_over_time() -> None:
     """Where size and time were published, Eq. 1 holds within their three digits; otherwise the time is derived and
     checks nothing."""
     points = computed(cells(KV_THROUGHPUT, "paper", KV_THROUGHPUT.profiles, (0,)))
@@ -289,12 +289,12 @@ def test_kv_throughput_sets_nothing_fitted_beside_it() -> None:
     assert times == sorted(times)
 
 
-def test_assumptions_are_changed_by_field() -> None:
+def test_assumptions_can_be_changed_by_field() -> None:
     changed = assumptions(["wan_gbps=50", "requests=200"])
     assert (changed.wan_gbps, changed.requests, changed.name) == (50.0, 200, "paper+wan_gbps=50+requests=200")
 
 
 @pytest.mark.parametrize("change", ["wan=1", "name=mine", "requests=many", "requests"])
-def test_a_wrong_change_is_named(change: str) -> None:
+def test_an_invalid_change_is_named(change: str) -> None:
     with pytest.raises(InputError, match="--set"):
         assumptions([change])

@@ -72,7 +72,7 @@ def at_places(trace: Trace) -> dict[int, float]:
     return firsts
 
 
-def test_sessions_end_where_the_profile_does(study: PrfaasStudy) -> None:
+def test_sessions_end_at_the_longest_profiled_prompt(study: PrfaasStudy) -> None:
     """No prompt of Table 5 has more than 131,072 tokens: 20 sessions are whole, 10 have six turns, one is left out."""
     found = sessions(study)
     assert sorted(len(session.turns) for session in found.sessions) == [6] * 10 + [8] * 20
@@ -81,7 +81,7 @@ def test_sessions_end_where_the_profile_does(study: PrfaasStudy) -> None:
         found.within(63)
 
 
-def test_the_plan_is_made_for_what_one_cache_leaves(study: PrfaasStudy) -> None:
+def test_the_plan_uses_the_uncached_tokens_of_one_cache(study: PrfaasStudy) -> None:
     """The uncached tokens equal those of a cache without limit over all requests, for any order of sessions."""
     found = sessions(study)
     left, _ = incremental(found.open_loop(seed=0), None)
@@ -102,7 +102,7 @@ def test_a_load_is_a_number_of_users(study: PrfaasStudy) -> None:
     assert users_for(found, plan, 1e-9) == 1
 
 
-def test_a_run_of_the_case_study_with_agents(study: PrfaasStudy) -> None:
+def test_the_case_study_with_agents_below_saturation(study: PrfaasStudy) -> None:
     """Far below saturation users get responses at the rate of their requests, and cached tokens are reused: 20 blocks
     are new."""
     cell = Cell(
@@ -117,7 +117,7 @@ def test_a_run_of_the_case_study_with_agents(study: PrfaasStudy) -> None:
     assert config_of(study)["trace"].startswith("sessions.jsonl, XXH64 ")
 
 
-def test_others_who_come_change_nothing_for_those_who_are_there(study: PrfaasStudy) -> None:
+def test_additional_users_do_not_change_the_sessions_of_existing_users(study: PrfaasStudy) -> None:
     """When the load doubles, the usual users play the same sessions from the same times as in the calm scenario; a
     repeated session does not share blocks with its first run."""
     found = sessions(study)
@@ -134,7 +134,7 @@ def test_others_who_come_change_nothing_for_those_who_are_there(study: PrfaasStu
     assert all(request.at_s <= 1_000.0 for request in whole.requests)
 
 
-def test_the_bursts_with_agents(study: PrfaasStudy) -> None:
+def test_bursts_with_agents(study: PrfaasStudy) -> None:
     """The planner's threshold is one of the static ones; no user starts after the burst because of it."""
     one = of_study(BURST, study)
     best = deployment(planned(study, "prfaas", study.assumed.burst_wan_gbps)).threshold_tokens

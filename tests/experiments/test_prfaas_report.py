@@ -120,13 +120,13 @@ def named(found: list[Finding], profile: str, words: str) -> Finding:
     return one
 
 
-def test_the_old_threshold_is_the_fastest_of_equally_good_ones() -> None:
+def test_the_old_threshold_is_the_fastest_among_equals() -> None:
     assert old_static(bursts()) == static(8_000)
     assert best_static([r for r in bursts() if r.cell.profile == "link-30"]) == static(32_000)
 
 
 @pytest.mark.parametrize("rate_per_s", [0.1, 1.0, 100.0], ids=["few", "some", "many"])
-def test_the_best_threshold_is_the_best_however_close_another_is(rate_per_s: float) -> None:
+def test_the_best_threshold_is_chosen_even_by_a_small_lead(rate_per_s: float) -> None:
     """The scheduler is compared with it even if it is best by 0.3 %, while the old one is the faster of the two. At 2 %
     it is both."""
     for share, old in ((0.997, static(8_000)), (0.98, PLANNED)):
@@ -157,7 +157,7 @@ def test_leads_are_paired_over_seeds() -> None:
     assert standard_error(found, some[::3]) is None
 
 
-def test_the_scheduler_is_held_to_three_per_cent_and_to_more_than_the_old() -> None:
+def test_the_scheduler_must_be_within_three_percent_and_beat_the_old_threshold() -> None:
     found = prfaas_findings(BURST, bursts(), ())
     assert named(found, "load-doubles", "best static").holds == "does not hold"
     assert named(found, "link-30", "best static").holds == "holds"
@@ -167,7 +167,7 @@ def test_the_scheduler_is_held_to_three_per_cent_and_to_more_than_the_old() -> N
     assert not [each for each in found if each.profile == "calm" and "old traffic" in each.claim]
 
 
-def test_the_scheduler_is_not_asked_to_beat_an_old_threshold_that_is_still_the_best() -> None:
+def test_the_scheduler_need_not_beat_an_old_threshold_that_is_still_best() -> None:
     """The claim then holds unless the scheduler is worse beyond noise."""
     moved = {"calm": GOODPUT["calm"], "link-cut": GOODPUT["calm"] | {DUAL: 0.9}}
     for profile, holds in (("calm", "holds"), ("link-cut", "does not hold")):
@@ -186,7 +186,7 @@ def test_the_scheduler_is_not_asked_to_beat_an_old_threshold_that_is_still_the_b
         assert found.holds == holds
 
 
-def test_with_prefixes_the_gap_is_told_with_what_was_cached() -> None:
+def test_with_prefixes_the_gap_names_the_caching_model() -> None:
     """For a trace the sentence names the formula's single cache, for drawn lengths E[T(L)]."""
     agents = [
         msgspec.structs.replace(each, cell=msgspec.structs.replace(each.cell, profile=AGENTS)) for each in loads()
@@ -200,7 +200,7 @@ def test_with_prefixes_the_gap_is_told_with_what_was_cached() -> None:
     assert "the queue never empties" in named(prfaas_findings(CASE_STUDY, loads(), ()), "poisson", "agree").sentence
 
 
-def test_saturation_is_read_off_the_highest_load() -> None:
+def test_saturation_is_measured_at_the_highest_load() -> None:
     gaps = {gap.policy: gap for gap in saturations(loads())}
     assert gaps["prfaas"].off == pytest.approx(-0.03)
     assert gaps["naive"].off_exact == pytest.approx(0.97 / 0.98 - 1)
@@ -234,6 +234,6 @@ def test_every_experiment_has_a_page(name: str, tmp_path: Path) -> None:
     assert text.count("<table>") >= len(prfaas_grids(one, records, points)) + 1
 
 
-def test_no_result_has_no_page(tmp_path: Path) -> None:
+def test_a_page_without_results_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="prfaas-burst has no result"):
         write_prfaas(BURST, [], (), tmp_path)

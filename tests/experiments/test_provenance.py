@@ -28,7 +28,7 @@ def least(values):
 
 
 @given(st.text(st.characters(codec="ascii", categories=["L", "N", "Zs", "P"])))
-def test_words_change_nothing(words: str) -> None:
+def test_comments_and_docstrings_do_not_change_the_digest(words: str) -> None:
     """Comments, docstrings and empty lines have no effect; only statements and names count."""
     for old, new in (
         ("# As it always was.", f"# {words}"),
@@ -44,7 +44,7 @@ def test_words_change_nothing(words: str) -> None:
     [("= 3", "= 4"), ("min(", "max("), ("least(", "lowest("), ("return min", "min")],
     ids=["number", "call", "name", "statement"],
 )
-def test_deeds_change_it(old: str, new: str) -> None:
+def test_code_changes_the_digest(old: str, new: str) -> None:
     """A string that is used counts too."""
     assert meaning(MODULE.replace(old, new)) != meaning(MODULE)
     assert meaning("a = 'b'") != meaning("a = 'c'")
@@ -73,7 +73,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("experiments/setup.py", True),
     ],
 )
-def test_what_a_change_matters_to(package: Path, changed: str, matters_to_others: bool) -> None:
+def test_a_change_affects_only_the_policies_that_use_the_module(
+    package: Path, changed: str, matters_to_others: bool
+) -> None:
     """All code counts for foresight; for the others all except foresight's own."""
     before = meanings(package)
     (package / changed).write_text("A = 2\n", encoding="utf-8")
@@ -83,7 +85,7 @@ def test_what_a_change_matters_to(package: Path, changed: str, matters_to_others
     assert (digest(before, FORESIGHT) != digest(after, FORESIGHT)) == matters_to_others
 
 
-def test_a_module_by_another_name_is_another(package: Path) -> None:
+def test_a_renamed_module_changes_the_digest(package: Path) -> None:
     """A renamed module changes the digest although its content is the same."""
     before = meanings(package)
     (package / "sim/run.py").rename(package / "sim/zzz.py")
@@ -92,7 +94,7 @@ def test_a_module_by_another_name_is_another(package: Path) -> None:
     assert digest(after) != digest(before) == digest(meanings(package))
 
 
-def test_baselines_have_one_code_and_all_others_another() -> None:
+def test_baselines_share_one_digest_and_all_others_another() -> None:
     """All counted folders of this package exist."""
     assert all((PACKAGE / room).exists() for room in ROOMS)
     ours = {code_of(name) for name in (*VARIANTS, CLAIRVOYANT, "foresight-joint", "whatever an experiment calls it")}

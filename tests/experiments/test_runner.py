@@ -65,7 +65,7 @@ class Interrupted:
 
 
 @given(stops=st.lists(st.integers(0, 5), max_size=4), cut=st.integers(0, 200))
-def test_every_cell_is_run_once_whatever_the_stops(
+def test_every_cell_is_run_once_despite_interruptions(
     tmp_path_factory: pytest.TempPathFactory, stops: list[int], cut: int
 ) -> None:
     """The sweep is stopped several times, and once a kill truncates the last line: at the end each cell is there, in
@@ -90,7 +90,7 @@ def test_every_cell_is_run_once_whatever_the_stops(
     assert set(finished(path)) == {cell.key for cell in SWEEP}
 
 
-def test_processes_give_the_same(tmp_path: Path) -> None:
+def test_several_processes_give_the_same_records(tmp_path: Path) -> None:
     """With two workers, the records are in the order of the cells, whatever the order in which they end."""
     done: list[tuple[int, int]] = []
     records = run_cells(SWEEP, record_of, tmp_path / "r.jsonl", workers=2, progress=lambda *now: done.append(now))
@@ -98,7 +98,7 @@ def test_processes_give_the_same(tmp_path: Path) -> None:
     assert done[-1] == (len(SWEEP), len(SWEEP))
 
 
-def test_a_foreign_line_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     """A line that is no record in the middle of the file is reported."""
     path = tmp_path / "results.jsonl"
     run_cells(SWEEP[:2], record_of, path, workers=1)
@@ -107,7 +107,7 @@ def test_a_foreign_line_is_named(tmp_path: Path) -> None:
         run_cells(SWEEP, record_of, path, workers=1)
 
 
-def test_results_of_another_study_are_not_taken(tmp_path: Path) -> None:
+def test_results_of_another_study_are_rejected(tmp_path: Path) -> None:
     """The cells are equal but use another trace: they are rejected before anything is run."""
     path = tmp_path / "results.jsonl"
     run_cells(SWEEP[:2], record_of, path, {}, workers=1)
@@ -115,7 +115,7 @@ def test_results_of_another_study_are_not_taken(tmp_path: Path) -> None:
         run_cells(SWEEP, record_of, path, {"trace": "mine"}, workers=1)
 
 
-def test_an_unknown_place_to_run_is_named(tmp_path: Path) -> None:
+def test_an_unknown_executor_is_named(tmp_path: Path) -> None:
     """`--on mars`."""
     with pytest.raises(InputError, match="choose local or ray"):
         run_cells(SWEEP, record_of, tmp_path / "r.jsonl", on="mars")

@@ -17,7 +17,7 @@ def test_inputs_of_the_corpus_pass(target: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_corpus_has_both_what_is_accepted_and_what_is_refused(target: str) -> None:
+def test_a_corpus_has_accepted_and_rejected_inputs(target: str) -> None:
     """A target whose seeds all fail at the first byte tests little."""
     module = importlib.import_module(f"tests.fuzz.{target}")
     assert {module.check(path.read_bytes()) for path in corpus(target)} >= {"accepted", "refused"}

@@ -299,7 +299,7 @@ def test_malformed_chains_leak_nothing(chains: list[tuple[Chain, bool]]) -> None
 
 
 @given(st.sampled_from(sorted(MODELS)), st.integers(1, 64), st.integers(1, 200))
-def test_bytes_to_bring_are_the_geometrys(name: str, block_tokens: int, blocks: int) -> None:
+def test_missing_bytes_follow_the_model_geometry(name: str, block_tokens: int, blocks: int) -> None:
     """For an empty pool, the missing bytes are those of the model's KV cache of that length; for a pool that has the
     prefix, none."""
     model, chain = MODELS[name], tuple(range(blocks))
@@ -330,7 +330,7 @@ def filled_pools(model: str, stores: list[tuple[Place, Chain]], capacity: int) -
 
 
 @given(st.sampled_from(sorted(MODELS_BY_NAME)), STORES, CHAINS, MOST)
-def test_a_cluster_matches_as_its_best_instance(
+def test_a_cluster_matches_like_its_best_instance(
     model: str, stores: list[tuple[Place, Chain]], chain: Chain, most: int | None
 ) -> None:
     pools = filled_pools(model, stores, 30)
@@ -343,7 +343,7 @@ def test_a_cluster_matches_as_its_best_instance(
 
 
 @given(st.sampled_from(sorted(MODELS_BY_NAME)), STORES, CHAINS, st.integers(1, 40), st.booleans())
-def test_a_copy_lands_whole_or_not_at_all(
+def test_a_copy_is_complete_or_has_no_effect(
     model: str, stores: list[tuple[Place, Chain]], chain: Chain, capacity: int, landed: bool
 ) -> None:
     """Afterwards the target matches as far as the source, or as before; no lease remains, and the memory counts are
@@ -380,7 +380,7 @@ SCOPES = st.sampled_from([(), ("west",), ("east", "west")])
 
 
 @given(READS, st.sampled_from([0.0, 300.0, 1e6]), SCOPES, st.sampled_from([1.1, 1.25, 1.5]), st.integers(1, 3))
-def test_rebalancing_levels_within_its_budget(
+def test_rebalancing_levels_load_within_its_budget(
     reads: list[tuple[Place, Chain, int]], budget_bytes: float, joined: tuple[str, ...], factor: float, reads_min: int
 ) -> None:
     """For each copy, the source is hot at that point, the target is its least loaded peer and is afterwards not hotter

@@ -179,7 +179,7 @@ def records_of(log: bytes) -> list[LogRecord]:
 @many
 @example(("llama-3-8b", "20 GB"), WARM, POOLED, ASKED)
 @given(models, traces(), specs, assumptions)
-def test_every_request_ends_and_the_log_says_all(
+def test_every_request_ends_and_the_log_replays(
     model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
     """For any failure of copies nothing is lost, the same run gives the same log, and a replay makes the same
@@ -320,7 +320,7 @@ def _target(copy: CopyPrefix | Prefill) -> str:
 @many
 @example(("prfaas-1t-hybrid", "20 GB"), WARM, POOLED, ASKED)
 @given(models, traces(), specs, assumptions)
-def test_no_prefix_is_cached_before_all_of_it_is_there_nor_beyond_the_memory(
+def test_a_prefix_is_cached_only_when_complete_and_within_memory(
     model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
     """Blocks that the router is told are cached were computed, decoded or completely copied there. A prefill relies on
@@ -340,7 +340,7 @@ def _known(summary: Summary) -> Summary:
 
 @many
 @given(models, traces(), offloads, assumptions)
-def test_where_nothing_is_shared_options_change_nothing(
+def test_without_shared_prefixes_copy_options_change_nothing(
     model: tuple[str, str], trace: Trace, offload: OffloadSpec | None, assumed: SimSettings
 ) -> None:
     """Without a common prefix there is nothing to copy or fetch, and runs are equal to the last bit. No request
@@ -362,7 +362,7 @@ def test_where_nothing_is_shared_options_change_nothing(
 
 @given(st.integers(0, 40), st.floats(1e6, 1e11), st.integers(1, 8))
 @settings(max_examples=25, deadline=None)
-def test_copies_ahead_of_demand_hardly_slow_a_request(count: int, copy_bytes: float, connections: int) -> None:
+def test_copies_ahead_of_demand_barely_slow_a_request(count: int, copy_bytes: float, connections: int) -> None:
     """Beside n copies of any size, a KV cache takes at most (1 + n / 1000) times as long."""
     cluster = sites()
     source, target = cluster.index("f0"), cluster.index("d0")

@@ -234,7 +234,7 @@ def test_cancel_returns_the_rest(case: Case, part: float) -> None:
 
 @LAW
 @given(cases(flows_max=12))
-def test_what_if_tells_the_truth_and_leaves_no_trace(case: Case) -> None:
+def test_what_if_equals_the_real_transfer_and_changes_nothing(case: Case) -> None:
     """`transfer_s` is the time that the flow then takes; the call changes nothing."""
     net, twin, last = case.network(), case.network(), len(case.paths) - 1
     for flow in range(last):
@@ -249,7 +249,7 @@ def test_what_if_tells_the_truth_and_leaves_no_trace(case: Case) -> None:
 
 @LAW
 @given(cases(), st.lists(st.floats(0.0, 1.0), max_size=5))
-def test_stops_on_the_way_change_nothing(case: Case, stops: list[float]) -> None:
+def test_intermediate_advances_change_nothing(case: Case, stops: list[float]) -> None:
     """One long `advance` finishes the same flows in the same order as many short ones."""
     straight, stopping = case.started(), case.started()
     end_s = 2.0 * max(_run(case.started()).values())
@@ -261,7 +261,7 @@ def test_stops_on_the_way_change_nothing(case: Case, stops: list[float]) -> None
 
 @LAW
 @given(cases(), st.floats(0.0, 0.999), st.randoms(use_true_random=False))
-def test_a_ceiling_that_is_lifted_leaves_no_trace(case: Case, part: float, draw: random.Random) -> None:
+def test_a_removed_ceiling_has_no_effect(case: Case, part: float, draw: random.Random) -> None:
     """If ceilings are set and removed at one instant, rates and later times are those of flows without ceilings."""
     free = replace(case, ceilings=(math.inf,) * len(case.paths))
     net, twin = free.started(), free.started()

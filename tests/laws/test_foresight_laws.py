@@ -180,7 +180,7 @@ steps = st.lists(
 
 
 @given(steps, st.sampled_from([1, 4]), st.booleans())
-def test_the_table_equals_the_obvious_one(
+def test_the_transfer_table_equals_a_simple_reference(
     actions: list[tuple[str, object, object, float]], hashed: int, uplinks: bool
 ) -> None:
     """After any sequence of calls, remaining bytes, rates and learned factors are equal."""
@@ -320,7 +320,7 @@ def test_the_choice_follows_its_terms(
 
 
 @given(tables(), sources, crowds(), widths, st.sampled_from([2.0**-20, 4.0, 2.0**20]))
-def test_bytes_have_no_scale(
+def test_the_choice_is_invariant_under_scaling_of_bytes(
     flying: tuple[InFlight, Obvious], source: int, pool: Candidates, width: int, scale: float
 ) -> None:
     """If all bytes and bandwidths are multiplied by the same power of two, choice and cost stay the same."""
@@ -350,7 +350,7 @@ def test_bytes_have_no_scale(
 
 
 @given(crowds(alike=True), sources, widths, st.booleans(), st.floats(0, 1))
-def test_where_nothing_in_the_network_binds_it_decides_as_cla_does(
+def test_without_network_bottlenecks_foresight_chooses_as_cla(
     pool: Candidates, source: int, width: int, sighted: bool, starts_s: float
 ) -> None:
     """With equal candidates over equal, unshared paths, the choice equals that of the cache and load score."""
@@ -368,7 +368,7 @@ def test_where_nothing_in_the_network_binds_it_decides_as_cla_does(
 
 
 @given(crowds(), sources, st.floats(0, 1e6), st.floats(0, 4), st.floats(1, 5_000))
-def test_others_tokens_never_outweigh_the_transfer(
+def test_the_cost_of_delayed_tokens_is_bounded_by_the_transfer(
     pool: Candidates, source: int, weight: float, transfers: float, answer: float
 ) -> None:
     """For any weight, the chosen candidate costs at most `answer_transfers` more transfers than the nearest one."""
@@ -388,7 +388,7 @@ def test_others_tokens_never_outweigh_the_transfer(
 
 
 @given(tables(), crowds(alike=True), sources, widths)
-def test_an_unbounded_network_leaves_load_to_decide(
+def test_with_an_unbounded_network_load_decides(
     flying: tuple[InFlight, Obvious], pool: Candidates, source: int, width: int
 ) -> None:
     """For any transfers in flight, with links a million times faster the least loaded candidate with room is chosen."""
@@ -403,7 +403,9 @@ def test_an_unbounded_network_leaves_load_to_decide(
 
 
 @given(tables(), sources, crowds())
-def test_the_idle_network_needs_no_playing(flying: tuple[InFlight, Obvious], source: int, pool: Candidates) -> None:
+def test_closed_form_and_simulation_agree_on_an_idle_network(
+    flying: tuple[InFlight, Obvious], source: int, pool: Candidates
+) -> None:
     """With nothing in flight the closed form and the fluid model agree."""
     idle = InFlight(flying[0].links)
     closed, fluid = choice_of(idle, source, pool, width=0), choice_of(idle, source, pool, width=4)
@@ -414,7 +416,7 @@ def test_the_idle_network_needs_no_playing(flying: tuple[InFlight, Obvious], sou
 
 
 @given(st.floats(1e6, 1e12), st.floats(0, 300), st.sampled_from([1, 2, 4, 8]), st.floats(0, 1))
-def test_collisions_cost_what_the_distribution_says(cable: float, rivals: float, hashed: int, share: float) -> None:
+def test_the_collision_model_equals_the_expected_value(cable: float, rivals: float, hashed: int, share: float) -> None:
     """The value uses the expected time on the fullest of h cables, limited where nothing is left; it never exceeds h
     idle cables."""
     found = collided(cable, rivals, hashed, share * cable)
@@ -426,7 +428,7 @@ ends = st.lists(st.tuples(st.sampled_from([2, 3, 4]), st.floats(1e-3, 1e3), st.f
 
 
 @given(ends)
-def test_what_is_learned_stays_within_its_bounds(transfers: list[tuple[int, float, float]]) -> None:
+def test_learned_factors_stay_within_their_bounds(transfers: list[tuple[int, float, float]]) -> None:
     """The factor is also between 1 and the ratios of the transfers, and correct predictions do not change it."""
     learned = Learned(ForesightSpec())
     for tier, ratio, limited in transfers:
@@ -450,7 +452,7 @@ taught = st.tuples(
 
 
 @given(st.lists(taught, max_size=30), st.floats(0, 600))
-def test_who_looks_at_what_is_learned_changes_nothing(
+def test_reading_learned_values_changes_nothing(
     told: list[tuple[float, int, float, float, bool, float]], later_s: float
 ) -> None:
     """A reader sees the values that a decision would use, to the last digit, with the number of transfers used and
@@ -478,7 +480,7 @@ def test_who_looks_at_what_is_learned_changes_nothing(
 
 
 @given(tables(), sources, crowds(), ends, st.floats(0, 0.99))
-def test_a_transfer_alone_gets_the_pace_that_a_decision_expects(
+def test_a_lone_transfer_has_the_rate_that_a_decision_expects(
     flying: tuple[InFlight, Obvious],
     source: int,
     pool: Candidates,
@@ -499,7 +501,7 @@ def test_a_transfer_alone_gets_the_pace_that_a_decision_expects(
 
 
 @given(st.integers(1, 40), st.floats(0.25, 4.0), st.integers(1, 4))
-def test_what_is_learned_is_never_beyond_the_truth(together: int, truth: float, rounds: int) -> None:
+def test_learned_factors_never_overshoot_the_true_factor(together: int, truth: float, rounds: int) -> None:
     """Each path carries a given factor of the predicted rate, whatever number of transfers measure it at once."""
     tier: TierArray = np.full((2 * together, 2 * together), 3, dtype=np.int8)
     table, now = InFlight(LinkModel.of_tiers(tier, np.full(5, 1e9), nic_bytes_per_s=1e11)), 0.0
@@ -514,7 +516,7 @@ def test_what_is_learned_is_never_beyond_the_truth(together: int, truth: float, 
 
 
 @given(tables(), st.lists(crowds(), min_size=3, max_size=3), st.lists(st.floats(0, 5), min_size=3, max_size=3))
-def test_the_pair_is_the_one_that_ends_first_of_those_played(
+def test_the_pair_is_the_cheapest_of_those_simulated(
     flying: tuple[InFlight, Obvious], pools: list[Candidates], start_s: list[float]
 ) -> None:
     """With every prefill instance simulated, the pair is the cheapest of all; it is rejected only if no instance has

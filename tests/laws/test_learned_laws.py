@@ -51,7 +51,7 @@ def transfer(
 
 
 @given(st.lists(st.tuples(PAIRS, SIZES, st.integers(1, 12)), max_size=20), st.lists(CONGESTION, min_size=5, max_size=5))
-def test_the_truth_leaves_the_static_map_as_it_is(
+def test_correct_measurements_do_not_change_the_static_map(
     transfers: list[tuple[tuple[int, int], float, int]], congestion: list[float]
 ) -> None:
     """For any telemetry and any number of concurrent transfers, predicted times change nothing."""
@@ -64,7 +64,7 @@ def test_the_truth_leaves_the_static_map_as_it_is(
 
 
 @given(PAIRS, FACTORS, st.integers(1, 4), CONGESTION)
-def test_a_changed_capacity_is_found(pair: tuple[int, int], factor: float, together: int, congested: float) -> None:
+def test_a_changed_capacity_is_learned(pair: tuple[int, int], factor: float, together: int, congested: float) -> None:
     """The value is within 1 % after 60 measurements of one pair, and at least half way after 10; only its tier changes
     with it."""
     network = oracle()
@@ -83,7 +83,7 @@ def test_a_changed_capacity_is_found(pair: tuple[int, int], factor: float, toget
     assert unheard[same] == pytest.approx(factor * BYTES_PER_S[TIER[pair]], rel=0.01)
 
 
-def test_a_slow_pair_is_told_from_its_tier() -> None:
+def test_a_slow_pair_is_distinguished_from_its_tier() -> None:
     """One of two pairs of a tier has a quarter of the other's bandwidth: each value is found; a third pair gets a value
     in between."""
     network = oracle()
@@ -104,7 +104,7 @@ def test_a_slow_pair_is_told_from_its_tier() -> None:
 )
 # many concurrent transfers raise the weight of the pair as well as its average
 @example([((0, 0), 0.5)], (0, 0), 2_097_152.0, 1.0, 32)
-def test_one_outlier_moves_little(
+def test_one_outlier_has_a_bounded_effect(
     before: list[tuple[tuple[int, int], float]], pair: tuple[int, int], kv_bytes: float, seconds: float, transfers: int
 ) -> None:
     """The change is at most a factor of four (two by the tier, two by the pair), and values stay within the bounds."""
@@ -120,7 +120,9 @@ def test_one_outlier_moves_little(
 
 
 @given(st.floats(1e5, 1e15), st.floats(1e-4, 1e9), st.integers(1, 100))
-def test_the_next_truth_leads_back(kv_bytes: float, seconds: float, transfers: int) -> None:
+def test_the_next_correct_measurement_reduces_an_outliers_effect(
+    kv_bytes: float, seconds: float, transfers: int
+) -> None:
     """The next correct measurement moves the tier back, by at least a part of the outlier's effect."""
     network = oracle()
     network.transfer_measured(0.0, 0, 2, kv_bytes, seconds, transfers)
@@ -132,7 +134,7 @@ def test_the_next_truth_leads_back(kv_bytes: float, seconds: float, transfers: i
 
 
 @given(PAIRS, FACTORS, st.floats(0, 100), st.floats(0, 100))
-def test_what_was_learned_fades(pair: tuple[int, int], factor: float, first_s: float, second_s: float) -> None:
+def test_learned_values_decay(pair: tuple[int, int], factor: float, first_s: float, second_s: float) -> None:
     """The value stays for 10 s and then approaches the static one, which it reaches at twice that age."""
     network = oracle(stale_after_s=10.0)
     transfer(network, 0.0, pair, 1e11, factor=factor)
@@ -156,7 +158,7 @@ def test_one_measurement_by_hand() -> None:
     assert lone(network, 0, 15.0)[2] == pytest.approx(halfway, rel=1e-3)
 
 
-def test_transfers_that_nobody_counted_use_the_count_of_now() -> None:
+def test_transfers_without_a_recorded_count_use_the_present_count() -> None:
     """Two transfers are in flight and one of them is measured: it shared with one other, so it was as fast as
     predicted."""
     network = oracle()
@@ -169,13 +171,13 @@ def test_transfers_that_nobody_counted_use_the_count_of_now() -> None:
 @pytest.mark.parametrize(
     ("kv_bytes", "seconds"), [(60_000.0, 1.0), (1e9, 0.0), (1e9, 2 * 15e-6), (0.0, 0.0)], ids=["few", "0s", "rtt", "0"]
 )
-def test_what_measures_no_bandwidth_is_ignored(kv_bytes: float, seconds: float) -> None:
+def test_measurements_without_bandwidth_are_ignored(kv_bytes: float, seconds: float) -> None:
     network = oracle()
     network.transfer_measured(0.0, 0, 2, kv_bytes, seconds)
     assert network.costs(0, ALL, 0.0).pair_bytes_per_s is None
 
 
-def test_wrong_measurements_are_named_and_the_view_stays() -> None:
+def test_invalid_measurements_are_named_and_change_nothing() -> None:
     network = oracle()
     for wrong in ((-1.0, 1.0, 1), (math.nan, 1.0, 1), (1e9, math.inf, 1), (1e9, -1.0, 1), (1e9, 1.0, 0)):
         with pytest.raises(InputError, match=r"kv_bytes|seconds|transfers"):
@@ -183,7 +185,7 @@ def test_wrong_measurements_are_named_and_the_view_stays() -> None:
     assert network.costs(0, ALL, 0.0).pair_bytes_per_s is None
 
 
-def test_off_by_default() -> None:
+def test_learning_is_off_by_default() -> None:
     network = NetworkOracle(TIER, BYTES_PER_S, LATENCY_S)
     network.transfer_measured(0.0, 0, 2, 1e9, 100.0)
     assert network.costs(0, ALL, 0.0).pair_bytes_per_s is None
@@ -213,7 +215,7 @@ def effective(policy: str, network: NetworkOracle) -> FloatArray:
 
 
 @pytest.mark.parametrize("policy", ["netkv", "netkv-static", "netkv-topo"])
-def test_policies_price_with_what_was_measured(policy: str) -> None:
+def test_policies_use_the_measured_bandwidth(policy: str) -> None:
     """The pair's bandwidth replaces that of the tier, and other factors stay; unmeasured values are equal to the last
     bit."""
     plain, measuring = NetworkOracle(TIER, BYTES_PER_S, LATENCY_S), oracle()

@@ -59,7 +59,7 @@ def situations(draw: st.DrawFn, most: int = 4) -> tuple[int, SiteCandidates]:
 
 
 @given(situations(2))
-def test_one_link_follows_the_publication(situation: tuple[int, SiteCandidates]) -> None:
+def test_a_single_link_follows_prfaas(situation: tuple[int, SiteCandidates]) -> None:
     """For one home and one PrfaaS site that is up, the choice equals PrfaaS 3.4.3."""
     total, sites = situation
     if len(sites.names) == 1:
@@ -80,7 +80,7 @@ def test_one_link_follows_the_publication(situation: tuple[int, SiteCandidates])
 
 
 @given(situations(), st.none() | st.floats(0.1, 10), st.booleans())
-def test_a_site_is_up_and_its_terms_add_up(
+def test_only_sites_that_are_up_get_work_and_terms_add_up(
     situation: tuple[int, SiteCandidates], stay_factor: float | None, layerwise: bool
 ) -> None:
     """Only sites that are up get work, if there is any. A finish time is at least its longest part and at most their
@@ -122,7 +122,7 @@ def test_a_dead_link_keeps_everything_at_home(situation: tuple[int, SiteCandidat
 
 
 @given(situations(), st.integers(1, 100_000))
-def test_a_longer_prompt_never_comes_back_home(situation: tuple[int, SiteCandidates], more: int) -> None:
+def test_offloading_is_monotonic_in_prompt_length(situation: tuple[int, SiteCandidates], more: int) -> None:
     """With all else equal, a prompt that is offloaded at some length is offloaded at every greater length."""
     total, sites = situation
     before, after = (choose_site(OffloadSpec(), length, sites) for length in (total, total + more))
@@ -186,7 +186,7 @@ levels = st.sampled_from(["low", "band", "high"])
 
 
 @given(short_terms(), bases, measurements, levels, levels, levels, bases | st.just(math.inf), bases | st.just(math.inf))
-def test_a_constant_input_settles_for_good(
+def test_the_threshold_settles_under_constant_input(
     spec: ShortTerm,
     base: float,
     history: list[tuple[float, float, float]],
@@ -216,7 +216,7 @@ def test_a_constant_input_settles_for_good(
 
 
 @given(short_terms(), bases, measurements, bases, st.integers(0, 30))
-def test_it_stays_within_bounds_and_waits_between_moves(
+def test_the_threshold_stays_within_bounds_and_respects_the_dwell_time(
     spec: ShortTerm, base: float, history: list[tuple[float, float, float]], other: float, when: int
 ) -> None:
     """With measurements half a dwell time apart, two in a row never both change it; it depends only on its inputs."""
@@ -238,7 +238,7 @@ def test_it_stays_within_bounds_and_waits_between_moves(
 
 
 @given(short_terms(), bases, measurements, measurements)
-def test_a_link_that_was_down_starts_again_from_its_base(
+def test_a_recovered_link_starts_from_its_base_threshold(
     spec: ShortTerm,
     base: float,
     history: list[tuple[float, float, float]],
@@ -263,7 +263,7 @@ def live(spec: ShortTerm, base: float, load: Callable[[float], float], moves: in
 
 
 @given(st.floats(0.1, 0.6), st.floats(1.05, 1.5), st.floats(0.2, 1.0), st.floats(0.05, 20), st.floats(1e3, 1e5))
-def test_traffic_that_gives_way_gently_comes_to_rest(
+def test_the_threshold_settles_if_traffic_responds_smoothly(
     low: float, gap: float, softness: float, load: float, base: float
 ) -> None:
     """Closed loop: if one step changes the utilisation by less than the width of the band, the threshold stops."""
@@ -276,7 +276,9 @@ def test_traffic_that_gives_way_gently_comes_to_rest(
 
 
 @given(st.floats(1.1, 3.0), st.floats(1e3, 1e5), st.floats(1.01, 50))
-def test_traffic_in_lumps_is_probed_ever_more_rarely(step: float, base: float, height: float) -> None:
+def test_the_threshold_is_probed_less_and_less_often_if_traffic_responds_in_steps(
+    step: float, base: float, height: float
+) -> None:
     """Closed loop: all prompts have one length, so that no threshold gives a utilisation within the band. Without a
     memory the threshold would change at every measurement, and the link would be congested half of the time."""
     cliff = base * height
@@ -289,7 +291,7 @@ def test_traffic_in_lumps_is_probed_ever_more_rarely(step: float, base: float, h
 
 
 @given(st.floats(0.1, 0.9), st.floats(0.01, 0.09), st.lists(shares, min_size=1), shares)
-def test_scarcity_changes_only_outside_its_band(low: float, gap: float, history: list[float], last: float) -> None:
+def test_scarcity_changes_only_outside_the_band(low: float, gap: float, history: list[float], last: float) -> None:
     scarcity = Scarcity("auto", low + gap, low)
     assert scarcity.scarce
     for utilisation in history:
@@ -308,7 +310,7 @@ events = st.lists(
 
 
 @given(events)
-def test_traffic_counts_what_a_list_would(steps: list[tuple[float, int, int]]) -> None:
+def test_traffic_statistics_equal_those_of_a_list(steps: list[tuple[float, int, int]]) -> None:
     """The window of 16 s has slots of 2 s: whole slots are dropped; the shares at every threshold are exact."""
     traffic, at = Traffic(16.0), 0.0
     seen: list[tuple[float, int, int]] = []
@@ -334,7 +336,7 @@ def test_traffic_counts_what_a_list_would(steps: list[tuple[float, int, int]]) -
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.floats(0, 1e3)), min_size=1, max_size=60))
-def test_a_tally_sums_what_a_list_would(steps: list[tuple[float, int, float]]) -> None:
+def test_a_tally_equals_the_sum_of_a_list(steps: list[tuple[float, int, float]]) -> None:
     """The window of 16 s has parts of 2 s: sums over all, over the last two, and over each completed part."""
     tally, at = Tally(16.0, 3), 0.0
     seen: list[tuple[int, int, float]] = []
@@ -431,7 +433,7 @@ def applied(capacity: Capacity, review: Review) -> Capacity:
 
 
 @given(capacities(), lengths, st.integers(1, 3), st.floats(0.001, 0.5))
-def test_conversions_end_at_a_split_that_is_about_the_best(
+def test_role_switches_end_near_the_best_split(
     capacity: Capacity, tokens: list[int], at_once: int, gain_min: float
 ) -> None:
     """Traffic is constant, every role has a queue and there is nothing to lose: each review proposes at most `at_once`
@@ -462,7 +464,7 @@ def test_conversions_end_at_a_split_that_is_about_the_best(
 
 
 @given(capacities(), lengths, st.sampled_from(["exact", "representative"]))
-def test_a_review_finds_what_the_model_finds(capacity: Capacity, tokens: list[int], reading: Reading) -> None:
+def test_a_review_finds_the_optimum_of_the_model(capacity: Capacity, tokens: list[int], reading: Reading) -> None:
     """The best split is that of the full grid over the true lengths; the threshold is the best one of the present
     split."""
     spec = LongTerm(requests_min=1, prefill_min=0, decode_min=0, reading=reading)
@@ -523,7 +525,7 @@ costs = st.dictionaries(st.from_regex(r"[ab][0-8]", fullmatch=True), st.floats(0
 
 
 @given(judgements(), costs, loads, loads, loads)
-def test_a_conversion_pays_for_what_it_throws_away(
+def test_a_role_switch_gains_at_least_its_cost(
     judgement: tuple[Any, ...], costs_s: dict[str, float], prfaas: StageLoad, prefill: StageLoad, decode: StageLoad
 ) -> None:
     """The gain over all instances is at least the loss of those that switch."""
@@ -536,7 +538,7 @@ def test_a_conversion_pays_for_what_it_throws_away(
 
 
 @given(judgements(), loads, st.sampled_from(STAGES), st.integers(1, 3))
-def test_idle_instances_with_nothing_cached_change_wherever_it_helps(
+def test_idle_instances_without_cache_switch_if_it_helps(
     judgement: tuple[Any, ...], busy: StageLoad, stage: Stage, at_once: int
 ) -> None:
     """The other rules remain: the gain is sufficient, and the role that grows is busy."""
@@ -552,7 +554,7 @@ def test_idle_instances_with_nothing_cached_change_wherever_it_helps(
 
 
 @given(judgements(), st.floats(0, 12), st.floats(0, 12), st.floats(0, 1), st.data())
-def test_under_constant_work_no_instance_goes_there_and_back(
+def test_under_constant_load_no_instance_switches_back_and_forth(
     judgement: tuple[Any, ...], prefill: float, decode: float, prfaas: float, data: st.DataObject
 ) -> None:
     """Each role has a constant amount of work, which queues if there are fewer instances; the model's best split may be

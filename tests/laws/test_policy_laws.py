@@ -110,7 +110,7 @@ def test_netkv_is_algorithm_1(situation: tuple[Request, Candidates, NetworkCosts
 
 
 @given(situations(), names, turns, st.sampled_from([2.0**-20, 0.5, 4.0, 2.0**20]))
-def test_bytes_have_no_scale(
+def test_the_choice_is_invariant_under_scaling_of_bytes(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int, scale: float
 ) -> None:
     """If all bytes and bandwidths are multiplied by the same power of two (which is exact), choice and cost stay the
@@ -163,7 +163,7 @@ def test_round_robin_is_even(situation: tuple[Request, Candidates, NetworkCosts]
 
 
 @given(situations(), names, turns)
-def test_a_choice_leaves_the_snapshot_alone(
+def test_a_choice_does_not_modify_the_snapshot(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int
 ) -> None:
     """Policies get live arrays: they do not write to them, and their terms do not change when the load changes."""
@@ -178,7 +178,7 @@ def test_a_choice_leaves_the_snapshot_alone(
 
 
 @given(situations(), names, turns, constraints)
-def test_a_constraint_keeps_its_promise(
+def test_a_constraint_holds(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int, constraint: TopologyConstraint
 ) -> None:
     """Required: inside the domain or rejected. Preferred rejects no more than the policy itself, and without a weight
@@ -211,7 +211,7 @@ def test_a_constraint_keeps_its_promise(
 
 
 @given(situations(), names, turns, levels, st.floats(0.01, 1), st.floats(0.01, 1))
-def test_a_heavier_weight_never_leaves_the_domain_again(
+def test_a_larger_weight_never_leaves_the_domain(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int, level: str, one: float, other: float
 ) -> None:
     """If a weight keeps a request inside, a larger weight does too; no weight moves a request out that was inside
@@ -232,7 +232,7 @@ def test_a_heavier_weight_never_leaves_the_domain_again(
 
 
 @given(situations(), names, turns, constraints)
-def test_a_constraint_that_everyone_meets_changes_nothing(
+def test_a_constraint_that_all_candidates_meet_changes_nothing(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int, constraint: TopologyConstraint
 ) -> None:
     request, pool, costs = situation
@@ -248,7 +248,7 @@ def test_a_constraint_that_everyone_meets_changes_nothing(
 
 
 @given(situations(), turns)
-def test_more_congestion_on_one_tier_never_draws_netkv_there(
+def test_more_congestion_never_attracts_netkv_to_a_tier(
     situation: tuple[Request, Candidates, NetworkCosts], turn: int
 ) -> None:
     """A choice outside a tier stays the same when that tier becomes congested."""

@@ -240,7 +240,7 @@ PROMPT = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
 
 
 @given(PROMPT, PROMPT, st.integers(1, 5), st.integers(0, 2**64 - 1))
-def test_hashes_are_equal_exactly_as_far_as_the_blocks_are(a: list[int], b: list[int], size: int, seed: int) -> None:
+def test_hashes_are_equal_exactly_for_the_common_blocks(a: list[int], b: list[int], size: int, seed: int) -> None:
     """Hashes are chained: a block's hash depends on all tokens up to its end and on no later one."""
     b = a[: len(b) // 2] + b[len(b) // 2 :]
     for d, (x, y) in enumerate(zip(block_hashes(a, size, seed), block_hashes(b, size, seed), strict=False), start=1):
@@ -257,13 +257,13 @@ def test_a_longer_prompt_only_adds_hashes(a: list[int], more: list[int], size: i
 
 
 @given(PROMPT)
-def test_lists_and_arrays_hash_alike(tokens: list[int]) -> None:
+def test_lists_and_arrays_have_equal_hashes(tokens: list[int]) -> None:
     """The hashes depend on the tokens, not on the container."""
     assert block_hashes(tokens, 2) == block_hashes(np.array(tokens, np.int64), 2) == block_hashes(tuple(tokens), 2)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=12), st.integers(1, 20))
-def test_chains_told_to_another_index_make_it_alike(chains: list[list[int]], capacity: int) -> None:
+def test_an_index_is_reproduced_from_its_reported_chains(chains: list[list[int]], capacity: int) -> None:
     """The other index has the same content and evicts it in the same order."""
 
     def held(index: PrefixIndex) -> set[tuple[int, ...]]:

@@ -130,7 +130,7 @@ def test_every_request_ends_exactly_once(
 
 @many
 @given(clusters, traces(), specs, assumptions)
-def test_times_follow_each_other_and_parts_add_up(
+def test_times_are_in_order_and_parts_add_up(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
     """Arrival <= prefill start <= prefill end <= transfer end <= admission < first token <= finish."""
@@ -205,7 +205,7 @@ def _most_at_once(begin_s: np.ndarray, end_s: np.ndarray, amount: np.ndarray) ->
 
 @many
 @given(clusters, traces(), specs, assumptions, st.integers(0, 3))
-def test_same_seed_same_log_and_replay_decides_alike(
+def test_the_same_seed_gives_the_same_log_and_it_replays(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings, seed: int
 ) -> None:
     """Two runs write the same bytes; a new core with the log's events makes the same decisions."""
@@ -222,7 +222,7 @@ def test_same_seed_same_log_and_replay_decides_alike(
 
 @many
 @given(clusters, traces(), specs, assumptions)
-def test_the_routers_view_ends_where_the_truth_does(
+def test_the_routers_view_of_caches_is_correct(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
     """Every cached prefix that a decision relied on was there: no transfer was smaller than what the target lacked."""
@@ -232,7 +232,7 @@ def test_the_routers_view_ends_where_the_truth_does(
     assert rows.kv_bytes[sent] == pytest.approx(expected)
 
 
-def test_an_empty_trace_is_a_run_of_nothing() -> None:
+def test_an_empty_trace_gives_an_empty_run() -> None:
     """There are no requests, no times and no NaN in the output."""
     run = simulate(cluster(), Trace(name="empty", requests=()), ControlSpec(), SimSettings())
     assert run.summary.requests.arrived == 0
@@ -244,7 +244,7 @@ def _one(at_s: float = 0.0, tokens: int = 1_000, answer: int = 10) -> TracedRequ
     return TracedRequest(at_s=at_s, input_tokens=tokens, output_tokens=answer, blocks=(), block_tokens=16)
 
 
-def test_a_lone_request_takes_prefill_plus_transfer_plus_one_step() -> None:
+def test_ttft_of_a_lone_request_by_hand() -> None:
     """By hand: 0.02 + 1000 * 90 us, 327.68 MB in four flows over the 25 Gbps pod uplinks, 15 us, 12.6 ms."""
     text_cluster = cluster(ecmp="transfer")
     spec = ControlSpec(decode="round-robin", prefill="round-robin", constraint="")
@@ -272,7 +272,7 @@ def _text(uplink: str) -> str:
     return text.replace("25 Gbps", uplink)
 
 
-def test_a_prompt_that_fits_nowhere_is_rejected_with_the_reason(tmp_path: Path) -> None:
+def test_a_prompt_too_large_for_memory_is_rejected_with_the_reason(tmp_path: Path) -> None:
     """Memory holds 6,000 tokens and the prompt has 20,000: the decision says how much is missing."""
     path = tmp_path / "run.log"
     spec = ControlSpec()

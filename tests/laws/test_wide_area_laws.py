@@ -128,7 +128,7 @@ many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 
 @many
 @given(clusters, traces(), specs, assumptions, st.integers(0, 3))
-def test_every_request_ends_exactly_once_under_any_cuts_that_end(
+def test_every_request_ends_exactly_once_under_temporary_cuts(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings, seed: int
 ) -> None:
     """Nothing is lost, and times are in order; a replay of the log makes the same decisions."""
@@ -177,7 +177,7 @@ def test_bytes_sent_are_bytes_received_or_accounted_as_failed(
 
 @many
 @given(clusters, traces(), specs, assumptions)
-def test_a_hybrid_models_state_crosses_whole_whatever_is_cached(
+def test_the_state_of_a_hybrid_model_is_transferred_whole(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
     """The bytes of a transfer are the request-level state plus the tokens that the target lacked."""
@@ -223,7 +223,7 @@ def _check_conversions(records: list[LogRecord], convert_s: float) -> int:
 
 @many
 @given(clusters, traces(), assumptions, st.sampled_from([0.0, 2.0]))
-def test_an_instance_is_drained_before_it_changes_its_role(
+def test_an_instance_is_drained_before_its_role_switch(
     cluster: Cluster, trace: Trace, assumed: SimSettings, convert_s: float
 ) -> None:
     """The work that has started on it is finished: see the first law."""
@@ -232,7 +232,7 @@ def test_an_instance_is_drained_before_it_changes_its_role(
 
 
 @pytest.mark.parametrize("troubled", [False, True], ids=["quiet", "after failures"])
-def test_a_queue_of_prompts_turns_a_decode_instance(troubled: bool) -> None:
+def test_a_queue_of_prompts_switches_a_decode_instance_to_prefill(troubled: bool) -> None:
     """There are a hundred long prompts that may not be offloaded, with short outputs: one of two decode instances
     switches to prefill, even if both have waited for failed transfers."""
     far = [one(30_000, at_s=0.01 * number) for number in range(4 if troubled else 0)]
@@ -291,7 +291,7 @@ def layer_by_layer(begin_s: float, end_s: float, kv_bytes: float, rates: list[tu
     st.integers(1, 16),
     st.none() | st.tuples(st.floats(0.0, 12.0), st.floats(0.05, 1.0)),
 )
-def test_sending_while_computing_ends_as_layer_by_layer_does(
+def test_the_layerwise_transfer_model_equals_layer_by_layer_transfers(
     tokens: int, wan: str, connections: int, slower: tuple[float, float] | None
 ) -> None:
     """On a steady link the end is exact, at the rate of the slower of both. If the link becomes slower, it is within

@@ -29,12 +29,12 @@ def _promtool(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_promtool_accepts_the_configuration_and_the_rules() -> None:
+def test_promtool_accepts_configuration_and_rules() -> None:
     _promtool("check", "config", str(SHIPPED / "prometheus.yml"))
     _promtool("check", "rules", str(SHIPPED / "kvroute-alerts.yml"))
 
 
-def test_every_alert_fires_when_it_should_and_none_on_a_healthy_gateway() -> None:
+def test_every_alert_fires_in_its_case_and_none_on_a_healthy_gateway() -> None:
     """The test cases cover every alert in the repository."""
     _promtool("test", "rules", str(CASES))
     rules = yaml.safe_load((SHIPPED / "kvroute-alerts.yml").read_text())
@@ -51,7 +51,7 @@ def _asked(url: str) -> Any:
         return None
 
 
-def test_a_server_reads_a_gateway_with_a_token_and_reports_that_it_is_not_ready(tmp_path: Path) -> None:
+def test_prometheus_scrapes_a_gateway_with_a_token_and_reports_it_not_ready(tmp_path: Path) -> None:
     """No engine of the file runs. Every rule is evaluated without an error, and its texts are expanded."""
     program, admin_port = required("prometheus", "prometheus"), free_port()
     cluster = yaml.safe_load((EXAMPLES / "small.yaml").read_text())

@@ -61,7 +61,7 @@ def _run(instruction: Instruction, root: Path, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_only_the_environment_goes_to_the_final_stage_and_it_holds_no_installer(image: Path) -> None:
+def test_the_final_stage_contains_only_the_environment_and_no_installer(image: Path) -> None:
     """kvroute is a plain installation in it: nothing refers to the sources."""
     [copied] = of(FINAL, "COPY")
     assert copied.rest == "--from=build /opt/kvroute /opt/kvroute"

@@ -195,7 +195,7 @@ def test_the_map_shows_every_instance(browser: Browser, size: str) -> None:
         assert browser.complaints() == []
 
 
-def test_figures_move(browser: Browser) -> None:
+def test_values_are_updated(browser: Browser) -> None:
     """The panels fill, and the page receives new ticks."""
     with _feed(browser, *CLUSTER):
         assert sorted(browser.run(_texts("#ttft .name"))) == ["netkv", "round-robin"]
@@ -207,7 +207,7 @@ def test_figures_move(browser: Browser) -> None:
         browser.until("document.querySelectorAll('#decisions button').length === 14")
 
 
-def test_a_decision_explains_itself(browser: Browser) -> None:
+def test_a_decision_shows_its_terms(browser: Browser) -> None:
     """A click shows the candidates' terms, with the chosen one marked and seconds as bars; it stays while other
     decisions arrive."""
     with _feed(browser, *CLUSTER):
@@ -226,7 +226,7 @@ def test_a_decision_explains_itself(browser: Browser) -> None:
         assert browser.run("document.querySelector('#why-note').textContent") == note
 
 
-def test_the_shadow_is_told(browser: Browser) -> None:
+def test_the_shadow_policy_is_shown(browser: Browser) -> None:
     """The page shows how often the shadow policy differs, and for a decision what it would have chosen."""
     with _feed(browser, *CLUSTER):
         chip = browser.until("/foresight, differs [0-9.]+\\s%/.test(document.querySelector('#shadow').textContent)")
@@ -238,7 +238,7 @@ def test_the_shadow_is_told(browser: Browser) -> None:
         assert "foresight would have chosen" in said
 
 
-def test_what_foresight_has_learned_is_shown(browser: Browser) -> None:
+def test_learned_values_of_foresight_are_shown(browser: Browser) -> None:
     """Shown are the cluster's tiers beyond the rack: transfers over the link took longer than the topology predicts."""
     with _feed(browser, "foresight", *TWO["16"]):
         assert browser.run(LEARNED_NOTE) == "from own transfers"
@@ -257,7 +257,7 @@ def test_what_foresight_has_learned_is_shown(browser: Browser) -> None:
         assert re.fullmatch(r"just now|\d+\ss ago", row[4])
 
 
-def test_foresight_says_its_terms_by_their_names(browser: Browser) -> None:
+def test_terms_of_foresight_are_shown_by_name(browser: Browser) -> None:
     """Five times add up to the cost; another column shows whether the transfer was simulated."""
     with _feed(browser, "foresight", *CLUSTER):
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
@@ -273,7 +273,7 @@ def test_foresight_says_its_terms_by_their_names(browser: Browser) -> None:
         assert browser.run(LEARNED_NOTE) == "from own transfers"
 
 
-def test_a_number_and_its_unit_stay_in_one_line(browser: Browser) -> None:
+def test_a_number_and_its_unit_are_on_one_line(browser: Browser) -> None:
     """No text has a breakable space between a number and its unit."""
     with _feed(browser, *TWO["16"]):
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
@@ -282,7 +282,7 @@ def test_a_number_and_its_unit_stay_in_one_line(browser: Browser) -> None:
         assert re.findall(r"\d (?:%|ms|µs|s|min|[KMGT]?B)(?!\w)", said) == []
 
 
-def test_the_list_stands_still_under_the_pointer(browser: Browser) -> None:
+def test_the_list_does_not_change_under_the_pointer(browser: Browser) -> None:
     """A click hits the row under the pointer: while the list has the focus, no row changes."""
     with _feed(browser, *CLUSTER):
         browser.until("document.querySelectorAll('#decisions button').length === 14")
@@ -295,7 +295,7 @@ def test_the_list_stands_still_under_the_pointer(browser: Browser) -> None:
         browser.until(f"JSON.stringify({_texts('#decisions button')}) !== {json.dumps(json.dumps(rows))}")
 
 
-def test_names_are_text_and_never_markup(browser: Browser) -> None:
+def test_names_are_rendered_as_text_and_not_as_markup(browser: Browser) -> None:
     """An instance with the name of a script is shown by its name: in the table, the decisions and the inspector."""
     hostile = json.dumps(HOSTILE)
     with _feed(browser, *CLUSTER):
@@ -312,7 +312,7 @@ def test_names_are_text_and_never_markup(browser: Browser) -> None:
         assert browser.complaints() == []
 
 
-def test_the_keyboard_walks_the_map(browser: Browser) -> None:
+def test_arrow_keys_navigate_the_map(browser: Browser) -> None:
     """With the focus on the map, arrow keys move: the inspector shows the position, and a screen reader reads it."""
     with _feed(browser, *CLUSTER):
         browser.run("document.querySelector('#map').focus()")
@@ -332,7 +332,7 @@ def test_the_keyboard_walks_the_map(browser: Browser) -> None:
     ids=["one", "two-16", "two-512", "foresight"],
 )
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_sticks_out(browser: Browser, width: int, feed: tuple[str, ...]) -> None:
+def test_the_page_does_not_scroll_sideways(browser: Browser, width: int, feed: tuple[str, ...]) -> None:
     """At the width of a phone and of a laptop the page does not scroll sideways, and neither do foresight's values."""
     browser.devtools(
         "Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=width < 500
@@ -351,7 +351,7 @@ def test_nothing_sticks_out(browser: Browser, width: int, feed: tuple[str, ...])
 
 
 @pytest.mark.parametrize(("theme", "colour"), [("dark", "rgb(14, 20, 32)"), ("light", "rgb(243, 245, 249)")])
-def test_light_or_dark_as_the_system_has_it(browser: Browser, theme: str, colour: str) -> None:
+def test_the_page_follows_the_systems_colour_scheme(browser: Browser, theme: str, colour: str) -> None:
     """There is no switch: the page follows the system."""
     with _feed(browser, *CLUSTER):
         browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
@@ -360,7 +360,7 @@ def test_light_or_dark_as_the_system_has_it(browser: Browser, theme: str, colour
 
 
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
-def test_nothing_moves_for_those_who_do_not_want_it(browser: Browser, motion: str) -> None:
+def test_reduced_motion_is_respected(browser: Browser, motion: str) -> None:
     """With reduced motion the map is drawn once per tick; otherwise transfers move between two ticks."""
     browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": motion}])
     with _feed(browser, *SIZES["512"]):
@@ -370,7 +370,7 @@ def test_nothing_moves_for_those_who_do_not_want_it(browser: Browser, motion: st
     browser.devtools("Emulation.setEmulatedMedia", features=[])
 
 
-def test_decisions_show_what_they_are_made_of(browser: Browser) -> None:
+def test_decisions_show_the_parts_of_their_cost(browser: Browser) -> None:
     """The row of a decision shows the times that add up to the cost of the chosen candidate, within its width."""
     with _feed(browser, *CLUSTER):
         browser.until(f"{_texts('#decisions .terms')}.some(text => /transfer [0-9.]+\\s(ms|µs|s) \\+ /.test(text))")
@@ -379,7 +379,7 @@ def test_decisions_show_what_they_are_made_of(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("feed", [tuple(CLUSTER), TWO["16"]], ids=["one", "two"])
-def test_a_saved_page_needs_nothing_else(browser: Browser, tmp_path: Path, feed: tuple[str, ...]) -> None:
+def test_a_saved_page_is_self_contained(browser: Browser, tmp_path: Path, feed: tuple[str, ...]) -> None:
     """A saved file has the same map and panels, is marked as saved, explains one decision, and keeps transfers
     moving."""
     with _program(sys.executable, str(FEED), *feed) as program:
@@ -417,7 +417,7 @@ def _explained(snapshot: Any) -> bool:
     return len(decisions) >= 14 and any(d["kind"] == "decode" and len(d["candidates"]) > 1 for d in decisions[-14:])
 
 
-def test_a_lost_gateway_is_said(browser: Browser) -> None:
+def test_a_lost_gateway_is_reported(browser: Browser) -> None:
     """When the gateway ends, the page says so instead of showing old values as new."""
     with _program(sys.executable, str(FEED), *CLUSTER) as program:
         assert program.stdout
@@ -441,7 +441,7 @@ ALARMED = (
 
 
 @pytest.mark.parametrize("size", list(TWO))
-def test_two_datacenters_show_link_threshold_and_share(browser: Browser, size: str) -> None:
+def test_two_datacenters_show_link_threshold_and_shares(browser: Browser, size: str) -> None:
     """At either size: both directions of the link, the threshold with its base, the shares, and the last review as
     text."""
     with _feed(browser, *TWO[size]):
@@ -460,7 +460,7 @@ def test_two_datacenters_show_link_threshold_and_share(browser: Browser, size: s
         assert browser.complaints() == []
 
 
-def test_a_panic_is_marked(browser: Browser) -> None:
+def test_a_panic_is_shown_in_the_header(browser: Browser) -> None:
     """The header shows what is ignored and for which role, only while the panic lasts."""
     hidden = "document.querySelector('#panic').hidden"
     with _feed(browser, *CLUSTER) as tell:
@@ -479,7 +479,7 @@ def test_a_panic_is_marked(browser: Browser) -> None:
         browser.until(hidden)
 
 
-def test_one_datacenter_shows_nothing_of_others(browser: Browser) -> None:
+def test_one_datacenter_shows_no_offload_panel(browser: Browser) -> None:
     """There is no panel and no WAN path in the legend."""
     with _feed(browser, *CLUSTER):
         assert browser.run("document.querySelector('#sites-panel').hidden") is True
@@ -487,7 +487,7 @@ def test_one_datacenter_shows_nothing_of_others(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize(("line", "state"), [("cut", "closed, no KV arrives"), ("try", "closed, one request probes")])
-def test_a_cut_link_is_seen(browser: Browser, line: str, state: str) -> None:
+def test_a_cut_link_is_shown(browser: Browser, line: str, state: str) -> None:
     """The map, the text and the curve of the threshold show it, and nothing arrives, until the link is repaired."""
     browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     with _feed(browser, *TWO["16"]) as tell:
@@ -508,7 +508,7 @@ def test_a_cut_link_is_seen(browser: Browser, line: str, state: str) -> None:
     browser.devtools("Emulation.setEmulatedMedia", features=[])
 
 
-def test_a_prefill_says_why_it_leaves(browser: Browser) -> None:
+def test_an_offloaded_prefill_shows_its_reason(browser: Browser) -> None:
     """The page shows the reason, the length with the threshold, and the times at each datacenter, with the chosen one
     marked."""
     with _feed(browser, *TWO["16"]):
@@ -527,7 +527,7 @@ def test_a_prefill_says_why_it_leaves(browser: Browser) -> None:
         assert browser.run(f"{chosen}.map(x => x.cells[0].textContent)") == ["prefill-site"]
 
 
-def test_roles_are_as_they_are_now(browser: Browser) -> None:
+def test_current_roles_are_shown(browser: Browser) -> None:
     """A role switch is shown while it is in progress and when it is complete; then the instance has its new role
     everywhere."""
     name = "local-site-decode11"

@@ -133,7 +133,7 @@ def counted(testbed: Bed, what: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("queues", ["fair", "fifo"])
-def test_connections_take_the_ways_that_the_kernel_names(run: Run, queues: Discipline) -> None:
+def test_connections_use_the_links_that_the_kernel_reports(run: Run, queues: Discipline) -> None:
     """Each connection's bytes are on the links that `WanPaths` finds, which include both of two parallel uplinks, and,
     if queues are fair, in the leaf that `leaf_of` computes."""
     taken: set[int] = set()
@@ -163,7 +163,7 @@ def test_connections_take_the_ways_that_the_kernel_names(run: Run, queues: Disci
         assert set(ups) <= taken
 
 
-def test_a_delay_line_holds_packets_back(run: Run) -> None:
+def test_a_delay_line_delays_packets(run: Run) -> None:
     """The kernel's minimum round trip of a connection between the sites is at least twice the latency."""
     with laid(run, WAN) as testbed:
         near, far = (testbed.wiring.host_of(instance).name for instance in ("prefill0", "decode0"))
@@ -178,7 +178,7 @@ def test_a_delay_line_holds_packets_back(run: Run) -> None:
             assert sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"cubic"
 
 
-def test_others_are_on_their_tiers_links(run: Run) -> None:
+def test_background_traffic_is_on_the_links_of_its_tier(run: Run) -> None:
     """Background traffic of the uplinks is in the class for other traffic there, and nowhere else."""
     background = (0.0, 0.0, 0.2, 0.0, 0.0)
     with laid(run, SMALL, build=Build(background=background)) as testbed:
@@ -196,7 +196,7 @@ def kvroute(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvroute.cli.app", "testbed", *arguments]
 
 
-def test_up_serves_and_down_leaves_nothing(run: Run) -> None:
+def test_up_serves_requests_and_down_removes_everything(run: Run) -> None:
     """Engines in two racks answer through the gateway, and KV caches use the uplinks; killed processes are cleaned up
     too."""
     before = machine(run)
@@ -230,7 +230,7 @@ def test_up_serves_and_down_leaves_nothing(run: Run) -> None:
 
 
 @pytest.mark.parametrize("moment", ["laying", "playing"])
-def test_down_clears_what_a_kill_has_left(run: Run, moment: str) -> None:
+def test_down_cleans_up_after_a_kill(run: Run, moment: str) -> None:
     """`run` is killed with -9 while it creates namespaces, or while requests are in flight."""
     before = machine(run)
     command = kvroute("run", str(SMALL), "--name", run.name, "--policy", "netkv", "--requests", "400", "--rate", "2")
@@ -247,7 +247,7 @@ def test_down_clears_what_a_kill_has_left(run: Run, moment: str) -> None:
     assert machine(run) == before
 
 
-def test_run_compares_and_clears(run: Run) -> None:
+def test_run_compares_and_cleans_up(run: Run) -> None:
     """Every request is answered on the kernel's network, with a prediction of the same requests; afterwards everything
     is removed."""
     before = machine(run)

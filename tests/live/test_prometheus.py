@@ -67,7 +67,7 @@ async def scraped(folder: Path, program: str, switches: Switches) -> AsyncIterat
 
 
 @pytest.mark.live
-def test_utilisation_of_links_and_tiers_as_prometheus_tells_it(tmp_path: Path) -> None:
+def test_link_and_tier_utilisation_is_read_from_prometheus(tmp_path: Path) -> None:
     """A gauge by link in the cluster's order; a rate over counters by tier; while the server is down, the reason."""
     program = required("prometheus", "prometheus")
     links = [link.name for link in load(EXAMPLE).links]

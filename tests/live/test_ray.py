@@ -26,7 +26,7 @@ def _without_clock(record: Record) -> bytes:
 
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore")  # Ray's own imports cause warnings
-def test_ray_gives_what_processes_give(tmp_path: Path) -> None:
+def test_ray_and_processes_give_equal_records(tmp_path: Path) -> None:
     """The ablation ladder for chatbot with seed 0: both ways give equal records in the order of the cells."""
     sweep = cells(EXPERIMENTS["netkv-ablation"], "paper", ("chatbot",), (0,))
     run = partial(run_cell, Study(reading("paper")))

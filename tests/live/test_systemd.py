@@ -27,7 +27,7 @@ def unit(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_line_is_understood(unit: Path) -> None:
+def test_systemd_accepts_every_directive(unit: Path) -> None:
     """An unknown directive or value causes a line on stderr, not a failure."""
     done = subprocess.run([required("systemd-analyze", "systemd"), "verify", unit], capture_output=True, text=True)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")

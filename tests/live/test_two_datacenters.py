@@ -10,7 +10,7 @@ pytestmark = pytest.mark.live
 
 
 @pytest.mark.parametrize("layerwise", [False, True], ids=["serial", "layerwise"])
-def test_a_link_that_is_cut_under_load_loses_no_request(layerwise: bool) -> None:
+def test_a_link_cut_under_load_loses_no_request(layerwise: bool) -> None:
     """Long prompts are offloaded by a searched threshold, prefilled at home while the link is down, and offloaded
     again. Every client gets each of its tokens once, and nothing is held at the end."""
     outcome = uvloop.run(run(Course(speed=8.0, cut_s=16.0, layerwise=layerwise)))

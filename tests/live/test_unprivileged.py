@@ -53,7 +53,7 @@ def test_kernels_are_cached_in_the_temporary_folder_with_one_warning(folder: Pat
     assert f"{folder}/kvroute-kernels-65534" in done.stderr
 
 
-def test_kernels_are_compiled_in_memory_where_nothing_can_be_written(folder: Path) -> None:
+def test_kernels_are_compiled_in_memory_without_a_writable_folder(folder: Path) -> None:
     """Worker processes need a writable folder too, so the runs share one process."""
     arguments = ("simulate", f"{folder}/small.yaml", "--requests", "20", "--seeds", "2", "--policy", "netkv", "--json")
     done = subprocess.run(as_service(PROGRAM, None, *arguments, "--workers", "2"), capture_output=True, text=True)
@@ -69,7 +69,7 @@ def test_the_gateway_serves_with_embedded_engines(folder: Path) -> None:
         assert completed(ready) == 3
 
 
-def test_embedded_engines_without_a_temporary_folder_are_refused_in_one_sentence(folder: Path) -> None:
+def test_embedded_engines_without_a_temporary_folder_are_rejected_in_one_sentence(folder: Path) -> None:
     command = as_service(PROGRAM, None, "serve", "--embedded", f"{folder}/small.yaml")
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
@@ -77,7 +77,7 @@ def test_embedded_engines_without_a_temporary_folder_are_refused_in_one_sentence
     assert "Traceback" not in done.stderr
 
 
-def test_engines_and_gateway_run_where_nothing_can_be_written(folder: Path) -> None:
+def test_engines_and_gateway_run_without_a_writable_folder(folder: Path) -> None:
     emulated = as_service(PROGRAM, None, "emulate", f"{folder}/small.yaml")
     with started(emulated, '{"instances"') as line:
         file = load(EXAMPLES / "small.yaml").file

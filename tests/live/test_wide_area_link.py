@@ -41,7 +41,7 @@ def network(wan: Wan = WAN) -> Iterator[Network]:
 
 @pytest.mark.parametrize("connections", [1, 8])
 @pytest.mark.parametrize("layerwise", [False, True], ids=["afterwards", "layerwise"])
-def test_bytes_arrive_as_they_were_in_spite_of_loss(connections: int, layerwise: bool) -> None:
+def test_bytes_arrive_unchanged_despite_packet_loss(connections: int, layerwise: bool) -> None:
     """1 % of the packets are lost and sent again; the kernel's counters show it, and `wait` compares the bytes."""
     with network() as wan, ends(wan, NBYTES, connections, "cubic") as both:
         if layerwise:
@@ -59,7 +59,7 @@ def test_bytes_arrive_as_they_were_in_spite_of_loss(connections: int, layerwise:
     assert sent.segments <= crossed + lost + full
 
 
-def test_the_round_trip_is_the_links() -> None:
+def test_the_reported_round_trip_is_that_of_the_link() -> None:
     """The values that the connector reports about a link match the configured link."""
     with network(Wan(rate_bits_per_s=50e6, rtt_s=0.02)) as wan, ends(wan, NBYTES, 4) as both:
         both.server.hold("p", range(both.blocks))
@@ -75,7 +75,7 @@ def test_the_round_trip_is_the_links() -> None:
 
 
 @pytest.mark.parametrize("control", ["cubic", "bbr"])
-def test_a_full_link_is_told_from_a_slow_engine(control: str) -> None:
+def test_a_full_link_is_distinguished_from_a_slow_engine(control: str) -> None:
     """The gateway's interpretation of the connector's values: a transfer limited by the link shows the link's rate, and
     one that waits for its prefill shows nothing about the link."""
     wan = Wan(rate_bits_per_s=80e6, rtt_s=0.02)
@@ -127,7 +127,7 @@ def watched(both: Ends) -> Iterator[Gauges]:
     assert [result.failure for result in ended] == [""]
 
 
-def test_nothing_is_left_behind_by_a_kill() -> None:
+def test_a_kill_leaves_no_namespaces_or_processes() -> None:
     """A process with a network is killed; its delay line ends with it, and so do its unnamed namespaces."""
     with network():
         pass

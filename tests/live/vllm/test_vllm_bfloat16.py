@@ -126,7 +126,7 @@ def test_a_damaged_block_changes_the_probabilities(half: Half) -> None:
 
 
 @pytest.mark.parametrize("flags", ["fpu amx_tile avx2", "fpu avx2"], ids=["amx", "none"])
-def test_a_worker_asks_for_amx_before_its_first_step(pair: Pair, tmp_path: Path, flags: str) -> None:
+def test_a_worker_requests_amx_before_its_first_step(pair: Pair, tmp_path: Path, flags: str) -> None:
     """The worker requests AMX when its KV cache is registered; a refusal by the kernel has no other effect."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"flags\t: {flags}\n", encoding="utf-8")

@@ -72,7 +72,7 @@ def test_three_legs_give_the_tokens_of_one_server(pair: Pair, far: Server, token
 
 
 @pytest.mark.parametrize("change", [{"remote_request_id": "nobody"}, {"remote_prompt": "0"}], ids=["gone", "other"])
-def test_a_prefix_that_does_not_come_is_computed(pair: Pair, far: Server, change: dict[str, Any]) -> None:
+def test_a_prefix_that_does_not_arrive_is_computed(pair: Pair, far: Server, change: dict[str, Any]) -> None:
     """The prompt is still held for its decode server, and the response is correct."""
     prefix = prompt(320, seed=70_000 + len(str(change)))
     asked = [*prefix, *prompt(50, seed=70_100)]

@@ -111,7 +111,7 @@ def test_a_decode_server_that_dies_mid_pull_is_replaced(pair: Pair, gateway: Gat
     at_rest(gateway)
 
 
-def test_a_prefill_server_that_dies_mid_pull_costs_time_alone(pair: Pair, gateway: Gateway) -> None:
+def test_the_death_of_a_prefill_server_mid_pull_only_delays_the_response(pair: Pair, gateway: Gateway) -> None:
     """There is no other prefill server: the decode server computes the prompt whose KV is incomplete, and the client
     gets a later first token."""
     asked = prompt(3500, seed=38_000)

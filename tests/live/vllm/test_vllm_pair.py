@@ -112,7 +112,7 @@ def test_a_prompt_is_pulled_while_it_is_computed(pair: Pair, tokens: int) -> Non
     assert pair.prefill.metric("kvroute:kv_sent_bytes_total", target="decode0") >= 4 * blocks * LAYER_BYTES
 
 
-def test_a_layer_leaves_before_the_prompt_is_computed(pair: Pair) -> None:
+def test_a_layer_is_sent_before_the_prompt_is_computed(pair: Pair) -> None:
     """3,500 tokens are two chunks; when the prefill server answers, most blocks of the first one have been sent."""
     asked = prompt(3500, seed=20_000)
     told = announced(pair, "overlap")
@@ -125,7 +125,7 @@ def test_a_layer_leaves_before_the_prompt_is_computed(pair: Pair) -> None:
     assert tokens == alone(pair, asked)
 
 
-def test_a_prompt_that_nobody_begins_is_computed(pair: Pair) -> None:
+def test_a_prompt_that_the_prefill_server_never_starts_is_computed(pair: Pair) -> None:
     """The decode server waits for `hold_s` and then computes the prompt itself."""
     asked = prompt(150, seed=20_001)
     failed = pair.decode.metric("kvroute:kv_transfer_failures_total", reason="unknown")
@@ -134,7 +134,7 @@ def test_a_prompt_that_nobody_begins_is_computed(pair: Pair) -> None:
     assert answer(reply) == alone(pair, asked)
 
 
-def test_only_what_is_missing_is_pulled(pair: Pair) -> None:
+def test_only_missing_blocks_are_pulled(pair: Pair) -> None:
     """The prompt begins with one that the decode server has cached: those whole blocks are not pulled."""
     first = prompt(320, seed=1)
     complete(pair.decode, first, 1, handover(pair, first))
@@ -146,7 +146,7 @@ def test_only_what_is_missing_is_pulled(pair: Pair) -> None:
     assert answer(reply) == alone(pair, longer)
 
 
-def test_a_damaged_block_changes_the_tokens_and_a_checksum_heals_it(pair: Pair) -> None:
+def test_a_damaged_block_changes_the_tokens_and_a_checksum_prevents_it(pair: Pair) -> None:
     """The negative control of the equality above. With checksums vLLM recomputes the prompt."""
     bare, checked = prompt(300, seed=3), prompt(300, seed=4)
     pair.prefill.fault_file.write_text("corrupt-layer-2-block-4", encoding="utf-8")
@@ -166,7 +166,7 @@ def test_a_damaged_block_changes_the_tokens_and_a_checksum_heals_it(pair: Pair) 
         pytest.param({}, "stall-layer-1", "timeout", id="stands-still"),
     ],
 )
-def test_what_cannot_be_pulled_is_computed(pair: Pair, change: dict[str, Any], fault: str, reason: str) -> None:
+def test_blocks_that_cannot_be_pulled_are_computed(pair: Pair, change: dict[str, Any], fault: str, reason: str) -> None:
     """The request takes more time, and its response is correct."""
     asked = prompt(150, seed=5 + len(reason))
     failed = pair.decode.metric("kvroute:kv_transfer_failures_total", reason=reason)
@@ -179,7 +179,7 @@ def test_what_cannot_be_pulled_is_computed(pair: Pair, change: dict[str, Any], f
     assert answer(reply) == alone(pair, asked)
 
 
-def test_what_nobody_fetches_expires(pair: Pair) -> None:
+def test_blocks_that_are_not_fetched_expire(pair: Pair) -> None:
     """The prefill server gets its blocks back; a late fetch is refused, and the prompt is computed."""
     asked = prompt(150, seed=30)
     expired = pair.prefill.metric("kvroute:kv_expired_total")
@@ -257,7 +257,7 @@ def test_packets_of_the_transfer_are_marked_and_share_several_connections(pair: 
     assert 1 < shared_by <= 4
 
 
-def test_another_prompts_blocks_are_not_taken(pair: Pair) -> None:
+def test_blocks_of_another_prompt_are_not_pulled(pair: Pair) -> None:
     """Transfer parameters of other tokens are detected before a byte is pulled."""
     asked, other = prompt(100, seed=20), prompt(100, seed=21)
     before = pulled(pair.decode)

@@ -217,7 +217,7 @@ def test_a_corrupted_block_changes_the_tokens(pair: Pair, gateway: Gateway) -> N
     assert token_ids(reply.choices[0]) != alone(pair, asked)
 
 
-def test_transfers_measure_the_network(pair: Pair, gateway: Gateway) -> None:
+def test_transfers_update_the_learned_bandwidth(pair: Pair, gateway: Gateway) -> None:
     """The engines' own counters reach the oracle: exactly the transferred bytes, and a bandwidth learned from them."""
 
     def measured() -> float:
@@ -238,7 +238,7 @@ def pulled_bytes(pair: Pair) -> float:
     return sum(server.metric("kvroute:kv_transfer_bytes_total") for server in (pair.decode, pair.other))
 
 
-def test_many_at_once_get_their_own(pair: Pair, gateway: Gateway) -> None:
+def test_concurrent_transfers_are_not_mixed(pair: Pair, gateway: Gateway) -> None:
     """The blocks of concurrent transfers are not mixed up. Each has few tokens, because the rounding of a batch is not
     tested here."""
     prompts = [prompt(40 + 60 * number, seed=700 + number) for number in range(16)]
@@ -257,7 +257,7 @@ def test_many_at_once_get_their_own(pair: Pair, gateway: Gateway) -> None:
     at_rest(gateway)
 
 
-def test_chat_equals_that_of_one_server(pair: Pair, gateway: Gateway) -> None:
+def test_chat_responses_equal_those_of_one_server(pair: Pair, gateway: Gateway) -> None:
     """The chat template gives the same result on both servers; unknown fields and the model list pass through."""
     said: list[Any] = [{"role": "user", "content": "network aware control plane? " * 20}]
     moved = pulled(pair)
@@ -272,7 +272,7 @@ def test_chat_equals_that_of_one_server(pair: Pair, gateway: Gateway) -> None:
     assert models == ["tiny"]
 
 
-def test_kv_events_show_the_second_request_its_hit(pair: Pair, gateway: Gateway) -> None:
+def test_kv_events_route_the_second_request_to_the_cached_prefix(pair: Pair, gateway: Gateway) -> None:
     """The first request fills the index by the engines' events alone; the second one is routed to the instance with its
     prefix."""
     asked = prompt(640, seed=77)
@@ -374,7 +374,7 @@ def test_a_decode_server_that_dies_mid_transfer_is_replaced(pair: Pair, gateway:
     at_rest(gateway)
 
 
-def test_a_decode_server_that_dies_while_it_decodes(pair: Pair, gateway: Gateway) -> None:
+def test_a_decode_server_that_dies_during_decode(pair: Pair, gateway: Gateway) -> None:
     """A non-streaming response comes from the other server instead; a started stream ends with a proper error event;
     without any server there is a proper 503."""
     asked, errors = prompt(50, seed=95), gateway.metric("kvroute_stream_errors_total")
@@ -417,7 +417,7 @@ def at_rest(gateway: Gateway) -> None:
     assert gateway.process.poll() is None
 
 
-def test_keys_share_no_cached_prompts(pair: Pair, tmp_path: Path) -> None:
+def test_api_keys_share_no_cached_prompts(pair: Pair, tmp_path: Path) -> None:
     """With a salt per key, the prompt of another key is not cached for this one, neither by the engine's count of
     cached tokens nor by the gateway's, which follows the engines' KV events. The prompt of the same key is."""
     names = ("alice", "bob")
