@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.cli.app import main
+from kvroute.comparison.workload import Workload
 from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
 from kvroute.experiments.live import PARTS, Comparison, Half, playable
-from kvroute.experiments.simulation import Workload
 from kvroute.report.dashboard_page import dashboard_page
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvroute.experiments.cells import Cell, Experiment, Record
+from kvroute.comparison.cells import Cell, Record
+from kvroute.experiments.cells import Experiment
 from kvroute.experiments.netkv import EXPERIMENTS
 from kvroute.report.comparison_page import differences_grid, write_report
 from kvroute.report.drawing import look, svg

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from kvroute.cli.app import app
 from kvroute.cli.scenario import read_scenario
+from kvroute.comparison.question import Question
+from kvroute.comparison.workload import Workload
 from kvroute.control import ControlSpec
-from kvroute.experiments.simulation import Question, Workload
 from kvroute.sim.settings import CapacityChange, Fluctuation, SimSettings
 from kvroute.topology import load
 from kvroute.types import InputError, InputErrors

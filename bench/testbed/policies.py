@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 from bench.measurement import ROOT, Failed, Row, fresh, show
 
+from kvroute.comparison.workload import Workload
 from kvroute.experiments.live import Half, Question, playable
-from kvroute.experiments.simulation import Workload
 from kvroute.experiments.testbed import POLICIES, Round, course, predict
 from kvroute.testbed import Build, Run, namespaces
 from kvroute.testbed.namespaces import Unavailable

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvroute.comparison.cells import Cell
 from kvroute.experiments.calibration import TABLE_II, calibrate
-from kvroute.experiments.cells import Cell, cells
+from kvroute.experiments.cells import cells
 from kvroute.experiments.netkv import EXPERIMENTS
 from kvroute.experiments.readings import READINGS, reading
 from kvroute.experiments.setup import MEASURE_S, WARMUP_S, Study, cluster_of, rate_per_s, requests_of, run_of

@@ -11,14 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app
+from kvroute.comparison.cells import Cell, encode
 from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
-from kvroute.experiments.cells import Cell, cells
+from kvroute.experiments.cells import cells
 from kvroute.experiments.clairvoyant import Play, ScriptedSpec, descend
 from kvroute.experiments.never_worse import ABLATION, EXPERIMENTS, FORESEEN, MATRIX, POLICIES, RIVALS, VARIANTS
 from kvroute.experiments.never_worse_cases import CASES, Case
 from kvroute.experiments.never_worse_run import RATIOS, Runner, Traces, results_of, settings_of, study_of, tune
 from kvroute.experiments.readings import reading
-from kvroute.experiments.runner import encode
 from kvroute.experiments.setup import Weights, cluster_of, requests_of
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import Background, SimSettings

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.cachepool import CopySpec
-from kvroute.experiments.cells import Cell, Record, cells
+from kvroute.comparison.cells import Cell, Record
+from kvroute.experiments.cells import cells
 from kvroute.experiments.prefix_copies import (
     BLOCK_TOKENS,
     CONVERSATIONS,

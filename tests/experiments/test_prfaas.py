@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.experiments.cells import Cell, Record, cells
+from kvroute.comparison.cells import Cell, Record
+from kvroute.experiments.cells import cells
 from kvroute.experiments.prfaas import BURST, CASE_STUDY, EXPERIMENTS, of_study, run_cell
 from kvroute.experiments.prfaas_burst import DUAL, FROM_S, SCENARIOS, WARMUP_S, good_over_time, requests_of, static
 from kvroute.experiments.prfaas_case import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.experiments.cells import Cell
+from kvroute.comparison.cells import Cell
 from kvroute.experiments.prfaas import BURST, CASE_STUDY, of_study, run_cell
 from kvroute.experiments.prfaas_agents import (
     END_S,

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvroute.experiments.cells import Cell, Record, cells
+from kvroute.comparison.cells import Cell, Record
+from kvroute.experiments.cells import cells
 from kvroute.experiments.prfaas import BURST, CASE_STUDY
 from kvroute.experiments.prfaas_burst import DUAL, static
 from kvroute.experiments.prfaas_kv import KV_THROUGHPUT, computed

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.experiments.cells import Cell, Record
+from kvroute.comparison.cells import Cell, Record, encode
 from kvroute.experiments.provenance import code_of
-from kvroute.experiments.runner import encode, finished, run_cells
+from kvroute.experiments.runner import finished, run_cells
 from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
 from kvroute.types import InputError
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvroute.experiments.cells import Record, cells
+from kvroute.comparison.cells import Record
+from kvroute.experiments.cells import cells
 from kvroute.experiments.netkv import EXPERIMENTS
 from kvroute.experiments.readings import reading
 from kvroute.experiments.runner import run_cells

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import gmean, sem
 
-from kvroute.experiments.cells import Cell, Record
+from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.never_worse import ABLATION, FORESEEN, MATRIX
 from kvroute.report.never_worse_findings import geometric_mean, losses, matrix_findings, p99_s, pair, terms
 from kvroute.report.never_worse_page import verdict, write_never_worse

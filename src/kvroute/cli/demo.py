@@ -68,7 +68,7 @@ def demo(
         from kvroute.experiments.live import Question, playable
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
-    from kvroute.experiments.simulation import Workload
+    from kvroute.comparison.workload import Workload
     from kvroute.report.dashboard_page import dashboard_page
     from kvroute.sim.workload import PROFILES
 

@@ -12,10 +12,10 @@ import typer
 from kvroute.cli import experiment_copies, experiment_netkv, experiment_never_worse, experiment_prfaas
 from kvroute.cli.output import console, print_json, remarks
 from kvroute.cli.sweeps import Asked
+from kvroute.comparison.parallel import check_where
 from kvroute.experiments import netkv, never_worse, prefix_copies, prfaas
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.readings import READINGS
-from kvroute.experiments.runner import check_where
 from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
 from kvroute.types import InputError
 

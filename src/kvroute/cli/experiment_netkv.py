@@ -9,7 +9,8 @@ from statistics import median
 
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
 from kvroute.cli.sweeps import Asked
-from kvroute.experiments.cells import Experiment, Record
+from kvroute.comparison.cells import Record
+from kvroute.experiments.cells import Experiment
 from kvroute.experiments.netkv import PROFILES
 from kvroute.experiments.readings import reading
 from kvroute.experiments.runner import run_cells

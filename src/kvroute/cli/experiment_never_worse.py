@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
 from kvroute.cli.sweeps import Asked
-from kvroute.experiments.cells import Cell, Experiment, Record
+from kvroute.comparison.cells import Cell, Record
+from kvroute.experiments.cells import Experiment
 from kvroute.experiments.never_worse import ABLATION, EXPERIMENTS, FORESEEN, MATRIX, SEEN_SEEDS
 from kvroute.experiments.never_worse_cases import CASES
 from kvroute.experiments.never_worse_run import Runner, Traces, results_of, tune

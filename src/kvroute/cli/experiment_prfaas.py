@@ -8,12 +8,13 @@ from pathlib import Path
 
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
 from kvroute.cli.sweeps import Asked
-from kvroute.experiments.cells import Cell, Computed, Experiment, Record
+from kvroute.comparison.cells import Cell, Record, encode
+from kvroute.experiments.cells import Computed, Experiment
 from kvroute.experiments.prfaas import of_study, run_cell
 from kvroute.experiments.prfaas_case import assumptions
 from kvroute.experiments.prfaas_kv import KV_THROUGHPUT, computed
 from kvroute.experiments.prfaas_queue import PrfaasStudy, config_of, source
-from kvroute.experiments.runner import encode, run_cells
+from kvroute.experiments.runner import run_cells
 from kvroute.report.grid import rich_table
 from kvroute.report.prfaas_tables import prfaas_grids
 from kvroute.types import InputError

@@ -13,9 +13,11 @@ import typer
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks, tell
 from kvroute.cli.quantities import DURATION, RATE, TOKENS, per_second, seconds, token_count
 from kvroute.cli.scenario import Scenario, read_scenario
+from kvroute.comparison.cells import encode
+from kvroute.comparison.parallel import check_where
+from kvroute.comparison.question import Question, cluster_of, compare
+from kvroute.comparison.workload import Workload
 from kvroute.control import ControlSpec, EventLog, LogHeader, check_can_create
-from kvroute.experiments.runner import check_where, encode
-from kvroute.experiments.simulation import Question, Workload, cluster_of, compare
 from kvroute.oracle import OracleSettings
 from kvroute.policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY, PREFILL_POLICIES
 from kvroute.report.compare import verdict

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvroute.experiments.cells import Cell, Experiment, cells
+from kvroute.comparison.cells import Cell
+from kvroute.experiments.cells import Experiment, cells
 from kvroute.types import InputError
 
 

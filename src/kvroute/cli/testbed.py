@@ -114,8 +114,8 @@ def run(
         from kvroute.experiments.live import playable
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
+    from kvroute.comparison.workload import Workload
     from kvroute.control import ControlSpec
-    from kvroute.experiments.simulation import Workload
     from kvroute.experiments.testbed import POLICIES, course
     from kvroute.sim.workload import PROFILES
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from kvroute.experiments.cells import Cell
+from kvroute.comparison.cells import Cell
 from kvroute.experiments.setup import Study, run_of
 
 TABLE_II = {

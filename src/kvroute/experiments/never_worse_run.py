@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvroute.comparison.cells import Cell, Record
 from kvroute.control import ControlSpec
-from kvroute.experiments.cells import Cell, Record
 from kvroute.experiments.clairvoyant import descend
 from kvroute.experiments.never_worse import CLAIRVOYANT, FORESEEN, SHORT_S, VARIANTS
 from kvroute.experiments.never_worse_cases import CASES, Case

@@ -6,8 +6,9 @@ import msgspec
 import numpy as np
 
 from kvroute.cachepool import CopySpec
+from kvroute.comparison.cells import Cell, Record
 from kvroute.control import ControlSpec
-from kvroute.experiments.cells import Cell, Experiment, Record
+from kvroute.experiments.cells import Experiment
 from kvroute.experiments.prfaas_case import DECODE_POLICY, Assumptions, cluster
 from kvroute.policies.offload import OffloadSpec
 from kvroute.policies.threshold import Rule

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvroute.experiments.cells import Cell, Experiment, Record
+from kvroute.comparison.cells import Cell, Record
+from kvroute.experiments.cells import Experiment
 from kvroute.experiments.prfaas_burst import DUAL, SCENARIOS, THRESHOLDS, TRACE_THRESHOLDS, burst_run, static
 from kvroute.experiments.prfaas_kv import KV_THROUGHPUT
 from kvroute.experiments.prfaas_queue import AGENTS, TRACE, PrfaasStudy, case_run, planned, source

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from kvroute.comparison.cells import Cell, Record
 from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
-from kvroute.experiments.cells import Cell, Record
 from kvroute.experiments.prfaas_agents import Crowd, played, users_for
 from kvroute.experiments.prfaas_case import DECODE_POLICY, TPOT_MAX_S, cluster
 from kvroute.experiments.prfaas_queue import AWAY, PrfaasStudy, config_of, fixed, planned, run_figures, source

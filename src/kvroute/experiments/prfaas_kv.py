@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvroute.experiments.cells import Cell, Computed, Experiment
+from kvroute.comparison.cells import Cell
+from kvroute.experiments.cells import Computed, Experiment
 from kvroute.llm import MODELS
 from kvroute.planner.kv_throughput import (
     PUBLISHED_GBPS,

@@ -10,8 +10,8 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from kvroute.comparison.cells import Cell, Record
 from kvroute.control import ControlSpec
-from kvroute.experiments.cells import Cell, Record
 from kvroute.experiments.prfaas_agents import (
     END_S,
     FROM_S,

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+from kvroute.comparison.cells import Cell, Record
 from kvroute.control import ControlSpec
-from kvroute.experiments.cells import Cell, Record
 from kvroute.experiments.readings import Reading
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import Background, SimSettings, Slo

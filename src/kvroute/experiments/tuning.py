@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvroute.experiments.cells import Cell, Record
+from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.runner import run_cells
 from kvroute.experiments.setup import Study, Weights, config_of, run_cell
 

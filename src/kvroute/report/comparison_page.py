@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from kvroute.comparison.cells import Record
+from kvroute.comparison.workload import Workload
 from kvroute.control import ControlSpec
-from kvroute.experiments.cells import Record
-from kvroute.experiments.simulation import Workload
 from kvroute.report.compare import Difference, Metric, difference, verdict
 from kvroute.report.figures import link_utilisation, threshold_over_time, tier_split, ttft_breakdown
 from kvroute.report.grid import Entry, Grid, Heading

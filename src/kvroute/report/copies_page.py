@@ -8,7 +8,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from kvroute.experiments.cells import Experiment, Record
+from kvroute.comparison.cells import Record
+from kvroute.experiments.cells import Experiment
 from kvroute.experiments.prefix_copies import OWN, PREFIX_COPIES
 from kvroute.report.drawing import INK, grid, panels, plain, style
 from kvroute.report.estimate import Estimate, estimate

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from kvroute.experiments.cells import Experiment, Record
+from kvroute.comparison.cells import Record
+from kvroute.experiments.cells import Experiment
 from kvroute.report.figures import ablation_bars, heat_map, load_sweep, sweep_lines, tier_split, ttft_breakdown
 from kvroute.report.findings import Finding, findings
 from kvroute.report.page import Picture, parameters, picture, write_page

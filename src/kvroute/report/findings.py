@@ -9,7 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from kvroute.experiments.cells import Experiment, Record
+from kvroute.comparison.cells import Record
+from kvroute.experiments.cells import Experiment
 from kvroute.report.compare import Difference, difference, mean_ttft_s
 from kvroute.report.estimate import Estimate, estimate
 from kvroute.report.series import (

@@ -11,7 +11,7 @@ from math import exp, log, sqrt
 
 import numpy as np
 
-from kvroute.experiments.cells import Record
+from kvroute.comparison.cells import Record
 from kvroute.experiments.never_worse import CLAIRVOYANT, RIVALS
 from kvroute.experiments.never_worse_cases import CASES
 from kvroute.report.compare import Metric, mean_ttft_s

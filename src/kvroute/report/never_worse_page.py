@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from kvroute.experiments.cells import Record
+from kvroute.comparison.cells import Record
 from kvroute.experiments.never_worse_cases import CASES
 from kvroute.report.figures.never_worse import ratios, trade, worth
 from kvroute.report.never_worse_findings import OURS, geometric_mean, honest, losses, matrix_findings, pairs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvroute.experiments.cells import Record
+from kvroute.comparison.cells import Record
 from kvroute.experiments.never_worse import BASELINES, CLAIRVOYANT, RIVALS, SEEN
 from kvroute.experiments.never_worse_cases import CASES
 from kvroute.report.estimate import estimate

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
-from kvroute.experiments.cells import Computed, Experiment, Record
+from kvroute.comparison.cells import Record
+from kvroute.experiments.cells import Computed, Experiment
 from kvroute.experiments.prfaas import BURST, CASE_STUDY
 from kvroute.experiments.prfaas_burst import DUAL
 from kvroute.experiments.prfaas_queue import AGENTS, TRACE

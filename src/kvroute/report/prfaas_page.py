@@ -8,7 +8,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from kvroute.experiments.cells import Cell, Computed, Experiment, Record
+from kvroute.comparison.cells import Cell, Record
+from kvroute.experiments.cells import Computed, Experiment
 from kvroute.experiments.prfaas import BURST, CASE_STUDY
 from kvroute.experiments.prfaas_burst import SCENARIOS
 from kvroute.report.experiment_page import headline, shared_parameters

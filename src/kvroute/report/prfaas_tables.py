@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvroute.experiments.cells import Computed, Experiment, Record
+from kvroute.comparison.cells import Record
+from kvroute.experiments.cells import Computed, Experiment
 from kvroute.experiments.prfaas import BURST, CASE_STUDY
 from kvroute.experiments.prfaas_burst import DUAL
 from kvroute.report.estimate import Estimate, estimate

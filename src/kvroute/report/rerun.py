@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from kvroute.experiments.cells import Cell, Experiment
+from kvroute.comparison.cells import Cell
+from kvroute.experiments.cells import Experiment
 
 
 def sweep_options(experiment: Experiment, cells: Sequence[Cell]) -> str:

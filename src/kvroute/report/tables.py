@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rich.table import Table
 
-from kvroute.experiments.cells import Experiment, Record
+from kvroute.comparison.cells import Record
+from kvroute.experiments.cells import Experiment
 from kvroute.report.compare import Difference, Metric, mean_ttft_s
 from kvroute.report.estimate import Estimate, estimate
 from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table, with_ties

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from kvroute.experiments.cells import Record
+from kvroute.comparison.cells import Record
 from kvroute.experiments.never_worse import RIVALS
 from kvroute.experiments.never_worse_cases import CASES
 from kvroute.report.drawing import FAINT, INK, grid, legend_above, look, nothing, panels, plain, style

@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from kvroute.experiments.cells import Computed, Record
+from kvroute.comparison.cells import Record
+from kvroute.experiments.cells import Computed
 from kvroute.experiments.prfaas_burst import DUAL, FROM_S, SCENARIOS, WARMUP_S
 from kvroute.planner.search import Kind
 from kvroute.report.drawing import (

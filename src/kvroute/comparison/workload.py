@@ -1,20 +1,11 @@
-"""Comparison of several policies over several seeds, on the user's own cluster and trace."""
+"""The requests of a comparison: read from a trace or generated for each seed, then shaped by the user's options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import msgspec
-
-from kvroute.control import ControlSpec, EventLog
-from kvroute.experiments.cells import Cell, Record
-from kvroute.experiments.runner import stream
-from kvroute.sim.capacity import links_named
-from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import (
     PROFILES,
     THINK_MAX_S,
@@ -28,7 +19,6 @@ from kvroute.sim.workload import (
     take,
     with_lengths,
 )
-from kvroute.topology import Cluster, load
 from kvroute.types import InputError
 
 
@@ -113,81 +103,3 @@ def _read(path: str, skip_bad: bool) -> Trace | Agents:
 @lru_cache(maxsize=2)
 def _generate(requests: int, rate_per_s: float, seed: int) -> Trace:
     return generate(requests, rate_per_s=rate_per_s, seed=seed)
-
-
-@lru_cache(maxsize=2)
-def cluster_of(path: str) -> Cluster:
-    """Return the cluster of a cluster file, read once. Raises InputErrors for an invalid file."""
-    return load(Path(path))
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """The user's input. It is picklable, for worker processes."""
-
-    cluster: str
-    workload: Workload
-    settings: SimSettings
-    spec: ControlSpec
-    """The decode policy's name is set for each run; its parameters are passed only to CLA*."""
-
-    def spec_of(self, policy: str) -> ControlSpec:
-        """Return the control specification for a run of that policy."""
-        parameters = self.spec.parameters if policy == "cla" else {}
-        return msgspec.structs.replace(self.spec, decode=policy, parameters=parameters)
-
-    def check(self, policies: Sequence[str], seed: int) -> None:
-        """Raise InputError if a run cannot start: a wrong cluster, link, trace, policy or constraint."""
-        cluster = cluster_of(self.cluster)
-        changes, fluctuations = self.settings.changes, self.settings.fluctuations
-        for link in [each.link for each in changes] + [each.link for each in fluctuations]:
-            links_named(cluster, link)
-        for policy in policies:
-            self.spec_of(policy).build(cluster)
-        self.workload.of_seed(seed)
-
-    def run(self, policy: str, seed: int, log: EventLog | None = None) -> Run:
-        """Run one policy on one seed."""
-        trace = self.workload.of_seed(seed)
-        return simulate(cluster_of(self.cluster), trace, self.spec_of(policy), self.settings, seed=seed, log=log)
-
-    def __call__(self, cell: Cell) -> Record:
-        run = self.run(cell.policy, cell.seed)
-        config = {
-            "cluster": self.cluster,
-            "workload": msgspec.to_builtins(self.workload),
-            "settings": msgspec.to_builtins(self.settings),
-            "control": msgspec.to_builtins(self.spec_of(cell.policy)),
-        }
-        return Record(key=cell.key, cell=cell, config=config, summary=run.summary, timeline=run.timeline)
-
-
-def compare(
-    question: Question,
-    policies: Sequence[str],
-    seeds: Sequence[int],
-    *,
-    on: str = "local",
-    workers: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Record]:
-    """Run every policy on every seed, with the same requests for every policy of a seed, in the order policies, seeds.
-
-    Raises:
-        InputError: before any run, for a wrong cluster, link, trace, policy or constraint.
-    """
-    question.check(policies, seeds[0])
-    cells = [
-        Cell(
-            experiment="simulate", reading="", profile=question.workload.profile, settings={}, policy=policy, seed=seed
-        )
-        for policy in policies
-        for seed in seeds
-    ]
-    records: dict[str, Record] = {}
-    ended = stream(cells, question, on, workers)
-    progress(0, len(cells))
-    for record in ended:
-        records[record.key] = record
-        progress(len(records), len(cells))
-    return [records[cell.key] for cell in cells]
