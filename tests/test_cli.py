@@ -20,7 +20,7 @@ import pytest
 from kvroute import __version__
 from kvroute.cli.app import main
 from kvroute.cli.experiment import FAMILIES
-from kvroute.control import read_log
+from kvroute.event_log import read_log
 from kvroute.types import Decode, Terms
 
 CLUSTER = str(Path(__file__).resolve().parents[1] / "examples" / "small.yaml")

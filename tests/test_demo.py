@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from kvroute.cli.app import main
 from kvroute.comparison.workload import Workload
-from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
+from kvroute.control import ControlSpec, LogHeader
+from kvroute.event_log import EventLog, read_log
 from kvroute.experiments.live import PARTS, Comparison, Half, playable
 from kvroute.report.dashboard_page import dashboard_page
 from kvroute.sim.run import simulate

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvroute.cli.app import app
-from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
+from kvroute.control import ControlSpec, LogHeader
+from kvroute.event_log import EventLog, read_log
 from kvroute.policies import TierLearned
 from kvroute.topology import parse
 from kvroute.types import (

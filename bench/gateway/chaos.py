@@ -30,8 +30,9 @@ from bench.gateway.load import Plan, bodies
 from bench.gateway.program import Program
 from bench.measurement import Failed, Row, show
 
-from kvroute.control import decisions_equal, read_log
+from kvroute.control import decisions_equal
 from kvroute.control import replay as replayed
+from kvroute.event_log import read_log
 from kvroute.load_generator import Client
 from kvroute.topology import parse
 

@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvroute.control import Control, ControlSpec, EventLog, LogHeader, decisions_equal, read_log, replay
+from kvroute.control import Control, ControlSpec, LogHeader, decisions_equal, replay
+from kvroute.event_log import EventLog, read_log
 from kvroute.topology import parse
 from kvroute.types import (
     Admitted,

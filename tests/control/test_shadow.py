@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.control import Control, ControlSpec, EventLog, LogHeader, decisions_equal, read_log, replay
+from kvroute.control import Control, ControlSpec, LogHeader, decisions_equal, replay
+from kvroute.event_log import EventLog, read_log
 from kvroute.policies import DECODE_POLICIES
 from kvroute.topology import parse
 from kvroute.types import (

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from kvroute.cli.app import app
 from kvroute.comparison.cells import Cell, encode
-from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
+from kvroute.control import ControlSpec, LogHeader
+from kvroute.event_log import EventLog, read_log
 from kvroute.experiments.cells import cells
 from kvroute.experiments.clairvoyant import Play, ScriptedSpec, descend
 from kvroute.experiments.never_worse import ABLATION, EXPERIMENTS, FORESEEN, MATRIX, POLICIES, RIVALS, VARIANTS

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig
 from tests.waiting import becomes_true
 
-from kvroute.control import ControlSpec, decisions_equal, read_log, replay
+from kvroute.control import ControlSpec, decisions_equal, replay
 from kvroute.emulator.faults import Fault, Where
+from kvroute.event_log import read_log
 from kvroute.gateway.gateway import Deployment
 from kvroute.gateway.http.call import Call
 from kvroute.gateway.http.exchange import Exchange

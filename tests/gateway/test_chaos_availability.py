@@ -15,7 +15,7 @@ from tests.gateway.rig import Rig, rig
 from tests.gateway.test_chaos import NAMES, TEXT, Storm, page, replays, truths
 from tests.waiting import becomes_true
 
-from kvroute.control import read_log
+from kvroute.event_log import read_log
 from kvroute.types import InstanceUp
 
 FEW = "  health: {interval: 50 ms, timeout: 10 s, failures: 2%s}\n"

@@ -12,7 +12,8 @@ import pytest
 import uvloop
 from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Rig, rig
 
-from kvroute.control import decisions_equal, read_log, replay
+from kvroute.control import decisions_equal, replay
+from kvroute.event_log import read_log
 from kvroute.topology import parse
 from kvroute.types import Decode, KvCleared, Prefill, TransferMeasured
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvroute.control import ControlSpec, EventLog, LogHeader, LogRecord, decisions_equal, read_log, replay
+from kvroute.control import ControlSpec, LogHeader, LogRecord, decisions_equal, replay
+from kvroute.event_log import EventLog, read_log
 from kvroute.policies.allocation import LongTerm
 from kvroute.policies.offload import OffloadSpec
 from kvroute.sim.metrics import FINISHED, REJECTED

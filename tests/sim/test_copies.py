@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from kvroute.cachepool import CopySpec, HotspotSpec
-from kvroute.control import ControlSpec, EventLog, LogHeader, LogRecord, read_log
+from kvroute.control import ControlSpec, LogHeader, LogRecord
+from kvroute.event_log import EventLog, read_log
 from kvroute.prefix import PrefixIndex
 from kvroute.sim.instances import KvMemory
 from kvroute.sim.run import Run, simulate

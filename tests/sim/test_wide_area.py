@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
+from kvroute.control import ControlSpec, LogHeader
+from kvroute.event_log import EventLog, read_log
 from kvroute.policies.offload import OffloadSpec
 from kvroute.sim.capacity import Capacity
 from kvroute.sim.network import Fabric

@@ -12,7 +12,8 @@ from kvroute.cli.columns import columns_of
 from kvroute.cli.learned import learned_at, learned_grid, learned_plain
 from kvroute.cli.output import console, print_json
 from kvroute.cli.replay import AsJson, LogFile
-from kvroute.control import ControlSpec, LogRecord, read_log
+from kvroute.control import ControlSpec, LogRecord
+from kvroute.event_log import read_log
 from kvroute.policies import TierLearned
 from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.types import (

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from kvroute.cli.output import remarks
-from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal, read_log
+from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal
+from kvroute.event_log import read_log
 from kvroute.policies import FORESIGHT_POLICIES, TierLearned
 from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.topology import parse

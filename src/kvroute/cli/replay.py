@@ -10,7 +10,8 @@ import msgspec
 import typer
 
 from kvroute.cli.output import console, print_json, remarks
-from kvroute.control import ShadowTally, check_whole, decisions_equal, is_truncated, read_log, replay
+from kvroute.control import ShadowTally, decisions_equal, replay
+from kvroute.event_log import check_whole, is_truncated, read_log
 from kvroute.topology import parse
 from kvroute.types import Decision, Decode, InputError
 

@@ -17,7 +17,8 @@ from kvroute.comparison.cells import encode
 from kvroute.comparison.parallel import check_where
 from kvroute.comparison.question import Question, cluster_of, compare
 from kvroute.comparison.workload import Workload
-from kvroute.control import ControlSpec, EventLog, LogHeader, check_can_create
+from kvroute.control import ControlSpec, LogHeader
+from kvroute.event_log import EventLog, check_can_create
 from kvroute.oracle import OracleSettings
 from kvroute.policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY, PREFILL_POLICIES
 from kvroute.report.compare import verdict

@@ -12,7 +12,8 @@ import msgspec
 from kvroute.comparison.cells import Cell, Record
 from kvroute.comparison.parallel import stream
 from kvroute.comparison.workload import Workload
-from kvroute.control import ControlSpec, EventLog
+from kvroute.control import ControlSpec
+from kvroute.event_log import EventLog
 from kvroute.sim.capacity import links_named
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings

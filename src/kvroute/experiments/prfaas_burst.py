@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from kvroute.comparison.cells import Cell, Record
-from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
+from kvroute.control import ControlSpec, LogHeader
+from kvroute.event_log import EventLog, read_log
 from kvroute.experiments.prfaas_agents import Crowd, played, users_for
 from kvroute.experiments.prfaas_case import DECODE_POLICY, TPOT_MAX_S, cluster
 from kvroute.experiments.prfaas_queue import AWAY, PrfaasStudy, config_of, fixed, planned, run_figures, source

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvroute.control import Control, EventLog
+from kvroute.control import Control
+from kvroute.event_log import EventLog
 from kvroute.prefix import Evicted
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.fleet import Fleet

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvroute.control import ControlSpec, EventLog
+from kvroute.control import ControlSpec
+from kvroute.event_log import EventLog
 from kvroute.sim.agenda import FOREVER, Agenda
 from kvroute.sim.arrivals import Arrivals
 from kvroute.sim.capacity import Capacity

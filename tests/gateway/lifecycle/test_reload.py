@@ -24,7 +24,8 @@ from tests.gateway.rig import CLUSTER, Rig, rig
 from tests.waiting import becomes_true, until
 
 from kvroute import __version__
-from kvroute.control import decisions_equal, read_log, replay
+from kvroute.control import decisions_equal, replay
+from kvroute.event_log import read_log
 from kvroute.gateway.gateway import Deployment, Gateway
 from kvroute.topology import parse
 from kvroute.types import CapacityLearned, Endpoint, InputError, InstanceMeasured, KvStored, TransferMeasured

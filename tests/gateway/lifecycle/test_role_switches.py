@@ -18,7 +18,8 @@ from tests.gateway.rig import Rig
 from tests.gateway.two_sites import LONG, TEXT, metric, reaches, two_sites
 from tests.waiting import until
 
-from kvroute.control import decisions_equal, read_log, replay
+from kvroute.control import decisions_equal, replay
+from kvroute.event_log import read_log
 from kvroute.gateway.config.offload import RoleSwitchSection, hook_url
 from kvroute.gateway.gateway import Deployment
 from kvroute.gateway.lifecycle.role_hook import convert

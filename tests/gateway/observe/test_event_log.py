@@ -18,19 +18,9 @@ from tests.gateway.rig import CLUSTER, MODEL, rig
 from tests.waiting import HANGS_S
 
 from kvroute.cli.app import main
-from kvroute.control import (
-    ControlSpec,
-    EventLog,
-    LogHashing,
-    LogHeader,
-    check_whole,
-    decisions_equal,
-    read_log,
-    remove_oldest,
-    replay,
-    rotate,
-)
+from kvroute.control import ControlSpec, LogHashing, LogHeader, decisions_equal, replay
 from kvroute.control.log import TERMS_ALL, TERMS_BEST, trim_terms
+from kvroute.event_log import EventLog, check_whole, read_log, remove_oldest, rotate
 from kvroute.gateway.gateway import Deployment
 from kvroute.gateway.observe.event_log import EventLogWriter, LogBounds
 from kvroute.gateway.openai_api.api_keys import hash_text

@@ -17,7 +17,8 @@ from tests.gateway.rig import Front, Rig, rig
 from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, metric, two_sites
 from tests.waiting import until
 
-from kvroute.control import decisions_equal, read_log, replay
+from kvroute.control import decisions_equal, replay
+from kvroute.event_log import read_log
 from kvroute.topology import parse
 from kvroute.types import Decode, Prefill, TransferMeasured
 

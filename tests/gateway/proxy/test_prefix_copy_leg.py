@@ -20,7 +20,8 @@ from tests.waiting import until
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app
-from kvroute.control import decisions_equal, read_log, replay
+from kvroute.control import decisions_equal, replay
+from kvroute.event_log import read_log
 from kvroute.llm import model
 from kvroute.topology import parse
 from kvroute.types import CopyFinished, Prefill

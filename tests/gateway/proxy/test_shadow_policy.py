@@ -9,7 +9,8 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from tests.gateway.rig import CLUSTER, rig
 
-from kvroute.control import decisions_equal, read_log, replay
+from kvroute.control import decisions_equal, replay
+from kvroute.event_log import read_log
 from kvroute.topology import parse
 from kvroute.types import SAME_DATACENTER, Decode
 

@@ -15,7 +15,8 @@ from tests.gateway.rig import Rig
 from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, metric, metric_is, two_sites
 from tests.waiting import until
 
-from kvroute.control import decisions_equal, read_log, replay
+from kvroute.control import decisions_equal, replay
+from kvroute.event_log import read_log
 from kvroute.gateway.engines.availability import NOT_COUNTED, Availability
 from kvroute.gateway.engines.breaker import Breaker
 from kvroute.gateway.engines.fault_attribution import FaultAttribution

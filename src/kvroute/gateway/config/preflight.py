@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import fields, replace
 
-from kvroute.control import check_can_create
+from kvroute.event_log import check_can_create
 from kvroute.gateway.config.field_types import LogSize
 from kvroute.gateway.config.offload_checks import offload_faults, site_faults
 from kvroute.gateway.config.settings import GatewaySettings, TlsSettings

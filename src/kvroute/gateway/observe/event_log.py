@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvroute.control import EventLog, LogHashing, LogHeader, TermsKept, bytes_beside, remove_oldest, rotate
+from kvroute.control import LogHashing, LogHeader, TermsKept
+from kvroute.event_log import EventLog, bytes_beside, remove_oldest, rotate
 from kvroute.gateway.observe.logs import log_event
 from kvroute.types import Decision, Event, InputError
 

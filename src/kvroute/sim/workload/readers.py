@@ -16,8 +16,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvroute import plausibility
-from kvroute.control import is_log, parts_of
-from kvroute.control.log_files import HEADER_START as _LOG_START
+from kvroute.control import is_log
+from kvroute.control.log import HEADER_START as _LOG_START
+from kvroute.event_log import parts_of
 from kvroute.sim.workload.agent_lines import is_session, session
 from kvroute.sim.workload.agents import Agents, Session
 from kvroute.sim.workload.event_log import RecordedRequests

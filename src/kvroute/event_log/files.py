@@ -10,14 +10,8 @@ import os
 import re
 from pathlib import Path
 
+from kvroute.control import is_log
 from kvroute.types import InputError
-
-HEADER_START = b'{"log":"kvroute-log"'
-
-
-def is_log(start: bytes) -> bool:
-    """Whether a file that begins with these bytes is an event log."""
-    return start.startswith(HEADER_START)
 
 
 def check_can_create(path: Path) -> None:
