@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+from kvroute.cli.help_topics import topics_markdown
+
 _BOLD = re.compile(r'<span style="font-weight: bold">(.*?)</span>', re.DOTALL)
 _SECTION = re.compile(r"^#+ `(kvroute [\w -]+)`\n\n(.+)$", re.MULTILINE)
 _HEADING = re.compile(r"^#+ `(kvroute[\w -]*)`$")
@@ -13,7 +15,7 @@ _LISTED = re.compile(r"^\* `([\w-]+)`: ")
 
 
 def cli_markdown() -> str:
-    """One section for each command, without the page's title."""
+    """One section for each command and one for the help topics, without the page's title."""
     command = [sys.executable, "-m", "typer", "kvroute.cli.app", "utils", "docs", "--name", "kvroute"]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     text = _BOLD.sub(lambda match: f"`{' '.join(match[1].split())}`", out.stdout.strip())
@@ -29,4 +31,5 @@ def cli_markdown() -> str:
             name = f"{inside} {listed[1]}"
             line = f"* [`{name}`](#{name.replace(' ', '-')}): {summaries[name]}"
         lines.append(line)
-    return "\n".join(lines[1:]).strip()
+    topics = f"## Help topics\n\n`kvroute help TOPIC` prints these texts.\n\n{topics_markdown()}"
+    return "\n".join(lines[1:]).strip() + "\n\n" + topics

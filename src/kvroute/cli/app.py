@@ -40,6 +40,7 @@ COMMANDS = {
     "flows": "flows:flows",
     "replay": "replay:replay_log",
     "explain": "explain:explain",
+    "help": "help_topics:help_topic",
 }
 """Location of each command as `module:name` in this package: a function, or a Typer app with several commands."""
 
