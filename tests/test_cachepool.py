@@ -40,7 +40,7 @@ def test_the_published_hybrid_model() -> None:
     assert layout.state_blocks(0, 1000) == layout.state_blocks(0, 100_000) == 660
 
 
-def test_windows_are_states_of_their_own() -> None:
+def test_windows_are_separate_states() -> None:
     """GPT-OSS-20B has 12 full layers and 12 layers with a window of 128 tokens, with equal bytes per token."""
     layout = Layout.of(MODELS["gpt-oss-20b"], 16)
     assert [state.name for state in layout.states] == ["sliding-128"]
@@ -67,7 +67,7 @@ def test_a_state_matches_at_its_exact_length_only() -> None:
     assert (pool.free_blocks, pool.idle_blocks) == (1, 5 + 3 * 2)
 
 
-def test_a_state_that_is_gone_takes_its_match_along() -> None:
+def test_an_evicted_state_ends_its_match() -> None:
     """The block of the evicted state is still present and is evicted next; the shorter prefix has its own state."""
     pool = CachePool(HYBRID, 6)
     store(pool, SYSTEM, states_at=[4, 8])
@@ -78,7 +78,7 @@ def test_a_state_that_is_gone_takes_its_match_along() -> None:
     assert pool.match_tokens(SYSTEM, 4) == 4
 
 
-def test_what_is_filled_is_reusable_at_once_and_nothing_before() -> None:
+def test_filled_blocks_are_reusable_at_once_and_none_before() -> None:
     pool = CachePool(DENSE, 8)
     lease = begun(pool, ALICE)
     assert pool.match_tokens(ALICE, 4) == 0
@@ -89,7 +89,7 @@ def test_what_is_filled_is_reusable_at_once_and_nothing_before() -> None:
     assert (pool.free_blocks, pool.idle_blocks) == (6, 2)
 
 
-def test_the_second_of_two_equal_prefills_takes_the_firsts_blocks() -> None:
+def test_the_second_of_two_equal_prefills_reuses_the_blocks_of_the_first() -> None:
     pool = CachePool(HYBRID, 12)
     first, second = begun(pool, ALICE), begun(pool, ALICE)
     assert pool.free_blocks == 0
@@ -105,7 +105,7 @@ def test_the_second_of_two_equal_prefills_takes_the_firsts_blocks() -> None:
     assert pool.idle_blocks == 6
 
 
-def test_transfer_blocks_go_when_the_transfer_has_completed() -> None:
+def test_transfer_blocks_are_freed_when_the_transfer_completes() -> None:
     """Three tokens after the last whole block take one block, the state at the exact end takes two."""
     pool = CachePool(HYBRID, 12)
     lease = begun(pool, ALICE, tokens=19)
@@ -119,7 +119,7 @@ def test_transfer_blocks_go_when_the_transfer_has_completed() -> None:
     assert (pool.free_blocks, pool.idle_blocks) == (6, 6)
 
 
-def test_a_receiver_holds_a_whole_prompt_for_the_transfer() -> None:
+def test_a_receiver_reserves_the_whole_prompt_for_the_transfer() -> None:
     pool = CachePool(HYBRID, 12)
     lease = begun(pool, (), tokens=19)
     assert len(pool.numbers(lease).transfer) == 5 + 2
@@ -127,7 +127,7 @@ def test_a_receiver_holds_a_whole_prompt_for_the_transfer() -> None:
     assert pool.free_blocks == 12
 
 
-def test_least_recently_released_goes_first_and_from_its_end() -> None:
+def test_the_least_recently_released_prefix_is_evicted_first_from_its_end() -> None:
     pool = CachePool(HYBRID, 9)
     store(pool, SYSTEM)
     store(pool, (7,))
@@ -137,7 +137,7 @@ def test_least_recently_released_goes_first_and_from_its_end() -> None:
     pool.end(lease)
 
 
-def test_what_is_held_stays_and_all_or_nothing_is_taken() -> None:
+def test_held_blocks_are_not_evicted_and_allocation_is_all_or_nothing() -> None:
     pool = CachePool(DENSE, 5)
     store(pool, BOB)
     lease = begun(pool, BOB)
@@ -147,7 +147,7 @@ def test_what_is_held_stays_and_all_or_nothing_is_taken() -> None:
     assert begun(pool, (7, 8, 9)).evicted == Evicted((20,), ())
 
 
-def test_after_a_clear_nothing_is_reused_and_nothing_lost() -> None:
+def test_after_a_clear_nothing_is_reused_and_all_memory_is_free() -> None:
     pool = CachePool(HYBRID, 12)
     store(pool, BOB)
     lease = begun(pool, ALICE)
@@ -184,12 +184,12 @@ POOL = CachePool(DENSE, 4)
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_wrong_input(call: Callable[[], object], message: str) -> None:
+def test_invalid_input_is_rejected(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         call()
 
 
-def test_a_lease_ends_once() -> None:
+def test_a_lease_can_end_only_once() -> None:
     pool = CachePool(DENSE, 4)
     lease = begun(pool, BOB)
     pool.end(lease)
@@ -203,7 +203,7 @@ def sites(layout: Layout = HYBRID, capacity_blocks: int = 12) -> CachePools:
     return CachePools({place: CachePool(layout, capacity_blocks) for place in (WEST, EAST_TOO, EAST)})
 
 
-def test_what_each_cluster_could_reuse() -> None:
+def test_reusable_tokens_by_cluster() -> None:
     pools = sites()
     store(pools.pool(EAST_TOO), ALICE)
     store(pools.pool(WEST), BOB, states_at=[8])
@@ -212,7 +212,7 @@ def test_what_each_cluster_could_reuse() -> None:
     assert pools.match_each(ALICE, 4) == {EAST: 0, EAST_TOO: 16, WEST: 8}
 
 
-def test_a_copy_brings_what_is_missing() -> None:
+def test_a_copy_transfers_only_missing_blocks() -> None:
     """Two blocks of 64 bytes are there already; the state of 100 bytes is transferred whole."""
     pools = sites()
     store(pools.pool(EAST), ALICE)
@@ -230,7 +230,7 @@ def test_a_copy_brings_what_is_missing() -> None:
         pools.finish(entry, landed=True)
 
 
-def test_a_copy_that_fails_leaves_nothing() -> None:
+def test_a_failed_copy_leaves_no_blocks() -> None:
     pools = sites()
     store(pools.pool(EAST), ALICE)
     copy = pools.plan(ALICE, 4, EAST, WEST)
@@ -242,7 +242,7 @@ def test_a_copy_that_fails_leaves_nothing() -> None:
     assert pools.pool(EAST).idle_blocks == 6
 
 
-def test_a_copy_that_is_out_of_date_or_finds_no_room_does_not_start() -> None:
+def test_an_outdated_copy_or_one_without_room_does_not_start() -> None:
     pools = sites()
     store(pools.pool(EAST), ALICE)
     copy = pools.plan(ALICE, 4, EAST, WEST)
@@ -255,7 +255,7 @@ def test_a_copy_that_is_out_of_date_or_finds_no_room_does_not_start() -> None:
     assert pools.under_way == ()
 
 
-def test_a_copy_whose_source_has_lost_the_end_does_not_start() -> None:
+def test_a_copy_whose_source_has_evicted_the_end_does_not_start() -> None:
     pools = sites(DENSE, 4)
     store(pools.pool(EAST), ALICE)
     copy = pools.plan(ALICE, 4, EAST, WEST)
@@ -265,7 +265,7 @@ def test_a_copy_whose_source_has_lost_the_end_does_not_start() -> None:
     assert pools.start(copy) is None
 
 
-def test_a_second_copy_is_not_finished_by_the_first() -> None:
+def test_the_end_of_one_copy_does_not_end_a_second_one() -> None:
     pools = sites()
     store(pools.pool(EAST), ALICE)
     copy = pools.plan(ALICE, 4, EAST, WEST)
@@ -279,7 +279,7 @@ def test_a_second_copy_is_not_finished_by_the_first() -> None:
     assert pools.under_way == (copy,)
 
 
-def test_pools_of_one_view_are_alike() -> None:
+def test_pools_of_one_view_must_have_equal_layouts() -> None:
     with pytest.raises(InputError, match=r"^pools: w0 in west has a different layout"):
         CachePools({EAST: CachePool(DENSE, 1), WEST: CachePool(HYBRID, 1)})
     with pytest.raises(InputError, match=r"^place: there is no pool 'e9' in 'east'"):
@@ -303,7 +303,7 @@ def test_a_hot_prefix_is_copied_to_the_coolest_peer() -> None:
     assert [copy.target for copy in spots.rebalance(1e9, joined=("east", "west"))] == [EAST_TOO, WEST]
 
 
-def test_what_is_read_now_and_then_is_not_copied() -> None:
+def test_a_rarely_read_prefix_is_not_copied() -> None:
     """However hot an instance is, a prefix that was read only once may never be read again."""
     pools = sites(DENSE)
     store(pools.pool(EAST), ALICE)
@@ -326,21 +326,21 @@ def test_a_copy_that_would_only_move_the_hotspot_is_not_planned() -> None:
     assert spots.rebalance(1e9) == ()
 
 
-def test_the_hottest_place_comes_first() -> None:
+def test_the_hottest_instance_comes_first() -> None:
     spots = Hotspots(sites(DENSE), HotspotSpec(factor=1.1))
     spots.note(EAST, ALICE, 16)
     spots.note(WEST, (*ALICE, 12), 20)
     assert spots.hot(joined=("east", "west")) == (WEST, EAST)
 
 
-def test_reads_that_cannot_be() -> None:
+def test_invalid_reads_are_rejected() -> None:
     with pytest.raises(
         InputError, match=r"^tokens: 17 tokens exceed the chain of 16; give the number of reused tokens"
     ):
         Hotspots(sites()).note(EAST, ALICE, 17)
 
 
-def test_a_pool_that_is_turned_over() -> None:
+def test_a_pool_that_is_filled_twice_evicts_all_earlier_prefixes() -> None:
     """The pool is filled twice: all earlier prefixes are gone, and each of their blocks was reported as evicted."""
     pool = CachePool(DENSE, 100_000)
     chains = [tuple(range(start, start + 10_000)) for start in range(0, 200_000, 10_000)]

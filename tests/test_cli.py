@@ -100,13 +100,13 @@ def document(ended: Ended) -> Any:
     return json.loads(ended.out, parse_constant=never)
 
 
-def test_version_is_the_packages(kvroute: Kvroute) -> None:
+def test_version_is_that_of_the_package(kvroute: Kvroute) -> None:
     """`kvroute --version` prints the installed version."""
     assert kvroute("--version") == Ended(0, f"kvroute {__version__}\n", "")
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_every_command_helps(kvroute: Kvroute, command: str) -> None:
+def test_every_command_has_help(kvroute: Kvroute, command: str) -> None:
     """The exit code is 0 and the help is on stdout."""
     ended = kvroute(*command.split(), "--help")
     assert (ended.code, ended.err) == (0, "")
@@ -118,7 +118,7 @@ OPTION = re.compile(r"--[a-z][a-z0-9-]*")
 
 @pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_in_a_narrow_terminal_is_whole(kvroute: Kvroute, command: str, width: int, monkeypatch: Any) -> None:
+def test_help_is_complete_in_a_narrow_terminal(kvroute: Kvroute, command: str, width: int, monkeypatch: Any) -> None:
     """No option name and no sentence is cut, and no line is too long: the words are the same as in a wide terminal."""
     wide = kvroute(*command.split(), "--help").out
     monkeypatch.setenv("COLUMNS", str(width))
@@ -129,7 +129,7 @@ def test_help_in_a_narrow_terminal_is_whole(kvroute: Kvroute, command: str, widt
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_tables_in_a_narrow_terminal_cut_no_cell(
+def test_tables_cut_no_cell_in_a_narrow_terminal(
     kvroute: Kvroute, log: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     """A column that does not fit is left out and named; the others are complete, in human-readable units."""
@@ -153,7 +153,7 @@ def test_tables_in_a_narrow_terminal_cut_no_cell(
         assert not re.search(r"\de[+-]\d", shown.out), line
 
 
-def test_the_completion_script_prints(kvroute: Kvroute) -> None:
+def test_the_completion_script_is_printed(kvroute: Kvroute) -> None:
     """The shell is bash, and the output is written to a file."""
     ended = kvroute("--show-completion", "bash")
     assert ended.code == 0, ended.err
@@ -183,7 +183,7 @@ def test_simulate_prints_one_document_of_runs(kvroute: Kvroute, trace: str) -> N
     assert found["verdict"]["winner"] in ("round-robin", "netkv")
 
 
-def test_a_process_of_its_own_prints_nothing_beside_the_document(trace: str) -> None:
+def test_stdout_contains_only_the_document(trace: str) -> None:
     """By default four policies run, compared over one seed here. If stderr is no terminal, it has one line and no
     progress bar."""
     command = [sys.executable, "-m", "kvroute.cli.app", "simulate", CLUSTER, "--trace", trace, "--seeds", "1"]
@@ -193,7 +193,7 @@ def test_a_process_of_its_own_prints_nothing_beside_the_document(trace: str) -> 
     assert out.stderr == "Simulating: 4 runs\n"
 
 
-def test_a_log_takes_the_place_of_nothing_but_a_log(kvroute: Kvroute, trace: str) -> None:
+def test_a_log_replaces_only_an_older_log(kvroute: Kvroute, trace: str) -> None:
     """A trace or another file named as the log by mistake is kept; an older log is replaced."""
     simulate = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1", "--log")
     before = Path(trace).read_bytes()
@@ -207,14 +207,14 @@ def test_a_log_takes_the_place_of_nothing_but_a_log(kvroute: Kvroute, trace: str
     assert (again.code, "would overwrite the trace" in again.err) == (2, True)
 
 
-def test_a_wrong_trace_leaves_no_folder_for_results(kvroute: Kvroute) -> None:
+def test_an_invalid_trace_leaves_no_results_folder(kvroute: Kvroute) -> None:
     """The trace is read before the folder is created."""
     Path("bad.jsonl").write_text("{}\n")
     ended = kvroute("simulate", CLUSTER, "--trace", "bad.jsonl", "--out", "new")
     assert (ended.code, Path("new").exists()) == (2, False)
 
 
-def test_what_is_replaced_is_said_in_the_help(kvroute: Kvroute) -> None:
+def test_the_help_names_the_files_that_are_replaced(kvroute: Kvroute) -> None:
     """The help names the files of an older run and an older trace."""
     for command, what in (
         ("simulate", "existing files are replaced"),
@@ -223,7 +223,7 @@ def test_what_is_replaced_is_said_in_the_help(kvroute: Kvroute) -> None:
         assert what in " ".join(kvroute(*command.split(), "--help").out.replace("│", "").split())
 
 
-def test_a_report_leaves_stdout_to_the_document(kvroute: Kvroute, trace: str) -> None:
+def test_a_report_prints_only_the_document_on_stdout(kvroute: Kvroute, trace: str) -> None:
     """The path of the report is printed on stderr, and the records are in the same folder."""
     ended = kvroute(
         "simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1", "--json",
@@ -265,7 +265,7 @@ def test_a_run_over_several_datacenters_shows_what_was_offloaded(kvroute: Kvrout
     assert "restored" not in Path("alone/report.html").read_text()
 
 
-def test_what_is_of_no_effect_is_told(kvroute: Kvroute, trace: str) -> None:
+def test_options_without_effect_are_reported(kvroute: Kvroute, trace: str) -> None:
     """A policy given twice, a warm-up longer than the trace, heads that cannot be shared evenly by the shards."""
     once = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1")
     ended = kvroute(*once, "--policy", "netkv", "--warmup", "1e9")
@@ -280,7 +280,7 @@ def test_what_is_of_no_effect_is_told(kvroute: Kvroute, trace: str) -> None:
     assert "warm-up" not in said.out
 
 
-def test_for_people_it_is_a_table_and_a_verdict(kvroute: Kvroute, trace: str) -> None:
+def test_text_output_is_a_table_and_a_verdict(kvroute: Kvroute, trace: str) -> None:
     """There is no JSON, and a difference over one seed is not called significant."""
     ended = kvroute(
         "simulate",
@@ -302,7 +302,7 @@ def test_for_people_it_is_a_table_and_a_verdict(kvroute: Kvroute, trace: str) ->
     assert "one seed cannot show" in " ".join(ended.out.split())
 
 
-def test_broken_lines_stop_the_run_unless_they_are_skipped(kvroute: Kvroute, trace: str) -> None:
+def test_invalid_lines_stop_the_run_unless_they_are_skipped(kvroute: Kvroute, trace: str) -> None:
     """The error names the line; with `--skip-bad` the other lines are played."""
     Path(trace).write_text(Path(trace).read_text() + '{"timestamp": 1}\n')
     arguments = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--json")
@@ -320,7 +320,7 @@ def test_a_log_replays_bit_for_bit(kvroute: Kvroute, log: Path) -> None:
     assert "bit for bit" in kvroute("replay", str(log)).out
 
 
-def test_a_log_without_its_end_says_so(kvroute: Kvroute, log: Path) -> None:
+def test_a_truncated_log_is_reported(kvroute: Kvroute, log: Path) -> None:
     """The complete lines are replayed; a complete log causes no warning, and an unknown request ID gives the range of
     IDs."""
     assert kvroute("replay", str(log)).err == ""
@@ -332,7 +332,7 @@ def test_a_log_without_its_end_says_so(kvroute: Kvroute, log: Path) -> None:
     assert "the last line is incomplete and was skipped" in ended.err
 
 
-def test_a_broken_line_that_is_left_out_needs_no_mend(kvroute: Kvroute, trace: str) -> None:
+def test_a_skipped_line_is_reported_without_a_hint(kvroute: Kvroute, trace: str) -> None:
     """The place and the error of the line are printed once; without `--skip-bad` the message names this option."""
     Path(trace).write_text(Path(trace).read_text() + '{"timestamp": 1}\n')
     assert "skip invalid lines (--skip-bad)" in kvroute("trace", "show", trace).err
@@ -342,7 +342,7 @@ def test_a_broken_line_that_is_left_out_needs_no_mend(kvroute: Kvroute, trace: s
     assert "--skip-bad" not in ended.err
 
 
-def test_a_log_is_asked_what_another_policy_would_have_done(kvroute: Kvroute, log: Path) -> None:
+def test_a_log_is_replayed_with_another_policy(kvroute: Kvroute, log: Path) -> None:
     """The recorded run is unchanged; the policy of the log itself makes equal decisions."""
     found = document(kvroute("replay", str(log), "--shadow", "round-robin", "--json"))
     assert found["equal"]
@@ -356,7 +356,7 @@ def test_a_log_is_asked_what_another_policy_would_have_done(kvroute: Kvroute, lo
     assert "did you mean 'netkv'?" in wrong.err
 
 
-def test_a_tampered_decision_is_found_by_its_line(kvroute: Kvroute, log: Path) -> None:
+def test_a_modified_decision_is_found_with_its_line(kvroute: Kvroute, log: Path) -> None:
     """One target is exchanged for the other: the exit code is 1, and the line is named."""
     lines = log.read_text().splitlines(keepends=True)
     number = next(index for index, line in enumerate(lines) if '"type":"decode"' in line)
@@ -372,7 +372,7 @@ def test_a_tampered_decision_is_found_by_its_line(kvroute: Kvroute, log: Path) -
     assert json.loads(again.out)["first_difference_line"] == number + 1
 
 
-def test_an_event_that_cannot_be_is_found_by_its_line(kvroute: Kvroute, log: Path) -> None:
+def test_an_impossible_event_is_found_with_its_line(kvroute: Kvroute, log: Path) -> None:
     """One arrival is removed: the next event of that request is rejected."""
     lines = log.read_text().splitlines(keepends=True)
     gone = next(index for index, line in enumerate(lines) if '"type":"arrived"' in line)
@@ -390,7 +390,7 @@ def _terms(decision: Decode) -> Terms:
     return decision.terms
 
 
-def test_explain_shows_the_terms_that_the_log_holds(kvroute: Kvroute, log: Path) -> None:
+def test_explain_shows_the_terms_in_the_log(kvroute: Kvroute, log: Path) -> None:
     """Every term of every candidate is shown, as JSON and as a table."""
     _, records = read_log(log)
     decisions = [made for record in records for made in record.decisions if isinstance(made, Decode)]
@@ -410,7 +410,7 @@ def test_explain_shows_the_terms_that_the_log_holds(kvroute: Kvroute, log: Path)
     assert all(word in table for part in terms.parts for word in part.removesuffix("_bytes_per_s").split("_")[:-1])
 
 
-def test_a_wrong_option_leaves_an_older_log_alone(kvroute: Kvroute, log: Path, trace: str) -> None:
+def test_an_invalid_option_does_not_change_an_older_log(kvroute: Kvroute, log: Path, trace: str) -> None:
     """Invalid options are found before the file is opened for writing."""
     before = log.read_bytes()
     for wrong in (["--policy", "netkw"], ["--policy", "netkv", "--constraint", "podd:fail"], []):
@@ -503,7 +503,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "problem"), WRONG, ids=[line.replace(str(EXAMPLES), "examples") for line, _ in WRONG])
-def test_wrong_input_is_one_sentence_and_exit_code_2(kvroute: Kvroute, line: str, problem: str) -> None:
+def test_invalid_input_gives_one_sentence_and_exit_code_2(kvroute: Kvroute, line: str, problem: str) -> None:
     """The sentence is on stderr; stdout stays empty, also with `--json`."""
     Path("file").write_text("in the way\n")
     Path("empty").write_text("")
@@ -518,7 +518,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(kvroute: Kvroute, line: str
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
 @pytest.mark.parametrize("line", [f"simulate {CLUSTER} --requests 9", "experiment netkv-load --seeds 1"])
-def test_ray_is_looked_for_before_anything_is_said(kvroute: Kvroute, line: str) -> None:
+def test_a_missing_ray_is_reported_before_any_other_output(kvroute: Kvroute, line: str) -> None:
     """Nothing is printed about runs that will not start."""
     ended = kvroute(*line.split(), "--on", "ray")
     assert (ended.code, ended.out) == (2, "")
@@ -526,7 +526,7 @@ def test_ray_is_looked_for_before_anything_is_said(kvroute: Kvroute, line: str) 
 
 
 @pytest.mark.parametrize("option", ["--port", "--admin-port"])
-def test_a_taken_port_is_found_before_engines_are_started(kvroute: Kvroute, option: str) -> None:
+def test_a_port_in_use_is_found_before_engines_start(kvroute: Kvroute, option: str) -> None:
     """The error names the section and the fix, and it is the only output, because no engine has started."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -538,7 +538,7 @@ def test_a_taken_port_is_found_before_engines_are_started(kvroute: Kvroute, opti
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_place_to_run_that_is_none_leaves_no_folder(kvroute: Kvroute, name: str) -> None:
+def test_an_unknown_executor_leaves_no_folder(kvroute: Kvroute, name: str) -> None:
     """`--on` is checked first, for every publication."""
     ended = kvroute("experiment", name, "--on", "mars", "--out", "made")
     assert (ended.code, Path("made").exists()) == (2, False)
@@ -546,7 +546,7 @@ def test_a_place_to_run_that_is_none_leaves_no_folder(kvroute: Kvroute, name: st
 
 
 @pytest.mark.parametrize("how", ["embedded", "live"])
-def test_an_older_log_stays_where_nobody_can_listen(kvroute: Kvroute, log: Path, how: str) -> None:
+def test_an_older_log_is_kept_if_no_address_can_be_bound(kvroute: Kvroute, log: Path, how: str) -> None:
     """Every address of a host name is tried; an invalid host name is reported before engines start."""
     Path("live.yaml").write_text(kvroute("topology", "new", "--both", "http://127.0.0.1:1").out)
     start = ("serve", "--embedded", CLUSTER) if how == "embedded" else ("serve", "live.yaml")
@@ -590,7 +590,7 @@ def test_values_out_of_range_are_usage_errors(kvroute: Kvroute, options: str) ->
         ("--input-tokens 2048", "--input-tokens 2K"),
     ],
 )
-def test_an_option_means_the_same_with_its_unit(kvroute: Kvroute, plain: str, with_unit: str) -> None:
+def test_options_accept_units(kvroute: Kvroute, plain: str, with_unit: str) -> None:
     """Numbers without a unit are seconds, requests per second and tokens."""
     start = ("simulate", CLUSTER, "--requests", "40", "--seeds", "1", "--policy", "cla", "--json")
     runs = [document(kvroute(*start, *each.split())) for each in (plain, with_unit)]
@@ -610,7 +610,7 @@ def test_an_option_means_the_same_with_its_unit(kvroute: Kvroute, plain: str, wi
         ("--input-tokens 2.5", "'2.5' is not a number of tokens; write a whole number, or thousands such as 32K"),
     ],
 )
-def test_a_wrong_unit_is_one_sentence_that_says_what_to_write(kvroute: Kvroute, options: str, sentence: str) -> None:
+def test_a_wrong_unit_gives_one_sentence_with_a_hint(kvroute: Kvroute, options: str, sentence: str) -> None:
     """The sentence contains the option's name."""
     ended = kvroute("simulate", CLUSTER, *options.split(), "--json")
     assert (ended.code, ended.out) == (2, "")
@@ -627,13 +627,13 @@ def test_a_wrong_unit_is_one_sentence_that_says_what_to_write(kvroute: Kvroute, 
         ("trace generate", "missing argument 'out'; see `kvroute trace generate --help`"),
     ],
 )
-def test_a_command_line_that_is_none_is_one_sentence(kvroute: Kvroute, line: str, sentence: str) -> None:
+def test_an_invalid_command_line_gives_one_sentence(kvroute: Kvroute, line: str, sentence: str) -> None:
     """There is no box and no usage text, only a reference to the help."""
     assert kvroute(*line.split()) == Ended(2, "", f"kvroute: {sentence}\n")
 
 
 @pytest.mark.parametrize("line", ["", "topology"])
-def test_nothing_to_do_shows_what_there_is(kvroute: Kvroute, line: str) -> None:
+def test_a_command_group_alone_shows_its_help(kvroute: Kvroute, line: str) -> None:
     """A command group without a subcommand prints its help and no error."""
     ended = kvroute(*line.split())
     assert (ended.code, ended.err) == (2, "")
@@ -651,7 +651,7 @@ def test_one_cell_of_an_experiment_runs_alone_and_once(kvroute: Kvroute) -> None
     assert document(kvroute(*arguments))["records"] == [record]
 
 
-def test_topology_check_counts_the_faults(kvroute: Kvroute) -> None:
+def test_topology_check_counts_the_errors(kvroute: Kvroute) -> None:
     """The command prints its findings and then their number."""
     Path("octets").write_bytes(b"\xff\xfe")
     ended = kvroute("topology", "check", "octets")
@@ -661,7 +661,7 @@ def test_topology_check_counts_the_faults(kvroute: Kvroute) -> None:
     ]  # fmt: skip
 
 
-def test_somebody_elses_results_are_not_cut_away(kvroute: Kvroute) -> None:
+def test_results_in_another_format_are_not_truncated(kvroute: Kvroute) -> None:
     """The file has one complete line that is not a record."""
     path = Path("res/paper/generated/netkv-load.jsonl")
     path.parent.mkdir(parents=True)
@@ -672,7 +672,7 @@ def test_somebody_elses_results_are_not_cut_away(kvroute: Kvroute) -> None:
     assert path.read_text() == "my notes\n"
 
 
-def test_experiment_alone_lists_what_there_is(kvroute: Kvroute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experiment_without_arguments_lists_all_experiments(kvroute: Kvroute, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every experiment is listed, as a table and as JSON; a narrow terminal cuts no name."""
     listed = document(kvroute("experiment", "--json"))["experiments"]
     names = [name for experiments in FAMILIES.values() for name in experiments]

@@ -44,7 +44,7 @@ def test_an_example_cluster_follows_the_schema(path: Path, accepts: Callable[[ob
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
-def test_a_plan_is_no_cluster_file(path: Path, accepts: Callable[[object], bool]) -> None:
+def test_a_plan_is_rejected_as_a_cluster_file(path: Path, accepts: Callable[[object], bool]) -> None:
     """The schema rejects other kinds of files."""
     assert not accepts(yaml.safe_load(path.read_text()))
 
@@ -75,7 +75,7 @@ def _set(document: Any, path: str, value: object) -> None:
         ("gateway/no_such_key", 1),
     ],
 )
-def test_a_wrong_value_is_rejected_by_both(path: str, value: object, accepts: Callable[[object], bool]) -> None:
+def test_an_invalid_value_is_rejected_by_both(path: str, value: object, accepts: Callable[[object], bool]) -> None:
     """The schema and kvroute itself reject the same errors of form."""
     document = yaml.safe_load(SMALL.read_text())
     _set(document, path, value)
@@ -93,7 +93,7 @@ def test_a_wrong_value_is_rejected_by_both(path: str, value: object, accepts: Ca
         ("gateway/log/file_size", "1.5e6 B"),
     ],
 )
-def test_a_right_value_is_accepted_by_both(path: str, value: object, accepts: Callable[[object], bool]) -> None:
+def test_a_valid_value_is_accepted_by_both(path: str, value: object, accepts: Callable[[object], bool]) -> None:
     """There are units of every kind."""
     document = yaml.safe_load(SMALL.read_text())
     _set(document, path, value)
@@ -101,7 +101,7 @@ def test_a_right_value_is_accepted_by_both(path: str, value: object, accepts: Ca
     deployment_of(yaml.safe_dump(document), "small.yaml", embedded=True, environ=None)
 
 
-def test_editors_can_read_the_patterns_and_show_the_texts(printed: dict[str, Any]) -> None:
+def test_patterns_and_descriptions_are_usable_by_editors(printed: dict[str, Any]) -> None:
     """JavaScript has no `\\Z`; a default has the form of the file, and attributes have descriptions."""
     assert r"\\Z" not in json.dumps(printed)
     node = printed["$defs"]["Node"]["properties"]["nvlink"]
@@ -109,7 +109,7 @@ def test_editors_can_read_the_patterns_and_show_the_texts(printed: dict[str, Any
     assert node["description"].startswith("Per GPU and direction. A bandwidth")
 
 
-def test_without_the_gateway_its_section_is_open() -> None:
+def test_without_the_gateway_extra_its_section_is_not_checked() -> None:
     """An installation for simulation only does not include the keys of the gateway."""
     validator = jsonschema_rs.validator_for(cluster_json_schema({}))
     document = yaml.safe_load(SMALL.read_text())

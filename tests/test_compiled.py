@@ -64,7 +64,7 @@ def written(folder: Path, callee: str, factor: int = 2, term: str = "x") -> None
         caller.write_text(CALLER.format(callee=callee), encoding="utf-8")
 
 
-def test_a_cached_kernel_is_used_until_what_it_calls_changes(tmp_path: Path) -> None:
+def test_a_cached_kernel_is_used_until_a_callee_changes(tmp_path: Path) -> None:
     """A changed kernel or a changed constant in another file invalidates its caller and no other kernel."""
     for callee in ("first", "second"):
         written(tmp_path, callee)
@@ -75,7 +75,7 @@ def test_a_cached_kernel_is_used_until_what_it_calls_changes(tmp_path: Path) -> 
     assert played(tmp_path, "first", "second")[0] == ["2012 1", "5010 0"]
 
 
-def test_a_cache_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
+def test_a_read_only_cache_causes_one_warning(tmp_path: Path) -> None:
     """The folder exists but takes no data, as on a full disk."""
     written(tmp_path, "callee")
     out, warning = played(tmp_path, "callee", limit=0)
@@ -94,7 +94,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     temporary_folder.cache_clear()
 
 
-def test_the_folder_of_last_resort_is_this_users_alone(temporary: Path) -> None:
+def test_the_fallback_folder_is_private_to_the_user(temporary: Path) -> None:
     """The folder is created with mode 0700 and found again."""
     assert temporary_folder() == str(temporary)
     assert temporary.stat().st_mode & 0o777 == 0o700
@@ -117,7 +117,7 @@ def test_a_folder_that_another_user_could_fill_is_not_used(temporary: Path, trap
     assert temporary_folder() is None
 
 
-def test_every_kernel_is_compiled_by_the_one_module_that_chooses_the_cache() -> None:
+def test_every_kernel_is_compiled_by_the_module_that_chooses_the_cache() -> None:
     """A kernel compiled elsewhere would end in a traceback if its folder cannot be written."""
     package = Path(kvroute.__file__).parent
     users = {

@@ -84,7 +84,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return Ended(folder / "out", cluster, done.stdout, done.stderr)
 
 
-def test_both_halves_are_measured_and_printed(ended: Ended) -> None:
+def test_live_and_predicted_results_are_printed(ended: Ended) -> None:
     """Each policy has a live and a predicted row with the saved numbers; every request is answered on both sides."""
     assert [row["policy"] for row in ended.rows] == ["round-robin", "netkv", "foresight"]
     times, tiers = ended.out.split("KV transfers by tier")
@@ -103,7 +103,7 @@ def test_both_halves_are_measured_and_printed(ended: Ended) -> None:
     assert "The mean TTFT under foresight is" in ended.out
 
 
-def test_the_output_fits_a_terminal_and_says_what_is_next(ended: Ended) -> None:
+def test_the_output_fits_a_terminal_and_names_the_next_command(ended: Ended) -> None:
     """Lines have at most 80 columns except for paths; the output names the page and the command for a gateway; it has
     no log lines."""
     for line in (ended.out + ended.err).splitlines():
@@ -114,7 +114,7 @@ def test_the_output_fits_a_terminal_and_says_what_is_next(ended: Ended) -> None:
     assert "…" not in ended.out
 
 
-def test_the_saved_page_holds_all_policies(ended: Ended) -> None:
+def test_the_saved_page_contains_all_policies(ended: Ended) -> None:
     """The page is one file with its scripts included, the map of the last run, and the figures of all runs."""
     page = (ended.folder / "dashboard.html").read_text()
     saved = page.partition('id="saved">')[2].partition("</script>")[0]
@@ -149,7 +149,9 @@ def under_way(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
-def test_broken_off_it_leaves_nothing(under_way: tuple[subprocess.Popen[str], str], number: signal.Signals) -> None:
+def test_an_interrupted_demo_leaves_nothing_running(
+    under_way: tuple[subprocess.Popen[str], str], number: signal.Signals
+) -> None:
     """Ctrl-C ends it without a stack trace; gateway and engines end even if the command is killed."""
     process, cluster = under_way
     assert process.stderr
@@ -179,7 +181,7 @@ def refused(command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     return err.strip()
 
 
-def test_without_the_extra_it_says_what_to_install(
+def test_without_the_extra_the_demo_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One sentence and exit code 2."""
@@ -198,7 +200,7 @@ def test_without_the_extra_it_says_what_to_install(
     ],
     ids=["policy", "profile", "prefill"],
 )
-def test_wrong_words_are_found_before_anything_starts(
+def test_invalid_arguments_are_found_before_anything_starts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -215,7 +217,7 @@ def test_wrong_words_are_found_before_anything_starts(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 90)), max_size=30),
     st.integers(1, 50),
 )
-def test_both_sides_get_the_same_and_no_two_at_once(asked: list[tuple[int, int, int]], output_max: int) -> None:
+def test_both_sides_get_the_same_requests_at_distinct_times(asked: list[tuple[int, int, int]], output_max: int) -> None:
     """Requests with output tokens are kept in order, with increasing times within their steps; prompts keep their
     length."""
     wanted = sorted(asked)
@@ -235,7 +237,7 @@ def test_both_sides_get_the_same_and_no_two_at_once(asked: list[tuple[int, int, 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=12), st.integers(0, 99))
-def test_a_request_draws_its_own_path(requests: list[int], seed: int) -> None:
+def test_each_request_draws_its_own_path(requests: list[int], seed: int) -> None:
     """The path does not depend on the time or order of the calls; every hop is one that the cluster offers."""
     cluster = load(EXAMPLES / "fat-tree-64gpu.yaml")
     source, target = cluster.index("prefill0"), cluster.index("decode11")
@@ -250,7 +252,7 @@ def test_a_request_draws_its_own_path(requests: list[int], seed: int) -> None:
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_the_simulated_router_hears_of_its_transfers_if_asked(tmp_path: Path, told: bool) -> None:
+def test_the_simulated_router_gets_transfer_measurements_if_configured(tmp_path: Path, told: bool) -> None:
     """The reported bytes and transfers equal the completed ones, as with engines' counters; without the setting none is
     reported."""
     cluster, log = load(EXAMPLES / "small.yaml"), tmp_path / "run.log"
@@ -264,7 +266,7 @@ def test_the_simulated_router_hears_of_its_transfers_if_asked(tmp_path: Path, to
     assert all(event.seconds > 0 for event in heard)
 
 
-def test_a_comparison_by_hand() -> None:
+def test_comparison_of_two_runs_by_hand() -> None:
     """The medians differ by 10 %, the requests by 10 % and 30 %; a request without an answer counts in neither."""
 
     def half(*ttft_s: float | None) -> Half:
@@ -279,7 +281,7 @@ def test_a_comparison_by_hand() -> None:
     assert compared.apart == pytest.approx(0.2)
 
 
-def test_figures_of_other_runs_replace_the_states_own() -> None:
+def test_results_of_other_runs_replace_those_of_the_state() -> None:
     """The order is that of the runs; without figures of other runs the state's own are kept."""
 
     def state(policy: str, requests: int) -> bytes:

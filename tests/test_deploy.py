@@ -30,7 +30,7 @@ def _assert_command_exists(words: list[str]) -> None:
         assert not option.startswith("--") or re.search(rf"{option}\b", shown.stdout), option
 
 
-def test_every_file_that_is_copied_into_the_image_exists_and_is_not_ignored() -> None:
+def test_every_file_copied_into_the_image_exists_and_is_not_ignored() -> None:
     """No other file is needed: everything that is not listed is ignored."""
     lines = (ROOT / ".dockerignore").read_text().split("\n")
     assert "*" in lines
@@ -50,7 +50,7 @@ def test_every_package_of_the_image_is_checked_against_its_hash() -> None:
     assert all("--require-hashes" in part or "--no-deps --no-index" in part for part in installs)
 
 
-def test_the_final_stage_runs_the_gateway_as_a_user_without_rights() -> None:
+def test_the_final_stage_runs_the_gateway_as_an_unprivileged_user() -> None:
     """The user is given by number, so that Kubernetes can check it; that stage calls no compiler or package manager."""
     *_, final = stages()
     [user], [entry], [default] = of(final, "USER"), of(final, "ENTRYPOINT"), of(final, "CMD")
@@ -74,7 +74,7 @@ def _unit() -> configparser.SectionProxy:
     return unit["Service"]
 
 
-def test_the_unit_starts_a_command_that_exists_from_the_place_that_the_page_installs() -> None:
+def test_the_unit_starts_the_command_that_the_docs_page_installs() -> None:
     service = _unit()
     words = service["ExecStart"].split()
     _assert_command_exists(words)
@@ -92,7 +92,7 @@ def test_the_unit_waits_longer_than_the_gateway_drains() -> None:
     assert int(_unit()["TimeoutStopSec"]) > int(drain_s)
 
 
-def test_the_unit_keeps_what_may_be_written_in_folders_of_its_own() -> None:
+def test_the_unit_may_write_only_to_its_own_folders() -> None:
     """Everything else is read-only, and kernels may be compiled."""
     service = _unit()
     assert service["DynamicUser"] == "yes"
@@ -101,7 +101,7 @@ def test_the_unit_keeps_what_may_be_written_in_folders_of_its_own() -> None:
     assert "MemoryDenyWriteExecute" not in service, "numba writes machine code and runs it"
 
 
-def test_the_page_lists_every_alert_with_its_severity() -> None:
+def test_the_docs_page_lists_every_alert_with_its_severity() -> None:
     """There is one row for each severity."""
     groups = yaml.safe_load((ROOT / "deploy/prometheus/kvroute-alerts.yml").read_text())["groups"]
     rules = {(rule["labels"]["severity"], rule["alert"]) for group in groups for rule in group["rules"]}

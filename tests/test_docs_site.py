@@ -56,7 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+def test_no_page_loads_external_assets(site: Path) -> None:
     """No other server receives the readers' addresses, and the site can be read without the Internet."""
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 25
@@ -80,7 +80,7 @@ def test_every_page_in_the_repository_is_in_the_site(site: Path) -> None:
         assert (site / example.relative_to(ROOT)).exists(), example
 
 
-def test_every_command_and_path_has_its_place(site: Path) -> None:
+def test_every_command_and_api_path_is_documented(site: Path) -> None:
     """The generated pages contain every command and every path of the API."""
     commands = (site / "cli.html").read_text()
     for name in COMMANDS:
@@ -105,7 +105,7 @@ def test_every_key_of_a_cluster_file_has_a_row(site: Path) -> None:
 @pytest.mark.parametrize(
     "fault", ["[text](no-such-page.md)", "[text](install.md#no-such-heading)", "[text](../no/such/file.py)"]
 )
-def test_a_link_that_leads_nowhere_fails_the_build(fault: str, tmp_path: Path) -> None:
+def test_a_broken_link_fails_the_build(fault: str, tmp_path: Path) -> None:
     """Warnings are errors."""
     write_pages(tmp_path / "pages")
     with (tmp_path / "pages" / "install.md").open("a") as page:
@@ -115,7 +115,7 @@ def test_a_link_that_leads_nowhere_fails_the_build(fault: str, tmp_path: Path) -
     assert "install.md" in out.stderr
 
 
-def test_links_between_files_of_the_repository_become_links_between_pages() -> None:
+def test_links_between_repository_files_become_links_between_pages() -> None:
     """Links from docs/ to other files and the reverse are converted; other links are unchanged."""
     there = page_markdown("[a](../bench/README.md#x) [b](../examples/small.yaml) [c](serve.md)", "docs/a.md", "a.md")
     assert there == "[a](measurements.md#x) [b](examples/small.yaml) [c](serve.md)"

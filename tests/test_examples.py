@@ -31,7 +31,7 @@ def test_an_example_cluster_serves_requests(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
-def test_an_example_scenario_solves(path: Path) -> None:
+def test_an_example_scenario_runs(path: Path) -> None:
     """The command prints one JSON document with a time for every flow."""
     command = [sys.executable, "-m", "kvroute.cli.app", "flows", str(path), "--json"]
     out = subprocess.run(command, capture_output=True, text=True)
@@ -41,18 +41,18 @@ def test_an_example_scenario_solves(path: Path) -> None:
     assert all(time > 0 for time in times)
 
 
-def test_the_readme_shows_an_example_whole() -> None:
+def test_the_readme_shows_a_complete_example() -> None:
     (shown,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert shown == (ROOT / "examples" / "two-pods.yaml").read_text()
 
 
-def test_there_are_examples() -> None:
+def test_examples_exist() -> None:
     """The globs above match files."""
     assert {path.stem for path in CLUSTERS} >= {"fat-tree-64gpu", "small", "superpod", "two-datacenters"}
     assert SCENARIOS
 
 
-def test_the_pages_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_of_the_docs_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The snippet of docs/simulate.md runs unchanged."""
     monkeypatch.chdir(ROOT)
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "simulate.md").read_text(), re.DOTALL)
@@ -62,7 +62,7 @@ def test_the_pages_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "Spread(" in capsys.readouterr().out
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_are_valid() -> None:
     """Every relative link of the README and the docs names an existing file."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]
     for page in pages:

@@ -81,7 +81,7 @@ def foreseen(tmp_path: Path) -> str:
     return str(tmp_path / "foreseen.log")
 
 
-def test_explain_shows_what_foresight_had_learned_by_then(foreseen: str) -> None:
+def test_explain_shows_the_values_learned_before_the_decision(foreseen: str) -> None:
     """Later values have no effect: a core with the same events up to the decision has the same values."""
     header, records = read_log(Path(foreseen))
     control, expected = header.spec.build(parse(CLUSTER)), list[TierLearned]()
@@ -121,7 +121,7 @@ def test_explain_shows_what_foresight_had_learned_by_then(foreseen: str) -> None
     assert all(part in spoken for part in ("transfer", "imposed", "wait", "step", "slot"))
 
 
-def test_what_foresight_had_learned_is_not_guessed(foreseen: str, tmp_path: Path) -> None:
+def test_explain_omits_learned_values_that_it_cannot_reproduce(foreseen: str, tmp_path: Path) -> None:
     """If this version decides differently, the log is explained without these values; a log of NetKV has none."""
     lines = Path(foreseen).read_text().splitlines(keepends=True)
     number = next(index for index, line in enumerate(lines) if '"type":"decode"' in line)

@@ -26,7 +26,7 @@ from kvroute.types import InputError, InputErrors
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-def test_two_flows_then_one_then_faster() -> None:
+def test_two_flows_and_the_end_of_one_by_hand() -> None:
     """A and B share link 0 equally; B is limited to 2 by link 1, so A has 8; without B, A has 10."""
     net = FlowNetwork(np.array([10.0, 2.0]))
     net.start(1, [0], 24.0)
@@ -42,7 +42,7 @@ def test_two_flows_then_one_then_faster() -> None:
     assert (net.now, net.link_bytes.tolist(), net.next_finish()) == (5.0, [28.0, 4.0], None)
 
 
-def test_one_advance_crosses_several_finishes() -> None:
+def test_one_advance_passes_several_finishes() -> None:
     """Three flows of 10, 20 and 30 bytes on a link of 30 bytes/s end at 1, 5/3 and 2 s."""
     net = FlowNetwork(np.array([30.0]))
     net.start_many([7, 8, 9], [[0]] * 3, [30.0, 10.0, 20.0])
@@ -60,7 +60,7 @@ def test_equal_flows_finish_together_in_start_order() -> None:
     assert net.advance(upcoming[0]) == [5, 3, 4]
 
 
-def test_ends_that_only_rounding_parts_are_one_instant() -> None:
+def test_finish_times_equal_up_to_rounding_are_one_instant() -> None:
     """0.1 / 1 and 0.3 / 3 differ in the last bit; both end together, and the one started first is reported first."""
     net = FlowNetwork(np.array([1.0, 3.0]))
     net.start_many([1, 2], [[0], [1]], [0.1, 0.3])
@@ -70,7 +70,7 @@ def test_ends_that_only_rounding_parts_are_one_instant() -> None:
     assert net.advance(upcoming[0]) == [1, 2]
 
 
-def test_a_flow_at_its_bottleneck_gets_its_part_of_what_a_neighbour_loses() -> None:
+def test_a_flow_gets_its_share_of_the_bandwidth_that_a_neighbour_loses() -> None:
     """Flow 3 shares link 0 with flows limited to 3.0 and 3.4. Their limits become 50 and 0.4, so flows 2 and 3 share
     the other 9.6 equally."""
     net = FlowNetwork(np.array([10.0, 3.4, 3.0]))
@@ -80,7 +80,7 @@ def test_a_flow_at_its_bottleneck_gets_its_part_of_what_a_neighbour_loses() -> N
     assert [net.rate(flow) for flow in (1, 2, 3)] == pytest.approx([0.4, 4.8, 4.8], rel=1e-12)
 
 
-def test_a_flow_that_stalls_in_its_last_instant_has_ended() -> None:
+def test_a_flow_that_stalls_within_rounding_of_its_end_has_ended() -> None:
     """The rest is below rounding, so a capacity of 0 does not stall it for ever."""
     net = FlowNetwork(np.array([10.0]))
     net.start(1, [0], 100.0)
@@ -89,7 +89,7 @@ def test_a_flow_that_stalls_in_its_last_instant_has_ended() -> None:
     assert net.next_finish() == (net.now, 1)
 
 
-def test_classes_weigh_their_flows() -> None:
+def test_traffic_classes_weight_their_flows() -> None:
     """Traffic class and weight multiply: 3 x 2 against 1 x 2 on a link of 16 bytes/s."""
     net = FlowNetwork(np.array([16.0]), {"kv": 3.0, "storage": 1.0})
     net.start(1, [0], 100.0, weight=2.0, traffic_class="kv")
@@ -97,7 +97,7 @@ def test_classes_weigh_their_flows() -> None:
     assert (net.rate(1), net.rate(2)) == (12.0, 4.0)
 
 
-def test_a_link_without_capacity_stalls_and_resumes() -> None:
+def test_flows_on_a_link_without_capacity_stall_and_resume() -> None:
     """`next_finish` skips stalled flows; when capacity is back they continue."""
     net = FlowNetwork(np.array([10.0, 10.0]))
     net.start(1, [0], 100.0)
@@ -132,7 +132,7 @@ def test_a_flow_at_its_ceiling_leaves_the_rest_to_others() -> None:
     assert net.link_bytes.tolist() == [200.0]
 
 
-def test_without_links_a_ceiling_is_all_that_holds_a_flow() -> None:
+def test_a_flow_without_links_is_limited_only_by_its_ceiling() -> None:
     """100 bytes at 4 bytes/s take 25 s; without the limit after 5 s, the rest arrives at once."""
     net = FlowNetwork(np.array([], np.float64))
     net.start(1, [], 100.0, ceiling_bytes_per_s=4.0)
@@ -144,7 +144,7 @@ def test_without_links_a_ceiling_is_all_that_holds_a_flow() -> None:
     assert net.advance(5.0) == [1]
 
 
-def test_capped_flows_one_after_the_other_need_the_memory_of_one() -> None:
+def test_sequential_capped_flows_reuse_memory() -> None:
     """The next flow reuses the private link of an ended one."""
     net = FlowNetwork(np.array([10.0]))
 
@@ -173,13 +173,13 @@ def test_capped_flows_one_after_the_other_need_the_memory_of_one() -> None:
     ],
     ids=["window", "loss", "wide", "near"],
 )
-def test_what_one_connection_carries(rtt_s: float, window_bytes: float, loss: float, gbps: float) -> None:
+def test_throughput_of_one_connection_by_hand(rtt_s: float, window_bytes: float, loss: float, gbps: float) -> None:
     """By hand: 1.25 MB per 20 ms is 0.5 Gbps; 1460 bytes * 1.22 / sqrt(0.001) per 20 ms is 22.5 Mbps."""
     found = connection_bytes_per_s(rtt_s, window_bytes, loss)
     assert found * 8 / 1e9 == pytest.approx(gbps, rel=2e-3)
 
 
-def test_nothing_to_send_finishes_at_once() -> None:
+def test_a_flow_without_bytes_finishes_at_once() -> None:
     """A flow without bytes or without links ends at `now`, even beside a stalled link."""
     net = FlowNetwork(np.array([0.0]))
     net.start(1, [0], 0.0)
@@ -189,7 +189,7 @@ def test_nothing_to_send_finishes_at_once() -> None:
     assert net.transfer_s([], 5.0) == 0.0
 
 
-def test_grows_with_flows_and_paths() -> None:
+def test_the_network_grows_with_flows_and_paths() -> None:
     """Hundreds of flows, long paths and limits need no preparation: rates equal those of progressive filling, and the
     earlier bytes of links are kept."""
     draw = random.Random(5)
@@ -209,7 +209,7 @@ def test_grows_with_flows_and_paths() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1.0, 1e15])
-def test_tiny_and_huge_transfers_end_late_in_time(nbytes: float) -> None:
+def test_tiny_and_huge_transfers_end_at_large_times(nbytes: float) -> None:
     """A byte at 1e12 bytes/s is below the clock's resolution at 1e6 s and still ends; so does a petabyte."""
     net = FlowNetwork(np.array([1e12]))
     net.advance(1e6)
@@ -220,7 +220,7 @@ def test_tiny_and_huge_transfers_end_late_in_time(nbytes: float) -> None:
     assert net.advance(upcoming[0]) == [1, 2]
 
 
-def test_an_id_is_free_again_after_its_flow() -> None:
+def test_a_flow_id_can_be_reused_after_its_flow() -> None:
     """IDs are unique among active flows only; a second start of an active ID is rejected."""
     net = FlowNetwork(np.array([1.0]))
     net.start(1, [0], 1.0)
@@ -231,7 +231,7 @@ def test_an_id_is_free_again_after_its_flow() -> None:
     assert net.advance(1.0) == [1]
 
 
-def test_what_the_network_refuses() -> None:
+def test_the_network_rejects_invalid_input() -> None:
     """A wrong number or name gives one sentence and leaves the network unchanged."""
     net = FlowNetwork(np.array([1.0]))
     for path, nbytes, weight, traffic_class, words in [
@@ -317,13 +317,13 @@ FLOW = '{"id": 1, "links": ["a"], "size_B": 8, "start_s": 1}'
         ('{"classes": {"kv": -1}, ' + LINK + ', "flows": []}', "classes.kv: weight -1 is out of range"),
     ],
 )
-def test_what_a_scenario_refuses(text: str, words: str) -> None:
+def test_a_scenario_rejects_invalid_input(text: str, words: str) -> None:
     """Every error of a scenario is reported with its place."""
     with pytest.raises(InputError, match=words):
         parse_scenario(text)
 
 
-def test_all_faults_of_a_scenario_come_at_once() -> None:
+def test_all_errors_of_a_scenario_are_reported_at_once() -> None:
     """A user can fix a file in one pass."""
     flows = FLOW.replace("8", "-8") + "," + FLOW.replace('["a"]', '["b"]').replace('"id": 1', '"id": 2')
     with pytest.raises(InputErrors) as caught:

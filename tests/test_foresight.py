@@ -65,7 +65,7 @@ def chosen_by(spec: ForesightSpec, sight: Sight) -> Choice:
     return choice
 
 
-def test_it_sees_a_crowded_nic_that_netkv_cannot_see() -> None:
+def test_foresight_avoids_a_congested_nic_that_netkv_does_not_model() -> None:
     """Another prefill instance sends 1 GB to the first decode instance: a second transfer to it takes 2 s and delays
     the first one by 1 s. To the other instance it takes 1 s and delays none. NetKV counts the transfers of its own
     source only and takes the first."""
@@ -81,7 +81,7 @@ def test_it_sees_a_crowded_nic_that_netkv_cannot_see() -> None:
     assert netkv.index == 0
 
 
-def test_the_delay_that_it_imposes_is_a_price() -> None:
+def test_the_imposed_delay_is_part_of_the_cost() -> None:
     """1 GB joins 1.5 GB on a NIC of 1 GB/s: it takes 2 s, and the other one ends at 2.5 s instead of 1.5 s. The decode
     step of the other instance is 1.8 s slower: this is better for the sum of both, but not for the new transfer
     alone."""
@@ -98,7 +98,7 @@ def test_the_delay_that_it_imposes_is_a_price() -> None:
     assert (choice.index, alone.index) == (1, 0)
 
 
-def test_the_closed_form_shares_the_most_crowded_link() -> None:
+def test_the_closed_form_shares_the_most_congested_link() -> None:
     """With two transfers into the first NIC, a third one gets a third of it. The closed form includes no delay of
     others."""
     table = InFlight(links())
@@ -110,7 +110,7 @@ def test_the_closed_form_shares_the_most_crowded_link() -> None:
     assert not choice.terms.parts["imposed_s"].any()
 
 
-def test_who_is_not_played_is_not_chosen_by_the_closed_form() -> None:
+def test_a_candidate_that_is_not_simulated_is_not_favoured_by_the_closed_form() -> None:
     """The best candidate by the closed form (2 s against 2.5 s) is simulated and delays another transfer by 1 s. The
     cost of the other candidate is raised by 1 s too, as if it had an equal delay. When it is simulated as well, it has
     none and wins."""
@@ -125,7 +125,7 @@ def test_who_is_not_played_is_not_chosen_by_the_closed_form() -> None:
     assert chosen(table, slow, spec=ForesightSpec(slot_weight=0.0, width=2)).index == 1
 
 
-def test_a_transfer_that_starts_later_meets_who_is_left() -> None:
+def test_a_later_transfer_shares_with_those_still_in_flight() -> None:
     """0.5 GB and 1.5 GB share a NIC: the first one ends after 1 s, and after 1.5 s the second one has 0.5 GB left. 1 GB
     that starts then has half of the NIC for 1 s and all of it for 0.5 s."""
     table = InFlight(links())
@@ -152,7 +152,7 @@ def test_transfers_beyond_the_nearest_keep_their_rates() -> None:
         assert choice.terms.parts["transfer_s"][0] == pytest.approx(seconds)
 
 
-def test_a_full_batch_is_waited_for_while_the_transfer_goes_on() -> None:
+def test_the_wait_for_a_full_batch_overlaps_the_transfer() -> None:
     """All eight slots are taken and one request waits: two outputs of 400 steps of 10 ms must end, one every 0.5 s. 1 s
     of that passes during the transfer, so no time is lost. With a short transfer, time is lost."""
     full = pool(batch=(8, 0), queued=(1, 0))
@@ -166,7 +166,7 @@ def test_a_full_batch_is_waited_for_while_the_transfer_goes_on() -> None:
     assert choice.index == 1
 
 
-def test_a_near_place_is_left_for_others_tokens_only_if_the_other_is_not_much_farther() -> None:
+def test_a_near_instance_is_avoided_for_delayed_tokens_only_within_the_bound() -> None:
     """The near instance has three requests in its batch, each of which would wait 1 ms longer for each of 2,000 tokens:
     a cost of 1.2 s. The transfer to it takes 0.1 s. An instance at 0.25 s is preferred to it, an instance at 0.35 s is
     not."""
@@ -185,7 +185,7 @@ def test_a_near_place_is_left_for_others_tokens_only_if_the_other_is_not_much_fa
     assert choice.index == 0
 
 
-def test_what_the_map_says_can_be_discounted() -> None:
+def test_nominal_bandwidth_can_be_discounted() -> None:
     """At half the speed of receiving NICs, transfers take twice as long. If their speed is unknown, the other end
     decides."""
     for factor, expected in ((0.5, [2.0, 2.0]), (0.0, [1.0, 1.0]), (4.0, [1.0, 1.0])):
@@ -205,7 +205,7 @@ def test_what_the_map_says_can_be_discounted() -> None:
     ]
 
 
-def test_rivals_count_as_far_as_they_are_weighed() -> None:
+def test_the_weight_of_rival_transfers_is_configurable() -> None:
     """Two transfers are in flight over two cables; a third one expects to share a cable with them, unless their weight
     is 0."""
     rows = [(8e9, 8e9, 1, 1)] * 8 + [(2 * NIC, NIC, 2, 3)] * 2
@@ -239,7 +239,7 @@ def test_rivals_count_as_far_as_they_are_weighed() -> None:
     assert found[0] > found[1] > found[2]
 
 
-def test_without_a_table_it_prices_by_tier() -> None:
+def test_without_a_transfer_table_costs_are_by_tier() -> None:
     """NetKV's transfer time is used: three transfers of the same source in the tier, so that the fourth one gets a
     quarter."""
     seen = NetworkCosts(
@@ -260,7 +260,7 @@ def test_without_a_table_it_prices_by_tier() -> None:
     assert "no decode instance has room" in refused.reason
 
 
-def test_ended_transfers_teach_their_tier() -> None:
+def test_completed_transfers_update_the_factor_of_their_tier() -> None:
     """Paths of 1 GB/s repeatedly carry half of that: the factor falls towards a half, held back by a prior of two
     transfers against ten remembered ones. Values of one far tier also have a small effect on the other one."""
     table = InFlight(LinkModel.of_tiers(FLAT, np.full(5, NIC), nic_bytes_per_s=4e9), ForesightSpec(fading_s=1e12))
@@ -282,7 +282,7 @@ def test_ended_transfers_teach_their_tier() -> None:
     assert alone == pytest.approx(0.5e9 * table.learned.factor[3])
 
 
-def test_a_tier_that_nobody_uses_is_trusted_again() -> None:
+def test_the_factor_of_an_unused_tier_decays() -> None:
     """One stall makes a tier look slow. Without newer transfers the value decays with time, for any size of time
     steps."""
     once, often = Learned(ForesightSpec(fading_s=60.0)), Learned(ForesightSpec(fading_s=60.0))
@@ -298,7 +298,7 @@ def test_a_tier_that_nobody_uses_is_trusted_again() -> None:
     assert once.seen(600.0)[3].weight == pytest.approx(math.exp(-10))
 
 
-def test_a_decision_sees_what_has_grown_old() -> None:
+def test_a_decision_uses_decayed_factors() -> None:
     """A path took ten times the predicted time and then was unused for twenty minutes."""
     table = InFlight(LinkModel.of_tiers(FLAT, np.full(5, NIC), nic_bytes_per_s=4e9))
     table.started(0.0, 0, 0, 2, 1e9)
@@ -307,7 +307,7 @@ def test_a_decision_sees_what_has_grown_old() -> None:
     assert float(table.sight(1_210.0, 0, np.array([2])).factor[3]) > 0.99
 
 
-def test_what_a_nic_slows_down_teaches_nothing_of_the_paths() -> None:
+def test_transfers_limited_by_a_nic_do_not_change_path_factors() -> None:
     """In the model two transfers share a NIC; if they take the predicted time, the factor of the paths does not
     change."""
     learned = Learned(ForesightSpec())
@@ -320,7 +320,7 @@ def test_what_a_nic_slows_down_teaches_nothing_of_the_paths() -> None:
     assert learned.factor[1] == 1.0
 
 
-def test_a_transfer_that_the_model_has_ended_stays_until_its_end_is_seen() -> None:
+def test_a_transfer_stays_in_the_table_until_its_end_is_reported() -> None:
     table = InFlight(links())
     table.started(0.0, 7, 0, 2, 1e9)
     table.started(0.0, 8, 0, 2, 0.0)
@@ -336,7 +336,7 @@ def test_a_transfer_that_the_model_has_ended_stays_until_its_end_is_seen() -> No
         table.started(10.0, 2, 0, 3, -1.0)
 
 
-def test_the_table_grows() -> None:
+def test_the_transfer_table_grows() -> None:
     """200 transfers leave one NIC, in a table that starts with fewer rows: each one has its share."""
     table = InFlight(links())
     for each in range(200):
@@ -393,7 +393,7 @@ def test_unknown_nics_have_the_speed_of_the_rack() -> None:
         LinkModel.of_tiers(FLAT, bytes_per_s, -1.0)
 
 
-def test_mean_answers_start_at_the_prior() -> None:
+def test_mean_output_lengths_start_at_the_prior() -> None:
     answers = Answers(ForesightSpec(output_tokens=100.0, output_window=4))
     assert answers.mean_tokens == 100.0
     answers.finished(500)
@@ -403,7 +403,7 @@ def test_mean_answers_start_at_the_prior() -> None:
     assert answers.mean_tokens == 1.0
 
 
-def test_the_pair_avoids_a_prefill_instance_whose_way_is_crowded() -> None:
+def test_the_pair_avoids_a_prefill_instance_with_congested_paths() -> None:
     """Both instances prefill in 1 s; the transfers in flight of the first one end 1.5 s after that, so the second one
     is chosen. If they end before its prefill does, the first one is chosen."""
     for nbytes, expected in ((4e9, 1), (0.5e9, 0)):
@@ -419,7 +419,7 @@ def test_the_pair_avoids_a_prefill_instance_whose_way_is_crowded() -> None:
     assert isinstance(ForesightJoint().choose(REQUEST, prefill, [None, None].__getitem__, 0), Reject)
 
 
-def test_at_arrival_the_load_of_now_counts_for_nothing() -> None:
+def test_present_decode_load_does_not_count_before_prefill() -> None:
     """A full batch decides between equal paths when the KV cache is complete, but not while its prefill is still to
     come: then the first of equals is taken, unless the load has a weight."""
     table, full = InFlight(links()), pool(batch=(8, 0), queued=(9, 0))
@@ -435,7 +435,7 @@ def test_at_arrival_the_load_of_now_counts_for_nothing() -> None:
         assert choice.index == index
 
 
-def test_pairs_that_are_not_played_stay_behind() -> None:
+def test_pairs_that_are_not_simulated_are_ranked_behind() -> None:
     """One of two prefill instances is simulated: the closed-form cost of the other one is raised by the same amount as
     the first one's."""
     table = InFlight(links())

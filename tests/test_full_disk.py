@@ -50,7 +50,7 @@ def all_in(folder: Path) -> dict[str, bytes]:
 
 
 @given(st.none() | st.binary(max_size=9), st.binary(max_size=9), st.sampled_from([None, OSError, KeyError]))
-def test_a_file_is_the_new_one_or_the_old_one(old: bytes | None, new: bytes, fault: type[Exception] | None) -> None:
+def test_replacing_a_file_is_atomic(old: bytes | None, new: bytes, fault: type[Exception] | None) -> None:
     """No other file remains in the folder, for any failure after the last byte; only an OSError becomes an
     InputError."""
     with tempfile.TemporaryDirectory() as name:
@@ -74,7 +74,7 @@ def test_a_file_is_the_new_one_or_the_old_one(old: bytes | None, new: bytes, fau
             assert all_in(folder) == before
 
 
-def test_a_file_that_is_replaced_keeps_its_rights_and_its_link(tmp_path: Path) -> None:
+def test_a_replaced_file_keeps_its_permissions_and_its_symbolic_link(tmp_path: Path) -> None:
     """A symbolic link keeps its target, and the permissions stay the same."""
     (tmp_path / "file").write_text("old")
     (tmp_path / "file").chmod(0o600)
@@ -86,7 +86,7 @@ def test_a_file_that_is_replaced_keeps_its_rights_and_its_link(tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_file_that_is_read_only_is_not_replaced() -> None:
+def test_a_read_only_file_is_not_replaced() -> None:
     """The file stays although its folder is writable."""
     with tempfile.TemporaryDirectory() as name, without_roots_rights(Path(name)) as folder:
         (folder / "file").touch(0o444)
@@ -95,7 +95,7 @@ def test_a_file_that_is_read_only_is_not_replaced() -> None:
         assert all_in(folder) == {"file": b""}
 
 
-def test_an_older_trace_outlives_a_full_disk(tmp_path: Path) -> None:
+def test_an_older_trace_survives_a_full_disk(tmp_path: Path) -> None:
     """The older trace is complete, no other file remains, and the message suggests a fix for a full disk."""
     path = tmp_path / "trace.jsonl"
     assert CliRunner().invoke(app, ["trace", "generate", str(path), "--requests", "2"]).exit_code == 0
@@ -108,7 +108,7 @@ def test_an_older_trace_outlives_a_full_disk(tmp_path: Path) -> None:
 
 
 @needs_full
-def test_a_device_is_written_and_not_replaced(tmp_path: Path) -> None:
+def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     """A symbolic link leads to a device that is always full."""
     path = tmp_path / "trace.jsonl"
     path.symlink_to("/dev/full")
@@ -118,7 +118,7 @@ def test_a_device_is_written_and_not_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_older_log_outlives_a_full_disk(tmp_path: Path) -> None:
+def test_an_older_log_survives_a_full_disk(tmp_path: Path) -> None:
     """Only a complete log replaces it."""
     path = tmp_path / "run.log"
     line = ["simulate", CLUSTER, "--policy", "netkv", "--seeds", "1", "--log", str(path), "--workers", "1"]
@@ -131,7 +131,7 @@ def test_an_older_log_outlives_a_full_disk(tmp_path: Path) -> None:
     assert all_in(tmp_path) == before
 
 
-def test_no_half_figure_stays(tmp_path: Path) -> None:
+def test_no_partial_figure_remains(tmp_path: Path) -> None:
     """Neither the picture nor its data is replaced; the older files stay."""
     figure = Figure(figsize=(1, 1))
     figure.text(0.5, 0.5, "old")
@@ -146,7 +146,7 @@ def test_no_half_figure_stays(tmp_path: Path) -> None:
 
 @needs_full
 @pytest.mark.parametrize("line", ["topology show superpod.yaml --json", "topology show small.yaml", "--version"])
-def test_a_full_stdout_is_one_sentence(line: str) -> None:
+def test_a_full_stdout_gives_one_sentence(line: str) -> None:
     """The output is more than a buffer, less, or comes before any command: the exit code is 2, without a message of
     Python at exit."""
     with open("/dev/full", "wb") as full:
@@ -158,7 +158,7 @@ def test_a_full_stdout_is_one_sentence(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["llm", "llm --json", "--version", "--help", "topology check small.yaml"])
-def test_a_closed_stdout_is_one_sentence(line: str) -> None:
+def test_a_closed_stdout_gives_one_sentence(line: str) -> None:
     """`kvroute ... >&-` has this effect."""
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *KVROUTE, *line.split()]
     ended = subprocess.run(command, stderr=subprocess.PIPE, cwd=EXAMPLES, text=True)
@@ -166,7 +166,7 @@ def test_a_closed_stdout_is_one_sentence(line: str) -> None:
     assert (ended.returncode, ended.stderr) == (2, said)
 
 
-def test_a_command_that_prints_nothing_does_its_work_without_streams(tmp_path: Path) -> None:
+def test_a_silent_command_works_without_standard_streams(tmp_path: Path) -> None:
     """The files that it opens do not take the numbers of the closed streams."""
     path = tmp_path / "trace.jsonl"
     line = ["trace", "generate", str(path), "--requests", "2"]
@@ -175,7 +175,7 @@ def test_a_command_that_prints_nothing_does_its_work_without_streams(tmp_path: P
     assert path.read_bytes().count(b"\n") == 2
 
 
-def test_the_demos_older_results_outlive_a_full_disk(tmp_path: Path) -> None:
+def test_older_results_of_the_demo_survive_a_full_disk(tmp_path: Path) -> None:
     save([], "an older page", tmp_path)
     before = all_in(tmp_path)
     assert set(before) == {"dashboard.html", "demo.json"}
@@ -184,7 +184,7 @@ def test_the_demos_older_results_outlive_a_full_disk(tmp_path: Path) -> None:
     assert all_in(tmp_path) == before
 
 
-def test_a_reader_who_left_is_told_nothing() -> None:
+def test_a_closed_pipe_causes_no_message() -> None:
     """`kvroute ... | head` has this effect."""
     reading, writing = os.pipe()
     os.close(reading)

@@ -125,7 +125,7 @@ PUBLISHED = [
 
 @settings(deadline=None)
 @given(models, lengths, lengths)
-def test_a_longer_context_never_has_less_kv(preset: Model, tokens: int, more: int) -> None:
+def test_a_longer_context_never_needs_less_kv(preset: Model, tokens: int, more: int) -> None:
     assert preset.kv_bytes(tokens) <= preset.kv_bytes(tokens + more)
 
 
@@ -143,7 +143,7 @@ def test_a_fully_cached_prompt_still_sends_its_state(preset: Model, tokens: int)
 
 @settings(deadline=None)
 @given(models, lengths, st.lists(lengths, min_size=1, max_size=5))
-def test_arrays_say_what_numbers_say(preset: Model, tokens: int, cached: list[int]) -> None:
+def test_arrays_give_the_same_results_as_numbers(preset: Model, tokens: int, cached: list[int]) -> None:
     one_by_one = [preset.kv_bytes(tokens, each) for each in cached]
     assert preset.kv_bytes(tokens, np.array(cached)).tolist() == one_by_one
     assert preset.kv_bytes(np.full(len(cached), tokens), np.array(cached)).tolist() == one_by_one
@@ -151,7 +151,7 @@ def test_arrays_say_what_numbers_say(preset: Model, tokens: int, cached: list[in
 
 @settings(deadline=None)
 @given(models, lengths, st.integers(1, 64))
-def test_shards_together_hold_at_least_one_copy(preset: Model, tokens: int, tp: int) -> None:
+def test_all_shards_together_store_at_least_one_copy(preset: Model, tokens: int, tp: int) -> None:
     together = tp * preset.kv_bytes_shard(tokens, tp)
     assert together >= preset.kv_bytes(tokens) * (1 - 1e-12)
     assert preset.kv_bytes_shard(tokens, tp) <= preset.kv_bytes(tokens) * (1 + 1e-12)
@@ -159,7 +159,7 @@ def test_shards_together_hold_at_least_one_copy(preset: Model, tokens: int, tp: 
 
 @settings(deadline=None)
 @given(models)
-def test_far_beyond_every_window_a_token_costs_the_rate(preset: Model) -> None:
+def test_beyond_all_windows_each_token_adds_the_rate(preset: Model) -> None:
     assert preset.kv_bytes(200_001) - preset.kv_bytes(200_000) == pytest.approx(preset.kv_bytes_per_token)
 
 
@@ -172,7 +172,7 @@ def test_presets_are_the_published_configurations(name: str, config: dict[str, A
     assert read.kv_bytes_shard(5000, 4) == preset.kv_bytes_shard(5000, 4)
 
 
-def test_llama_3_70b_is_what_netkv_says() -> None:
+def test_llama_3_70b_has_the_kv_size_published_by_netkv() -> None:
     """NetKV I and III-B: 128K tokens are about 40 GB, a quarter of it for each of four shards."""
     llama = MODELS["llama-3-70b"]
     assert llama.kv_bytes_per_token == 2 * 80 * 8 * 128 * 2 == 327_680
@@ -189,18 +189,18 @@ def test_few_heads_and_latents_are_replicated() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "mib"), [(1024, 190.8), (8192, 308.9), (32_768, 701.3), (131_072, 2316.3)])
-def test_the_prfaas_hybrid_fits_its_table_5(tokens: int, mib: float) -> None:
+def test_the_prfaas_hybrid_fits_table_5(tokens: int, mib: float) -> None:
     assert MODELS["prfaas-1t-hybrid"].kv_bytes(tokens) / MIB == pytest.approx(mib, rel=0.02)
 
 
 @pytest.mark.parametrize(("context", "gb_per_pflop"), [(16_384, 117), (65_536, 267)])
-def test_qwen_has_the_cache_compute_ratio_of_dualpath_table_1(context: int, gb_per_pflop: float) -> None:
+def test_qwen_has_the_cache_to_compute_ratio_of_dualpath_table_1(context: int, gb_per_pflop: float) -> None:
     """Append 429: bytes of the context over FLOPs of 32.5e9 weights and of attention to the context."""
     flops = 429 * (2 * 32.5e9 + 4 * 64 * 5120 * context)
     assert MODELS["qwen2.5-32b"].kv_bytes(context) / 1e9 / (flops / 1e15) == pytest.approx(gb_per_pflop, rel=0.02)
 
 
-def test_windows_hold_only_their_last_tokens() -> None:
+def test_windows_store_only_their_last_tokens() -> None:
     oss = MODELS["gpt-oss-120b"]
     layer = 2 * 8 * 64 * 2
     assert oss.kv_bytes(100) == 36 * 100 * layer
@@ -279,13 +279,13 @@ COUNTS: list[tuple[str, dict[str, Any], dict[str, int], float]] = [
 
 
 @pytest.mark.parametrize(("config", "counts", "state"), [case[1:] for case in COUNTS], ids=[case[0] for case in COUNTS])
-def test_layers_are_counted_by_what_they_see(config: dict[str, Any], counts: dict[str, int], state: float) -> None:
+def test_layers_are_counted_by_kind_of_attention(config: dict[str, Any], counts: dict[str, int], state: float) -> None:
     read = from_config(config)
     assert {group.kind: group.count for group in read.layers} == counts
     assert read.request_state_bytes == state
 
 
-def test_windows_may_have_heads_of_their_own() -> None:
+def test_windows_may_have_different_heads() -> None:
     """MiMo-V2-Flash: keys of 192 and values of 128 numbers, twice the KV heads in windows of 128."""
     config = {
         "hybrid_layer_pattern": [0, 1, 1, 1, 1, 1],
@@ -335,7 +335,7 @@ FORMS: list[tuple[str, dict[str, Any], float]] = [
 
 
 @pytest.mark.parametrize(("config", "token_bytes"), [case[1:] for case in FORMS], ids=[case[0] for case in FORMS])
-def test_the_fields_of_many_families_are_read(config: dict[str, Any], token_bytes: float) -> None:
+def test_fields_of_many_model_families_are_read(config: dict[str, Any], token_bytes: float) -> None:
     assert from_config(config).kv_bytes_per_token == token_bytes
 
 
@@ -356,7 +356,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "what"), WRONG, ids=[what for _, what in WRONG])
-def test_what_is_wrong_in_a_configuration_is_named(config: dict[str, Any], what: str) -> None:
+def test_errors_in_a_configuration_are_named(config: dict[str, Any], what: str) -> None:
     with pytest.raises(InputError, match=what):
         from_config(config)
 
@@ -374,7 +374,7 @@ def test_a_file_or_its_folder_is_a_model(tmp_path: Path) -> None:
         model(str(tmp_path / "missing.json"))
 
 
-def test_a_name_is_found_or_the_nearest_is_told() -> None:
+def test_an_unknown_name_gives_the_nearest_one() -> None:
     assert model("meta-llama/Llama-3-70B") is MODELS["llama-3-70b"]
     with pytest.raises(InputError, match=r"did you mean qwen2\.5-32b\?"):
         model("qwen25-32b")
@@ -420,7 +420,7 @@ def test_hugging_face_names_of_known_models_are_accepted(name: str, preset: str)
 @pytest.mark.parametrize(
     "name", ["deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "deepseek-ai/DeepSeek-V2-Lite-Chat", "instruct", "-instruct"]
 )
-def test_a_name_that_only_resembles_a_known_model_is_refused(name: str) -> None:
+def test_a_name_that_only_resembles_a_known_model_is_rejected(name: str) -> None:
     """A distilled or a smaller model has another geometry."""
     with pytest.raises(InputError, match="there is no model"):
         model(name)

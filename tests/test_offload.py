@@ -43,7 +43,7 @@ def sites(*cached: int, threshold: float = 20_000, scarce: bool = True) -> SiteC
     )
 
 
-def test_scarce_bandwidth_keeps_caches_apart() -> None:
+def test_scarce_bandwidth_keeps_caches_separate() -> None:
     """50,000 of 60,000 tokens are cached at PrfaaS and none at home: 60,000 > 20,000 is offloaded; nothing is
     copied."""
     choice = choose_site(SPEC, 60_000, sites(0, 50_000))
@@ -53,7 +53,7 @@ def test_scarce_bandwidth_keeps_caches_apart() -> None:
     assert (home.index, home.reason, home.incremental_tokens, home.cached_tokens) == (0, "short", 20_000, 40_000)
 
 
-def test_abundant_bandwidth_moves_the_longer_cache_to_the_prefill() -> None:
+def test_abundant_bandwidth_copies_the_longer_cache_to_the_prefill_site() -> None:
     """With the best cache 10,000 tokens remain: they are computed at home, and 50,000 tokens are copied to it."""
     choice = choose_site(SPEC, 60_000, sites(0, 50_000, scarce=False))
     assert (choice.index, choice.reason, choice.incremental_tokens) == (0, "short", 10_000)
@@ -68,7 +68,7 @@ def test_abundant_bandwidth_moves_the_longer_cache_to_the_prefill() -> None:
     assert (small.index, small.copy_from, small.cached_tokens) == (1, None, 5_000)
 
 
-def test_the_earliest_of_several_sites_is_taken() -> None:
+def test_the_site_that_finishes_first_is_chosen() -> None:
     """South has a queue; then it has a cached prefix that outweighs the queue; then north is down."""
     pair = replace(sites(0, 0, 0), queue_s=np.array([0.0, 0.0, 0.5]))
     assert choose_site(SPEC, 60_000, pair).index == 1
@@ -86,7 +86,7 @@ def test_layerwise_hides_the_shorter_of_prefill_and_transfer() -> None:
     assert serial.terms.cost == pytest.approx([6.0, 1.2 + 0.9])
 
 
-def test_a_transfer_that_takes_far_too_long_can_be_passed_by() -> None:
+def test_an_offload_with_a_very_slow_transfer_can_be_avoided() -> None:
     """The transfer takes 40 s over a broken link against 6 s at home; the publication would use the link."""
     slow = replace(sites(0, 0), transfer_s=np.array([0.0, 40.0]))
     assert choose_site(SPEC, 60_000, slow).index == 1
@@ -97,7 +97,7 @@ def test_a_transfer_that_takes_far_too_long_can_be_passed_by() -> None:
     assert choose_site(OffloadSpec(stay_factor=6.0), 60_000, queued).index == 1, "home would take 7 s"
 
 
-def test_who_is_down_gets_nothing() -> None:
+def test_a_site_that_is_down_gets_no_requests() -> None:
     """No prefix is copied from it either."""
     dead = replace(sites(0, 50_000, scarce=False), up=np.array([True, False]))
     choice = choose_site(SPEC, 60_000, dead)
@@ -116,7 +116,7 @@ def test_who_is_down_gets_nothing() -> None:
     assert (alone.index, alone.reason, alone.threshold_tokens) == (0, "away_down", 0.0)
 
 
-def test_a_choice_explains_itself() -> None:
+def test_a_choice_contains_its_terms() -> None:
     record = choose_site(SPEC, 60_000, sites(0, 50_000, scarce=False)).offload()
     assert (record.site, record.reason) == ("home", "short")
     assert record.terms == pytest.approx(
@@ -148,7 +148,7 @@ def test_a_burst_raises_the_threshold_and_its_end_lowers_it() -> None:
     assert [threshold.observe(at, 0.7, 0.0) for at in (20.0, 25.0, 30.0, 35.0)] == [31_250, 25_000, 20_000, 20_000]
 
 
-def test_a_home_that_has_a_queue_is_not_given_more() -> None:
+def test_the_threshold_does_not_rise_while_home_has_a_queue() -> None:
     """From a home queue of 1 s on the threshold stays, from 5 s on it falls back, however long the site's own queue
     is."""
     threshold = Threshold(COARSE, 20_000)
@@ -158,7 +158,7 @@ def test_a_home_that_has_a_queue_is_not_given_more() -> None:
     assert threshold.observe(10.0, 0.99, 80.0, home_queue_s=5.0) == 20_000
 
 
-def test_a_home_with_a_backlog_sends_more_to_a_site_that_is_quiet() -> None:
+def test_a_home_with_a_backlog_offloads_more_to_an_idle_site() -> None:
     """The threshold stays below the base while the backlog lasts, and returns when the backlog is gone or if the site
     is overloaded too."""
     threshold = Threshold(COARSE, 20_000)
@@ -173,7 +173,7 @@ def test_a_home_with_a_backlog_sends_more_to_a_site_that_is_quiet() -> None:
     assert threshold.rebase(30_000) == 30_000
 
 
-def test_in_an_overload_of_everything_the_short_are_kept() -> None:
+def test_the_threshold_falls_if_all_sites_are_overloaded() -> None:
     """Site and home are overloaded: the threshold falls below the base to 14,000 tokens and stays until the home queue
     is short."""
     threshold = Threshold(COARSE, 20_000)
@@ -185,7 +185,7 @@ def test_in_an_overload_of_everything_the_short_are_kept() -> None:
     assert [threshold.observe(at, 1.0, 30.0, home_queue_s=1.0) for at in (30.0, 35.0, 40.0)] == [17_500, 20_000, 25_000]
 
 
-def test_it_rises_no_further_than_the_home_keeps_up_with() -> None:
+def test_the_threshold_rises_at_most_to_what_home_can_serve() -> None:
     """The threshold rises to 22,000 tokens; with a lower limit it stays, and a new base takes precedence."""
     threshold = Threshold(COARSE, 20_000)
     threshold.limit(22_000)
@@ -198,7 +198,7 @@ def test_it_rises_no_further_than_the_home_keeps_up_with() -> None:
     assert threshold.observe(20.0, 1.0, 0.0) == 37_500
 
 
-def test_a_step_down_that_was_wrong_is_halved_and_then_left_alone() -> None:
+def test_a_wrong_step_down_is_halved_and_then_probed_rarely() -> None:
     """All prompts have 24,000 tokens: a threshold of 20,000 fills the link, one of 25,000 empties it."""
     threshold = Threshold(ShortTerm(step=1.25, dwell_s=1.0), 20_000)
     path = [threshold.observe(float(at), 0.99 if threshold.tokens < 24_000 else 0.0, 0.0) for at in range(800)]
@@ -209,7 +209,7 @@ def test_a_step_down_that_was_wrong_is_halved_and_then_left_alone() -> None:
     assert path[246:248] == pytest.approx([23_643.5, 24_312.3], abs=0.1)
 
 
-def test_a_new_base_moves_a_threshold_that_is_at_rest() -> None:
+def test_a_new_base_moves_a_settled_threshold() -> None:
     threshold = Threshold(COARSE, 20_000)
     assert threshold.rebase(16_000) == 16_000
     assert threshold.observe(0.0, 1.0, 0.0) == 20_000
@@ -257,7 +257,7 @@ def long_prompts(allocation: Allocation, at: float) -> None:
         allocation.traffic.answered(at, 1_024)
 
 
-def test_a_review_of_the_case_study_converts_step_by_step() -> None:
+def test_a_review_of_the_case_study_switches_roles_step_by_step() -> None:
     """From one prefill instance, which is busy and limits the throughput, the review moves towards the best split of
     the model."""
     allocation = Allocation(LongTerm(review_s=60.0, window_s=6_000.0))
@@ -288,7 +288,7 @@ def test_a_review_of_the_case_study_converts_step_by_step() -> None:
     msgspec.json.encode(review)
 
 
-def test_a_threshold_that_is_about_as_good_stays() -> None:
+def test_a_nearly_optimal_threshold_is_kept() -> None:
     """A gain of 2 % in the throughput of the prefill stages is not worth a change."""
     allocation = Allocation(LongTerm())
     long_prompts(allocation, 0.0)
@@ -301,7 +301,7 @@ def test_a_threshold_that_is_about_as_good_stays() -> None:
     assert review.threshold_tokens == best + 1.0
 
 
-def test_a_first_threshold_is_searched_before_there_is_a_review() -> None:
+def test_a_first_threshold_is_searched_before_the_first_review() -> None:
     """The threshold is searched after 20, 40 and 80 arrivals without a completed request; the first review ends
     this."""
     allocation, due = Allocation(LongTerm()), []
@@ -317,7 +317,7 @@ def test_a_first_threshold_is_searched_before_there_is_a_review() -> None:
     assert not allocation.start_due(13.0)
 
 
-def test_the_limit_is_what_the_homes_keep_up_with() -> None:
+def test_the_limit_is_the_capacity_of_the_homes() -> None:
     """At the limit, the home's instances are fully busy with recent traffic; fewer instances or more traffic lower it;
     without traffic it is infinite."""
     allocation = Allocation(LongTerm(window_s=800.0))
@@ -332,7 +332,7 @@ def test_the_limit_is_what_the_homes_keep_up_with() -> None:
     assert busy == pytest.approx(1.0, abs=0.08)
 
 
-def test_without_a_link_the_split_changes_and_the_threshold_stays() -> None:
+def test_without_a_link_the_split_changes_and_the_threshold_is_kept() -> None:
     """Everything is then prefilled at home, so more prefill instances are needed."""
     allocation = Allocation(LongTerm())
     long_prompts(allocation, 0.0)
@@ -348,7 +348,7 @@ def test_without_a_link_the_split_changes_and_the_threshold_stays() -> None:
     assert after.n_prefill > before.n_prefill
 
 
-def test_a_role_with_a_queue_gets_an_instance_that_the_other_can_spare() -> None:
+def test_a_role_with_a_queue_gets_a_spare_instance_of_the_other_role() -> None:
     """The model predicts no gain, but the decode instances have a queue; prefill at 0.5 * 3 / 2 is not busy."""
     allocation = Allocation(LongTerm())
     long_prompts(allocation, 0.0)
@@ -374,7 +374,7 @@ def pair() -> tuple[Home, Home]:
     return a, b
 
 
-def test_the_home_that_is_farthest_from_its_split_goes_first() -> None:
+def test_the_home_farthest_from_its_best_split_switches_first() -> None:
     """The homes have one and four prefill instances too many. A gain below the minimum changes nothing; busy PrfaaS
     instances call for prefill."""
     busy: dict[Stage, StageLoad] = {"decode": StageLoad(0.9)}
@@ -389,7 +389,7 @@ def test_the_home_that_is_farthest_from_its_split_goes_first() -> None:
     assert more == ("convert", (Conversion(instance="a-d0", role="prefill"),))
 
 
-def test_a_change_has_to_pay_for_the_way_there_and_back() -> None:
+def test_a_role_switch_must_pay_for_switching_there_and_back() -> None:
     """A third of 13 instances for 100 s is 433 s. Each of the two instances that switch costs 100 s, and a decode
     instance 120 s for switching back. Those with the lowest cost switch first."""
     busy: dict[Stage, StageLoad] = {"decode": StageLoad(0.9)}
@@ -402,7 +402,7 @@ def test_a_change_has_to_pay_for_the_way_there_and_back() -> None:
     assert judge(LongTerm(), pair(), target, 1 / 3, busy, 0, 98.0, costs_s) == best
 
 
-def test_a_role_that_was_busy_in_the_window_keeps_what_it_needs() -> None:
+def test_a_role_that_was_busy_in_the_window_keeps_its_instances() -> None:
     """Nine prefill instances do the work of at most 6.5: 0.81 of eight. A queue at the other role takes precedence."""
     target, prefill = np.array([3, 4]), StageLoad(0.2, 0.0, 6.5 / 9)
     busy: dict[Stage, StageLoad] = {"decode": StageLoad(0.9), "prefill": prefill}
@@ -414,7 +414,7 @@ def test_a_role_that_was_busy_in_the_window_keeps_what_it_needs() -> None:
     assert len(judge(LongTerm(at_once=2), pair(), target - 1, 0.3, less, 0)[1]) == 1, "0.75 of eight, 0.86 of seven"
 
 
-def test_decode_is_as_busy_as_what_comes_in_will_make_it() -> None:
+def test_decode_load_is_estimated_from_arrivals() -> None:
     """Prefill is overloaded, so decode gets few requests. Six decode instances complete 4.7 requests a second and would
     be 80 % busy with the four that arrive; at two a second they would not."""
     for rate_per_s, verdict in ((2.0, "convert"), (4.0, "no_room")):
@@ -429,7 +429,7 @@ def test_decode_is_as_busy_as_what_comes_in_will_make_it() -> None:
         assert review.verdict == verdict
 
 
-def test_relief_comes_from_where_the_least_is_kept() -> None:
+def test_a_queue_is_relieved_by_an_instance_that_its_home_can_spare() -> None:
     """Decode has a queue: home b can spare one instance, and none if six must stay; the longer queue is relieved."""
     queues: dict[Stage, StageLoad] = {"prefill": StageLoad(0.1, 1.0), "decode": StageLoad(1.0, 9.0)}
     relieved = ("relieve", (Conversion(instance="b-p0", role="decode"),))
@@ -441,7 +441,7 @@ def test_relief_comes_from_where_the_least_is_kept() -> None:
     assert judge(LongTerm(), pair(), np.array([3, 6]), 0.0, queues, 0, 99.0, costs_s) == ("no_gain", ())
 
 
-def test_traffic_says_how_much_came_in() -> None:
+def test_traffic_measures_the_arrival_rate() -> None:
     """Ten requests a second for four seconds: the rate is measured since the first event, then over the window of eight
     seconds."""
     traffic = Traffic(8.0)
@@ -457,7 +457,7 @@ def test_traffic_says_how_much_came_in() -> None:
     assert traffic.rate_per_s(240.0) == pytest.approx(10.0), "what came before the window counts no more"
 
 
-def test_traffic_of_late_and_its_median() -> None:
+def test_recent_traffic_and_its_median() -> None:
     """The window has parts of a second: one request a second for a long time, then ten; half of them have at most 100
     tokens."""
     traffic = Traffic(8.0)
@@ -486,7 +486,7 @@ def test_traffic_of_late_and_its_median() -> None:
         ({"threshold_tokens": math.nan}, "offload.threshold_tokens"),
     ],
 )
-def test_wrong_specs_are_mended(fields: dict[str, Any], problem: str) -> None:
+def test_invalid_specs_are_rejected_with_a_hint(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         OffloadSpec(**fields)
 
@@ -505,7 +505,7 @@ def test_wrong_specs_are_mended(fields: dict[str, Any], problem: str) -> None:
         ({"threshold_max_tokens": 10.0}, "not a valid range"),
     ],
 )
-def test_wrong_short_terms_are_mended(fields: dict[str, float], problem: str) -> None:
+def test_invalid_short_term_settings_are_rejected_with_a_hint(fields: dict[str, float], problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         ShortTerm(**fields)  # type: ignore[arg-type]
 
@@ -527,12 +527,12 @@ def test_wrong_short_terms_are_mended(fields: dict[str, float], problem: str) ->
         ({"queue_high_s": -1.0}, "queue_high_s"),
     ],
 )
-def test_wrong_long_terms_are_mended(fields: dict[str, Any], name: str) -> None:
+def test_invalid_long_term_settings_are_rejected_with_a_hint(fields: dict[str, Any], name: str) -> None:
     with pytest.raises(InputError, match=f"offload.long_term.{name}: .*; give "):
         LongTerm(**fields)
 
 
-def test_a_spec_is_read_and_written() -> None:
+def test_a_spec_round_trips_through_json() -> None:
     text = b'{"threshold_tokens":19000,"rule":"scarce","short_term":{"step":1.5},"long_term":{"conversions":false}}'
     spec = msgspec.json.decode(text, type=OffloadSpec)
     assert (spec.threshold().tokens, spec.scarcity().scarce) == (19_000, True)

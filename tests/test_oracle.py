@@ -44,7 +44,7 @@ def test_worked_example_of_the_cost_model() -> None:
     assert 1e9 / perturbed[1] == pytest.approx(0.64)
 
 
-def test_numerical_examples_of_the_propositions() -> None:
+def test_numerical_examples_of_netkvs_propositions() -> None:
     """NetKV IV-C: 1 < 4 * 0.5 holds, and at k = 2 it would be a tie; V-D: the bound is 0.42."""
     assert network_wins(near_hit=0.0, far_hit=0.5, bandwidth_ratio=4.0)
     assert not network_wins(near_hit=0.0, far_hit=0.5, bandwidth_ratio=2.0)
@@ -52,7 +52,7 @@ def test_numerical_examples_of_the_propositions() -> None:
 
 
 @given(hits, hits, st.floats(1, 32), loads, loads, bandwidths, st.floats(1e6, 1e12), st.floats(0, 5), st.floats(0, 5))
-def test_proposition_1_holds_exactly_when_the_near_instance_is_sooner(
+def test_proposition_1_holds_exactly_if_the_near_instance_is_faster(
     near_hit: float,
     far_hit: float,
     ratio: float,
@@ -95,7 +95,7 @@ def test_proposition_2_bounds_the_harmless_error(
     assert fast * (1 - fast_congestion - error) < slow * (1 - slow_congestion + error)
 
 
-def test_formulas_refuse_what_they_do_not_cover() -> None:
+def test_formulas_reject_inputs_outside_their_domain() -> None:
     with pytest.raises(InputError, match="faster tier first"):
         staleness_bound(1.0, 0.0, 4.0, 0.0)
     with pytest.raises(InputError, match="above zero"):
@@ -103,7 +103,7 @@ def test_formulas_refuse_what_they_do_not_cover() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 3)), max_size=60), st.integers(0, 5))
-def test_counters_follow_a_simple_count(moves: list[tuple[bool, int, int]], in_flight_max: int) -> None:
+def test_counters_equal_a_simple_count(moves: list[tuple[bool, int, int]], in_flight_max: int) -> None:
     """Counts are per source and tier, never below zero, and capped only when read; without separate telemetry they read
     zero."""
     seeing = oracle(OracleSettings(in_flight_max=in_flight_max))
@@ -132,7 +132,7 @@ def test_costs_are_a_snapshot_in_the_candidates_order() -> None:
     assert network.costs(0, ALL, 2.0).in_flight.tolist() == [0, 0, 1, 0, 0]
 
 
-def test_telemetry_has_an_age_and_late_messages_are_void() -> None:
+def test_telemetry_has_an_age_and_late_messages_are_ignored() -> None:
     network = oracle()
     assert network.staleness_s(5.0) is None
     assert not network.costs(0, ALL, 5.0).congestion.any()
@@ -143,7 +143,7 @@ def test_telemetry_has_an_age_and_late_messages_are_void() -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, -0.1])
-def test_a_wrong_utilisation_is_refused_and_the_view_stays(wrong: float) -> None:
+def test_an_invalid_utilisation_is_rejected_and_changes_nothing(wrong: float) -> None:
     network = oracle()
     network.congestion_measured(1.0, [0.5] * 5)
     with pytest.raises(InputError, match=r"per_tier\[3\]: .* is not a utilisation"):
@@ -154,7 +154,7 @@ def test_a_wrong_utilisation_is_refused_and_the_view_stays(wrong: float) -> None
     assert network.staleness_s(2.0) == 1.0
 
 
-def test_a_full_tier_still_carries_a_hundredth() -> None:
+def test_a_full_tier_still_has_a_hundredth_of_its_capacity() -> None:
     network = oracle()
     network.congestion_measured(0.0, [0.985, 0.99, 0.999, 1.0, 7.0])
     assert network.costs(0, ALL, 0.0).congestion.tolist() == [0.985, 0.99, 0.99, 0.99, 0.99]
@@ -163,9 +163,7 @@ def test_a_full_tier_still_carries_a_hundredth() -> None:
 
 
 @given(st.lists(loads, min_size=1, max_size=8), st.floats(0.01, 1), st.sampled_from(["smooth", "trend"]))
-def test_predictions_stay_between_the_bounds_and_hold_a_constant(
-    values: list[float], alpha: float, prediction: str
-) -> None:
+def test_predictions_stay_within_bounds_and_keep_a_constant(values: list[float], alpha: float, prediction: str) -> None:
     settings = OracleSettings(prediction=prediction, alpha=alpha)  # type: ignore[arg-type]
     network, steady = oracle(settings), oracle(settings)
     for at, value in enumerate(values):
@@ -192,7 +190,7 @@ def test_smoothing_and_trend_by_hand() -> None:
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
-def test_old_telemetry_fades_to_the_static_view(first_s: float, second_s: float) -> None:
+def test_old_telemetry_decays_to_the_static_view(first_s: float, second_s: float) -> None:
     network = oracle(OracleSettings(stale_after_s=10.0))
     network.congestion_measured(0.0, [0.5] * 5)
     early, late = sorted((first_s, second_s))
@@ -202,7 +200,7 @@ def test_old_telemetry_fades_to_the_static_view(first_s: float, second_s: float)
     assert network.costs(0, ALL, 20.0).congestion[0] == pytest.approx(0.5 * math.exp(-1))
 
 
-def test_wrong_settings_and_maps_are_named() -> None:
+def test_invalid_settings_and_topologies_are_named() -> None:
     with pytest.raises(InputError, match="did you mean 'trend'"):
         OracleSettings(prediction="trends")  # type: ignore[arg-type]
     for wrong in ({"alpha": 0.0}, {"beta": math.nan}, {"stale_after_s": 0.0}, {"in_flight_max": -1}):
@@ -234,7 +232,7 @@ def view(flows: int = 1, ecmp: str = "transfer") -> LinkView:
     return LinkView(CAPACITY, LINK_TIER, LINK_BYTES_PER_S, hops, lambda source, target: flows, ecmp)  # type: ignore[arg-type]
 
 
-def test_residual_is_set_by_the_tightest_group() -> None:
+def test_residual_bandwidth_is_that_of_the_tightest_group() -> None:
     """An idle path gives its narrowest link; flows that draw separately fill two uplinks; a busy uplink lowers its
     group."""
     target = np.array([1])
@@ -247,7 +245,7 @@ def test_residual_is_set_by_the_tightest_group() -> None:
     assert view().residual_bytes_per_s(0, target[:0], idle).shape == (0,)
 
 
-def test_the_slowest_shard_sets_the_pace() -> None:
+def test_the_slowest_shard_limits_the_rate() -> None:
     """Two shards have a NIC each; one NIC has 1 byte/s left, so the pair has 2, although the path could carry more."""
     paths = [((0,), (4, 5), (6, 7), (2,)), ((1,), (4, 5), (6, 7), (3,))]
     linked = LinkView(
@@ -259,7 +257,7 @@ def test_the_slowest_shard_sets_the_pace() -> None:
 
 
 @given(st.lists(st.floats(0, 0.99), min_size=8, max_size=8), st.integers(0, 7), st.sampled_from(["flow", "transfer"]))
-def test_residual_never_rises_with_utilisation(utilisation: list[float], link: int, ecmp: str) -> None:
+def test_residual_bandwidth_never_rises_with_utilisation(utilisation: list[float], link: int, ecmp: str) -> None:
     before = np.array(utilisation)
     after = before.copy()
     after[link] = 0.99
@@ -269,7 +267,7 @@ def test_residual_never_rises_with_utilisation(utilisation: list[float], link: i
     ).all()
 
 
-def test_tiers_aggregate_their_links() -> None:
+def test_congestion_of_a_tier_aggregates_its_links() -> None:
     """A tier's congestion is the mean of its links weighted by capacity, and higher if the tiers below it leave less
     bandwidth."""
     linked = view()
@@ -280,20 +278,20 @@ def test_tiers_aggregate_their_links() -> None:
     assert linked.aggregate(nics) == pytest.approx([0, 0.8, 0.5, 0, 0])
 
 
-def test_links_of_no_tier_are_left_out() -> None:
+def test_links_without_a_tier_are_ignored() -> None:
     """A storage network (tier -1) has no effect on any tier."""
     storage = LinkView(np.array([10.0, 90.0]), np.array([0, -1], np.int8), LINK_BYTES_PER_S, hops, lambda s, t: 1)
     assert storage.aggregate(np.array([0.2, 0.9])) == pytest.approx([0.2, 0, 0, 0, 0])
 
 
 @given(st.lists(st.floats(0, 0.99), min_size=8, max_size=8))
-def test_aggregate_is_a_congestion(utilisation: list[float]) -> None:
+def test_the_aggregate_is_a_valid_congestion(utilisation: list[float]) -> None:
     congestion = view().aggregate(np.array(utilisation))
     assert congestion.shape == (TIER_COUNT,)
     assert ((congestion >= 0) & (congestion <= 0.99)).all()
 
 
-def test_telemetry_by_link_feeds_both_views() -> None:
+def test_telemetry_by_link_updates_both_views() -> None:
     network = oracle(OracleSettings(stale_after_s=1.0), view())
     assert network.residual_bytes_per_s(0, np.array([1]), 0.0) == pytest.approx([4.0])
     network.links_measured(1.0, [0.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 0.5])
@@ -308,7 +306,7 @@ def test_telemetry_by_link_feeds_both_views() -> None:
             call()
 
 
-def test_an_idle_cluster_leaves_every_pair_its_tier() -> None:
+def test_in_an_idle_cluster_every_pair_has_its_tiers_bandwidth() -> None:
     """In an idle regular fat tree the two views are equal, and both decrease with the links of a tier."""
     instances = InstanceCounts(prefill=2, decode=6)
     cluster = build(fat_tree(pods=2, racks_per_pod=2, nodes_per_rack=1, oversubscription=(2, 2), instances=instances))

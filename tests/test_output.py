@@ -21,11 +21,11 @@ def asked(folder: Path, path: str) -> str:
     return ended.stdout.strip()
 
 
-def test_a_command_that_is_on_the_path_needs_no_folder(tmp_path: Path) -> None:
+def test_a_command_on_the_path_is_printed_without_a_folder(tmp_path: Path) -> None:
     assert asked(tmp_path, f"{INSTALLED.parent}:/usr/bin") == "kvroute"
 
 
-def test_a_command_that_is_not_on_the_path_is_named_so_that_it_runs_as_printed(tmp_path: Path) -> None:
+def test_a_command_outside_the_path_runs_as_printed(tmp_path: Path) -> None:
     """The path is relative if it is below the working folder; another kvroute on the PATH is a different command."""
     root = INSTALLED.parents[2]
     for path in ("/usr/bin", str(tmp_path)):

@@ -24,7 +24,7 @@ FREE_GB = st.floats(20, 250)
 
 
 @given(FREE_GB, st.integers(1, 72), st.sampled_from(sorted(MODELS)))
-def test_memory_of_real_gpus_is_plausible_and_a_wrong_unit_is_not(free_gb: float, gpus: int, name: str) -> None:
+def test_memory_of_real_gpus_causes_no_warning_and_a_wrong_unit_does(free_gb: float, gpus: int, name: str) -> None:
     token_bytes = MODELS[name].kv_bytes_per_token
     assert plausibility.of_kv_memory(free_gb * 1e9 * gpus, gpus, token_bytes) is None
     much = plausibility.of_kv_memory(free_gb * 1e12 * gpus, gpus, token_bytes)
@@ -33,7 +33,7 @@ def test_memory_of_real_gpus_is_plausible_and_a_wrong_unit_is_not(free_gb: float
 
 
 @given(st.floats(1e-6, 0.02), st.floats(1e-3, 0.3), st.integers(1, 9))
-def test_times_of_real_engines_are_plausible_and_milliseconds_are_not_seconds(
+def test_times_of_real_engines_cause_no_warning_and_milliseconds_as_seconds_do(
     token_s: float, step_s: float, points: int
 ) -> None:
     """The range is from a small model on the fastest GPUs to engines on CPUs."""
@@ -47,7 +47,7 @@ def test_times_of_real_engines_are_plausible_and_milliseconds_are_not_seconds(
 
 
 @given(st.floats(1.0, 50.0), st.integers(20, 10**6))
-def test_rates_of_published_traces_are_plausible_and_seconds_are_not_milliseconds(rate: float, requests: int) -> None:
+def test_rates_of_published_traces_cause_no_warning_and_seconds_as_milliseconds_do(rate: float, requests: int) -> None:
     assert plausibility.of_arrivals(requests, min(requests / rate, 7 * 86400.0)) is None
     fast = plausibility.of_arrivals(requests, requests / rate / 1e3)
     assert fast is not None
@@ -55,11 +55,11 @@ def test_rates_of_published_traces_are_plausible_and_seconds_are_not_millisecond
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
-def test_no_example_is_doubted(path: Path) -> None:
+def test_examples_cause_no_warning(path: Path) -> None:
     assert load(path).remarks == ()
 
 
-def test_no_generated_trace_is_doubted(tmp_path: Path) -> None:
+def test_generated_traces_cause_no_warning(tmp_path: Path) -> None:
     assert generate(2000, seed=1).remarks == ()
     CliRunner().invoke(app, ["trace", "generate", str(tmp_path / "a.jsonl"), "--requests", "400"])
     assert read(tmp_path / "a.jsonl").remarks == ()
@@ -75,7 +75,9 @@ def test_no_generated_trace_is_doubted(tmp_path: Path) -> None:
         ("12.5 ms", "50 s", "14: timing.default.decode: a decode iteration takes 50 s, and so does each token"),
     ],
 )
-def test_a_cluster_file_is_doubted_by_line_and_field(tmp_path: Path, old: str, new: str, said: str | None) -> None:
+def test_warnings_about_a_cluster_file_name_line_and_field(
+    tmp_path: Path, old: str, new: str, said: str | None
+) -> None:
     """There is one warning for all instances; the file is read nevertheless."""
     path = tmp_path / "a.yaml"
     path.write_text(SMALL.replace(old, new), encoding="utf-8")
@@ -86,13 +88,13 @@ def test_a_cluster_file_is_doubted_by_line_and_field(tmp_path: Path, old: str, n
     assert not lines or lines[0].startswith(f"{path}:{said}")
 
 
-def test_an_instances_own_memory_is_doubted_at_the_instance() -> None:
+def test_a_warning_about_an_instances_memory_names_the_instance() -> None:
     text = SMALL.replace('gpus: "node1:0-3"}', 'gpus: "node1:0-3", kv_capacity: 40 TB}')
     (remark,) = parse(text, "f").remarks
     assert remark.startswith("f:21: instances[2].kv_capacity: 40 TB of KV memory on 4 GPUs are 10 TB per GPU")
 
 
-def test_a_trace_in_seconds_is_doubted(tmp_path: Path) -> None:
+def test_a_trace_in_seconds_causes_a_warning(tmp_path: Path) -> None:
     """8,144 requests per second, because the timestamps are in seconds instead of milliseconds."""
     path = tmp_path / "seconds.jsonl"
     rows = [{"timestamp": k // 8, "input_length": 100, "output_length": 10} for k in range(4000)]
@@ -105,7 +107,7 @@ def test_a_trace_in_seconds_is_doubted(tmp_path: Path) -> None:
     assert result.stderr.startswith(said)
 
 
-def test_a_profile_in_milliseconds_is_doubted(tmp_path: Path) -> None:
+def test_a_profile_in_milliseconds_causes_a_warning(tmp_path: Path) -> None:
     prompts, steps = tmp_path / "prompts.csv", tmp_path / "steps.csv"
     prompts.write_text("tokens,seconds\n512,120\n1024,230\n2048,450\n", encoding="utf-8")
     steps.write_text("batch,seconds\n1,50\n8,52\n", encoding="utf-8")

@@ -89,7 +89,7 @@ def test_worked_example_through_the_policy() -> None:
         assert chosen(netkv.choose(REQUEST, loaded, busy, 0)) == winner
 
 
-def test_the_oracle_feeds_the_policy() -> None:
+def test_the_policy_uses_the_oracles_costs() -> None:
     """The worked example is computed with the oracle's own counters and telemetry."""
     tier: TierArray = np.array([[0, 2, 3], [2, 0, 3], [3, 3, 0]], dtype=np.int8)
     oracle = NetworkOracle(tier, BYTES_PER_S, np.zeros(5))
@@ -101,7 +101,7 @@ def test_the_oracle_feeds_the_policy() -> None:
     assert choice.terms.parts["transfer_s"] == pytest.approx([2.0, 0.4])
 
 
-def test_the_ladder_of_netkv_sees_one_signal_more_at_a_time() -> None:
+def test_each_netkv_variant_uses_one_more_signal() -> None:
     """The signals are topology alone, then own transfers, then congestion (NetKV VI-H)."""
     pool, costs = worked_example()
     transfer_s = {}
@@ -112,7 +112,7 @@ def test_the_ladder_of_netkv_sees_one_signal_more_at_a_time() -> None:
     assert transfer_s == pytest.approx({"netkv-topo": 0.8, "netkv-static": 1.6, "netkv": 2.0})
 
 
-def test_round_robin_takes_turns_among_those_with_room() -> None:
+def test_round_robin_alternates_among_candidates_with_room() -> None:
     policy = decode_policy("round-robin")
     pool, costs = candidates(4), network(2, 2, 2, 2)
     assert [chosen(policy.choose(REQUEST, pool, costs, turn)) for turn in range(5)] == [0, 1, 2, 3, 0]
@@ -120,7 +120,7 @@ def test_round_robin_takes_turns_among_those_with_room() -> None:
     assert [chosen(policy.choose(REQUEST, full, costs, turn)) for turn in range(4)] == [0, 2, 3, 0]
 
 
-def test_load_aware_counts_only_a_queue_that_waits() -> None:
+def test_load_aware_counts_only_requests_that_wait() -> None:
     """Three queued requests with room in the batch cost nothing, one queued at a full batch costs an iteration (eq.
     6)."""
     pool = replace(candidates(2), batch=np.array([10, 64]), queued=np.array([3, 1]))
@@ -131,7 +131,7 @@ def test_load_aware_counts_only_a_queue_that_waits() -> None:
     assert choice.index == 0
 
 
-def test_cache_aware_lets_load_break_ties_only() -> None:
+def test_cache_aware_uses_load_only_to_break_ties() -> None:
     policy = decode_policy("cache-aware")
     pool = replace(
         candidates(3), hit_tokens=np.array([0, 16, 16]), batch=np.array([0, 64, 3]), queued=np.array([0, 90, 0])
@@ -153,7 +153,7 @@ def test_cla_weighs_cache_against_load() -> None:
 
 
 @pytest.mark.parametrize("name", DECODE_POLICIES)
-def test_a_refusal_says_what_is_missing(name: str) -> None:
+def test_a_rejection_names_what_is_missing(name: str) -> None:
     policy = decode_policy(name)
     full = replace(candidates(3), free_kv_bytes=np.array([1e9, 3.5e9, 2e9]))
     reason = refused(policy.choose(REQUEST, full, network(2, 2, 2), 0))
@@ -164,12 +164,12 @@ def test_a_refusal_says_what_is_missing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DECODE_POLICIES)
-def test_a_fit_to_the_byte_is_room_enough(name: str) -> None:
+def test_an_exact_fit_has_enough_room(name: str) -> None:
     exact = replace(candidates(2), free_kv_bytes=np.array([11e9 - 1, 11e9]))
     assert chosen(decode_policy(name).choose(REQUEST, exact, network(0, 3), 0)) == 1
 
 
-def test_unknown_names_and_parameters_are_mended() -> None:
+def test_unknown_names_and_parameters_are_rejected_with_a_hint() -> None:
     with pytest.raises(InputError, match="did you mean 'netkv'"):
         decode_policy("net-kv")
     with pytest.raises(InputError, match="known: round-robin, load-aware"):
@@ -189,7 +189,7 @@ def test_unknown_names_and_parameters_are_mended() -> None:
         prefill_policy("least-load")
 
 
-def test_prefill_policies() -> None:
+def test_prefill_policies_by_hand() -> None:
     """Shortest queue; earliest finish, where a cached prefix outweighs a queue; round-robin; constraint."""
     pool = PrefillCandidates(
         names=("prefill0", "prefill1", "prefill2"),
@@ -242,7 +242,7 @@ def test_constraints_are_read_from_text(text: str, expected: TopologyConstraint)
         ("pod:preferred:0.5:1", "too many parts"),
     ],
 )
-def test_wrong_constraints_are_mended(text: str, hint: str) -> None:
+def test_invalid_constraints_are_rejected_with_a_hint(text: str, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         TopologyConstraint.parse(text)
 

@@ -34,17 +34,17 @@ def test_a_hash_is_seeded_by_its_parent() -> None:
     assert block_hashes(tokens, block_tokens=2, seed=5) == (first, second)
 
 
-def test_hashes_stay_the_same_from_release_to_release() -> None:
+def test_hashes_are_stable_across_releases() -> None:
     """A gateway and its log are used across versions; the number was recorded once."""
     assert block_hashes(range(16)) == (50805424035424587,)
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u2", "<i4", ">i4", "u4", ">i8"])
-def test_the_width_of_a_token_does_not_matter(dtype: str) -> None:
+def test_hashes_do_not_depend_on_the_integer_type_of_tokens(dtype: str) -> None:
     assert block_hashes(np.arange(100).astype(dtype), 8) == block_hashes(list(range(100)), 8)
 
 
-def test_nothing_to_hash() -> None:
+def test_a_prompt_shorter_than_a_block_has_no_hashes() -> None:
     assert block_hashes([]) == block_hashes(range(15)) == block_hashes(np.array([], np.int64)) == ()
 
 
@@ -64,12 +64,12 @@ def test_nothing_to_hash() -> None:
         (3, "tokens"),
     ],
 )
-def test_no_token_ids(tokens: Any, where: str) -> None:
+def test_values_that_are_no_token_ids_are_rejected(tokens: Any, where: str) -> None:
     with pytest.raises(InputError, match=f"^{where}: "):
         block_hashes(tokens)
 
 
-def test_wrong_block_size_and_seed() -> None:
+def test_invalid_block_size_and_seed_are_rejected() -> None:
     with pytest.raises(InputError, match="block_tokens: a block of 0 tokens; give 1 or more"):
         block_hashes([1], 0)
     for seed in (-1, 2**64):
@@ -77,7 +77,7 @@ def test_wrong_block_size_and_seed() -> None:
             block_hashes([1], 1, seed)
 
 
-def test_depth_against_every_instance_at_once() -> None:
+def test_match_depths_of_all_instances_at_once() -> None:
     index = PrefixIndex(4)
     index.store(0, ALICE)
     index.store(1, BOB)
@@ -96,7 +96,7 @@ def test_shared_blocks_count_once() -> None:
     assert index.used_blocks(0) == 7
 
 
-def test_least_recently_touched_goes_first_and_from_its_end() -> None:
+def test_the_least_recently_touched_prefix_is_evicted_first_from_its_end() -> None:
     index = PrefixIndex(1, capacity_blocks=7)
     index.store(0, ALICE)
     index.store(0, BOB)
@@ -106,7 +106,7 @@ def test_least_recently_touched_goes_first_and_from_its_end() -> None:
     assert index.match_one(0, ALICE) == 3
 
 
-def test_a_match_is_no_touch() -> None:
+def test_a_match_does_not_touch() -> None:
     index = PrefixIndex(1, capacity_blocks=4)
     index.store(0, (1, 2))
     index.store(0, (3, 4))
@@ -115,7 +115,7 @@ def test_a_match_is_no_touch() -> None:
     assert index.store(0, (5,)) == [Evicted(0, (1, 2), 1)]
 
 
-def test_trimming_one_instance_leaves_the_others() -> None:
+def test_trimming_one_instance_does_not_change_the_others() -> None:
     index = PrefixIndex(2, [4, None])
     index.store(0, (1, 2, 3, 4))
     index.store(1, (1, 2, 3, 4))
@@ -123,7 +123,7 @@ def test_trimming_one_instance_leaves_the_others() -> None:
     assert index.match((1, 2, 3, 4)).tolist() == [1, 4]
 
 
-def test_what_does_not_fit_is_kept_from_the_front() -> None:
+def test_a_prompt_that_does_not_fit_keeps_its_first_blocks() -> None:
     index = PrefixIndex(1, capacity_blocks=3)
     index.store(0, (9,))
     assert index.store(0, ALICE) == [Evicted(0, (9,), 0)]
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_kept_from_the_front() -> None:
     assert PrefixIndex(1, 0).store(0, ALICE, pin=True) == []
 
 
-def test_pins_hold_against_everybody_and_nest() -> None:
+def test_pins_prevent_eviction_and_nest() -> None:
     index = PrefixIndex(1, capacity_blocks=5)
     index.store(0, ALICE, pin=True)
     assert index.pin(0, ALICE, 3) == 3
@@ -147,7 +147,7 @@ def test_pins_hold_against_everybody_and_nest() -> None:
     assert index.make_room(0, 0) == [Evicted(0, ALICE[:3], 2), Evicted(0, ALICE[:2], 1)]
 
 
-def test_a_pin_that_could_not_reach_its_depth_comes_back_whole() -> None:
+def test_a_partial_pin_is_released_completely() -> None:
     index = PrefixIndex(1, capacity_blocks=3)
     index.store(0, ALICE, pin=True)
     assert index.pinned_blocks(0) == 3
@@ -155,7 +155,7 @@ def test_a_pin_that_could_not_reach_its_depth_comes_back_whole() -> None:
     assert index.pinned_blocks(0) == 0
 
 
-def test_an_engine_evicts_what_is_pinned_too() -> None:
+def test_an_engines_eviction_includes_pinned_blocks() -> None:
     index = PrefixIndex(2)
     for instance in (0, 1):
         index.store(instance, ALICE, pin=True)
@@ -194,7 +194,7 @@ def test_an_id_under_two_parents_makes_two_chains() -> None:
     assert index.used_blocks(0) == 0
 
 
-def test_an_index_made_smaller_shrinks_when_pins_let_it() -> None:
+def test_a_reduced_index_shrinks_when_pins_are_released() -> None:
     index = PrefixIndex(1)
     index.store(0, (1, 2), pin=True)
     index.store(0, (3,))
@@ -205,14 +205,14 @@ def test_an_index_made_smaller_shrinks_when_pins_let_it() -> None:
     assert index.store(0, ()) == [Evicted(0, (1, 2), 1)]
 
 
-def test_what_remains_after_an_engines_eviction_can_be_evicted_too() -> None:
+def test_blocks_that_remain_after_an_engines_eviction_can_be_evicted() -> None:
     index = PrefixIndex(1)
     index.store(0, ALICE)
     index.evict(0, ALICE, 2)
     assert index.set_capacity(0, 0) == [Evicted(0, SYSTEM, 0)]
 
 
-def test_clear_forgets_pins_of_what_others_still_hold() -> None:
+def test_clear_removes_pins_on_blocks_that_others_still_have() -> None:
     index = PrefixIndex(2)
     for instance in (0, 1):
         index.store(instance, ALICE, pin=True)
@@ -222,7 +222,7 @@ def test_clear_forgets_pins_of_what_others_still_hold() -> None:
     assert [index.pinned_blocks(i) for i in (0, 1)] == [0, 5]
 
 
-def test_order_survives_many_touches() -> None:
+def test_lru_order_is_kept_over_many_touches() -> None:
     index = PrefixIndex(1, capacity_blocks=80)
     for start in range(40):
         index.store(0, (start, 100 + start), pin=start < 4)
@@ -234,7 +234,7 @@ def test_order_survives_many_touches() -> None:
     assert gone == [*[(s, 100 + s) for s in range(4, 39)], (39,), *[(s,) for s in range(38, 3, -1)]]
 
 
-def test_touches_take_no_memory() -> None:
+def test_touches_use_no_memory() -> None:
     """An instance under load may be touched for ever and never evict anything."""
     index = PrefixIndex(1)
     index.store(0, ALICE)
@@ -246,7 +246,7 @@ def test_touches_take_no_memory() -> None:
     assert taken < 20_000
 
 
-def test_what_nobody_holds_takes_no_memory() -> None:
+def test_evicted_prefixes_use_no_memory() -> None:
     gc.collect()
     before = sum(isinstance(thing, Node) for thing in gc.get_objects())
     index = PrefixIndex(30, capacity_blocks=50)
@@ -258,7 +258,7 @@ def test_what_nobody_holds_takes_no_memory() -> None:
     assert sum(isinstance(thing, Node) for thing in gc.get_objects()) == before + 1
 
 
-def test_turns_of_one_session_stay_one_run() -> None:
+def test_turns_of_one_session_are_stored_as_one_run() -> None:
     """Unneeded splits are merged again; otherwise matching a long session would take time proportional to its turns."""
     gc.collect()
     before = sum(isinstance(thing, Node) for thing in gc.get_objects())
@@ -288,7 +288,7 @@ def test_turns_of_one_session_stay_one_run() -> None:
         (lambda index: index.evict(0, ALICE, -1), "keep: -1 is negative"),
     ],
 )
-def test_wrong_use_says_where(wrong: Callable[[PrefixIndex], object], message: str) -> None:
+def test_invalid_calls_are_rejected_with_their_place(wrong: Callable[[PrefixIndex], object], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         wrong(PrefixIndex(3))
 

@@ -22,7 +22,7 @@ def _targets() -> set[str]:
     return set(names)
 
 
-def test_make_help_explains_every_target_and_is_what_make_alone_does() -> None:
+def test_make_help_explains_every_target_and_is_the_default() -> None:
     """A target without a `##` text is missing from the list."""
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     listed = dict(re.findall(r"^  make ([a-z-]+) +(\S.*)$", shown, re.MULTILINE))
@@ -44,7 +44,7 @@ def test_the_readme_and_the_docs_name_only_targets_that_exist() -> None:
         assert set(named) <= _targets(), page.name
 
 
-def test_metadata_names_the_home_and_the_python_that_is_tested() -> None:
+def test_metadata_names_the_repository_and_the_tested_python_version() -> None:
     """The links of the package index, and the Python version that it requires."""
     assert METADATA["urls"]["Homepage"] == "https://github.com/kvroute/kvroute"
     assert all(url.startswith(METADATA["urls"]["Homepage"]) for url in METADATA["urls"].values())
@@ -52,7 +52,7 @@ def test_metadata_names_the_home_and_the_python_that_is_tested() -> None:
     assert f"Programming Language :: Python :: {lowest}" in METADATA["classifiers"]
 
 
-def test_the_workflow_runs_what_ci_run_runs_with_the_least_rights() -> None:
+def test_the_workflow_runs_the_ci_script_with_least_privilege() -> None:
     """The workflow calls the script, may only read the repository, and pins a major version of each action."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
@@ -79,7 +79,7 @@ def test_ci_run_calls_only_targets_and_files_that_exist() -> None:
     assert all((ROOT / file).exists() for file in files)
 
 
-def test_every_hook_runs_a_tool_of_the_environment() -> None:
+def test_every_hook_runs_an_installed_tool() -> None:
     """`language: system` fetches nothing. This environment has the program of each entry."""
     [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert repository["repo"] == "local"
@@ -90,7 +90,7 @@ def test_every_hook_runs_a_tool_of_the_environment() -> None:
     assert all(Path(sys.executable).with_name(program.name).exists() for program in programs)
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_citation_names_this_version() -> None:
     """The other fields of the citation match those of the package."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == METADATA["version"]

@@ -162,7 +162,7 @@ def test_the_comparison_fits_the_terminal_and_names_every_policy_on_one_line(run
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=6), st.floats(-1e3, 1e3), st.floats(0.1, 10))
-def test_an_estimate_moves_and_scales_with_its_values(values: list[float], shift: float, scale: float) -> None:
+def test_an_estimate_shifts_and_scales_with_its_values(values: list[float], shift: float, scale: float) -> None:
     plain, moved = estimate(values), estimate([scale * value + shift for value in values])
     assert plain is not None
     assert moved is not None
@@ -183,7 +183,7 @@ def test_an_estimate_by_hand() -> None:
 
 
 @given(st.integers(0, 3000), st.integers(1, 400))
-def test_thinned_samples_are_few_ascending_and_keep_the_mean(count: int, most: int) -> None:
+def test_thinned_samples_are_few_and_ascending_and_keep_the_mean(count: int, most: int) -> None:
     shares = np.random.default_rng(count).random(count).tolist()
     at_s, means = thin(range(count), shares, most)
     assert len(at_s) == len(means) <= most
@@ -214,13 +214,13 @@ def test_a_short_cut_is_enlarged(to_s: float, columns: int) -> None:
     assert len(link_utilisation(lines).axes) == 1
 
 
-def test_a_policy_has_one_look_of_its_own() -> None:
+def test_every_policy_has_a_distinct_line_style() -> None:
     looks = [look(policy) for policy in BASE_S]
     assert len(set(looks)) == len({each.colour for each in looks}) == len(looks)
     assert look("somebody-elses") == look("somebody-elses")
 
 
-def test_the_comparison_in_texts() -> None:
+def test_the_text_of_a_comparison() -> None:
     runs = [summary("cla", 0, 1.2), summary("cla", 1, 1.4), summary("netkv", 0, 1.0), summary("netkv", 1, 1.1)]
     grid = comparison_grid(runs)
     table = {
@@ -236,13 +236,13 @@ def test_the_comparison_in_texts() -> None:
     assert not table["netkv"]["TPOT ms"].best  # equal for both
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_missing_values_are_dashes() -> None:
     row = comparison_grid([summary("cla", 0, None)]).rows[0]
     assert [entry.text for entry in row[1:10]] == ["-"] * 9
     assert row[10].text == "-"
 
 
-def test_columns_give_way_in_a_narrow_terminal_and_are_named() -> None:
+def test_columns_dropped_in_a_narrow_terminal_are_named() -> None:
     runs = summaries(comparison(("round-robin", "netkv")))
     lines = (printed(comparison_table(runs, width=width), width) for width in (120, 72))
     wide, narrow = (" ".join(" ".join(found).split()) for found in lines)
@@ -252,7 +252,7 @@ def test_columns_give_way_in_a_narrow_terminal_and_are_named() -> None:
     assert "1,6" in narrow
 
 
-def test_the_experiment_in_texts() -> None:
+def test_the_text_of_an_experiment() -> None:
     records = sweep(EXPERIMENTS["netkv-load"], profiles=("rag",))
     grid = experiment_grid(EXPERIMENTS["netkv-load"], records)
     assert [heading.title for heading in grid.headings[:3]] == ["profile", "load", "round-robin"]
@@ -303,7 +303,7 @@ def check_page(path: Path) -> str:
     return text
 
 
-def test_a_report_says_the_verdict_first_and_is_the_same_bytes_again(tmp_path: Path) -> None:
+def test_a_report_starts_with_the_verdict_and_is_reproducible(tmp_path: Path) -> None:
     title, folders = "mine <script>alert(1)</script>", (tmp_path / "a" / "new", tmp_path / "b" / "new")
     pages = [write_report(comparison(), folder, title) for folder in folders]
     text = check_page(pages[0])
@@ -329,12 +329,12 @@ EDGES: dict[str, list[Record]] = {
 
 
 @pytest.mark.parametrize("case", EDGES)
-def test_a_report_stands_whatever_a_run_can_give(case: str, tmp_path: Path) -> None:
+def test_a_report_can_be_written_for_any_results(case: str, tmp_path: Path) -> None:
     text = check_page(write_report(EDGES[case], tmp_path, case))
     assert "How to run this again" in text
 
 
-def test_nothing_to_report_is_said(tmp_path: Path) -> None:
+def test_an_empty_report_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no run"):
         write_report([], tmp_path, "")
     with pytest.raises(InputError, match="no result"):
@@ -344,7 +344,7 @@ def test_nothing_to_report_is_said(tmp_path: Path) -> None:
         write_report(EDGES["nothing measured"], tmp_path / "file", "")
 
 
-def test_differences_in_words() -> None:
+def test_sentences_for_differences() -> None:
     runs = [summary("a", seed, 1.0 + 0.01 * seed) for seed in range(4)]
     runs += [summary("b", seed, 1.2 + 0.012 * seed) for seed in range(4)]
     runs += [summary("c", seed, 1.0 + 0.1 * (seed % 2)) for seed in range(4)]
@@ -365,7 +365,7 @@ def test_every_kind_of_experiment_has_a_page(name: str, tmp_path: Path) -> None:
     assert "reading.ecmp" in text
 
 
-def test_a_page_says_every_option_that_its_results_need(tmp_path: Path) -> None:
+def test_a_page_names_every_option_needed_to_repeat_its_results(tmp_path: Path) -> None:
     """Profiles if not all ran, the first seed, changed assumptions; the command's own parser reads the options."""
     experiment = EXPERIMENTS["netkv-load"]
     records = [
@@ -381,7 +381,7 @@ def test_a_page_says_every_option_that_its_results_need(tmp_path: Path) -> None:
     assert "kvroute experiment netkv-load --reading paper --seeds 1" in everything
 
 
-def test_the_column_of_requests_in_time_says_within_how_long() -> None:
+def test_the_slo_column_names_its_limits() -> None:
     runs = summaries(comparison(("cla", "netkv")))
     titles = [heading.title for heading in comparison_grid(runs, 2.0).headings]
     assert "TTFT ≤2s %" in titles
@@ -396,7 +396,7 @@ def test_the_index_links_to_pages(tmp_path: Path) -> None:
     assert "Load &lt;sweep&gt;" in text
 
 
-def test_figures_of_part_of_a_sweep_and_of_the_wrong_shape() -> None:
+def test_figures_of_an_incomplete_or_differently_shaped_sweep() -> None:
     topology = sweep(EXPERIMENTS["netkv-topology"], profiles=("rag",), seeds=2)
     drawn = [
         heat_map(topology[:20]),
@@ -435,7 +435,7 @@ def test_a_loss_beyond_noise_is_named_with_its_place() -> None:
 
 @given(st.lists(st.lists(st.floats(0.5, 2), min_size=3, max_size=3), min_size=1, max_size=3), st.floats(1.05, 3))
 @settings(max_examples=30, deadline=None)
-def test_a_constant_lead_holds_and_its_mirror_image_does_not(points: list[list[float]], factor: float) -> None:
+def test_a_constant_lead_holds_and_a_constant_deficit_does_not(points: list[list[float]], factor: float) -> None:
     slower = [[value * factor for value in row] for row in points]
     lead = outcome("netkv-load", pair(points, slower), "netkv below cla")
     lag = outcome("netkv-load", pair(slower, points), "netkv below cla")
@@ -444,7 +444,7 @@ def test_a_constant_lead_holds_and_its_mirror_image_does_not(points: list[list[f
     assert (lead.holds == "unclear") == (lag.holds == "unclear")
 
 
-def test_one_seed_never_settles_anything() -> None:
+def test_one_seed_is_never_conclusive() -> None:
     records = sweep(EXPERIMENTS["netkv-topology"], seeds=1)
     assert {each.holds for each in findings(EXPERIMENTS["netkv-topology"], records)} == {"unclear"}
 
@@ -465,14 +465,14 @@ def test_trends_of_the_gain(last_s: tuple[float, ...], axis: str, name: str, hol
     assert outcome(name, records, "the gain").holds == holds
 
 
-def test_staleness_asks_whether_netkv_itself_changes() -> None:
+def test_staleness_is_judged_by_the_change_of_netkv_itself() -> None:
     still = pair([(0.9, 1.0, 1.1), (0.9, 1.0, 1.1)], [(1.0, 1.1, 1.2), (2.0, 2.1, 2.2)], "refresh_s")
     assert outcome("netkv-staleness", still, "does not change").holds == "holds"
     worse = pair([(0.9, 1.0, 1.1), (1.1, 1.22, 1.33)], [(1.0, 1.1, 1.2)] * 2, "refresh_s")
     assert outcome("netkv-staleness", worse, "does not change").holds == "does not hold"
 
 
-def test_the_ladder_tells_the_share_of_the_first_step() -> None:
+def test_the_ladder_reports_the_share_of_the_first_step() -> None:
     times = {"cla": 1.0, "netkv-topo": 0.8, "netkv-static": 0.75, "netkv": 0.7}
     records = [
         record(policy, seed, value * (1 + 0.1 * seed), profile="rag")

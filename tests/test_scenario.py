@@ -43,7 +43,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 1)), max_size=5), st.sampled_from(["serial", "layerwise"])
 )
-def test_what_is_written_is_what_is_simulated(changes: list[tuple[int, float]], transfer: str) -> None:
+def test_every_setting_of_the_file_is_simulated(changes: list[tuple[int, float]], transfer: str) -> None:
     entries = [f"  - {{at: {at_s} s, link: wan, share: {share:.9f}}}" for at_s, share in changes]
     text = "\n".join([f"transfer: {transfer}", "changes:" + ("" if entries else " []"), *entries])
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +54,7 @@ def test_what_is_written_is_what_is_simulated(changes: list[tuple[int, float]], 
     ]
 
 
-def test_the_example_offloads_and_loses_nothing(tmp_path: Path) -> None:
+def test_the_offload_example_loses_no_request(tmp_path: Path) -> None:
     """In a run with a cut every request ends once; long prompts are offloaded, and the log replays."""
     log = tmp_path / "run.log"
     arguments = ["--requests", "300", "--rate", "1.5", "--seeds", "1", "--policy", "netkv", "--json", "--log", str(log)]
@@ -69,7 +69,7 @@ def test_the_example_offloads_and_loses_nothing(tmp_path: Path) -> None:
     assert "bit for bit" in again.stdout
 
 
-def test_the_example_moves_prefixes_and_loses_nothing(tmp_path: Path) -> None:
+def test_the_prefix_copy_example_loses_no_request(tmp_path: Path) -> None:
     """The log shows which instance fetched which prefix, and it replays."""
     log = tmp_path / "run.log"
     arguments = ["--requests", "300", "--rate", "2", "--seeds", "1", "--policy", "netkv", "--json", "--log", str(log)]
@@ -89,7 +89,7 @@ def test_the_example_moves_prefixes_and_loses_nothing(tmp_path: Path) -> None:
     assert " cached tokens from " in explained.stdout
 
 
-def test_copies_are_reviewed_as_often_as_they_say(tmp_path: Path) -> None:
+def test_copies_are_reviewed_at_the_shorter_interval(tmp_path: Path) -> None:
     """With an offload section too, the review interval is the shorter of both."""
     alone = read_scenario(of(tmp_path, "copies: {review: 7 s, budget: 2 s, reads_min: 5, across: false}"))
     spec = alone.copy_spec()
@@ -114,18 +114,18 @@ def test_copies_are_reviewed_as_often_as_they_say(tmp_path: Path) -> None:
         ("- 1", "begin with `changes:`"),
     ],
 )
-def test_a_wrong_file_is_named_with_its_field(tmp_path: Path, text: str, sentence: str) -> None:
+def test_the_error_for_an_invalid_file_names_its_field(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(InputError) as caught:
         read_scenario(of(tmp_path, text))
     assert sentence in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         read_scenario(tmp_path / "nothing.yaml")
 
 
-def test_an_unknown_link_is_named_before_anything_is_touched(tmp_path: Path) -> None:
+def test_an_unknown_link_is_named_before_any_file_is_written(tmp_path: Path) -> None:
     """Each unknown link is named with its line; an older log is not overwritten and no folder is created."""
     text = (
         "changes:\n  - {at: 3 s, link: wan, share: 0}\n  - {at: 4 s, link: wn, share: 1}\n"
@@ -166,7 +166,7 @@ def test_an_unknown_link_is_named_before_anything_is_touched(tmp_path: Path) -> 
     ],
     ids=["changes", "fluctuations"],
 )
-def test_a_question_about_an_unknown_link_is_not_begun(settings: SimSettings) -> None:
+def test_a_run_with_an_unknown_link_does_not_start(settings: SimSettings) -> None:
     """The check before any run finds it for every caller."""
     question = Question(SITES, Workload(generated_requests=1), settings, ControlSpec())
     with pytest.raises(InputError, match="has no link 'wn'"):
@@ -188,9 +188,7 @@ def test_offloading_needs_a_second_site(tmp_path: Path) -> None:
         (["{at: 3 s, link: wan, share: 0}", "{at: 9 s, link: wan, share: 0.1}"], None),
     ],
 )
-def test_a_cut_that_never_ends_is_found_before_anything_runs(
-    tmp_path: Path, changes: list[str], line: int | None
-) -> None:
+def test_a_cut_that_never_ends_is_found_before_any_run(tmp_path: Path, changes: list[str], line: int | None) -> None:
     """The error names the line of the cut; changes count in order of time, for every link that a name covers."""
     path = of(tmp_path, "\n  - ".join(["changes:", *changes]))
     if line is None:

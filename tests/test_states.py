@@ -31,7 +31,7 @@ def chain(*steps: int) -> tuple[int, ...]:
 
 
 @given(STEPS, CHAINS, st.lists(st.integers(0, 6), min_size=INSTANCES, max_size=INSTANCES))
-def test_a_match_is_the_deepest_end_that_is_kept(
+def test_a_match_is_the_deepest_stored_state(
     steps: list[tuple[str, int, tuple[int, ...], int]], asked: tuple[int, ...], limits: list[int]
 ) -> None:
     """The match equals that of a plain set of whole prefixes, for any stores, evictions and clears."""
@@ -72,7 +72,7 @@ def cached(control: Control, number: int, blocks: tuple[int, ...]) -> int:
     return prefill.cached_tokens
 
 
-def test_a_hybrid_model_goes_on_where_a_prompt_ended_and_nowhere_else() -> None:
+def test_a_hybrid_model_continues_only_from_the_end_of_a_prompt() -> None:
     """The next turn reuses the whole previous turn; a prompt that shares half of it reuses nothing, unlike with a dense
     model."""
     turn, half = chain(0, 0, 0, 0), chain(0, 0, 1, 1)

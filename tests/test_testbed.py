@@ -73,7 +73,7 @@ def ways(wiring: Wiring, source: str, target: str) -> Iterator[tuple[int, ...]]:
         place = beyond[links[-1]]
 
 
-def test_a_node_may_be_called_as_the_testbeds_own_programs_are() -> None:
+def test_a_node_may_have_the_name_of_a_testbed_program() -> None:
     """Each program has its own log and ready file in one folder."""
     own = ["gateway", "delay", "others", "engines", "state", "cluster", "lines"]
     nodes = "".join(f"  - {{name: {name}, nics: {{compute: {{capacity: 100 Gbps, scope: server}}}}}}\n" for name in own)
@@ -91,7 +91,7 @@ def test_a_node_may_be_called_as_the_testbeds_own_programs_are() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(trees())
-def test_packets_take_the_clusters_ways(cluster: Cluster) -> None:
+def test_packets_use_the_links_of_the_cluster(cluster: Cluster) -> None:
     """From every instance to every other one, the groups of equal links are exactly those of the cluster."""
     wiring = wire(cluster, NETWORK)
     for source, target in permutations(range(len(cluster.instances)), 2):
@@ -107,7 +107,7 @@ def test_packets_take_the_clusters_ways(cluster: Cluster) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(trees())
-def test_nothing_is_there_twice(cluster: Cluster) -> None:
+def test_names_addresses_and_devices_are_unique(cluster: Cluster) -> None:
     """Names, addresses and devices are unique; every instance has one host, and a link's device is at the link's
     source."""
     wiring = wire(cluster, NETWORK)
@@ -125,7 +125,7 @@ def test_nothing_is_there_twice(cluster: Cluster) -> None:
         assert len(end.device) <= 15
 
 
-def test_two_sites_are_joined() -> None:
+def test_two_sites_are_connected_by_the_wan_link() -> None:
     """The WAN link is a cable like any other, and its latency is that of every path over it."""
     cluster = load(EXAMPLES / "testbed-wan.yaml")
     wiring = wire(cluster, NETWORK)
@@ -149,7 +149,7 @@ def test_two_sites_are_joined() -> None:
     ],
     ids=["several-flows", "one-name-twice"],
 )
-def test_what_cannot_be_wired_is_refused(old: str, new: str, said: str) -> None:
+def test_unsupported_topologies_are_rejected_with_a_hint(old: str, new: str, said: str) -> None:
     """The error says how to fix it."""
     text = (EXAMPLES / "testbed-small.yaml").read_text()
     assert old in text
@@ -158,7 +158,7 @@ def test_what_cannot_be_wired_is_refused(old: str, new: str, said: str) -> None:
     assert "; " in str(caught.value)
 
 
-def test_too_many_hosts_are_refused() -> None:
+def test_too_many_hosts_are_rejected() -> None:
     """There are more hosts than addresses of one testbed."""
     cluster = build(
         fat_tree(
@@ -180,7 +180,7 @@ def test_too_many_hosts_are_refused() -> None:
         wire(cluster, NETWORK)
 
 
-def test_others_load_the_links_of_their_tiers() -> None:
+def test_background_traffic_loads_the_links_of_its_tiers() -> None:
     """Both directions of every cable of a tier with a share are loaded, and no others."""
     cluster = load(EXAMPLES / "testbed-literal.yaml")
     loaded = background_ends(wire(cluster, NETWORK), (0.0, 0.0, 0.2, 0.3, 0.0))
@@ -191,7 +191,9 @@ def test_others_load_the_links_of_their_tiers() -> None:
 
 
 @given(st.floats(0.02e12, 0.1e12), st.floats(0.0, 0.9), st.sampled_from(["fair", "fifo"]), st.integers(1, 64))
-def test_queues_promise_no_more_than_the_link(bits_per_s: float, others: float, discipline: str, equal: int) -> None:
+def test_guaranteed_queue_rates_do_not_exceed_the_link(
+    bits_per_s: float, others: float, discipline: str, equal: int
+) -> None:
     """The guaranteed rates of all leaves are at most the link's rate; every leaf may use what others leave."""
     limit = Limit.of(bits_per_s / 8, 1e-3, others)
     said = list(lines("l1", limit, "fair" if discipline == "fair" else "fifo", leaves=leaves_of(equal)))
@@ -211,7 +213,7 @@ def number(line: str, key: str) -> float:
     return float(words[words.index(key) + 1].removesuffix("bit"))
 
 
-def test_a_link_carries_the_models_payload() -> None:
+def test_a_link_carries_the_modelled_payload() -> None:
     """100 Gbps at 1/1000 is 12.5 MB/s of payload in segments of 1,448 bytes, each of 1,514 bytes on the wire."""
     limit = Limit.of(100 * GBPS, 1e-3)
     assert limit.bits_per_s / 8 / 1514 * 1448 == pytest.approx(12.5e6)
@@ -264,7 +266,7 @@ def frame_of(protocol: int, source: int, target: int, ports: int) -> bytes:
 @given(
     st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.sampled_from([32, 64, 128, 256])
 )
-def test_the_kernels_program_finds_the_leaf(source: int, target: int, ports: int, leaves: int) -> None:
+def test_the_bpf_program_classifies_packets(source: int, target: int, ports: int, leaves: int) -> None:
     """A TCP segment goes to its connection's leaf, class 1:10 and up; a datagram goes to the class of other traffic,
     1:2."""
     leaf = leaf_of(source, target, ports, leaves)
@@ -273,7 +275,7 @@ def test_the_kernels_program_finds_the_leaf(source: int, target: int, ports: int
     assert executed(frame_of(17, source, target, ports), leaves) == 0x1_0002
 
 
-def test_connections_are_spread() -> None:
+def test_connections_are_spread_over_leaves() -> None:
     """Of 32 connections of two hosts with ports as chosen by the kernel, no more share a leaf than by chance."""
     near, far, draw = int(IPv4Address("198.18.0.3")), int(IPv4Address("198.18.0.4")), random.Random(1)
     alone = 0
@@ -285,7 +287,7 @@ def test_connections_are_spread() -> None:
 
 
 @given(st.floats(1e3, 1e9), st.floats(1e-6, 0.5), st.floats(1e4, 1e9))
-def test_slow_start_waits_less_than_a_round_trip_a_round(nbytes: float, rtt_s: float, bytes_per_s: float) -> None:
+def test_slow_start_waits_less_than_one_round_trip_per_round(nbytes: float, rtt_s: float, bytes_per_s: float) -> None:
     """The wait is between zero and one round trip for every window sent, and longer on a longer path."""
     waits_s, first = slow_start_s(nbytes, rtt_s, bytes_per_s), 10 * 1448
     rounds, sent, window = 0, 0.0, float(first)
@@ -299,7 +301,7 @@ def test_slow_start_waits_less_than_a_round_trip_a_round(nbytes: float, rtt_s: f
 
 @settings(max_examples=60)
 @given(st.integers(1, 3000), st.floats(1e-4, 0.1), st.floats(1e5, 1e8))
-def test_slow_start_is_that_of_segments(count: int, rtt_s: float, bytes_per_s: float) -> None:
+def test_slow_start_equals_a_simulation_by_segment(count: int, rtt_s: float, bytes_per_s: float) -> None:
     """Simulated per segment: each acknowledgement releases two more. The results are equal within a segment's time per
     round."""
     each_s = 1448 / bytes_per_s
@@ -316,7 +318,7 @@ def test_slow_start_is_that_of_segments(count: int, rtt_s: float, bytes_per_s: f
     assert model_s == pytest.approx(waited_s, abs=12 * 2 * each_s + 1e-9, rel=1e-6)
 
 
-def test_engines_leave_the_pace_to_the_kernel() -> None:
+def test_only_the_kernel_limits_the_engines_rate() -> None:
     """The instances are the same, and nothing else limits the bytes; the served file has the true links and the
     addresses."""
     cluster = load(EXAMPLES / "testbed-paper.yaml")
@@ -338,14 +340,14 @@ def test_engines_leave_the_pace_to_the_kernel() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "with-dash", "Large", "ninechars", "../etc"])
-def test_a_name_is_short_and_plain(name: str) -> None:
+def test_an_invalid_testbed_name_is_rejected(name: str) -> None:
     """The name must fit into a device name."""
     with pytest.raises(InputError, match="not a valid testbed name"):
         Run(name)
 
 
 @given(st.text(min_size=1, max_size=50))
-def test_every_cluster_has_a_name_for_its_testbed(cluster: str) -> None:
+def test_every_cluster_has_a_valid_default_testbed_name(cluster: str) -> None:
     """The name is always the same and fits into a device name."""
     run = Run.of(cluster)
     assert run == Run.of(cluster)
@@ -356,7 +358,7 @@ def test_every_cluster_has_a_name_for_its_testbed(cluster: str) -> None:
 @pytest.mark.parametrize(
     "build", [{"scale": 0}, {"scale": 2}, {"background": (0.0, 1.0, 0, 0, 0)}, {"background": (0,)}]
 )
-def test_a_build_out_of_range_is_refused(build: dict[str, object]) -> None:
+def test_settings_out_of_range_are_rejected(build: dict[str, object]) -> None:
     """The build is rejected before anything is created."""
     assert Build().background == (0.0,) * TIER_COUNT
     with pytest.raises(InputError):
@@ -372,7 +374,7 @@ STUBBORN = (
 )
 
 
-def test_marked_processes_are_found_and_end(tmp_path: Path) -> None:
+def test_marked_processes_are_found_and_ended(tmp_path: Path) -> None:
     """A process ignores SIGTERM and has a child in another session; a process with another mark is not ended."""
     log, mark, other = tmp_path / "log", f"t{random.randrange(10**6)}", f"u{random.randrange(10**6)}"
     stubborn = processes.begin([sys.executable, "-c", STUBBORN], mark, log)
@@ -407,7 +409,7 @@ def kvroute(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]
     [["up", SMALL], ["run", SMALL], ["down", "--all"]],
     ids=["up", "run", "down"],
 )
-def test_what_is_missing_is_said(arguments: list[str]) -> None:
+def test_missing_tools_and_rights_are_reported(arguments: list[str]) -> None:
     """Without iproute2 or without root there is one sentence and exit code 2."""
     done = kvroute(*arguments, env={"PATH": "/nowhere"})
     assert done.returncode == 2, done.stderr
@@ -426,7 +428,7 @@ def test_what_is_missing_is_said(arguments: list[str]) -> None:
     ],
     ids=["policy", "prefill", "down-what", "down-all-and-name", "down-all-and-file"],
 )
-def test_what_is_asked_is_checked_before_the_machine(
+def test_options_are_checked_before_the_machine(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the machine cannot run a testbed, a wrong option is still reported first; nothing is removed by a guess."""

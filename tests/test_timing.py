@@ -72,7 +72,7 @@ def test_prefill_time_grows_with_the_prompt_and_shrinks_with_the_cache(
 
 @settings(deadline=None)
 @given(specs, token_counts)
-def test_all_cached_costs_the_base_and_nothing_cached_the_curve(spec: PrefillSpec, tokens: int) -> None:
+def test_a_fully_cached_prompt_costs_the_base_and_an_uncached_one_the_curve(spec: PrefillSpec, tokens: int) -> None:
     time = prefill_time(spec)
     assert time.seconds(tokens, tokens) == pytest.approx(time.seconds(0), rel=1e-9, abs=1e-9)
     assert time.seconds(tokens, tokens + 5) == time.seconds(tokens, tokens)
@@ -80,7 +80,7 @@ def test_all_cached_costs_the_base_and_nothing_cached_the_curve(spec: PrefillSpe
 
 @settings(deadline=None)
 @given(specs, token_counts, st.lists(token_counts, min_size=1, max_size=6))
-def test_several_caches_at_once_are_each_alone(spec: PrefillSpec, tokens: int, cached: list[int]) -> None:
+def test_a_batch_of_cache_lengths_equals_single_calls(spec: PrefillSpec, tokens: int, cached: list[int]) -> None:
     """Equal to the last bit, because a log must replay alike with either function."""
     time = prefill_time(spec)
     each = prefill_each_s(time, tokens, np.array(cached)).tolist()
@@ -89,7 +89,7 @@ def test_several_caches_at_once_are_each_alone(spec: PrefillSpec, tokens: int, c
 
 @settings(deadline=None)
 @given(points)
-def test_a_piecewise_curve_goes_through_its_points(spec: PiecewisePrefill) -> None:
+def test_a_piecewise_curve_passes_through_its_points(spec: PiecewisePrefill) -> None:
     time = prefill_time(spec)
     for tokens, seconds in zip(spec.tokens, spec.seconds, strict=True):
         assert time.seconds(tokens) == pytest.approx(seconds, rel=1e-9, abs=1e-12)
@@ -117,7 +117,7 @@ def test_new_tokens_at_the_end_of_a_long_prompt_cost_more() -> None:
         (PiecewisePrefill(tokens=(1, 2), seconds=(2.0, 1.0)), "longer prompt takes less"),
     ],
 )
-def test_impossible_prefill_times_are_refused(spec: PrefillSpec, what: str) -> None:
+def test_invalid_prefill_times_are_rejected(spec: PrefillSpec, what: str) -> None:
     with pytest.raises(InputError, match=what):
         prefill_time(spec)
 
@@ -131,7 +131,9 @@ def test_a_span_is_the_sum_of_its_iterations(time: IterationTime, steps: int, ba
 
 @settings(deadline=None)
 @given(iterations, st.floats(-1, 1e5), st.integers(1, 512), st.integers(0, 10**7))
-def test_steps_until_is_the_least_that_reaches(time: IterationTime, elapsed: float, batch: int, context: int) -> None:
+def test_steps_until_is_the_smallest_sufficient_number(
+    time: IterationTime, elapsed: float, batch: int, context: int
+) -> None:
     steps = time.steps_until(elapsed, batch, context)
     assert time.span_s(steps, batch, context) >= elapsed
     assert steps == 0 or time.span_s(steps - 1, batch, context) < elapsed
@@ -151,7 +153,7 @@ def test_more_time_never_has_fewer_iterations(time: IterationTime, elapsed: floa
     assert time.steps_until(elapsed, batch, 0) <= time.steps_until(elapsed + more, batch, 0)
 
 
-def test_the_default_is_in_the_range_of_netkv() -> None:
+def test_the_default_is_in_netkvs_range() -> None:
     spec = TIMINGS["h100-llama-3-70b-tp4"]
     assert prefill_time(spec.prefill).seconds(10_000) == pytest.approx(0.92)
     time = IterationTime.of(spec.decode)
@@ -159,7 +161,7 @@ def test_the_default_is_in_the_range_of_netkv() -> None:
     assert time.steps_until(1.0, 64, 0) == 53
 
 
-def test_an_iteration_that_takes_no_time_is_refused() -> None:
+def test_an_iteration_without_duration_is_rejected() -> None:
     with pytest.raises(InputError, match="takes no time"):
         IterationTime.of(DecodeSpec(base_s=0.0, per_request_s=0.0))
     with pytest.raises(InputError, match="per_request is -1"):
@@ -171,7 +173,7 @@ LENGTHS = np.array([128, 256, 512, 1024, 2048, 4096, 8192])
 
 @settings(deadline=None)
 @given(specs.filter(lambda spec: prefill_time(spec).seconds(128) > 1e-6))
-def test_a_prefill_fit_recovers_its_generator(spec: PrefillSpec) -> None:
+def test_a_prefill_fit_recovers_its_coefficients(spec: PrefillSpec) -> None:
     times = [prefill_time(spec).seconds(int(tokens)) for tokens in LENGTHS]
     kind: Any = {LinearPrefill: "linear", QuadraticPrefill: "quadratic", PiecewisePrefill: "piecewise"}[type(spec)]
     fit = fit_prefill(LENGTHS, times, kind)
@@ -182,7 +184,7 @@ def test_a_prefill_fit_recovers_its_generator(spec: PrefillSpec) -> None:
 
 @settings(deadline=None)
 @given(st.floats(1e-3, 1), small_s, st.floats(0, 1e-6))
-def test_a_decode_fit_recovers_its_generator(base: float, request: float, context: float) -> None:
+def test_a_decode_fit_recovers_its_coefficients(base: float, request: float, context: float) -> None:
     batch = np.array([1, 2, 4, 8, 16, 1, 1])
     contexts = batch * np.array([500, 700, 100, 300, 900, 4000, 8000])
     fit = fit_decode(batch, base + request * batch + context * contexts, contexts)
@@ -193,7 +195,7 @@ def test_a_decode_fit_recovers_its_generator(base: float, request: float, contex
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0.01, 100), min_size=7, max_size=7))
-def test_fits_of_anything_are_usable(seconds: list[float]) -> None:
+def test_fits_of_any_measurements_are_valid(seconds: list[float]) -> None:
     """For any measurements, no coefficient is below 0, no time decreases, and there is no NaN."""
     for kind in ("linear", "quadratic", "piecewise"):
         fit = fit_prefill(LENGTHS, seconds, kind)
@@ -202,7 +204,7 @@ def test_fits_of_anything_are_usable(seconds: list[float]) -> None:
     assert IterationTime.of(fit_decode(LENGTHS, seconds).spec).seconds(1) > 0
 
 
-def test_a_falling_measurement_is_held_and_said() -> None:
+def test_a_decreasing_measurement_is_clamped_and_reported() -> None:
     linear = fit_prefill([100, 200, 300], [3.0, 2.0, 1.0])
     assert isinstance(linear.spec, LinearPrefill)
     assert linear.spec.per_token_s == 0
@@ -213,7 +215,7 @@ def test_a_falling_measurement_is_held_and_said() -> None:
     assert len(pooled.remarks) == 1
 
 
-def test_a_context_in_step_with_the_batch_is_left_out_and_said() -> None:
+def test_a_context_proportional_to_the_batch_is_left_out_and_reported() -> None:
     fit = fit_decode([1, 2, 4], [1.1, 1.2, 1.4], [512, 1024, 2048])
     assert fit.spec.per_context_token_s == 0
     assert fit.spec.per_request_s == pytest.approx(0.1)
@@ -231,7 +233,7 @@ def test_a_context_in_step_with_the_batch_is_left_out_and_said() -> None:
         ([1, "x"], [1.0, 1.0], "linear", "not a number"),
     ],
 )
-def test_measurements_that_fix_nothing_are_refused(tokens: Any, seconds: Any, kind: Any, what: str) -> None:
+def test_measurements_that_determine_nothing_are_rejected(tokens: Any, seconds: Any, kind: Any, what: str) -> None:
     with pytest.raises(InputError, match=what):
         fit_prefill(tokens, seconds, kind)
 
@@ -270,14 +272,14 @@ def test_plain_profiles_are_read(tmp_path: Path) -> None:
         ('{"m": {"1": 3}}', "no object under its tp"),
     ],
 )
-def test_what_is_wrong_in_a_profile_is_named_with_its_place(tmp_path: Path, text: str, what: str) -> None:
+def test_errors_in_a_profile_are_named_with_their_place(tmp_path: Path, text: str, what: str) -> None:
     path = tmp_path / "profile"
     path.write_text(text)
     with pytest.raises(InputError, match=what):
         read_profile(path)
 
 
-def test_unreadable_files_and_needless_choices_are_refused(tmp_path: Path) -> None:
+def test_unreadable_files_and_unneeded_options_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         read_profile(tmp_path / "none.csv")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
@@ -310,7 +312,7 @@ def test_splitwise_is_one_model_on_one_hardware() -> None:
     assert linear.spec.base_s == pytest.approx(20e-3, rel=0.1)
 
 
-def test_distserve_coefficients_come_back() -> None:
+def test_distserve_coefficients_are_recovered() -> None:
     path = given_file(DISTSERVE)
     first = json.loads(path.read_text())["facebook/opt-66b"]["4"]
     prefill, decode = fit_profile(read_profile(path, model="opt-66b", tp=4), "quadratic")
@@ -323,7 +325,7 @@ def test_distserve_coefficients_come_back() -> None:
     assert step == pytest.approx([1e-3 * value for value in first["decoding_smallbs"]], rel=1e-6)
 
 
-def test_a_negative_published_coefficient_is_held_at_0() -> None:
+def test_a_negative_published_coefficient_is_clamped_to_0() -> None:
     prefill, _ = fit_profile(read_profile(given_file(VLLM), model="facebook/opt-66b", tp=2), "quadratic")
     assert prefill is not None
     assert isinstance(prefill.spec, QuadraticPrefill)
@@ -333,7 +335,7 @@ def test_a_negative_published_coefficient_is_held_at_0() -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "quadratic", "piecewise"])
-def test_the_command_prints_yaml_that_says_the_same(tmp_path: Path, kind: str) -> None:
+def test_the_command_prints_equivalent_yaml(tmp_path: Path, kind: str) -> None:
     prompts, steps = tmp_path / "prompts.csv", tmp_path / "steps.csv"
     prompts.write_text("tokens,seconds\n100,0.03\n200,0.04\n400,0.06\n")
     steps.write_text("batch,seconds\n1,0.0126\n2,0.0127\n")
@@ -354,7 +356,7 @@ def test_the_command_prints_yaml_that_says_the_same(tmp_path: Path, kind: str) -
     assert document["decode"]["spec"]["base_s"] == pytest.approx(12.5e-3)
 
 
-def test_the_command_says_what_is_missing_or_doubled(tmp_path: Path) -> None:
+def test_the_command_reports_missing_and_conflicting_options(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.csv"
     prompts.write_text("tokens,seconds\n100,0.03\n200,0.04\n")
     runner = CliRunner()

@@ -179,7 +179,7 @@ def test_a_path_climbs_to_its_tier_and_no_higher(drawn: tuple[Cluster, int, int,
 
 @given(clusters_with_pair())
 @settings(max_examples=40, deadline=None)
-def test_the_way_back_has_the_same_capacities_on_other_links(drawn: tuple[Cluster, int, int, int]) -> None:
+def test_the_reverse_path_has_the_same_capacities_on_other_links(drawn: tuple[Cluster, int, int, int]) -> None:
     cluster, source, target, shard = drawn
     out, back = cluster.hops(source, target, shard), cluster.hops(target, source, shard)
     sizes = [[cluster.links[link].bytes_per_s for link in group] for group in out]
@@ -191,7 +191,7 @@ def test_the_way_back_has_the_same_capacities_on_other_links(drawn: tuple[Cluste
 
 @given(clusters_with_pair())
 @settings(max_examples=40, deadline=None)
-def test_a_tier_promises_no_more_than_the_best_draw_gives(drawn: tuple[Cluster, int, int, int]) -> None:
+def test_tier_bandwidth_is_at_most_that_of_the_best_draw(drawn: tuple[Cluster, int, int, int]) -> None:
     cluster, source, target, _ = drawn
     assert np.isfinite(cluster.tier_bytes_per_s).all()
     assert (cluster.tier_bytes_per_s > 0).all()
@@ -215,7 +215,7 @@ def best_draw_bytes_per_s(cluster: Cluster, source: int, target: int) -> float:
 
 @given(cluster_files())
 @settings(max_examples=30, deadline=None)
-def test_reading_what_was_dumped_gives_the_same_file(file: ClusterFile) -> None:
+def test_a_dumped_file_reads_back_equal(file: ClusterFile) -> None:
     again = parse(file.to_yaml())
     assert again.file == file
     assert again.links == build(file).links
@@ -223,7 +223,7 @@ def test_reading_what_was_dumped_gives_the_same_file(file: ClusterFile) -> None:
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.sampled_from(["rack", "spread", "packed"]))
 @settings(max_examples=30, deadline=None)
-def test_shorthands_use_every_gpu_once_and_keep_their_promise(
+def test_shorthands_use_every_gpu_once_and_have_the_requested_bandwidth(
     pods: int, racks: int, prefill: int, placement: str
 ) -> None:
     counts = InstanceCounts(prefill=prefill, decode=4, placement=placement)  # type: ignore[arg-type]
@@ -248,7 +248,7 @@ def test_shorthands_use_every_gpu_once_and_keep_their_promise(
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
-def test_examples_load_and_survive_their_own_dump(path: Path) -> None:
+def test_examples_load_and_round_trip(path: Path) -> None:
     cluster = load(path)
     assert parse(cluster.file.to_yaml()).file == cluster.file
     assert cluster.name == path.stem
@@ -256,7 +256,7 @@ def test_examples_load_and_survive_their_own_dump(path: Path) -> None:
     assert all(i.kv_capacity_bytes > 0 and i.timing in cluster.timing for i in cluster.instances)
 
 
-def test_netkv_cluster() -> None:
+def test_the_cluster_of_netkv() -> None:
     cluster = load(EXAMPLES / "fat-tree-64gpu.yaml")
     np.testing.assert_allclose(cluster.tier_bytes_per_s[:4], [450e9, 100 * GBPS, 50 * GBPS, 25 * GBPS])
     np.testing.assert_allclose(cluster.tier_latency_s[:4], [1e-6, 3e-6, 8e-6, 15e-6])
@@ -286,7 +286,7 @@ def test_netkv_cluster() -> None:
         ("server", "flow", [800, 200, 100]),
     ],
 )
-def test_derived_bandwidth_of_netkv_cluster(scope: str, ecmp: str, gbps: list[float]) -> None:
+def test_derived_bandwidth_of_the_netkv_cluster(scope: str, ecmp: str, gbps: list[float]) -> None:
     """With one card for all four flows and one draw per transfer, the tiers have NetKV's 100, 50 and 25 Gbps."""
     file = fat_tree(
         pods=2,
@@ -384,7 +384,7 @@ def test_efficiency_of_eight_cards() -> None:
     assert slower.links[out].bytes_per_s == 400 * GBPS
 
 
-def test_superpod_has_a_card_per_gpu_and_one_for_storage() -> None:
+def test_superpod_has_a_nic_per_gpu_and_one_for_storage() -> None:
     counts = InstanceCounts(prefill=2, decode=2, tp=8)
     cluster = build(superpod(units=2, nodes_per_unit=2, instances=counts))
     assert len(cluster.links_of_tier(1)) == 4 * 8 * 2
@@ -405,7 +405,7 @@ def test_two_datacenters_share_one_slow_link() -> None:
     assert cluster.tier_bytes_per_s[CROSS_DATACENTER] == pytest.approx(100 * GBPS)
 
 
-def test_a_route_may_pass_through_a_third_datacenter() -> None:
+def test_a_path_may_pass_through_a_third_datacenter() -> None:
     """The faster path has two links; the direct one is slower."""
     file = two_datacenters(prefill_nodes=1, local_prefill_nodes=0, decode_nodes=1, wan_latency_s=50e-3)
     detour = [
@@ -431,7 +431,7 @@ def test_an_instance_may_span_nodes() -> None:
     assert first == ["node0", "node0", "node1", "node1"]
 
 
-def test_ten_thousand_instances() -> None:
+def test_a_cluster_of_ten_thousand_instances() -> None:
     counts = InstanceCounts(prefill=2500, decode=7500, placement="spread")
     cluster = build(fat_tree(pods=10, racks_per_pod=25, nodes_per_rack=20, instances=counts))
     assert cluster.tier.shape == (10_000, 10_000)
@@ -439,7 +439,7 @@ def test_ten_thousand_instances() -> None:
     assert len(cluster.hops(9_999, 0, 3)) in (2, 4, 6)
 
 
-def test_an_unknown_instance_is_refused() -> None:
+def test_an_unknown_instance_is_rejected() -> None:
     with pytest.raises(InputError, match="no instance 'nobody'"):
         load(EXAMPLES / "small.yaml").index("nobody")
 

@@ -100,7 +100,7 @@ def corrupted_twice(draw: st.DrawFn) -> tuple[str, list[int]]:
 
 @given(corrupted_twice())
 @settings(max_examples=150, deadline=None)
-def test_of_two_corruptions_both_are_told(drawn: tuple[str, list[int]]) -> None:
+def test_two_errors_are_both_reported(drawn: tuple[str, list[int]]) -> None:
     """Neither hides the other, for errors of form and of meaning; errors are sorted by line."""
     text, lines = drawn
     told = [problem.line for problem in problems_of(text)]
@@ -110,7 +110,7 @@ def test_of_two_corruptions_both_are_told(drawn: tuple[str, list[int]]) -> None:
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_what_follows_from_a_fault_of_form_is_not_told(data: st.DataObject) -> None:
+def test_consequences_of_an_error_of_form_are_not_reported(data: st.DataObject) -> None:
     """A wrong key or unit is one error on one line, whatever depends on the unreadable value."""
     text = TEXTS[data.draw(st.sampled_from(sorted(TEXTS)))]
     code = OTHERS.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
@@ -127,7 +127,7 @@ def test_what_follows_from_a_fault_of_form_is_not_told(data: st.DataObject) -> N
 
 @given(st.sampled_from(sorted(TEXTS)), st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_lost_line_is_refused_or_harmless(name: str, data: st.DataObject) -> None:
+def test_a_missing_line_is_rejected_or_harmless(name: str, data: st.DataObject) -> None:
     lines = TEXTS[name].splitlines()
     lost = data.draw(st.integers(0, len(lines) - 1))
     try:
@@ -139,7 +139,7 @@ def test_a_lost_line_is_refused_or_harmless(name: str, data: st.DataObject) -> N
 
 @given(st.text(max_size=60) | st.text("[]{}:,-&*!|>'\"#? \nab", max_size=60))
 @settings(max_examples=150, deadline=None)
-def test_no_text_crashes(text: str) -> None:
+def test_no_text_causes_a_crash(text: str) -> None:
     with pytest.raises(InputErrors):
         parse(text)
 
@@ -147,7 +147,7 @@ def test_no_text_crashes(text: str) -> None:
 @pytest.mark.parametrize(
     "value", ['!!int ""', "!!int '_'", '!!float ""', "!!bool ''", ":".join(["1"] * 400) + ".5", "1" * 5000]
 )
-def test_a_number_that_yaml_cannot_make_is_one_fault(value: str) -> None:
+def test_a_number_that_yaml_cannot_parse_is_one_error(value: str) -> None:
     (problem,) = problems_of(TEXTS["small.yaml"].replace("gpus: 8,", f"gpus: {value},", 1))
     assert problem.field == "nodes[0].gpus"
 
@@ -155,7 +155,7 @@ def test_a_number_that_yaml_cannot_make_is_one_fault(value: str) -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, "{a: " * 3000, "- " * 20_000, "x" * (64 * 2**20 + 1), "\ud800", "a\0b"]
 )
-def test_hostile_text_is_refused(text: str) -> None:
+def test_malicious_text_is_rejected(text: str) -> None:
     assert len(problems_of(text)) == 1
 
 
@@ -244,19 +244,19 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_says_where_and_how_to_mend(fault: str) -> None:
+def test_each_error_names_its_place_and_a_fix(fault: str) -> None:
     text, field, sentence = FAULTS[fault]
     found = {(problem.field, str(problem)) for problem in problems_of(text)}
     assert any(place == field and sentence in said for place, said in found), found
 
 
-def test_all_faults_are_named_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     text = edited("100 Gbps", "1").replace("role: decode", "role: decoder").replace("nvlink", "nvl")
     assert len(problems_of(text)) == 5
 
 
 @given(st.text(min_size=1, max_size=100))
-def test_a_fault_is_one_line_whatever_a_key_is(name: str) -> None:
+def test_an_error_is_one_line_for_any_key(name: str) -> None:
     """A key with a line end or a terminal escape could forge lines of the error."""
     problem = FileError("it is wrong", source="f", line=1, field=field_text(("nodes", 3, name)))
     assert str(problem).isprintable()
@@ -265,20 +265,20 @@ def test_a_fault_is_one_line_whatever_a_key_is(name: str) -> None:
         assert problem.field == f"nodes[3].{name}"
 
 
-def test_a_fault_that_lists_names_is_one_line_whatever_they_are() -> None:
+def test_an_error_that_lists_names_is_one_line() -> None:
     text = TEXTS["small.yaml"].replace("\n  default:\n", '\n  "a\\nb":\n')
     (problem,) = problems_of(text)
     assert str(problem).endswith(r"there is no timing 'default'; known: a\nb")
 
 
-def test_an_unreachable_pair_that_moves_no_kv_cache_is_no_fault() -> None:
+def test_an_unreachable_pair_without_kv_transfers_is_no_error() -> None:
     """Prefill and decode share a rack; the other rack has no uplinks, is not connected and contains neither."""
     local = re.sub(r"  - \{name: (prefill1|decode[01]).*\n", "", TWO_RACKS)
     local += '  - {name: near, role: decode, gpus: "node0:4-7"}\n'
     assert [instance.name for instance in parse(local).instances] == ["near", "prefill0"]
 
 
-def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_gives_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read: No such file"):
         load(tmp_path / "nothing.yaml")
     with pytest.raises(InputError, match="cannot be read"):

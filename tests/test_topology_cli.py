@@ -82,7 +82,7 @@ def test_check_accepts_every_example(name: str) -> None:
     assert result.stdout.startswith(f"OK: {name}: ")
 
 
-def test_check_names_every_fault_and_exits_with_2(broken: Path) -> None:
+def test_check_names_every_error_and_exits_with_2(broken: Path) -> None:
     result = runner.invoke(app, ["check", str(broken)])
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"{broken}:1: nam: the key 'nam' is unknown; did you mean 'name'?" in result.stderr
@@ -99,7 +99,7 @@ def test_check_as_json_is_one_document_either_way(broken: Path) -> None:
     assert good["counts"] | {"instances": 16, "GPUs": 64, "prefill": 4, "decode": 12} == good["counts"]
 
 
-def test_check_looks_at_the_gateway_section_too(tmp_path: Path) -> None:
+def test_check_includes_the_gateway_section(tmp_path: Path) -> None:
     """The check reports errors of the gateway section with the others; key files and environment variables of another
     machine are not checked."""
     path = tmp_path / "gateway.yaml"
@@ -113,7 +113,9 @@ def test_check_looks_at_the_gateway_section_too(tmp_path: Path) -> None:
         assert result.stderr.splitlines()[:-1] == [f"{path}:{fault}" for fault in faults]
 
 
-def test_check_says_that_it_cannot_look_at_the_gateway_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_that_it_cannot_check_the_gateway_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The libraries of `kvroute[serve]` are missing; a file without the section gives no such message."""
     monkeypatch.setitem(sys.modules, "kvroute.gateway.config.preflight", None)
     path = tmp_path / "gateway.yaml"
@@ -141,7 +143,7 @@ def test_show_prints_tree_tiers_and_matrix() -> None:
     assert re.search(r"2 +same pod +50 Gbps +6\.25 GB/s +8 us +16", out)
 
 
-def test_a_matrix_that_is_wider_than_the_terminal_is_left_to_json(tmp_path: Path) -> None:
+def test_a_matrix_wider_than_the_terminal_is_only_in_json(tmp_path: Path) -> None:
     path = tmp_path / "wide.yaml"
     path.write_text((EXAMPLES / "fat-tree-64gpu.yaml").read_text().replace("name: fat-tree-64gpu", "name: wide"))
     narrow, wide = (runner.invoke(app, ["show", str(path)], env={"COLUMNS": str(width)}).stdout for width in (30, 80))
@@ -172,7 +174,7 @@ def test_show_summarises_large_clusters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ending", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_show_draws(tmp_path: Path, ending: str, magic: bytes) -> None:
+def test_show_draws_a_picture(tmp_path: Path, ending: str, magic: bytes) -> None:
     path = tmp_path / f"cluster.{ending}"
     result = runner.invoke(app, ["show", NETKV, f"--{ending}", str(path), "--json"])
     assert result.exit_code == 0
@@ -180,7 +182,7 @@ def test_show_draws(tmp_path: Path, ending: str, magic: bytes) -> None:
     assert path.read_bytes().startswith(magic)
 
 
-def test_show_refuses_a_wrong_ending_and_an_unwritable_path(tmp_path: Path) -> None:
+def test_show_rejects_an_unknown_file_type_and_an_unwritable_path(tmp_path: Path) -> None:
     assert isinstance(runner.invoke(app, ["show", NETKV, "--png", str(tmp_path / "a.jpg")]).exception, InputError)
     for wrong, said in (("a.jpg", "does not end in .png"), ("none/a.png", "--png: ")):
         both = runner.invoke(app, ["show", NETKV, "--svg", str(tmp_path / "a.svg"), "--png", str(tmp_path / wrong)])
@@ -210,7 +212,7 @@ def test_the_picture_shows_uplinks() -> None:
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 @settings(max_examples=20, deadline=None)
-def test_the_tree_holds_every_node_and_instance_once(pods: int, racks: int, nodes: int) -> None:
+def test_the_tree_contains_every_node_and_instance_once(pods: int, racks: int, nodes: int) -> None:
     file = fat_tree(pods=pods, racks_per_pod=racks, nodes_per_rack=nodes, instances=InstanceCounts(prefill=1, decode=1))
     cluster = build(file)
     tree = domain_tree(cluster)
@@ -223,7 +225,7 @@ HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 
 
 @given(HOSTS, HOSTS, st.integers(1, 2))
-def test_a_draft_is_a_cluster_with_every_address_once(prefill: list[int], decode: list[int], tp: int) -> None:
+def test_a_draft_contains_every_address_once(prefill: list[int], decode: list[int], tp: int) -> None:
     """Engines of one host share its node, and no GPU is used twice (`topology check` on the file confirms this)."""
     ports = iter(range(8000, 9000))
     urls = {
@@ -242,7 +244,7 @@ def test_a_draft_is_a_cluster_with_every_address_once(prefill: list[int], decode
     assert len(host_of) == len(set(prefill) | set(decode))
 
 
-def test_new_writes_a_file_that_check_accepts_and_never_over_another(tmp_path: Path) -> None:
+def test_new_writes_a_valid_file_and_overwrites_none(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     arguments = ["new", "--prefill", "http://10.0.0.1:8000", "--decode", "http://10.0.0.2:8000", "--out", str(path)]
     assert runner.invoke(app, arguments).exit_code == 0
@@ -282,7 +284,7 @@ def test_new_writes_a_file_that_check_accepts_and_never_over_another(tmp_path: P
         ),
     ],
 )
-def test_new_says_what_is_wrong(arguments: list[str], sentence: str) -> None:
+def test_new_reports_errors(arguments: list[str], sentence: str) -> None:
     result = runner.invoke(app, ["new", *arguments])
     assert isinstance(result.exception, InputError)
     assert sentence in str(result.exception)
@@ -293,7 +295,7 @@ ADDRESSES = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]
 
 
 @pytest.mark.parametrize("how", ["commas", "repeated", "by name", "file"])
-def test_expand_makes_a_simulated_cluster_servable(how: str, tmp_path: Path) -> None:
+def test_expand_turns_a_simulated_cluster_into_one_that_can_be_served(how: str, tmp_path: Path) -> None:
     """The addresses may be given in any form; otherwise the cluster is unchanged, and the gateway accepts it."""
     names = [instance.name for instance in load(SIMULATED).instances]
     order = ["prefill0", "prefill1", "decode0", "decode1"]
@@ -318,7 +320,7 @@ def test_expand_makes_a_simulated_cluster_servable(how: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=NAMES)
-def test_expand_writes_shorthands_out_and_changes_nothing(path: Path) -> None:
+def test_expand_lists_all_instances_and_changes_nothing_else(path: Path) -> None:
     """Instances, links and tiers are equal when read from the file that lists every node and instance."""
     text = runner.invoke(app, ["expand", str(path)]).stdout
     before, after = load(path), parse(text)
@@ -341,7 +343,7 @@ def test_expand_writes_shorthands_out_and_changes_nothing(path: Path) -> None:
         (["prefill0=http://a:99999"], "port 99999 is not between 1 and 65535"),
     ],
 )
-def test_expand_says_what_is_wrong_with_an_address(options: list[str], sentence: str) -> None:
+def test_expand_reports_invalid_addresses(options: list[str], sentence: str) -> None:
     ended = runner.invoke(app, ["expand", SIMULATED, "--endpoints", *options])
     assert isinstance(ended.exception, InputError)
     assert sentence in str(ended.exception)

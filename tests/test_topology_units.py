@@ -33,7 +33,7 @@ def test_size_text_reads_back_to_itself(nbytes: float) -> None:
 
 
 @given(st.text(max_size=20), st.sampled_from(READERS))
-def test_any_text_is_a_finite_number_or_refused(text: str, read: Reader) -> None:
+def test_any_text_is_a_finite_number_or_rejected(text: str, read: Reader) -> None:
     try:
         value = read(text)
     except InputError:
@@ -59,7 +59,7 @@ def test_any_text_is_a_finite_number_or_refused(text: str, read: Reader) -> None
         (size_bytes, "160 GiB", 160 * 2.0**30),
     ],
 )
-def test_units(read: Reader, text: str, value: float) -> None:
+def test_units_by_hand(read: Reader, text: str, value: float) -> None:
     assert read(text) == value
 
 
@@ -82,26 +82,26 @@ def test_units(read: Reader, text: str, value: float) -> None:
         (size_bytes, "80 Gb", "the unit 'Gb'"),
     ],
 )
-def test_nonsense_is_refused(read: Reader, text: str, why: str) -> None:
+def test_invalid_text_is_rejected(read: Reader, text: str, why: str) -> None:
     with pytest.raises(InputError, match=why):
         read(text)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 @pytest.mark.parametrize("kind", [Bandwidth, Duration, Size])
-def test_numbers_out_of_range_are_refused(kind: type[Bandwidth] | type[Duration] | type[Size], value: float) -> None:
+def test_numbers_out_of_range_are_rejected(kind: type[Bandwidth] | type[Duration] | type[Size], value: float) -> None:
     with pytest.raises(InputError, match="out of range"):
         kind(value)
 
 
-def test_text_is_the_one_people_write() -> None:
+def test_text_has_the_usual_form() -> None:
     assert [bandwidth_text(x) for x in (12.5e9, 450e9, 3.125e9, 1e9)] == ["100 Gbps", "450 GB/s", "25 Gbps", "8 Gbps"]
     assert [duration_text(x) for x in (3e-6, 12.5e-3, 0.0, 9e-5, 60.0)] == ["3 us", "12.5 ms", "0 s", "90 us", "60 s"]
     assert [size_text(x) for x in (180e9, 160 * 2.0**30)] == ["180 GB", "160 GiB"]
 
 
 @given(st.floats(1e-9, 1e15))
-def test_about_is_within_half_a_percent(value: float) -> None:
+def test_approximate_text_is_within_half_a_percent(value: float) -> None:
     """Three significant figures, in a unit that cluster files accept."""
     for about, read in (
         (about_bandwidth, bandwidth_bytes_per_s),
@@ -115,7 +115,7 @@ def test_about_is_within_half_a_percent(value: float) -> None:
         assert exact == pytest.approx(value, rel=6e-3)
 
 
-def test_about_is_the_unit_that_people_use() -> None:
+def test_approximate_text_has_the_usual_unit() -> None:
     """Bandwidth is always in bits, so that two values can be compared at a glance; there is never an exponent."""
     assert [about_bandwidth(value) for value in (4e11, 1.13913e10, 0.0, 12.5e6)] == [
         "3.2 Tbps", "91.1 Gbps", "0 bps", "100 Mbps"

@@ -36,7 +36,7 @@ def document(run: Run, *arguments: str) -> Any:
     return json.loads(out)
 
 
-def test_json_holds_the_deployments_and_nothing_else(run: Run) -> None:
+def test_json_contains_only_the_deployments(run: Run) -> None:
     found = document(run, "prfaas", EXAMPLE)
     assert list(found) == ["prfaas", "homogeneous", "naive", "home"]
     for each in found.values():
@@ -60,7 +60,7 @@ def test_json_holds_the_deployments_and_nothing_else(run: Run) -> None:
     assert (found["home"]["n_prfaas"], found["home"]["offloaded_share"]) == (0, 0)
 
 
-def test_people_are_told_the_optimum_what_binds_it_and_what_was_chosen(run: Run) -> None:
+def test_the_text_shows_optimum_bottleneck_and_assumptions(run: Run) -> None:
     code, out, _ = run("prfaas", EXAMPLE)
     best = document(run, "prfaas", EXAMPLE)["prfaas"]
     assert code == 0
@@ -94,7 +94,7 @@ SLOW_REMOTE = ("times: [0.44 s, 0.72 s, 1.84 s, 7.40 s]", "times: [4.4 s, 7.2 s,
         ((("gpus: 64", "gpus: 8"),), "Do not offload if you can choose your GPUs"),
     ],
 )
-def test_the_advice_is_what_the_numbers_say(
+def test_the_advice_follows_from_the_numbers(
     changes: tuple[tuple[str, str], ...], advice: str, run: Run, tmp_path: Path
 ) -> None:
     """The advice is against offloading if it serves no more than the GPUs at home, or less than the same number of GPUs
@@ -119,7 +119,7 @@ def test_unused_egress_is_explained(run: Run, tmp_path: Path) -> None:
     assert "if they prefilled without pause" not in run("prfaas", EXAMPLE)[1]
 
 
-def test_out_writes_a_page_its_figures_and_all_numbers(run: Run, tmp_path: Path) -> None:
+def test_out_writes_a_page_with_its_figures_and_all_numbers(run: Run, tmp_path: Path) -> None:
     found = run("prfaas", EXAMPLE, "--json", "--out", str(tmp_path / "plan"))
     assert found[0] == 0
     numbers = json.loads((tmp_path / "plan" / "plan.json").read_text())
@@ -173,7 +173,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "what"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_planned_exits_with_2_and_one_sentence(arguments: tuple[str, ...], what: str, run: Run) -> None:
+def test_an_impossible_plan_exits_with_2_and_one_sentence(arguments: tuple[str, ...], what: str, run: Run) -> None:
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert what in err

@@ -72,7 +72,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("old", "new", "what"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_is_one_sentence_with_its_place(old: str, new: str, what: str, tmp_path: Path) -> None:
+def test_an_error_is_one_sentence_with_its_place(old: str, new: str, what: str, tmp_path: Path) -> None:
     path = changed(tmp_path, (old, new))
     with pytest.raises(InputError, match=what) as caught:
         read_problem(path)
@@ -80,7 +80,7 @@ def test_a_fault_is_one_sentence_with_its_place(old: str, new: str, what: str, t
 
 
 @pytest.mark.parametrize("name", ["two-names", "too-slow-decode", "part-of-an-instance", "times-fall", "no-mass"])
-def test_a_fault_names_the_line_that_holds_it(name: str, tmp_path: Path) -> None:
+def test_an_error_names_its_line(name: str, tmp_path: Path) -> None:
     old, new, _ = FAULTS[name]
     path = changed(tmp_path, (old, new))
     line = next(number for number, text in enumerate(TEXT.splitlines(), 1) if old in text)
@@ -89,7 +89,7 @@ def test_a_fault_names_the_line_that_holds_it(name: str, tmp_path: Path) -> None
     assert str(caught.value).startswith(f"{path}:{line}: ")
 
 
-def test_one_role_alone_is_no_plan(tmp_path: Path) -> None:
+def test_a_plan_needs_both_roles(tmp_path: Path) -> None:
     local = "  - {name: local, role: pd, hardware: h20, gpus: 64}\n"
     remote = "  - {name: prfaas, role: prefill, hardware: h200, gpus: 32, egress: 100 Gbps}\n"
     with pytest.raises(InputError, match="no cluster decodes"):
@@ -98,7 +98,7 @@ def test_one_role_alone_is_no_plan(tmp_path: Path) -> None:
         problem(tmp_path, (remote, ""))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         read_problem(tmp_path / "none.yaml")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xfa")
@@ -139,7 +139,7 @@ def test_kv_sizes_may_be_measured_fitted_or_of_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "unmeasured"), [(1_000, ["h200", "h20"]), (100_000, ["h20"])], ids=["short", "long"]
 )
-def test_a_plan_tells_which_prompts_have_lengths_that_nobody_measured(
+def test_a_plan_reports_prompts_outside_the_measured_lengths(
     tokens: int, unmeasured: list[str], tmp_path: Path
 ) -> None:
     """A quarter of the prompts is outside. H20 was measured from 10,200 to 62,400 tokens, H200 from 1,024 to
@@ -163,7 +163,7 @@ def test_lengths_may_be_constant_or_a_table(tmp_path: Path) -> None:
         problem(tmp_path, unpaired)
 
 
-def test_a_trace_gives_its_lengths_less_what_a_cache_holds(tmp_path: Path) -> None:
+def test_lengths_of_a_trace_exclude_cached_tokens(tmp_path: Path) -> None:
     """A larger cache leaves less to compute; the path of the trace is relative to the plan."""
     trace = generate(300, seed=5)
     write(trace, tmp_path / "requests.jsonl")
@@ -179,13 +179,13 @@ def test_a_trace_gives_its_lengths_less_what_a_cache_holds(tmp_path: Path) -> No
     assert "cache: infinite" in said
 
 
-def test_an_absent_alternative_has_as_many_gpus_as_there_are(tmp_path: Path) -> None:
+def test_the_default_alternative_has_the_same_number_of_gpus(tmp_path: Path) -> None:
     found = problem(tmp_path, ("homogeneous: {hardware: h20, gpus: 96}\n", ""))
     assert (found.homogeneous.gpus, found.homogeneous.instances) == (96, 12)
     assert found.homogeneous.hardware.name == "h20"
 
 
-def test_two_halves_of_a_prefill_cluster_plan_alike(tmp_path: Path) -> None:
+def test_two_halves_of_a_prefill_cluster_give_the_same_plan(tmp_path: Path) -> None:
     """The halves are two entries of the file with half of the GPUs and of the bandwidth each."""
     whole = "  - {name: prfaas, role: prefill, hardware: h200, gpus: 32, egress: 100 Gbps}\n"
     half = whole.replace("32", "16").replace("100", "50")
@@ -195,7 +195,7 @@ def test_two_halves_of_a_prefill_cluster_plan_alike(tmp_path: Path) -> None:
     )
 
 
-def test_the_pages_example_plans(tmp_path: Path) -> None:
+def test_the_example_of_the_docs_page_can_be_planned(tmp_path: Path) -> None:
     """The file of docs/plan.md is used unchanged, with a profile in the same folder."""
     page = (EXAMPLE.parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
     (tmp_path / "plan.yaml").write_text(page.split("```yaml\n")[1].split("```")[0], encoding="utf-8")

@@ -97,7 +97,7 @@ def test_the_optimum_is_no_worse_than_any_cell(problem: Problem) -> None:
 
 @settings(max_examples=40)
 @given(problems, st.sampled_from([0.1, 0.5, 2.0]))
-def test_searching_anew_is_never_worse_than_keeping(problem: Problem, factor: float) -> None:
+def test_a_new_search_is_never_worse_than_the_old_plan(problem: Problem, factor: float) -> None:
     best = find(problem)
     for changed in (with_egress(problem, factor), with_lengths(problem, factor)):
         assert find(changed).lambda_max_per_s >= kept(changed, best).lambda_max_per_s[0, 0] * (1 - 1e-12)
@@ -105,7 +105,7 @@ def test_searching_anew_is_never_worse_than_keeping(problem: Problem, factor: fl
 
 @settings(max_examples=40)
 @given(problems)
-def test_bandwidth_beyond_what_the_plan_uses_does_not_matter_to_it(problem: Problem) -> None:
+def test_bandwidth_beyond_the_plans_use_has_no_effect(problem: Problem) -> None:
     """A link with exactly the plan's own traffic serves as much; with less bandwidth it serves less."""
     one = replace(problem, prfaas=problem.prfaas[:1])
     best = find(one)
@@ -123,7 +123,7 @@ def test_bandwidth_beyond_what_the_plan_uses_does_not_matter_to_it(problem: Prob
 
 @settings(max_examples=40)
 @given(problems)
-def test_the_first_tokens_of_all_requests_count(problem: Problem) -> None:
+def test_ttft_of_a_plan_covers_all_requests(problem: Problem) -> None:
     """The TTFT of a plan equals that of a simple list of (seconds, share), cluster by cluster, sorted."""
     for kind in KINDS:
         best = find(problem, kind)
@@ -158,7 +158,7 @@ def test_every_instance_is_counted_once(problem: Problem) -> None:
 
 @settings(max_examples=15)
 @given(problems)
-def test_at_the_break_even_price_both_are_worth_the_same(problem: Problem) -> None:
+def test_both_plans_cost_the_same_at_the_break_even_price(problem: Problem) -> None:
     plan = make_plan(problem)
     at = price_point(plan.optima, plan.report.sensitivity.break_even_factor).requests_per_price
     assert at["prfaas"] == pytest.approx(at["homogeneous"])
@@ -168,7 +168,7 @@ def test_at_the_break_even_price_both_are_worth_the_same(problem: Problem) -> No
 
 @settings(max_examples=25)
 @given(problems)
-def test_a_report_says_what_its_optimum_does(problem: Problem) -> None:
+def test_a_report_describes_its_optimum(problem: Problem) -> None:
     """The lowest bound is the rate served, splits and bandwidth are those of the clusters, and gains are ratios."""
     plan = make_plan(problem)
     report, best = plan.report, plan.optima["prfaas"]
@@ -205,7 +205,7 @@ def test_sensitivity_is_a_search_of_the_changed_problem(problem: Problem) -> Non
 
 @settings(max_examples=40)
 @given(problems)
-def test_the_egress_that_is_needed_is_the_least_that_never_holds_up_prefill(problem: Problem) -> None:
+def test_the_needed_egress_is_the_least_that_never_limits_prefill(problem: Problem) -> None:
     """Eq. 2 against eq. 3: with this bandwidth PrfaaS is limited by compute, with 1 % less by the link."""
     one = replace(problem, prfaas=problem.prfaas[:1])
     plan = make_plan(one)
@@ -235,7 +235,7 @@ def test_many_splits_are_searched_in_parts(case: Problem) -> None:
         find(replace(case, pd=(site,) * 4))
 
 
-def test_of_equals_in_several_parts_the_first_is_taken(case: Problem) -> None:
+def test_the_first_of_equal_optima_is_chosen(case: Problem) -> None:
     """The prefill work at home can be shared between two equal clusters in many ways, in both parts of the search."""
     source = replace(case.prfaas[0], instances=20, gpus=160)
     slow = replace(case.pd[0].hardware, decode_per_s=1.0, prefill_s=Line(base=0.5, per_token=1e-3))
@@ -248,7 +248,7 @@ def test_of_equals_in_several_parts_the_first_is_taken(case: Problem) -> None:
     assert best.cell.n_prefill[0].tolist() == rates.n_prefill[column].tolist()
 
 
-def test_lengths_that_would_take_no_time_are_no_sensitivity(case: Problem) -> None:
+def test_lengths_without_compute_time_are_left_out_of_the_sensitivity(case: Problem) -> None:
     """Extrapolated to shorter prompts, this profile reaches zero at 600 tokens: for 1,000 tokens the factors of a half
     and a quarter are left out."""
     steep = replace(case.pd[0].hardware, prefill_s=lambda tokens: np.maximum(1e-3 * (tokens - 600.0), 0.0))
@@ -258,7 +258,7 @@ def test_lengths_that_would_take_no_time_are_no_sensitivity(case: Problem) -> No
     assert [point.factor for point in make_plan(case).report.sensitivity.lengths] == list(LENGTH_FACTORS)
 
 
-def test_what_cannot_serve_is_refused(case: Problem) -> None:
+def test_deployments_that_cannot_serve_are_rejected(case: Problem) -> None:
     alone = replace(case, homogeneous=replace(case.homogeneous, instances=1))
     with pytest.raises(InputError, match="homogeneous deployment cannot serve requests"):
         find(alone, "homogeneous")
@@ -298,12 +298,12 @@ def test_the_profile_gives_the_published_kv_throughput(case: Problem) -> None:
     ],
     ids=["minimax", "qwen3", "ring", "ring-10000"],
 )
-def test_the_texts_egress_follows_from_table_3(name: str, tokens: int, gpus: int, gbps: float) -> None:
+def test_the_published_egress_follows_from_table_3(name: str, tokens: int, gpus: int, gbps: float) -> None:
     """Eq. 2 as computed in PrfaaS 2.3; its figures are rounded."""
     assert egress_bytes_per_s(gpus, 8, published_kv_bytes_per_s(name, tokens)) / GBPS == pytest.approx(gbps, rel=0.03)
 
 
-def test_longer_prompts_of_ring_need_less() -> None:
+def test_longer_prompts_of_ring_need_less_egress() -> None:
     """PrfaaS 2.3: below 100 Gbps at 128K tokens. Between two lengths of the table, the need is between theirs."""
     at_128k = egress_bytes_per_s(512, 8, published_kv_bytes_per_s("ring-2.5-1t", 131_072))
     assert at_128k < 100 * GBPS
@@ -327,7 +327,7 @@ def test_the_mean_kv_throughput_is_total_bytes_over_total_seconds(problem: Probl
     assert found == pytest.approx(nbytes / (site.hardware.prefill_s(mix.tokens) * mix.share)[kept].sum())
 
 
-def test_the_papers_reading_is_the_kv_throughput_of_the_mean_length(case: Problem) -> None:
+def test_the_second_form_is_the_kv_throughput_of_the_mean_length(case: Problem) -> None:
     """The second form of Eq. 2; the profile is not linear, so that the first form gives another value."""
     mix, prefill_s = case.lengths.mix, case.prfaas[0].hardware.prefill_s
     kept = mix.tokens > 1_000
@@ -353,7 +353,7 @@ def test_grouping_keeps_the_mean_and_every_share(tokens: list[int], step: int) -
 
 @settings(max_examples=25)
 @given(st.floats(6, 11), st.floats(0.2, 2), st.integers(1, 1_000), st.integers(2_000, 200_000))
-def test_the_log_normal_is_exact_whatever_the_step(mu: float, sigma: float, least: int, most: int) -> None:
+def test_the_log_normal_is_exact_for_any_step(mu: float, sigma: float, least: int, most: int) -> None:
     """Mean and tail equal a numerical integration of the density."""
     low, high = (np.log(least) - mu) / sigma, (np.log(most) - mu) / sigma
     mass = norm.cdf(high) - norm.cdf(low)
@@ -367,7 +367,7 @@ def test_the_log_normal_is_exact_whatever_the_step(mu: float, sigma: float, leas
         assert found.mix.cut(np.array([middle])).long_share[0] == pytest.approx(tail, abs=1e-6)
 
 
-def test_a_trace_without_end_of_memory_caches_what_its_statistics_say() -> None:
+def test_an_unlimited_cache_hits_as_the_trace_statistics_report() -> None:
     trace = generate(400, seed=3)
     new, cached = incremental(trace, None)
     assert cached == pytest.approx(trace.statistics().reused_token_share, abs=0.01)
@@ -378,7 +378,7 @@ def test_a_trace_without_end_of_memory_caches_what_its_statistics_say() -> None:
     assert cached > incremental(trace, 200_000)[1] > 0
 
 
-def test_a_small_cache_forgets_the_least_recently_used() -> None:
+def test_a_small_cache_evicts_the_least_recently_used() -> None:
     """There is room for two blocks of 10: after a, b, c, b is cached and a is not; a repeated prompt costs one
     token."""
     chains = [(1,), (2,), (3,), (2,), (1,), (1,)]
@@ -388,7 +388,7 @@ def test_a_small_cache_forgets_the_least_recently_used() -> None:
 
 
 @given(lengths, st.floats(0.3, 2.0))
-def test_spreading_lengths_keeps_their_mean_their_order_and_their_groups(drawn: Lengths, factor: float) -> None:
+def test_spreading_lengths_keeps_mean_order_and_groups(drawn: Lengths, factor: float) -> None:
     """Differences of logarithms grow by `factor`; lengths between two thresholds stay between them."""
     spread = drawn.spread(factor)
     assert spread.mix.mean_tokens == pytest.approx(drawn.mix.mean_tokens)
@@ -398,7 +398,7 @@ def test_spreading_lengths_keeps_their_mean_their_order_and_their_groups(drawn: 
     assert (spread.mix.tokens <= spread.thresholds[1:]).all()
 
 
-def test_spreading_a_log_normal_mix_is_another_sigma() -> None:
+def test_spreading_a_log_normal_mix_changes_its_sigma() -> None:
     """The shares are within a percent, because the cut edges move too."""
     one, wide = log_normal(9.0, 0.6, 1, 10**7, 100).spread(1.5), log_normal(9.0, 0.9, 1, 10**7, 100)
     for times in (0.3, 1.0, 3.0):

@@ -135,7 +135,7 @@ def test_the_grid_equals_the_definition_cell_by_cell(system: System) -> None:
 
 
 @given(systems)
-def test_no_stage_is_outrun_and_one_of_them_binds(system: System) -> None:
+def test_no_stage_exceeds_its_bound_and_one_stage_is_the_bottleneck(system: System) -> None:
     rates = everywhere(system)
     rate = rates.lambda_max_per_s
     bounds = {
@@ -151,7 +151,7 @@ def test_no_stage_is_outrun_and_one_of_them_binds(system: System) -> None:
 
 
 @given(systems)
-def test_a_link_binds_where_more_of_it_would_let_more_through(system: System) -> None:
+def test_a_link_is_the_bottleneck_if_more_bandwidth_raises_throughput(system: System) -> None:
     """The law holds for any PrfaaS cluster at every threshold."""
     wider = tuple(replace(each, egress_bytes_per_s=each.egress_bytes_per_s + 1e6) for each in system.prfaas)
     before, after = everywhere(system), everywhere(replace(system, prfaas=wider))
@@ -170,7 +170,7 @@ def test_the_mix_is_divided_without_loss(system: System) -> None:
 
 
 @given(systems)
-def test_the_best_cell_is_unsurpassed_and_equals_are_told_apart(system: System) -> None:
+def test_the_best_cell_is_a_maximum_and_ties_are_broken_by_prefill_bound_and_egress(system: System) -> None:
     rates = everywhere(system)
     row, column = rates.best()
     rate, room = rates.lambda_max_per_s, rates.prefill_bound_per_s
@@ -182,7 +182,7 @@ def test_the_best_cell_is_unsurpassed_and_equals_are_told_apart(system: System) 
 
 
 @given(systems, st.sampled_from(["egress", "prfaas", "pd", "decode"]))
-def test_more_never_serves_less(system: System, what: str) -> None:
+def test_more_resources_never_serve_less(system: System, what: str) -> None:
     """More of any resource helps or is neutral at every threshold and split, and therefore at the optimum too."""
     more = system
     instances = [3] * len(system.pd)
@@ -202,7 +202,7 @@ def test_more_never_serves_less(system: System, what: str) -> None:
 
 
 @given(mixes, sizes, sources, pds, readings)
-def test_two_halves_are_one_cluster(
+def test_two_halves_equal_one_cluster(
     mix: Mix, kv_bytes: Curve, source: PrfaasCluster, pd: PdCluster, reading: Reading
 ) -> None:
     """Equal halves of the PrfaaS cluster and of the PD cluster, split equally, serve the same as the whole clusters."""
@@ -233,7 +233,7 @@ def test_one_length_has_a_closed_form(
 
 
 @given(systems)
-def test_variance_costs_where_prefill_bends_upwards(system: System) -> None:
+def test_variance_lowers_throughput_if_prefill_time_is_convex(system: System) -> None:
     """Jensen: E[T(L)] >= T(E[L]) for every curve here, so the paper's reading predicts at least the exact
     throughput."""
     exact = everywhere(replace(system, reading="exact")).lambda_max_per_s
@@ -241,7 +241,7 @@ def test_variance_costs_where_prefill_bends_upwards(system: System) -> None:
 
 
 @given(systems)
-def test_nothing_is_ever_no_number(system: System) -> None:
+def test_no_result_is_nan(system: System) -> None:
     """Empty stages, no bandwidth and no instances give zeros; only the bound of an empty stage is infinite."""
     rates = everywhere(system)
     assert np.isfinite(rates.lambda_max_per_s).all()
@@ -253,7 +253,7 @@ def test_nothing_is_ever_no_number(system: System) -> None:
     assert (rates.pd_p_per_s[0] == 0).all()
 
 
-def test_a_worked_example() -> None:
+def test_one_threshold_by_hand() -> None:
     """Half of the requests have 1,000 tokens, half 9,000; t = 1,000 offloads the long ones.
 
     PrfaaS: 2 instances at 1 s each could do 2/s, 1 GB/s over 0.8 GB gives 1.25/s, so 2.5/s of all requests. PD-P: 1
@@ -278,7 +278,7 @@ def test_a_worked_example() -> None:
     assert BINDINGS[stage_rates(system, one[0], one[1] * 0, one[2]).binding[0, 0]] == "pd_p"
 
 
-def test_curves_are_those_of_timing_and_of_the_model() -> None:
+def test_curves_equal_those_of_timing_and_model() -> None:
     """At whole tokens the numbers are identical; between them they are interpolated linearly."""
     time = prefill_time(QuadraticPrefill(base_s=0.3, per_token_s=4e-5, per_token2_s=2e-10))
     hybrid = model("prfaas-1t-hybrid")
@@ -303,12 +303,12 @@ def test_curves_are_those_of_timing_and_of_the_model() -> None:
     ],
     ids=["empty", "weightless", "unpaired", "negative", "nan", "infinite"],
 )
-def test_a_mix_of_nonsense_is_refused(tokens: list[float], weights: list[float], what: str) -> None:
+def test_an_invalid_mix_is_rejected(tokens: list[float], weights: list[float], what: str) -> None:
     with pytest.raises(InputError, match=what):
         Mix.of(tokens, weights)
 
 
-def test_a_mix_merges_equal_lengths_and_forgets_the_weightless() -> None:
+def test_a_mix_merges_equal_lengths_and_drops_zero_weights() -> None:
     mix = Mix.of([300, 100, 300, 200], [1, 2, 1, 0])
     assert (mix.tokens.tolist(), mix.share.tolist()) == ([100, 300], [0.5, 0.5])
     assert mix.thresholds().tolist() == [0, 100, 300]

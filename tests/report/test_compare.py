@@ -68,7 +68,7 @@ def test_the_interval_is_that_of_the_paired_t_test(pairs: list[tuple[float, floa
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.lists(seconds, min_size=1, max_size=4), min_size=1))
-def test_the_winner_has_the_least_mean_and_leads_come_nearest_first(ttft_s: dict[str, list[float]]) -> None:
+def test_the_winner_has_the_lowest_mean_and_leads_are_sorted(ttft_s: dict[str, list[float]]) -> None:
     """A tie is won by the first name; every other policy has a difference to the winner."""
     means = {policy: sum(values) / len(values) for policy, values in ttft_s.items()}
     found = verdict(runs(**ttft_s))
@@ -80,7 +80,7 @@ def test_the_winner_has_the_least_mean_and_leads_come_nearest_first(ttft_s: dict
     assert verdict(runs(**dict(reversed(ttft_s.items())))) == found
 
 
-def test_only_seeds_that_both_have_are_paired() -> None:
+def test_only_common_seeds_are_paired() -> None:
     """Seed 1 of b gave no first token: two pairs remain."""
     found = difference(runs(a=[1.0, 1.0, 1.5], b=[2.0, None, 3.5]), "a", "b")
     assert found is not None
@@ -89,7 +89,7 @@ def test_only_seeds_that_both_have_are_paired() -> None:
     assert difference(runs(a=[1.0]), "a", "b") is None
 
 
-def test_a_clear_win_is_said_with_its_interval() -> None:
+def test_a_clear_win_is_reported_with_its_interval() -> None:
     """Differences of 0.9, 1.0 and 1.1 s: 1,000 ± 4.303 * 100 / sqrt(3) ms, half of the rival's mean."""
     found = verdict(runs(netkv=[1.1, 1.0, 0.9], cla=[2.0, 2.0, 2.0]))
     assert found.winner == "netkv"
@@ -128,7 +128,7 @@ def test_zero_has_no_sign() -> None:
     assert "-0" not in found.sentence
 
 
-def test_one_seed_says_nothing_of_noise() -> None:
+def test_one_seed_gives_no_interval() -> None:
     """There is a difference without an interval, and advice to use more seeds."""
     found = verdict(runs(netkv=[1.0], cla=[1.5]))
     assert found.leads[0].half_width is None
@@ -136,7 +136,7 @@ def test_one_seed_says_nothing_of_noise() -> None:
     assert "500.0 ms below cla; one seed cannot show whether this is noise; use --seeds 5" in found.sentence
 
 
-def test_nobody_wins_where_nobody_answered_and_a_lone_policy_ran_alone() -> None:
+def test_no_winner_without_responses_or_for_a_single_policy() -> None:
     """Without a first token there is no comparison; a rival without one is mentioned."""
     assert verdict([]).winner is None
     nobody = verdict(runs(netkv=[None], cla=[None]))
@@ -148,7 +148,7 @@ def test_nobody_wins_where_nobody_answered_and_a_lone_policy_ran_alone() -> None
     assert "no other policy produced a first token" in silent.sentence
 
 
-def test_what_was_refused_is_said() -> None:
+def test_rejections_are_reported() -> None:
     """If requests were rejected, the winner comes with the shares of all policies and the first reason."""
     few = msgspec.structs.replace(
         run("a", 0, 1.0), requests=Counts(arrived=4, finished=1, rejected=3, in_flight=0), reject_reason="it is full"
@@ -160,7 +160,7 @@ def test_what_was_refused_is_said() -> None:
 
 
 @pytest.mark.parametrize(("wait_s", "said"), [(0.9, True), (0.4, False)])
-def test_a_wait_for_prefill_that_decides_is_said(wait_s: float, said: bool) -> None:
+def test_a_dominant_prefill_wait_is_reported(wait_s: float, said: bool) -> None:
     """If it is nine tenths of the TTFT of every policy, decode routing is not the relevant cause."""
     both = [
         msgspec.structs.replace(run(policy, 0, 1.0), ttft_parts_s=TtftParts(prefill_wait=wait_s)) for policy in "ab"

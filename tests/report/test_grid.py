@@ -47,7 +47,7 @@ def test_a_column_is_shown_whole_or_named_as_left_out(grid: Grid, width: int) ->
     assert len(missing.split(",")) < len(grid.headings)
 
 
-def test_columns_go_in_the_order_that_their_headings_give() -> None:
+def test_columns_are_dropped_in_the_order_of_their_headings() -> None:
     """The row's name and the columns without an order are kept as long as there are others."""
     titles = (("name", 0), ("stays", 0), ("second", 2), ("first", 1))
     grid = Grid(
@@ -60,7 +60,7 @@ def test_columns_go_in_the_order_that_their_headings_give() -> None:
     assert "stays" in both
 
 
-def test_a_heading_takes_more_lines_before_a_column_goes() -> None:
+def test_headings_wrap_before_a_column_is_dropped() -> None:
     """A heading of many words is wrapped, and the numbers are kept."""
     grid = Grid("", (Heading("name"), Heading("a title of many words", drop=1)), ((Entry("row"), Entry("1.00")),))
     assert "Too narrow" not in printed(grid, 20)

@@ -64,7 +64,7 @@ seconds = st.floats(0.1, 10.0)
 
 
 @given(st.lists(st.tuples(seconds, seconds), min_size=2, max_size=8))
-def test_a_difference_counts_beyond_two_standard_errors(values: list[tuple[float, float]]) -> None:
+def test_a_difference_is_significant_beyond_two_standard_errors(values: list[tuple[float, float]]) -> None:
     """The standard error equals SciPy's; at most one of the two directions counts, and exchanging the pair reverses
     it."""
     records = [record(FAIR, name, seed, both[k]) for seed, both in enumerate(values) for k, name in enumerate("ab")]
@@ -82,12 +82,12 @@ def test_a_difference_counts_beyond_two_standard_errors(values: list[tuple[float
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20))
-def test_the_geometric_mean_is_scipys(ratios: list[float]) -> None:
+def test_the_geometric_mean_equals_scipys(ratios: list[float]) -> None:
     assert geometric_mean(ratios) == pytest.approx(float(gmean(ratios)))
     assert geometric_mean([]) is None
 
 
-def test_losses_stand_in_order_with_their_reason() -> None:
+def test_losses_are_sorted_and_have_a_reason() -> None:
     """2 % above netkv and 20 % above cla under a lying oracle are losses; half a per cent is noise; a lower value is no
     loss."""
     matrix = [
@@ -104,7 +104,7 @@ def test_losses_stand_in_order_with_their_reason() -> None:
     assert "2 of 3 cells (1 of them with a lying oracle)" in verdict(matrix)
 
 
-def test_claims_are_of_honest_oracles_and_lies_apart() -> None:
+def test_falsified_oracles_are_reported_separately() -> None:
     """The geometric mean against netkv is of 1/2 and 1/1.25; the lying oracle is not included."""
     matrix = [
         *runs(FAIR, foresight=1.0, cla=1.25, netkv=2.0),
@@ -126,7 +126,7 @@ def test_claims_are_of_honest_oracles_and_lies_apart() -> None:
     assert {each.holds for each in matrix_findings(one_seed, [])} == {"unclear"}
 
 
-def test_lost_goodput_is_told_in_requests() -> None:
+def test_lost_goodput_is_reported_in_requests() -> None:
     """A large relative loss of a very small goodput is a small loss."""
     matrix = [*runs(FAIR, foresight=9.96, cla=9.92, netkv=9.92), *runs(OTHER, foresight=2.0, cla=1.0, netkv=3.0)]
     said = {each.claim: each for each in matrix_findings(matrix, []) if "goodput" in each.claim}
@@ -135,7 +135,7 @@ def test_lost_goodput_is_told_in_requests() -> None:
     assert f"lower in 2, by at most 50.63% ({FAIR}: 0.04/s instead of 0.08/s)." in lost.sentence
 
 
-def test_a_term_is_worth_what_is_lost_without_it() -> None:
+def test_the_value_of_a_term_is_the_loss_without_it() -> None:
     """Against the better of the two rivals the ratio is 0.8 with every term, and 1.1 at worst without uplinks."""
     matrix = [*runs(FAIR, cla=1.0, netkv=2.0), *runs(OTHER, cla=3.0, netkv=1.0)]
     ablation = [
@@ -155,7 +155,7 @@ def test_a_term_is_worth_what_is_lost_without_it() -> None:
     assert [row[0].text for row in terms_grid(ablation, matrix).rows] == ["all terms", "no uplinks"]
 
 
-def test_the_descent_is_the_measure() -> None:
+def test_results_are_compared_with_the_descent() -> None:
     seen = runs(FAIR, FORESEEN.name, foresight=1.04, cla=1.3, netkv=1.2, clairvoyant=1.0)
     (found,) = (
         each for each in matrix_findings(runs(FAIR, foresight=1.0, cla=1.0, netkv=1.0), seen) if "descent" in each.claim
@@ -165,7 +165,7 @@ def test_the_descent_is_the_measure() -> None:
     assert seen_grid(seen).rows[0][1].text == "1,000"
 
 
-def test_tables_show_every_cell_and_what_was_not_run() -> None:
+def test_tables_show_every_cell_including_those_not_run() -> None:
     matrix = runs(FAIR, foresight=0.9, cla=1.0, netkv=1.0, round_robin=2.0)
     grid = cells_grid(matrix, {"realistic/mooncake load=1": "not run: give it"})
     assert [row[0].text for row in grid.rows] == [FAIR, "realistic/mooncake load=1"]
@@ -181,7 +181,7 @@ def test_tables_show_every_cell_and_what_was_not_run() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["no loss", "a loss"])
-def test_the_page_begins_with_the_losses(lost: bool, tmp_path: Path) -> None:
+def test_the_page_starts_with_the_losses(lost: bool, tmp_path: Path) -> None:
     """The page is one file with its figures; a part of the matrix is sufficient."""
     matrix = runs(FAIR, foresight=1.1 if lost else 0.9, cla=1.0, netkv=1.2)
     ablation = runs(FAIR, ABLATION.name, foresight=0.9)
@@ -195,7 +195,7 @@ def test_the_page_begins_with_the_losses(lost: bool, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "figures").iterdir()} >= {"ratios.png", "trade.svg", "terms.png"}
 
 
-def test_what_is_refused_stands_beside_the_times() -> None:
+def test_rejections_are_shown_with_the_times() -> None:
     """A tenth is rejected under foresight, half under CLA*: the faster one has fewer responses in its mean."""
     matrix = [
         *(refusing(each, 1) for each in runs(FAIR, foresight=1.02)),
@@ -215,7 +215,7 @@ def refusing(each: Record, refused: int) -> Record:
     return msgspec.structs.replace(each, summary=msgspec.structs.replace(each.summary, requests=counts))
 
 
-def test_the_page_says_of_what_the_code_is_not_known(tmp_path: Path) -> None:
+def test_the_page_names_results_of_unknown_code(tmp_path: Path) -> None:
     matrix = runs(FAIR, foresight=0.9, cla=1.0, netkv=1.2)
     signed = [msgspec.structs.replace(each, code="0123456789abcdef") for each in matrix]
     said = "do not record their code version"
@@ -223,7 +223,7 @@ def test_the_page_says_of_what_the_code_is_not_known(tmp_path: Path) -> None:
     assert said not in write_never_worse(signed, [], [], tmp_path, {}).read_text()
 
 
-def test_no_result_is_no_page(tmp_path: Path) -> None:
+def test_a_page_without_results_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no result"):
         write_never_worse([], [], [], tmp_path, {})
     assert not list(tmp_path.iterdir())

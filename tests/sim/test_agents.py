@@ -126,7 +126,9 @@ def calls(line: Any) -> int:
 
 @given(lines())
 @few
-def test_both_files_and_a_folder_tell_the_same(tmp_path_factory: pytest.TempPathFactory, sessions: list[Any]) -> None:
+def test_both_files_and_a_folder_give_the_same_sessions(
+    tmp_path_factory: pytest.TempPathFactory, sessions: list[Any]
+) -> None:
     folder = tmp_path_factory.mktemp("agents")
     ours = agents(written(folder / "ours.jsonl", *sessions))
     for number, line in enumerate(sessions):
@@ -139,7 +141,7 @@ def test_both_files_and_a_folder_tell_the_same(tmp_path_factory: pytest.TempPath
 
 @given(lines(), st.integers(0, 9), st.sampled_from([0.0, 2.0, math.inf]))
 @few
-def test_prefixes_are_the_recorded_ones_and_sessions_share_none(
+def test_prefixes_are_as_recorded_and_never_shared_between_sessions(
     tmp_path_factory: pytest.TempPathFactory, sessions: list[Any], seed: int, think_max_s: float
 ) -> None:
     """In both modes, two prompts of a session share as many first blocks as their recorded IDs; prompts of different
@@ -179,7 +181,7 @@ def test_sessions_with_global_ids_share_them(tmp_path: Path) -> None:
 
 @given(lines(), st.integers(1, 4), st.integers(0, 5), st.sampled_from([0.0, 2.0, math.inf]))
 @few
-def test_a_turn_comes_when_all_that_it_needs_has_been_answered(
+def test_a_turn_starts_after_all_responses_that_it_needs(
     tmp_path_factory: pytest.TempPathFactory, sessions: list[Any], users: int, seed: int, think_max_s: float
 ) -> None:
     """Each turn comes once, at its pause after the last response that it waits for; there are never more sessions than
@@ -203,7 +205,7 @@ def test_a_turn_comes_when_all_that_it_needs_has_been_answered(
 
 @given(lines(), st.integers(0, 5))
 @few
-def test_on_a_schedule_turns_are_as_far_apart_as_recorded(
+def test_an_open_loop_keeps_the_recorded_intervals(
     tmp_path_factory: pytest.TempPathFactory, sessions: list[Any], seed: int
 ) -> None:
     """All turns are there, at the times of their own session; the first session starts at once."""
@@ -221,7 +223,7 @@ def test_on_a_schedule_turns_are_as_far_apart_as_recorded(
     assert trace.duration_s >= spans[-1] - 1e-6
 
 
-def test_a_main_turn_waits_for_sub_agents_that_came_back(tmp_path: Path) -> None:
+def test_a_main_turn_waits_for_sub_agents_that_returned(tmp_path: Path) -> None:
     """Recorded: a response until 4 s; two sub-agents from then until 10 and 16 s, one recorded at each end; another one
     that starts at 5 s and continues; the next turn at 20 s. Each sub-agent pauses 2 s before its second call."""
     ids = Ids()
@@ -252,7 +254,7 @@ def test_a_main_turn_waits_for_sub_agents_that_came_back(tmp_path: Path) -> None
     assert agents(written(tmp_path / "raw.json", absolute)).sessions == (session,)
 
 
-def test_users_begin_and_stop_when_they_are_told(tmp_path: Path) -> None:
+def test_users_start_and_stop_at_their_times(tmp_path: Path) -> None:
     """One user stops at 3 s, one starts at 10 s: later turns do not happen and are not counted."""
     ids = Ids()
     chains = list(itertools.accumulate([2, 1, 1, 1], ids.after, initial=list[int]()))
@@ -322,7 +324,7 @@ def closed(tmp_path: Path) -> tuple[Path, Trace]:
     return path, agents(path).closed_loop(2, seed=0)
 
 
-def test_of_a_closed_loop_nothing_is_left_out(tmp_path: Path) -> None:
+def test_a_closed_loop_drops_no_turn(tmp_path: Path) -> None:
     _, trace = closed(tmp_path)
     with pytest.raises(InputError, match="closed loop"):
         take(trace, 1)
@@ -336,7 +338,7 @@ def test_of_a_closed_loop_nothing_is_left_out(tmp_path: Path) -> None:
         write(trace, tmp_path / "copy.jsonl")
 
 
-def test_sessions_as_a_workload(tmp_path: Path) -> None:
+def test_sessions_are_a_workload(tmp_path: Path) -> None:
     """Seeds give different traces; incompatible settings are reported."""
     path, _ = closed(tmp_path)
     asked = Workload(trace=str(path), requests=3)
@@ -352,7 +354,7 @@ def test_sessions_as_a_workload(tmp_path: Path) -> None:
         Workload(agents=3).of_seed(0)
 
 
-def test_a_rate_is_that_of_all_sessions_in_the_long_run(tmp_path: Path) -> None:
+def test_the_rate_is_the_long_run_rate_of_all_sessions(tmp_path: Path) -> None:
     """400 sessions of two turns: at 4 turns a second about 2 sessions start per second."""
     lines = [{"id": str(k), "bs": BLOCK, "req": [turn(0.0, [1]), turn(3.0, [1, 2], think=2.0)]} for k in range(400)]
     found = agents(written(tmp_path / "x", *lines))
@@ -360,7 +362,7 @@ def test_a_rate_is_that_of_all_sessions_in_the_long_run(tmp_path: Path) -> None:
     assert found.open_loop(seed=1).rate_per_s == pytest.approx(2.0 / 30.0, rel=0.15)
 
 
-def test_simulate_plays_sessions_both_ways(tmp_path: Path) -> None:
+def test_simulate_runs_sessions_in_open_and_closed_loop(tmp_path: Path) -> None:
     path, _ = closed(tmp_path)
     cluster = str(ROOT / "examples" / "small.yaml")
     for options in (["--agents", "2", "--think-max", "0"], ["--rate", "2"]):
@@ -373,7 +375,7 @@ def test_simulate_plays_sessions_both_ways(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not RECORDED.exists() and not os.environ.get("KVROUTE_REQUIRE_LIVE"), reason="the agents' sessions are not here"
 )
-def test_the_recorded_sessions_of_coding_agents() -> None:
+def test_recorded_sessions_of_coding_agents_have_the_published_statistics() -> None:
     """There are 710 sessions with 49,334 calls and 63 sub-agents. 4 of these continue beside their session, and the
     session ends with the results of 2. A cache without limit finds the given share of 3,000 calls."""
     found = agents(RECORDED)

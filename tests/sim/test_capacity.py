@@ -43,7 +43,7 @@ def capacity(
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 100))
-def test_bursts_toggle_and_are_the_seeds(seed: int) -> None:
+def test_bursts_alternate_and_depend_only_on_the_seed(seed: int) -> None:
     """Bursts alternate on and off and the share follows; times depend on the seed only and have the given mean."""
     one, two = capacity(BURSTS, seed), capacity(BURSTS, seed)
     times = []
@@ -70,7 +70,7 @@ def test_bursts_toggle_and_are_the_seeds(seed: int) -> None:
     st.sampled_from([Background(), BURSTS, Background.uniform(0.5)]),
     st.integers(0, 3),
 )
-def test_a_link_has_what_its_last_change_says_less_what_others_take(
+def test_capacity_follows_the_last_change_minus_background_traffic(
     changes: list[CapacityChange], background: Background, seed: int
 ) -> None:
     """At any time, the operator's telemetry, per link and per tier, is the missing part of the nominal capacity."""
@@ -96,7 +96,7 @@ def test_a_link_has_what_its_last_change_says_less_what_others_take(
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.1, 1.0))
-def test_fluctuation_is_the_seeds_and_stays_within_its_bounds(seed: int, share_min: float) -> None:
+def test_fluctuation_depends_only_on_the_seed_and_stays_within_bounds(seed: int, share_min: float) -> None:
     """All links of one name change together, at random times with the given mean, and no others do."""
     moves = (Fluctuation(link="away to home", every_s=3.0, share_min=share_min, share_max=1.0),)
     one, two = capacity(None, seed, moves=moves), capacity(None, seed, moves=moves)
@@ -127,7 +127,7 @@ def test_names_of_links() -> None:
         links_named(CLUSTER, "moon")
 
 
-def test_only_a_cut_without_a_later_change_is_for_good() -> None:
+def test_a_cut_is_permanent_only_without_a_later_change() -> None:
     """A change of all links ends the cut of one."""
     cut = CapacityChange(at_s=5.0, link="away to home #1 up", share=0.0)
     assert capacity(None, 0, cut).cut_for_good().tolist() == [OUT[1]]
@@ -159,7 +159,7 @@ def test_connections_fill_the_link_or_reach_their_ceilings(connections: int, win
     assert sum(links.network.link_bytes[OUT]) == pytest.approx(1e9)
 
 
-def test_by_hand_one_connection_is_slower_than_the_link_and_eight_fill_it() -> None:
+def test_one_connection_is_slower_than_the_link_and_eight_fill_it() -> None:
     """4 MiB per 10.03 ms are 3.35 Gbps per connection: 8 would need 26.8 Gbps, and the links have at most 20."""
     ends_s = {}
     for connections in (1, 8):
@@ -190,7 +190,7 @@ def test_by_hand_one_connection_is_slower_than_the_link_and_eight_fill_it() -> N
     ],
     ids=lambda wrong: wrong if isinstance(wrong, str) else "",
 )
-def test_settings_of_the_wide_area_are_checked(wrong: object, problem: str) -> None:
+def test_invalid_wan_settings_are_named(wrong: object, problem: str) -> None:
     """The error names the field in one sentence."""
     assert callable(wrong)
     with pytest.raises(InputError, match=problem):

@@ -72,7 +72,7 @@ AHEAD = ControlSpec(
 )
 
 
-def test_a_sibling_has_the_prefix_as_soon_as_it_is_fetched(tmp_path: Path) -> None:
+def test_a_sibling_can_use_a_fetched_prefix_at_once(tmp_path: Path) -> None:
     """Three documents are on three instances. While p0 prefills a question to its own document, p1 fetches that
     document and prefills the next question."""
     cluster = sites()
@@ -87,7 +87,7 @@ def test_a_sibling_has_the_prefix_as_soon_as_it_is_fetched(tmp_path: Path) -> No
     assert (copied.transfers, copied.kv_bytes) == (1, TOKENS * TOKEN_BYTES)
 
 
-def test_without_the_pool_everybody_computes_for_himself(tmp_path: Path) -> None:
+def test_without_fetches_every_instance_computes_its_own_prefix(tmp_path: Path) -> None:
     """The requests are the same: the question waits 4 s for the previous one on the instance that has the document."""
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
     spec = msgspec.structs.replace(POOL, prefix_pool=False)
@@ -100,7 +100,7 @@ HOT = tuple(prompt(12.0 + number, 100) for number in range(8))
 """Questions to one document."""
 
 
-def test_a_hot_prefix_is_where_it_is_needed_before_anybody_asks(tmp_path: Path) -> None:
+def test_a_hot_prefix_is_copied_ahead_of_demand(tmp_path: Path) -> None:
     """The prefix is read repeatedly on f0: it is copied to p0 and p1 at 1 GB/s, and cached there when the last byte
     arrives. When f0 is busy, the next question finds the document at home and does not wait."""
     late = (prompt(59.0, 5_000), prompt(59.5, 200))
@@ -122,7 +122,7 @@ def test_a_hot_prefix_is_where_it_is_needed_before_anybody_asks(tmp_path: Path) 
     assert run.summary.copied_prefixes.transfers == 0
 
 
-def test_a_copy_that_stalls_leaves_nothing_behind_and_is_made_again(tmp_path: Path) -> None:
+def test_a_stalled_copy_is_removed_and_repeated(tmp_path: Path) -> None:
     """The path to home is cut during the copy, for longer than the stall limit."""
     cut = (CapacityChange(at_s=14.5, link="wan", share=0.0), CapacityChange(at_s=30.0, link="wan", share=1.0))
     more = tuple(prompt(31.0 + number, 50) for number in range(10))
@@ -140,7 +140,7 @@ def test_a_copy_that_stalls_leaves_nothing_behind_and_is_made_again(tmp_path: Pa
     assert run.summary.copied_ahead.kv_bytes > landed_bytes
 
 
-def test_what_has_left_when_the_run_ends_is_accounted(tmp_path: Path) -> None:
+def test_bytes_sent_before_the_end_of_the_run_are_accounted_for(tmp_path: Path) -> None:
     """No request waits for copies: the run ends with the last request, in the middle of a copy."""
     run, records = played(tmp_path / "log", (prompt(0.0), *HOT[:2]), AHEAD, SimSettings(review_s=1.0))
     orders = [d for r in records for d in r.decisions if isinstance(d, CopyPrefix)]
@@ -155,7 +155,7 @@ def _by_time(request: TracedRequest) -> float:
     return request.at_s
 
 
-def test_a_copy_without_room_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_copy_without_room_is_rejected_at_once(tmp_path: Path) -> None:
     """Memory holds 29 blocks and a copy of 20 is in flight: another copy of 20 does not fit."""
     other = tuple(prompt(12.2 + number, 100, 1) for number in range(8))
     first = (prompt(0.0), prompt(0.0, document=1))
@@ -169,7 +169,7 @@ def test_a_copy_without_room_is_refused_at_once(tmp_path: Path) -> None:
     assert run.summary.requests.finished == len(run.outcomes.state)
 
 
-def test_a_prompt_takes_no_room_that_a_copy_will_need() -> None:
+def test_a_prompt_does_not_use_memory_reserved_for_a_copy() -> None:
     """Of 29 blocks, 20 are reserved for a copy: of a prompt of 20 the first nine are stored, and the copy is
     complete."""
     memory = KvMemory(PrefixIndex(1, [29]), [29], [0])
@@ -186,7 +186,7 @@ def test_a_prompt_takes_no_room_that_a_copy_will_need() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["landed", "failed"])
-def test_afterwards_memory_is_whole_at_both_ends(tmp_path: Path, fails: bool) -> None:
+def test_copies_leave_no_memory_reserved(tmp_path: Path, fails: bool) -> None:
     """Each instance has room for one document: after the copies, whatever their outcome, another document fits."""
     cut = (CapacityChange(at_s=14.5, link="wan", share=0.0), CapacityChange(at_s=50.0, link="wan", share=1.0))
     others = tuple(prompt(60.0, document=number) for number in (1, 2, 3))
@@ -201,7 +201,7 @@ def test_afterwards_memory_is_whole_at_both_ends(tmp_path: Path, fails: bool) ->
     assert fresh == {"f0": DEPTH, "p0": DEPTH, "p1": DEPTH}
 
 
-def test_a_second_request_waits_for_the_copy_that_is_on_its_way(tmp_path: Path) -> None:
+def test_a_second_request_waits_for_a_copy_in_flight(tmp_path: Path) -> None:
     """Two questions to p0's document go to p1, and its bytes are sent once; a stall ends the wait of both."""
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
     questions = (prompt(40.0, 9_000, 2), prompt(40.1, 400, 2), prompt(40.2, 300, 2))
@@ -229,7 +229,7 @@ def test_a_second_request_waits_for_the_copy_that_is_on_its_way(tmp_path: Path) 
             assert run.summary.copied_prefixes.kv_bytes == TOKENS * TOKEN_BYTES
 
 
-def test_a_fetch_that_finds_no_room_is_done_without(tmp_path: Path) -> None:
+def test_a_fetch_without_room_is_skipped(tmp_path: Path) -> None:
     """Memory holds 29 blocks: while a copy of 20 to p1 is in flight, one of 19 of these blocks has no room."""
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
     shorter = msgspec.structs.replace(prompt(40.2, 300, 2), blocks=tuple(range(200, 200 + DEPTH - 1)))

@@ -29,7 +29,7 @@ def fleet(text: str = TEXT) -> Fleet:
 
 
 @given(st.lists(st.sampled_from(["take", "give back", "prefill", "decode", "convert"]), max_size=40))
-def test_an_instance_converts_once_it_has_nothing_left_and_no_sooner(steps: list[str]) -> None:
+def test_an_instance_switches_its_role_only_when_drained(steps: list[str]) -> None:
     """The end of draining is reported exactly once, whatever roles are requested meanwhile; the last one applies."""
     engines, busy, due = fleet(), 0, False
     wanted: Role | None = None
@@ -52,7 +52,7 @@ def test_an_instance_converts_once_it_has_nothing_left_and_no_sooner(steps: list
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_converted_instance_starts_with_nothing_cached_and_can_serve_both_in_turn(role: Role) -> None:
+def test_an_instance_starts_each_role_with_an_empty_cache(role: Role) -> None:
     """The role changes in either direction and back; the memory is complete again."""
     engines = fleet()
     back: Role = "decode" if role == "prefill" else "prefill"
@@ -71,14 +71,14 @@ def test_a_converted_instance_starts_with_nothing_cached_and_can_serve_both_in_t
     assert engines.conversions == 2
 
 
-def test_layers_and_blocks_are_the_models() -> None:
+def test_layers_and_blocks_are_those_of_the_model() -> None:
     """There are 60 layers; a block is 512 tokens of the 15 layers that keep every token."""
     engines = fleet()
     assert engines.layers == [60, 60]
     assert engines.block_bytes == [512 * 15 * 576 * 2.0] * 2
 
 
-def test_what_a_fleet_refuses() -> None:
+def test_a_fleet_rejects_unsupported_instances() -> None:
     """An engine with both roles, and two models."""
     with pytest.raises(InputError, match="instance b has role 'both'"):
         fleet(TEXT.replace("{name: b, role: decode", "{name: b, role: both"))

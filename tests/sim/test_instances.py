@@ -98,7 +98,9 @@ times = st.builds(
 
 @settings(deadline=None)
 @given(landings, times, st.sampled_from([1, 2, 4, 64]))
-def test_skipping_equals_stepping(landed: list[Landing], time: IterationTime, batch_max: int) -> None:
+def test_skipping_iterations_equals_stepping_through_them(
+    landed: list[Landing], time: IterationTime, batch_max: int
+) -> None:
     """First tokens and finishes equal those of the model that steps through every iteration."""
     expected = stepped(landed, time, batch_max)
     ends, _ = skipped(landed, time, batch_max)
@@ -107,14 +109,14 @@ def test_skipping_equals_stepping(landed: list[Landing], time: IterationTime, ba
         assert ends[number] == pytest.approx(pair, rel=1e-9, abs=1e-7)
 
 
-def test_a_long_answer_is_two_steps() -> None:
+def test_a_long_output_takes_two_steps() -> None:
     """The steps are joining and leaving: ten thousand iterations in between are skipped."""
     time = IterationTime.of(DecodeSpec(base_s=0.0125, per_request_s=1e-4, per_context_token_s=1e-8))
     _, steps = skipped([Landing(0.0, 100, 10_000)], time, 64)
     assert steps == 2
 
 
-def test_prefill_queues_first_in_first_out_or_not_at_all() -> None:
+def test_prefill_is_first_in_first_out_or_concurrent() -> None:
     """Three prompts of 1,000 tokens arrive at once: they run one after the other, or all at the same time."""
     time = prefill_time(LinearPrefill(per_token_s=1e-4, base_s=0.02))
     fifo, delay = (PrefillInstance(0, time, queueing) for queueing in (True, False))
@@ -129,7 +131,7 @@ operations = st.lists(
 
 
 @given(operations)
-def test_memory_is_never_overcommitted_and_all_comes_back(asked: list[tuple[int, int, int, int]]) -> None:
+def test_memory_is_never_overcommitted_and_all_is_released(asked: list[tuple[int, int, int, int]]) -> None:
     """Requests that fit are booked, transferred and finished, or cancelled on the way; the memory used stays within 32
     blocks, and no reservation remains."""
     index = PrefixIndex(1, [32])

@@ -67,7 +67,7 @@ def asked(number: int, tokens: int = 100, answer: int = 0, **more: object) -> Re
 
 @given(traces(), st.sampled_from([CLUSTER, SMALL]))
 @settings(max_examples=25, deadline=None)
-def test_a_simulated_log_is_its_own_trace(trace: Trace, text: str) -> None:
+def test_a_simulated_log_reproduces_its_trace(trace: Trace, text: str) -> None:
     """Arrivals, prompts, blocks and outputs equal the input, and a run of them gives the same log, byte for byte; the
     output of a rejected request is its reservation."""
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +101,7 @@ def test_a_chain_has_as_many_blocks_as_its_prompt(tokens: int, blocks: tuple[int
     assert not set(one[known:]) & set(other[known:])
 
 
-def test_what_is_not_known_of_an_answer_is_said(tmp_path: Path) -> None:
+def test_unknown_output_lengths_are_reported(tmp_path: Path) -> None:
     """The output is counted, cut off without a count, rejected, or still in progress when the log ends."""
     path = written(
         tmp_path / "run.log",
@@ -123,7 +123,7 @@ def test_what_is_not_known_of_an_answer_is_said(tmp_path: Path) -> None:
     assert models == "requests use 3 models, which a trace does not distinguish: a, b, unnamed"
 
 
-def test_a_number_may_come_again_once_its_request_has_left(tmp_path: Path) -> None:
+def test_a_request_id_may_be_reused_after_its_request_ended(tmp_path: Path) -> None:
     """Each output belongs to its own request."""
     path = written(
         tmp_path / "run.log",
@@ -135,7 +135,7 @@ def test_a_number_may_come_again_once_its_request_has_left(tmp_path: Path) -> No
     assert [request.output_tokens for request in read(path).requests] == [3, 5]
 
 
-def test_a_log_is_known_by_its_first_line_whatever_its_name_and_packing(tmp_path: Path) -> None:
+def test_a_log_is_recognised_by_its_first_line(tmp_path: Path) -> None:
     """Requests are sorted by time, with a remark."""
     log = written(tmp_path / "run.log", Arrived(3.0, asked(1, 7)), Arrived(1.0, asked(2, 8)), Arrived(4.0, asked(3, 9)))
     packed = tmp_path / "trace.csv"
@@ -159,7 +159,7 @@ def test_a_log_is_known_by_its_first_line_whatever_its_name_and_packing(tmp_path
     ],
     ids=["cut off", "no request", "no prompt", "block", "block size", "answer"],
 )
-def test_a_broken_line_is_named_or_left_out(tmp_path: Path, line: str, problem: str) -> None:
+def test_an_invalid_line_is_named_or_skipped(tmp_path: Path, line: str, problem: str) -> None:
     """The error has the file and the line, as in any other trace."""
     path = written(tmp_path / "run.log", Arrived(0, asked(5, answer=4)))
     path.write_text(path.read_text() + line + "\n")
@@ -171,7 +171,7 @@ def test_a_broken_line_is_named_or_left_out(tmp_path: Path, line: str, problem: 
     assert "1 invalid line skipped" in trace.remarks
 
 
-def test_a_log_without_requests_is_no_workload(tmp_path: Path) -> None:
+def test_a_log_without_requests_is_rejected(tmp_path: Path) -> None:
     """One sentence names the file."""
     with pytest.raises(InputError, match=r"run\.log: the file has no requests"):
         read(written(tmp_path / "run.log", InstanceDown(0, "decode0")))
@@ -241,7 +241,7 @@ def test_a_gateways_log_is_a_workload(live_log: Path, tmp_path: Path, kvroute: K
     assert "1 of 8 requests had several prompts or choices" in err
 
 
-def test_a_gateways_log_explains_each_try(live_log: Path, kvroute: Kvroute) -> None:
+def test_a_gateways_log_explains_each_attempt(live_log: Path, kvroute: Kvroute) -> None:
     """The request found no prefill instance: it was decided again after each failure, excluding the failed instance. A
     log that still grows can be read too."""
     with live_log.open("ab") as log:

@@ -87,7 +87,7 @@ def test_parts_of_the_mean_ttft_add_up_to_it(rows: Outcomes, assumed: SimSetting
 
 @some
 @given(tables(), assumptions)
-def test_counts_and_shares_say_what_the_rows_say(rows: Outcomes, assumed: SimSettings) -> None:
+def test_counts_and_shares_equal_a_count_by_row(rows: Outcomes, assumed: SimSettings) -> None:
     """The reference counts row by row in plain Python: measured rows, good rows, and the duration."""
     found = summary_of(rows, assumed)
     counts = found.requests
@@ -131,14 +131,14 @@ def test_a_summary_is_json_without_nan(rows: Outcomes, assumed: SimSettings) -> 
     assert msgspec.json.decode(msgspec.json.encode(found), type=Summary) == found
 
 
-def test_spread_is_of_what_was_measured() -> None:
+def test_spread_ignores_missing_values() -> None:
     """There are a hundred and one values and one missing value."""
     spread = Spread.of(np.array([float("nan"), *range(101)]))
     assert (spread.mean, spread.p50, spread.p95, spread.p99) == pytest.approx((50, 50, 95, 99))
     assert Spread.of(np.array([float("nan")])) == Spread()
 
 
-def test_by_hand() -> None:
+def test_a_summary_of_three_requests_by_hand() -> None:
     """Three requests in ten seconds: good, late, rejected; half of the first prompt was cached."""
     rows = Outcomes.empty(3)
     rows.arrived_s[:] = [0.0, 1.0, 2.0]
@@ -177,7 +177,7 @@ def test_empty_rows_have_not_arrived() -> None:
         ({"oracle_refresh_s": 0.0}, "oracle_refresh_s"),
     ],
 )
-def test_settings_that_measure_nothing_are_refused(wrong: dict[str, float], problem: str) -> None:
+def test_invalid_settings_are_rejected(wrong: dict[str, float], problem: str) -> None:
     """The values are negative, not a number, or infinite."""
     with pytest.raises(InputError, match=problem):
         SimSettings(**wrong)  # type: ignore[arg-type]  # one field each
@@ -206,7 +206,7 @@ def request(at_s: float, tokens: int, answer: int, chain: tuple[int, ...] = (), 
     return TracedRequest(at_s=at_s, input_tokens=tokens, output_tokens=answer, blocks=chain, block_tokens=size)
 
 
-def test_prefixes_that_a_full_instance_could_not_keep_are_not_counted_on() -> None:
+def test_the_router_does_not_rely_on_prefixes_that_a_full_instance_dropped() -> None:
     """Half-empty last blocks fill the memory before its bytes are used up; a request that returns later is still
     served, with the rest of its prefix."""
     first = [request(0.0, 600, 400, (10 * k, 10 * k + 1)) for k in range(30)]
@@ -219,7 +219,7 @@ def test_prefixes_that_a_full_instance_could_not_keep_are_not_counted_on() -> No
         assert 0 < run.outcomes.hit_tokens[30:].sum() < 30 * 600
 
 
-def test_a_run_says_what_it_cannot_simulate() -> None:
+def test_a_run_names_what_it_cannot_simulate() -> None:
     """Two models without a choice; blocks of two sizes; an instance with both roles."""
     trace = Trace(name="one", requests=(request(0.0, 600, 1),))
     two_models = SMALL.replace("{name: d1,", "{name: d1, model: qwen3-32b,").replace(
@@ -236,7 +236,7 @@ def test_a_run_says_what_it_cannot_simulate() -> None:
         )
 
 
-def test_until_stops_the_clock() -> None:
+def test_until_ends_the_run_at_its_time() -> None:
     """At 0.01 s the only prompt is being prefilled, and the second one has not arrived."""
     trace = Trace(name="two", requests=(request(0.0, 600, 1), request(1.0, 600, 1)))
     run = simulate(parse(SMALL), trace, ControlSpec(), SimSettings(until_s=0.01))

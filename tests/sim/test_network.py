@@ -71,7 +71,7 @@ def expected_s(cluster: Cluster, links: Fabric, target: str, nbytes: float) -> f
 
 @some
 @given(ecmps, st.sampled_from(["d0", "d1", "d2", "d3"]), st.floats(1.0, 1e12), st.integers(0, 9), st.integers(0, 19))
-def test_a_lone_transfer_takes_its_bytes_over_the_tightest_link_plus_latency(
+def test_a_lone_transfer_takes_bytes_over_the_slowest_link_plus_latency(
     ecmp: str, target: str, nbytes: float, seed: int, request: int
 ) -> None:
     """Uplinks are drawn at random, for all flows together or for each separately."""
@@ -87,14 +87,14 @@ def test_a_lone_transfer_takes_its_bytes_over_the_tightest_link_plus_latency(
     ("target", "bytes_per_s", "latency_s"),
     [("d0", 4 * 450e9, 1e-6), ("d1", 4 * 12.5e9, 3e-6), ("d2", 6.25e9, 8e-6), ("d3", 3.125e9, 15e-6)],
 )
-def test_by_hand_in_every_tier(target: str, bytes_per_s: float, latency_s: float) -> None:
+def test_transfer_times_in_every_tier_by_hand(target: str, bytes_per_s: float, latency_s: float) -> None:
     """Four NVLinks, four NICs, one 50 Gbps and one 25 Gbps uplink, where a transfer draws one uplink for all its
     flows."""
     cluster = CLUSTERS["transfer"]
     assert transfer_s(cluster, fabric(cluster), target, 5e9) == pytest.approx(5e9 / bytes_per_s + latency_s, rel=1e-12)
 
 
-def test_flows_that_draw_for_themselves_spread() -> None:
+def test_flows_with_separate_draws_are_spread() -> None:
     """Four flows use two pod uplinks: over the requests, from all on one (4 units of time) to two on each (2)."""
     cluster = CLUSTERS["flow"]
     unit_s = 1.25e9 / 3.125e9
@@ -102,7 +102,7 @@ def test_flows_that_draw_for_themselves_spread() -> None:
     assert {round(time_s / unit_s) for time_s in times} == {2, 3, 4}
 
 
-def test_each_hop_has_a_draw_of_its_own() -> None:
+def test_each_hop_has_its_own_draw() -> None:
     """Three rack uplinks and two pod uplinks give six pairs, and forty requests cover them all."""
     cluster = CLUSTERS["transfer"]
     up = cluster.hops(cluster.index("p"), cluster.index("d3"), 0)[1:3]
@@ -119,7 +119,7 @@ def test_each_hop_has_a_draw_of_its_own() -> None:
 
 @some
 @given(ecmps, st.sampled_from(["d1", "d2", "d3"]), shares, st.integers(0, 5))
-def test_background_slows_by_exactly_what_it_takes(ecmp: str, target: str, share: float, seed: int) -> None:
+def test_background_traffic_slows_transfers_by_its_share(ecmp: str, target: str, share: float, seed: int) -> None:
     """A transfer takes 1 / (1 - c) times as long on the network; NVLink inside a node has no background traffic."""
     cluster = CLUSTERS[ecmp]
     latency_s = cluster.latency_s(cluster.index("p"), cluster.index(target))
@@ -130,7 +130,7 @@ def test_background_slows_by_exactly_what_it_takes(ecmp: str, target: str, share
     assert inside[0] == inside[1]
 
 
-def test_nothing_to_send_is_there_after_the_latency() -> None:
+def test_a_transfer_without_bytes_ends_after_the_latency() -> None:
     """The target has the whole prompt cached."""
     cluster = CLUSTERS["flow"]
     assert transfer_s(cluster, fabric(cluster), "d2", 0.0) == 8e-6
@@ -138,7 +138,7 @@ def test_nothing_to_send_is_there_after_the_latency() -> None:
 
 @some
 @given(ecmps, shares, st.booleans(), st.sampled_from(["d0", "d1", "d2", "d3"]))
-def test_telemetry_hears_others_and_own_traffic_only_if_asked(
+def test_telemetry_includes_own_traffic_only_if_configured(
     ecmp: str, share: float, separates: bool, target: str
 ) -> None:
     """Per tier, own traffic is added as its rates over the tier's whole capacity; the links' averages give the same."""
@@ -164,7 +164,7 @@ def test_telemetry_hears_others_and_own_traffic_only_if_asked(
             assert np.average(by_link[members], weights=whole[members]) == pytest.approx(heard[tier])
 
 
-def test_a_burst_slows_what_is_under_way() -> None:
+def test_a_burst_slows_transfers_in_flight() -> None:
     """Half of a transfer runs at 80 % of 50 Gbps, the other half at 30 %."""
     cluster = CLUSTERS["transfer"]
     background = Background(per_tier=(0, 0.2, 0.2, 0.2, 0.2), burst_per_tier=(0, 0, 0.5, 0.5, 0), burst_every_s=2.0)

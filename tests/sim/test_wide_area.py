@@ -69,14 +69,14 @@ def played(path: Path, assumed: SimSettings, *, joint: bool = True, trace: Trace
 
 
 @pytest.mark.parametrize("joint", [True, False], ids=["early", "late"])
-def test_serial_transfers_leave_when_the_prefill_has_ended(tmp_path: Path, joint: bool) -> None:
+def test_serial_transfers_start_when_the_prefill_ends(tmp_path: Path, joint: bool) -> None:
     """The target is chosen with the prefill or after it: 2 s, 2.62 s and 5 ms; llama has no other state."""
     run, _ = played(tmp_path / "run.log", SimSettings(), joint=joint)
     assert run.outcomes.landed_s[0] == pytest.approx(2.0 + SENT_S + 0.005)
     assert run.outcomes.kv_bytes[0] == TOKENS * TOKEN_BYTES
 
 
-def test_layer_by_layer_all_but_the_last_layer_is_hidden(tmp_path: Path) -> None:
+def test_a_layerwise_transfer_hides_all_but_the_last_layer(tmp_path: Path) -> None:
     """Prefill produces 1.31 GB/s and the link carries 1: it is busy from the first of 32 layers on, and ends 2.62 s
     later."""
     assumed = SimSettings(transfer="layerwise")
@@ -94,7 +94,7 @@ def test_measured_transfers_count_from_their_first_byte(tmp_path: Path) -> None:
     assert measured[0].seconds == pytest.approx(SENT_S + 0.005)
 
 
-def test_a_transfer_waits_for_a_link_that_comes_back(tmp_path: Path) -> None:
+def test_a_transfer_waits_until_its_link_recovers(tmp_path: Path) -> None:
     """With a cut of 3 s in the middle it ends 3 s later; at half capacity from the start it takes twice as long."""
     run, _ = played(tmp_path / "a", SimSettings(changes=cut(3.0, 6.0)))
     assert run.outcomes.landed_s[0] == pytest.approx(5.005 + SENT_S)
@@ -104,7 +104,7 @@ def test_a_transfer_waits_for_a_link_that_comes_back(tmp_path: Path) -> None:
     assert run.summary.failed_transfers.transfers == 0
 
 
-def test_a_stalled_transfer_fails_and_its_request_starts_again(tmp_path: Path) -> None:
+def test_a_stalled_transfer_fails_and_its_request_restarts(tmp_path: Path) -> None:
     """The transfer sends for 1 s, is cut at 3 s and abandoned at 5 s; the prompt is prefilled again until 7 s and sent
     again: 1 GB was lost."""
     run, events = played(tmp_path / "run.log", SimSettings(changes=cut(3.0, 6.5), stall_s=2.0))
@@ -118,14 +118,14 @@ def test_a_stalled_transfer_fails_and_its_request_starts_again(tmp_path: Path) -
     assert failed.network_bytes == pytest.approx(3e9)
 
 
-def test_a_link_that_is_back_in_time_fails_nothing(tmp_path: Path) -> None:
+def test_a_link_that_recovers_in_time_fails_no_transfer(tmp_path: Path) -> None:
     """Two cuts of 1.5 s each, half a second apart, do not count as one of 2 s."""
     run, _ = played(tmp_path / "run.log", SimSettings(changes=cut(2.5, 4.0, 4.5, 6.0), stall_s=2.0))
     assert run.summary.failed_transfers.transfers == 0
     assert run.outcomes.landed_s[0] == pytest.approx(5.005 + SENT_S)
 
 
-def test_a_stream_that_stalls_is_given_up_when_its_prefill_has_ended(tmp_path: Path) -> None:
+def test_a_stalled_layerwise_transfer_is_abandoned_after_its_prefill(tmp_path: Path) -> None:
     """The transfer is cut at 0.5 s and would fail at 1.5 s; the prompt is computed nevertheless until 2 s, and again
     until 4 s."""
     assumed = SimSettings(transfer="layerwise", changes=cut(0.5, 3.0), stall_s=1.0)
@@ -135,7 +135,7 @@ def test_a_stream_that_stalls_is_given_up_when_its_prefill_has_ended(tmp_path: P
 
 
 @pytest.mark.parametrize("telemetry", ["tier", "link"])
-def test_the_operator_sees_a_cut_like_other_traffic(tmp_path: Path, telemetry: str) -> None:
+def test_a_cut_looks_like_other_traffic_in_the_telemetry(tmp_path: Path, telemetry: str) -> None:
     """From the refresh after the cut to the one after its end, nearly all of the link is reported as used."""
     assumed = SimSettings(
         changes=cut(2.5, 4.5),
@@ -152,7 +152,7 @@ def test_the_operator_sees_a_cut_like_other_traffic(tmp_path: Path, telemetry: s
     assert [seen[at] for at in (0.0, 2.0, 3.0, 4.0, 5.0)] == pytest.approx([0.25, 0.25, 0.99, 0.99, 0.25])
 
 
-def test_a_cut_without_an_end_is_refused() -> None:
+def test_a_cut_without_an_end_is_rejected() -> None:
     """The run would never end; a run with an end time is allowed."""
     for_good = cut(3.0)
     with pytest.raises(InputError, match="'away to home #0 up' is cut permanently"):
@@ -161,7 +161,7 @@ def test_a_cut_without_an_end_is_refused() -> None:
     assert (run.summary.requests.in_flight, run.end_s <= 60.0) == (1, True)
 
 
-def test_a_prompt_that_wants_no_answer_gives_back_what_was_booked_for_it() -> None:
+def test_a_prompt_without_output_releases_its_bookings() -> None:
     """The bookings are unneeded: memory and instances are free again, and the next prompt uses them."""
     nothing = TracedRequest(at_s=0.0, input_tokens=TOKENS, output_tokens=0, blocks=(), block_tokens=16)
     trace = Trace(name="none", requests=(nothing,) * 30)
@@ -174,7 +174,7 @@ def test_a_prompt_that_wants_no_answer_gives_back_what_was_booked_for_it() -> No
     assert late.outcomes.landed_s[30] > 100.0
 
 
-def test_copies_are_flows_like_others_and_counted_apart() -> None:
+def test_copies_share_the_links_and_are_counted_separately() -> None:
     """A prefix of 1 GB between the sites runs beside a KV cache of 1 GB; each is counted separately."""
     links = Fabric(LATER, Capacity(LATER, Background(), 0), 0, WanTransport(connections=4))
     source, target = LATER.index("p0"), LATER.index("d0")
@@ -207,7 +207,7 @@ COPIED = Trace(name="copied", requests=(BEGUN, LONG))
 copied there."""
 
 
-def test_a_prefill_waits_for_the_prefix_that_is_copied_to_it() -> None:
+def test_a_prefill_waits_for_its_prefix_copy() -> None:
     """The copy takes 0.2 s for 0.2 GB and 5 ms; then the 8,704 uncached tokens are computed. The copied bytes are
     counted separately."""
     run = simulate(FOUR, COPIED, OFFLOAD, SimSettings())
@@ -222,7 +222,7 @@ def test_a_prefill_waits_for_the_prefix_that_is_copied_to_it() -> None:
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_who_is_asked_as_for_a_prompt_holds_a_prefix_out_in_its_turn(asks: bool) -> None:
+def test_a_source_that_queues_copies_like_prompts_sends_them_in_turn(asks: bool) -> None:
     """p1 computes a prompt of its own until 100.1 s; the copy waits for that only if it is requested like a prompt."""
     own = TracedRequest(at_s=99.9, input_tokens=2_000, output_tokens=1, blocks=(9,), block_tokens=BLOCK)
     assert OFFLOAD.offload is not None
@@ -236,7 +236,7 @@ def test_who_is_asked_as_for_a_prompt_holds_a_prefix_out_in_its_turn(asks: bool)
     assert rows.cached_tokens[2] == SHARED
 
 
-def test_a_copy_that_stalls_is_done_without() -> None:
+def test_a_stalled_copy_is_skipped() -> None:
     """Only the direction of the copy is cut: after 2 s the whole prompt is computed, and its KV is sent home."""
     cut_off = (
         CapacityChange(at_s=50.0, link="home to away", share=0.0),
@@ -251,7 +251,7 @@ def test_a_copy_that_stalls_is_done_without() -> None:
     assert rows.landed_s[1] < 110.0
 
 
-def test_what_a_failed_transfer_held_is_free_for_others() -> None:
+def test_memory_of_a_failed_transfer_is_free_for_others() -> None:
     """There is room for one request: the next one needs what the first one released when its path was cut."""
     small = parse(WIDER.replace("50 GB", "3 GB").replace('  - {name: d1, role: decode, gpus: "node1:4-7"}\n', ""))
     again = TracedRequest(at_s=60.0, input_tokens=TOKENS, output_tokens=2, blocks=(), block_tokens=16)

@@ -43,7 +43,7 @@ rates = st.floats(1e-3, 1e3)
 
 @given(traces(least=2), rates)
 @settings(max_examples=50, deadline=None)
-def test_rescaling_hits_the_rate_and_keeps_order_and_batches(trace: Trace, rate_per_s: float) -> None:
+def test_rescaling_reaches_the_rate_and_keeps_order_and_batches(trace: Trace, rate_per_s: float) -> None:
     assume(trace.duration_s > 0)
     scaled = rescale(trace, rate_per_s)
     assert scaled.rate_per_s == pytest.approx(rate_per_s)
@@ -64,7 +64,7 @@ def test_windows_partition_a_trace(trace: Trace, cut_s: float) -> None:
 
 @given(traces(), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**32))
 @settings(max_examples=50, deadline=None)
-def test_drawn_prefixes_keep_lengths_and_share_within_groups_only(
+def test_drawn_prefixes_keep_lengths_and_are_shared_only_within_groups(
     trace: Trace, p_share: float, shared: float, seed: int
 ) -> None:
     drawn = share_prefixes(trace, p_share, groups=3, shared=shared, block_tokens=16, seed=seed).requests
@@ -96,7 +96,7 @@ def test_the_share_of_members_is_p_share(seed: int, p_share: float) -> None:
 
 @given(traces(), st.integers(1, 400))
 @settings(max_examples=50, deadline=None)
-def test_one_length_for_all_keeps_common_prefixes_and_invents_none(trace: Trace, tokens: int) -> None:
+def test_equal_lengths_keep_common_prefixes_and_add_none(trace: Trace, tokens: int) -> None:
     resized = with_lengths(trace, input_tokens=tokens, output_tokens=7)
     for before, after in zip(trace.requests, resized.requests, strict=True):
         assert (after.at_s, after.input_tokens, after.output_tokens) == (before.at_s, tokens, 7)
@@ -113,11 +113,11 @@ def test_one_length_for_all_keeps_common_prefixes_and_invents_none(trace: Trace,
 
 @given(traces(), st.integers(0, 40))
 @settings(max_examples=50, deadline=None)
-def test_taking_gives_the_first_ones(trace: Trace, n: int) -> None:
+def test_take_returns_the_first_requests(trace: Trace, n: int) -> None:
     assert take(trace, n).requests == trace.requests[:n]
 
 
-def test_a_profile_keeps_its_lengths_bounds_included() -> None:
+def test_a_profile_keeps_lengths_within_inclusive_bounds() -> None:
     lengths = (1, 4_095, 4_096, 8_192, 8_193, 16_384, 16_385, 65_536, 65_537)
     trace = Trace("bounds", tuple(TracedRequest(0.0, length, 1, (), 16) for length in lengths))
     kept = {
@@ -159,7 +159,7 @@ def test_a_rate_is_positive_and_finite(rate_per_s: float) -> None:
         rescale(generate(50, seed=0), rate_per_s)
 
 
-def test_wrong_wishes_are_told() -> None:
+def test_invalid_options_are_named() -> None:
     trace = generate(50, seed=0)
     with pytest.raises(InputError, match="no rate"):
         rescale(take(trace, 1), 2.0)

@@ -34,14 +34,14 @@ def test_a_generated_profile_has_its_number_rate_and_lengths(tmp_path: Path) -> 
     assert {**shown, "name": ""} == {**found, "name": ""}
 
 
-def test_show_prints_what_people_ask() -> None:
+def test_show_prints_the_main_statistics() -> None:
     text, remark = run("show", "--generate", "--requests", "300")
     assert remark == ""
     for word in ("prompt", "answer", "p99", "300 in", "per second", "requests reuse one or more"):
         assert word in " ".join(text.split()), word
 
 
-def test_show_shapes_a_file(tmp_path: Path) -> None:
+def test_show_applies_the_shaping_options(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     run("generate", path, "--requests", "300")
     options = ("--requests", "200", "--rate", "9", "--profile", "chatbot", "--p-share", "1", "--json")
@@ -54,7 +54,7 @@ def test_show_shapes_a_file(tmp_path: Path) -> None:
     assert found["reusing_request_share"] > 0.5
 
 
-def test_skipped_lines_are_told_on_stderr(tmp_path: Path) -> None:
+def test_skipped_lines_are_reported_on_stderr(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     run("generate", path, "--requests", "30")
     path.write_text(path.read_text() + "{}\n")
@@ -66,7 +66,7 @@ def test_skipped_lines_are_told_on_stderr(tmp_path: Path) -> None:
     assert "1 invalid line skipped" in remark
 
 
-def test_one_source_and_a_known_profile() -> None:
+def test_exactly_one_source_and_a_known_profile_are_required() -> None:
     with pytest.raises(InputError, match="either"):
         run("show")
     with pytest.raises(InputError, match="either"):
@@ -78,7 +78,7 @@ def test_one_source_and_a_known_profile() -> None:
         assert (wrong.exit_code, "--rate" in wrong.output) == (2, True)
 
 
-def test_a_few_requests_of_one_time_may_be_given_a_rate(tmp_path: Path) -> None:
+def test_simultaneous_requests_may_be_given_a_rate(tmp_path: Path) -> None:
     """The first five requests of a generated trace arrive together: there is one remark and no error."""
     path = tmp_path / "a.jsonl"
     for arguments in (("generate", path), ("show", "--generate"), ("show", path)):

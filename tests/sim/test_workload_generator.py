@@ -38,7 +38,7 @@ def real() -> Trace:
 
 @given(st.integers(1, 300), st.integers(0, 2**64), st.floats(1e-2, 1e4))
 @settings(max_examples=20, deadline=None)
-def test_a_seed_is_a_trace(n: int, seed: int, rate_per_s: float) -> None:
+def test_a_seed_determines_the_trace(n: int, seed: int, rate_per_s: float) -> None:
     trace = generate(n, rate_per_s=rate_per_s, seed=seed)
     assert trace == generate(n, rate_per_s=rate_per_s, seed=seed)
     assert len(trace.requests) == n
@@ -49,7 +49,7 @@ def test_a_seed_is_a_trace(n: int, seed: int, rate_per_s: float) -> None:
         assert trace != generate(n, rate_per_s=rate_per_s, seed=seed + 1)
 
 
-def test_another_rate_is_the_same_trace_with_other_times() -> None:
+def test_another_rate_changes_only_the_times() -> None:
     slow, fast = generate(500, seed=3), generate(500, rate_per_s=17.0, seed=3)
     assert [request.blocks for request in slow.requests] == [request.blocks for request in fast.requests]
     assert rescale(slow, 17.0).statistics().batch_max == fast.statistics().batch_max
@@ -81,7 +81,7 @@ def test_a_turn_shares_the_full_blocks_of_the_one_before_it_and_only_once() -> N
     assert turns > 500
 
 
-def test_a_duration_gives_about_its_rate_of_requests() -> None:
+def test_a_duration_gives_about_rate_times_duration_requests() -> None:
     trace = generate(duration_s=600, rate_per_s=5, seed=1)
     assert 590 <= trace.duration_s <= 600
     assert len(trace.requests) == pytest.approx(3_000, abs=5 * np.sqrt(3_000))
@@ -115,7 +115,7 @@ def test_lengths_follow_the_published_quantiles(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_arrivals_are_three_second_batches(seed: int) -> None:
+def test_arrivals_come_in_three_second_batches(seed: int) -> None:
     found = statistics(seed)
     times, sizes = np.unique([request.at_s for request in generated(seed).requests], return_counts=True)
     assert found.duration_s == pytest.approx(3_537, abs=7)
@@ -135,7 +135,7 @@ def test_prefixes_are_reused_as_in_the_conversation_trace(seed: int) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_each_profile_is_like_its_part_of_the_real_trace(profile: str) -> None:
+def test_each_profile_resembles_its_part_of_the_real_trace(profile: str) -> None:
     """The mean of the seeds is compared with the real rows: how many match, and how much of them can be reused."""
     theirs = apply_profile(real(), PROFILES[profile]).statistics()
     ours = [apply_profile(generated(seed), PROFILES[profile]).statistics() for seed in SEEDS]
@@ -143,7 +143,7 @@ def test_each_profile_is_like_its_part_of_the_real_trace(profile: str) -> None:
     assert np.mean([one.reused_block_share for one in ours]) == pytest.approx(theirs.reused_block_share, abs=0.05)
 
 
-def test_the_real_trace_is_what_the_statistics_say() -> None:
+def test_the_real_trace_has_the_published_statistics() -> None:
     found = real().statistics()
     assert (found.requests, found.distinct_arrivals, found.batch_max) == (12_031, 1_180, 28)
     assert found.duration_s == pytest.approx(3_537, abs=0.01)
@@ -153,7 +153,7 @@ def test_the_real_trace_is_what_the_statistics_say() -> None:
     assert [len(apply_profile(real(), profile).requests) for profile in PROFILES.values()] == [6_620, 7_675, 2_731]
 
 
-def test_wrong_wishes_are_told() -> None:
+def test_invalid_options_are_named() -> None:
     with pytest.raises(InputError, match="either"):
         generate(seed=0)
     with pytest.raises(InputError, match="either"):

@@ -47,9 +47,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 @given(traces(), st.sampled_from([".jsonl", ".jsonl.zst", ".jsonl.gz"]))
 @settings(max_examples=40, deadline=None)
-def test_what_is_written_is_read_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, trace: Trace, ending: str
-) -> None:
+def test_a_written_trace_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, trace: Trace, ending: str) -> None:
     path = tmp_path_factory.getbasetemp() / f"round-trip{ending}"
     write(trace, path)
     assert read(path).requests == trace.requests
@@ -67,7 +65,7 @@ def test_a_mooncake_trace_is_written_with_its_four_keys_only(tmp_path: Path) -> 
     assert read(copy).requests == shared.requests
 
 
-def test_mooncake_by_content_whatever_the_name_and_the_packing(tmp_path: Path) -> None:
+def test_mooncake_traces_are_recognised_by_content(tmp_path: Path) -> None:
     expected = (
         TracedRequest(0.0, 1200, 9, (0, 1, 2), 512),
         TracedRequest(3.0, 1024, 0, (0, 3), 512),
@@ -88,7 +86,7 @@ def test_mooncake_by_content_whatever_the_name_and_the_packing(tmp_path: Path) -
     ("text", "gap_s", "lengths"),
     [(AZURE_2023, 4.314579, [(374, 44), (396, 109)]), (AZURE_2024, 0.99007, [(2162, 5), (2399, 6)])],
 )
-def test_azure_counts_from_its_first_request(
+def test_azure_times_start_at_the_first_request(
     tmp_path: Path, text: str, gap_s: float, lengths: list[tuple[int, int]]
 ) -> None:
     path = tmp_path / "AzureLLMInferenceTrace_conv.csv"
@@ -100,13 +98,13 @@ def test_azure_counts_from_its_first_request(
     assert first.blocks == ()
 
 
-def test_columns_may_stand_in_any_order_with_others(tmp_path: Path) -> None:
+def test_columns_may_be_in_any_order_with_others(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('"GeneratedTokens",Region,"ContextTokens",TIMESTAMP\n5,west,"70",2024-05-10 00:00:00\n')
     assert read(path).requests == (TracedRequest(0.0, 70, 5, (), 16),)
 
 
-def test_time_that_goes_back_is_sorted_stably_and_said(tmp_path: Path) -> None:
+def test_unsorted_times_are_sorted_stably_and_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = [(3000, 1), (0, 2), (3000, 3), (0, 4)]
     path.write_text("".join(f'{{"timestamp": {at}, "input_length": {n}, "output_length": 1}}\n' for at, n in rows))
@@ -115,7 +113,7 @@ def test_time_that_goes_back_is_sorted_stably_and_said(tmp_path: Path) -> None:
     assert trace.remarks == ("time went backwards 2 times; requests are sorted by arrival",)
 
 
-def test_times_of_day_in_milliseconds_count_from_the_first_request(tmp_path: Path) -> None:
+def test_epoch_times_in_milliseconds_start_at_the_first_request(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = (1_700_000_000_000, 1_700_000_002_500)
     path.write_text("".join(f'{{"timestamp": {at}, "input_length": 5, "output_length": 1}}\n' for at in rows))
@@ -139,7 +137,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("line", BROKEN)
-def test_a_broken_line_is_named_and_can_be_skipped(tmp_path: Path, line: str) -> None:
+def test_an_invalid_line_is_named_and_can_be_skipped(tmp_path: Path, line: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(MOONCAKE + line + "\n" + MOONCAKE)
     with pytest.raises(InputErrors, match=rf"a\.jsonl:3: .*({BROKEN[line]})"):
@@ -162,7 +160,7 @@ def test_a_broken_line_is_named_and_can_be_skipped(tmp_path: Path, line: str) ->
         ("2024-05-10,5", "2 fields"),
     ],
 )
-def test_a_broken_azure_row_names_its_field(tmp_path: Path, row: str, field: str) -> None:
+def test_an_invalid_azure_row_names_its_field(tmp_path: Path, row: str, field: str) -> None:
     path = tmp_path / "a.csv"
     path.write_text(AZURE_2024 + row + "\n")
     with pytest.raises(InputErrors, match=rf"a\.csv:4: .*{field}"):
@@ -170,7 +168,7 @@ def test_a_broken_azure_row_names_its_field(tmp_path: Path, row: str, field: str
     assert len(read(path, skip_bad=True).requests) == 2
 
 
-def test_ten_faults_are_told_at_once(tmp_path: Path) -> None:
+def test_ten_errors_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"timestamp": 1}\n' * 30)
     with pytest.raises(InputErrors) as caught:
@@ -194,14 +192,14 @@ def test_ten_faults_are_told_at_once(tmp_path: Path) -> None:
     ],
     ids=["empty", "blank", "other csv", "array", "header only", "gzip cut off", "zstd cut off", "zstd damaged"],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, octets: bytes, what: str) -> None:
+def test_a_file_that_is_no_trace_is_rejected(tmp_path: Path, octets: bytes, what: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(octets)
     with pytest.raises(InputError, match=what):
         read(path)
 
 
-def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+def test_unreadable_and_unwritable_files_are_named(tmp_path: Path) -> None:
     trace = Trace("one", (TracedRequest(0.0, 5, 1, (), 16),))
     with pytest.raises(InputError, match="cannot be read"):
         read(tmp_path / "missing.jsonl")
@@ -213,7 +211,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         write(trace, tmp_path / "a.csv")
 
 
-def test_another_block_size_can_be_given(tmp_path: Path) -> None:
+def test_the_block_size_can_be_set(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 40, "output_length": 1, "hash_ids": [1, 2, 3]}\n')
     assert read(path, block_tokens=16).requests[0].block_tokens == 16
