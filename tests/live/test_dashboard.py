@@ -178,6 +178,26 @@ COUNT = (
 )
 
 
+TIERS = ["same node", "same rack", "same pod", "same datacenter"]
+"""Tiers of a cluster with one datacenter."""
+CROSSED = """import('./routes.js').then(({gapRoute, pointsOf}) => {
+    const size = 40, gap = 8, tiles = [];
+    for (let k = 0; k < 32; k += 1) tiles.push({x: (k % 8) * (size + gap), y: Math.floor(k / 8) * (size + 13 + gap)});
+    const within = (x, from) => x > from + 1 && x < from + size - 1;
+    const covered = (at) => tiles.some((tile) => within(at.x, tile.x) && within(at.y, tile.y));
+    let lines = 0, crossed = 0;
+    tiles.forEach((source, from) => tiles.forEach((target, to) => {
+      if (from === to) return;
+      const line = gapRoute(source, target, size, gap, from);
+      lines += 1;
+      crossed += Array.from({length: 401}, (_, k) => line.at(k / 400)).filter(covered).length;
+      crossed += pointsOf(line, 0, 1).length < 2;
+    }));
+    return [lines, crossed];
+})"""
+"""Number of lines between all pairs of 32 tiles, and of their points that lie on a tile."""
+
+
 def _texts(selector: str) -> str:
     return TEXTS.format(json.dumps(selector))
 
@@ -195,12 +215,27 @@ def test_the_map_shows_every_instance(browser: Browser, size: str) -> None:
         assert browser.complaints() == []
 
 
+def test_lines_pass_between_the_tiles(browser: Browser) -> None:
+    """The line of a transfer touches no instance except its two ends."""
+    with _feed(browser, *CLUSTER):
+        assert browser.run(CROSSED) == [32 * 31, 0]
+
+
+def test_the_table_of_instances_scrolls_in_one_direction(browser: Browser) -> None:
+    """In a window of 1,400 pixels all columns are visible."""
+    with _feed(browser, *SIZES["512"]):
+        browser.click("#table-box summary")
+        browser.until("document.querySelectorAll('#instances tbody tr').length === 512")
+        assert browser.run("(x => x.scrollWidth - x.clientWidth)(document.querySelector('#table-box .scroll'))") == 0
+
+
 def test_values_are_updated(browser: Browser) -> None:
     """The panels fill, and the page receives new ticks."""
     with _feed(browser, *CLUSTER):
         assert sorted(browser.run(_texts("#ttft .name"))) == ["netkv", "round-robin"]
         assert browser.run("document.querySelectorAll('#tiers .bar').length") == 4
-        assert browser.run("document.querySelectorAll('#oracle tbody tr').length") == 5
+        assert browser.run(_texts("#oracle td:first-child")) == TIERS
+        assert not any("across" in text for text in browser.run(_texts("#legend .key, #tiers .key")))
         assert browser.run("document.querySelectorAll('.kpi').length") == 8
         before = json.dumps(browser.run("document.querySelector('#uptime').textContent"))
         browser.until(f"document.querySelector('#uptime').textContent !== {before}")

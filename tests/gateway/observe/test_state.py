@@ -59,6 +59,16 @@ def _decode(number: int, tier: int = 2) -> Decode:
     return Decode(number, PREFILLS[0], DECODES[0], tier, 1e9, 1e9, 0)
 
 
+def test_the_map_names_the_tiers_that_the_cluster_has() -> None:
+    """One datacenter has no tier between datacenters; with one instance in each node there is no tier within a node."""
+    assert _state().snapshot(0.0).layout.tiers_present == (0, 1, 2, 3)
+    whole_nodes = fat_tree(pods=1, racks_per_pod=2, nodes_per_rack=2, instances=InstanceCounts(prefill=2, decode=2))
+    defaults = msgspec.structs.replace(whole_nodes.defaults, tp=8)
+    cluster = build(msgspec.structs.replace(whole_nodes, defaults=defaults))
+    state = DashboardState(cluster, GatewayStatus, policy="netkv", version="1.2")
+    assert state.snapshot(0.0).layout.tiers_present == (1, 2)
+
+
 @given(st.lists(tokens, max_size=60))
 def test_statistics_per_policy_cover_the_last_minute(
     seen: list[tuple[float, str, int | None, float, tuple[float, ...]]],

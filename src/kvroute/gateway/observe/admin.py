@@ -37,6 +37,7 @@ _ASSETS = {
     "dashboard.css": "text/css",
     "dashboard.js": "text/javascript",
     "map.js": "text/javascript",
+    "routes.js": "text/javascript",
     "panels.js": "text/javascript",
     "format.js": "text/javascript",
 }

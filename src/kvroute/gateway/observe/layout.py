@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from kvroute.topology import Cluster
 from kvroute.topology.tree import TIER_NAMES, Domain, domain_tree
@@ -63,6 +64,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Datacenters, ascending by name."""
     wan: tuple[WanLink, ...]
     tiers: tuple[str, ...]
+    """Names of all tiers."""
+    tiers_present: tuple[int, ...]
+    """Tiers between any two of the instances, ascending."""
     tier_bytes_per_s: tuple[float, ...]
 
 
@@ -97,8 +101,14 @@ def layout_of(cluster: Cluster, number: int) -> Layout:
             for entry in cluster.file.wan
         ),
         tiers=TIER_NAMES,
+        tiers_present=_tiers_present(cluster),
         tier_bytes_per_s=tuple(cluster.tier_bytes_per_s.tolist()),
     )
+
+
+def _tiers_present(cluster: Cluster) -> tuple[int, ...]:
+    others = ~np.eye(len(cluster.instances), dtype=np.bool_)
+    return tuple(np.unique(cluster.tier[others]).tolist())
 
 
 def _sites(cluster: Cluster) -> tuple[Site, ...]:

@@ -3,12 +3,13 @@
 import {
   LOCAL_COLOUR, TIER_COLOURS, bytes, datacentersOf, isShut, loadColour, onTheme, percent, roleNow, pathState, pathStateTexts,
 } from "./format.js";
+import { ROUTED_LEAST, arcRoute, gapRoute, linkRoute, pointsOf } from "./routes.js";
 
 const UP = 0, BREAKER = 1, LOAD = 5; // places in a tile
 const SHOW_MS = 800; // shortest time for which a transfer is shown: most end earlier
 const MOVING_MOST = 160;
-const STEPS = 24; // straight pieces of a line
-const TILE_MOST = 58, TILE_LEAST = 4;
+const TILE_MOST = 58, TILE_WIDE = 84, WIDE = 1200, TILE_LEAST = 4; // largest tile on a map that is `WIDE` or less
+const NAMED_LEAST = 30, NAME_HIGH = 13; // smallest tile with a name below it, height of the name
 const LINK_WIDE = 132, LINK_HIGH = 62; // room between datacenters for a link and its figures
 const LINK_THICK = 12, LANE = 5, BREAK = 13; // width of a link, of a direction in it, half of the gap in a closed link
 const still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -40,15 +41,15 @@ function square(boxes, gap, aspect) { // the width at which flowing boxes have a
 
 // The box of a domain: { kind, name, x, y, w, h, children, tiles }, positions relative to the parent's inside.
 function boxOf(place, plan, width) {
-  const { tile, aspect } = plan, gap = Math.max(1, tile * 0.16);
+  const { tile, aspect, high } = plan, gap = gapOf(tile), down = tile + nameHeight(tile);
   const box = { kind: place.kind, name: place.name, children: [], tiles: [], pad: 0, top: 0 };
   if (place.kind === "node") {
     const columns = Math.min(place.instances.length, 8);
     place.instances.forEach((index, k) => {
-      box.tiles.push({ index, x: (k % columns) * (tile + gap), y: Math.floor(k / columns) * (tile + gap) });
+      box.tiles.push({ index, x: (k % columns) * (tile + gap), y: Math.floor(k / columns) * (down + gap) });
     });
     const rows = Math.ceil(place.instances.length / columns);
-    return Object.assign(box, { w: columns * (tile + gap) - gap, h: rows * (tile + gap) - gap });
+    return Object.assign(box, { w: columns * (tile + gap) - gap, h: rows * (down + gap) - gap });
   }
   const framed = place.name !== "" && place.kind !== "cluster";
   box.pad = framed ? Math.max(2, tile * 0.22) : 0;
@@ -57,8 +58,8 @@ function boxOf(place, plan, width) {
   const inside = width - 2 * box.pad;
   box.children = place.children.map((child) => boxOf(child, plan, inside));
   let size;
-  if (place.kind === "rack") { // the nodes of a rack are stacked, at most 8 high
-    const columns = Math.ceil(box.children.length / 8);
+  if (place.kind === "rack") { // the nodes of a rack are stacked, at most `high` of them
+    const columns = Math.ceil(box.children.length / high);
     const wide = Math.max(...box.children.map((child) => child.w));
     size = flow(box.children, columns * (wide + between), between);
   } else if (place.kind === "cluster" && plan.linked) {
@@ -71,20 +72,24 @@ function boxOf(place, plan, width) {
   return Object.assign(box, { w: size.w + 2 * box.pad, h: size.h + box.top + box.pad });
 }
 
+const gapOf = (tile) => Math.max(1, tile * 0.16);
+const nameHeight = (tile) => (tile >= NAMED_LEAST ? NAME_HIGH : 0);
 const labelHeight = (kind, tile) => (kind === "rack" ? (tile >= 12 ? 14 : Math.max(2, tile * 0.2)) : 17);
 
 // The largest tiles with which the cluster fits; with the smallest tiles the map grows in height instead.
 export function planOf(root, width, height, linked = false) {
   let best = null;
-  for (const aspect of [0.6, 1, 1.6, 2.4, 4, 8]) {
-    for (let tile = TILE_MOST; tile >= TILE_LEAST; tile -= tile > 16 ? 1 : 0.5) {
-      if (best && tile < best.tile) break;
-      const box = boxOf(root, { tile, aspect, linked }, width);
-      const fits = box.w <= width + 0.5 && box.h <= height;
-      if (fits || tile === TILE_LEAST) {
-        const better = !best || (fits && (!best.fits || tile > best.tile || box.h < best.box.h));
-        if (better) best = { tile, aspect, box, fits };
-        break;
+  for (const high of [8, 4, 2, 1]) {
+    for (const aspect of [0.6, 1, 1.6, 2.4, 4, 8]) {
+      for (let tile = width > WIDE ? TILE_WIDE : TILE_MOST; tile >= TILE_LEAST; tile -= tile > 16 ? 1 : 0.5) {
+        if (best && tile < best.tile) break;
+        const box = boxOf(root, { tile, aspect, linked, high }, width);
+        const fits = box.w <= width + 0.5 && box.h <= height;
+        if (fits || tile === TILE_LEAST) {
+          const better = !best || (fits && (!best.fits || tile > best.tile || box.h < best.box.h));
+          if (better) best = { tile, aspect, box, fits };
+          break;
+        }
       }
     }
   }
@@ -95,7 +100,8 @@ export class ClusterMap {
   constructor(canvas, inspect) {
     this.canvas = canvas;
     this.inspect = inspect;
-    this.back = document.createElement("canvas"); // everything except transfers; drawn when data arrive, not per frame
+    this.back = document.createElement("canvas"); // behind the transfers; drawn when data arrive, not per frame
+    this.front = document.createElement("canvas"); // the tiles: a line that passes behind one does not end there
     this.tiles = [];
     this.moving = new Map();
     this.values = [];
@@ -157,7 +163,7 @@ export class ClusterMap {
     const height = Math.max(120, Math.ceil(plan.box.h) + 6);
     this.canvas.style.height = `${height}px`;
     const scale = devicePixelRatio || 1;
-    for (const canvas of [this.canvas, this.back]) {
+    for (const canvas of [this.canvas, this.back, this.front]) {
       canvas.width = Math.round(width * scale);
       canvas.height = Math.round(height * scale);
       canvas.getContext("2d").setTransform(scale, 0, 0, scale, 0, 0);
@@ -198,11 +204,11 @@ export class ClusterMap {
     if (!this.width || !this.root) return;
     const style = getComputedStyle(document.documentElement);
     this.ink = Object.fromEntries(["panel", "edge", "text", "quiet", "bad", "accent", "track"].map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-    const draw = this.back.getContext("2d");
-    draw.clearRect(0, 0, this.width, this.back.height);
+    const draw = this.back.getContext("2d"), front = this.front.getContext("2d");
+    for (const each of [draw, front]) each.clearRect(0, 0, this.width, this.back.height);
     for (const frame of this.frames) this.drawFrame(draw, frame);
     for (const link of this.links) { link.state = this.linkState(link); this.drawLink(draw, link); }
-    this.tiles.forEach((tile, index) => { if (tile) this.drawTile(draw, tile, index); });
+    this.tiles.forEach((tile, index) => { if (tile) this.drawTile(front, tile, index); });
     this.wake();
   }
 
@@ -302,6 +308,14 @@ export class ClusterMap {
     draw.setLineDash([]);
     if (down || open) this.strike(draw, role, x, y, size, down);
     else if (size >= 18) this.letter(draw, changing ? "⇄" : role === "both" ? "PD" : role[0].toUpperCase(), x, y, size, value);
+    if (nameHeight(size)) {
+      draw.fillStyle = this.ink.text;
+      draw.font = '10.5px system-ui, "DejaVu Sans", sans-serif';
+      draw.textAlign = "center";
+      draw.textBaseline = "alphabetic";
+      draw.fillText(fitting(draw, this.layout.instances[index].name, size + gapOf(size) - 2), x + size / 2, y + size + NAME_HIGH - 2);
+      draw.textAlign = "left";
+    }
     if (changing) {
       draw.strokeStyle = this.ink.accent;
       draw.lineWidth = 2;
@@ -340,12 +354,16 @@ export class ClusterMap {
     this.frame = 0;
     const draw = this.canvas.getContext("2d");
     draw.clearRect(0, 0, this.width, this.canvas.height);
-    draw.drawImage(this.back, 0, 0, this.width, this.back.height / (devicePixelRatio || 1));
+    const layer = (canvas) => draw.drawImage(canvas, 0, 0, this.width, canvas.height / (devicePixelRatio || 1));
+    const over = this.tile < ROUTED_LEAST; // without room between the tiles, transfers are above them
+    layer(this.back);
+    if (over) layer(this.front);
     for (const [id, transfer] of this.moving) {
       if (this.repeats) transfer.from += transfer.ms * Math.floor(Math.max(0, now - transfer.from) / transfer.ms);
       if (now - transfer.from > transfer.ms) this.moving.delete(id);
       else this.drawTransfer(draw, transfer, Math.max(0, now - transfer.from) / transfer.ms);
     }
+    if (!over) layer(this.front);
     if (this.chosen >= 0 && this.tiles[this.chosen]) this.drawChosen(draw);
     if (this.moving.size && !still.matches && !document.hidden) this.wake();
   }
@@ -354,45 +372,38 @@ export class ClusterMap {
     const source = this.tiles[transfer.source], target = this.tiles[transfer.target];
     if (!source || !target) return;
     const half = this.tile / 2, a = { x: source.x + half, y: source.y + half }, b = { x: target.x + half, y: target.y + half };
-    const { way, most } = this.wayOf(transfer, a, b);
+    const { line, most } = this.lineOf(transfer, a, b);
     share = Math.min(share, most);
     draw.strokeStyle = draw.fillStyle = TIER_COLOURS[transfer.tier] ?? LOCAL_COLOUR;
-    draw.lineCap = "round";
+    draw.lineCap = draw.lineJoin = "round";
     const arc = (from, to, width, alpha) => {
       draw.beginPath();
-      for (let k = 0; k <= STEPS; k += 1) {
-        const point = way(from + ((to - from) * k) / STEPS);
-        if (k) draw.lineTo(point.x, point.y); else draw.moveTo(point.x, point.y);
-      }
+      pointsOf(line, from, to).forEach((point, k) => { if (k) draw.lineTo(point.x, point.y); else draw.moveTo(point.x, point.y); });
       draw.lineWidth = width; draw.globalAlpha = alpha; draw.stroke();
     };
     const width = Math.min(3.2, Math.max(1.2, this.tile * 0.12));
     if (still.matches) { share = most; arc(0, share, width, 0.75); } else { arc(0, 1, 1, 0.3); arc(Math.max(0, share - 0.28), share, width, 0.95); }
     draw.globalAlpha = 1;
-    const head = way(share);
+    const head = line.at(share);
     draw.beginPath(); draw.arc(head.x, head.y, width * 1.25, 0, 7); draw.fill();
   }
 
-  // The line of a transfer as a function of the share, and the largest share reached now: inside a datacenter an arc,
-  // between two along their link: up to its end before completion, and up to the gap while it is closed.
-  wayOf(transfer, a, b) {
+  // The line of a transfer, and the largest share reached now: inside a datacenter between the tiles, between two along
+  // their link: up to its end before completion, and up to the gap while it is closed.
+  lineOf(transfer, a, b) {
     const [here, there] = [this.datacenters[transfer.source], this.datacenters[transfer.target]];
     const link = here === there ? null : this.links.find(({ source, target }) => (source === here && target === there) || (source === there && target === here));
-    if (!link) {
-      const length = Math.hypot(b.x - a.x, b.y - a.y), bend = Math.min(46, length * 0.22);
-      const c = { x: (a.x + b.x) / 2 - (bend * (b.y - a.y)) / (length || 1), y: (a.y + b.y) / 2 + (bend * (b.x - a.x)) / (length || 1) };
-      return { way: (t) => bezier(a, c, b, t), most: 1 };
-    }
+    if (!link && this.tile < ROUTED_LEAST) return { line: arcRoute(a, b), most: 1 };
+    if (!link) return { line: gapRoute(this.tiles[transfer.source], this.tiles[transfer.target], this.tile, gapOf(this.tile), transfer.id), most: 1 };
     const forward = link.source === here, lane = ((transfer.id % 3) - 1) * 1.5 + (forward ? -2.5 : 2.5);
     const length = Math.hypot(link.to.x - link.from.x, link.to.y - link.from.y) || 1;
     const aside = { x: (-lane * (link.to.y - link.from.y)) / length, y: (lane * (link.to.x - link.from.x)) / length };
     const ends = [link.from, link.to].map((end) => ({ x: end.x + aside.x, y: end.y + aside.y }));
     if (!forward) ends.reverse();
-    const points = [a, ...ends, b], sums = [0];
-    for (let k = 1; k < 4; k += 1) sums.push(sums[k - 1] + Math.hypot(points[k].x - points[k - 1].x, points[k].y - points[k - 1].y));
+    const line = linkRoute(a, ends, b), { sums } = line;
     const whole = transfer.in_flight ? sums[2] : sums[3]; // a transfer that ends while the link is closed has not arrived either
     const most = (isShut(link.state) ? (sums[1] + sums[2]) / 2 - BREAK - 2 : whole) / sums[3];
-    return { way: (t) => along(points, sums, t * sums[3]), most };
+    return { line, most };
   }
 
   drawChosen(draw) {
@@ -450,18 +461,6 @@ function endsOf(a, b, number) {
   }
   const [x, z] = middle(a.x, a.w, b.x, b.w), down = a.y < b.y;
   return { lying, from: { x: x + aside, y: down ? a.y + a.h : a.y }, to: { x: z + aside, y: down ? b.y : b.y + b.h } };
-}
-
-function along(points, sums, distance) {
-  let k = 1;
-  while (k < points.length - 1 && sums[k] < distance) k += 1;
-  const share = (distance - sums[k - 1]) / (sums[k] - sums[k - 1] || 1), a = points[k - 1], b = points[k];
-  return { x: a.x + share * (b.x - a.x), y: a.y + share * (b.y - a.y) };
-}
-
-function bezier(a, c, b, t) {
-  const u = 1 - t;
-  return { x: u * u * a.x + 2 * u * t * c.x + t * t * b.x, y: u * u * a.y + 2 * u * t * c.y + t * t * b.y };
 }
 
 function fitting(draw, text, width) {

@@ -157,12 +157,15 @@ export class Panels {
 
   oracle(oracle) {
     setText($("oracle-note"), oracle.source === "static" ? (oracle.learned_ratio.some((ratio) => ratio !== null) ? "static map, corrected by own transfers" : "static map") : `${oracle.source}, ${oracle.age_s === null ? "no data yet" : `${seconds(oracle.age_s)} old`}`);
-    const rows = this.layout.tiers.map((name, tier) => [
-      name, `${bytes(this.layout.tier_bytes_per_s[tier])}/s`, percent(oracle.congestion[tier]),
+    const rows = this.layout.tiers_present.map((tier) => [
+      this.layout.tiers[tier], `${bytes(this.layout.tier_bytes_per_s[tier])}/s`, percent(oracle.congestion[tier]),
       oracle.learned_ratio[tier] === null ? "–" : `× ${oracle.learned_ratio[tier].toFixed(2)}`,
     ]);
-    fillTable($("oracle"), ["tier", "static", "congestion", "measured"], rows);
-    [...$("oracle").tBodies[0].rows].forEach(inColour);
+    fillTable($("oracle"), ["tier", "static", "congestion", "correction"], rows);
+    [...$("oracle").tBodies[0].rows].forEach((row, k) => {
+      inColour(row, this.layout.tiers_present[k]);
+      row.title = "Static: the bandwidth in the cluster file. Correction: the rate that own transfers reached, those that shared a path included, over the predicted rate.";
+    });
   }
 
   // What foresight has learned from own transfers about each tier beyond the rack; inside a rack the NICs are the limit.
@@ -171,13 +174,13 @@ export class Panels {
     if (!foresight) return;
     setText($("learned-note"), `from own transfers${foresight.policy === this.tick.policy ? "" : `, by the shadow policy ${foresight.policy}`}`);
     const tiers = foresight.tiers.map((tier, k) => ({ ...tier, k })).filter((tier) => tier.k >= FAR && tier.bytes_per_s !== null);
-    fillTable($("learned"), ["tier", "measured", "single", "transfers", "last"], tiers.map((tier) => [
+    fillTable($("learned"), ["tier", "capacity", "single", "transfers", "last"], tiers.map((tier) => [
       this.layout.tiers[tier.k], `× ${tier.factor.toFixed(2)}`, `${bytes(tier.bytes_per_s)}/s`,
       tier.transfers ? String(tier.transfers) : "–", tier.age_s === null ? "never" : tier.age_s ? `${seconds(tier.age_s)} ago` : "just now",
     ]));
     [...$("learned").tBodies[0].rows].forEach((row, k) => {
       inColour(row, tiers[k].k);
-      row.title = `Measured over static capacity of the paths, and the bandwidth of a single transfer with that correction. Learned from ${tiers[k].transfers} transfers with a total weight of ${tiers[k].weight.toFixed(1)}: older transfers count less.`;
+      row.title = `Capacity of the paths over the one in the cluster file, without the effect of own transfers on each other, and the bandwidth of a single transfer with that correction. Learned from ${tiers[k].transfers} transfers with a total weight of ${tiers[k].weight.toFixed(1)}: older transfers count less.`;
     });
   }
 
@@ -310,8 +313,17 @@ export class Panels {
   }
 
   table() {
-    const rows = this.layout.instances.map((instance, k) => [instance.name, ...this.words(k)]);
-    fillTable($("instances"), ["instance", "role", "state", "own", "running", "waiting", "load", "pending", "KV used", "scraped", "model", "place"], rows);
+    const models = new Set(this.layout.instances.map((instance) => instance.model)).size > 1; // one model needs no column
+    const rows = this.layout.instances.map((instance, k) => {
+      const [role, state, own, running, waiting, load, pending, kv, age, model, place] = this.words(k);
+      return [instance.name, role, state, own, running, waiting, load, pending, kv, age, ...(models ? [model] : []), place];
+    });
+    const head = ["instance", "role", "state", "own", "running", "waiting", "load", "pending", "KV used", "scraped", ...(models ? ["model"] : []), "place"];
+    if ($("instances").tHead.rows[0]?.cells.length !== head.length) { // a reload may add the column of models
+      $("instances").tHead.replaceChildren();
+      $("instances").tBodies[0].replaceChildren();
+    }
+    fillTable($("instances"), head, rows);
     this.layout.instances.forEach((_, k) => {
       const tile = this.tick.instances[k];
       $("instances").tBodies[0].rows[k].classList.toggle("down", !tile[0] || tile[1] === 2);
@@ -342,7 +354,7 @@ export class Panels {
     load.append("idle", ramp, "full");
     const linked = this.layout.wan.length ? [key(TIER_COLOURS[TIER_COLOURS.length - 1], "WAN path, filled by its use", true), element("span", "key", "✕ WAN path closed")] : [];
     const both = this.layout.instances.some((instance) => instance.role === "both") ? [element("span", "key", "◆ both")] : [];
-    const tiers = () => this.layout.tiers.map((name, tier) => key(TIER_COLOURS[tier], name));
+    const tiers = () => this.layout.tiers_present.map((tier) => key(TIER_COLOURS[tier], this.layout.tiers[tier]));
     box.replaceChildren(load, element("span", "key", "■ prefill"), element("span", "key", "● decode"), ...both,
       element("span", "key", "✕ down"), element("span", "key", "▨ breaker open"), ...tiers(), ...linked);
     $("tiers").keys.replaceChildren(...tiers(), key(LOCAL_COLOUR, "no transfer"));
