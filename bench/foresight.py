@@ -33,8 +33,8 @@ class Driver:
     """Keeps a table at a number of transfers and makes decisions over it; its clock is a counter."""
 
     def __init__(self, decode: int, in_flight: int) -> None:
+        from kvroute.control.transfer_table import InFlight
         from kvroute.oracle import NetworkOracle
-        from kvroute.policies.foresight_flight import InFlight
         from kvroute.policies.foresight_links import LinkModel
         from kvroute.topology import InstanceCounts, build, fat_tree
 

@@ -8,13 +8,14 @@ import math
 import numpy as np
 import pytest
 
+from kvroute.control.learned_capacity import Answers, Learned
+from kvroute.control.transfer_table import InFlight
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import decode_policy, foresight_policy
 from kvroute.policies.foresight import Foresight
-from kvroute.policies.foresight_flight import InFlight, Sight
 from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
-from kvroute.policies.foresight_learned import Answers, Learned
 from kvroute.policies.foresight_links import UNKNOWN, LinkModel
+from kvroute.policies.foresight_sight import Sight
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
 from kvroute.topology import InstanceCounts, build, fat_tree

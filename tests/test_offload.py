@@ -11,12 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvroute.policies.allocation import Allocation, Capacity, Conversion, Home, LongTerm, Stage, StageLoad
-from kvroute.policies.conversion import judge
+from kvroute.control.allocation import Allocation, Capacity
+from kvroute.control.threshold import Threshold, scarcity_of, threshold_of
+from kvroute.control.traffic import Traffic
+from kvroute.policies.conversion import Conversion, Home, LongTerm, Stage, StageLoad, judge
 from kvroute.policies.offload import OffloadSpec, SiteCandidates, choose_site, longest
-from kvroute.policies.threshold import ShortTerm, Threshold
+from kvroute.policies.short_term import ShortTerm
 from kvroute.policies.throughput import PrfaasCluster
-from kvroute.policies.traffic import Traffic
 from kvroute.types import FloatArray, InputError
 
 SPEC = OffloadSpec()
@@ -535,6 +536,6 @@ def test_invalid_long_term_settings_are_rejected_with_a_hint(fields: dict[str, A
 def test_a_spec_round_trips_through_json() -> None:
     text = b'{"threshold_tokens":19000,"rule":"scarce","short_term":{"step":1.5},"long_term":{"conversions":false}}'
     spec = msgspec.json.decode(text, type=OffloadSpec)
-    assert (spec.threshold().tokens, spec.scarcity().scarce) == (19_000, True)
+    assert (threshold_of(spec).tokens, scarcity_of(spec).scarce) == (19_000, True)
     assert msgspec.json.decode(msgspec.json.encode(spec), type=OffloadSpec) == spec
-    assert OffloadSpec().threshold().tokens == 1_000_000, "nothing leaves before a search"
+    assert threshold_of(OffloadSpec()).tokens == 1_000_000, "nothing leaves before a search"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.gateway.rig import CLUSTER as TEXT
 
 from kvroute.control import ControlSpec
+from kvroute.control.learned_capacity import Answers, Learned
 from kvroute.oracle import NetworkOracle, OracleSettings
-from kvroute.policies.foresight_learned import Answers, Learned
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.topology import parse
 from kvroute.types import (

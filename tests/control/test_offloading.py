@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvroute.control import Control, ControlSpec
 from kvroute.oracle import OracleSettings
-from kvroute.policies.allocation import LongTerm
+from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
 from kvroute.topology import Cluster, InstanceDefaults, build, parse, two_datacenters
 from kvroute.topology.units import Size

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvroute.cachepool import CopySpec, HotspotSpec
 from kvroute.control import ControlSpec, LogHeader, LogRecord, decisions_equal, replay
 from kvroute.event_log import EventLog, read_log
-from kvroute.policies.allocation import LongTerm
+from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
 from kvroute.prefix import PrefixIndex
 from kvroute.sim.capacity import Capacity

@@ -13,12 +13,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import fields, replace
 
+from kvroute.control.learned_capacity import Learned
+from kvroute.control.transfer_table import InFlight
 from kvroute.flows import fill_to_the_end, max_min_rates
 from kvroute.policies import CacheAndLoadAware
 from kvroute.policies.foresight import Foresight
-from kvroute.policies.foresight_flight import InFlight
 from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
-from kvroute.policies.foresight_learned import Learned
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_paths import collided
 from kvroute.policies.foresight_spec import ForesightSpec

@@ -12,10 +12,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.policies.allocation import Allocation, Capacity, Home, LongTerm, Review, Stage, StageLoad
-from kvroute.policies.conversion import STAGES, judge
+from kvroute.control.allocation import Allocation, Capacity, Review
+from kvroute.control.threshold import Scarcity, Threshold
+from kvroute.control.traffic import Tally, Traffic
+from kvroute.policies.conversion import STAGES, Home, LongTerm, Stage, StageLoad, judge
 from kvroute.policies.offload import HOME, OffloadSpec, SiteCandidates, choose_site, longest
-from kvroute.policies.threshold import Scarcity, ShortTerm, Threshold
+from kvroute.policies.short_term import ShortTerm
 from kvroute.policies.throughput import (
     Mix,
     PdCluster,
@@ -26,7 +28,6 @@ from kvroute.policies.throughput import (
     splits,
     stage_rates,
 )
-from kvroute.policies.traffic import Tally, Traffic
 from kvroute.types import FloatArray
 
 shares = st.floats(0, 1.2)

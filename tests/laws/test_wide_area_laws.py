@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec, LogHeader, LogRecord, decisions_equal, replay
 from kvroute.event_log import EventLog, read_log
-from kvroute.policies.allocation import LongTerm
+from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
 from kvroute.sim.metrics import FINISHED, REJECTED
 from kvroute.sim.run import simulate

@@ -12,7 +12,7 @@ from msgspec import Meta, field
 from kvroute.cachepool import CopySpec, HotspotSpec
 from kvroute.gateway.config.offload import OffloadSection
 from kvroute.policies.offload import OffloadSpec
-from kvroute.policies.threshold import Rule
+from kvroute.policies.short_term import Rule
 from kvroute.sim.capacity import links_named
 from kvroute.sim.settings import CapacityChange, Fluctuation, SimSettings, TransferMode, WanTransport
 from kvroute.topology import Cluster

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from kvroute.control.allocation import Allocation, Capacity, Review
 from kvroute.control.datacenters import Datacenters, Egress
 from kvroute.control.pool import PrefillPool
 from kvroute.control.stages import Stages
+from kvroute.control.threshold import scarcity_of, threshold_of
 from kvroute.control.view import ClusterView
 from kvroute.policies import PrefillCandidates
-from kvroute.policies.allocation import Allocation, Capacity, Conversion, Review
+from kvroute.policies.conversion import Conversion
 from kvroute.policies.offload import HOME, OffloadSpec, SiteCandidates, choose_site, longest
 from kvroute.types import (
     CROSS_DATACENTER,
@@ -63,8 +65,8 @@ class Offloader:
         self.spec, self._view = spec, view
         ((served, self._model),) = view.models.items()
         self.datacenters = Datacenters.of_cluster(view.cluster)
-        self.thresholds = {site: spec.threshold() for site in self.datacenters.prfaas}
-        self._scarcity = {site: spec.scarcity() for site in self.datacenters.prfaas}
+        self.thresholds = {site: threshold_of(spec) for site in self.datacenters.prfaas}
+        self._scarcity = {site: scarcity_of(spec) for site in self.datacenters.prfaas}
         self.egress = {
             site: Egress(self.datacenters.egress_bytes_per_s[site], _RATE_MEMORY_S) for site in self.datacenters.prfaas
         }

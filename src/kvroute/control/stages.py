@@ -8,13 +8,14 @@ from typing import get_args
 
 import numpy as np
 
+from kvroute.control.allocation import Capacity
 from kvroute.control.datacenters import Datacenters
 from kvroute.control.pool import DecodePool, PrefillPool
+from kvroute.control.traffic import Tally
 from kvroute.control.view import ClusterView
 from kvroute.llm import Model
-from kvroute.policies.allocation import Capacity, Home, Stage, StageLoad
+from kvroute.policies.conversion import Home, Stage, StageLoad
 from kvroute.policies.throughput import Curve, PrfaasCluster, kv_curve, prefill_curve
-from kvroute.policies.traffic import Tally
 from kvroute.timing import IterationTime
 from kvroute.types import FloatArray, IntArray, Request
 

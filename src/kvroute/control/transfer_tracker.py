@@ -7,8 +7,9 @@ from functools import cached_property
 import numpy as np
 from msgspec import structs
 
+from kvroute.control.transfer_table import InFlight
 from kvroute.oracle import NetworkOracle
-from kvroute.policies import DecodePolicy, InFlight, LinkModel, Sight, SightedPolicy, TierLearned
+from kvroute.policies import DecodePolicy, LinkModel, Sight, SightedPolicy, TierLearned
 from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, FloatArray, IntArray, NetworkCosts
 

@@ -11,7 +11,7 @@ from kvroute.control import ControlSpec
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.prfaas_case import DECODE_POLICY, Assumptions, cluster
 from kvroute.policies.offload import OffloadSpec
-from kvroute.policies.threshold import Rule
+from kvroute.policies.short_term import Rule
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Trace, TracedRequest, generate

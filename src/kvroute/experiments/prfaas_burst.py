@@ -20,7 +20,7 @@ from kvroute.experiments.prfaas_queue import AWAY, PrfaasStudy, config_of, fixed
 from kvroute.experiments.prfaas_traffic import Disturbance
 from kvroute.planner.search import deployment
 from kvroute.policies.offload import OffloadSpec
-from kvroute.policies.threshold import Rule
+from kvroute.policies.short_term import Rule
 from kvroute.sim.metrics import NOT_ARRIVED, Outcomes
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import CapacityChange, SimSettings, Slo

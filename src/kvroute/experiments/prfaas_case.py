@@ -17,7 +17,7 @@ from kvroute.planner.lengths import Lengths, grouped, incremental, log_normal
 from kvroute.planner.problem import Hardware, Problem, Site
 from kvroute.planner.search import Kind, Optimum, find
 from kvroute.policies import prefill_policy
-from kvroute.policies.threshold import Rule
+from kvroute.policies.short_term import Rule
 from kvroute.policies.throughput import Curve, decode_per_s, kv_curve, prefill_curve, stage_rates
 from kvroute.sim.settings import WanTransport
 from kvroute.sim.workload import Trace

@@ -36,9 +36,9 @@ from kvroute.experiments.prfaas_case import (
 )
 from kvroute.experiments.prfaas_traffic import even, made, poisson, spread_lengths, two_lengths
 from kvroute.planner.search import Kind, Optimum, deployment, find
-from kvroute.policies.allocation import LongTerm
+from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
-from kvroute.policies.threshold import Rule, ShortTerm
+from kvroute.policies.short_term import Rule, ShortTerm
 from kvroute.sim.metrics import Outcomes
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings, Slo

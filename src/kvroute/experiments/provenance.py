@@ -33,7 +33,13 @@ ROOMS = (
     "experiments/clairvoyant.py",
 )
 """Folders and files of the package. Further settings of a family of experiments are in the config of its records."""
-FORESIGHT = ("policies/foresight*.py", "control/transfer_tracker.py", "control/pairing.py")
+FORESIGHT = (
+    "policies/foresight*.py",
+    "control/learned_capacity.py",
+    "control/pairing.py",
+    "control/transfer_table.py",
+    "control/transfer_tracker.py",
+)
 """Modules without effect on the decisions of other policies than foresight's."""
 _BASELINES = DECODE_POLICIES.keys() - FORESIGHT_POLICIES.keys()
 

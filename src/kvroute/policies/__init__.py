@@ -10,10 +10,9 @@ from kvroute.policies.decode import (
     RoundRobin,
 )
 from kvroute.policies.foresight import Foresight
-from kvroute.policies.foresight_flight import InFlight, Sight
 from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
-from kvroute.policies.foresight_learned import TierLearned
 from kvroute.policies.foresight_links import LinkModel
+from kvroute.policies.foresight_sight import Sight, TierLearned
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.names import (
     DECODE_POLICIES,
@@ -45,7 +44,6 @@ __all__ = [
     "Foresight",
     "ForesightJoint",
     "ForesightSpec",
-    "InFlight",
     "JointPath",
     "Level",
     "LinkModel",

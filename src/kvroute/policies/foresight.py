@@ -1,6 +1,6 @@
 """The foresight policy: prices a decode instance by the full cost of the transfer there, including the delay of others.
 
-It is pure: `foresight_flight.InFlight` holds the table of transfers in flight, and `flows` computes their rates.
+It is pure: `control` holds the table of transfers in flight, and `flows` computes their rates.
 Without a table it prices by tiers alone.
 """
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvroute.policies.decode import no_room
-from kvroute.policies.foresight_flight import Sight
 from kvroute.policies.foresight_pricing import (
     COST,
     IMPOSED_S,
@@ -26,6 +25,7 @@ from kvroute.policies.foresight_pricing import (
     foresee,
     price_all,
 )
+from kvroute.policies.foresight_sight import Sight
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.types import BoolArray, Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Terms
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvroute.policies.constraint import TopologyConstraint, constrain
 from kvroute.policies.foresight import Foresight
-from kvroute.policies.foresight_flight import Sight
+from kvroute.policies.foresight_sight import Sight
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
 from kvroute.types import Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Terms

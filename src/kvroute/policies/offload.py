@@ -12,8 +12,8 @@ from typing import Literal, get_args
 import msgspec
 import numpy as np
 
-from kvroute.policies.allocation import LongTerm
-from kvroute.policies.threshold import Rule, Scarcity, ShortTerm, Threshold, check_band
+from kvroute.policies.conversion import LongTerm
+from kvroute.policies.short_term import Rule, ShortTerm, check_band
 from kvroute.types import BoolArray, FloatArray, InputError, IntArray, Offload, Terms
 
 HOME = 0
@@ -69,16 +69,6 @@ class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             hint = "change it, or the bounds in offload.short_term"
             raise InputError(what, where="offload.threshold_tokens", hint=hint)
 
-    def threshold(self) -> Threshold:
-        """A new threshold for one PrfaaS site. If none is given, it starts at the upper bound: no request is offloaded
-        before a search has seen `start_requests` requests."""
-        given = self.threshold_tokens
-        return Threshold(self.short_term, self.short_term.threshold_max_tokens if given is None else given)
-
-    def scarcity(self) -> Scarcity:
-        """A new scarcity state for one PrfaaS site's bandwidth."""
-        return Scarcity(self.rule, self.scarce_above, self.abundant_below)
-
 
 @dataclass(frozen=True, slots=True)
 class SiteCandidates:
@@ -93,9 +83,9 @@ class SiteCandidates:
     up: BoolArray
     """Whether a prefill instance is up there and the link to the home works."""
     scarce: BoolArray
-    """Whether bandwidth of the link to the home is scarce (`Scarcity`); the home's own entry is ignored."""
+    """Whether bandwidth of the link to the home is scarce; the home's own entry is ignored."""
     threshold_tokens: FloatArray
-    """Threshold of each PrfaaS site (`Threshold`); the home's own entry is ignored."""
+    """Threshold of each PrfaaS site; the home's own entry is ignored."""
     utilisation: FloatArray
     """Utilisation of each site's egress, for the record only; it determined the two fields above."""
     cached_tokens: IntArray

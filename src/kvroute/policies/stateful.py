@@ -10,9 +10,8 @@ from typing import Protocol, runtime_checkable
 
 from kvroute.policies.constraint import TopologyConstraint
 from kvroute.policies.decode import DecodePolicy
-from kvroute.policies.foresight_flight import Sight
 from kvroute.policies.foresight_joint import JointPath, Pair
-from kvroute.policies.foresight_learned import TierLearned
+from kvroute.policies.foresight_sight import Sight, TierLearned
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
 from kvroute.types import CapacityLearned, IntArray, NetworkCosts, Reject, Request

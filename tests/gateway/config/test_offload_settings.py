@@ -11,9 +11,9 @@ from tests.gateway.config.settings_rig import ENVIRON, FULL, LIVE, ROOT, refused
 
 from kvroute.gateway.config.offload import OffloadSection, RoleSwitchSection
 from kvroute.gateway.config.preflight import deployment_of, settings_of
-from kvroute.policies.allocation import LongTerm
+from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
-from kvroute.policies.threshold import ShortTerm
+from kvroute.policies.short_term import ShortTerm
 
 SERVE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
 OFFLOADED, OBSERVED, CONVERTED, SALTED = re.findall(r"```yaml\n(gateway:\n.*?)```", SERVE, re.S)

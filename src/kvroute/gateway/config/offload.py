@@ -12,9 +12,9 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from kvroute.gateway.config.field_types import Limit, LimitOrNone, Share, Tokens, Wait, tokens
-from kvroute.policies.allocation import LongTerm
+from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
-from kvroute.policies.threshold import Rule, ShortTerm
+from kvroute.policies.short_term import Rule, ShortTerm
 from kvroute.policies.throughput import Reading
 from kvroute.topology.schema import Entry
 from kvroute.topology.units import Duration

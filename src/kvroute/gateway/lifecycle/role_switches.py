@@ -16,10 +16,10 @@ from kvroute.gateway.proxy.runtime import same_engine
 from kvroute.types import Convert, Event, InstanceConverted, KvCleared, ReviewDue, Role
 
 if TYPE_CHECKING:
+    from kvroute.control.allocation import Review
     from kvroute.gateway.config.offload import RoleSwitchSection
     from kvroute.gateway.proxy.request import ProxiedRequest
     from kvroute.gateway.proxy.runtime import ClusterRuntime
-    from kvroute.policies.allocation import Review
 
 Outcome: TypeAlias = Literal["converted", "failed", "declined", "abandoned"]
 """`declined`: not tried, because there is no hook or an earlier switch failed a short time ago; `abandoned`: the

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvroute.control import Load as CoreLoad
+from kvroute.control.allocation import Review
 from kvroute.control.offloader import Offloader
 from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.lifecycle.role_switches import RoleSwitches
@@ -22,7 +23,6 @@ from kvroute.gateway.observe.view import (
 from kvroute.gateway.proxy.admission import AdmissionController
 from kvroute.gateway.proxy.runtime import ClusterRuntime
 from kvroute.policies import FORESIGHT_POLICIES
-from kvroute.policies.allocation import Review
 from kvroute.types import InstanceMeasured
 
 

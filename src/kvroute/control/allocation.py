@@ -15,6 +15,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from kvroute.control.traffic import Traffic
 from kvroute.policies.conversion import (
     Conversion,
     Home,
@@ -37,10 +38,7 @@ from kvroute.policies.throughput import (
     decode_per_s,
     stage_rates,
 )
-from kvroute.policies.traffic import Traffic
 from kvroute.types import FloatArray, IntArray
-
-__all__ = ["Allocation", "Capacity", "Conversion", "Home", "LongTerm", "Review", "Stage", "StageLoad"]
 
 Seen: TypeAlias = tuple[Mix, FloatArray, float]
 """Observed prompt lengths, the thresholds between them, and the mean length of a response."""

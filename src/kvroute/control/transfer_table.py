@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvroute.control.learned_capacity import Answers, Learned
 from kvroute.flows import arrays, kernels
-from kvroute.flows.kernels import State
 from kvroute.oracle.telemetry import CONGESTION_MAX
-from kvroute.policies.foresight_learned import Answers, Learned
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_paths import HOPS_MAX, ceiling_of, path_of
+from kvroute.policies.foresight_sight import Sight
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.foresight_transfers import pass_time, set_off
 from kvroute.types import SAME_NODE, TIER_COUNT, CapacityLearned, FloatArray, InputError, IntArray
@@ -24,31 +24,6 @@ from kvroute.types import SAME_NODE, TIER_COUNT, CapacityLearned, FloatArray, In
 _SLOTS = 64
 _NO_INTS: IntArray = np.empty(0, np.int64)
 _NO_FLOATS: FloatArray = np.empty(0)
-
-
-class Sight(NamedTuple):
-    """The network state that one decision may use: live arrays, which a policy reads and must not keep."""
-
-    links: LinkModel
-    state: State
-    """Transfers in flight, with their remaining bytes and model rates at this time."""
-    crowd: IntArray
-    """Number of transfers on each link, [m]."""
-    cable_bytes_per_s: FloatArray
-    """Bandwidth of one cable that other traffic leaves free, [m]."""
-    tier_bytes_per_s: FloatArray
-    """Bandwidth of a tier that other traffic leaves free, [TIER_COUNT]."""
-    factor: FloatArray
-    """Measured over nominal capacity, [TIER_COUNT]."""
-    mean_bytes_per_s: float
-    """Mean model rate of a hashed path."""
-    output_tokens: float
-    """Mean length of a response."""
-    source: int
-    targets: IntArray
-    """Index of each candidate in the tier map, [n]."""
-    starts_s: float = 0.0
-    """Time from now until the transfer would start."""
 
 
 class _Under(NamedTuple):

@@ -8,26 +8,11 @@ from __future__ import annotations
 import math
 from collections import deque
 
-import msgspec
 import numpy as np
 
+from kvroute.policies.foresight_sight import TierLearned
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.types import SAME_POD, TIER_COUNT, CapacityLearned, FloatArray, InputError
-
-
-class TierLearned(msgspec.Struct, frozen=True, gc=False):
-    """What foresight has learned about one tier, as a decision would use it at that moment; for displays."""
-
-    factor: float
-    """Measured over nominal capacity, including the effect of the priors."""
-    weight: float
-    """Number of recent transfers that it counts, older ones with less weight; 0: nothing was learned."""
-    transfers: int
-    """Number of transfers that taught the tier since the start."""
-    age_s: float | None
-    """Time since the last of them, in whole seconds; None: there was none."""
-    bytes_per_s: float | None = None
-    """Resulting rate of a transfer without others in flight; None: no two instances are in this tier."""
 
 
 class Learned:
