@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.doctor.clinic import TOKENS, Clinic, clinic, cluster_text
-from tests.gateway.foreign import run
+from tests.gateway.stub_engines import run
 from tests.waiting import until
 
 COMMAND = (sys.executable, "-m", "kvroute.cli.app", "doctor")

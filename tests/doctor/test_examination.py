@@ -13,7 +13,7 @@ import pytest
 import zmq
 from aiohttp import web
 from tests.doctor.clinic import HEAD, MODEL, OPTIONS, TOKENS, Clinic, clinic, cluster_text
-from tests.gateway.foreign import Asked, Engine, Gate, listening, run, tokens
+from tests.gateway.stub_engines import Engine, Gate, ReceivedRequest, listening, run, tokens
 from tests.waiting import until
 
 from kvroute.doctor import Options, Report, examine
@@ -287,19 +287,19 @@ class Manners:
     tells_key: bool = False
     """True if its completions fail with a message that contains the key."""
 
-    async def serve(self, engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+    async def serve(self, engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         """See `foreign.Serve`."""
-        if self.key and asked.headers.get("authorization") != f"Bearer {self.key}":
+        if self.key and received.headers.get("authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": f"wrong key, try {self.key}"}}, status=401)
-        if asked.path == "/v1/models":
+        if received.path == "/v1/models":
             return web.json_response({"data": [{"id": MODEL, "max_model_len": 512}]})
-        if not asked.path.startswith("/v1/completions"):
+        if not received.path.startswith("/v1/completions"):
             return web.Response(status=404)
         if self.gate is not None:
             await self.gate.wait()
         if self.tells_key:
             return web.json_response({"error": {"message": f"the key {self.key} may not do this"}}, status=500)
-        return await tokens(engine, request, asked)
+        return await tokens(engine, request, received)
 
 
 async def examined(engines: list[Engine], key: str = "", options: Options = OPTIONS) -> Report:

@@ -41,7 +41,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 @dataclass(slots=True)
-class Answer:
+class GatewayResponse:
     """A response that a client received."""
 
     status: int
@@ -67,7 +67,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Front:
+class RunningGateway:
     """A running gateway and a client of it."""
 
     gateway: Gateway
@@ -83,19 +83,19 @@ class Front:
         """URL of the admin port of the gateway."""
         return f"http://127.0.0.1:{self.gateway.admin_port}"
 
-    async def post(self, body: Any, path: str = COMPLETIONS, headers: dict[str, str] | None = None) -> Answer:
+    async def post(self, body: Any, path: str = COMPLETIONS, headers: dict[str, str] | None = None) -> GatewayResponse:
         """Send one request to the gateway and read the response to its end."""
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
-            return Answer(
+            return GatewayResponse(
                 response.status,
                 {name.lower(): value for name, value in response.headers.items()},
                 await response.read(),
             )
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> GatewayResponse:
         """Get one page of the gateway."""
         async with self.session.get(self.url + path) as response:
-            return Answer(
+            return GatewayResponse(
                 response.status,
                 {name.lower(): value for name, value in response.headers.items()},
                 await response.read(),
@@ -106,24 +106,24 @@ class Front:
         async with self.session.get(f"{self.admin}/metrics") as response:
             return await response.text()
 
-    async def ask(self, prompt: Any = "What is a KV cache? " * 20, *, tokens: int = 4, **more: Any) -> Answer:
+    async def ask(self, prompt: Any = "What is a KV cache? " * 20, *, tokens: int = 4, **more: Any) -> GatewayResponse:
         """Request a completion."""
         return await self.post({"model": MODEL, "prompt": prompt, "max_tokens": tokens, **more})
 
-    def leftovers(self) -> dict[str, int]:
+    def held_resources(self) -> dict[str, int]:
         """Return the number of resources that requests hold now, by kind."""
         runtime = self.gateway.runtime
         return {
             "core": runtime.control.in_flight,
-            "journeys": len(runtime.requests),
+            "requests": len(runtime.requests),
             "legs": sum(engine.in_flight for engine in runtime.engines.values()),
             "calls": sum(engine.pool.busy for engine in runtime.engines.values()),
             "slots": sum(load.queued for load in runtime.control.loads(runtime.now()).values()),
         }
 
-    async def settles(self) -> bool:
+    async def becomes_idle(self) -> bool:
         """Return whether all resources are released within the time limit; scrapes and health checks may continue."""
-        return await becomes_true(lambda: not any(self.leftovers().values()))
+        return await becomes_true(lambda: not any(self.held_resources().values()))
 
     async def becomes(self, name: str, up: bool) -> bool:
         """Return whether the gateway marks the instance as up or down within the time limit."""
@@ -131,7 +131,7 @@ class Front:
 
 
 @dataclass(slots=True)
-class Rig(Front):
+class Rig(RunningGateway):
     """A running gateway with emulated engines behind it, and a client."""
 
     fleet: EmulatedCluster
@@ -147,16 +147,16 @@ class Rig(Front):
         for server in self.fleet.servers.values():
             server.engine.slow(factor)
 
-    async def goes_down(self, name: str) -> None:
-        """Stop an engine until `comes_back`."""
-        await self.order(name, "restart", down_s=3600)
+    async def stop_engine(self, name: str) -> None:
+        """Stop an engine until `restart_engine`."""
+        await self.command(name, "restart", down_s=3600)
 
-    async def comes_back(self, name: str) -> None:
+    async def restart_engine(self, name: str) -> None:
         """Let a stopped engine listen again, with an empty cache."""
         await self.fleet.servers[name].come_back()
 
-    async def order(self, name: str, path: str = "fault", **fault: Any) -> None:
-        """Order a fault in an engine."""
+    async def command(self, name: str, path: str = "fault", **fault: Any) -> None:
+        """Send a command to an emulated engine: a fault, a slowdown, a restart or the state of its WAN path."""
         url = f"{self.fleet.ready().instances[name].url}/emulator/{path}"
         async with self.session.post(url, json=fault) as response:
             assert response.status == 200, await response.text()

@@ -139,7 +139,7 @@ async def truths(gate: Rig) -> list[str]:
 
 async def nothing_stays(gate: Rig) -> None:
     """Check that nothing is held in the gateway, in the core or in the engines, client connections included."""
-    assert await gate.settles(), gate.leftovers()
+    assert await gate.becomes_idle(), gate.held_resources()
     await gate.session.close()
     now, runtime = gate.gateway.now, gate.gateway.runtime
 

@@ -24,7 +24,7 @@ FEW = "  health: {interval: 50 ms, timeout: 10 s, failures: 2%s}\n"
 async def checks_fail(gate: Rig, share: int) -> None:
     """Let this share of the health checks of all engines fail from now on, while requests are served."""
     for name in NAMES:
-        await gate.order(name, leg="health", share=share, status=503)
+        await gate.command(name, leg="health", share=share, status=503)
 
 
 def panics(gate: Rig) -> list[str]:
@@ -56,7 +56,7 @@ def test_if_all_health_checks_fail_no_request_is_rejected(tmp_path: Path, caplog
             assert await becomes_true(lambda: panics(gate) == ['"decode"} 0', '"prefill"} 0'], poll_s=0.1)
             await storm.blow(requests=12, clients=4)
             assert set(storm.kinds) == {"whole"}, storm.kinds
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
     assert replays(log)["InstanceUp"] > 0
@@ -151,7 +151,7 @@ def test_recovered_engines_get_a_slow_start_and_the_log_replays(tmp_path: Path) 
                 assert await gate.becomes(name, True)
                 await storm.blow(requests=20, clients=5)
             assert set(storm.kinds) <= {"whole", "broken off"}, storm.kinds
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
     assert replays(log)["InstanceUp"] >= 3

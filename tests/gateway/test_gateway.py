@@ -37,7 +37,7 @@ def test_a_response_over_two_legs_equals_that_of_one_engine() -> None:
             assert named.headers["x-request-id"] == "mine-17"
             chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 3}
             assert (await gate.post(chat, CHAT)).json["choices"][0]["message"]["content"]
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -48,11 +48,11 @@ def test_legs_go_to_prefill_and_decode_instances_and_the_log_replays(tmp_path: P
 
     async def run() -> None:
         async with rig(f"  log: {{events: {log}}}\n") as gate:
-            await gate.order("prefill0", fail_next=2, status=500, leg="prefill")
-            await gate.order("decode1", fail_next=2, status=503, leg="decode")
+            await gate.command("prefill0", fail_next=2, status=500, leg="prefill")
+            await gate.command("decode1", fail_next=2, status=503, leg="decode")
             answers = await asyncio.gather(*[gate.ask(f"{n} {PROMPT}", stream=n % 2 == 0) for n in range(20)])
             assert [answer.status for answer in answers] == [200] * 20
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
     header, records = read_log(log)
@@ -80,10 +80,10 @@ def test_a_leg_that_fails_before_the_first_token_is_retried(leg: str, status: An
         async with rig(hangs if status == "hang" else "") as gate:
             alone = await gate.direct("decode0", PROMPT)
             for name in (f"{leg}0", f"{leg}1"):
-                await gate.order(name, fail_next=1, status=status, leg=leg)
+                await gate.command(name, fail_next=1, status=status, leg=leg)
             answer = await gate.ask(PROMPT, stream=stream)
             assert (answer.status, answer.text) == (200, alone)
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -94,12 +94,12 @@ def test_without_attempts_left_the_error_names_the_failed_leg() -> None:
     async def run() -> None:
         async with rig("  retries: {attempts: 2}\n") as gate:
             for name in ("prefill0", "prefill1"):
-                await gate.order(name, fail_next=5, status=500, leg="prefill")
+                await gate.command(name, fail_next=5, status=500, leg="prefill")
             answer = await gate.ask(PROMPT)
             assert answer.status == 502
             assert "prefill instance prefill" in answer.json["error"]["message"]
             assert "returned status 500" in answer.json["error"]["message"]
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -110,14 +110,14 @@ def test_a_broken_stream_ends_with_an_error_event() -> None:
     async def run() -> None:
         async with rig() as gate:
             for name in ("decode0", "decode1"):
-                await gate.order(name, fail_next=1, status="reset", leg="decode", after_tokens=3)
+                await gate.command(name, fail_next=1, status="reset", leg="decode", after_tokens=3)
             answer = await gate.ask(PROMPT, tokens=8, stream=True)
             assert answer.status == 200
             *tokens, last = answer.events
             assert 1 <= len(tokens) <= 3
             assert last["error"]["type"] == "upstream_error"
             assert "closed the connection" in last["error"]["message"]
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -128,11 +128,11 @@ def test_a_broken_non_streaming_response_is_retried() -> None:
     async def run() -> None:
         async with rig() as gate:
             alone = await gate.direct("decode0", PROMPT, 8)
-            await gate.order("decode0", fail_next=1, status="reset", leg="decode", after_tokens=3)
-            await gate.order("decode1", fail_next=1, status="reset", leg="decode", after_tokens=3)
+            await gate.command("decode0", fail_next=1, status="reset", leg="decode", after_tokens=3)
+            await gate.command("decode1", fail_next=1, status="reset", leg="decode", after_tokens=3)
             answer = await gate.ask(PROMPT, tokens=8)
             assert (answer.status, answer.text) == (200, alone)
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -155,13 +155,13 @@ def test_a_client_that_disconnects_releases_all_resources(tokens: int) -> None:
             else:
                 gate.slow(100)
                 tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT * 40}", tokens=5_000)) for n in range(8)]
-                while gate.leftovers()["legs"] < 8:
+                while gate.held_resources()["legs"] < 8:
                     await asyncio.sleep(0)
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 gate.slow(1)
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
             assert (await gate.ask("hi")).status == 200
 
     uvloop.run(run())
@@ -177,7 +177,7 @@ def test_a_client_error_does_not_count_against_an_instance() -> None:
                 assert answer.status == 400
                 assert answer.json["error"]["message"]
             assert all(engine.availability.up for engine in gate.gateway.runtime.engines.values())
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -200,7 +200,7 @@ def test_an_invalid_request_is_rejected_with_one_sentence(body: Any, says: str) 
             answer = await gate.post(body)
             assert answer.status == 400
             assert says in answer.json["error"]["message"]
-            assert not any(gate.leftovers().values())
+            assert not any(gate.held_resources().values())
 
     uvloop.run(run())
 
@@ -213,7 +213,7 @@ def test_a_request_for_several_choices_is_computed_by_one_instance() -> None:
             answer = await gate.ask(PROMPT, n=2)
             assert answer.status == 200
             assert len(answer.json["choices"]) == 2
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -244,13 +244,13 @@ def test_a_dead_instance_is_excluded_until_it_recovers(caplog: pytest.LogCapture
     async def run() -> None:
         section = "  health: {interval: 20 ms, failures: 1}\n  breaker: {open: 50 ms}\n"
         async with rig(section) as gate:
-            await gate.goes_down("decode0")
+            await gate.stop_engine("decode0")
             assert await gate.becomes("decode0", False)
             answers = await asyncio.gather(*[gate.ask(f"{n} {PROMPT}") for n in range(6)])
             assert [answer.status for answer in answers] == [200] * 6
-            await gate.comes_back("decode0")
+            await gate.restart_engine("decode0")
             assert await gate.becomes("decode0", True)
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
     levels = {record.message: record.levelname for record in caplog.records if record.message.startswith("instance_")}
@@ -263,7 +263,7 @@ def test_without_any_decode_instance_the_response_is_503_at_once() -> None:
     async def run() -> None:
         async with rig("  health: {interval: 20 ms, failures: 1}\n") as gate:
             for name in ("decode0", "decode1"):
-                await gate.goes_down(name)
+                await gate.stop_engine(name)
             assert await gate.becomes("decode0", False)
             assert await gate.becomes("decode1", False)
             answer = await gate.ask(PROMPT)
@@ -271,7 +271,7 @@ def test_without_any_decode_instance_the_response_is_503_at_once() -> None:
             assert "no decode instance is up" in answer.json["error"]["message"]
             assert answer.headers["retry-after"]
             assert (await gate.get("/ready")).status == 503
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -287,7 +287,7 @@ def test_a_constraint_keeps_transfers_inside_its_domain_or_rejects(caplog: pytes
                 assert (await gate.ask(f"{n} {PROMPT}")).status == 200
             page = (await gate.get("/metrics")).body.decode()
             assert 'kind="decode",engine="decode0"} 6\n' in page
-            await gate.goes_down("decode0")
+            await gate.stop_engine("decode0")
             assert await gate.becomes("decode0", False)
             return [(await gate.ask(f"again {n} {PROMPT}")).status for n in range(3)]
 
@@ -334,7 +334,7 @@ def test_a_drain_loses_no_request() -> None:
         async with rig() as gate:
             gate.slow(100)
             tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT}", tokens=60, stream=True)) for n in range(12)]
-            while gate.leftovers()["journeys"] < 12:
+            while gate.held_resources()["requests"] < 12:
                 await asyncio.sleep(0)
             gate.slow(1)
             await gate.gateway.drain()
@@ -370,7 +370,7 @@ def test_api_keys_and_limits_are_applied() -> None:
             assert int(refused.headers["retry-after"]) >= 1
             gate.slow(1)
             assert [(await task).status for task in tasks] == [200] * 3
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -387,6 +387,6 @@ def test_which_endpoints_are_passed_through() -> None:
             assert (await gate.get("/nowhere")).status == 404
             assert (await gate.get(COMPLETIONS)).status == 405
             assert msgspec.json.decode((await gate.get("/openapi.json")).body)["openapi"].startswith("3.1")
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())

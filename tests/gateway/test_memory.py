@@ -87,7 +87,7 @@ async def _failing(gate: Rig) -> None:
     """Send requests whose legs fail, are retried, or fail finally."""
     for leg, status in (("prefill", 500), ("decode", 503), ("decode", 429)):
         for name in ("prefill0", "prefill1") if leg == "prefill" else ("decode0", "decode1"):
-            await gate.order(name, fail_next=1, status=status, leg=leg)
+            await gate.command(name, fail_next=1, status=status, leg=leg)
         await gate.ask(PROMPT)
         await gate.ask(PROMPT, stream=True)
 
@@ -117,7 +117,7 @@ def test_requests_leave_no_cycles(way: Callable[[Rig], Coroutine[Any, Any, None]
                 for _ in range(2):
                     await way(gate)
                 await gate.session.close()
-                assert await gate.settles(), gate.leftovers()
+                assert await gate.becomes_idle(), gate.held_resources()
                 await until(lambda: not _connected(gate))
                 assert cyclic() == {}
 
@@ -139,7 +139,7 @@ def test_prefix_copies_and_early_transfers_leave_no_cycles() -> None:
             with without_collector() as cyclic:
                 for tokens in (2_000, 3_000):
                     assert (await gate.ask(prompt[:tokens], stream=True)).status == 200
-                assert await gate.settles(), gate.leftovers()
+                assert await gate.becomes_idle(), gate.held_resources()
                 assert cyclic() == {}
 
     uvloop.run(run())
@@ -169,11 +169,11 @@ def test_a_replaced_cluster_is_freed_with_its_last_request(policy: str) -> None:
                     for name in ("one", "two"):
                         assert (await gate.ask(f"{number} {name} {PROMPT}")).status == 200
                     running = asyncio.create_task(gate.ask(PROMPT, tokens=40, stream=True))
-                    await until(lambda: gate.leftovers()["journeys"] > 0)
+                    await until(lambda: gate.held_resources()["requests"] > 0)
                     assert await gate.gateway.reload(read)
                     assert len((await running).events) == 40
                     await until(lambda gone=parts: not any(each() for each in gone))  # type: ignore[misc]
-                assert await gate.settles(), gate.leftovers()
+                assert await gate.becomes_idle(), gate.held_resources()
                 assert cyclic() == {}
 
     uvloop.run(run())

@@ -53,15 +53,15 @@ OFFLOAD = f"""  offload:
     short_term: {{enabled: false}}
     wan_path: {{failures: 2, open: 200 ms}}
 """
-KV_PATIENCE_S = 0.4
+KV_TIMEOUT_S = 0.4
 
 
 @asynccontextmanager
 async def two_sites(
-    section: str = OFFLOAD, text: str = TEXT, *, kv_scale: float = 1e-3, patience_s: float = KV_PATIENCE_S
+    section: str = OFFLOAD, text: str = TEXT, *, kv_scale: float = 1e-3, kv_timeout_s: float = KV_TIMEOUT_S
 ) -> AsyncIterator[Rig]:
     """Run engines of both sites, and a gateway with `section` in its settings."""
-    settings = EmulatedClusterSettings(kv_patience_s=patience_s, kv_scale=kv_scale)
+    settings = EmulatedClusterSettings(kv_patience_s=kv_timeout_s, kv_scale=kv_scale)
     async with EmulatedCluster(topology.parse(text), settings) as fleet:
         deployment = Deployment.of(text + section, "two.yaml", endpoints=fleet.ready().instances)
         gateway = Gateway(deployment, seed=1)
@@ -73,12 +73,12 @@ async def two_sites(
             await gateway.close()
 
 
-async def metric_is(gate: Rig, name: str, value: float, **labels: str) -> None:
+async def wait_for_metric(gate: Rig, name: str, value: float, **labels: str) -> None:
     """Wait until a metric has this value."""
     await _until(gate, name, lambda now: now == value, labels)
 
 
-async def reaches(gate: Rig, name: str, least: float, **labels: str) -> None:
+async def wait_for_counter(gate: Rig, name: str, least: float, **labels: str) -> None:
     """Wait until a counter has at least this value."""
     await _until(gate, name, lambda now: now is not None and now >= least, labels)
 

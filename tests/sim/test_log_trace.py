@@ -205,15 +205,15 @@ def live_log(tmp_path: Path) -> Path:
     async def serve() -> None:
         async with rig(f"  log: {{events: {log}}}\n") as gate:
             for leg in ("prefill", "decode"):  # no more: a request has three attempts and may meet all faults
-                await gate.order(f"{leg}0", fail_next=1, status=500, leg=leg)
+                await gate.command(f"{leg}0", fail_next=1, status=500, leg=leg)
             prompt = "What is a KV cache? " * 40
             asks = [gate.ask(f"{n} {prompt}", tokens=3 + n, stream=n % 2 == 0) for n in range(6)]
             assert [answer.status for answer in await asyncio.gather(*asks)] == [200] * 6
             assert (await gate.ask(prompt, tokens=2, n=3)).status == 200
             for name in ("prefill0", "prefill1"):
-                await gate.order(name, fail_next=9, status=500, leg="prefill")
+                await gate.command(name, fail_next=9, status=500, leg="prefill")
             assert (await gate.ask(prompt, tokens=40)).status == 502
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(serve())
     return log

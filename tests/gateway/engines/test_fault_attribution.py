@@ -8,8 +8,19 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.foreign import Asked, Engine, Gate, Serve, completion, failing, foreign, run, sides, tokens
-from tests.gateway.rig import COMPLETIONS, MODEL, Front
+from tests.gateway.rig import COMPLETIONS, MODEL, RunningGateway
+from tests.gateway.stub_engines import (
+    Engine,
+    Gate,
+    ReceivedRequest,
+    Serve,
+    completion,
+    engines_of,
+    failing,
+    run,
+    stub_rig,
+    tokens,
+)
 from tests.waiting import becomes_true
 
 from kvroute.gateway.engines.availability import NOT_COUNTED, Availability
@@ -103,24 +114,24 @@ def test_a_suspected_poison_request_is_not_used_as_a_probe() -> None:
 def poisonous(of: Gate | None = None) -> Serve:
     """Return a handler that answers every request with the marker with a 500, once the gate is open."""
 
-    async def serve(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-        if MARKER not in asked.body:
-            return await tokens(engine, request, asked)
+    async def serve(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+        if MARKER not in received.body:
+            return await tokens(engine, request, received)
         if of is not None:
             await of.open.wait()
-        return await failing(500)(engine, request, asked)
+        return await failing(500)(engine, request, received)
 
     return serve
 
 
-def up(front: Front) -> list[str]:
+def up(front: RunningGateway) -> list[str]:
     """Return the names of the available instances."""
     return sorted(name for name, station in front.gateway.runtime.engines.items() if station.availability.up)
 
 
-def asked(engines: list[Engine]) -> int:
+def received(engines: list[Engine]) -> int:
     """Return the number of requests that have reached the engines."""
-    return sum(len(engine.asked) for engine in engines)
+    return sum(len(engine.received) for engine in engines)
 
 
 def poison(number: int) -> dict[str, object]:
@@ -134,24 +145,24 @@ def test_ten_concurrent_poison_requests_fail_no_other_request(path: str, failing
     row."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode, CALM) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode, CALM) as front:
             for turn in range(3):
                 gate = Gate()
                 struck = {"prefill": prefill, "decode": decode, "both": prefill + decode}[failing_side]
                 for engine in struck:
                     engine.serve = poisonous(gate)
                 for engine in prefill + decode:
-                    engine.asked.clear()
+                    engine.received.clear()
                 sent = [asyncio.create_task(front.post(poison(10 * turn + n), path)) for n in range(10)]
-                assert await becomes_true(lambda: asked(prefill + decode) >= 10)
+                assert await becomes_true(lambda: received(prefill + decode) >= 10)
                 gate.open.set()
                 others = [front.post(completion(prompt=f"{turn} {n}") | {"input": "x"}, path) for n in range(20)]
                 assert {answer.status for answer in await asyncio.gather(*others)} == {200}
                 statuses = {answer.status for answer in await asyncio.gather(*sent)}
                 assert statuses <= ({200, 502} if path == EMBEDDINGS else {502})
                 assert up(front) == ["decode0", "decode1", "prefill0", "prefill1"]
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -164,14 +175,14 @@ def test_an_engine_that_always_fails_is_soon_excluded(section: str, status: int)
     async def main(count: int) -> None:
         engines = [Engine(f"engine{number}", "both") for number in range(count)]
         engines[0].serve = failing(status)
-        async with foreign(engines, f"{CALM}  retries: {section}\n") as front:
+        async with stub_rig(engines, f"{CALM}  retries: {section}\n") as front:
             for number in range(200):
                 await front.post(completion(prompt=f"{number}"))
                 if "engine0" not in up(front):
                     break
             assert up(front) == [engine.name for engine in engines[1:]]
-            assert len(engines[0].asked) <= 4 * FAILURES * (3 if count == 1 and section == "{}" else 1)
-            assert await front.settles(), front.leftovers()
+            assert len(engines[0].received) <= 4 * FAILURES * (3 if count == 1 and section == "{}" else 1)
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main(1))
     run(main(2))
@@ -181,17 +192,17 @@ def test_a_request_that_failed_on_one_instance_is_not_a_probe_of_another() -> No
     """The decode leg of such a request goes to a half-open instance, which waits for the outcome of another request."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         gate, left = Gate(), [1]
 
-        async def once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        async def once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
             left[0] -= 1
-            return await failing(500, times=left[0] + 1)(engine, request, asked)
+            return await failing(500, times=left[0] + 1)(engine, request, received)
 
         for engine in prefill:
             engine.serve = once
         decode[0].serve = gate.before(tokens)
-        async with foreign(prefill + decode[:1], CALM + "  breaker: {open: 1 ms}\n") as front:
+        async with stub_rig(prefill + decode[:1], CALM + "  breaker: {open: 1 ms}\n") as front:
             availability = front.gateway.runtime.engines["decode0"].availability
             now = front.gateway.now()
             for attempt in [availability.started(now) for _ in range(FAILURES)]:

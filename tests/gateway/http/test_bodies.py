@@ -18,7 +18,7 @@ import pytest
 import uvloop
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.gateway.rig import COMPLETIONS, MODEL, Answer, rig
+from tests.gateway.rig import COMPLETIONS, MODEL, GatewayResponse, rig
 from tests.waiting import HANGS_S, until
 
 from kvroute.gateway.http.deadlines import Deadlines
@@ -225,7 +225,7 @@ def test_a_stream_frees_its_request_body_at_the_first_token() -> None:
                 assert not proxied.completion.fields
                 rest = await answer.content.read()
             assert (first + rest).count(b"data: ") == 61
-            assert await gate.settles()
+            assert await gate.becomes_idle()
 
     run(main())
 
@@ -236,11 +236,11 @@ def test_large_bodies_are_parsed_one_at_a_time_and_small_ones_concurrently() -> 
     async def main() -> None:
         async with rig() as gate:
 
-            async def ask(number: int) -> Answer:
+            async def ask(number: int) -> GatewayResponse:
                 more = {"user": "u" * (3_000_000 * (number % 2) + 200_000), "max_tokens": 2}
                 body = io.BytesIO(json.dumps({"model": MODEL, "prompt": "word" * (100 + number), **more}).encode())
                 async with gate.session.post(gate.url + COMPLETIONS, data=body) as answer:
-                    return Answer(answer.status, {}, await answer.read())
+                    return GatewayResponse(answer.status, {}, await answer.read())
 
             head = HEAD + b"Content-Length: 3000002\r\n\r\n"
             gone = await asyncio.open_connection("127.0.0.1", gate.gateway.port)
@@ -251,7 +251,7 @@ def test_large_bodies_are_parsed_one_at_a_time_and_small_ones_concurrently() -> 
             assert [answer.status for answer in answers] == [200] * 6
             tokens = [answer.json["usage"]["prompt_tokens"] for answer in answers]
             assert tokens == [100 + number for number in range(6)]
-            assert await gate.settles()
+            assert await gate.becomes_idle()
 
     run(main())
 

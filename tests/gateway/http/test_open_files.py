@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.gateway.foreign import Engine, Gate, completion, foreign, run, tokens
-from tests.gateway.rig import CLUSTER, Front
+from tests.gateway.rig import CLUSTER, RunningGateway
+from tests.gateway.stub_engines import Engine, Gate, completion, run, stub_rig, tokens
 from tests.waiting import becomes_true, until
 
 from kvroute.gateway.http.open_files import exhausted
@@ -114,7 +114,7 @@ async def ask(client: tuple[asyncio.StreamReader, asyncio.StreamWriter], path: s
     return status, await client[0].readexactly(length)
 
 
-async def occupied(front: Front, engine: Engine, path: str) -> list[asyncio.Task[int]]:
+async def occupied(front: RunningGateway, engine: Engine, path: str) -> list[asyncio.Task[int]]:
     """Start requests that occupy every idle connection to the engine."""
 
     async def one(number: int) -> int:
@@ -124,7 +124,7 @@ async def occupied(front: Front, engine: Engine, path: str) -> list[asyncio.Task
     held: list[asyncio.Task[int]] = []
     while pool.idle:
         held.append(asyncio.create_task(one(len(held))))
-        await until(lambda: len(engine.asked) >= len(held))
+        await until(lambda: len(engine.received) >= len(held))
     return held
 
 
@@ -138,7 +138,7 @@ def test_running_out_of_file_descriptors_is_reported_and_blames_no_engine(
     async def main() -> None:
         gate = Gate()
         engine = Engine("engine", "both", serve=gate.before(tokens))
-        async with foreign([engine], CALM + "  breaker: {failures: 1}\n") as front:
+        async with stub_rig([engine], CALM + "  breaker: {failures: 1}\n") as front:
             availability = front.gateway.runtime.engines["engine"].availability
             assert await becomes_true(lambda: front.gateway.ready() == "")
             client = await asyncio.open_connection("127.0.0.1", front.gateway.port)
@@ -161,9 +161,9 @@ def test_running_out_of_file_descriptors_is_reported_and_blames_no_engine(
             assert set(await asyncio.gather(*held)) <= {200}
             assert b" 200 " in (await ask(client, path, 99))[0]
             client[1].close()
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
-    def page(front: Front) -> str:
+    def page(front: RunningGateway) -> str:
         return "".join(front.gateway.metrics.page()[1])
 
     run(main())

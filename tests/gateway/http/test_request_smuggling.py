@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.gateway.foreign import Asked, completion, deployment, foreign, run, serving, sides
 from tests.gateway.http.test_http_server_laws import statuses
 from tests.gateway.rig import COMPLETIONS, MODEL
+from tests.gateway.stub_engines import ReceivedRequest, completion, deployment, engines_of, run, serving, stub_rig
 
 BODY = msgspec.json.encode({"model": MODEL, "prompt": "a", "max_tokens": 1})
 HIDDEN = b"POST /v1/embeddings?hidden HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
@@ -130,8 +130,8 @@ def test_ambiguous_requests_are_rejected_and_reach_no_engine(how: str) -> None:
     assert len(set(ATTACKS)) >= 100
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             port = front.gateway.port
             for attack in ATTACKS:
                 parts = [attack[: len(attack) // 3], attack[len(attack) // 3 :]] if how == "in-halves" else [attack]
@@ -141,8 +141,8 @@ def test_ambiguous_requests_are_rejected_and_reach_no_engine(how: str) -> None:
                 assert found, attack
                 assert found[-1] in REFUSED, attack
                 assert found.count(200) == (how == "behind-another"), attack
-            asked: list[Asked] = [each for engine in prefill + decode for each in engine.asked]
-            assert not asked
+            received: list[ReceivedRequest] = [each for engine in prefill + decode for each in engine.received]
+            assert not received
             assert (await front.post(completion())).status == 200
 
     run(main())
@@ -168,9 +168,9 @@ def test_engine_bytes_after_a_response_or_inside_headers_reach_no_client(head: b
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                asked = await reader.readuntil(b"\r\n\r\n")
-                if asked.startswith(b"POST"):
-                    length = int(asked.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                received = await reader.readuntil(b"\r\n\r\n")
+                if received.startswith(b"POST"):
+                    length = int(received.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
                     await reader.readexactly(length)
                     writer.write(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n{}" + SECOND)
                 else:
@@ -179,7 +179,7 @@ def test_engine_bytes_after_a_response_or_inside_headers_reach_no_client(head: b
 
     async def main() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         # Two servers in one, because there is one engine of each role.
         other = await asyncio.start_server(answer, "127.0.0.1", 0)
         engines = [prefill[0], decode[0]]
@@ -201,14 +201,14 @@ def test_a_request_id_cannot_split_a_response() -> None:
     """The ID is sent back in the response; a line end in it is rejected before."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             for end in (b"\r", b"\n", b"\x00"):
                 head = b"X-Request-Id: a%bX-Injected: 1\r\n" % end + LENGTH
                 said = await said_to(front.gateway.port, [request(head)])
                 assert statuses(said) == [400]
                 assert b"injected" not in said.lower()
-            assert not any(engine.asked for engine in prefill + decode)
+            assert not any(engine.received for engine in prefill + decode)
 
     run(main())
 
@@ -217,8 +217,8 @@ def test_a_request_id_cannot_split_a_response() -> None:
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_a_deeply_nested_body_is_a_client_error(path: str, opening: bytes) -> None:
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             body = b'{"model":"%b","prompt":"a","x":' % MODEL.encode() + opening * 50_000
             head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" % path.encode()
             said = await said_to(front.gateway.port, [head + b"Content-Length: %d\r\n\r\n" % len(body) + body])
@@ -239,8 +239,8 @@ def test_old_tls_versions_are_rejected(tmp_path: Path, port: str) -> None:
     made = {"listen": "{port: 0}", "admin": "{port: 0}"} | {port: f"{{port: 0, {files}}}"}
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode, **made) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode, **made) as front:
             number = front.gateway.port if port == "listen" else front.gateway.admin_port
             for version, spoken in (("TLSv1", False), ("TLSv1_1", False), ("TLSv1_2", True), ("TLSv1_3", True)):
                 context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))

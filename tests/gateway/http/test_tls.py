@@ -8,8 +8,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.gateway.foreign import completion, foreign, run, sides
 from tests.gateway.rig import COMPLETIONS
+from tests.gateway.stub_engines import completion, engines_of, run, stub_rig
 
 from kvroute.types import KvProtocol
 
@@ -40,10 +40,10 @@ def test_engines_are_reached_over_https(
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
 
     async def main() -> None:
-        prefill, decode = sides(protocol)
+        prefill, decode = engines_of(protocol)
         for engine in prefill + decode:
             engine.tls = context
-        async with foreign(prefill + decode, "  health: {interval: 20 ms, failures: 1}\n") as front:
+        async with stub_rig(prefill + decode, "  health: {interval: 20 ms, failures: 1}\n") as front:
             if trusted:
                 for streams in (False, True):
                     answer = await front.post(completion(stream=streams))
@@ -52,8 +52,8 @@ def test_engines_are_reached_over_https(
             else:
                 assert (await front.post(completion())).status in (502, 503)
                 assert await front.becomes("prefill0", False)
-                assert not any(engine.asked for engine in prefill + decode)
-            assert await front.settles(), front.leftovers()
+                assert not any(engine.received for engine in prefill + decode)
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -65,8 +65,8 @@ def test_clients_are_served_over_tls(certificate: Path, streams: bool) -> None:
     files = f"certificate: {certificate}/cert.pem, key: {certificate}/key.pem"
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode, listen=f"{{port: 0, tls: {{{files}}}}}") as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode, listen=f"{{port: 0, tls: {{{files}}}}}") as front:
             url = f"https://127.0.0.1:{front.gateway.port}{COMPLETIONS}"
             for _ in range(3):
                 async with front.session.post(url, json=completion(stream=streams), ssl=trusting) as response:
@@ -74,6 +74,6 @@ def test_clients_are_served_over_tls(certificate: Path, streams: bool) -> None:
                     assert b"decode" in await response.read()
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await front.session.post(url, json=completion())
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())

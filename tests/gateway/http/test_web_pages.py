@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.foreign import completion, foreign, run, sides
 from tests.gateway.rig import CLUSTER, COMPLETIONS, Rig, rig
+from tests.gateway.stub_engines import completion, engines_of, run, stub_rig
 
 from kvroute.gateway.http.web_pages import WebPages
 from kvroute.gateway.lifecycle.deployment import Deployment
@@ -75,8 +75,8 @@ def test_web_pages_of_other_sites_cannot_send_completions() -> None:
     host name. No engine receives the request, and the connection ends before the body."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             port = front.gateway.port
             own = f"localhost:{port}"
             for origin, host in (
@@ -87,7 +87,7 @@ def test_web_pages_of_other_sites_cannot_send_completions() -> None:
                 (f"http://{REBOUND}", REBOUND),
             ):
                 assert await told(port, host, method="POST", path=COMPLETIONS, Origin=origin) == 403
-            assert not any(engine.asked for engine in prefill + decode)
+            assert not any(engine.received for engine in prefill + decode)
             page = (await front.get("/metrics")).body.decode()
             assert 'kvroute_rejects_total{reason="web_page"} 5\n' in page
             # A page of the gateway's own origin, and a client without a browser.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.gateway.foreign import foreign, run, sides
 from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, rig
+from tests.gateway.stub_engines import engines_of, run, stub_rig
 from tests.waiting import PATIENCE_S
 
 from kvroute.gateway.config.preflight import settings_of
@@ -49,8 +49,8 @@ def test_which_ports_are_open_to_all_machines(lines: tuple[str, ...], fields: li
 
 def test_the_log_warns_about_open_ports(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode, listen="{host: 0.0.0.0, port: 0}", admin="{host: 0.0.0.0, port: 0}"):
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode, listen="{host: 0.0.0.0, port: 0}", admin="{host: 0.0.0.0, port: 0}"):
             pass
 
     run(main())

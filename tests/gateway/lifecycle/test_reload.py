@@ -57,7 +57,7 @@ def test_a_reload_changes_the_policy_and_an_invalid_file_changes_nothing() -> No
         async with rig() as gate:
             gate.slow(10)
             running = asyncio.create_task(gate.ask(PROMPT, tokens=40, stream=True))
-            while not gate.leftovers()["journeys"]:
+            while not gate.held_resources()["requests"]:
                 await asyncio.sleep(0)
             assert await gate.gateway.reload(_reader(gate, "  policy: round-robin\n"))
             wrong = _reader(gate, "  policy: square-robin\n")
@@ -70,7 +70,7 @@ def test_a_reload_changes_the_policy_and_an_invalid_file_changes_nothing() -> No
             assert 'kvroute_reloads_total{outcome="taken"} 1\n' in page
             assert 'kvroute_reloads_total{outcome="refused"} 1\n' in page
             assert 'policy="round-robin"' in page
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -105,7 +105,7 @@ def test_requests_in_flight_still_count_after_a_reload(tmp_path: Path, scraped: 
             if not scraped:
                 await until(given_back)
             assert (await gate.ask(PROMPT)).status == 200
-            assert scraped or await gate.settles(), gate.leftovers()
+            assert scraped or await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
     first: dict[str, InstanceMeasured] = {}
@@ -143,7 +143,7 @@ def test_the_prefix_index_is_carried_over(tmp_path: Path) -> None:
                 now_held = list(after.chains(index))
                 assert all(any(each[: len(chain)] == chain for each in now_held) for chain in chains)
             assert (await gate.ask(f"0 {PROMPT}")).status == 200
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
             assert await gate.gateway.reload(_reader(gate, "  prompt: {block_tokens: 32}\n"))
             assert not any(gate.gateway.runtime.control.prefix.used_blocks(index) for index in range(4))
 
@@ -233,7 +233,7 @@ def test_health_and_breaker_states_are_carried_over() -> None:
     async def run() -> None:
         section = "  health: {interval: 20 ms, failures: 1}\n  breaker: {failures: 2, open: 1 h}\n"
         async with rig(section) as gate:
-            await gate.goes_down("decode0")
+            await gate.stop_engine("decode0")
             assert await gate.becomes("decode0", False)
             availability = gate.gateway.runtime.engines["prefill0"].availability
             for _ in range(2):
@@ -245,7 +245,7 @@ def test_health_and_breaker_states_are_carried_over() -> None:
                 "decode0",
             }
             assert engines["prefill0"].availability.breaker.state(gate.gateway.now()) == "open"
-            await gate.comes_back("decode0")
+            await gate.restart_engine("decode0")
             assert await gate.becomes("decode0", True)
             assert (await gate.ask(PROMPT)).status == 200
 
@@ -259,12 +259,12 @@ def test_an_instance_that_recovers_around_a_reload_is_marked_up() -> None:
         section = "  health: {interval: 1 h, failures: 1}\n"
         async with rig(section) as gate:
             url = gate.fleet.ready().instances["decode0"].url + "/health"
-            await gate.goes_down("decode0")
+            await gate.stop_engine("decode0")
             while await asyncio.to_thread(_get, url, True):
                 await asyncio.sleep(0.01)
             assert await gate.gateway.reload(_reader(gate, section))
             assert await gate.becomes("decode0", False)
-            await gate.comes_back("decode0")
+            await gate.restart_engine("decode0")
             assert not gate.gateway.runtime.engines["decode0"].availability.up
             assert await gate.gateway.reload(_reader(gate, section))
             assert await gate.becomes("decode0", True)
@@ -359,8 +359,8 @@ def test_settings_are_applied_or_reported_as_needing_a_restart(caplog: pytest.Lo
             assert await push(gate, other, "localhost") == 404
             assert not _said(caplog, "reload_needs_restart")
 
-            await gate.order("prefill0", fail_next=50, status=500, leg="prefill")
-            await gate.order("prefill1", fail_next=50, status=500, leg="prefill")
+            await gate.command("prefill0", fail_next=50, status=500, leg="prefill")
+            await gate.command("prefill1", fail_next=50, status=500, leg="prefill")
             assert await gate.gateway.reload(_reader(gate, "  retries: {share: 0, floor_per_s: 0}\n"))
             for _ in range(20):
                 await gate.ask(PROMPT)

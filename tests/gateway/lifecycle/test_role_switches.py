@@ -15,7 +15,7 @@ import pytest
 import uvloop
 from aiohttp import web
 from tests.gateway.rig import Rig
-from tests.gateway.two_sites import LONG, TEXT, metric, reaches, two_sites
+from tests.gateway.two_sites import LONG, TEXT, metric, two_sites, wait_for_counter
 from tests.waiting import until
 
 from kvroute.control import decisions_equal, replay
@@ -109,7 +109,7 @@ def test_emulated_engines_switch_roles_under_load(tmp_path: Path) -> None:
     async def run() -> None:
         async with two_sites(offload() + f"  log: {{events: {log}}}\n") as gate:
             load = Load(gate)
-            await reaches(gate, OUTCOMES, 1, outcome="converted")
+            await wait_for_counter(gate, OUTCOMES, 1, outcome="converted")
             (name,) = [n for n, s in gate.fleet.servers.items() if n.startswith("decode") and s.role == "prefill"][:1]
             engines = gate.gateway.runtime.engines
             assert engines[name].role == "prefill"
@@ -120,7 +120,7 @@ def test_emulated_engines_switch_roles_under_load(tmp_path: Path) -> None:
             assert offloaded["roles"][name] == "prefill"
             assert offloaded["review"]["n_prefill"][0] >= 2  # the best number depends on the load so far
             await load.end()
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
     assert _replays(log)
@@ -137,7 +137,7 @@ def test_a_hook_is_called_after_the_drain_with_instance_and_role() -> None:
 
     async def converted(gate: Rig, told: list[Any], gone: asyncio.Event) -> None:
         for name in ("decode0", "decode1", "decode2"):
-            await gate.order(name, "slow", factor=10)
+            await gate.command(name, "slow", factor=10)
         load = Load(gate, clients=9, tokens=30)  # two thirds of a second each, on every decode instance
         await until(lambda: bool(told))
         name = told[0]["instance"]
@@ -150,10 +150,10 @@ def test_a_hook_is_called_after_the_drain_with_instance_and_role() -> None:
         assert engines[name].availability.reason == "converting"
         assert await metric(gate, "kvroute_role_switches_in_progress") == 1
         gone.set()
-        await reaches(gate, OUTCOMES, 1, outcome="converted")
+        await wait_for_counter(gate, OUTCOMES, 1, outcome="converted")
         await until(lambda: engines[name].in_flight > 0)
         await load.end()
-        assert await gate.settles(), gate.leftovers()
+        assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -168,15 +168,15 @@ def test_the_drain_of_an_instance_has_a_timeout() -> None:
             assert (await gate.ask(LONG, stream=True)).status == 200
             names = ("decode0", "decode1", "decode2")
             for name in names:
-                await gate.order(name, "slow", factor=1000)
+                await gate.command(name, "slow", factor=1000)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True, tokens=3)) for n in range(30)]
-            await reaches(gate, OUTCOMES, 1, outcome="failed")
+            await wait_for_counter(gate, OUTCOMES, 1, outcome="failed")
             engines = gate.gateway.runtime.engines
             assert all(engines[name].in_flight for name in names)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -191,14 +191,14 @@ def test_a_failed_hook_leaves_the_role_and_delays_the_next_switch(
             section = offload(f'{{url: "{url}", back_off: 1 h}}') + f"  log: {{events: {log}}}\n"
             async with two_sites(section) as gate:
                 load = Load(gate)
-                await reaches(gate, OUTCOMES, 1, outcome="failed")
+                await wait_for_counter(gate, OUTCOMES, 1, outcome="failed")
                 name = told[0]["instance"]
                 engines = gate.gateway.runtime.engines
                 assert (engines[name].role, engines[name].availability.reason) == ("decode", "")
-                await reaches(gate, OUTCOMES, 1, outcome="declined")
+                await wait_for_counter(gate, OUTCOMES, 1, outcome="declined")
                 assert len(told) == 1
                 await load.end()
-                assert await gate.settles(), gate.leftovers()
+                assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
     (said,) = [record.__dict__["fields"] for record in caplog.records if record.message == "role_switch_failed"]
@@ -217,17 +217,17 @@ def test_an_engine_that_dies_during_a_role_switch_stays_down_until_it_recovers()
                 await until(lambda: bool(told))
                 name = told[0]["instance"]
                 availability = gate.gateway.runtime.engines[name].availability
-                await gate.goes_down(name)
+                await gate.stop_engine(name)
                 await until(lambda: not availability.healthy)
                 gone.set()
-                await reaches(gate, OUTCOMES, 1, outcome="converted")
+                await wait_for_counter(gate, OUTCOMES, 1, outcome="converted")
                 assert not availability.up
-                await gate.comes_back(name)
+                await gate.restart_engine(name)
                 await until(lambda: availability.up)
                 engines = gate.gateway.runtime.engines
                 await until(lambda: engines[name].in_flight > 0)
                 await load.end()
-                assert await gate.settles(), gate.leftovers()
+                assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -255,10 +255,10 @@ def test_a_reload_during_a_role_switch(tmp_path: Path, change: str) -> None:
                 station = gate.gateway.runtime.engines[name]
                 assert station.availability.reason.endswith("converting") is (change == "same")
                 gone.set()
-                await reaches(gate, OUTCOMES, 1, outcome="converted" if change == "same" else "abandoned")
+                await wait_for_counter(gate, OUTCOMES, 1, outcome="converted" if change == "same" else "abandoned")
                 assert station.role == ("prefill" if change == "same" else "decode")
                 await load.end()
-                assert await gate.settles(), gate.leftovers()
+                assert await gate.becomes_idle(), gate.held_resources()
             return name
 
     name = uvloop.run(run())
@@ -274,14 +274,14 @@ def test_a_reload_keeps_switched_roles(tmp_path: Path) -> None:
     async def run() -> None:
         async with two_sites(section) as gate:
             load = Load(gate)
-            await reaches(gate, OUTCOMES, 1, outcome="converted")
+            await wait_for_counter(gate, OUTCOMES, 1, outcome="converted")
             await load.end()
             roles = {name: station.role for name, station in gate.gateway.runtime.engines.items()}
             endpoints = gate.fleet.ready().instances
             assert await gate.gateway.reload(lambda: Deployment.of(TEXT + section, "new.yaml", endpoints=endpoints))
             assert {n: s.role for n, s in gate.gateway.runtime.engines.items()} == roles
             assert (await gate.ask(LONG, stream=True)).status == 200
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
     assert "prefill" in {role for _, role in _converted(log)}
@@ -319,7 +319,7 @@ def test_without_a_hook_a_review_only_reports_the_best_split(caplog: pytest.LogC
             settings = msgspec.structs.replace(plain.settings, offload=section)
             assert await gate.gateway.reload(lambda: Deployment(plain.text, plain.cluster, settings))
             load = Load(gate)
-            await reaches(gate, "kvroute_reviews_total", 1, verdict="off")
+            await wait_for_counter(gate, "kvroute_reviews_total", 1, verdict="off")
             await load.end()
             gain = await metric(gate, "kvroute_review_gain_ratio")
             assert gain is not None

@@ -142,7 +142,7 @@ def test_a_full_disk_ends_the_log_and_fails_no_request(tmp_path: Path, caplog: p
                     assert [answer.status for answer in answers] == [200] * 8
                     page = (await gate.get("/metrics")).body.decode()
             assert (await gate.ask("after")).status == 200
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     async def bounded() -> None:
         async with asyncio.timeout(HANGS_S):
@@ -310,7 +310,7 @@ def test_a_live_log_contains_no_secret_and_no_prompt(tmp_path: Path, monkeypatch
             for reload in (True, True, False):
                 for _ in range(2):
                     assert (await gate.ask(prompt)).status == 200
-                assert await gate.settles(), gate.leftovers()
+                assert await gate.becomes_idle(), gate.held_resources()
                 if reload:
                     assert await gate.gateway.reload(lambda: Deployment.of(text + section, "f", endpoints=endpoints))
 

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from tests.gateway.foreign import completion, failing, foreign, run, sides
+from tests.gateway.stub_engines import completion, engines_of, failing, run, stub_rig
 
 from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.observe.tracing import Attributes, LegTrace, PassingTracer, RequestTrace, Tracer, tracer_of
@@ -201,11 +201,11 @@ def test_the_exporter_needs_a_valid_url() -> None:
 def test_a_gateway_traces_its_legs_and_passthrough_requests() -> None:
     """There is a span per leg and engine, also for failed ones; each engine receives its own span; after the drain all
     are exported."""
-    prefill, decode = sides("vllm")
+    prefill, decode = engines_of("vllm")
     decode[0].serve = decode[1].serve = failing(503, times=1)
 
     async def main(url: str) -> None:
-        async with foreign(prefill + decode, f"  tracing: {{otlp: '{url}'}}\n") as front:
+        async with stub_rig(prefill + decode, f"  tracing: {{otlp: '{url}'}}\n") as front:
             headers = {"traceparent": PARENT.decode(), "tracestate": "vendor=1"}
             assert (await front.post(completion(stream=True), headers=headers)).status == 200
             assert (await front.post(completion() | {"input": "x"}, "/v1/embeddings", headers=headers)).status == 200
@@ -223,5 +223,5 @@ def test_a_gateway_traces_its_legs_and_passthrough_requests() -> None:
         for span in own:
             engine = next(e for e in prefill + decode if e.name == _attributes(span)["kvroute.instance"])
             told = f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
-            [asked] = [asked for asked in engine.asked if asked.headers["traceparent"] == told]
-            assert asked.headers["tracestate"] == "vendor=1"
+            [received] = [received for received in engine.received if received.headers["traceparent"] == told]
+            assert received.headers["tracestate"] == "vendor=1"

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Answer, Rig, rig
+from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, GatewayResponse, Rig, rig
 
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.openai_api.api_keys import KeySettings, hash_text
@@ -87,7 +87,7 @@ async def asked(gate: Rig, name: str, prompt: str = PROMPT, path: str = COMPLETI
     """Request a completion and return the number of cached tokens reported to the client."""
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 2, **more}
     body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
-    answer: Answer = await gate.post(body, path, {"authorization": f"Bearer {name}"})
+    answer: GatewayResponse = await gate.post(body, path, {"authorization": f"Bearer {name}"})
     assert answer.status == 200, answer.body
     return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
 

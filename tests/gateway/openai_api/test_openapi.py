@@ -16,8 +16,8 @@ import uvloop
 from aiohttp import web
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tests.gateway.foreign import Asked, Engine, foreign, sides, stream
-from tests.gateway.rig import CHAT, COMPLETIONS, MODEL, Front, rig
+from tests.gateway.rig import CHAT, COMPLETIONS, MODEL, RunningGateway, rig
+from tests.gateway.stub_engines import Engine, ReceivedRequest, engines_of, stream, stub_rig
 
 from kvroute import __version__
 from kvroute.gateway.openai_api import openapi
@@ -32,13 +32,13 @@ API = schemathesis.openapi.from_dict(DOCUMENT)
 class Behind:
     """A gateway in an event loop of its own thread, for clients that block."""
 
-    def __init__(self, make: Callable[[], AbstractAsyncContextManager[Front]]) -> None:
+    def __init__(self, make: Callable[[], AbstractAsyncContextManager[RunningGateway]]) -> None:
         self._make = make
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()), daemon=True)
         self._loop: asyncio.AbstractEventLoop
         self._end: asyncio.Event
-        self.front: Front
+        self.front: RunningGateway
 
     def __enter__(self) -> Behind:
         self._thread.start()
@@ -55,9 +55,9 @@ class Behind:
             self._started.set()
             await self._end.wait()
 
-    def settles(self) -> bool:
+    def becomes_idle(self) -> bool:
         """See Front."""
-        return asyncio.run_coroutine_threadsafe(self.front.settles(), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self.front.becomes_idle(), self._loop).result()
 
     def post(self, path: str, body: bytes) -> tuple[int, str, bytes]:
         """Send a request; return status, content type and body of the response."""
@@ -70,12 +70,12 @@ class Behind:
             connection.close()
 
 
-async def agrees(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+async def agrees(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
     """Answer every request with success, so that every rejection comes from the gateway."""
     if request.method == "GET":
         card = {"id": MODEL, "object": "model", "created": 1, "owned_by": engine.name}
         return web.json_response({"object": "list", "data": [card]} if request.path == "/v1/models" else card)
-    if request.path in (COMPLETIONS, CHAT) and asked.json.get("stream"):
+    if request.path in (COMPLETIONS, CHAT) and received.json.get("stream"):
         return await stream(request, ["a", "b"])
     return web.json_response({"object": "text_completion", "choices": [], "kv_transfer_params": {"a": 1}})
 
@@ -83,10 +83,10 @@ async def agrees(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.
 @pytest.fixture(scope="module")
 def agreeing() -> Iterator[Behind]:
     """Run a gateway in front of engines that accept everything."""
-    prefill, decode = sides("vllm")
+    prefill, decode = engines_of("vllm")
     for engine in prefill + decode:
         engine.serve = agrees
-    with Behind(lambda: foreign(prefill + decode)) as behind:
+    with Behind(lambda: stub_rig(prefill + decode)) as behind:
         yield behind
 
 
@@ -123,7 +123,7 @@ def test_requests_and_responses_conform_to_the_description(case: schemathesis.Ca
     if response.status_code not in (404, 405):
         operation = DOCUMENT["paths"][case.path][case.method.lower()] if case.method != "HEAD" else None
         assert operation is None or str(response.status_code) in operation["responses"]
-    assert agreeing.settles(), agreeing.front.leftovers()
+    assert agreeing.becomes_idle(), agreeing.front.held_resources()
 
 
 def _has_float(body: Any) -> bool:
@@ -206,4 +206,4 @@ def test_any_json_gets_a_response_and_leaks_nothing(emulated: Behind, path: str,
     else:
         read = msgspec.json.decode(answer)
         assert read["choices"] if status == 200 else read["error"]["message"]
-    assert emulated.settles(), emulated.front.leftovers()
+    assert emulated.becomes_idle(), emulated.front.held_resources()

@@ -249,6 +249,6 @@ def test_the_error_gives_the_limit_that_was_exceeded(folder: Path) -> None:
                 assert answer.json["error"]["code"] == "context_length_exceeded"
                 assert answer.json["error"]["param"] == param
             assert (await gate.ask("word", tokens=1)).status == 200
-            assert await gate.settles()
+            assert await gate.becomes_idle()
 
     asyncio.run(main())

@@ -63,7 +63,7 @@ def test_every_queued_request_is_rejected_if_none_can_be_served() -> None:
             async with asyncio.timeout(HANGS_S):
                 statuses = [await _status(*pair) for pair in waiting]
             assert statuses == [b"503"] * 300
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
             for name in ("decode0", "decode1"):
                 gate.gateway.runtime.engines[name].availability.set_healthy(True, gate.gateway.now())
             assert (await gate.ask("hi")).status == 200
@@ -83,7 +83,7 @@ def test_a_client_that_leaves_the_queue_releases_its_place() -> None:
             first.close()
             async with asyncio.timeout(HANGS_S):
                 assert await _status(*third) == b"200"
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -99,7 +99,7 @@ def test_queued_requests_are_rejected_when_the_gateway_closes(caplog: pytest.Log
                 statuses = [await _status(*pair) for pair in clients]
             assert statuses[0] in (b"200", b"503")  # depends on its progress
             assert statuses[1:] == [b"503"] * 5
-            assert not any(gate.leftovers().values())
+            assert not any(gate.held_resources().values())
 
     uvloop.run(run())
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -13,8 +13,18 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from tests.gateway.foreign import Asked, Engine, Gate, completion, failing, foreign, run, sides, tokens
-from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Answer, Front, rig
+from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, GatewayResponse, RunningGateway, rig
+from tests.gateway.stub_engines import (
+    Engine,
+    Gate,
+    ReceivedRequest,
+    completion,
+    engines_of,
+    failing,
+    run,
+    stub_rig,
+    tokens,
+)
 
 from kvroute.gateway.http.server import HttpServer
 from kvroute.gateway.openai_api.api_keys import Keys, hash_text
@@ -29,14 +39,16 @@ LISTEN = "  listen: {port: 0}\n"
 OWN_TYPE = "service_unavailable"
 
 
-async def asked_for(front: Front, method: str, path: str, data: bytes | None = None, **headers: str) -> Answer:
+async def asked_for(
+    front: RunningGateway, method: str, path: str, data: bytes | None = None, **headers: str
+) -> GatewayResponse:
     """Send a request of any method to any path."""
     async with front.session.request(method, front.url + path, data=data, headers=headers) as response:
         found = {name.lower(): value for name, value in response.headers.items()}
-        return Answer(response.status, found, await response.read())
+        return GatewayResponse(response.status, found, await response.read())
 
 
-def error_of(answer: Answer) -> Any:
+def error_of(answer: GatewayResponse) -> Any:
     """Return the error, which must have OpenAI's form."""
     assert answer.headers["content-type"] == "application/json"
     error = answer.json["error"]
@@ -59,7 +71,7 @@ def test_head_responses_equal_get_responses_without_the_body() -> None:
                 assert head.headers["content-type"] == whole.headers["content-type"]
                 if path != "/metrics":
                     assert head.headers["content-length"] == str(len(whole.body))
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     run(main())
 
@@ -93,8 +105,8 @@ def test_a_client_that_waits_for_100_continue_receives_it(streams: bool) -> None
     """The Expect header is not sent to engines."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             body = msgspec.json.encode(completion(stream=streams))
             reader, writer = await asyncio.open_connection("127.0.0.1", front.gateway.port)
             head = b"POST %b HTTP/1.1\r\nHost: g\r\nConnection: close\r\n" % COMPLETIONS.encode()
@@ -106,9 +118,9 @@ def test_a_client_that_waits_for_100_continue_receives_it(streams: bool) -> None
             assert answer.count(b"decode") >= 3
             writer.close()
             await writer.wait_closed()
-            asked = [*prefill[0].asked, *prefill[1].asked, *decode[0].asked, *decode[1].asked]
-            assert len(asked) == 2
-            assert not any("expect" in each.headers for each in asked)
+            received = [*prefill[0].received, *prefill[1].received, *decode[0].received, *decode[1].received]
+            assert len(received) == 2
+            assert not any("expect" in each.headers for each in received)
 
     run(main())
 
@@ -118,14 +130,14 @@ def test_passthrough_requests_and_responses_are_unchanged(path: str) -> None:
     """Body, query and headers are unchanged, and so are the engine's status, headers and body; engines take turns."""
     body = b'{"model":"%b",  "input":["a"], "x":1.0}' % MODEL.encode()
 
-    async def says(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-        return web.Response(body=asked.body[::-1], status=203, headers={"X-Of-Engine": engine.name})
+    async def says(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+        return web.Response(body=received.body[::-1], status=203, headers={"X-Of-Engine": engine.name})
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
             engine.serve = says
-        async with foreign(prefill + decode, "  forward_headers: [X-Tenant]\n") as front:
+        async with stub_rig(prefill + decode, "  forward_headers: [X-Tenant]\n") as front:
             for _ in range(8):
                 sent = {"Authorization": "Bearer a", "X-Request-Id": "my-1", "X-Tenant": "b"}
                 answer = await asked_for(front, "POST", f"{path}?a=%20b", body, **sent)
@@ -133,11 +145,13 @@ def test_passthrough_requests_and_responses_are_unchanged(path: str) -> None:
                 assert answer.headers["x-request-id"] == "my-1"
                 assert answer.headers["x-of-engine"].startswith(("prefill", "decode"))
             # Prefill engines become idle sooner, so decode engines are used only if those fail.
-            assert [len(engine.asked) for engine in prefill + decode] == [4, 4, 0, 0]
+            assert [len(engine.received) for engine in prefill + decode] == [4, 4, 0, 0]
             for engine in prefill:
-                assert all((asked.path, asked.body) == (f"{path}?a=%20b", body) for asked in engine.asked)
-                assert all(asked.headers[name.lower()] == sent[name] for asked in engine.asked for name in sent)
-            assert await front.settles(), front.leftovers()
+                assert all((received.path, received.body) == (f"{path}?a=%20b", body) for received in engine.received)
+                assert all(
+                    received.headers[name.lower()] == sent[name] for received in engine.received for name in sent
+                )
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -147,11 +161,11 @@ def test_passthrough_requests_are_retried_and_fail_if_all_engines_fail() -> None
     an engine."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         engines = prefill + decode
         for engine in engines[:2]:
             engine.serve = failing(500)
-        async with foreign(engines, "  breaker: {failures: 1000}\n") as front:
+        async with stub_rig(engines, "  breaker: {failures: 1000}\n") as front:
             for _ in range(4):
                 assert (await front.post({"input": "a"}, "/v1/embeddings")).status == 200
             for engine in engines:
@@ -164,7 +178,7 @@ def test_passthrough_requests_are_retried_and_fail_if_all_engines_fail() -> None
                 engine.serve = failing(422)
             assert (await front.post({"input": "a"}, "/v1/embeddings")).status == 422
             assert (await front.post([1], "/v1/embeddings")).status == 400
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -174,8 +188,8 @@ def test_without_any_instance_the_response_is_503_with_retry_after(path: str) ->
     """Every endpoint that needs an instance gives this response."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode, "  health: {path: /nowhere, interval: 20 ms, failures: 1}\n") as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode, "  health: {path: /nowhere, interval: 20 ms, failures: 1}\n") as front:
             for engine in prefill + decode:
                 engine.serve = failing(500)
                 assert await front.becomes(engine.name, False)
@@ -184,7 +198,7 @@ def test_without_any_instance_the_response_is_503_with_retry_after(path: str) ->
             assert answer.status == 503
             assert int(answer.headers["retry-after"]) >= 1
             assert "up" in error_of(answer)["message"]
-            assert not any(front.leftovers()[name] for name in ("core", "journeys", "legs"))
+            assert not any(front.held_resources()[name] for name in ("core", "requests", "legs"))
 
     run(main())
 
@@ -198,25 +212,25 @@ def test_a_full_gateway_gives_503_a_key_at_its_limit_429_both_with_retry_after()
 
     async def main() -> None:
         gate = Gate()
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in prefill:
             engine.serve = gate.before(tokens)
-        async with foreign(prefill + decode, section) as front:
+        async with stub_rig(prefill + decode, section) as front:
 
-            async def ask(name: str) -> Answer:
+            async def ask(name: str) -> GatewayResponse:
                 return await front.post(completion(), headers={"Authorization": f"Bearer {keys[name]}"})
 
             tasks = []
             for name, most in (("alice", 2), ("bob", 1)):
                 tasks += [asyncio.create_task(ask(name)) for _ in range(most)]
-                while front.leftovers()["legs"] < len(tasks):
+                while front.held_resources()["legs"] < len(tasks):
                     await asyncio.sleep(0)
                 refused = await ask(name)
                 assert refused.status == 429
                 assert error_of(refused)["type"] == "rate_limit_error"
                 assert int(refused.headers["retry-after"]) >= 1
             tasks.append(asyncio.create_task(ask("carol")))
-            while front.leftovers()["legs"] < 4:
+            while front.held_resources()["legs"] < 4:
                 await asyncio.sleep(0)
             full = await ask("carol")
             assert full.status == 503
@@ -225,7 +239,7 @@ def test_a_full_gateway_gives_503_a_key_at_its_limit_429_both_with_retry_after()
             gate.open.set()
             assert [(await task).status for task in tasks] == [200] * 4
             assert (await ask("bob")).status == 200
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -236,15 +250,15 @@ def test_if_all_engines_are_full_the_response_is_503_with_retry_after(leg: str, 
     """A 429 of the gateway itself is for keys only."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in prefill if leg == "prefill" else decode:
             engine.serve = failing(status)
-        async with foreign(prefill + decode) as front:
+        async with stub_rig(prefill + decode) as front:
             answer = await front.post(completion())
             assert answer.status == 503
             assert int(answer.headers["retry-after"]) >= 1
             assert f"{leg} instance" in error_of(answer)["message"]
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -269,16 +283,16 @@ def test_a_model_is_found_by_its_name() -> None:
 
 
 def test_without_configured_models_engines_answer_model_queries() -> None:
-    async def says(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-        return web.json_response({"id": asked.path})
+    async def says(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+        return web.json_response({"id": received.path})
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
             engine.serve = says
-        async with foreign(prefill + decode) as front:
+        async with stub_rig(prefill + decode) as front:
             assert (await front.get("/v1/models/a%2Fb")).json == {"id": "/v1/models/a%2Fb"}
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -289,11 +303,13 @@ def test_engines_and_the_client_receive_the_same_request_id(path: str, given: st
     """The ID is the client's own unless that is empty or very long."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             answer = await front.post(completion(), path, headers={"X-Request-Id": given})
             assert answer.status == 200
-            found = {asked.headers.get("x-request-id") for engine in prefill + decode for asked in engine.asked}
+            found = {
+                received.headers.get("x-request-id") for engine in prefill + decode for received in engine.received
+            }
             assert found == {answer.headers["x-request-id"]}
             assert (found == {given}) == (0 < len(given) <= 200)
 
@@ -360,8 +376,8 @@ def test_large_bodies_are_parsed_in_a_thread(path: str) -> None:
         )
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             before = reading_threads()
             assert (await front.post(body(1000), path)).status == 200
             assert reading_threads() <= before
@@ -369,7 +385,7 @@ def test_large_bodies_are_parsed_in_a_thread(path: str) -> None:
             assert reading_threads() - before
             error_of(refused := await front.post(body(PIECE_BYTES) | {"model": 1}, path))
             assert refused.status == 400
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -389,8 +405,8 @@ def test_a_client_that_disconnects_before_its_body_is_parsed_leaks_nothing() -> 
     meanwhile."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             body = msgspec.json.encode(completion(prompt=[1_000_000] * 2**21))
             others = [await _send(front.gateway.port, body) for _ in range(3)]
             last = await _send(front.gateway.port, body)
@@ -401,7 +417,7 @@ def test_a_client_that_disconnects_before_its_body_is_parsed_leaks_nothing() -> 
                 page = (await front.get("/metrics")).body.decode()
             for other in others:
                 other.close()
-            assert await front.settles(), front.leftovers()
-            assert sum(len(engine.asked) for engine in prefill) <= 3
+            assert await front.becomes_idle(), front.held_resources()
+            assert sum(len(engine.received) for engine in prefill) <= 3
 
     run(main())

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.foreign import Asked, Engine, completion, foreign, run, sides
 from tests.gateway.rig import CHAT, COMPLETIONS, MODEL
+from tests.gateway.stub_engines import Engine, ReceivedRequest, completion, engines_of, run, stub_rig
 
 from kvroute.gateway.config.preflight import settings_of
 from kvroute.gateway.openai_api.json_fields import ENGINE_FIELDS
@@ -66,12 +66,12 @@ def test_only_allowed_headers_reach_engines(path: str) -> None:
     """The client's Connection header and the kind of leg have no effect."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             assert (await front.post(body_for(path), path, headers=ALLOWED | OPERATORS)).status == 200
-            asked = [each for engine in prefill + decode for each in engine.asked]
-            assert asked
-            for each in asked:
+            received = [each for engine in prefill + decode for each in engine.received]
+            assert received
+            for each in received:
                 assert set(each.headers) == CARRIED | {name.lower() for name in ALLOWED}
                 assert all(each.headers[name.lower()] == value for name, value in ALLOWED.items())
 
@@ -80,10 +80,10 @@ def test_only_allowed_headers_reach_engines(path: str) -> None:
 
 def test_the_setting_allows_more_headers() -> None:
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode, "  forward_headers: [X-Tenant, x-data-parallel-rank]\n") as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode, "  forward_headers: [X-Tenant, x-data-parallel-rank]\n") as front:
             assert (await front.post(completion(), headers=OPERATORS)).status == 200
-            for each in (each for engine in prefill + decode for each in engine.asked):
+            for each in (each for engine in prefill + decode for each in engine.received):
                 assert (each.headers["x-tenant"], each.headers["x-data-parallel-rank"]) == ("a", "1")
                 assert "cookie" not in each.headers
 
@@ -103,12 +103,12 @@ def test_engine_fields_from_clients_are_removed(path: str) -> None:
     assert {"kv_transfer_params", "data_parallel_rank", "routed_dp_rank", "rid", "bootstrap_host"} <= ENGINE_FIELDS
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             assert (await front.post(body_for(path, priority=1, **told), path)).status == 200
-            asked = [each for engine in prefill + decode for each in engine.asked]
-            assert asked
-            for each in asked:
+            received = [each for engine in prefill + decode for each in engine.received]
+            assert received
+            for each in received:
                 assert b"10.6.6.6" not in each.body
                 assert each.json["priority"] == 1
 
@@ -139,15 +139,15 @@ def test_model_paths_with_dot_segments_reach_no_other_path(rest: str) -> None:
     """The engines name the models themselves; the client receives an error that there is no such model."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             said = await raw(
                 front.gateway.port,
                 b"GET /v1/models/%b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % rest.encode(),
             )
             assert said.startswith(b"HTTP/1.1 404 ")
             assert b"model_not_found" in said
-            assert not any(engine.asked for engine in prefill + decode)
+            assert not any(engine.received for engine in prefill + decode)
 
     run(main())
 
@@ -174,32 +174,32 @@ def test_the_body_of_a_get_request_is_not_forwarded(method: str) -> None:
     """The body is not sent, because an engine would parse it as another request."""
     hidden = b"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nContent-Length: 2\r\n\r\n{}"
 
-    async def says(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+    async def says(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         return web.json_response({})
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
             engine.serve = says
-        async with foreign(prefill + decode) as front:
+        async with stub_rig(prefill + decode) as front:
             head = b"%b /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
             said = await raw(front.gateway.port, head % (method.encode(), len(hidden)) + hidden)
             assert said.startswith(b"HTTP/1.1 200 ")
             assert (await front.post({"input": "a"}, "/v1/embeddings")).status == 200
-            asked: list[Asked] = [each for engine in prefill + decode for each in engine.asked]
-            assert sorted(each.path for each in asked) == ["/v1/embeddings", "/v1/models"]
+            received: list[ReceivedRequest] = [each for engine in prefill + decode for each in engine.received]
+            assert sorted(each.path for each in received) == ["/v1/embeddings", "/v1/models"]
 
     run(main())
 
 
 def test_the_query_of_a_passthrough_path_stays_a_query() -> None:
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             data = msgspec.json.encode({"input": "a"})
             head = b"POST /v1/embeddings?a=../../metrics HTTP/1.1\r\nHost: g\r\nConnection: close\r\n"
             await raw(front.gateway.port, head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
-            [asked] = [each for engine in prefill + decode for each in engine.asked]
-            assert asked.path.startswith("/v1/embeddings?")
+            [received] = [each for engine in prefill + decode for each in engine.received]
+            assert received.path.startswith("/v1/embeddings?")
 
     run(main())

@@ -12,8 +12,19 @@ import uvloop
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gateway.foreign import Asked, Engine, Gate, begun, completion, failing, foreign, run, sides, tokens
-from tests.gateway.rig import Front, Rig, rig
+from tests.gateway.rig import Rig, RunningGateway, rig
+from tests.gateway.stub_engines import (
+    Engine,
+    Gate,
+    ReceivedRequest,
+    completion,
+    engines_of,
+    failing,
+    run,
+    start_stream,
+    stub_rig,
+    tokens,
+)
 from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, metric, two_sites
 from tests.waiting import until
 
@@ -54,7 +65,7 @@ def test_transfers_between_datacenters_are_early(tmp_path: Path, stream: bool) -
             assert (await pulled(gate, "kv_early"), await pulled(gate, "kv_transfers")) == (1, 1)
             assert long.text == await gate.direct("decode0", LONG)
             assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(main())
     header, read = read_log(log)
@@ -79,7 +90,7 @@ def test_transfers_within_a_datacenter_can_be_early(tmp_path: Path) -> None:
             assert [answer.status for answer in answers] == [200] * 6
             early = [await engine_metric(gate, name, "kvroute:kv_early_total") for name in ("decode0", "decode1")]
             assert sum(early) == 6
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(main())
     _, records = read_log(log)
@@ -92,7 +103,7 @@ def test_the_decode_leg_does_not_wait_for_the_prefill_response() -> None:
 
     async def main() -> None:
         gate = Gate()
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in prefill:
             engine.serve = gate.before(tokens)
         async with early(prefill + decode) as front:
@@ -102,7 +113,7 @@ def test_the_decode_leg_does_not_wait_for_the_prefill_response() -> None:
             first, second = names(prefill), names(decode)
             assert first == second != []
             gate.open.set()
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
             assert (await front.post(completion(stream=True))).status == 200
             assert len(set(names(prefill))) == 2
 
@@ -111,12 +122,14 @@ def test_the_decode_leg_does_not_wait_for_the_prefill_response() -> None:
 
 def names(engines: list[Engine]) -> list[str]:
     """Return the transfer IDs of the requests."""
-    return [asked.json["kv_transfer_params"].get("transfer_id", "") for each in engines for asked in each.asked]
+    return [
+        received.json["kv_transfer_params"].get("transfer_id", "") for each in engines for received in each.received
+    ]
 
 
 def early(engines: list[Engine]) -> Any:
     """Run a gateway that starts the legs of these engines at the same time; the stub engines transfer no KV."""
-    return foreign(engines, EVERYWHERE)
+    return stub_rig(engines, EVERYWHERE)
 
 
 def test_an_unreachable_decode_engine_does_not_repeat_the_prefill() -> None:
@@ -124,15 +137,15 @@ def test_an_unreachable_decode_engine_does_not_repeat_the_prefill() -> None:
 
     async def main() -> None:
         gate = Gate()
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in prefill:
             engine.serve = gate.before(tokens)
 
-        async def full_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        async def full_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
             if len(names(decode)) == 1:
                 await gate.entered.wait()
                 return web.json_response({"error": {"message": "busy"}}, status=503)
-            return await tokens(engine, request, asked)
+            return await tokens(engine, request, received)
 
         for engine in decode:
             engine.serve = full_once
@@ -142,7 +155,7 @@ def test_an_unreachable_decode_engine_does_not_repeat_the_prefill() -> None:
             assert not gate.cancelled
             assert names(prefill) * 2 == names(decode)
             gate.open.set()
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -153,20 +166,20 @@ def test_after_a_failed_prefill_both_legs_are_retried(streams: bool) -> None:
 
     async def main() -> None:
         waits = Gate()
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
 
-        async def fails_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        async def fails_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
             if len(names(prefill)) > 1:
-                return await tokens(engine, request, asked)
+                return await tokens(engine, request, received)
             await waits.entered.wait()
             return web.json_response({"error": {"message": "out of memory"}}, status=500)
 
-        async def hangs_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        async def hangs_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
             if len(names(decode)) == 1:
                 if streams:
-                    await begun(request)
+                    await start_stream(request)
                 await waits.wait()
-            return await tokens(engine, request, asked)
+            return await tokens(engine, request, received)
 
         for engine in prefill:
             engine.serve = fails_once
@@ -179,7 +192,7 @@ def test_after_a_failed_prefill_both_legs_are_retried(streams: bool) -> None:
             assert waits.cancelled
             assert sorted(names(prefill)) == sorted(names(decode))
             assert len(set(names(prefill))) == 2
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -191,28 +204,28 @@ def test_without_another_prefill_instance_the_decode_engine_computes_the_prompt(
 
     async def main() -> None:
         failed = asyncio.Event()
-        (prefill, _), (decode, _) = sides("vllm")
+        (prefill, _), (decode, _) = engines_of("vllm")
 
-        async def fails(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        async def fails(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
             failed.set()
-            return await failing(500)(engine, request, asked)
+            return await failing(500)(engine, request, received)
 
-        async def recomputes(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        async def recomputes(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
             await failed.wait()
-            return await tokens(engine, request, asked)
+            return await tokens(engine, request, received)
 
         prefill.serve, decode.serve = fails, recomputes
         async with early([prefill, decode]) as front:
             answer = await front.post(completion(stream=streams))
             assert (answer.status, len(answer.text.split())) == (200, 3)
-            assert (len(prefill.asked), len(decode.asked)) == (1, 1)
+            assert (len(prefill.received), len(decode.received)) == (1, 1)
             assert await transfers_landed(front) == 0
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
 
-async def transfers_landed(front: Front) -> float:
+async def transfers_landed(front: RunningGateway) -> float:
     """Return the bytes of KV that the gateway counts as transferred."""
     page = (await front.get("/metrics")).body.decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in page if line.startswith("kvroute_transfer_bytes_total"))
@@ -227,10 +240,10 @@ def test_a_leg_that_fails_once_only_delays_the_request(leg: str, fault: Any) -> 
         async with two_sites(EARLY) as gate:
             where = ("far0", "far1") if leg == "prefill" else DECODERS[:2]
             for name in where:
-                await gate.order(name, leg=leg, fail_next=1, status=fault)
+                await gate.command(name, leg=leg, fail_next=1, status=fault)
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=n % 2 == 0) for n in range(6)])
             assert [answer.status for answer in answers] == [200] * 6
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(main())
 
@@ -241,18 +254,18 @@ def test_a_prefill_engine_that_dies_during_the_transfer_is_replaced() -> None:
     async def main() -> None:
         async with two_sites(EARLY) as gate:
             for name in ("far0", "far1"):
-                await gate.order(name, "slow", factor=100)  # they die before they have computed a prompt
+                await gate.command(name, "slow", factor=100)  # they die before they have computed a prompt
             asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(2)]
             engines = [gate.fleet.servers[name] for name in ("far0", "far1")]
             await until(lambda: any(each.engine.counters.sent or each.kv_door.awaited for each in engines))
             await until(lambda: any(each.engine.running for each in engines))
             for name in ("far0", "far1"):
-                await gate.goes_down(name)
+                await gate.stop_engine(name)
             answers = await asyncio.gather(*asking)
             assert [answer.status for answer in answers] == [200] * 2
             assert all(answer.text for answer in answers)
             assert await metric(gate, "kvroute_wan_path_state", site=AWAY) == 0
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(main())
 
@@ -263,13 +276,13 @@ def test_a_wan_path_that_is_cut_during_an_early_transfer_is_blamed(stream: bool)
 
     async def main() -> None:
         async with two_sites(EARLY) as gate:
-            await gate.order("far0", "wan", share=0)
+            await gate.command("far0", "wan", share=0)
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=stream) for n in range(4)])
             assert [answer.status for answer in answers] == [200] * 4
             assert await metric(gate, "kvroute_offload_decisions_total", site=HOME, reason="away_down") == 4
             stations = gate.gateway.runtime.engines
             assert all(stations[name].availability.breaker.state(1e6) == "closed" for name in stations)
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(main())
 
@@ -284,7 +297,7 @@ def test_a_client_that_disconnects_ends_both_legs() -> None:
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
             await until(lambda: not any(gate.fleet.servers[name].engine.waiting for name in DECODERS))
             assert not any(engine.held for engine in engines)
 
@@ -308,14 +321,14 @@ def test_after_any_failures_every_request_ends_once_and_nothing_is_held(faults: 
     async def main() -> None:
         async with two_sites(EARLY + EVERYWHERE) as gate:
             for name, fault in faults.items():
-                await gate.order(name, **fault)
+                await gate.command(name, **fault)
             prompts = [f"{n} {LONG if n % 2 else SHORT}" for n in range(6)]
             answers = await asyncio.gather(*[gate.ask(prompt, stream=stream) for prompt in prompts])
             for prompt, answer in zip(prompts, answers, strict=True):
                 assert answer.status in (200, 502, 503, 504)
                 if answer.status == 200:
                     assert answer.text == await gate.direct("decode0", prompt)
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
             await until(lambda: not any(server.engine.waiting for server in gate.fleet.servers.values()))
 
     uvloop.run(main())

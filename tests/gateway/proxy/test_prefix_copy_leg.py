@@ -14,7 +14,7 @@ import pytest
 import uvloop
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.gateway.rig import Answer, Rig
+from tests.gateway.rig import GatewayResponse, Rig
 from tests.gateway.two_sites import AWAY, OFFLOAD, TEXT, metric, two_sites
 from tests.waiting import until
 from typer.testing import CliRunner
@@ -40,13 +40,13 @@ def bytes_of(tokens: int, cached: int = 0) -> float:
     return float(model("llama-3-70b").kv_bytes(tokens, cached))
 
 
-async def ask(gate: Rig, prompt: list[int], *, stream: bool = True) -> Answer:
+async def ask(gate: Rig, prompt: list[int], *, stream: bool = True) -> GatewayResponse:
     """Request a completion whose response reports its usage."""
     told: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
     return await gate.ask(prompt, stream=stream, **told)
 
 
-def cached(answer: Answer) -> int:
+def cached(answer: GatewayResponse) -> int:
     """Return the number of cached prompt tokens that the response reports."""
     document = answer.events[-1] if answer.events else answer.json
     return int(document["usage"]["prompt_tokens_details"]["cached_tokens"])
@@ -61,7 +61,7 @@ async def copies(gate: Rig) -> dict[str, float]:
 
 async def clean(gate: Rig) -> None:
     """Check that the gateway, the links of the core and the engines hold nothing."""
-    assert await gate.settles(), gate.leftovers()
+    assert await gate.becomes_idle(), gate.held_resources()
     assert backlog(gate) == [0.0, 0.0]
     assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
     assert not gate.gateway.state.snapshot(gate.gateway.now()).tick.transfers_in_flight
@@ -151,7 +151,7 @@ def test_the_link_booking_of_a_copy_ends_at_its_expected_time() -> None:
         async with two_sites(SERIAL) as gate:
             await ask(gate, TOKENS[:SEEN])
             for name in FAR:
-                await gate.order(name, "slow", factor=1_000)
+                await gate.command(name, "slow", factor=1_000)
             asking = asyncio.create_task(ask(gate, TOKENS))
             await until(lambda: sum(backlog(gate)) == bytes_of(KEPT))
             await until(lambda: sum(backlog(gate)) == 0.0)
@@ -159,7 +159,7 @@ def test_the_link_booking_of_a_copy_ends_at_its_expected_time() -> None:
             assert any(gate.fleet.servers[name].engine.running for name in FAR) or _at_target(gate)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(main())
 
@@ -221,7 +221,7 @@ def test_if_the_source_does_not_offer_the_prefix_the_whole_prompt_is_computed(fa
     async def main() -> None:
         async with two_sites(HASTY) as gate:
             await ask(gate, TOKENS[:SEEN])
-            await gate.order("prefill0", leg="prefill", **fault)
+            await gate.command("prefill0", leg="prefill", **fault)
             answer = await ask(gate, TOKENS)
             assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"failed": 1})
             assert answer.text == await gate.direct("decode0", TOKENS)
@@ -244,7 +244,7 @@ def test_late_copy_responses_open_no_breaker() -> None:
     async def main() -> None:
         async with two_sites(HASTY + "  breaker: {failures: 1, share: 0.01}\n") as gate:
             await ask(gate, TOKENS[:SEEN])
-            await gate.order("prefill0", leg="prefill", fail_next=1, status="hang")
+            await gate.command("prefill0", leg="prefill", fail_next=1, status="hang")
             assert ((await ask(gate, TOKENS)).status, await copies(gate)) == (200, {"failed": 1})
             assert gate.gateway.runtime.engines["prefill0"].availability.up
             await clean(gate)
@@ -258,7 +258,7 @@ def test_a_dead_copy_source_only_loses_the_copy() -> None:
     async def main() -> None:
         async with two_sites(SERIAL + "  health: {interval: 60 s}\n") as gate:
             await ask(gate, TOKENS[:SEEN])
-            await gate.goes_down("prefill0")
+            await gate.stop_engine("prefill0")
             await gone(gate.fleet.ready().instances["prefill0"].url)
             answer = await ask(gate, TOKENS)
             assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"failed": 1})
@@ -287,7 +287,7 @@ def test_after_an_incomplete_copy_the_whole_prompt_is_computed() -> None:
     async def main() -> None:
         async with two_sites(SERIAL) as gate:
             await ask(gate, TOKENS[:SEEN])
-            await gate.order("prefill0", leg="transfer", fail_next=1)
+            await gate.command("prefill0", leg="transfer", fail_next=1)
             answer = await ask(gate, TOKENS)
             assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"missed": 1})
             assert await metric(gate, "kvroute_copy_bytes_total", tier="cross_datacenter") is None
@@ -303,7 +303,7 @@ def test_a_copy_over_a_cut_link_times_out() -> None:
     async def main() -> None:
         async with two_sites(SERIAL) as gate:
             await ask(gate, TOKENS)
-            await gate.order("far0", "wan", share=0)
+            await gate.command("far0", "wan", share=0)
             answer = await ask(gate, [*TOKENS, 1, 2, 3])
             assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"missed": 1})
             await clean(gate)
@@ -317,7 +317,7 @@ def test_a_failed_prefill_with_a_copy_is_retried_without_it() -> None:
     async def main() -> None:
         async with two_sites(SERIAL) as gate:
             await ask(gate, TOKENS[:SEEN])
-            await gate.order("far0", leg="prefill", fail_next=1, status=500)
+            await gate.command("far0", leg="prefill", fail_next=1, status=500)
             answer = await ask(gate, TOKENS)
             assert (answer.status, cached(answer)) == (200, 0)
             assert await copies(gate) == {"given_up": 1, "left_out": 1}
@@ -339,12 +339,12 @@ def test_a_client_that_disconnects_ends_the_copy(reached: Callable[[Rig], bool])
     """Nothing stays booked, both while the prefix is requested and while it is transferred."""
 
     async def main() -> None:
-        async with two_sites(SERIAL, patience_s=30.0) as gate:
+        async with two_sites(SERIAL, kv_timeout_s=30.0) as gate:
             await ask(gate, TOKENS[:SEEN])
             if reached is _at_source:
-                await gate.order("prefill0", leg="prefill", fail_next=1, status="hang")
+                await gate.command("prefill0", leg="prefill", fail_next=1, status="hang")
             else:
-                await gate.order("far0", "wan", share=0)
+                await gate.command("far0", "wan", share=0)
             asking = asyncio.create_task(ask(gate, TOKENS))
             await until(lambda: reached(gate))
             asking.cancel()
@@ -382,7 +382,7 @@ def test_after_any_failures_every_request_ends_once_and_nothing_is_booked(
             await ask(gate, TOKENS[:SEEN])
             await ask(gate, [7, *TOKENS])
             for name, fault in faults.items():
-                await gate.order(name, **fault)
+                await gate.command(name, **fault)
             starts = (TOKENS[:SEEN], [7, *TOKENS])
             prompts = [[*starts[n % 2], *range(9_000, 9_000 + 20 * n + 1_500 * (n % 3))] for n in range(6)]
             answers = await asyncio.gather(*[ask(gate, prompt, stream=stream) for prompt in prompts])

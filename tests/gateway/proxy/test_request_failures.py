@@ -10,21 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from tests.gateway.foreign import (
-    Asked,
+from tests.gateway.rig import CHAT, COMPLETIONS, MODEL, RunningGateway
+from tests.gateway.stub_engines import (
     Engine,
     Gate,
+    ReceivedRequest,
     Serve,
-    begun,
     completion,
+    engines_of,
     event,
     failing,
-    foreign,
     run,
-    sides,
+    start_stream,
+    stub_rig,
     tokens,
 )
-from tests.gateway.rig import CHAT, COMPLETIONS, MODEL, Front
 
 from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.observe.tracing import Attributes
@@ -35,16 +35,16 @@ CALM = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"
 STERN = "  breaker: {failures: 2}\n  retries: {floor_per_s: 1000}\n"
 
 
-def up(front: Front) -> list[str]:
+def up(front: RunningGateway) -> list[str]:
     """Return the names of the available instances."""
     return sorted(name for name, station in front.gateway.runtime.engines.items() if station.availability.up)
 
 
-def asked(engines: Sequence[Engine]) -> int:
-    return sum(len(engine.asked) for engine in engines)
+def received(engines: Sequence[Engine]) -> int:
+    return sum(len(engine.received) for engine in engines)
 
 
-async def value(front: Front, line: str) -> float | None:
+async def value(front: RunningGateway, line: str) -> float | None:
     """Return a sample of the metrics page, found by the beginning of its line."""
     page = (await front.get("/metrics")).body.decode()
     found = [text for text in page.splitlines() if text.startswith(line)]
@@ -57,20 +57,20 @@ def test_after_a_full_decode_engine_the_kv_is_fetched_by_another_one(status: int
     repeated."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         left = [1]
 
-        async def once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        async def once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
             left[0] -= 1
-            return await failing(status, times=left[0] + 1)(engine, request, asked)
+            return await failing(status, times=left[0] + 1)(engine, request, received)
 
         for engine in decode:
             engine.serve = once
-        async with foreign(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, CALM) as front:
             answer = await front.post(completion())
             assert answer.status == 200
-            assert (asked(prefill), asked(decode)) == (prefills, 2)
-            assert await front.settles(), front.leftovers()
+            assert (received(prefill), received(decode)) == (prefills, 2)
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -82,17 +82,17 @@ def test_status_429_and_501_do_not_mark_an_engine_as_down(path: str, status: int
     """The instances stay available, however often it happens; a 501 is passed on to the client at once."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
             engine.serve = failing(status)
-        async with foreign(prefill + decode, CALM + STERN) as front:
+        async with stub_rig(prefill + decode, CALM + STERN) as front:
             for n in range(8):
-                before = asked(prefill + decode)
+                before = received(prefill + decode)
                 answer = await front.post(completion() | {"input": f"{n}"}, path)
                 assert answer.status == (503 if status == 429 else 501)
-                assert asked(prefill + decode) - before == (3 if status == 429 else 1)
+                assert received(prefill + decode) - before == (3 if status == 429 else 1)
             assert len(up(front)) == 4
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -102,10 +102,10 @@ def test_a_request_that_fails_on_every_engine_makes_none_unavailable(path: str) 
     """A poison request is blamed, not the engines that fail on it; repeated failures of one instance alone do count."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
             engine.serve = failing(500)
-        async with foreign(prefill + decode, CALM + STERN) as front:
+        async with stub_rig(prefill + decode, CALM + STERN) as front:
             for n in range(8):
                 assert (await front.post(completion() | {"input": f"{n}"}, path)).status == 502
             assert len(up(front)) == 4
@@ -116,7 +116,7 @@ def test_a_request_that_fails_on_every_engine_makes_none_unavailable(path: str) 
                 if len(up(front)) < 4:
                     break
             assert up(front) == ["decode0", "decode1", "prefill1"]
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -129,14 +129,14 @@ def test_passthrough_requests_follow_the_retry_settings(section: str, calls: int
     """Attempts and budget are those of completions; failures and retries are counted; decode engines are tried last."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
             engine.serve = failing(500)
-        async with foreign(prefill + decode, f"{CALM}  retries: {{{section}}}\n") as front:
+        async with stub_rig(prefill + decode, f"{CALM}  retries: {{{section}}}\n") as front:
             answer = await front.post({"model": MODEL, "input": "x"}, EMBEDDINGS)
             assert answer.status == 502
-            assert asked(prefill + decode) == calls
-            assert asked(prefill) == min(calls, 2)
+            assert received(prefill + decode) == calls
+            assert received(prefill) == min(calls, 2)
             failures = [
                 await value(
                     front, f'kvroute_leg_failures_total{{leg="passthrough",engine="{engine.name}",kind="status"'
@@ -145,7 +145,7 @@ def test_passthrough_requests_follow_the_retry_settings(section: str, calls: int
             ]
             assert sum(found or 0 for found in failures) == calls
             assert (await value(front, 'kvroute_retries_total{leg="passthrough"}') or 0) == calls - 1
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -160,8 +160,8 @@ def test_stream_events_split_anywhere_arrive_complete(size: int, end: str) -> No
     included."""
     text = "".join(f"data: {msgspec.json.encode(word).decode()}{end}" for word in WORDS) + "data: [DONE]"
 
-    async def pieces(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-        response = await begun(request)
+    async def pieces(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+        response = await start_stream(request)
         octets = text.encode()
         for start in range(0, len(octets), size):
             await response.write(octets[start : start + size])
@@ -170,12 +170,12 @@ def test_stream_events_split_anywhere_arrive_complete(size: int, end: str) -> No
         return response
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in decode:
             engine.serve = pieces
-        async with foreign(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, CALM) as front:
             assert (await front.post(completion(stream=True))).body == text.encode()
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -184,8 +184,8 @@ def test_stream_events_split_anywhere_arrive_complete(size: int, end: str) -> No
 def test_an_engine_that_dies_within_an_event_causes_no_incomplete_event(extra: bytes) -> None:
     """Each event that the client receives is complete JSON; the last one reports the error."""
 
-    async def dying(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-        response = await begun(request)
+    async def dying(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+        response = await start_stream(request)
         await response.write(event("one") + extra)
         await asyncio.sleep(0.05)
         assert request.transport is not None
@@ -193,15 +193,15 @@ def test_an_engine_that_dies_within_an_event_causes_no_incomplete_event(extra: b
         return response
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in decode:
             engine.serve = dying
-        async with foreign(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, CALM) as front:
             answer = await front.post(completion(stream=True))
             first, last = answer.events
             assert first["choices"][0]["text"] == "one"
             assert "closed the connection" in last["error"]["message"]
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
             assert front.gateway.state.tick(front.gateway.now() + 2.0).errors_per_s > 0, "the dashboard shows it"
 
     run(main())
@@ -211,23 +211,23 @@ def test_a_non_streaming_response_has_its_own_timeout() -> None:
     """No byte of a non-streaming response comes before its last token, so the timeout is `answer` and not
     `first_token`."""
 
-    async def slow(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+    async def slow(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         await asyncio.sleep(1.0)
         return web.json_response({"choices": [], "usage": {"completion_tokens": 1}})
 
-    async def hangs(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+    async def hangs(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         await asyncio.sleep(3600)
         raise AssertionError("the gateway gives this request up")
 
     async def main(serve: Serve, section: str, status: int) -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in decode:
             engine.serve = serve
         section = f"{CALM}  retries: {{attempts: 1}}\n  timeouts: {{{section}}}\n"
-        async with foreign(prefill + decode, section) as front:
+        async with stub_rig(prefill + decode, section) as front:
             assert (await front.post(completion())).status == status
-            assert asked(decode) == 1
-            assert await front.settles(), front.leftovers()
+            assert received(decode) == 1
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main(slow, "first_token: 300 ms", 200))
     run(main(hangs, "answer: 1 s", 504))
@@ -238,8 +238,8 @@ def test_only_streams_have_a_ttft() -> None:
     count."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode, CALM) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode, CALM) as front:
             assert (await front.post(completion())).status == 200
             for name in ("ttft_seconds", "ttft_part_seconds", "transfer_seconds"):
                 assert await value(front, f"kvroute_{name}_count{{") is None
@@ -259,16 +259,16 @@ def test_a_response_at_the_expected_transfer_time_is_reported_once() -> None:
     """The core receives one event for the start of decoding, although reporting that event also checks which transfers
     are due."""
 
-    async def later(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+    async def later(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         await asyncio.sleep(0.02)  # after the first expected step, before any check
         return web.json_response({"choices": [], "usage": {"completion_tokens": 1}})
 
     async def main() -> None:
         engine = Engine("engine", "both", serve=later)
-        async with foreign([engine], CALM) as front:
+        async with stub_rig([engine], CALM) as front:
             for n in range(5):
                 assert (await front.post(completion(prompt=f"{n}"))).status == 200
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -278,10 +278,10 @@ def test_an_unknown_model_is_not_found() -> None:
     error too."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         section = f"{CALM}  models: {{big: {MODEL}}}\n"
         other = Engine("other", "both", model="llama-3-8b")
-        async with foreign([*prefill, *decode, other], section) as front:
+        async with stub_rig([*prefill, *decode, other], section) as front:
             for path in (COMPLETIONS, EMBEDDINGS):
                 answer = await front.post(completion(model="nobody") | {"input": "x"}, path)
                 assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
@@ -289,7 +289,7 @@ def test_an_unknown_model_is_not_found() -> None:
             missing = completion()
             del missing["model"]
             assert (await front.post(missing)).status == 400
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -312,8 +312,8 @@ def test_output_tokens_are_reserved_for_unbounded_requests(
     log = tmp_path / "events.log"
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode, f"{CALM}  log: {{events: {log}}}\n") as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode, f"{CALM}  log: {{events: {log}}}\n") as front:
             body = {"model": MODEL, "prompt": "x", "messages": [{"role": "user", "content": "x"}], **fields}
             assert (await front.post(body, path)).status == 200
 
@@ -357,10 +357,10 @@ def test_an_internal_error_costs_only_its_request(way: str) -> None:
     released."""
 
     async def main() -> None:
-        prefill, decode = sides("sglang" if way == "sglang" else "vllm")
+        prefill, decode = engines_of("sglang" if way == "sglang" else "vllm")
         path = EMBEDDINGS if way == "passed-on" else COMPLETIONS
         body = completion(stream=way in ("stream", "sglang")) | {"input": "x"}
-        async with foreign(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, CALM) as front:
             heard: list[str] = []
             asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context["exception"])))
             statuses, failures = [], 0
@@ -370,7 +370,7 @@ def test_an_internal_error_costs_only_its_request(way: str) -> None:
                 statuses.append(answer.status)
                 if answer.status == 200:
                     assert answer.body
-                assert await front.settles(), (number, front.leftovers())
+                assert await front.becomes_idle(), (number, front.held_resources())
                 if tracer.left >= 0:
                     break
                 failures += 1
@@ -387,18 +387,18 @@ def test_an_internal_error_aborts_the_other_leg() -> None:
     """The other leg of the request is aborted."""
 
     async def main() -> None:
-        prefill, decode = sides("sglang")
+        prefill, decode = engines_of("sglang")
         gate = Gate()
         for engine in prefill:
             engine.serve = gate.before(tokens)
-        async with foreign(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, CALM) as front:
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
             front.gateway.runtime.tracer = Failing(3)  # the end of the decode leg
             answer = await front.post(completion(stream=True))
             assert answer.events[-1]["error"]["message"] == "internal error in the gateway"
             await gate.left.wait()
             assert gate.cancelled
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -407,8 +407,8 @@ def test_an_internal_error_at_the_start_releases_its_place() -> None:
     """With a limit of one request, the next request is admitted."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode, CALM + "  limits: {in_flight: 1}\n") as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode, CALM + "  limits: {in_flight: 1}\n") as front:
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
             for number in range(3):
                 front.gateway.runtime.tracer = Failing(number)
@@ -417,6 +417,6 @@ def test_an_internal_error_at_the_start_releases_its_place() -> None:
                 assert "internal error in the gateway" in next(
                     a.json["error"]["message"] for a in answers if a.status == 500
                 )
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 from aiohttp import web
 from msgspec import structs
-from tests.gateway.foreign import (
-    Asked,
+from tests.gateway.rig import COMPLETIONS, RunningGateway
+from tests.gateway.stub_engines import (
     Engine,
     Gate,
-    begun,
+    ReceivedRequest,
     completion,
     deployment,
+    engines_of,
     event,
     failing,
-    foreign,
     listening,
     run,
     serving,
-    sides,
+    start_stream,
+    stub_rig,
     tokens,
 )
-from tests.gateway.rig import COMPLETIONS, Front
 from tests.waiting import becomes_true
 
 from kvroute.types import Instance
@@ -34,7 +34,7 @@ from kvroute.types import Instance
 MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
-async def read_stream(front: Front, **fields: Any) -> bytes:
+async def read_stream(front: RunningGateway, **fields: Any) -> bytes:
     """Read the body of a streamed response to its end or until it breaks off."""
     async with front.session.post(front.url + COMPLETIONS, json=completion(stream=True, **fields)) as response:
         assert response.status == 200
@@ -48,8 +48,8 @@ def _without_bootstrap(instance: Instance, names: set[str]) -> Instance:
     return structs.replace(instance, endpoint=structs.replace(instance.endpoint, bootstrap=""))
 
 
-def rooms(asked: Asked) -> dict[str, Any]:
-    return {name: asked.json[name] for name in MEETING}
+def rooms(received: ReceivedRequest) -> dict[str, Any]:
+    return {name: received.json[name] for name in MEETING}
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
@@ -59,22 +59,22 @@ def test_the_response_does_not_wait_for_the_prefill_response(streams: bool) -> N
 
     async def main() -> None:
         gate = Gate()
-        (prefill, spare), decode = sides("sglang")
+        (prefill, spare), decode = engines_of("sglang")
         prefill.serve = spare.serve = gate.before(tokens)
-        async with foreign([prefill, spare, *decode]) as front:
+        async with stub_rig([prefill, spare, *decode]) as front:
             sent = completion(stream=streams, stream_options=None, unknown={"a": [1]})
             answer = await front.post(sent)
             assert answer.status == 200
-            assert answer.text.split() == [each.name for each in decode if each.asked] * 3
+            assert answer.text.split() == [each.name for each in decode if each.received] * 3
             await gate.entered.wait()
-            [first], [second] = prefill.asked + spare.asked, decode[0].asked + decode[1].asked
+            [first], [second] = prefill.received + spare.received, decode[0].received + decode[1].received
             assert first.body == second.body
             assert {name: value for name, value in first.json.items() if name not in MEETING} == sent
-            chosen = prefill if prefill.asked else spare
+            chosen = prefill if prefill.received else spare
             assert (first.json["bootstrap_host"], first.json["bootstrap_port"]) == ("127.0.0.1", chosen.port)
             assert 0 <= first.json["bootstrap_room"] < 2**63
             gate.open.set()
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
             assert not gate.cancelled
 
     run(main())
@@ -84,12 +84,12 @@ def test_each_sequence_of_a_request_has_its_own_room() -> None:
     """Two prompts with two choices each use four rooms."""
 
     async def main() -> None:
-        prefill, decode = sides("sglang")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("sglang")
+        async with stub_rig(prefill + decode) as front:
             seen: list[int] = []
             for fields, count in (({}, 1), ({"n": 2}, 2), ({"prompt": ["a", "b"]}, 2), ({"prompt": ["a"], "n": 1}, 1)):
                 assert (await front.post(completion(**fields))).status == 200
-                [first], [second] = ([*side[0].asked, *side[1].asked] for side in (prefill, decode))
+                [first], [second] = ([*side[0].received, *side[1].received] for side in (prefill, decode))
                 assert first.body == second.body
                 met = rooms(first)
                 assert all(isinstance(value, list) is (count > 1) for value in met.values())
@@ -97,14 +97,14 @@ def test_each_sequence_of_a_request_has_its_own_room() -> None:
                 assert len(numbers) == count
                 seen += numbers
                 for engine in prefill + decode:
-                    engine.asked.clear()
+                    engine.received.clear()
             both = completion(n=2, prompt=["a", "b"])
             assert (await front.post(both)).status == 200
-            [last] = prefill[0].asked + prefill[1].asked
+            [last] = prefill[0].received + prefill[1].received
             seen += last.json["bootstrap_room"]
             assert last.json["bootstrap_host"] == ["127.0.0.1"] * 4
             assert len(seen) == len(set(seen)) == 10
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -116,38 +116,38 @@ def test_a_failed_prefill_cancels_the_decode_leg_and_both_are_retried(streams: b
 
     async def main() -> None:
         waits = Gate()
-        prefill, decode = sides("sglang")
+        prefill, decode = engines_of("sglang")
 
-        async def fails_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-            if sum(len(each.asked) for each in prefill) > 1:
-                return await tokens(engine, request, asked)
+        async def fails_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+            if sum(len(each.received) for each in prefill) > 1:
+                return await tokens(engine, request, received)
             await waits.entered.wait()
             if slow:
                 await asyncio.sleep(0.2)
             return web.json_response({"error": {"message": "out of memory"}}, status=500)
 
-        async def hangs_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-            if sum(len(each.asked) for each in decode) == 1:
+        async def hangs_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+            if sum(len(each.received) for each in decode) == 1:
                 if streams:
-                    await begun(request)
+                    await start_stream(request)
                 await waits.wait()
-            return await tokens(engine, request, asked)
+            return await tokens(engine, request, received)
 
         for engine in prefill:
             engine.serve = fails_once
         for engine in decode:
             engine.serve = hangs_once
-        async with foreign(prefill + decode) as front:
+        async with stub_rig(prefill + decode) as front:
             answer = await front.post(completion(stream=streams))
             assert answer.status == 200
             assert len(answer.text.split()) == 3
             await waits.left.wait()
             assert waits.cancelled
-            assert [len(engine.asked) for engine in prefill] == [1, 1]
-            first, second = (engine.asked[0] for engine in prefill)
+            assert [len(engine.received) for engine in prefill] == [1, 1]
+            first, second = (engine.received[0] for engine in prefill)
             assert rooms(first)["bootstrap_room"] != rooms(second)["bootstrap_room"]
-            assert {asked.body for engine in decode for asked in engine.asked} == {first.body, second.body}
-            assert await front.settles(), front.leftovers()
+            assert {received.body for engine in decode for received in engine.received} == {first.body, second.body}
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -158,10 +158,10 @@ def test_a_prefill_that_fails_after_the_first_token_breaks_no_stream(status: int
 
     async def main() -> None:
         relayed, goes_on = Gate(), Gate()
-        prefill, decode = sides("sglang")
+        prefill, decode = engines_of("sglang")
 
-        async def in_two_parts(_: Engine, request: web.BaseRequest, __: Asked) -> web.StreamResponse:
-            response = await begun(request)
+        async def in_two_parts(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
+            response = await start_stream(request)
             await response.write(event("one "))
             await goes_on.wait()
             await response.write(event("two ") + b"data: [DONE]\n\n")
@@ -172,15 +172,15 @@ def test_a_prefill_that_fails_after_the_first_token_breaks_no_stream(status: int
             engine.serve = relayed.before(failing(status))
         for engine in decode:
             engine.serve = in_two_parts
-        async with foreign(prefill + decode) as front:
+        async with stub_rig(prefill + decode) as front:
             async with front.session.post(front.url + COMPLETIONS, json=completion(stream=True)) as response:
                 assert b"one" in await response.content.readuntil(b"\n\n")
                 relayed.open.set()
-                assert await becomes_true(lambda: front.leftovers()["legs"] == 1)
+                assert await becomes_true(lambda: front.held_resources()["legs"] == 1)
                 goes_on.open.set()
                 rest = await response.read()
             assert rest == event("two ") + b"data: [DONE]\n\n"
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -191,32 +191,32 @@ def test_a_decode_leg_that_fails_before_the_first_token_restarts_both_legs(strea
 
     async def main() -> None:
         waits = Gate()
-        prefill, decode = sides("sglang")
+        prefill, decode = engines_of("sglang")
 
-        async def hangs_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-            if sum(len(each.asked) for each in prefill) == 1:
+        async def hangs_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+            if sum(len(each.received) for each in prefill) == 1:
                 await waits.wait()
-            return await tokens(engine, request, asked)
+            return await tokens(engine, request, received)
 
-        async def fails_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-            if sum(len(each.asked) for each in decode) == 1:
+        async def fails_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+            if sum(len(each.received) for each in decode) == 1:
                 await waits.entered.wait()
                 return web.json_response({"error": {}}, status=500)
-            return await tokens(engine, request, asked)
+            return await tokens(engine, request, received)
 
         for engine in prefill:
             engine.serve = hangs_once
         for engine in decode:
             engine.serve = fails_once
-        async with foreign(prefill + decode) as front:
+        async with stub_rig(prefill + decode) as front:
             answer = await front.post(completion(stream=streams))
             assert (answer.status, len(answer.text.split())) == (200, 3)
             await waits.left.wait()
             assert waits.cancelled
-            assert [len(engine.asked) for engine in decode] == [1, 1]
-            first, second = (rooms(engine.asked[0])["bootstrap_room"] for engine in decode)
+            assert [len(engine.received) for engine in decode] == [1, 1]
+            first, second = (rooms(engine.received[0])["bootstrap_room"] for engine in decode)
             assert first != second
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -226,10 +226,10 @@ def test_a_broken_stream_cancels_its_prefill_leg() -> None:
 
     async def main() -> None:
         waits = Gate()
-        prefill, decode = sides("sglang")
+        prefill, decode = engines_of("sglang")
 
-        async def breaks(_: Engine, request: web.BaseRequest, __: Asked) -> web.StreamResponse:
-            response = await begun(request)
+        async def breaks(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
+            response = await start_stream(request)
             await response.write(event("one "))
             await waits.entered.wait()
             assert request.transport is not None
@@ -240,13 +240,13 @@ def test_a_broken_stream_cancels_its_prefill_leg() -> None:
             engine.serve = waits.before(tokens)
         for engine in decode:
             engine.serve = breaks
-        async with foreign(prefill + decode) as front:
+        async with stub_rig(prefill + decode) as front:
             body = await read_stream(front)
             assert body.startswith(event("one "))
             assert b"closed the connection" in body
             await waits.left.wait()
             assert waits.cancelled
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -257,10 +257,10 @@ def test_a_client_that_disconnects_releases_both_engines(token: bool) -> None:
 
     async def main() -> None:
         left, right = Gate(), Gate()
-        prefill, decode = sides("sglang")
+        prefill, decode = engines_of("sglang")
 
-        async def one_and_waits(_: Engine, request: web.BaseRequest, __: Asked) -> web.StreamResponse:
-            response = await begun(request)
+        async def one_and_waits(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
+            response = await start_stream(request)
             if token:
                 await response.write(event("one "))
             await right.wait()
@@ -270,12 +270,12 @@ def test_a_client_that_disconnects_releases_both_engines(token: bool) -> None:
             engine.serve = left.before(tokens)
         for engine in decode:
             engine.serve = one_and_waits
-        async with foreign(prefill + decode) as front:
+        async with stub_rig(prefill + decode) as front:
             task = asyncio.create_task(read_stream(front))
             await left.entered.wait()
             await right.entered.wait()
             if token:
-                assert await becomes_true(lambda: not front.leftovers()["slots"])
+                assert await becomes_true(lambda: not front.held_resources()["slots"])
                 await asyncio.sleep(0.6)  # closing the sending side within half a second does not count as leaving
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -283,7 +283,7 @@ def test_a_client_that_disconnects_releases_both_engines(token: bool) -> None:
             await right.left.wait()
             assert left.cancelled
             assert right.cancelled
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -293,7 +293,7 @@ def test_a_prefill_engine_without_a_bootstrap_address_is_skipped(lost: int) -> N
     """The decode leg is never sent; without another prefill engine the client receives the reason."""
 
     async def main() -> None:
-        prefill, decode = sides("sglang")
+        prefill, decode = engines_of("sglang")
         async with listening(prefill + decode):
             made = deployment(prefill + decode, "  breaker: {failures: 1000}\n")
             names = {engine.name for engine in prefill[:lost]}
@@ -302,13 +302,13 @@ def test_a_prefill_engine_without_a_bootstrap_address_is_skipped(lost: int) -> N
                 answers = [await front.post(completion(prompt=f"{n} " * 100)) for n in range(4)]
                 if lost == 1:
                     assert [answer.status for answer in answers] == [200] * 4
-                    assert len(prefill[1].asked) == sum(len(engine.asked) for engine in decode) == 4
+                    assert len(prefill[1].received) == sum(len(engine.received) for engine in decode) == 4
                 else:
                     assert [answer.status for answer in answers] == [502] * 4
                     assert "host:port" in answers[0].json["error"]["message"]
-                    assert not any(engine.asked for engine in prefill + decode)
-                assert not prefill[0].asked
-                assert await front.settles(), front.leftovers()
+                    assert not any(engine.received for engine in prefill + decode)
+                assert not prefill[0].received
+                assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -317,15 +317,15 @@ def test_requests_for_several_choices_go_to_engines_that_can_transfer_them() -> 
     """Engines of another protocol serve the same model, but they cannot transfer the KV of several choices."""
 
     async def main() -> None:
-        prefill, decode = sides("sglang")
+        prefill, decode = engines_of("sglang")
         other = [Engine("other-prefill", "prefill"), Engine("other-decode", "decode")]
-        async with foreign([*prefill, *decode, *other]) as front:
+        async with stub_rig([*prefill, *decode, *other]) as front:
             for number in range(6):
                 assert (await front.post(completion(n=2, prompt=f"{number}" * 400))).status == 200
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
         for engine in prefill + decode:
-            assert all(isinstance(asked.json["bootstrap_room"], list) for asked in engine.asked)
-        assert not other[0].asked
-        assert all("kv_transfer_params" not in asked.json for asked in other[1].asked)
+            assert all(isinstance(received.json["bootstrap_room"], list) for received in engine.received)
+        assert not other[0].received
+        assert all("kv_transfer_params" not in received.json for received in other[1].received)
 
     run(main())

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import xxhash
 from aiohttp import web
-from tests.gateway.foreign import Asked, Engine, begun, completion, foreign, run, sides
 from tests.gateway.rig import COMPLETIONS
+from tests.gateway.stub_engines import Engine, ReceivedRequest, completion, engines_of, run, start_stream, stub_rig
 
 from kvroute.types import KvProtocol
 
@@ -61,9 +61,9 @@ class Source:
     def __init__(self) -> None:
         self.taken_bytes = 0
 
-    async def serve(self, _: Engine, request: web.BaseRequest, __: Asked) -> web.StreamResponse:
+    async def serve(self, _: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
         """Send the stream."""
-        response = await begun(request)
+        response = await start_stream(request)
         for index in range(TOTAL_BYTES // EVENT_BYTES):
             await response.write(sse(index))
             self.taken_bytes += EVENT_BYTES
@@ -98,10 +98,10 @@ def test_bytes_that_a_client_does_not_read_stay_in_the_engine(protocol: KvProtoc
 
     async def main() -> None:
         source = Source()
-        prefill, decode = sides(protocol)
+        prefill, decode = engines_of(protocol)
         for engine in decode:
             engine.serve = source.serve
-        async with foreign(prefill + decode) as front:
+        async with stub_rig(prefill + decode) as front:
             reader = await reader_of(front.gateway.port)
             assert await source.rests() <= SYSTEM_MAX_BYTES
             assert reader.body_bytes == 0
@@ -118,7 +118,7 @@ def test_bytes_that_a_client_does_not_read_stay_in_the_engine(protocol: KvProtoc
                 expected.update(sse(index))
             assert (reader.body_bytes, reader.hash.digest()) == (TOTAL_BYTES, expected.digest())
             reader.transport.abort()
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -128,21 +128,21 @@ def test_a_client_that_never_reads_is_disconnected_and_its_engine_released() -> 
 
     async def main() -> None:
         source, left = Source(), asyncio.Event()
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
 
-        async def serve(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        async def serve(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
             try:
-                return await source.serve(engine, request, asked)
+                return await source.serve(engine, request, received)
             finally:
                 left.set()
 
         for engine in decode:
             engine.serve = serve
-        async with foreign(prefill + decode, "  limits: {stall: 50 ms}\n") as front:
+        async with stub_rig(prefill + decode, "  limits: {stall: 50 ms}\n") as front:
             reader = await reader_of(front.gateway.port)
             await left.wait()
             assert source.taken_bytes < TOTAL_BYTES
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
             reader.transport.abort()
 
     run(main())

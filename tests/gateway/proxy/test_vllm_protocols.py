@@ -9,18 +9,18 @@ import json
 import msgspec
 import pytest
 from aiohttp import web
-from tests.gateway.foreign import (
-    Asked,
+from tests.gateway.rig import COMPLETIONS
+from tests.gateway.stub_engines import (
     Engine,
     Gate,
+    ReceivedRequest,
     completion,
+    engines_of,
     failing,
-    foreign,
     run,
-    sides,
+    stub_rig,
     tokens,
 )
-from tests.gateway.rig import COMPLETIONS
 from tests.waiting import until
 
 from kvroute.gateway.openai_api.api_keys import hash_text
@@ -32,9 +32,9 @@ CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SENT = {"Authorization": "Bearer mine", "X-Request-Id": "my-17", "traceparent": CONTEXT, "X-Tenant": "a"}
 
 
-def asked_of(engines: list[Engine]) -> list[Asked]:
+def asked_of(engines: list[Engine]) -> list[ReceivedRequest]:
     """Return all completion requests that the engines received."""
-    return [asked for engine in engines for asked in engine.asked]
+    return [received for engine in engines for received in engine.received]
 
 
 # vLLM
@@ -51,10 +51,10 @@ def test_legs_carry_client_headers_and_fields_and_the_kv_parameters(streams: boo
     ) % (b"word " * 50, flag)
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
         for engine in prefill:
             engine.params = msgspec.Raw(PARAMS)
-        async with foreign(prefill + decode, "  forward_headers: [X-Tenant]\n") as front:
+        async with stub_rig(prefill + decode, "  forward_headers: [X-Tenant]\n") as front:
             sent = SENT | {"Content-Type": "application/json"}
             async with front.session.post(front.url + COMPLETIONS, data=body, headers=sent) as response:
                 assert response.status == 200
@@ -71,7 +71,7 @@ def test_legs_carry_client_headers_and_fields_and_the_kv_parameters(streams: boo
             assert second.raw("kv_transfer_params") == PARAMS
             assert (second.raw("stream"), second.json["max_tokens"]) == (flag, 3)
             assert second.json["stream_options"] == {"include_usage": True}
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -80,13 +80,13 @@ def test_trace_context_is_forwarded_and_missing_request_ids_are_generated() -> N
     """The ID is the same for both legs and the client, and a new one for the next request."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode) as front:
             names = [(await front.post(completion())).headers["x-request-id"] for _ in range(3)]
             assert len(set(names)) == 3
             for side in (prefill, decode):
-                assert sorted(asked.headers["x-request-id"] for asked in asked_of(side)) == sorted(names)
-            assert all("authorization" not in asked.headers for asked in asked_of(prefill + decode))
+                assert sorted(received.headers["x-request-id"] for received in asked_of(side)) == sorted(names)
+            assert all("authorization" not in received.headers for received in asked_of(prefill + decode))
 
     run(main())
 
@@ -97,21 +97,23 @@ def test_a_prefill_response_without_kv_parameters_is_a_failure(reply: bytes, str
     """Another engine prefills; the decode engine gets one request, with the parameters of that other engine."""
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
+        prefill, decode = engines_of("vllm")
 
-        async def no_connector(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        async def no_connector(
+            engine: Engine, request: web.BaseRequest, received: ReceivedRequest
+        ) -> web.StreamResponse:
             if len(asked_of(prefill)) == 1:
                 return web.Response(body=reply, content_type="application/json")
-            return await tokens(engine, request, asked)
+            return await tokens(engine, request, received)
 
         for engine in prefill:
             engine.serve = no_connector
-        async with foreign(prefill + decode) as front:
+        async with stub_rig(prefill + decode) as front:
             answer = await front.post(completion(stream=streams))
             assert (answer.status, len(answer.text.split())) == (200, 3)
-            assert [len(engine.asked) for engine in prefill] == [1, 1]
+            assert [len(engine.received) for engine in prefill] == [1, 1]
             assert len(asked_of(decode)) == 1
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -125,16 +127,16 @@ def test_api_keys_of_the_gateway_are_not_sent_to_engines(own: bool, monkeypatch:
         section += "  upstream_key_env: KVROUTE_TEST_ENGINE_KEY\n"
 
     async def main() -> None:
-        prefill, decode = sides("vllm")
-        async with foreign(prefill + decode, section) as front:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode, section) as front:
             assert (await front.post(completion())).status == 401
             assert not asked_of(prefill + decode)
             sent = {"Authorization": "Bearer kvr_mine"}
             assert (await front.post(completion(), headers=sent)).status == 200
             assert (await front.post({"input": "a"}, "/v1/embeddings", headers=sent)).status == 200
-            asked = asked_of(prefill + decode)
-            assert len(asked) >= 3
-            for each in asked:
+            received = asked_of(prefill + decode)
+            assert len(received) >= 3
+            for each in received:
                 assert each.headers.get("authorization") == ("Bearer engines-own" if own else None)
                 assert "kvr_mine" not in json.dumps(each.headers)
 
@@ -148,20 +150,20 @@ def test_mooncake_legs_share_a_transfer_id_and_the_engine_id_is_queried_once() -
     """There is one query also if many requests arrive before the first response of the bootstrap server."""
 
     async def main() -> None:
-        prefill, decode = sides("mooncake")
-        async with foreign(prefill + decode) as front:
+        prefill, decode = engines_of("mooncake")
+        async with stub_rig(prefill + decode) as front:
             bodies = [completion(prompt=f"{n} " * 200, stream=n % 2 == 0) for n in range(12)]
             answers = await asyncio.gather(*[front.post(body) for body in bodies])
             assert [(answer.status, len(answer.text.split())) for answer in answers] == [(200, 3)] * 12
             assert [engine.queries for engine in prefill] == [1, 1]
             sources = {
-                asked.json["kv_transfer_params"]["transfer_id"]: (engine, asked)
+                received.json["kv_transfer_params"]["transfer_id"]: (engine, received)
                 for engine in prefill
-                for asked in engine.asked
+                for received in engine.received
             }
             assert len(sources) == 12
-            for asked in asked_of(decode):
-                params = asked.json["kv_transfer_params"]
+            for received in asked_of(decode):
+                params = received.json["kv_transfer_params"]
                 source, first = sources.pop(params["transfer_id"])
                 assert params == {
                     "do_remote_prefill": True,
@@ -170,9 +172,9 @@ def test_mooncake_legs_share_a_transfer_id_and_the_engine_id_is_queried_once() -
                     "remote_bootstrap_addr": f"http://127.0.0.1:{source.port}",
                     "remote_engine_id": source.engine_id,
                 }
-                assert first.json["prompt"] == asked.json["prompt"]
+                assert first.json["prompt"] == received.json["prompt"]
             assert not sources
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -181,18 +183,18 @@ def test_the_engine_id_is_queried_again_after_a_restart() -> None:
     """The engine's metrics reveal a new process."""
 
     async def main() -> None:
-        prefill, decode = sides("mooncake")
+        prefill, decode = engines_of("mooncake")
         source = prefill[0]
-        async with foreign([source, *decode], "  scrape: {interval: 20 ms}\n") as front:
+        async with stub_rig([source, *decode], "  scrape: {interval: 20 ms}\n") as front:
             assert (await front.post(completion())).status == 200
             await until(lambda: source.name in front.gateway.runtime.measured)
             source.engine_id, source.started_s = "id-new", 2.0
             while source.queries < 2:
                 assert (await front.post(completion())).status == 200
-            last = max(asked_of(decode), key=lambda asked: asked.json["kv_transfer_params"]["remote_engine_id"])
+            last = max(asked_of(decode), key=lambda received: received.json["kv_transfer_params"]["remote_engine_id"])
             assert last.json["kv_transfer_params"]["remote_engine_id"] == "id-new"
             assert source.queries == 2
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -202,24 +204,24 @@ def test_the_engine_id_is_queried_again_after_a_failure(leg: str) -> None:
     """The engine may have restarted with another engine ID."""
 
     async def main() -> None:
-        prefill, decode = sides("mooncake")
+        prefill, decode = engines_of("mooncake")
         source = prefill[0]
 
-        async def restarts(_: Engine, request: web.BaseRequest, __: Asked) -> web.StreamResponse:
+        async def restarts(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
             source.engine_id = "id-new"
             for engine in (source, *decode):
                 engine.serve = tokens
             return web.json_response({}, status=500)
 
-        async with foreign([source, *decode]) as front:
+        async with stub_rig([source, *decode]) as front:
             assert (await front.post(completion())).status == 200
             for engine in [source] if leg == "prefill" else decode:
                 engine.serve = restarts
             assert (await front.post(completion())).status == 200
             assert source.queries == 2
-            ids = [asked.json["kv_transfer_params"]["remote_engine_id"] for asked in asked_of(decode)]
+            ids = [received.json["kv_transfer_params"]["remote_engine_id"] for received in asked_of(decode)]
             assert ids.count("id-new") == 1
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -229,19 +231,19 @@ def test_an_engine_without_an_engine_id_is_skipped(silent: int) -> None:
     """If no engine has an ID, the client receives the reason."""
 
     async def main() -> None:
-        prefill, decode = sides("mooncake")
+        prefill, decode = engines_of("mooncake")
         for engine in prefill[:silent]:
             engine.engine_id = ""
-        async with foreign(prefill + decode, "  breaker: {failures: 1000}\n") as front:
+        async with stub_rig(prefill + decode, "  breaker: {failures: 1000}\n") as front:
             answers = [await front.post(completion(prompt=f"{n} " * 100)) for n in range(4)]
             if silent == 1:
                 assert [answer.status for answer in answers] == [200] * 4
-                assert not prefill[0].asked
+                assert not prefill[0].received
             else:
                 assert [answer.status for answer in answers] == [502] * 4
                 assert "bootstrap server of prefill instance" in answers[0].json["error"]["message"]
                 assert not asked_of(prefill + decode)
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -256,13 +258,13 @@ def test_an_instance_with_both_roles_gets_the_unchanged_request(protocol: KvProt
 
     async def main() -> None:
         engines = [Engine(f"engine{n}", "both", protocol) for n in range(2)]
-        async with foreign(engines) as front:
+        async with stub_rig(engines) as front:
             sent = [completion(stream=streams, n=n, prompt=f"{n}" * 300, more={"b": n}) for n in (1, 1, 2)]
             for body in sent:
                 assert (await front.post(body)).status == 200
-            got = sorted((asked.json for asked in asked_of(engines)), key=json.dumps)
+            got = sorted((received.json for received in asked_of(engines)), key=json.dumps)
             assert got == sorted(sent, key=json.dumps)
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -274,16 +276,16 @@ def test_an_instance_with_both_roles_is_replaced_after_a_failure(streams: bool) 
     async def main() -> None:
         engines = [Engine(f"engine{n}", "both") for n in range(2)]
         engines[0].serve = failing(500)
-        async with foreign(engines, "  breaker: {failures: 1000}\n") as front:
+        async with stub_rig(engines, "  breaker: {failures: 1000}\n") as front:
             bodies = [completion(stream=streams, prompt=f"{n}" * 300) for n in range(4)]
             assert [(await front.post(body)).status for body in bodies] == [200] * 4
-            assert engines[0].asked
-            assert len(engines[1].asked) == 4
+            assert engines[0].received
+            assert len(engines[1].received) == 4
             engines[1].serve = failing(503)
             answer = await front.post(bodies[0])
             assert answer.status in (502, 503)
             assert "instance engine" in answer.json["error"]["message"]
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
@@ -294,13 +296,13 @@ def test_a_client_that_disconnects_releases_an_instance_with_both_roles() -> Non
     async def main() -> None:
         gate, engine = Gate(), Engine("engine", "both")
         engine.serve = gate.before(tokens)
-        async with foreign([engine]) as front:
+        async with stub_rig([engine]) as front:
             task = asyncio.create_task(front.post(completion()))
             await gate.entered.wait()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await gate.left.wait()
             assert gate.cancelled
-            assert await front.settles(), front.leftovers()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.gateway.rig import Rig
-from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, TEXT, metric, metric_is, two_sites
+from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, TEXT, metric, two_sites, wait_for_metric
 from tests.waiting import until
 
 from kvroute.gateway.http.slices import whole
@@ -259,7 +259,7 @@ def test_missing_throughput_of_a_full_path_counts_as_other_traffic(ends: list[tu
 
 WATCHED = OFFLOAD.replace("way: {failures: 2, open: 200 ms}", "way: {failures: 2, open: 200 ms, stalled_after: 300 ms}")
 SCRAPED = "  scrape: {interval: 50 ms}\n"
-PATIENT = 60.0
+LONG_TIMEOUT_S = 60.0
 HUGE = LONG * 4
 """3.6 GB of KV: 0.7 seconds on the path, alone and at full capacity."""
 
@@ -285,20 +285,20 @@ def test_a_cut_path_is_closed_before_any_engine_times_out(layerwise: bool) -> No
     section = WATCHED + ("    layerwise: true\n" if layerwise else "") + SCRAPED
 
     async def main() -> None:
-        async with two_sites(section, patience_s=PATIENT) as gate:
+        async with two_sites(section, kv_timeout_s=LONG_TIMEOUT_S) as gate:
             assert (await gate.ask(LONG)).status == 200
-            await gate.order("far0", "wan", share=0)
+            await gate.command("far0", "wan", share=0)
             waiting = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(2)]
-            await metric_is(gate, "kvroute_wan_path_state", 2, site=AWAY)
+            await wait_for_metric(gate, "kvroute_wan_path_state", 2, site=AWAY)
             assert (await gate.ask(f"later {LONG}", stream=True)).status == 200
             assert await metric(gate, "kvroute_offload_decisions_total", site=HOME, reason="away_down") == 1
             assert not any(task.done() for task in waiting)
             assert "kvroute_leg_failures_total{" not in (await gate.get("/metrics")).body.decode()
-            await gate.order("far0", "wan", share=1)
-            await metric_is(gate, "kvroute_wan_path_state", 0, site=AWAY)
+            await gate.command("far0", "wan", share=1)
+            await wait_for_metric(gate, "kvroute_wan_path_state", 0, site=AWAY)
             assert [answer.status for answer in await asyncio.gather(*waiting)] == [200] * 2
             assert (await gate.ask(f"last {LONG}", stream=True)).status == 200
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(main())
 
@@ -309,9 +309,9 @@ def test_a_slow_path_counts_as_other_traffic_until_it_recovers() -> None:
     half = 0.5
 
     async def main() -> None:
-        async with two_sites(WATCHED + SCRAPED, patience_s=PATIENT) as gate:
+        async with two_sites(WATCHED + SCRAPED, kv_timeout_s=LONG_TIMEOUT_S) as gate:
             events = heard(gate)
-            await gate.order("far0", "wan", share=half)
+            await gate.command("far0", "wan", share=half)
             asking = [asyncio.create_task(gate.ask(f"{n} {HUGE}", stream=True)) for n in range(2)]
             await until(lambda: any(isinstance(event, CongestionMeasured) for event in events))
             await until(lambda: any(isinstance(event, TransferMeasured) for event in events))
@@ -335,7 +335,7 @@ def test_a_path_full_of_own_traffic_has_no_other_traffic() -> None:
     """Several senders share the whole path: it is full, and the share attributed to other traffic is near zero."""
 
     async def main() -> None:
-        async with two_sites(WATCHED + SCRAPED, patience_s=PATIENT) as gate:
+        async with two_sites(WATCHED + SCRAPED, kv_timeout_s=LONG_TIMEOUT_S) as gate:
             events = heard(gate)
             asking = [asyncio.create_task(gate.ask(f"{n} {HUGE}", stream=True)) for n in range(4)]
             await until(lambda: any(isinstance(event, TransferMeasured) for event in events))

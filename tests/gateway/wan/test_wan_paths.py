@@ -12,7 +12,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.gateway.rig import Rig
-from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, metric, metric_is, two_sites
+from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, metric, two_sites, wait_for_metric
 from tests.waiting import until
 
 from kvroute.control import decisions_equal, replay
@@ -105,7 +105,7 @@ def test_long_prompts_are_offloaded_and_short_ones_are_not() -> None:
             assert (await _placed(gate, AWAY, "long"), await _placed(gate, HOME, "short")) == (2, 2)
             assert await metric(gate, "kvroute_offload_threshold_tokens", site=AWAY) == 1_000
             assert (await metric(gate, "kvroute_egress_used_ratio", site=AWAY) or 0.0) > 0.0
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -120,7 +120,7 @@ def test_a_cut_path_loses_no_request_and_no_instance_is_blamed(tmp_path: Path, s
     async def run() -> None:
         async with two_sites(section) as gate:
             assert (await gate.ask(LONG)).status == 200
-            await gate.order("far0", "wan", share=0)
+            await gate.command("far0", "wan", share=0)
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=stream) for n in range(6)])
             assert [answer.status for answer in answers] == [200] * 6
             assert all(answer.text for answer in answers)
@@ -128,8 +128,8 @@ def test_a_cut_path_loses_no_request_and_no_instance_is_blamed(tmp_path: Path, s
             engines = gate.gateway.runtime.engines
             assert all(engines[name].availability.breaker.state(1e6) == "closed" for name in engines)
             assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
-            assert await gate.settles(), gate.leftovers()
-            await gate.order("far0", "wan", share=1)
+            assert await gate.becomes_idle(), gate.held_resources()
+            await gate.command("far0", "wan", share=1)
             before = await _placed(gate, AWAY, "long")
             for n in range(1_000):
                 assert (await gate.ask(f"{n} again {LONG}", stream=stream)).status == 200
@@ -137,7 +137,7 @@ def test_a_cut_path_loses_no_request_and_no_instance_is_blamed(tmp_path: Path, s
                     break
             assert await _placed(gate, AWAY, "long") > before
             assert (await gate.ask(f"last {LONG}", stream=stream)).status == 200
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
     header, read = read_log(log)
@@ -154,11 +154,11 @@ def test_a_stopped_engine_is_blamed_and_not_the_path() -> None:
     async def run() -> None:
         async with two_sites() as gate:
             for name in ("decode0", "decode1", "decode2"):
-                await gate.order(name, leg="decode", fail_next=1, status="reset")
+                await gate.command(name, leg="decode", fail_next=1, status="reset")
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(4)])
             assert [answer.status for answer in answers] == [200] * 4
             assert await metric(gate, WAY, site=AWAY) == 0
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
@@ -170,32 +170,32 @@ def test_requests_that_fail_on_every_engine_close_no_path() -> None:
     async def run() -> None:
         async with two_sites() as gate:
             for name in ("decode0", "decode1", "decode2"):
-                await gate.order(name, leg="decode", fail_next=1_000, status=500)
+                await gate.command(name, leg="decode", fail_next=1_000, status=500)
             for n in range(4):
                 assert (await gate.ask(f"{n} {LONG}", stream=True)).status == 502
             assert await _placed(gate, AWAY, "long") == 4
             for name in ("decode0", "decode1", "decode2"):
-                await gate.order(name, leg="decode", fail_next=0)
+                await gate.command(name, leg="decode", fail_next=0)
             assert await metric(gate, WAY, site=AWAY) == 0
             assert (await gate.ask(LONG, stream=True)).status == 200
             assert await _placed(gate, AWAY, "long") == 5
             engines = gate.gateway.runtime.engines
             assert all(engines[name].availability.breaker.state(1e6) == "closed" for name in engines)
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 
 
 def test_a_client_that_disconnects_does_not_affect_the_path() -> None:
     async def run() -> None:
-        async with two_sites(patience_s=3600.0) as gate:
-            await gate.order("far0", "wan", share=0)
+        async with two_sites(kv_timeout_s=3600.0) as gate:
+            await gate.command("far0", "wan", share=0)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(4)]
             await until(lambda: sum(proxied.computed for proxied in gate.gateway.runtime.requests.values()) == 4)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
             assert await metric(gate, WAY, site=AWAY) == 0
 
     uvloop.run(run())
@@ -208,7 +208,7 @@ def test_a_probe_request_whose_client_disconnects_allows_the_next_probe(caplog: 
 
     async def run() -> None:
         async with two_sites(OFFLOAD.replace("open: 200 ms", "open: 1 ms")) as gate:
-            await gate.order("far0", "wan", share=0)
+            await gate.command("far0", "wan", share=0)
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
             assert [answer.status for answer in answers] == [200] * 3
             before = await _placed(gate, AWAY, "long")
@@ -226,8 +226,8 @@ def test_a_probe_request_whose_client_disconnects_allows_the_next_probe(caplog: 
             assert await _placed(gate, AWAY, "long") == before + 1
             trying.cancel()
             await asyncio.gather(trying, return_exceptions=True)
-            assert await gate.settles(), gate.leftovers()
-            await gate.order("far0", "wan", share=1)
+            assert await gate.becomes_idle(), gate.held_resources()
+            await gate.command("far0", "wan", share=1)
             await until(lambda: gate.gateway.runtime.engines["far0"].availability.up)
             assert (await gate.ask(f"next {LONG}", stream=True)).status == 200
             assert await metric(gate, WAY, site=AWAY) == 0
@@ -242,10 +242,10 @@ def test_a_reload_keeps_a_path_closed() -> None:
 
     async def run() -> None:
         async with two_sites(shut_long) as gate:
-            await gate.order("far0", "wan", share=0)
+            await gate.command("far0", "wan", share=0)
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
             assert [answer.status for answer in answers] == [200] * 3
-            await metric_is(gate, WAY, 2, site=AWAY)
+            await wait_for_metric(gate, WAY, 2, site=AWAY)
             endpoints = gate.fleet.ready().instances
             text = TEXT + shut_long
             assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
@@ -253,7 +253,7 @@ def test_a_reload_keeps_a_path_closed() -> None:
             before = await _placed(gate, AWAY, "long")
             assert (await gate.ask(f"later {LONG}", stream=True)).status == 200
             assert await _placed(gate, AWAY, "long") == before
-            assert await gate.settles(), gate.leftovers()
+            assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
 

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import uvloop
 from aiohttp import web
-from tests.gateway.rig import CLUSTER, MODEL, Front
+from tests.gateway.rig import CLUSTER, MODEL, RunningGateway
 from tests.waiting import HANGS_S
 
 from kvroute.gateway.gateway import Gateway
@@ -25,7 +25,7 @@ NODES = ("node0", "node1")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReceivedRequest:
     """One request that an engine received."""
 
     method: str
@@ -43,13 +43,13 @@ class Asked:
         return bytes(msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])[name])
 
 
-Serve = Callable[["Engine", web.BaseRequest, Asked], Awaitable[web.StreamResponse]]
+Serve = Callable[["Engine", web.BaseRequest, ReceivedRequest], Awaitable[web.StreamResponse]]
 
 
-async def tokens(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+async def tokens(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
     """Answer like a model, with `max_tokens` tokens, streamed or whole; a prefill leg of vLLM also returns KV
     parameters."""
-    body = asked.json
+    body = received.json
     count = body.get("max_tokens", 1)
     whole: dict[str, Any] = {"object": "text_completion", "choices": [{"index": 0, "text": f"{engine.name} " * count}]}
     if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
@@ -61,7 +61,7 @@ async def tokens(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.
 
 async def stream(request: web.BaseRequest, words: Sequence[str]) -> web.StreamResponse:
     """Send the words as server-sent events."""
-    response = await begun(request)
+    response = await start_stream(request)
     for word in words:
         await response.write(event(word))
     await response.write(b"data: [DONE]\n\n")
@@ -69,7 +69,7 @@ async def stream(request: web.BaseRequest, words: Sequence[str]) -> web.StreamRe
     return response
 
 
-async def begun(request: web.BaseRequest) -> web.StreamResponse:
+async def start_stream(request: web.BaseRequest) -> web.StreamResponse:
     """Start a stream: send its status and headers."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
@@ -85,12 +85,12 @@ def failing(status: int, *, times: int = 1 << 30, then: Serve = tokens) -> Serve
     """Return a handler that answers the first `times` requests with an error."""
     left = times
 
-    async def serve(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+    async def serve(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         nonlocal left
         left -= 1
         if left >= 0:
             return web.json_response({"error": {"message": "no", "type": "x"}}, status=status)
-        return await then(engine, request, asked)
+        return await then(engine, request, received)
 
     return serve
 
@@ -119,9 +119,9 @@ class Gate:
     def before(self, then: Serve) -> Serve:
         """Return a handler that waits at this gate before it answers."""
 
-        async def serve(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        async def serve(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
             await self.wait()
-            return await then(engine, request, asked)
+            return await then(engine, request, received)
 
         return serve
 
@@ -137,7 +137,7 @@ class Engine:
     model: str = MODEL
     serve: Serve = tokens
     params: msgspec.Raw = field(default_factory=lambda: msgspec.Raw(b'{"do_remote_prefill":true}'))
-    asked: list[Asked] = field(default_factory=list)
+    received: list[ReceivedRequest] = field(default_factory=list)
     """The completion requests received."""
     queries: int = 0
     """Number of requests to the bootstrap server."""
@@ -158,7 +158,7 @@ class Engine:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
         headers = {name.lower(): value for name, value in request.headers.items()}
-        asked = Asked(request.method, request.path_qs, headers, await request.read())
+        received = ReceivedRequest(request.method, request.path_qs, headers, await request.read())
         match request.path:
             case "/health":
                 return web.Response()
@@ -170,8 +170,8 @@ class Engine:
                 ranks = {"0": {"engine_id": self.engine_id, "worker_addr": {}}} if self.engine_id else {}
                 return web.json_response(ranks)
             case _:
-                self.asked.append(asked)
-                return await self.serve(self, request, asked)
+                self.received.append(received)
+                return await self.serve(self, request, received)
 
 
 def deployment(
@@ -184,7 +184,7 @@ def deployment(
         for index, engine in enumerate(engines)
     ]
     gateway = f"gateway:\n  listen: {listen}\n  admin: {admin}\n{section}"
-    return Deployment.of(f"{HEAD}instances:\n{''.join(lines)}{gateway}", "foreign.yaml")
+    return Deployment.of(f"{HEAD}instances:\n{''.join(lines)}{gateway}", "stub.yaml")
 
 
 @asynccontextmanager
@@ -202,21 +202,21 @@ async def listening(engines: Sequence[Engine]) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def serving(made: Deployment) -> AsyncIterator[Front]:
+async def serving(made: Deployment) -> AsyncIterator[RunningGateway]:
     """Run a gateway and a client of it."""
     gateway = Gateway(made, seed=1)
     try:
         await gateway.start()
         async with aiohttp.ClientSession() as session:
-            yield Front(gateway, session)
+            yield RunningGateway(gateway, session)
     finally:
         await gateway.close()
 
 
 @asynccontextmanager
-async def foreign(
+async def stub_rig(
     engines: Sequence[Engine], section: str = "", listen: str = "{port: 0}", admin: str = "{port: 0}"
-) -> AsyncIterator[Front]:
+) -> AsyncIterator[RunningGateway]:
     """Run the engines and a gateway in front of them."""
     async with listening(engines), serving(deployment(engines, section, listen, admin)) as front:
         yield front
@@ -237,7 +237,7 @@ def completion(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "What is a KV cache? " * 20, "max_tokens": 3} | fields
 
 
-def sides(protocol: KvProtocol) -> tuple[list[Engine], list[Engine]]:
+def engines_of(protocol: KvProtocol) -> tuple[list[Engine], list[Engine]]:
     """Return two prefill and two decode engines of one protocol."""
     prefill = [Engine(f"prefill{n}", "prefill", protocol, engine_id=f"id-{n}") for n in (0, 1)]
     return prefill, [Engine(f"decode{n}", "decode", protocol) for n in (0, 1)]
