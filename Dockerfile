@@ -1,4 +1,4 @@
-# The gateway in a container: docs/deploy.md says how to run it. It needs no rights and no writable root file system.
+# The gateway in a container: docs/deploy.md describes how to run it. It needs no privileges and no writable root file system.
 
 # Python 3.11 is the version that the tests run on.
 FROM python:3.11-slim-bookworm AS build

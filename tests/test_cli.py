@@ -424,7 +424,7 @@ WRONG = [
     (f"simulate {CLUSTER} --policy netkw", "did you mean 'netkv'?"),
     (f"simulate {CLUSTER} --prefill-policy x", "unknown prefill policy 'x'"),
     (f"simulate {CLUSTER} --constraint x", "unknown level 'x'"),
-    (f"simulate {CLUSTER} --cla-weights 1", "--cla-weights: '1' is not two weights"),
+    (f"simulate {CLUSTER} --cla-weights 1", "--cla-weights: '1' is not a pair of weights"),
     (f"simulate {CLUSTER} --profile x", "--profile: there is no profile 'x'"),
     (f"simulate {CLUSTER} --requests 9 --rate inf", "'inf' is not a rate"),
     (f"simulate {CLUSTER} --requests 9 --warmup inf", "'inf' is not a duration"),

@@ -61,7 +61,7 @@ def test_a_healthy_cluster_exits_with_0_and_fits_80_columns(tmp_path: Path) -> N
             for target in (0, 1):
                 pair = f" prefill{source} -> decode{target} "
                 assert sum(line.startswith(pair) and " yes " in line and "/ 2 Gbps" in line for line in lines) == 1
-        assert lines[-1] == "All is well."
+        assert lines[-1] == "All checks passed."
 
     run(main())
 

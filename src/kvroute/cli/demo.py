@@ -60,7 +60,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the trace and the engines.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the dashboard and the results.")] = Path("demo-results"),
 ) -> None:
-    """Play generated traffic through a gateway on emulated engines, policy by policy, and compare with the simulator.
+    """Send generated traffic through a gateway to emulated engines, policy by policy, and compare with the simulator.
 
     Example: [bold]kvroute demo examples/fat-tree-64gpu.yaml[/bold]
     """

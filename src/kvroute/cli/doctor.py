@@ -147,7 +147,7 @@ def _print(report: Report) -> None:
         )
         out.print(what, style="dim", highlight=False)
     if report.well:
-        out.print("All is well.", style="green")
+        out.print("All checks passed.", style="green")
         return
     out.print(f"{len(report.findings)} finding{'s' if len(report.findings) > 1 else ''}:", style="bold red")
     for number, finding in enumerate(report.findings, start=1):

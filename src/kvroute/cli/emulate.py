@@ -78,7 +78,7 @@ def emulate(
         bool, typer.Option("--until-eof", help="Exit when standard input is closed, e.g. when the parent process ends.")
     ] = False,
 ) -> None:
-    """Run emulated engines without GPUs: vLLM's HTTP API, metrics and KV events, paced by the simulator's models.
+    """Run emulated engines without GPUs: vLLM's HTTP API, metrics and KV events, with the simulator's times.
 
     Prints one JSON line when all are ready, {"instances": {name: {"url", "kv_events", "kv_replay", ...}}}, and runs
     until SIGTERM or SIGINT.

@@ -116,7 +116,7 @@ class _Made:
         if "same_domain" in terms.parts and not terms.parts["same_domain"][index]:
             return "outside"
         if isinstance(self.decision, Prefill):
-            return "not asked" if self.decision.offload else "no partner"
+            return "not considered" if self.decision.offload else "no partner"
         return "no room"
 
 

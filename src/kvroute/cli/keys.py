@@ -13,7 +13,7 @@ from kvroute.gateway.openai_api.api_keys import new_key
 from kvroute.topology.schema import Name
 from kvroute.types import InputError
 
-app = typer.Typer(help="API keys of the gateway.", no_args_is_help=True)
+app = typer.Typer(help="Create API keys of the gateway.", no_args_is_help=True)
 
 
 @app.command("new")

@@ -22,7 +22,7 @@ from kvroute.types import InputError
 
 _TOKENS = re.compile(r"(\d{1,9})([Kk]?)", re.ASCII)
 
-app = typer.Typer(help="Plan before you build: thresholds, splits, bandwidth.", no_args_is_help=True)
+app = typer.Typer(help="Compute thresholds, splits and bandwidth before you build a cluster.", no_args_is_help=True)
 
 
 @app.command()

@@ -91,7 +91,7 @@ def serve(
         bool, typer.Option("--until-eof", help="Exit when standard input is closed, e.g. when the parent process ends.")
     ] = False,
 ) -> None:
-    """Serve an OpenAI-compatible API in front of prefill and decode engines, pricing each KV transfer.
+    """Serve an OpenAI-compatible API in front of prefill and decode engines, with the cost of each KV transfer.
 
     SIGTERM drains, SIGHUP reloads the cluster file. The settings are in the file's `gateway:` section.
 

@@ -323,7 +323,7 @@ def _weights(text: str) -> dict[str, float]:
         cache, load = (float(part) for part in text.split(","))
     except ValueError:
         raise InputError(
-            f"{text!r} is not two weights", where="--cla-weights", hint="write cache,load, e.g. 1,0.7"
+            f"{text!r} is not a pair of weights", where="--cla-weights", hint="write cache,load, e.g. 1,0.7"
         ) from None
     return {"cache_weight": cache, "load_weight": load}
 

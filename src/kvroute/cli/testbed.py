@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="testbed",
-    help="A scaled-down cluster on this machine: network namespaces, shaped links, emulated engines. Needs root.",
+    help="Build a scaled-down cluster on this machine: network namespaces, shaped links, emulated engines. Needs root.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -106,7 +106,7 @@ def run(
     seed: Seed = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Start a testbed, play a trace on it under each policy, compare with the simulator, and remove the testbed.
+    """Start a testbed, run a trace on it under each policy, compare with the simulator, and remove the testbed.
 
     Example: [bold]sudo kvroute testbed run examples/testbed-literal.yaml --requests 100[/bold]
     """

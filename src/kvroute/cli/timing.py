@@ -18,7 +18,7 @@ from kvroute.types import DecodeSpec, InputError, LinearPrefill, PiecewisePrefil
 
 _NAME = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
 
-app = typer.Typer(help="Prefill and decode times from measured profiles.", no_args_is_help=True)
+app = typer.Typer(help="Fit prefill and decode times to measured profiles.", no_args_is_help=True)
 
 
 @app.callback()

@@ -150,7 +150,7 @@ def show(
     png: Annotated[Path | None, typer.Option(help="Draw the cluster to this PNG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the tree of a cluster, the tier of every prefill-decode pair and what each tier offers.
+    """Print the tree of a cluster, the tier of every prefill/decode pair, and bandwidth and latency of each tier.
 
     Example: [bold]kvroute topology show examples/fat-tree-64gpu.yaml --png cluster.png[/bold]
     """

@@ -76,7 +76,7 @@ class EngineReport(msgspec.Struct, kw_only=True):
     role: Role
     protocol: KvProtocol
     url: str
-    health: str = "not asked"
+    health: str = "not checked"
     """`ok`, or what is wrong."""
     model: str
     """Name of the model in the cluster file."""

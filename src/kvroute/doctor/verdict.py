@@ -49,7 +49,7 @@ def engine_findings(report: EngineReport, settings: GatewaySettings) -> Iterator
 
 
 def _health_finding(report: EngineReport) -> Finding:
-    if report.health == "not asked":
+    if report.health == "not checked":
         return Finding(report.name, "the timeout expired before the engine was queried", "use a longer --timeout")
     if report.health.startswith(("HTTP status 401", "HTTP status 403")):
         hint = "give the environment variable that holds its key: `gateway.upstream_key_env` or --key-env"
