@@ -13,8 +13,7 @@ from tests.fuzz.cuts import bounded, pieces
 
 from kvroute.gateway.engines.protocols import PROTOCOLS, ProtocolError, engine_id
 from kvroute.gateway.http.call import Failure
-from kvroute.gateway.http.exchange import Headers
-from kvroute.gateway.http.headers import answered
+from kvroute.gateway.http.headers import Headers, answered
 from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.http.upstream_connection import HEAD_LINES_MAX, UpstreamConnection
 from kvroute.gateway.openai_api.responses import cached_tokens, sse_events, usage_tokens

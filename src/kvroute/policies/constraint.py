@@ -14,12 +14,13 @@ from typing import Literal, cast, get_args
 import numpy as np
 from msgspec.structs import replace
 
-from kvroute.policies.decode import BoolArray, DecodePolicy, feasible_mask, no_room
+from kvroute.policies.decode import DecodePolicy, feasible_mask, no_room
 from kvroute.types import (
     SAME_DATACENTER,
     SAME_NODE,
     SAME_POD,
     SAME_RACK,
+    BoolArray,
     Candidates,
     Choice,
     InputError,

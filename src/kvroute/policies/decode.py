@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvroute.policies.kernels import (
     CONGESTION,
@@ -31,9 +30,19 @@ from kvroute.policies.kernels import (
     TRANSFER_S,
     netkv_terms,
 )
-from kvroute.types import Candidates, Choice, FloatArray, InputError, IntArray, NetworkCosts, Reject, Request, Terms
+from kvroute.types import (
+    BoolArray,
+    Candidates,
+    Choice,
+    FloatArray,
+    InputError,
+    IntArray,
+    NetworkCosts,
+    Reject,
+    Request,
+    Terms,
+)
 
-BoolArray = npt.NDArray[np.bool_]
 Policy = TypeVar("Policy")
 
 _NONE: IntArray = np.array(0)

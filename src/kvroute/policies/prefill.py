@@ -10,9 +10,9 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from kvroute.policies.decode import BoolArray, cheapest, policy_of, turns_to_wait
+from kvroute.policies.decode import cheapest, policy_of, turns_to_wait
 from kvroute.policies.kernels import NOBODY, earliest_finish
-from kvroute.types import Choice, FloatArray, IntArray, Reject, Request, Terms
+from kvroute.types import BoolArray, Choice, FloatArray, IntArray, Reject, Request, Terms
 
 
 class PrefillCandidates(msgspec.Struct, frozen=True, gc=False):

@@ -15,7 +15,8 @@ from tests.waiting import HANGS_S
 
 from kvroute.gateway.http.call import Call, Failure
 from kvroute.gateway.http.deadlines import Deadlines
-from kvroute.gateway.http.exchange import Exchange, Headers
+from kvroute.gateway.http.exchange import Exchange
+from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 from kvroute.gateway.http.server import HttpServer, Limits
 

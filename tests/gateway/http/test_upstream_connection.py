@@ -16,7 +16,7 @@ from tests.gateway.http.upstream_rig import OK, Heard, Script, ask, closed, engi
 
 from kvroute.gateway.http.call import Failure
 from kvroute.gateway.http.deadlines import Deadlines
-from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 from kvroute.gateway.http.upstream_connection import HEAD_BYTES_MAX, HEAD_LINES_MAX, UpstreamConnection
 

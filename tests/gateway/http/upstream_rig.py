@@ -12,7 +12,7 @@ import uvloop
 from tests.waiting import HANGS_S
 
 from kvroute.gateway.http.call import Call, Failure
-from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 
 T = TypeVar("T")

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-BreakerState: TypeAlias = Literal["closed", "half-open", "open"]
+from kvroute.gateway.observe.view import BreakerState
+
 Attempt: TypeAlias = int
 """Number that `started` returns; the caller passes it back when the request ends."""
 Cause: TypeAlias = Literal["no_answer", "error", "unexplained"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.headers import Headers
 
 Phase = Literal["connect", "first_byte", "body"]
 

@@ -11,7 +11,8 @@ from typing import Protocol, TypeAlias, cast
 from kvroute.gateway.http.connection_limits import BEGINNING, BUSY, UNREAD, Entry, network_of
 from kvroute.gateway.http.connection_limits import IDLE as NO_REQUEST
 from kvroute.gateway.http.deadlines import NEVER_S
-from kvroute.gateway.http.exchange import Exchange, Headers, status_line
+from kvroute.gateway.http.exchange import Exchange, status_line
+from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.http.request_parser import (
     BODY,
     BODY_MEMORY_RATIO,

@@ -10,10 +10,8 @@ import socket
 import struct
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
-from typing import TypeAlias
 
-Headers: TypeAlias = list[tuple[bytes, bytes]]
-"""Headers in order, names in lower case; a name may occur more than once."""
+from kvroute.gateway.http.headers import Headers
 
 _CHUNKED, _UNTIL_CLOSE, _NO_BODY = -1, -2, -3
 _COPY_MAX = 16 * 1024

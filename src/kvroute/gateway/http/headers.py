@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
-"""Headers in order, names in lower case."""
+"""Headers in order, names in lower case; a name may occur more than once."""
 
 _HOP_BY_HOP = frozenset(
     {

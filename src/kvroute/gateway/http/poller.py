@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvroute.gateway.http.call import Call, Failure
-from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.http.loop_lag import LoopLag, judge
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 

@@ -9,7 +9,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from kvroute.gateway.http.call import Call, Failure, FailureKind, ResponseHandler
 from kvroute.gateway.http.deadlines import Deadlines
-from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.http.loop_lag import judge
 from kvroute.gateway.http.open_files import out_of_files
 from kvroute.gateway.http.upstream_connection import UpstreamConnection

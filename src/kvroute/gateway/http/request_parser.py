@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import httptools
 
-from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.http.web_pages import WebPages
 
 SLICE_BYTES = 16 * 1024

@@ -10,7 +10,7 @@ import httptools
 
 from kvroute.gateway.http.call import Call, Failure, Phase
 from kvroute.gateway.http.deadlines import NEVER_S
-from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.headers import Headers
 
 HEAD_BYTES_MAX = 256 * 1024
 """Maximum consecutive bytes without a byte of the body: the longest head, trailer section and chunk extension."""

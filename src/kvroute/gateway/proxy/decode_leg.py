@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvroute.gateway.engines.protocols import ProtocolError
+from kvroute.gateway.http.deadlines import NEVER_S
 from kvroute.gateway.http.headers import answered
 from kvroute.gateway.observe.view import Ttft
 from kvroute.gateway.openai_api.responses import error_event, sse_events, usage_tokens
-from kvroute.gateway.proxy.expected_transfers import NEVER_S
 from kvroute.gateway.proxy.leg import FULL, Leg
 from kvroute.types import Admitted, Decode, DecodeFailed, KvStored, TransferFinished, TransferMeasured
 

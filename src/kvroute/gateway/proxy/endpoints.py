@@ -30,7 +30,8 @@ from kvroute.gateway.proxy.request import ProxiedRequest
 from kvroute.gateway.proxy.runtime import Caller
 
 if TYPE_CHECKING:
-    from kvroute.gateway.http.exchange import Exchange, Headers
+    from kvroute.gateway.http.exchange import Exchange
+    from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
 COMPLETIONS = frozenset((b"/v1/completions", b"/v1/chat/completions"))

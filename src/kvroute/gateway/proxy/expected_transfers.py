@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvroute.gateway.http.deadlines import NEVER_S
 from kvroute.topology import Cluster
 from kvroute.types import Decode
 
 if TYPE_CHECKING:
     from kvroute.gateway.proxy.request import ProxiedRequest
 
-NEVER_S = float("inf")
 _LOOK_S = 0.05
 """Shortest interval between two runs of the timer."""
 

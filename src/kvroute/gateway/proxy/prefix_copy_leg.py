@@ -13,7 +13,7 @@ import msgspec
 
 from kvroute.gateway.engines.breaker import is_failure
 from kvroute.gateway.engines.protocols import ProtocolError
-from kvroute.gateway.proxy.expected_transfers import NEVER_S
+from kvroute.gateway.http.deadlines import NEVER_S
 from kvroute.gateway.proxy.leg import Leg
 from kvroute.types import CopyFinished
 

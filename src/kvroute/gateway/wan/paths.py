@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 
 from kvroute.gateway.config.offload import WanPathSection
 from kvroute.gateway.engines.availability import NOT_COUNTED, Availability
-from kvroute.gateway.engines.breaker import Attempt, Breaker, BreakerState
+from kvroute.gateway.engines.breaker import Attempt, Breaker
 from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.engines.fault_attribution import FaultAttribution
 from kvroute.gateway.http.callbacks import weakly
 from kvroute.gateway.observe.logs import log_event
+from kvroute.gateway.observe.view import BreakerState
 from kvroute.gateway.wan.path_telemetry import PathTelemetry
 from kvroute.gateway.wan.tcp_links import TcpSample
 from kvroute.topology import Cluster
