@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.text import Annotation
 from matplotlib.ticker import LogLocator, NullLocator
 
 from kvroute.report.drawing import (
@@ -217,19 +218,23 @@ def _mark(axes: Axes, changes: _Changes, *, words: bool) -> None:
             continue
         axes.axvline(at_s, color=FAINT, linewidth=0.9, linestyle=(0, (3, 2)), zorder=2)
         if words:
-            readable(
-                axes.annotate(
-                    what,
-                    (at_s, 1.0),
-                    xycoords=("data", "axes fraction"),
-                    xytext=(2, -2),
-                    textcoords="offset points",
-                    va="top",
-                    fontsize=7,
-                    color=INK,
-                    rotation=90,
-                )
-            )
+            readable(_vertical(axes, at_s, what))
+            _vertical(axes, at_s, what).set_zorder(21)  # an SVG file contains the words of a text without a halo only
+
+
+def _vertical(axes: Axes, at_s: float, what: str) -> Annotation:
+    """Write a text along a vertical line."""
+    return axes.annotate(
+        what,
+        (at_s, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(2, -2),
+        textcoords="offset points",
+        va="top",
+        fontsize=7,
+        color=INK,
+        rotation=90,
+    )
 
 
 def thin(at_s: Sequence[float], shares: Sequence[float], most: int = SAMPLES_SHOWN) -> tuple[list[float], list[float]]:
