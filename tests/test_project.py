@@ -11,6 +11,8 @@ from pathlib import Path
 
 import yaml
 
+from kvroute import __version__
+
 ROOT = Path(__file__).resolve().parents[1]
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -88,6 +90,23 @@ def test_every_hook_runs_an_installed_tool() -> None:
     programs = [Path(hook["entry"].split()[0]) for hook in hooks]
     assert {program.parent for program in programs} == {Path(".venv/bin")}
     assert all(Path(sys.executable).with_name(program.name).exists() for program in programs)
+
+
+def test_version_is_the_same_everywhere() -> None:
+    """In the package, in its metadata, and in the top section of the change log, which has the date or `unreleased`."""
+    [top, *_] = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.fullmatch(rf"{re.escape(METADATA['version'])} \((unreleased|\d{{4}}-\d{{2}}-\d{{2}})\)", top)
+    assert __version__ == METADATA["version"]
+
+
+def test_change_log_has_each_section_and_each_line_once() -> None:
+    """The order of the sections is that of Keep a Changelog, and Renamed follows Changed."""
+    for version in re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:
+        sections = re.findall(r"^### (.*)$", version, re.MULTILINE)
+        assert sections == [name for name in ("Added", "Changed", "Renamed", "Fixed") if name in sections]
+        entries = [" ".join(entry.split()) for entry in re.findall(r"^- (.*(?:\n  .*)*)", version, re.MULTILINE)]
+        assert len(entries) > 10
+        assert len(entries) == len(set(entries))
 
 
 def test_the_citation_names_this_version() -> None:
