@@ -67,14 +67,14 @@ class Course:
         return (self.warm_s + self.before_s) / self.speed
 
     @property
-    def mended_at_s(self) -> float:
+    def restored_at_s(self) -> float:
         """Wall time of the repair; `speed` does not affect the cut, the engines' timeouts and the gateway's probes."""
         return self.cut_at_s + self.cut_s
 
     @property
     def end_s(self) -> float:
         """Time by which the last request has been sent."""
-        return self.mended_at_s + self.after_s / self.speed
+        return self.restored_at_s + self.after_s / self.speed
 
     @property
     def group_s(self) -> float:
@@ -192,7 +192,7 @@ async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientS
         lost=len(wrong),
         errors=tuple(error[:200] for error in wrong[:3]),
         before_s=before_s,
-        during_s=_median_s(answers, course.cut_at_s, course.mended_at_s),
+        during_s=_median_s(answers, course.cut_at_s, course.restored_at_s),
         shut_s=watching.result(),
         recovered_s=_recovered_s(course, answers, before_s),
         offloaded_share={
@@ -215,7 +215,7 @@ async def _weather(
     for at_s, share in (
         (course.cut_at_s - course.before_s / course.speed, None),
         (course.cut_at_s, 0.0),
-        (course.mended_at_s, 1.0),
+        (course.restored_at_s, 1.0),
     ):
         await asyncio.sleep(max(0.0, started + at_s - time.monotonic()))
         looks.append(await _sent(session, admin))
@@ -285,7 +285,7 @@ def _median_s(answers: Sequence[Answer], start_s: float, end_s: float) -> float:
 
 def _recovered_s(course: Course, answers: Sequence[Answer], before_s: float) -> float | None:
     for answer in answers:
-        since_s = answer.due_s - course.mended_at_s
+        since_s = answer.due_s - course.restored_at_s
         whole_group = answer.due_s + course.group_s <= course.end_s
         if (
             since_s >= 0

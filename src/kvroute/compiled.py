@@ -26,7 +26,7 @@ import numba
 from numba.core import caching
 
 Function = TypeVar("Function", bound=Callable[..., object])
-_MEND = "set NUMBA_CACHE_DIR to a writable, permanent folder"
+_HINT = "set NUMBA_CACHE_DIR to a writable, permanent folder"
 _WARNED = "KVROUTE_WARNED_OF_KERNEL_CACHE"
 """Environment variable that is set after the user has been warned; child processes inherit it."""
 _stamps: dict[str, str] = {}
@@ -132,4 +132,4 @@ def _warn(what: str) -> None:
     """Print one sentence on stderr, once for this process and its children."""
     if _WARNED not in os.environ:
         os.environ[_WARNED] = "1"
-        sys.stderr.write(f"kvroute: {what}; {_MEND}\n")
+        sys.stderr.write(f"kvroute: {what}; {_HINT}\n")

@@ -11,7 +11,7 @@ from tests.connector.loopback import WAIT_S, Cache, Clock
 
 from kvroute.connector.options import Options
 from kvroute.connector.scheduler import Scheduler
-from kvroute.connector.worker import LOOK_S, Worker
+from kvroute.connector.worker import CHECK_S, Worker
 
 
 class Pair:
@@ -98,7 +98,7 @@ def test_prefill_and_transfer_overlap_between_two_instances(pair: Pair) -> None:
     assert (counts["early"], counts["early_bytes"]) == ({"prefill0": 1}, {"prefill0": 6 * 64})
     assert (counts["transfers"], counts["failures"]) == ({}, {})
     assert pair.prefill.counts()["sent"] == {}  # the last sample is too recent
-    pair.clock.now += LOOK_S
+    pair.clock.now += CHECK_S
     assert pair.prefill.counts()["sent"]["decode0"]["nbytes"] >= 6 * 64
     assert pair.prefill.ended() == (set(), set())
     pair.finish()

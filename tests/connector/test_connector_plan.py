@@ -46,7 +46,7 @@ def scheduler(**arguments: Any) -> Scheduler:
     return made
 
 
-def handover(tokens: list[int], **arguments: Any) -> dict[str, Any]:
+def params_for(tokens: list[int], **arguments: Any) -> dict[str, Any]:
     """Return the transfer parameters of a computed prompt, as they pass through the router."""
     blocks = range(100, 100 - (-len(tokens) // BLOCK_TOKENS))
     told = (
@@ -64,7 +64,7 @@ def test_pulled_and_cached_blocks_make_up_the_prompt(tokens: int, cached_blocks:
     prompt = list(range(tokens))
     cached = min(cached_blocks * BLOCK_TOKENS, tokens // BLOCK_TOKENS * BLOCK_TOKENS)
     decode = scheduler()
-    decode.arrived("d", handover(prompt), prompt)
+    decode.arrived("d", params_for(prompt), prompt)
     matched = decode.matched("d", tokens, cached)
     assert matched == tokens - cached
     mine = list(range(500, 500 - (-tokens // BLOCK_TOKENS) + 2))  # vLLM may allocate more than the prompt needs
@@ -89,7 +89,7 @@ def test_every_transfer_request_ends_in_one_pull_or_one_release(data: st.DataObj
         match action:
             case ("arrive", request) if request not in arrived:
                 prompt = list(range(data.draw(st.integers(1, 40))))
-                params = handover(prompt) | {"remote_request_id": request}
+                params = params_for(prompt) | {"remote_request_id": request}
                 decode.arrived(request, params, prompt if data.draw(st.booleans()) else [*prompt, 7])
                 arrived.add(request)
             case ("match", request):
@@ -122,14 +122,14 @@ def test_a_partly_cached_prompt_by_hand() -> None:
     assert decode.matched("d", 40, 16) == 24
     decode.allocated("d", 40, [30, 31, 32], 24)
     (pull,) = decode.take().pulls
-    assert (pull.first, pull.blocks, pull.handover.remote_request_id) == (1, (31, 32), "p")
+    assert (pull.first, pull.blocks, pull.transfer_params.remote_request_id) == (1, (31, 32), "p")
 
 
 def test_only_whole_blocks_of_a_shorter_prefill_are_pulled() -> None:
     """Of 37 computed tokens, 32 are in whole blocks; the decode instance computes the rest."""
     prompt = list(range(40))
     decode = scheduler()
-    decode.arrived("d", handover(prompt) | {"remote_num_tokens": 37}, prompt)
+    decode.arrived("d", params_for(prompt) | {"remote_num_tokens": 37}, prompt)
     assert decode.matched("d", 40, 0) == 32
 
 
@@ -151,7 +151,9 @@ def test_a_held_prefix_is_pulled_and_the_whole_prompt_is_held(
         return
     middle = scheduler(producer=True, consumer=True)
     both = (
-        handover(there) | {"do_remote_decode": True, "remote_request_id": "c"} | ({"transfer_id": name} if name else {})
+        params_for(there)
+        | {"do_remote_decode": True, "remote_request_id": "c"}
+        | ({"transfer_id": name} if name else {})
     )
     middle.arrived("p", both, prompt)
     cached = min(cached_blocks, (len(prompt) - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -165,7 +167,7 @@ def test_a_held_prefix_is_pulled_and_the_whole_prompt_is_held(
     for pull in step.pulls:
         last = -(-usable // BLOCK_TOKENS)
         assert (pull.first, pull.blocks) == (cached // BLOCK_TOKENS, tuple(blocks[pull.first : last]))
-        assert pull.handover.remote_request_id == "c"
+        assert pull.transfer_params.remote_request_id == "c"
     ending = middle.finished("p", both, prompt, completed=True, computed_tokens=len(prompt), blocks=blocks)
     assert middle.take().holds == [Held(name or "p", "p", tuple(blocks), prompt_digest(prompt))]
     assert ending.keep
@@ -189,7 +191,7 @@ def test_implausible_transfer_parameters_cause_no_pull(change: dict[str, Any]) -
     """The prompt is computed instead."""
     prompt = list(range(40))
     decode = scheduler()
-    decode.arrived("d", handover(prompt) | change, prompt)
+    decode.arrived("d", params_for(prompt) | change, prompt)
     assert decode.matched("d", 40, 0) == 0
     assert not decode.take().pulls
 
@@ -213,13 +215,13 @@ def test_blocks_are_held_only_if_a_fetch_is_expected(
 def test_every_rank_has_its_own_port() -> None:
     """With tensor parallelism, a rank pulls from the same rank of the peer."""
     prompt = [1, 2, 3]
-    told = handover(prompt, tp=2)
+    told = params_for(prompt, tp=2)
     assert (told["tp_size"], told["remote_ports"]) == (2, [7001, 7002])
     decode = scheduler(tp=2)
     decode.arrived("d", told, prompt)
     decode.allocated("d", 3, [8], decode.matched("d", 3, 0))
     (pull,) = decode.take().pulls
-    assert [pull.handover.port(rank) for rank in (0, 1)] == [7001, 7002]
+    assert [pull.transfer_params.port(rank) for rank in (0, 1)] == [7001, 7002]
     one = scheduler(tp=2)
     one.arrived("d", told | {"remote_ports": [7001]}, prompt)
     assert one.matched("d", 3, 0) == 0
@@ -297,8 +299,12 @@ def test_a_prompt_can_be_requested_before_it_is_computed() -> None:
     decode.allocated("d", 40, [30, 31, 32], 24)
     (pull,) = decode.take().pulls
     assert (pull.first, pull.blocks) == (1, (31, 32))
-    assert (pull.handover.early, pull.handover.remote_request_id, pull.handover.connections) == (True, "t", 16)
-    assert pull.handover.port(1) == 7002
+    assert (pull.transfer_params.early, pull.transfer_params.remote_request_id, pull.transfer_params.connections) == (
+        True,
+        "t",
+        16,
+    )
+    assert pull.transfer_params.port(1) == 7002
     prefill.arrived("p", ASK | {"transfer_id": "t"}, prompt)
     prefill.scheduled("p", [4, 9], 20)
     (first,) = prefill.take().computing

@@ -48,16 +48,16 @@ def test_blocks_arrive_unchanged(
     held = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=1, unique=True))
     first = data.draw(st.integers(0, len(held) - 1))
     count = data.draw(st.integers(1, len(held) - first))
-    landing = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=count, max_size=count, unique=True))
+    targets = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=count, max_size=count, unique=True))
     source, target = Cache(layers, block_bytes, gap_bytes, seed=1), Cache(layers, block_bytes)
     options = Options(connections=connections)
     with ends(source, target, options, options) as (server, client, peer):
         server.hold("p", held)
-        result = pull(client, peer, landing, first=first, checksum=checksum)
+        result = pull(client, peer, targets, first=first, checksum=checksum)
     assert (result.failure, result.nbytes) == ("", layers * count * block_bytes)
     expected = np.zeros_like(target.memory)
     for layer in range(layers):
-        for there, here in zip(held[first : first + count], landing, strict=True):
+        for there, here in zip(held[first : first + count], targets, strict=True):
             expected[layer, here * block_bytes : (here + 1) * block_bytes] = np.frombuffer(
                 source.block(layer, there), np.uint8
             )
@@ -102,16 +102,16 @@ def test_the_fault_damages_one_block_alone(
     fault_file = tmp_path_factory.mktemp("fault") / "fault"
     fault_file.write_text(f"corrupt-layer-1-block-{block}", encoding="utf-8")
     source, target = Cache(2, 64, seed=4), Cache(2, 64)
-    held, landing = range(10, 18), range(8 - first)
+    held, targets = range(10, 18), range(8 - first)
     with ends(source, target, Options(fault_file=str(fault_file)), Options()) as (server, client, peer):
         server.hold("p", held)
-        result = pull(client, peer, landing, first=first, checksum=checksum)
+        result = pull(client, peer, targets, first=first, checksum=checksum)
     struck = first <= block < len(held)
     assert result.failure == ("checksum" if struck and checksum else "")
     wrong = [
         (layer, here + first)
         for layer in range(2)
-        for here in landing
+        for here in targets
         if target.block(layer, here) != source.block(layer, held[here + first])
     ]
     assert wrong == ([(1, block)] if struck else [])
@@ -489,7 +489,7 @@ def test_a_failed_pull_reports_its_blocks_once() -> None:
     target = Cache(1, 64)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    handover = KvTransferParams(
+    params = KvTransferParams(
         remote_engine_id="p",
         remote_request_id="p",
         remote_host="127.0.0.1",
@@ -499,7 +499,7 @@ def test_a_failed_pull_reports_its_blocks_once() -> None:
     )
     worker = Worker(target.regions, target.layout, options, producer=False, environ={})
     try:
-        worker.begin(Step(pulls=[Pull("d", handover, 1, (8, 9))]))
+        worker.begin(Step(pulls=[Pull("d", params, 1, (8, 9))]))
         received: set[str] = set()
         while not received:
             received |= worker.ended()[1]

@@ -106,7 +106,7 @@ class Sites:
 
     def waits(self, key: str) -> bool:
         """Return whether a pull of this key waits at the source."""
-        return key in self.fleet.servers[AWAY].kv_door.awaited
+        return key in self.fleet.servers[AWAY].kv_server.awaited
 
     async def metric(self, name: str, sample: str) -> float:
         url = self.fleet.ready().instances[name].url

@@ -104,14 +104,14 @@ def whole(engine: Engine, job: EngineSequence) -> None:
         if job.stage == "prefilled":
             engine.reserve(job)
         elif job.stage == "reserved":
-            engine.land(job)
+            engine.transfer_done(job)
 
     job.on_change = on_news
     engine.prefill(job)
 
 
 @dataclass(frozen=True)
-class Landing:
+class Arrival:
     """A request whose KV arrives; it may be cancelled after a while, and it may stream its tokens."""
 
     at: float
@@ -120,9 +120,9 @@ class Landing:
     streaming: bool
 
 
-LANDINGS = st.lists(
+ARRIVALS = st.lists(
     st.builds(
-        Landing,
+        Arrival,
         at=st.integers(0, 300).map(lambda ms: ms / 1000),
         input_tokens=st.integers(1, 200),
         output_tokens=st.integers(1, 12),
@@ -134,90 +134,90 @@ LANDINGS = st.lists(
 LATENESS = st.lists(st.sampled_from([-0.0004, 0.0, 0.0, 0.001, 0.003]), min_size=1, max_size=5)
 
 
-def stepped(landings: list[Landing], time: IterationTime, batch_max: int) -> dict[int, list[float]]:
+def stepped(arrivals: list[Arrival], time: IterationTime, batch_max: int) -> dict[int, list[float]]:
     """Compute a simple batch model, iteration by iteration; return the time of every token by request."""
-    waiting = deque(sorted(range(len(landings)), key=lambda number: (landings[number].at, number)))
+    waiting = deque(sorted(range(len(arrivals)), key=lambda number: (arrivals[number].at, number)))
     tokens: dict[int, list[float]] = {number: [] for number in waiting}
     running: list[int] = []
     now = 0.0
     while waiting or running:
         if not running:
-            now = max(now, landings[waiting[0]].at)
-        while waiting and len(running) < batch_max and landings[waiting[0]].at <= now + 1e-9:
+            now = max(now, arrivals[waiting[0]].at)
+        while waiting and len(running) < batch_max and arrivals[waiting[0]].at <= now + 1e-9:
             running.append(waiting.popleft())
-        now += time.seconds(len(running), sum(landings[n].input_tokens + len(tokens[n]) for n in running))
+        now += time.seconds(len(running), sum(arrivals[n].input_tokens + len(tokens[n]) for n in running))
         for number in running:
             tokens[number].append(now)
-        running = [number for number in running if len(tokens[number]) < landings[number].output_tokens]
+        running = [number for number in running if len(tokens[number]) < arrivals[number].output_tokens]
     return tokens
 
 
-def played(landings: list[Landing], clock: VirtualClock) -> dict[int, list[float]]:
+def played(arrivals: list[Arrival], clock: VirtualClock) -> dict[int, list[float]]:
     """Run the engine; return the times of the tokens by request, all of them if streamed, else the last one."""
     engine = engine_on(clock)
-    tokens: dict[int, list[float]] = {number: [] for number in range(len(landings))}
-    for number, landing in enumerate(landings):
+    tokens: dict[int, list[float]] = {number: [] for number in range(len(arrivals))}
+    for number, arrival in enumerate(arrivals):
 
-        def start(number: int = number, landing: Landing = landing) -> None:
-            prompt = prompt_of(number, *range(landing.input_tokens - 1))
-            job = engine.arrive(prompt, landing.output_tokens, streaming=landing.streaming)
+        def start(number: int = number, arrival: Arrival = arrival) -> None:
+            prompt = prompt_of(number, *range(arrival.input_tokens - 1))
+            job = engine.arrive(prompt, arrival.output_tokens, streaming=arrival.streaming)
 
             def on_news() -> None:
                 if job.stage == "reserved":
-                    engine.land(job)
+                    engine.transfer_done(job)
                 while len(tokens[number]) < job.emitted:
                     tokens[number].append(clock.now())
 
             job.on_change = on_news
             engine.reserve(job)
 
-        clock.call(landing.at, start)
+        clock.call(arrival.at, start)
     clock.run()
     assert (engine.running, engine.waiting, engine.kv_used_share) == (0, 0, 0.0)
     return tokens
 
 
-@given(LANDINGS)
+@given(ARRIVALS)
 @settings(deadline=None, max_examples=60)
-def test_token_times_equal_the_reference_batch_model(landings: list[Landing]) -> None:
+def test_token_times_equal_the_reference_batch_model(arrivals: list[Arrival]) -> None:
     """With an exact clock, every streamed token and the end of every response come at the model's time."""
-    expected = stepped(landings, IterationTime.of(DECODE), 4)
-    for number, times in played(landings, VirtualClock()).items():
-        wanted = expected[number] if landings[number].streaming else expected[number][-1:] * len(times)
+    expected = stepped(arrivals, IterationTime.of(DECODE), 4)
+    for number, times in played(arrivals, VirtualClock()).items():
+        wanted = expected[number] if arrivals[number].streaming else expected[number][-1:] * len(times)
         assert times == pytest.approx(wanted, abs=1e-7)
-        assert len(times) == landings[number].output_tokens
+        assert len(times) == arrivals[number].output_tokens
 
 
 @given(st.integers(1, 50), LATENESS)
 @settings(deadline=None, max_examples=60)
 def test_timer_delays_do_not_accumulate(output_tokens: int, errors_s: list[float]) -> None:
     """Timers that are up to 3 ms late delay each token by up to 3 ms, the last one like the first."""
-    landings = [Landing(0.0, 10, output_tokens, True)]
-    expected = stepped(landings, IterationTime.of(DECODE), 4)[0]
-    (times,) = played(landings, VirtualClock(errors_s)).values()
+    arrivals = [Arrival(0.0, 10, output_tokens, True)]
+    expected = stepped(arrivals, IterationTime.of(DECODE), 4)[0]
+    (times,) = played(arrivals, VirtualClock(errors_s)).values()
     for measured, wanted in zip(times, expected, strict=True):
         assert -0.0004 - 1e-9 <= measured - wanted <= 0.003 + 1e-9
 
 
-@given(LANDINGS, st.lists(st.integers(0, 400), max_size=10), LATENESS)
+@given(ARRIVALS, st.lists(st.integers(0, 400), max_size=10), LATENESS)
 @settings(deadline=None, max_examples=60)
 def test_a_cancelled_request_frees_all_its_resources(
-    landings: list[Landing], leaving_ms: list[int], errors_s: list[float]
+    arrivals: list[Arrival], leaving_ms: list[int], errors_s: list[float]
 ) -> None:
     """At every stage, slots, memory and queues are released, and the other requests complete."""
     clock = VirtualClock(errors_s)
     engine = engine_on(clock, capacity_blocks=140)
     jobs: dict[int, EngineSequence] = {}
-    for number, landing in enumerate(landings):
+    for number, arrival in enumerate(arrivals):
 
-        def start(number: int = number, landing: Landing = landing) -> None:
-            prompt = prompt_of(number % 2, *range(landing.input_tokens - 1))
-            job = jobs[number] = engine.arrive(prompt, landing.output_tokens, streaming=landing.streaming)
+        def start(number: int = number, arrival: Arrival = arrival) -> None:
+            prompt = prompt_of(number % 2, *range(arrival.input_tokens - 1))
+            job = jobs[number] = engine.arrive(prompt, arrival.output_tokens, streaming=arrival.streaming)
             whole(engine, job)
             if number < len(leaving_ms):
                 clock.call(clock.now() + leaving_ms[number] / 1000, lambda: engine.leave(job))
 
-        clock.call(landing.at, start)
+        clock.call(arrival.at, start)
     clock.run()
     assert (engine.running, engine.waiting, engine.kv_used_share) == (0, 0, 0.0)
     assert {job.stage for job in jobs.values()} <= {"answered", "gone"}
@@ -276,7 +276,7 @@ INTAKES = st.lists(
 @example([(0, 60, 30)], [(0, 32, 0, True)], 30)
 @settings(deadline=None, max_examples=60)
 def test_an_imported_prefix_is_cached_once_complete(
-    asked: list[tuple[int, int, int]], intakes: list[tuple[int, int, int, bool]], capacity_blocks: int
+    asked: list[tuple[int, int, int]], imports: list[tuple[int, int, int, bool]], capacity_blocks: int
 ) -> None:
     """Otherwise nothing of it is cached, among any other requests: events report it, memory is reserved for it and
     released, and never more than the capacity is used."""
@@ -301,17 +301,17 @@ def test_an_imported_prefix_is_cached_once_complete(
         jobs.append(engine.arrive(prompt, 3))
         whole(engine, jobs[-1])
 
-    def take_in(prompt: Prompt, ms: int, lands: bool) -> None:
+    def import_prefix(prompt: Prompt, ms: int, completes: bool) -> None:
         before = len(known.intersection(prompt.blocks))
-        intake = engine.take_in(prompt, len(prompt.tokens))
-        assert intake.lacking in (0, len(prompt.blocks) - before)
-        assert (engine.waiting > 0) >= (intake.lacking > 0)
+        prefix_import = engine.import_prefix(prompt, len(prompt.tokens))
+        assert prefix_import.lacking in (0, len(prompt.blocks) - before)
+        assert (engine.waiting > 0) >= (prefix_import.lacking > 0)
 
         def end() -> None:
-            (intake.land if lands else intake.give_up)()
-            if lands and intake.lacking:
-                raise AssertionError("what has landed lacks nothing")
-            (intake.give_up if lands else intake.land)()  # too late for any effect
+            (prefix_import.transfer_done if completes else prefix_import.give_up)()
+            if completes and prefix_import.lacking:
+                raise AssertionError("a completed import lacks nothing")
+            (prefix_import.give_up if completes else prefix_import.transfer_done)()  # too late for any effect
 
         clock.call(clock.now() + ms / 1000, end)
 
@@ -319,8 +319,8 @@ def test_an_imported_prefix_is_cached_once_complete(
     for family, tokens, gap_ms in asked:
         at_s += gap_ms / 1000
         clock.call(at_s, partial(ask, prompt_of(family, *range(tokens - 1))))
-    for number, (family, tokens, ms, lands) in enumerate(intakes):
-        clock.call(number * 0.02, partial(take_in, prompt_of(family, *range(tokens - 1)), ms, lands))
+    for number, (family, tokens, ms, completes) in enumerate(imports):
+        clock.call(number * 0.02, partial(import_prefix, prompt_of(family, *range(tokens - 1)), ms, completes))
     clock.run()
     assert [job.stage for job in jobs] == ["answered"] * len(asked)
     assert (engine.running, engine.waiting, engine.kv_used_share) == (0, 0, 0.0)
@@ -332,9 +332,9 @@ def test_a_prefill_continues_from_an_imported_prefix(tokens: int, computed: int)
     clock = VirtualClock()
     engine = engine_on(clock)
     prompt = prompt_of(*range(28))
-    intake = engine.take_in(prompt, tokens)
-    assert intake.lacking == min(tokens, 28) // BLOCK_TOKENS
-    intake.land()
+    prefix_import = engine.import_prefix(prompt, tokens)
+    assert prefix_import.lacking == min(tokens, 28) // BLOCK_TOKENS
+    prefix_import.transfer_done()
     job = engine.arrive(prompt, 1)
     engine.prefill(job)
     clock.run()
@@ -346,7 +346,7 @@ def test_a_prefix_without_room_is_not_imported() -> None:
     """A request has reserved 9 of 10 blocks: there is room for one more block but not for two."""
     engine = engine_on(VirtualClock(), capacity_blocks=10)
     engine.reserve(engine.arrive(prompt_of(*range(30)), 6))
-    assert [engine.take_in(prompt_of(9, *range(tokens - 1)), tokens).lacking for tokens in (8, 4)] == [0, 1]
+    assert [engine.import_prefix(prompt_of(9, *range(tokens - 1)), tokens).lacking for tokens in (8, 4)] == [0, 1]
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=10), LATENESS)
@@ -378,7 +378,7 @@ def test_a_request_waits_for_memory_in_use() -> None:
     engine = engine_on(clock, capacity_blocks=10)
     first, second = (engine.arrive(prompt_of(number, *range(29)), 6) for number in range(2))
     for job in (first, second):
-        job.on_change = lambda job=job: engine.land(job) if job.stage == "reserved" else None  # type: ignore[misc]
+        job.on_change = lambda job=job: engine.transfer_done(job) if job.stage == "reserved" else None  # type: ignore[misc]
         engine.reserve(job)
     assert (first.stage, second.stage, engine.waiting) == ("decoding", "reserving", 2)
     clock.run()
@@ -412,7 +412,7 @@ def test_a_slow_engine_multiplies_all_times(factor: float) -> None:
 
     def on_news() -> None:
         if job.stage == "reserved":
-            engine.land(job)
+            engine.transfer_done(job)
         while len(times) < job.emitted:
             times.append(clock.now())
 

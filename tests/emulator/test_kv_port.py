@@ -14,7 +14,15 @@ from tests.emulator.test_wan import AWAY, Hand
 from tests.waiting import until
 
 from kvroute.emulator.kv_arrivals import Arrivals
-from kvroute.emulator.kv_wire import LINE_BYTES_MAX, PullFailed, PullHeader, PullRequest, pull, read_order, read_parcel
+from kvroute.emulator.kv_wire import (
+    LINE_BYTES_MAX,
+    PullFailed,
+    PullHeader,
+    PullRequest,
+    pull,
+    read_order,
+    read_pull_header,
+)
 
 
 class Silent:
@@ -60,7 +68,7 @@ def test_silent_connections_are_bounded_in_number_and_time(most: int, steps: lis
 @given(st.binary(max_size=200) | st.binary(min_size=LINE_BYTES_MAX, max_size=LINE_BYTES_MAX + 50))
 def test_any_bytes_parse_or_give_an_error_message(data: bytes) -> None:
     """Any response is parsed or gives an error message too; sizes are never negative."""
-    order, parcel = read_order(data), read_parcel(data)
+    order, parcel = read_order(data), read_pull_header(data)
     assert isinstance(order, PullRequest | str)
     assert isinstance(parcel, PullHeader | str)
 
@@ -69,7 +77,7 @@ def test_any_bytes_parse_or_give_an_error_message(data: bytes) -> None:
     "line", [b'{"source": "p", "wire_bytes": -1}', b'{"source": "p", "kv_bytes": -1.0}', b"[" * 4000]
 )
 def test_invalid_responses_are_rejected(line: bytes) -> None:
-    assert isinstance(read_parcel(line), str)
+    assert isinstance(read_pull_header(line), str)
 
 
 @given(key=st.text(max_size=40), target=st.text(max_size=40), cached_tokens=st.integers(0, 2**40), early=st.booleans())

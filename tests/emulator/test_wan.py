@@ -170,9 +170,9 @@ def test_a_cut_wan_path_stalls_transfers_until_it_is_restored() -> None:
         async with sites(kv_patience_s=60.0) as both:
             assert await both.post(DECODE, "/emulator/wan", {"share": 0.0}) == (200, {})
             answer = asyncio.create_task(both.decode(await both.prefill()))
-            shelf = both.fleet.servers[AWAY].kv_door.shelf
-            await until(lambda: bool(shelf.fabric.in_flight))
-            assert shelf.fabric.in_flight == 1
+            kv_source = both.fleet.servers[AWAY].kv_server.kv_source
+            await until(lambda: bool(kv_source.fabric.in_flight))
+            assert kv_source.fabric.in_flight == 1
             assert not answer.done()
             assert await both.post(AWAY, "/emulator/wan", {"wan_path": WAN_PATH, "share": 1.0}) == (200, {})
             status, document = await answer

@@ -18,7 +18,7 @@ from kvroute.connector.wire import (
     encode,
     encode_length,
 )
-from kvroute.emulator.kv_wire import LINE_BYTES_MAX, is_complete, read_order, read_parcel
+from kvroute.emulator.kv_wire import LINE_BYTES_MAX, is_complete, read_order, read_pull_header
 
 INSTRUMENTED = ("kvroute.connector.wire", "kvroute.connector.channel", "kvroute.emulator.kv_wire")
 RUNS = 60_000
@@ -76,7 +76,7 @@ def _lines(data: bytes) -> None:
     first = read_order(data)
     if is_complete(data) and not isinstance(first, str):
         assert read_order(data + b"more\n") == first
-    for read in (read_order, read_parcel):
+    for read in (read_order, read_pull_header):
         found = read(data.partition(b"\n")[0])
         if isinstance(found, str):
             assert found

@@ -49,7 +49,7 @@ def check(data: bytes) -> str:
             _CONTROL.handle(event)
     watch.seen(before.links)
     for seen in watch.seen(page.links) or ():
-        assert all(map(_sane, (seen.seconds, seen.arrived_bytes, seen.queue_delay_s, seen.still_s, seen.bytes_per_s)))
+        assert all(map(_sane, (seen.seconds, seen.arrived_bytes, seen.queue_delay_s, seen.stalled_s, seen.bytes_per_s)))
         assert 0.0 <= seen.again_share < math.inf
     if page.running is not None:
         _CONTROL.handle(InstanceMeasured(2.0, target, page.running, page.waiting, page.kv_used_share))

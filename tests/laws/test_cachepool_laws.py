@@ -52,7 +52,7 @@ class Hold:
 
 
 @dataclass
-class Shelf:
+class ReferenceCache:
     """The model: stored entries with their sizes, the idle ones in order, and leases as plain lists."""
 
     layers: tuple[Layers, ...]
@@ -166,7 +166,7 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, model: str, capacity: int) -> None:
         layout = Layout.of(MODELS_BY_NAME[model], SIZE)
         self.pool = CachePool(layout, capacity)
-        self.shelf = Shelf(MODELS_BY_NAME[model].layers, capacity)
+        self.reference = ReferenceCache(MODELS_BY_NAME[model].layers, capacity)
         self.pairs: list[tuple[Lease, Hold]] = []
         self.seen: dict[Chain, None] = {(): None}
 
@@ -181,7 +181,7 @@ class PoolMachine(RuleBasedStateMachine):
         tokens = None if beyond is None else max(len(chain) * SIZE + beyond, 0)
         inside = [len(chain)] if depths is None else [d for d in depths if d <= len(chain)]
         before = self.pool.free_blocks, self.pool.idle_blocks
-        expected = self.shelf.begin(chain, tokens, inside, most)
+        expected = self.reference.begin(chain, tokens, inside, most)
         states_at = None if depths is None else [d * SIZE for d in inside]
         lease = self.pool.begin(chain, tokens=tokens, states_at=states_at, most_tokens=most)
         if expected is None:
@@ -191,7 +191,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert lease is not None
         assert list(lease.evicted.blocks) == [prefix[-1] for group, prefix in expected if group == "full"]
         assert list(lease.evicted.states) == [(group, prefix[-1]) for group, prefix in expected if group != "full"]
-        hold = self.shelf.holds[-1]
+        hold = self.reference.holds[-1]
         assert lease.cached_tokens == hold.reused * SIZE
         self.pairs.append((lease, hold))
 
@@ -201,7 +201,7 @@ class PoolMachine(RuleBasedStateMachine):
         lease, hold = self.pairs[who % len(self.pairs)]
         tokens = min(tokens, len(hold.chain) * SIZE)
         self.pool.fill(lease, tokens)
-        self.shelf.fill(hold, tokens // SIZE)
+        self.reference.fill(hold, tokens // SIZE)
 
     @precondition(lambda self: self.pairs)
     @rule(who=WHO)
@@ -216,15 +216,15 @@ class PoolMachine(RuleBasedStateMachine):
         lease, hold = self.pairs.pop(who % len(self.pairs))
         if filled:
             self.pool.fill(lease, len(hold.chain) * SIZE)
-            self.shelf.fill(hold, len(hold.chain))
+            self.reference.fill(hold, len(hold.chain))
         self.pool.end(lease)
-        self.shelf.end(hold)
+        self.reference.end(hold)
 
     @precondition(lambda self: not self.pairs or len(self.seen) > 12)
     @rule()
     def clear(self) -> None:
         self.pool.clear()
-        self.shelf.clear()
+        self.reference.clear()
 
     def teardown(self) -> None:
         """After any history all memory is returned, each block exactly once."""
@@ -232,7 +232,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         for lease, hold in self.pairs:
             self.pool.end(lease)
-            self.shelf.end(hold)
+            self.reference.end(hold)
         assert self.pool.leases == 0
         assert self.pool.free_blocks + self.pool.idle_blocks == self.pool.capacity_blocks
         self.pool.clear()
@@ -240,15 +240,15 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_the_models(self) -> None:
-        assert self.pool.free_blocks == self.shelf.free() >= 0
-        assert self.pool.idle_blocks == sum(self.shelf.blocks_of(key) for key in self.shelf.idle)
+        assert self.pool.free_blocks == self.reference.free() >= 0
+        assert self.pool.idle_blocks == sum(self.reference.blocks_of(key) for key in self.reference.idle)
         assert self.pool.leases == len(self.pairs)
 
     @invariant()
     def matches_are_the_models(self) -> None:
         for chain in list(self.seen)[-6:]:
             for most in (None, max(len(chain) * SIZE - 1, 0)):
-                assert self.pool.match_tokens(chain, SIZE, most) == self.shelf.reusable(chain, most) * SIZE
+                assert self.pool.match_tokens(chain, SIZE, most) == self.reference.reusable(chain, most) * SIZE
 
     @invariant()
     def no_block_has_two_uses(self) -> None:
@@ -271,8 +271,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def stored_is_closed_under_prefixes(self) -> None:
-        for group, prefix in self.shelf.stored if self.shelf.full else ():
-            assert ("full", prefix if group != "full" or len(prefix) < 2 else prefix[:-1]) in self.shelf.stored
+        for group, prefix in self.reference.stored if self.reference.full else ():
+            assert ("full", prefix if group != "full" or len(prefix) < 2 else prefix[:-1]) in self.reference.stored
 
 
 TestPool = PoolMachine.TestCase

@@ -15,7 +15,7 @@ Chain = tuple[int, ...]
 
 
 @dataclass
-class Shelf:
+class ReferenceCache:
     """One instance of the model: every prefix separately, with the time of its last touch, and the pinned chains."""
 
     capacity: int | None
@@ -97,12 +97,12 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(instances=st.sampled_from([1, 2, 3, 20]), capacity=st.none() | st.integers(0, 16))
     def start(self, instances: int, capacity: int | None) -> None:
         self.index = PrefixIndex(instances, capacity)
-        self.shelves = [Shelf(capacity) for _ in range(instances)]
+        self.shelves = [ReferenceCache(capacity) for _ in range(instances)]
         self.uniform = capacity
         self.time = 0
         self.seen: dict[Chain, None] = {(): None}
 
-    def pick(self, who: int, tokens: Chain) -> tuple[int, Shelf, Chain]:
+    def pick(self, who: int, tokens: Chain) -> tuple[int, ReferenceCache, Chain]:
         self.time += 1
         chain = self.chain(tokens)
         self.seen[chain] = None
@@ -111,12 +111,12 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(who=WHO, tokens=TOKENS, pin=st.booleans())
     def store(self, who: int, tokens: Chain, pin: bool) -> None:
-        who, shelf, chain = self.pick(who, tokens)
+        who, reference, chain = self.pick(who, tokens)
         before = self.index.used_blocks(who)
-        assert blocks_lost(self.index.store(who, chain, pin)) == shelf.store(chain, self.time)
-        assert shelf.capacity is None or self.index.used_blocks(who) <= max(before, shelf.capacity)
+        assert blocks_lost(self.index.store(who, chain, pin)) == reference.store(chain, self.time)
+        assert reference.capacity is None or self.index.used_blocks(who) <= max(before, reference.capacity)
         if pin:
-            shelf.pin(chain, len(chain))
+            reference.pin(chain, len(chain))
 
     @rule(tokens=TOKENS, step=st.integers(1, 3))
     def store_widely(self, tokens: Chain, step: int) -> None:
@@ -125,23 +125,23 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(who=WHO, tokens=TOKENS)
     def touch(self, who: int, tokens: Chain) -> None:
-        who, shelf, chain = self.pick(who, tokens)
-        assert self.index.touch(who, chain) == shelf.touch(chain, self.time)
+        who, reference, chain = self.pick(who, tokens)
+        assert self.index.touch(who, chain) == reference.touch(chain, self.time)
 
     @rule(who=WHO, tokens=TOKENS, depth=DEPTH)
     def pin(self, who: int, tokens: Chain, depth: int) -> None:
-        who, shelf, chain = self.pick(who, tokens)
-        assert self.index.pin(who, chain, depth) == shelf.pin(chain, depth)
+        who, reference, chain = self.pick(who, tokens)
+        assert self.index.pin(who, chain, depth) == reference.pin(chain, depth)
 
     @rule(who=WHO, tokens=TOKENS, depth=DEPTH)
     def unpin(self, who: int, tokens: Chain, depth: int) -> None:
-        who, shelf, chain = self.pick(who, tokens)
-        assert self.index.unpin(who, chain, depth) == shelf.unpin(chain, depth)
+        who, reference, chain = self.pick(who, tokens)
+        assert self.index.unpin(who, chain, depth) == reference.unpin(chain, depth)
 
-    @precondition(lambda self: any(shelf.pins for shelf in self.shelves))
+    @precondition(lambda self: any(reference.pins for reference in self.shelves))
     @rule(which=WHO, deeper=st.integers(0, 2))
     def unpin_a_pin(self, which: int, deeper: int) -> None:
-        pins = [(who, pin) for who, shelf in enumerate(self.shelves) for pin in shelf.pins]
+        pins = [(who, pin) for who, reference in enumerate(self.shelves) for pin in reference.pins]
         who, chain = pins[which % len(pins)]
         depth = len(chain) + deeper
         assert self.index.unpin(who, chain, depth)
@@ -149,15 +149,15 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(who=WHO, needed=st.integers(0, 8))
     def make_room(self, who: int, needed: int) -> None:
-        who, shelf, _ = self.pick(who, ())
-        assert blocks_lost(self.index.make_room(who, needed)) == shelf.make_room(needed)
+        who, reference, _ = self.pick(who, ())
+        assert blocks_lost(self.index.make_room(who, needed)) == reference.make_room(needed)
         self.check_room(who, needed)
 
     @rule(who=WHO, capacity=st.none() | st.integers(0, 20))
     def set_capacity(self, who: int, capacity: int | None) -> None:
-        who, shelf, _ = self.pick(who, ())
-        shelf.capacity = capacity
-        assert blocks_lost(self.index.set_capacity(who, capacity)) == shelf.make_room(0)
+        who, reference, _ = self.pick(who, ())
+        reference.capacity = capacity
+        assert blocks_lost(self.index.set_capacity(who, capacity)) == reference.make_room(0)
         self.check_room(who, 0)
 
     def check_room(self, who: int, needed: int) -> None:
@@ -167,14 +167,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(who=WHO, tokens=TOKENS, keep=DEPTH)
     def evict(self, who: int, tokens: Chain, keep: int) -> None:
-        who, shelf, chain = self.pick(who, tokens)
+        who, reference, chain = self.pick(who, tokens)
         self.index.evict(who, chain, keep)
-        shelf.evict(chain, keep)
+        reference.evict(chain, keep)
 
-    @precondition(lambda self: any(shelf.touched for shelf in self.shelves))
+    @precondition(lambda self: any(reference.touched for reference in self.shelves))
     @rule(which=WHO, up=st.integers(1, 3))
     def evict_something_held(self, which: int, up: int) -> None:
-        held = [(who, prefix) for who, shelf in enumerate(self.shelves) for prefix in shelf.touched]
+        held = [(who, prefix) for who, reference in enumerate(self.shelves) for prefix in reference.touched]
         who, chain = held[which % len(held)]
         keep = max(0, len(chain) - up)
         self.index.evict(who, chain, keep)
@@ -182,30 +182,30 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(who=WHO)
     def clear(self, who: int) -> None:
-        who, shelf, _ = self.pick(who, ())
+        who, reference, _ = self.pick(who, ())
         self.index.clear(who)
-        shelf.touched, shelf.pins = {}, []
+        reference.touched, reference.pins = {}, []
 
     @precondition(lambda self: len(self.shelves) < 40)
     @rule()
     def add_instance(self) -> None:
         assert self.index.add_instance() == len(self.shelves)
-        self.shelves.append(Shelf(self.uniform))
+        self.shelves.append(ReferenceCache(self.uniform))
 
     def teardown(self) -> None:
         """After any history, all blocks can be evicted in the right order once no pin is left, and no node remains."""
-        for who, shelf in enumerate(getattr(self, "shelves", ())):
-            for pin in shelf.pins:
+        for who, reference in enumerate(getattr(self, "shelves", ())):
+            for pin in reference.pins:
                 assert self.index.unpin(who, pin, len(pin))
-            shelf.pins, shelf.capacity = [], 0
-            assert blocks_lost(self.index.set_capacity(who, 0)) == shelf.make_room(0)
+            reference.pins, reference.capacity = [], 0
+            assert blocks_lost(self.index.set_capacity(who, 0)) == reference.make_room(0)
             assert self.index.used_blocks(who) == self.index.pinned_blocks(who) == 0
 
     @invariant()
     def counts_are_the_models(self) -> None:
-        for who, shelf in enumerate(self.shelves):
-            assert self.index.used_blocks(who) == len(shelf.touched)
-            assert self.index.pinned_blocks(who) == sum(map(shelf.pinned, shelf.touched))
+        for who, reference in enumerate(self.shelves):
+            assert self.index.used_blocks(who) == len(reference.touched)
+            assert self.index.pinned_blocks(who) == sum(map(reference.pinned, reference.touched))
 
     @invariant()
     def depths_are_the_models(self) -> None:
@@ -215,7 +215,7 @@ class IndexMachine(RuleBasedStateMachine):
     def check_match(self, chain: Chain) -> None:
         depths = self.index.match(chain)
         assert depths.dtype == np.int64
-        assert depths.tolist() == [shelf.depth(chain) for shelf in self.shelves]
+        assert depths.tolist() == [reference.depth(chain) for reference in self.shelves]
         assert depths.tolist() == [self.index.match_one(who, chain) for who in range(len(self.shelves))]
 
 
@@ -227,7 +227,7 @@ class MalformedMachine(IndexMachine):
 
     def check_match(self, chain: Chain) -> None:
         depths = self.index.match(chain).tolist()
-        assert all(shelf.depth(chain) <= d <= len(chain) for d, shelf in zip(depths, self.shelves, strict=True))
+        assert all(reference.depth(chain) <= d <= len(chain) for d, reference in zip(depths, self.shelves, strict=True))
         assert depths == [self.index.match_one(who, chain) for who in range(len(self.shelves))]
 
 

@@ -17,7 +17,7 @@ from bench.wan.layerwise import prefill
 from bench.wan.network import Network, Unavailable, Wan
 
 from kvroute.connector.congestion import Gauges, Sent
-from kvroute.connector.worker import LOOK_S
+from kvroute.connector.worker import CHECK_S
 from kvroute.gateway.wan.tcp_links import TcpCounters, TcpDelta, TcpSample
 
 pytestmark = pytest.mark.live
@@ -87,7 +87,7 @@ def test_a_full_link_is_distinguished_from_a_slow_engine(control: str) -> None:
     paces = [seen.bytes_per_s for seen in held_back if seen.backlogged]
     assert len(paces) > len(held_back) / 2
     assert sorted(paces)[len(paces) // 2] == pytest.approx(pace, rel=0.2)
-    assert all(seen.still_s == 0.0 for seen in held_back)
+    assert all(seen.stalled_s == 0.0 for seen in held_back)
     assert any(seen.congested for seen in held_back)
     with network(wan) as link, ends(link, 4 << 20, 4, control) as both, ThreadPoolExecutor(1) as pool:
         both.start("p", wait_s=60.0)
@@ -100,7 +100,7 @@ def test_a_full_link_is_distinguished_from_a_slow_engine(control: str) -> None:
 def looks(both: Ends) -> tuple[list[TcpSample], float]:
     """Return the observations, at the connector's sampling interval, and the duration of the transfer in seconds."""
     watch, seen, sent = TcpDelta(), list[TcpSample](), Sent()
-    while (ended := both.client.wait(LOOK_S)) is None:
+    while (ended := both.client.wait(CHECK_S)) is None:
         for more, gauges in both.server.links().values():
             sent += more
             totals = TcpCounters(

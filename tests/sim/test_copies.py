@@ -179,7 +179,7 @@ def test_a_prompt_does_not_use_memory_reserved_for_a_copy() -> None:
     assert not memory.has_room(0, computed, 0)
     memory.store(0, computed)
     assert (memory.index.used_blocks(0), memory.index.match_one(0, computed)) == (9, 9)
-    memory.land(0, copied, 0)
+    memory.transfer_done(0, copied, 0)
     memory.release(0, copied, DEPTH)
     assert memory.index.match_one(0, copied) == DEPTH
     assert memory.free_blocks(0) == 29

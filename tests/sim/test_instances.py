@@ -17,7 +17,7 @@ from kvroute.types import DecodeSpec, LinearPrefill
 
 
 @dataclass(frozen=True)
-class Landing:
+class Arrival:
     """A request whose KV arrives at a decode instance."""
 
     at: float
@@ -25,21 +25,21 @@ class Landing:
     output_tokens: int
 
 
-def stepped(landings: list[Landing], time: IterationTime, batch_max: int) -> dict[int, tuple[float, float]]:
+def stepped(arrivals: list[Arrival], time: IterationTime, batch_max: int) -> dict[int, tuple[float, float]]:
     """Compute a simple model, iteration by iteration; return (first token, finish) by request."""
-    waiting = deque(sorted(range(len(landings)), key=lambda number: (landings[number].at, number)))
+    waiting = deque(sorted(range(len(arrivals)), key=lambda number: (arrivals[number].at, number)))
     left: dict[int, int] = {}
     first: dict[int, float] = {}
     ends: dict[int, tuple[float, float]] = {}
     now = 0.0
     while waiting or left:
         if not left and waiting:
-            now = max(now, landings[waiting[0]].at)
-        while waiting and len(left) < batch_max and landings[waiting[0]].at <= now + 1e-9:
+            now = max(now, arrivals[waiting[0]].at)
+        while waiting and len(left) < batch_max and arrivals[waiting[0]].at <= now + 1e-9:
             number = waiting.popleft()
-            left[number] = landings[number].output_tokens
+            left[number] = arrivals[number].output_tokens
         context = sum(
-            landings[number].input_tokens + landings[number].output_tokens - rest for number, rest in left.items()
+            arrivals[number].input_tokens + arrivals[number].output_tokens - rest for number, rest in left.items()
         )
         now += time.seconds(len(left), context)
         for number in list(left):
@@ -51,10 +51,10 @@ def stepped(landings: list[Landing], time: IterationTime, batch_max: int) -> dic
     return ends
 
 
-def skipped(landings: list[Landing], time: IterationTime, batch_max: int) -> tuple[dict[int, tuple[float, float]], int]:
+def skipped(arrivals: list[Arrival], time: IterationTime, batch_max: int) -> tuple[dict[int, tuple[float, float]], int]:
     """Run the same on `DecodeInstance`; return also the number of steps."""
     instance = DecodeInstance(0, time, batch_max)
-    events: list[tuple[float, int, int]] = [(landing.at, -1, number) for number, landing in enumerate(landings)]
+    events: list[tuple[float, int, int]] = [(arrival.at, -1, number) for number, arrival in enumerate(arrivals)]
     events.sort()
     first: dict[int, float] = {}
     ends: dict[int, tuple[float, float]] = {}
@@ -62,8 +62,8 @@ def skipped(landings: list[Landing], time: IterationTime, batch_max: int) -> tup
     while events:
         at, version, number = heappop(events)
         if version < 0:
-            landing = landings[number]
-            wake_s = instance.land(at, number, landing.input_tokens, landing.output_tokens)
+            arrival = arrivals[number]
+            wake_s = instance.transfer_done(at, number, arrival.input_tokens, arrival.output_tokens)
         elif version != instance.version:
             continue
         else:
@@ -76,9 +76,9 @@ def skipped(landings: list[Landing], time: IterationTime, batch_max: int) -> tup
     return ends, steps
 
 
-landings = st.lists(
+arrivals = st.lists(
     st.builds(
-        Landing,
+        Arrival,
         at=st.integers(0, 3_000).map(
             lambda step: step * 0.001_000_173_7
         ),  # never on a boundary, where rounding decides
@@ -97,9 +97,9 @@ times = st.builds(
 
 
 @settings(deadline=None)
-@given(landings, times, st.sampled_from([1, 2, 4, 64]))
+@given(arrivals, times, st.sampled_from([1, 2, 4, 64]))
 def test_skipping_iterations_equals_stepping_through_them(
-    landed: list[Landing], time: IterationTime, batch_max: int
+    landed: list[Arrival], time: IterationTime, batch_max: int
 ) -> None:
     """First tokens and finishes equal those of the model that steps through every iteration."""
     expected = stepped(landed, time, batch_max)
@@ -112,7 +112,7 @@ def test_skipping_iterations_equals_stepping_through_them(
 def test_a_long_output_takes_two_steps() -> None:
     """The steps are joining and leaving: ten thousand iterations in between are skipped."""
     time = IterationTime.of(DecodeSpec(base_s=0.0125, per_request_s=1e-4, per_context_token_s=1e-8))
-    _, steps = skipped([Landing(0.0, 100, 10_000)], time, 64)
+    _, steps = skipped([Arrival(0.0, 100, 10_000)], time, 64)
     assert steps == 2
 
 
@@ -139,9 +139,9 @@ def test_memory_is_never_overcommitted_and_all_is_released(asked: list[tuple[int
     dispatched: list[tuple[tuple[int, ...], int, int]] = []
     landed: list[tuple[tuple[int, ...], int]] = []
 
-    def land() -> None:
+    def transfer_done() -> None:
         blocks, hit, total = dispatched.pop(0)
-        memory.land(0, blocks, hit)
+        memory.transfer_done(0, blocks, hit)
         landed.append((blocks, total))
 
     for number, (group, shared, length, answer) in enumerate(asked):
@@ -154,13 +154,13 @@ def test_memory_is_never_overcommitted_and_all_is_released(asked: list[tuple[int
         if answer == 3 and dispatched:
             memory.give_up(0, *dispatched.pop())
         if len(dispatched) > 2:
-            land()
+            transfer_done()
         if len(landed) > 2:
             memory.release(0, *landed.pop(0))
         assert index.used_blocks(0) + memory.reserved_blocks[0] <= 32
         assert memory.free_blocks(0) >= 0
     while dispatched:
-        land()
+        transfer_done()
     while landed:
         memory.release(0, *landed.pop(0))
     assert memory.reserved_blocks == [0]

@@ -91,11 +91,11 @@ class Catalogue:
         """Store full-attention entries under these hashes; return for each hash the head that is stored now."""
         put, block_of, group_of, standing = self._groups[FULL].setdefault, self._block, self._group, list[int]()
         for block, head in zip(blocks, heads, strict=True):
-            stands = put(block, head)
-            if stands == head:
+            stored_head = put(block, head)
+            if stored_head == head:
                 block_of[head] = block
                 group_of[head] = FULL
-            standing.append(stands)
+            standing.append(stored_head)
         return standing
 
     def put_state(self, group: int, block: int, depth: int, head: int) -> int:
@@ -104,11 +104,11 @@ class Catalogue:
 
         The caller must store the states of all groups before the next match.
         """
-        stands = self._groups[group].setdefault(block, head)
-        if stands == head:
+        stored_head = self._groups[group].setdefault(block, head)
+        if stored_head == head:
             self._block[head], self._group[head] = block, group
             self._complete[block] = depth
-        return stands
+        return stored_head
 
     def drop(self, heads: list[int]) -> Evicted:
         """Remove these entries from the catalogue."""

@@ -231,12 +231,12 @@ class CachePool:
 
     def _store_state(self, state: HeldState, block: int) -> None:
         """Like `_store_chain`, for one state."""
-        own, stands = state.head, self._catalogue.put_state(state.group, block, state.depth, state.head)
-        state.head, state.stored = stands, True
-        if stands == own:
+        own, stored_head = state.head, self._catalogue.put_state(state.group, block, state.depth, state.head)
+        state.head, state.stored = stored_head, True
+        if stored_head == own:
             self._arena.mark_stored(np.array([own], np.int64))
         else:
-            self._arena.hold(np.array([stands], np.int64))
+            self._arena.hold(np.array([stored_head], np.int64))
             self._arena.release(np.array([own], np.int64))
 
     def _evict(self, free_blocks: int) -> Evicted:

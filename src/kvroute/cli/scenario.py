@@ -125,9 +125,9 @@ class Scenario(Entry, frozen=True, kw_only=True):
         """Return the review interval; a threshold search and hotspot copies need regular reviews."""
         if self.review_s is not None:
             return float(self.review_s)
-        looks_s = [] if self.offload is None else [float(self.offload.check_interval_s)]
-        looks_s += [] if self.copies is None else [float(self.copies.review_s)]
-        return min(looks_s, default=None)
+        intervals_s = [] if self.offload is None else [float(self.offload.check_interval_s)]
+        intervals_s += [] if self.copies is None else [float(self.copies.review_s)]
+        return min(intervals_s, default=None)
 
     def copy_spec(self) -> CopySpec | None:
         """Return the specification of copies ahead of demand. Raises InputError for invalid values."""

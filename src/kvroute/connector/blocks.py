@@ -37,12 +37,12 @@ class Region(Protocol):
         """Return the bytes of `blocks`, in this order."""
         ...
 
-    def landing(self, blocks: Sequence[int]) -> list[memoryview]:
+    def incoming(self, blocks: Sequence[int]) -> list[memoryview]:
         """Return the buffers that receive the bytes of `blocks`, in this order."""
         ...
 
     def landed(self, blocks: Sequence[int], views: list[memoryview]) -> None:
-        """Complete the write of `blocks`: all bytes are in `views`, which `landing` returned."""
+        """Complete the write of `blocks`: all bytes are in `views`, which `incoming` returned."""
         ...
 
 
@@ -71,7 +71,7 @@ class HostRegion:
         joined = self.stride_bytes == self.block_bytes
         return [self._run(first, count) for first, count in runs(blocks, joined)]
 
-    landing = outgoing
+    incoming = outgoing
 
     def landed(self, blocks: Sequence[int], views: list[memoryview]) -> None:
         """Do nothing: the bytes are already in place."""

@@ -32,7 +32,7 @@ class StagedRegion:
         """Return a copy in host memory."""
         return [_flat(self._tensor.index_select(0, self._index(blocks)).cpu())]
 
-    def landing(self, blocks: Sequence[int]) -> list[memoryview]:
+    def incoming(self, blocks: Sequence[int]) -> list[memoryview]:
         """Return a host buffer."""
         return [_flat(torch.empty((len(blocks), self.block_bytes), dtype=torch.uint8))]
 

@@ -10,7 +10,7 @@ from kvroute.connector.chunk_scheduler import Chunk
 from kvroute.connector.wire import WireError
 
 _FAULT = re.compile(r"(corrupt|stall)-layer-(\d+)(?:-block-(\d+))?")
-_LOOK_S = 0.05
+_CHECK_S = 0.05
 
 
 def fault_of(text: str) -> tuple[str, int, int | None] | None:
@@ -30,7 +30,7 @@ def corrupt(path: Path, piece: Chunk, views: list[memoryview], ending: threading
             struck = range(piece.count) if block is None else [block - piece.first]
             return [memoryview(_damaged(b"".join(views), piece.count, struck))]
         case ("stall", region, _) if region == piece.region:
-            while path.exists() and fault_of(path.read_text(encoding="utf-8")) and not ending.wait(_LOOK_S):
+            while path.exists() and fault_of(path.read_text(encoding="utf-8")) and not ending.wait(_CHECK_S):
                 pass
             if ending.is_set():
                 raise WireError("reset", "closed")

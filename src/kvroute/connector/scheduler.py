@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvroute.connector.block_leases import Computing
 from kvroute.connector.options import Options
-from kvroute.connector.transfer_params import KvTransferParams, prompt_digest, read_handover
+from kvroute.connector.transfer_params import KvTransferParams, prompt_digest, read_transfer_params
 
 log = logging.getLogger(__name__)
 NAMES_MAX = 4096
@@ -25,7 +25,7 @@ class Pull:
     """Fetch the prompt's blocks from position `first` on into `blocks`."""
 
     request_id: str
-    handover: KvTransferParams
+    transfer_params: KvTransferParams
     first: int
     blocks: tuple[int, ...]
     prompt: str = ""
@@ -98,7 +98,7 @@ class Scheduler:
         self._options, self._engine_id, self._block_tokens = options, engine_id, block_tokens
         self._tp, self._producer, self._consumer = tp, producer, consumer
         self._addresses: list[tuple[str, int]] = []
-        self._handovers: dict[str, KvTransferParams] = {}
+        self._transfer_params: dict[str, KvTransferParams] = {}
         self._digests: dict[str, str] = {}
         """Digests of the prompts that are pulled before they are computed, by request."""
         self._early: set[str] = set()
@@ -117,43 +117,43 @@ class Scheduler:
             self._name(request_id, str(params["transfer_id"]), prompt or ())
         if not (self._consumer and params and params.get("do_remote_prefill")):
             return
-        handover = read_handover(params, self._tp)
-        if isinstance(handover, str):
+        transfer_params = read_transfer_params(params, self._tp)
+        if isinstance(transfer_params, str):
             log.warning(
-                "request %s computes its own prompt: kv_transfer_params are not usable, %s", request_id, handover
+                "request %s computes its own prompt: kv_transfer_params are not usable, %s", request_id, transfer_params
             )
             return
-        if problem := self._problem(handover, prompt):
+        if problem := self._problem(transfer_params, prompt):
             log.warning("request %s computes its own prompt: %s", request_id, problem)
-            if handover.tp_size == self._tp:
-                self._step.releases.append(handover)
+            if transfer_params.tp_size == self._tp:
+                self._step.releases.append(transfer_params)
             return
-        self._handovers[request_id] = handover
-        if handover.early:
+        self._transfer_params[request_id] = transfer_params
+        if transfer_params.early:
             self._digests[request_id] = prompt_digest(prompt)
 
     def matched(self, request_id: str, prompt_tokens: int, computed_tokens: int) -> int:
         """Return the number of tokens to pull beyond `computed_tokens`: up to the prompt's end, or, if the peer holds
         only a prefix, up to that prefix's end in whole blocks. It changes nothing."""
-        handover = self._handovers.get(request_id)
-        if handover is None:
+        transfer_params = self._transfer_params.get(request_id)
+        if transfer_params is None:
             return 0
-        return max(self._end(handover, prompt_tokens) - computed_tokens, 0)
+        return max(self._end(transfer_params, prompt_tokens) - computed_tokens, 0)
 
     def allocated(self, request_id: str, prompt_tokens: int, blocks: Sequence[int], pulled_tokens: int) -> None:
         """Plan the pull of `pulled_tokens` tokens into the request's blocks. Called once per request."""
-        handover = self._handovers.pop(request_id, None)
-        if handover is None:
+        transfer_params = self._transfer_params.pop(request_id, None)
+        if transfer_params is None:
             return
-        digest = self._digests.pop(request_id, handover.remote_prompt)
+        digest = self._digests.pop(request_id, transfer_params.remote_prompt)
         if not pulled_tokens:
-            self._step.releases.append(handover)
+            self._step.releases.append(transfer_params)
             return
-        end = self._end(handover, prompt_tokens)
+        end = self._end(transfer_params, prompt_tokens)
         first = (end - pulled_tokens) // self._block_tokens
         mine = tuple(blocks[first : -(-end // self._block_tokens)])
-        self._step.pulls.append(Pull(request_id, handover, first, mine, digest))
-        if handover.early:
+        self._step.pulls.append(Pull(request_id, transfer_params, first, mine, digest))
+        if transfer_params.early:
             self._early.add(request_id)
 
     def watched(self, computed: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -188,9 +188,9 @@ class Scheduler:
         blocks: Sequence[int],
     ) -> Ending:
         """Handle the end of a request that has `computed_tokens` tokens computed into `blocks`."""
-        if handover := self._handovers.pop(request_id, None):
+        if transfer_params := self._transfer_params.pop(request_id, None):
             self._digests.pop(request_id, None)
-            self._step.releases.append(handover)
+            self._step.releases.append(transfer_params)
         if request_id in self._early:
             self._early.remove(request_id)
             self._step.cancels.append(request_id)
@@ -237,20 +237,20 @@ class Scheduler:
             self._step.refusals.append(named.name)
         return Ending(False, None)
 
-    def _end(self, handover: KvTransferParams, prompt_tokens: int) -> int:
+    def _end(self, transfer_params: KvTransferParams, prompt_tokens: int) -> int:
         """Return the number of prompt tokens whose KV the peer has: all of them, or whole blocks."""
-        if handover.early or handover.remote_num_tokens >= prompt_tokens:
+        if transfer_params.early or transfer_params.remote_num_tokens >= prompt_tokens:
             return prompt_tokens
-        return handover.remote_num_tokens // self._block_tokens * self._block_tokens
+        return transfer_params.remote_num_tokens // self._block_tokens * self._block_tokens
 
-    def _problem(self, handover: KvTransferParams, prompt: Sequence[int] | None) -> str:
-        ports = len(handover.remote_ports) or (self._tp if handover.early else 1)
-        if handover.tp_size != self._tp or ports < self._tp:
-            return f"tensor parallelism is {handover.tp_size} on its prefill instance and {self._tp} here"
-        if handover.early:
+    def _problem(self, transfer_params: KvTransferParams, prompt: Sequence[int] | None) -> str:
+        ports = len(transfer_params.remote_ports) or (self._tp if transfer_params.early else 1)
+        if transfer_params.tp_size != self._tp or ports < self._tp:
+            return f"tensor parallelism is {transfer_params.tp_size} on its prefill instance and {self._tp} here"
+        if transfer_params.early:
             return "" if prompt else "it has no tokens"
-        beginning = (prompt or ())[: max(handover.remote_num_tokens, 0)]
-        alike = handover.remote_prompt in (prompt_digest(prompt), prompt_digest(beginning))
-        if not (alike and handover.remote_prompt):
+        beginning = (prompt or ())[: max(transfer_params.remote_num_tokens, 0)]
+        alike = transfer_params.remote_prompt in (prompt_digest(prompt), prompt_digest(beginning))
+        if not (alike and transfer_params.remote_prompt):
             return "its first tokens differ from those on the instance that holds its KV"
         return ""

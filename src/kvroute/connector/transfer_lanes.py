@@ -73,7 +73,7 @@ class Progress:
         with self.lock:
             self._channels.discard(channel)
 
-    def land(self, channel: FramedSocket, part: Part) -> None:
+    def receive(self, channel: FramedSocket, part: Part) -> None:
         """Read a part's bytes from `channel` to their places in the cache.
 
         Raises:
@@ -86,7 +86,7 @@ class Progress:
             what = f"{part.nbytes} bytes as {count} blocks from position {part.first} of region {part.region}"
             raise WireError("malformed", what)
         region, here = regions[part.region], blocks[start : start + count]
-        views = region.landing(here)
+        views = region.incoming(here)
         channel.receive_into(views)
         if part.crc32 is not None and crc32(views) != part.crc32:
             raise WireError("checksum", f"blocks of region {part.region} were damaged in transit")
@@ -158,7 +158,7 @@ class TransferLane:
     def _listen(self, channel: FramedSocket, heard: Message) -> None:
         while not isinstance(heard, End):
             if isinstance(heard, Part):
-                self._progress.land(channel, heard)
+                self._progress.receive(channel, heard)
                 if self._after < 0:
                     self._first_part()
                 self._after = heard.number

@@ -86,7 +86,7 @@ class EarlyPullParams(msgspec.Struct, frozen=True, kw_only=True):
     checksum: bool | None = None
     connections: Annotated[int, msgspec.Meta(ge=0, le=CONNECTIONS_MAX)] = 0
 
-    def handover(self, tp: int) -> KvTransferParams:
+    def to_transfer_params(self, tp: int) -> KvTransferParams:
         """Return transfer parameters for a prompt that is not computed yet. `tp` is the tensor parallelism here."""
         return KvTransferParams(
             remote_engine_id="",
@@ -104,11 +104,11 @@ class EarlyPullParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def read_handover(params: Mapping[str, Any], tp: int = 1) -> KvTransferParams | str:
+def read_transfer_params(params: Mapping[str, Any], tp: int = 1) -> KvTransferParams | str:
     """Return the transfer parameters of a decode request, or a text that says what is wrong with them."""
     try:
         if params.get("transfer_id") and "remote_request_id" not in params:
-            return msgspec.convert(dict(params), EarlyPullParams).handover(tp)
+            return msgspec.convert(dict(params), EarlyPullParams).to_transfer_params(tp)
         return msgspec.convert(dict(params), KvTransferParams)
     except msgspec.ValidationError as error:
         return str(error)

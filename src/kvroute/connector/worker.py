@@ -21,7 +21,7 @@ from kvroute.connector.transfer_params import KvTransferParams
 from kvroute.types import InputError
 
 log = logging.getLogger(__name__)
-LOOK_S = 0.5
+CHECK_S = 0.5
 """Minimum interval between queries of the kernel's connection statistics, in seconds."""
 
 
@@ -69,8 +69,8 @@ class Worker:
                 self._client.cancel(request_id)
             for pull in step.pulls:
                 self._client.start(self._transfer(pull))
-            for handover in step.releases:
-                self._client.release(self._peer(handover), handover.remote_request_id)
+            for transfer_params in step.releases:
+                self._client.release(self._peer(transfer_params), transfer_params.remote_request_id)
 
     def overwrites(self, step: Step) -> None:
         """Stop reads of the blocks that vLLM has taken back and is about to overwrite. No reader is left on return."""
@@ -108,7 +108,7 @@ class Worker:
     def counts(self) -> Counts:
         """Return the counts since the last call."""
         now = self._clock()
-        if self._server and now >= self._looked_at + LOOK_S:
+        if self._server and now >= self._looked_at + CHECK_S:
             self._looked_at = now
             for target, (sent, gauges) in self._server.links().items():
                 count_link(self._counts, target, self._rank, sent, replace(gauges, looked_s=now))
@@ -129,23 +129,23 @@ class Worker:
             log.error("the KV of request %s cannot be fetched: %s", held.owner, error)
 
     def _transfer(self, pull: Pull) -> Transfer:
-        handover = pull.handover
-        checksum = self._options.checksum if handover.checksum is None else handover.checksum
+        transfer_params = pull.transfer_params
+        checksum = self._options.checksum if transfer_params.checksum is None else transfer_params.checksum
         return Transfer(
             request_id=pull.request_id,
-            peer=self._peer(handover),
-            remote_request_id=handover.remote_request_id,
+            peer=self._peer(transfer_params),
+            remote_request_id=transfer_params.remote_request_id,
             first=pull.first,
             blocks=pull.blocks,
             checksum=checksum,
             prompt=pull.prompt,
-            wait_s=self._options.hold_s if handover.early else 0.0,
-            connections=handover.connections,
+            wait_s=self._options.hold_s if transfer_params.early else 0.0,
+            connections=transfer_params.connections,
         )
 
-    def _peer(self, handover: KvTransferParams) -> Peer:
-        port = handover.port(self._rank)
-        return Peer(handover.remote_host, port, handover.remote_instance, handover.traffic_class)
+    def _peer(self, transfer_params: KvTransferParams) -> Peer:
+        port = transfer_params.port(self._rank)
+        return Peer(transfer_params.remote_host, port, transfer_params.remote_instance, transfer_params.traffic_class)
 
     def _count(self, result: Result) -> None:
         source = result.transfer.peer.source

@@ -58,7 +58,7 @@ class _Info(msgspec.Struct):
 class Examined:
     """One engine under examination: its connections, its report, and bounds of its clock."""
 
-    station: EngineClient
+    client: EngineClient
     report: EngineReport
     headers: Headers
     """Headers of requests below /v1, including the key."""
@@ -69,12 +69,12 @@ class Examined:
     @property
     def name(self) -> str:
         """The instance's name."""
-        return self.station.name
+        return self.client.name
 
     async def get(self, path: bytes, wait_s: float, headers: Headers | None = None) -> Fetched:
         """GET a path. The response's Date header bounds the engine's clock."""
         answer = await fetch(
-            self.station.pool, path, wait_s=wait_s, headers=headers, body_bytes_max=self.metrics_bytes_max
+            self.client.pool, path, wait_s=wait_s, headers=headers, body_bytes_max=self.metrics_bytes_max
         )
         self.dated(answer)
         return answer
@@ -90,9 +90,9 @@ class Examined:
             self.offsets.append(from_date(date, answer.sent_s, answer.head_s))
 
 
-def examined(station: EngineClient, settings: GatewaySettings, headers: Headers) -> Examined:
+def examined(client: EngineClient, settings: GatewaySettings, headers: Headers) -> Examined:
     """Return an engine without results."""
-    instance = station.instance
+    instance = client.instance
     assert instance.endpoint is not None
     report = EngineReport(
         name=instance.name,
@@ -103,7 +103,7 @@ def examined(station: EngineClient, settings: GatewaySettings, headers: Headers)
         tp=instance.tp,
     )
     scrape = settings.scrape
-    return Examined(station, report, headers, scrape.path.encode(), int(scrape.body_bytes))
+    return Examined(client, report, headers, scrape.path.encode(), int(scrape.body_bytes))
 
 
 async def ask_engine(engine: Examined, settings: GatewaySettings, wait_s: Callable[[], float]) -> None:

@@ -20,7 +20,7 @@ from kvroute.doctor.pairs import PAIRS_MAX, chosen_pairs, possible_pairs
 from kvroute.doctor.probe import Outcome, PairError, Probe, prompt_of, prompt_tokens
 from kvroute.doctor.report import Finding, PairReport, Report
 from kvroute.doctor.verdict import engine_findings, judge, pair_findings, silent_events_finding, slow
-from kvroute.gateway.engines.factory import stations_of
+from kvroute.gateway.engines.factory import engine_clients
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.lifecycle.deployment import Deployment
@@ -75,14 +75,14 @@ class _Examination:
         self._loop = asyncio.get_running_loop()
         self._ends_s = self._loop.time() + options.timeout_s
         self._draw = random.Random(options.seed)
-        self._stations = stations_of(cluster, settings, lambda *_: None, Deadlines(), exact=False)
+        self._clients = engine_clients(cluster, settings, lambda *_: None, Deadlines(), exact=False)
         headers: Headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
-        self._engines = {name: examined(station, settings, headers) for name, station in self._stations.items()}
+        self._engines = {name: examined(client, settings, headers) for name, client in self._clients.items()}
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, 4 * len(self._engines) + 64)
         self._subscriptions: dict[str, Subscription] = {}
         for name, engine in self._engines.items():
-            endpoint = engine.station.instance.endpoint
+            endpoint = engine.client.instance.endpoint
             if endpoint is not None and endpoint.kv_events:
                 self._subscriptions[name] = Subscription(self._context, endpoint)
                 engine.report.events = self._subscriptions[name].report
@@ -107,8 +107,8 @@ class _Examination:
         """Close all connections."""
         await asyncio.gather(*(each.close() for each in self._subscriptions.values()))
         self._context.destroy(linger=0)
-        for station in self._stations.values():
-            station.close()
+        for client in self._clients.values():
+            client.close()
         await asyncio.sleep(0)  # aborted connections are closed in the loop's next iteration
 
     def _remaining_s(self) -> float:
@@ -158,14 +158,14 @@ class _Examination:
                 hint += "; slow engines need a longer --timeout"
             self._findings.append(Finding(pair.name, f"the request failed: {pair.failure}", hint))
             return
-        if outcome.handover_tp is not None and ends[0].report.engine_tp is None:
-            ends[0].report.engine_tp = outcome.handover_tp
+        if outcome.transfer_tp is not None and ends[0].report.engine_tp is None:
+            ends[0].report.engine_tp = outcome.transfer_tp
         self._findings += pair_findings(pair, outcome)
 
     async def _best(self, pair: PairReport, ends: tuple[Examined, Examined], limit_s: float) -> Outcome:
         """Return the outcome of a request, or the better of two if the first is slow: it may have set up
         connections."""
-        model = llm.model(ends[0].station.instance.model)
+        model = llm.model(ends[0].client.instance.model)
         pair.prompt_tokens = prompt_tokens(self._options.prompt_tokens, *ends, model)
         pair.expected_bytes = float(model.kv_bytes(pair.prompt_tokens))
         outcome = await self._probed(pair, ends, limit_s)

@@ -48,7 +48,7 @@ class Outcome:
     """Reasons of failed transfers."""
     counted: bool = False
     """True if one of the engines has counters of transfers."""
-    handover_tp: int | None = None
+    transfer_tp: int | None = None
     """Tensor parallelism in the prefill engine's response."""
     prefill_s: float | None = None
     first_token_s: float | None = None
@@ -72,7 +72,7 @@ def prompt_tokens(wanted: int, prefill: Examined, decode: Examined, model: Model
             bounds.append(engine.report.context_tokens - MARGIN_TOKENS)
         per_token = model.kv_bytes_per_token
         if per_token:
-            bounds.append(int(engine.station.instance.kv_capacity_bytes / per_token / 8))
+            bounds.append(int(engine.client.instance.kv_capacity_bytes / per_token / 8))
     return max(1, min(bounds))
 
 
@@ -120,7 +120,7 @@ class Probe:
             waited_s += _POLL_S
 
     async def _legs(self, outcome: Outcome) -> None:
-        protocol = self.prefill.station.protocol
+        protocol = self.prefill.client.protocol
         completion, handshake = self._completion(), await self._handshake()
         name = uuid.UUID(int=self.draw.getrandbits(128)).hex
         try:
@@ -131,7 +131,7 @@ class Probe:
             else:
                 prefilled = await self._send("prefill", name, prefill_body)
                 transfer_params = protocol.transfer_params(prefilled.body)
-                outcome.handover_tp = _tp_of(transfer_params)
+                outcome.transfer_tp = _tp_of(transfer_params)
                 outcome.prefill_s = prefilled.end_s - prefilled.sent_s
                 decoded = await self._send("decode", name, protocol.decode_body(completion, handshake, transfer_params))
         except ProtocolError as error:
@@ -163,15 +163,15 @@ class Probe:
         return read_completion(COMPLETIONS_PATH, msgspec.json.encode(body))
 
     async def _handshake(self) -> KvHandshake:
-        station = self.prefill.station
-        found = station.handshake(self._drawn)
+        client = self.prefill.client
+        found = client.handshake(self._drawn)
         if found is None:
             answered = asyncio.Event()
-            station.resolve_engine_id(answered.set)
+            client.resolve_engine_id(answered.set)
             await answered.wait()
-            found = station.handshake(self._drawn)
+            found = client.handshake(self._drawn)
         if found is None:
-            raise PairError(f"the bootstrap server of prefill engine {station.name} does not respond")
+            raise PairError(f"the bootstrap server of prefill engine {client.name} does not respond")
         return found
 
     def _drawn(self) -> int:
@@ -179,7 +179,7 @@ class Probe:
 
     async def _send(self, leg: str, name: str, body: bytes) -> Fetched:
         engine = self.prefill if leg == "prefill" else self.decode
-        pool: UpstreamPool = engine.station.pool
+        pool: UpstreamPool = engine.client.pool
         headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode()), *engine.headers]
         answer = await fetch(pool, COMPLETIONS_PATH, wait_s=self.remaining_s(), headers=headers, body=body)
         engine.dated(answer)

@@ -51,13 +51,13 @@ class Batch:
         """Number of sequences without a slot."""
         return len(self._sequences) - len(self._running)
 
-    def land(self, sequence: EngineSequence) -> None:
+    def transfer_done(self, sequence: EngineSequence) -> None:
         """Add a sequence whose KV has arrived. It joins at the next boundary."""
         now = self.clock.now()
         self._catch_up(now)
         self._sequences[sequence.number] = sequence
         sequence.set_stage("decoding")
-        self._plan(self._decode.land(now, sequence.number, sequence.input_tokens, sequence.output_tokens))
+        self._plan(self._decode.transfer_done(now, sequence.number, sequence.input_tokens, sequence.output_tokens))
 
     def leave(self, sequence: EngineSequence) -> None:
         """Remove a sequence at the next boundary, or at once if it has no slot."""

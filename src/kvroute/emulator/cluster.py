@@ -121,7 +121,7 @@ class EmulatedCluster:
                 publisher.publish(changes(prompt, before, now, evicted, settings.block_tokens))
 
         def new_engine() -> Engine:
-            kv_server.shelf.engine_id = f"{name}-{uuid4().hex}"
+            kv_server.kv_source.engine_id = f"{name}-{uuid4().hex}"
             return Engine(
                 instance=instance,
                 spec=self._cluster.timing[instance.timing],

@@ -106,7 +106,7 @@ class Completion:
     engine: Engine
     heading: ResponseHeader
     fault: Fault | None
-    bell: Notifier = field(default_factory=Notifier)
+    notifier: Notifier = field(default_factory=Notifier)
     jobs: list[EngineSequence] = field(default_factory=list)
     cached_tokens: int = 0
 
@@ -117,7 +117,7 @@ class Completion:
         completion = cls(ask, engine, ResponseHeader(ask.kind, heading_id, int(time.time()), ask.model), fault)
         watched = ask.stream or fault is not None
         completion.jobs = [
-            engine.arrive(prompt, ask.output_tokens, streaming=watched, news=completion.bell.ring)
+            engine.arrive(prompt, ask.output_tokens, streaming=watched, news=completion.notifier.ring)
             for prompt in ask.prompts
             for _ in range(ask.n)
         ]
@@ -143,7 +143,7 @@ class Completion:
         jobs = self.jobs
         for sequence in jobs:
             self.engine.prefill(sequence)
-        await self.bell.until(lambda: all(sequence.stage == "prefilled" for sequence in jobs))
+        await self.notifier.until(lambda: all(sequence.stage == "prefilled" for sequence in jobs))
         self.cached_tokens = sum(sequence.cached_tokens for sequence in jobs)
 
     async def prefill_leg(self, origin: KvAddress) -> web.Response:
@@ -152,7 +152,7 @@ class Completion:
         for sequence, handle in zip(jobs, ask.tickets, strict=False):
             sequence.name = handle.key
         if ask.prefix is not None:
-            await self._take_in(jobs[0], ask.prefix)
+            await self._import_prefix(jobs[0], ask.prefix)
         await self._prefill()
         handles = ask.tickets or (KvHandle(f"{origin.engine_id}/{self.heading.id}"),)
         for sequence, handle in zip(jobs, handles, strict=True):
@@ -160,7 +160,7 @@ class Completion:
                 what = f"the KV of another prompt is held under {handle.key}"
                 raise ApiError(f"{what}; give every request its own name", status=409, kind="ConflictError")
         if handles[0].awaited:  # SGLang's prefill responds when the decode instance has the KV
-            await self.bell.until(self._answered)
+            await self.notifier.until(self._answered)
         choices = [
             choice(ask.kind, i, next(generated_tokens(sequence.prompt.seed, i % ask.n)))
             for i, sequence in enumerate(jobs)
@@ -173,18 +173,18 @@ class Completion:
         document = self.heading.document(choices, stream=False, usage=tokens, **more)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 
-    async def _take_in(self, sequence: EngineSequence, handle: KvHandle) -> None:
+    async def _import_prefix(self, sequence: EngineSequence, handle: KvHandle) -> None:
         """Pull the prompt prefix that the source has. Blocks that do not arrive are computed here."""
         engine = self.engine
         whole = sequence.input_tokens // engine.block_tokens * engine.block_tokens
         tokens = whole if handle.tokens is None else min(handle.tokens, whole)
-        prefix_import = engine.take_in(sequence.prompt, tokens)
+        prefix_import = engine.import_prefix(sequence.prompt, tokens)
         lacking_tokens = prefix_import.lacking * engine.block_tokens
         pull_request = PullRequest(handle.key, engine.instance.name, tokens - lacking_tokens)
         asked_s = engine.clock.now()
         try:
             header = await pull(handle.host, handle.port, pull_request, patience_s=engine.kv_patience_s)
-            prefix_import.land()
+            prefix_import.transfer_done()
             engine.counters.transferred(header.source, header.kv_bytes, engine.clock.now() - asked_s)
         except EngineError:
             engine.counters.kv_failed += 1
@@ -223,7 +223,7 @@ class Completion:
         if self.ask.leg == "whole":
             for sequence in jobs:
                 await self._reserved(sequence)
-                self.engine.land(sequence)
+                self.engine.transfer_done(sequence)
         elif len(jobs) == 1:
             await self._fetch(jobs[0], self.ask.tickets[0])
         else:
@@ -238,7 +238,7 @@ class Completion:
             raise failed.exceptions[0] from None
 
     async def _reserved(self, sequence: EngineSequence) -> None:
-        await self.bell.until(lambda: sequence.stage == "reserved")
+        await self.notifier.until(lambda: sequence.stage == "reserved")
 
     async def _fetch(self, sequence: EngineSequence, handle: KvHandle) -> None:
         """Pull the KV of a sequence and put the sequence into the batch."""
@@ -257,12 +257,12 @@ class Completion:
             raise
         seconds = engine.clock.now() - asked_s
         engine.counters.transferred(header.source, header.kv_bytes, seconds, early=handle.early)
-        engine.land(sequence)
+        engine.transfer_done(sequence)
 
     async def _news(self, sent: int) -> None:
         """Wait until all answers together have more than `sent` tokens or are complete. Fail if a fault is due."""
         fault = self.fault
-        await self.bell.until(lambda: self.output_tokens > sent or self._answered())
+        await self.notifier.until(lambda: self.output_tokens > sent or self._answered())
         if fault is not None and self.output_tokens >= fault.after_tokens:
             await fail(fault)
 

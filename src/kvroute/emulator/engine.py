@@ -1,7 +1,7 @@
 """One engine's prompts, KV memory and batch, timed by the simulator's models. It uses no sockets and no event loop.
 
 A request is an `EngineSequence` that its owner moves from stage to stage: `prefill`, then either `hold` until a decode
-leg fetches the KV, or `reserve` and `land`. `leave` is valid at any stage and releases everything.
+leg fetches the KV, or `reserve` and `transfer_done`. `leave` is valid at any stage and releases everything.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Engine:
     """Additional names of the model, like those of vLLM's `--served-model-name`."""
     counters: Counters = field(default_factory=Counters)
     held: dict[str, Held] = field(default_factory=dict)
-    door: KvListener | None = None
+    kv_listener: KvListener | None = None
     capacity_blocks: int = field(init=False)
     batch: Batch = field(init=False)
     _block_bytes: float = field(init=False)
@@ -136,7 +136,7 @@ class Engine:
         """Create a sequence at stage `new`."""
         return EngineSequence(self.next_number(), prompt, output_tokens, self.clock.now(), streaming, news)
 
-    def take_in(self, prompt: Prompt, tokens: int) -> PrefixImport:
+    def import_prefix(self, prompt: Prompt, tokens: int) -> PrefixImport:
         """Reserve memory for the first whole blocks of a prompt, up to `tokens` tokens, which another instance has."""
         blocks = prompt.blocks[: tokens // self.block_tokens]
         prefix_import = PrefixImport(prompt, blocks, self._memory, self._changed, self._taken_in)
@@ -171,8 +171,8 @@ class Engine:
         self.counters.prefill_s.add(finish - start)
         job.set_stage("computing")
         self._alarm = self.clock.at(finish, self._computed)
-        if job.name and self.door is not None:
-            self.door.computing(job)
+        if job.name and self.kv_listener is not None:
+            self.kv_listener.computing(job)
 
     def under_way(self, name: str) -> EngineSequence | None:
         """Return the sequence of this name if it is being computed now."""
@@ -211,8 +211,8 @@ class Engine:
         self.held[key] = Held(job)
         job.set_stage("held")
         self.keep(key)
-        if self.door is not None:
-            self.door.held(key)
+        if self.kv_listener is not None:
+            self.kv_listener.held(key)
         return True
 
     def keep(self, key: str) -> None:
@@ -264,7 +264,7 @@ class Engine:
         if evicted:
             self.on_kv(None, 0, 0, evicted)
 
-    def land(self, job: EngineSequence) -> None:
+    def transfer_done(self, job: EngineSequence) -> None:
         """Put a reserved sequence whose KV has arrived into the batch, at the next boundary."""
         if self._closed:
             return
@@ -272,9 +272,9 @@ class Engine:
         self._reserved -= 1
         index, blocks = self._memory.index, job.prompt.blocks
         before = index.match_one(0, blocks)
-        evicted = self._memory.land(0, blocks, job.hit_blocks)
+        evicted = self._memory.transfer_done(0, blocks, job.hit_blocks)
         self.on_kv(job.prompt, before, index.match_one(0, blocks), evicted)
-        self.batch.land(job)
+        self.batch.transfer_done(job)
 
     def leave(self, job: EngineSequence) -> None:
         """Cancel a sequence. Held KV stays, because a decode leg may fetch it; a prompt being computed is completed."""
@@ -294,8 +294,8 @@ class Engine:
         elif stage == "decoding":
             self.batch.leave(job)
         self._grant()
-        if job.name and self.door is not None:
-            self.door.given_up(job.name)
+        if job.name and self.kv_listener is not None:
+            self.kv_listener.given_up(job.name)
 
     def _stepped(self, step: Step, joined: list[EngineSequence]) -> None:
         for job in joined:

@@ -102,7 +102,9 @@ class EngineRequest:
 _DECODER = msgspec.json.Decoder(Body)
 
 
-def read_ask(kind: Kind, data: bytes, *, models: Sequence[str], role: Role, block_tokens: int) -> EngineRequest:
+def read_engine_request(
+    kind: Kind, data: bytes, *, models: Sequence[str], role: Role, block_tokens: int
+) -> EngineRequest:
     """Parse and validate a body. `models` are the names that the engine serves, its own first.
 
     Raises:

@@ -50,18 +50,18 @@ class KvSource:
 class KvServer:
     """Serves all pulls from one instance."""
 
-    def __init__(self, shelf: KvSource) -> None:
-        self.shelf = shelf
+    def __init__(self, kv_source: KvSource) -> None:
+        self.kv_source = kv_source
         self.deliveries: set[KvTransfer] = set()
         """Open connections."""
         self.awaited: dict[str, KvTransfer] = {}
         """Connections that wait for incomplete KV, by its key."""
-        self.arrivals = Arrivals(shelf.clock)
+        self.arrivals = Arrivals(kv_source.clock)
 
     def open(self, engine: Engine) -> None:
         """Serve from this engine from now on."""
-        self.shelf.engine = engine
-        engine.door = self
+        self.kv_source.engine = engine
+        engine.kv_listener = self
 
     def __call__(self) -> KvTransfer:
         """Return the protocol of a new connection."""
@@ -88,7 +88,7 @@ class KvServer:
     def links(self) -> tuple[dict[str, Link], float]:
         """Return the transfers in progress by target, and the time of this state."""
         found: dict[str, Link] = {}
-        now = self.shelf.fabric.sync()
+        now = self.kv_source.fabric.sync()
         for delivery in list(self.deliveries):
             if (link := delivery.link(now)) is not None:
                 target = delivery.target
@@ -105,8 +105,8 @@ class KvTransfer(asyncio.Protocol):
     """One connection at the source."""
 
     def __init__(self, kv_server: KvServer) -> None:
-        self._kv_server, self._source = kv_server, kv_server.shelf
-        self._engine = kv_server.shelf.engine
+        self._kv_server, self._source = kv_server, kv_server.kv_source
+        self._engine = kv_server.kv_source.engine
         self._line = b""
         self._pull_request: PullRequest | None = None
         self._transport: asyncio.Transport | None = None
@@ -220,23 +220,23 @@ class KvTransfer(asyncio.Protocol):
 
     def _send(self, sequence: EngineSequence, pace_per_s: float = math.inf) -> bool:
         """Start sending, at most `pace_per_s` times the whole KV per second. Return False if no path exists."""
-        pull_request, shelf = self._pull_request, self._source
+        pull_request, kv_source = self._pull_request, self._source
         assert pull_request is not None
         kv_bytes = float(
             self._engine.model.kv_bytes(sequence.input_tokens, min(pull_request.cached_tokens, sequence.input_tokens))
         )
-        self._breaks, self._kv_bytes = shelf.faulty(), kv_bytes
+        self._breaks, self._kv_bytes = kv_source.faulty(), kv_bytes
         produced_bytes_per_s = kv_bytes * pace_per_s if kv_bytes else math.inf
         try:
-            ends = shelf.cluster.index(shelf.name), shelf.cluster.index(pull_request.target)
-            self._transfer = shelf.fabric.send(
+            ends = kv_source.cluster.index(kv_source.name), kv_source.cluster.index(pull_request.target)
+            self._transfer = kv_source.fabric.send(
                 *ends, kv_bytes, self, sequence.traced, produced_bytes_per_s=produced_bytes_per_s
             )
         except InputError as error:
             self._refuse(str(error))
             return False
-        self._counted_s = shelf.clock.now()
-        self._write(PullHeader(source=shelf.name, wire_bytes=self._transfer.wire_bytes, kv_bytes=kv_bytes))
+        self._counted_s = kv_source.clock.now()
+        self._write(PullHeader(source=kv_source.name, wire_bytes=self._transfer.wire_bytes, kv_bytes=kv_bytes))
         return True
 
     def link(self, now: float) -> Link | None:

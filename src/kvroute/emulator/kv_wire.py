@@ -18,7 +18,7 @@ LINE_BYTES_MAX = 4 << 10
 """Maximum length of a request or response line, line end included."""
 QUERY = b"GET "
 """First bytes of an HTTP query."""
-_LOOKS = 4
+_CHECKS = 4
 """Number of checks within the time after which a stalled transfer is aborted."""
 
 
@@ -59,7 +59,7 @@ def read_order(data: bytes) -> PullRequest | str:
     return _read(data.partition(b"\n")[0], PullRequest)
 
 
-def read_parcel(line: bytes) -> PullHeader | str:
+def read_pull_header(line: bytes) -> PullHeader | str:
     """Return the header in a line of JSON, or a text that says what is wrong with it."""
     return _read(line, PullHeader)
 
@@ -105,7 +105,7 @@ class _Intake(asyncio.Protocol):
             line, found, rest = self._head.partition(b"\n")
             if not found and len(self._head) < LINE_BYTES_MAX:
                 return
-            header = read_parcel(line)
+            header = read_pull_header(line)
             if isinstance(header, str):
                 self._fail(f"the KV source's response for {self._pull_request.key} cannot be read: {header}")
                 return
@@ -160,12 +160,12 @@ async def pull(host: str, port: int, pull_request: PullRequest, *, patience_s: f
 
 async def _watched(done: asyncio.Future[PullHeader], prefix_import: _Intake, key: str, patience_s: float) -> PullHeader:
     """Check for progress a few times within `patience_s`, instead of restarting a timer at every chunk."""
-    pieces, looks = -1, 0
+    pieces, checks = -1, 0
     while not done.done():
         if prefix_import.pieces != pieces or not prefix_import.counts:
-            pieces, looks = prefix_import.pieces, 0
-        elif looks > _LOOKS:
+            pieces, checks = prefix_import.pieces, 0
+        elif checks > _CHECKS:
             raise PullFailed(f"the KV transfer of {key} made no progress for {patience_s:g} s")
-        looks += 1
-        await asyncio.wait((done,), timeout=patience_s / _LOOKS)
+        checks += 1
+        await asyncio.wait((done,), timeout=patience_s / _CHECKS)
     return done.result()

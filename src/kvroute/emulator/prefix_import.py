@@ -15,7 +15,7 @@ from kvroute.sim.instances import KvMemory
 
 @dataclass(slots=True, eq=False)
 class PrefixImport:
-    """Import of the first `blocks` of a prompt. The first call of `land` or `give_up` ends it."""
+    """Import of the first `blocks` of a prompt. The first call of `transfer_done` or `give_up` ends it."""
 
     prompt: Prompt
     blocks: tuple[int, ...]
@@ -39,13 +39,13 @@ class PrefixImport:
         """Number of blocks to import; 0 if all are cached or there is no memory for them."""
         return len(self.blocks) - self.hit if self._open else 0
 
-    def land(self) -> None:
+    def transfer_done(self) -> None:
         """Cache the blocks, all of which have arrived."""
         if self._open:
             self._open = False
             index = self.memory.index
             before = index.match_one(0, self.blocks)
-            evicted = self.memory.land(0, self.blocks, self.hit)
+            evicted = self.memory.transfer_done(0, self.blocks, self.hit)
             evicted += self.memory.release(0, self.blocks, len(self.blocks))
             self.on_change(self.prompt, before, index.match_one(0, self.blocks), evicted)
             self.on_end()

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from kvroute.emulator.completion import JSON, complete, fail
 from kvroute.emulator.counters import Load, metrics_page
-from kvroute.emulator.engine_request import Kind, read_ask
+from kvroute.emulator.engine_request import Kind, read_engine_request
 from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.faults import Fault
 from kvroute.emulator.kv_events import AllBlocksCleared
@@ -77,7 +77,7 @@ async def answer(server: InstanceServer, request: web.BaseRequest) -> web.Stream
 
 async def _completion(server: InstanceServer, request: web.BaseRequest, kind: Kind) -> web.StreamResponse:
     engine, data = server.engine, await request.read()
-    ask = read_ask(kind, data, models=engine.model_names, role=server.role, block_tokens=engine.block_tokens)
+    ask = read_engine_request(kind, data, models=engine.model_names, role=server.role, block_tokens=engine.block_tokens)
     return await complete(request, ask, engine, server.faults, server.origin)
 
 
@@ -113,7 +113,7 @@ async def _metrics(server: InstanceServer, _: web.BaseRequest) -> web.StreamResp
         capacity_blocks=engine.capacity_blocks,
         started_s=server.started_s,
     )
-    links, now = server.kv_door.links()
+    links, now = server.kv_server.links()
     page = metrics_page(engine.instance.model, load, engine.counters, links, now)
     return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
@@ -159,18 +159,18 @@ async def _fault(server: InstanceServer, request: web.BaseRequest) -> web.Stream
 
 
 async def _restart(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
-    pull_request = await _read(request, Restart)
-    if not 0 <= pull_request.down_s <= DOWN_MAX_S:
-        raise ApiError(f"down_s is {pull_request.down_s}; give 0 to {DOWN_MAX_S:g}", param="down_s")
-    server.restart(pull_request.down_s)
+    wan_order = await _read(request, Restart)
+    if not 0 <= wan_order.down_s <= DOWN_MAX_S:
+        raise ApiError(f"down_s is {wan_order.down_s}; give 0 to {DOWN_MAX_S:g}", param="down_s")
+    server.restart(wan_order.down_s)
     return _json({})
 
 
 async def _slow(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
-    pull_request = await _read(request, Slow)
-    if not 0.001 <= pull_request.factor <= 1000:
-        raise ApiError(f"factor is {pull_request.factor}; give 0.001 to 1000", param="factor")
-    server.engine.slow(pull_request.factor)
+    wan_order = await _read(request, Slow)
+    if not 0.001 <= wan_order.factor <= 1000:
+        raise ApiError(f"factor is {wan_order.factor}; give 0.001 to 1000", param="factor")
+    server.engine.slow(wan_order.factor)
     return _json({})
 
 
@@ -186,10 +186,10 @@ async def _role(server: InstanceServer, request: web.BaseRequest) -> web.StreamR
 
 async def _wan(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     """Set the capacity of a WAN path. A request to any instance applies to the whole process."""
-    pull_request, fabric = await _read(request, WanOrder), server.kv_door.shelf.fabric
+    wan_order, fabric = await _read(request, WanOrder), server.kv_server.kv_source.fabric
     only = fabric.wan[0] if len(fabric.wan) == 1 else ""
     try:
-        fabric.degrade(pull_request.wan_path or only, pull_request.share)
+        fabric.degrade(wan_order.wan_path or only, wan_order.share)
     except InputError as error:
         raise ApiError(str(error), param="wan_path") from None
     return _json({})

@@ -60,7 +60,7 @@ class InstanceServer:
     kv_port: int
     answer: Answer
     new_engine: Callable[[], Engine]
-    kv_door: KvServer
+    kv_server: KvServer
     publisher: KvPublisher | None
     faults: Faults
     role: Role
@@ -79,7 +79,7 @@ class InstanceServer:
     @property
     def origin(self) -> KvAddress:
         """Address from which the instance's KV is fetched."""
-        return KvAddress(self.host, self.kv_port, self.kv_door.shelf.engine_id)
+        return KvAddress(self.host, self.kv_port, self.kv_server.kv_source.engine_id)
 
     def bind(self) -> None:
         """Bind the ports.
@@ -95,13 +95,13 @@ class InstanceServer:
         """Start the engine and listen."""
         loop = asyncio.get_running_loop()
         self.engine, self.started_s = self.new_engine(), time.time()
-        self.kv_door.open(self.engine)
+        self.kv_server.open(self.engine)
         self._http = web.Server(
             self._answer, request_factory=_large_request, handler_cancellation=True, access_log=None
         )
         (http, kv), self._bound = self._bound, []
         self._open.append(await loop.create_server(self._http, sock=http, backlog=BACKLOG))
-        self._open.append(await loop.create_server(self.kv_door, sock=kv, backlog=BACKLOG))
+        self._open.append(await loop.create_server(self.kv_server, sock=kv, backlog=BACKLOG))
 
     async def _down(self) -> None:
         """Drop everything at once, as when a process dies, but keep the ports."""
@@ -111,7 +111,7 @@ class InstanceServer:
             server.close()
         self._open.clear()
         self.engine.close()
-        self.kv_door.abort()
+        self.kv_server.abort()
         for connection in http.connections:
             if connection.transport is not None:
                 connection.transport.abort()

@@ -16,7 +16,7 @@ from kvroute.topology.document import other_kind
 from kvroute.topology.form import nearest
 from kvroute.types import InputError, InputErrors
 
-_SCENARIO_MEND = "give a JSON object with `links` and `flows`"
+_SCENARIO_HINT = "give a JSON object with `links` and `flows`"
 
 
 class Link(
@@ -70,7 +70,7 @@ def parse_scenario(text: bytes | str, where: str = "scenario") -> Scenario:
     """Parse and check a scenario from JSON text; `where` is its name in errors. Raises InputError or InputErrors."""
     data = text.encode() if isinstance(text, str) else text
     if not data.strip():
-        raise InputError("the file is empty", where=where, hint=_SCENARIO_MEND)
+        raise InputError("the file is empty", where=where, hint=_SCENARIO_HINT)
     try:
         scenario = msgspec.json.decode(data, type=Scenario)
     except msgspec.ValidationError as error:
@@ -93,7 +93,7 @@ def _invalid(error: str, where: str) -> InputError:
     """Convert msgspec's message about a field to an InputError."""
     what, _, field = error.partition(" - at ")
     place = field.strip("`").removeprefix("$").removeprefix(".")
-    hint = "correct the field" if place else _SCENARIO_MEND
+    hint = "correct the field" if place else _SCENARIO_HINT
     if missing := re.fullmatch(r"Object missing required field (.*)", what):
         what = f"{missing[1]} is missing"
     elif unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what):
@@ -108,7 +108,7 @@ def _foreign(data: bytes, where: str) -> InputError | None:
     if data.lstrip().startswith((b"{", b"[")):
         return None
     try:
-        what, hint = other_kind(data.decode(), Scenario) or ("this is YAML, not JSON", _SCENARIO_MEND)
+        what, hint = other_kind(data.decode(), Scenario) or ("this is YAML, not JSON", _SCENARIO_HINT)
     except (UnicodeDecodeError, InputErrors):
         return None
     return InputError(what, where=where, hint=hint)
@@ -146,7 +146,7 @@ def _faults(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
     classes = scenario.class_weights()
     for name, weight in classes.items():
         if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
-            yield f"classes.{name}", f"weight {weight:g} is out of range", _WEIGHT_MEND
+            yield f"classes.{name}", f"weight {weight:g} is out of range", _WEIGHT_HINT
     times = Counter(link.id for link in scenario.links)
     for k, link in enumerate(scenario.links):
         if times[link.id] > 1:
@@ -175,7 +175,7 @@ def _flow_faults(flow: Flow, links: Counter[str], classes: dict[str, float]) -> 
     if flow.traffic_class not in classes:
         yield "class", f"has unknown class {flow.traffic_class!r}", f"choose one of {', '.join(sorted(classes))}"
     elif not WEIGHT_MIN <= flow.weight * classes[flow.traffic_class] <= WEIGHT_MAX:
-        yield "weight", f"has weight {flow.weight:g}, out of range", _WEIGHT_MEND
+        yield "weight", f"has weight {flow.weight:g}, out of range", _WEIGHT_HINT
 
 
-_WEIGHT_MEND = f"weight times class weight lies between {WEIGHT_MIN:g} and {WEIGHT_MAX:g}"
+_WEIGHT_HINT = f"weight times class weight lies between {WEIGHT_MIN:g} and {WEIGHT_MAX:g}"

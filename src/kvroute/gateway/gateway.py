@@ -39,7 +39,7 @@ from kvroute.types import InputError, cannot_listen
 
 __all__ = ["Deployment", "Gateway"]
 
-_LOOK_S = 0.25
+_REFRESH_S = 0.25
 """Interval between checks of breakers, event log and other periodic work, in seconds."""
 _LAST_WORDS_S = 0.2
 """Time to send error responses to the requests that are aborted at shutdown, in seconds."""
@@ -116,9 +116,9 @@ class Gateway:
         self._lag.start()
         deployment = self._first
         settings, listen = deployment.settings, deployment.settings.listen
-        succession = self._clusters = ClusterManager(deployment, self._common)
+        manager = self._clusters = ClusterManager(deployment, self._common)
         self._endpoints = Endpoints(
-            succession.runtime,
+            manager.runtime,
             self._admission_queue,
             Keys.of(settings.keys),
             ready=self.ready,
@@ -131,7 +131,7 @@ class Gateway:
         self._check_pages(deployment)
         server = self._server = HttpServer(
             self._endpoints,
-            deployment.door_limits,
+            deployment.http_limits,
             hooks=ServerHooks(self._endpoints.guard, self._endpoints.refused, log_accept_paused),
             deadlines=self._deadlines,
             pages=self._pages,
@@ -145,11 +145,11 @@ class Gateway:
         self._admin = Admin(self._admin_parts(deployment))
         self._admin_tls = tls_context(settings.admin.tls) if settings.admin.tls else None
         self.admin_port = await self._admin.start(settings.admin.host, settings.admin.port, self._admin_tls)
-        succession.watch()
+        manager.watch()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         address = f"{listen.host}:{self.port}"
         log_exposures(settings, settings)
-        log_event("info", "serving", address=address, policy=settings.policy, instances=len(succession.runtime.engines))
+        log_event("info", "serving", address=address, policy=settings.policy, instances=len(manager.runtime.engines))
 
     def _check_pages(self, deployment: Deployment) -> None:
         """Set the origin checks: requests of web pages are checked if no API key is required."""
@@ -193,7 +193,7 @@ class Gateway:
             await self._close()
 
     async def _close(self) -> None:
-        succession, server = self._clusters, self._server
+        manager, server = self._clusters, self._server
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -202,13 +202,13 @@ class Gateway:
             server.stop_accepting()
         # Waiting requests are rejected first: each aborted request would otherwise make room for one of them.
         self._admission_queue.close()
-        if succession is not None:
-            succession.stop()
-            await succession.unwatch()
+        if manager is not None:
+            manager.stop()
+            await manager.unwatch()
         if server is not None:
             await server.drain(_LAST_WORDS_S, idle_s=0.0)
-        if succession is not None:
-            succession.close()
+        if manager is not None:
+            manager.close()
         if self._admin is not None:
             await self._admin.close()
         await asyncio.get_running_loop().run_in_executor(None, self._tracer.close)
@@ -240,27 +240,27 @@ class Gateway:
                 log_event("warning", "reload_needs_restart", field=f"gateway.{field}")
             return True
 
-    async def _take_up(self, succession: ClusterManager, prepared: Prepared, serving: ClusterRuntime) -> None:
+    async def _take_up(self, manager: ClusterManager, prepared: Prepared, serving: ClusterRuntime) -> None:
         assert self._endpoints is not None
         # Each step takes some milliseconds with hundreds of instances, so requests can be served in between.
         await asyncio.sleep(0)
         self.state.replace(serving.cluster)
         await asyncio.sleep(0)
-        collectors = succession.switch(prepared, serving)
+        collectors = manager.switch(prepared, serving)
         self._endpoints.serving, self._endpoints.keys = serving, prepared.keys
         self.metrics.roles = {instance.name: instance.role for instance in serving.cluster.instances}
         self.metrics.policy = self.state.policy = serving.settings.policy
         self._shadowed(serving.settings.shadow)
         self._check_pages(prepared.deployment)
         self._change_settings(prepared.deployment)
-        await succession.settle(collectors)
+        await manager.settle(collectors)
 
     def _change_settings(self, deployment: Deployment) -> None:
         """Apply the settings that do not depend on the cluster."""
         assert self._server is not None
         assert self._admin is not None
         settings = deployment.settings
-        self._server.limits = deployment.door_limits
+        self._server.limits = deployment.http_limits
         self._budget.share, self._budget.floor_per_s = settings.retries.share, settings.retries.floor_per_s
         self._admission_queue.change(deployment.admission_limits)
         self._admin.change(self._admin_parts(deployment))
@@ -309,7 +309,7 @@ class Gateway:
     async def _tick(self) -> None:
         assert self._clusters is not None
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_REFRESH_S)
             try:
                 self._clusters.refresh()
                 self.runtime.open_files.check(self.now())

@@ -12,7 +12,7 @@ from kvroute.types import InputError, IntArray
 
 _TOKEN_BYTES = 8
 _SEED_LIMIT = 1 << 64
-_MEND = "give a 1-dimensional array of signed 64-bit integers"
+_HINT = "give a 1-dimensional array of signed 64-bit integers"
 
 
 def block_hashes(tokens: Sequence[int] | IntArray, block_tokens: int = 16, seed: int = 0) -> tuple[int, ...]:
@@ -45,8 +45,8 @@ def _token_bytes(tokens: Sequence[int] | IntArray) -> bytes:
         # array() is twice as fast as numpy on a list, but would read bytes as raw memory.
         ids = tokens if isinstance(tokens, np.ndarray | bytes | bytearray) else array("q", tokens)
     except (OverflowError, TypeError) as error:
-        raise InputError(f"not token ids ({error})", where="tokens", hint=_MEND) from error
+        raise InputError(f"not token ids ({error})", where="tokens", hint=_HINT) from error
     row = np.asarray(ids)
     if row.ndim != 1 or not np.can_cast(row.dtype, np.int64) or row.dtype.kind == "b":
-        raise InputError(f"not token ids: {row.dtype} in {row.ndim} dimensions", where="tokens", hint=_MEND)
+        raise InputError(f"not token ids: {row.dtype} in {row.ndim} dimensions", where="tokens", hint=_HINT)
     return row.astype("<i8", copy=False).tobytes()

@@ -35,7 +35,7 @@ _AXIS_TEXT_PT = 27
 _HANDLE_IN, _LETTER_IN = 0.62, 0.068
 """Width of a legend's line with its gaps, and of a letter of its label, in inches."""
 NO_TOKEN = "no request got a first token"
-_MEND = "choose another folder"
+_HINT = "choose another folder"
 AXIS_LABELS = {
     "load": "load, share of capacity",
     "tokens": "prompt length, tokens",
@@ -284,9 +284,9 @@ def save(figure: Figure, folder: Path, name: str) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot be written ({error.strerror})", where=str(folder), hint=_MEND) from error
-    with written_whole(folder / f"{name}.svg", _MEND) as part:
+        raise InputError(f"cannot be written ({error.strerror})", where=str(folder), hint=_HINT) from error
+    with written_whole(folder / f"{name}.svg", _HINT) as part:
         part.write_text(text, encoding="utf-8")
-    with written_whole(folder / f"{name}.png", _MEND) as part, style():
+    with written_whole(folder / f"{name}.png", _HINT) as part, style():
         figure.savefig(part, format="png", dpi=200, metadata={"Software": None})
     return text

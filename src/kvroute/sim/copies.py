@@ -83,7 +83,7 @@ class Copies:
         del self._delivery.transfers[number]
         held, memory = self._held.pop(number), self._fleet.memory
         memory.index.unpin(held.source, held.blocks, len(held.blocks))
-        evicted = memory.land(held.target, held.blocks, held.hit)
+        evicted = memory.transfer_done(held.target, held.blocks, held.hit)
         evicted += memory.release(held.target, held.blocks, len(held.blocks))
         self._router.stored(held.target, held.blocks, evicted)
         return self._end(number, held, landed=True)

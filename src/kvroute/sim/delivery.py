@@ -19,7 +19,7 @@ from kvroute.types import Decode
 
 
 class Delivery:
-    """Every request is booked, sent, completed (`land`) and released, in this order, or given up after it was
+    """Every request is booked, sent, completed (`transfer_done`) and released, in this order, or given up after it was
     booked."""
 
     def __init__(
@@ -88,10 +88,10 @@ class Delivery:
         """Update `next_s` after bytes have moved or capacities have changed."""
         self.next_s = self.fabric.next_finish_s()
 
-    def land(self, request: int) -> list[Evicted]:
+    def transfer_done(self, request: int) -> list[Evicted]:
         """Complete a KV transfer; return the blocks evicted for it."""
         target = int(self._outcomes.target[request])
-        return self._fleet.memory.land(target, self.cached(request), self._pinned_hit[request])
+        return self._fleet.memory.transfer_done(target, self.cached(request), self._pinned_hit[request])
 
     def release(self, request: int) -> list[Evicted]:
         """Release the memory of a finished request; return the evicted blocks."""

@@ -72,7 +72,7 @@ class DecodeInstance:
         """Number of requests whose KV has arrived and that have no slot yet."""
         return len(self._waiting)
 
-    def land(self, at: float, request: int, input_tokens: int, output_tokens: int) -> float | None:
+    def transfer_done(self, at: float, request: int, input_tokens: int, output_tokens: int) -> float | None:
         """Add a request whose KV has arrived. Return the time of the next `step` if it has changed, else None."""
         self._waiting.append((request, input_tokens, output_tokens))
         if self.batch == 0:
@@ -174,7 +174,7 @@ class KvMemory:
         self.reserved_blocks[instance] += total - hit
         return self._fit(instance)
 
-    def land(self, instance: int, blocks: tuple[int, ...], hit: int) -> list[Evicted]:
+    def transfer_done(self, instance: int, blocks: tuple[int, ...], hit: int) -> list[Evicted]:
         """Turn reserved blocks into cached, pinned blocks: the KV has arrived. Return the evicted blocks."""
         self.reserved_blocks[instance] -= len(blocks) - hit
         evicted = self.index.store(instance, blocks, pin=True)

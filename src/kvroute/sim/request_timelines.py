@@ -228,14 +228,14 @@ class RequestTimelines:
         outcomes.landed_s[request] = now
         target = int(outcomes.target[request])
         self._telemetry.landed(request, self._delivery.transfers.pop(request).sent_s)
-        evicted = self._delivery.land(request)
+        evicted = self._delivery.transfer_done(request)
         self._router.tell(TransferFinished(now, request, self._fleet.free_bytes(target)))
         blocks = self._delivery.cached(request)
         if blocks:
             self._router.stored(target, blocks, evicted)
         self._router.give_back(int(outcomes.source[request]))
         decode = self._fleet.decode[target]
-        wake_s = decode.land(now, request, traced.input_tokens, traced.output_tokens)
+        wake_s = decode.transfer_done(now, request, traced.input_tokens, traced.output_tokens)
         if wake_s is not None:
             self._agenda.at(wake_s, self._step, target, decode.version)
 

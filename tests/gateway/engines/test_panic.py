@@ -10,7 +10,7 @@ from tests.gateway.rig import CLUSTER
 
 from kvroute import topology
 from kvroute.gateway.config.settings import GatewaySettings
-from kvroute.gateway.engines.factory import stations_of
+from kvroute.gateway.engines.factory import engine_clients
 from kvroute.gateway.engines.panic import CALM_S, Panics, PanicSet, PanicState
 from kvroute.gateway.http.deadlines import Deadlines
 
@@ -81,7 +81,7 @@ def test_below_the_panic_threshold_all_listening_instances_get_requests(
     def panicked(panicking: PanicSet) -> None:
         begun.append((panicking.role, panicking.state.active))
 
-    engines = stations_of(cluster, GatewaySettings(), changed, Deadlines(), exact=False)
+    engines = engine_clients(cluster, GatewaySettings(), changed, Deadlines(), exact=False)
     panics = Panics(engines, share, panicked)
     now, held, gone = 0.0, set[str](), set[str]()
     for what, name, seconds in history:
@@ -137,7 +137,7 @@ def test_panic_begins_below_half_of_the_instances() -> None:
     """Four instances decode: two that are down have no effect; with a third one down, all four get requests again."""
     cluster = topology.parse(cluster_text())
     told: list[tuple[str, bool]] = []
-    engines = stations_of(
+    engines = engine_clients(
         cluster, GatewaySettings(), lambda name, up, at: told.append((name, up)), Deadlines(), exact=False
     )
     begun: list[tuple[str, str, int, int]] = []

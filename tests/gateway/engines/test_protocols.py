@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.connector.transfer_params import KvTransferParams, read_handover
+from kvroute.connector.transfer_params import KvTransferParams, read_transfer_params
 from kvroute.gateway.engines.protocols import (
     PROTOCOLS,
     KvHandshake,
@@ -145,7 +145,7 @@ def test_legs_of_an_early_pull_have_the_form_that_the_connector_reads() -> None:
     sent = completion()
     asked = json.loads(vllm.prefill_body(sent, handshake))["kv_transfer_params"]
     assert asked == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "7f3a"}
-    told = read_handover(json.loads(vllm.decode_body(sent, handshake, None))["kv_transfer_params"])
+    told = read_transfer_params(json.loads(vllm.decode_body(sent, handshake, None))["kv_transfer_params"])
     assert isinstance(told, KvTransferParams)
     assert (told.early, told.remote_request_id, told.port(3)) == (True, "7f3a", 7103)
     assert (told.remote_host, told.remote_instance) == ("fd00::1", "prefill0")
@@ -182,7 +182,7 @@ def test_a_prefix_copy_is_requested_by_tokens_and_fetched_by_the_prefill_leg(
     both = {"do_remote_prefill": True, "do_remote_decode": True} | ({"transfer_id": "7f3a"} if early else {})
     told = json.loads(whole["kv_transfer_params"])
     assert told == json.loads(msgspec.json.encode(held)) | {"new": 1.0} | both
-    read = read_handover(told)
+    read = read_transfer_params(told)
     assert isinstance(read, KvTransferParams)
     assert (read.early, read.remote_request_id, read.remote_num_tokens) == (False, "cmpl-1", 32)
 

@@ -257,7 +257,7 @@ def test_a_prefill_engine_that_dies_during_the_transfer_is_replaced() -> None:
                 await gate.command(name, "slow", factor=100)  # they die before they have computed a prompt
             asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(2)]
             engines = [gate.fleet.servers[name] for name in ("far0", "far1")]
-            await until(lambda: any(each.engine.counters.sent or each.kv_door.awaited for each in engines))
+            await until(lambda: any(each.engine.counters.sent or each.kv_server.awaited for each in engines))
             await until(lambda: any(each.engine.running for each in engines))
             for name in ("far0", "far1"):
                 await gate.stop_engine(name)

@@ -78,10 +78,10 @@ TOTALS = st.builds(TcpCounters, **{each.name: AMOUNTS for each in fields(TcpCoun
 
 
 @given(TOTALS, TOTALS, st.floats(0, 100))
-def test_two_samples_give_one_observation_or_none(old: TcpCounters, new: TcpCounters, still_s: float) -> None:
+def test_two_samples_give_one_observation_or_none(old: TcpCounters, new: TcpCounters, stalled_s: float) -> None:
     """For any pages, an observation covers a positive time, and its bytes and shares are within bounds. There is none
     if a counter decreased or if the page is not newer."""
-    seen = between("d0", old, new, still_s)
+    seen = between("d0", old, new, stalled_s)
     fell = any(getattr(new, name) < getattr(old, name) for name in ("sent_bytes", "again_bytes", "busy_s"))
     assert (seen is None) == (fell or new.looked_s <= old.looked_s)
     if seen is None:
@@ -90,8 +90,8 @@ def test_two_samples_give_one_observation_or_none(old: TcpCounters, new: TcpCoun
     assert 0.0 <= seen.arrived_bytes <= new.sent_bytes - old.sent_bytes
     assert seen.queue_delay_s >= 0.0
     assert seen.backlogged >= seen.congested
-    assert seen.still_s in (0.0, still_s + seen.seconds)
-    assert not (seen.still_s and seen.arrived_bytes)
+    assert seen.stalled_s in (0.0, stalled_s + seen.seconds)
+    assert not (seen.stalled_s and seen.arrived_bytes)
     assert seen.bytes_per_s * seen.seconds == pytest.approx(seen.arrived_bytes)
 
 
@@ -148,7 +148,7 @@ def test_a_full_link_is_recognised(changed: dict[str, float], backlogged: bool, 
 def test_a_monitor_reports_each_byte_once_and_the_time_of_a_stall(steps: list[tuple[int, bool, float]]) -> None:
     """Pages may repeat: the bytes add up to those sent after the first page. A stall is measured in the engine's own
     time and restarts whenever any byte is sent."""
-    watch, link, still_s = TcpDelta(), replace(BUSY, looked_s=1.0), 0.0
+    watch, link, stalled_s = TcpDelta(), replace(BUSY, looked_s=1.0), 0.0
     assert watch.seen({"d0": link}) is None
     first, arrived = link, 0.0
     for sent, again, seconds in steps:
@@ -161,12 +161,12 @@ def test_a_monitor_reports_each_byte_once_and_the_time_of_a_stall(steps: list[tu
                 again_bytes=link.again_bytes + extra,
                 looked_s=link.looked_s + seconds,
             )
-            still_s = 0.0 if more else still_s + seconds
+            stalled_s = 0.0 if more else stalled_s + seconds
         seen = watch.seen({"d0": link})
         assert (seen is None) == (seconds == 0.0)
         for each in seen or ():
             arrived += each.arrived_bytes
-            assert each.still_s == still_s
+            assert each.stalled_s == stalled_s
     assert arrived == link.sent_bytes - link.again_bytes - first.sent_bytes + first.again_bytes
     assert watch.forget()
     assert not watch.forget()
@@ -185,13 +185,13 @@ SITES = parse(TEXT)
 CAPACITY = 5e9
 
 
-def seen(bytes_per_s: float, *, target: str = "decode0", full: bool = False, still_s: float = 0.0) -> TcpSample:
+def seen(bytes_per_s: float, *, target: str = "decode0", full: bool = False, stalled_s: float = 0.0) -> TcpSample:
     """Return an observation of one second of one target."""
-    return TcpSample(target, 1.0, bytes_per_s, 0.0, 0.01 if full else 0.0, full or bool(still_s), full, still_s)
+    return TcpSample(target, 1.0, bytes_per_s, 0.0, 0.01 if full else 0.0, full or bool(stalled_s), full, stalled_s)
 
 
 def signals() -> PathTelemetry:
-    return PathTelemetry(SITES, still_s=2.0, fresh_s=3.0)
+    return PathTelemetry(SITES, stalled_s=2.0, fresh_s=3.0)
 
 
 LONE = 2e9
@@ -205,7 +205,7 @@ SEEN = st.builds(
     st.sampled_from([0.0, 1e9, 2e9, 6e9]),
     target=st.sampled_from(TARGETS),
     full=st.booleans(),
-    still_s=st.sampled_from([0.0, 1.0, 2.0]),
+    stalled_s=st.sampled_from([0.0, 1.0, 2.0]),
 )
 PAGES = st.dictionaries(st.sampled_from(["far0", "far1", "prefill0"]), st.lists(SEEN, max_size=3))
 
@@ -229,7 +229,7 @@ def test_the_state_of_a_path_is_within_bounds_and_expires(pages: Mapping[str, li
     if state is None:
         return
     assert state.bytes_per_s == sum(each.arrived_bytes for each in crossing)
-    assert state.still == (not state.bytes_per_s and any(each.still_s == 2.0 for each in crossing))
+    assert state.stalled == (not state.bytes_per_s and any(each.stalled_s == 2.0 for each in crossing))
     assert (state.others is None) == (state.bytes_per_s == 0.0)
     assert 0.0 <= (state.others or 0.0) <= OTHERS_MAX
     if not any(each.congested for each in crossing):
@@ -245,7 +245,7 @@ def test_the_state_of_a_path_is_within_bounds_and_expires(pages: Mapping[str, li
 def test_missing_throughput_of_a_full_path_counts_as_other_traffic(ends: list[tuple[str, str]], share: float) -> None:
     """The path may be full with any number of pairs; a limit of the senders' or receivers' own network interface is no
     evidence."""
-    way, pairs = PathTelemetry(THIN, still_s=2.0, fresh_s=3.0), sorted(set(ends))
+    way, pairs = PathTelemetry(THIN, stalled_s=2.0, fresh_s=3.0), sorted(set(ends))
     for sender in ("far0", "far1"):
         pace = share * CAPACITY / len(pairs)
         way.heard(sender, [seen(pace, target=target, full=True) for source, target in pairs if source == sender], 0.0)

@@ -49,7 +49,7 @@ def copy(source: Any, target: Any, staging: bool) -> None:
     )
     for there, here in pairs:
         data = b"".join(there.outgoing([4, 5, 1]))
-        views, at = here.landing([0, 3, 2]), 0
+        views, at = here.incoming([0, 3, 2]), 0
         for view in views:
             view[:] = data[at : at + len(view)]
             at += len(view)

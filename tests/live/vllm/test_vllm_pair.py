@@ -51,7 +51,7 @@ def answer(reply: dict[str, Any]) -> list[int]:
     return tokens
 
 
-def handover(pair: Pair, tokens: list[int]) -> dict[str, Any]:
+def params_for(pair: Pair, tokens: list[int]) -> dict[str, Any]:
     """Let the prefill server compute the prompt; return its transfer parameters."""
     params: dict[str, Any] = complete(pair.prefill, tokens, 1, ASK)["kv_transfer_params"]
     return params
@@ -75,7 +75,7 @@ def test_tokens_equal_those_of_one_server(pair: Pair, tokens: int, checksum: boo
     """The lengths cover part of a block, whole blocks, and more than one chunk of prefill (2,048 tokens)."""
     asked = prompt(tokens, seed=2 * tokens + checksum)
     before, seconds = pulled(pair.decode), pair.decode.metric("kvroute:kv_transfer_seconds_total", source="prefill0")
-    reply = complete(pair.decode, asked, ANSWER_TOKENS, handover(pair, asked) | {"checksum": checksum})
+    reply = complete(pair.decode, asked, ANSWER_TOKENS, params_for(pair, asked) | {"checksum": checksum})
     blocks = -(-tokens // BLOCK_TOKENS)
     transfers, nbytes, failures = (now - then for now, then in zip(pulled(pair.decode), before, strict=True))
     assert (transfers, nbytes, failures) == (1, 4 * blocks * LAYER_BYTES, 0)
@@ -86,7 +86,7 @@ def test_tokens_equal_those_of_one_server(pair: Pair, tokens: int, checksum: boo
 def announced(pair: Pair, name: str) -> dict[str, Any]:
     """Return the parameters that a router sends to the decode server while the prompt is computed."""
     other = prompt(8, seed=1)
-    told = handover(pair, other)
+    told = params_for(pair, other)
     complete(pair.decode, other, 1, told)  # nothing of it stays held
     where = {field: told[field] for field in ("remote_host", "remote_port", "remote_instance")}
     return {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name, **where}
@@ -137,10 +137,10 @@ def test_a_prompt_that_the_prefill_server_never_starts_is_computed(pair: Pair) -
 def test_only_missing_blocks_are_pulled(pair: Pair) -> None:
     """The prompt begins with one that the decode server has cached: those whole blocks are not pulled."""
     first = prompt(320, seed=1)
-    complete(pair.decode, first, 1, handover(pair, first))
+    complete(pair.decode, first, 1, params_for(pair, first))
     longer = first + prompt(100, seed=2)
     before = pulled(pair.decode)
-    reply = complete(pair.decode, longer, ANSWER_TOKENS, handover(pair, longer))
+    reply = complete(pair.decode, longer, ANSWER_TOKENS, params_for(pair, longer))
     nbytes = pulled(pair.decode)[1] - before[1]
     assert nbytes == 4 * 4 * LAYER_BYTES
     assert answer(reply) == alone(pair, longer)
@@ -150,9 +150,9 @@ def test_a_damaged_block_changes_the_tokens_and_a_checksum_prevents_it(pair: Pai
     """The negative control of the equality above. With checksums vLLM recomputes the prompt."""
     bare, checked = prompt(300, seed=3), prompt(300, seed=4)
     pair.prefill.fault_file.write_text("corrupt-layer-2-block-4", encoding="utf-8")
-    damaged = answer(complete(pair.decode, bare, ANSWER_TOKENS, handover(pair, bare)))
+    damaged = answer(complete(pair.decode, bare, ANSWER_TOKENS, params_for(pair, bare)))
     failed = pair.decode.metric("kvroute:kv_transfer_failures_total", reason="checksum")
-    healed = answer(complete(pair.decode, checked, ANSWER_TOKENS, handover(pair, checked) | {"checksum": True}))
+    healed = answer(complete(pair.decode, checked, ANSWER_TOKENS, params_for(pair, checked) | {"checksum": True}))
     assert pair.decode.metric("kvroute:kv_transfer_failures_total", reason="checksum") == failed + 1
     assert damaged != alone(pair, bare)
     assert healed == alone(pair, checked)
@@ -170,7 +170,7 @@ def test_blocks_that_cannot_be_pulled_are_computed(pair: Pair, change: dict[str,
     """The request takes more time, and its response is correct."""
     asked = prompt(150, seed=5 + len(reason))
     failed = pair.decode.metric("kvroute:kv_transfer_failures_total", reason=reason)
-    told = handover(pair, asked)
+    told = params_for(pair, asked)
     pair.prefill.fault_file.write_text(fault, encoding="utf-8")
     reply = complete(pair.decode, asked, ANSWER_TOKENS, told | change)
     pair.prefill.fault_file.unlink()
@@ -184,7 +184,7 @@ def test_blocks_that_are_not_fetched_expire(pair: Pair) -> None:
     asked = prompt(150, seed=30)
     expired = pair.prefill.metric("kvroute:kv_expired_total")
     late = pair.decode.metric("kvroute:kv_transfer_failures_total", reason="gone")
-    told = handover(pair, asked)
+    told = params_for(pair, asked)
     deadline = time.monotonic() + 6 * pair.hold_s
     while pair.prefill.metric("kvroute:kv_expired_total") == expired:
         assert time.monotonic() < deadline, "held for ever"
@@ -242,7 +242,7 @@ def test_packets_of_the_transfer_are_marked_and_share_several_connections(pair: 
     shared_by = 0
     for seed in range(40, 45):
         asked = prompt(3500, seed)
-        told = handover(pair, asked)
+        told = params_for(pair, asked)
         with overhear() as device:
             complete(pair.decode, asked, 1, told)
             heard = packets(device)
@@ -261,7 +261,7 @@ def test_blocks_of_another_prompt_are_not_pulled(pair: Pair) -> None:
     """Transfer parameters of other tokens are detected before a byte is pulled."""
     asked, other = prompt(100, seed=20), prompt(100, seed=21)
     before = pulled(pair.decode)
-    reply = complete(pair.decode, asked, ANSWER_TOKENS, handover(pair, other))
+    reply = complete(pair.decode, asked, ANSWER_TOKENS, params_for(pair, other))
     assert pulled(pair.decode) == before
     assert answer(reply) == alone(pair, asked)
 

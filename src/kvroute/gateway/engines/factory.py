@@ -16,7 +16,7 @@ from kvroute.topology import Cluster
 from kvroute.types import Endpoint
 
 
-def stations_of(
+def engine_clients(
     cluster: Cluster,
     settings: GatewaySettings,
     on_change: Callable[[str, bool, float], None],

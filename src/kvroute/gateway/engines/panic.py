@@ -59,29 +59,29 @@ class PanicSet:
     model: str
     role: Serves
     state: PanicState
-    stations: list[EngineClient] = field(default_factory=list)
+    clients: list[EngineClient] = field(default_factory=list)
 
     def members(self) -> list[EngineClient]:
         """Return the instances that serve the role now."""
-        return [engine for engine in self.stations if engine.role in (self.role, "both")]
+        return [engine for engine in self.clients if engine.role in (self.role, "both")]
 
 
 class Panics:
     """All sets of one cluster. Availabilities report changes to it; it makes them ignore or use checks and breakers."""
 
     def __init__(
-        self, stations: Mapping[str, EngineClient], share: float, on_change: Callable[[PanicSet], None]
+        self, clients: Mapping[str, EngineClient], share: float, on_change: Callable[[PanicSet], None]
     ) -> None:
         """Args: `share` as in PanicState; `on_change` is called when a panic begins or ends."""
         self._on_change = on_change
         self._sets: dict[tuple[str, Serves], PanicSet] = {}
-        for engine in stations.values():
+        for engine in clients.values():
             model = engine.instance.model
             for role in _ROLES:
-                self._sets.setdefault((model, role), PanicSet(model, role, PanicState(share))).stations.append(engine)
+                self._sets.setdefault((model, role), PanicSet(model, role, PanicState(share))).clients.append(engine)
         for each in self._sets.values():
             each.state.instances = each.state.available = len(each.members())
-        for engine in stations.values():
+        for engine in clients.values():
             engine.availability.on_available = lambda now, model=engine.instance.model: self._refresh(model, now)
 
     @property
@@ -97,7 +97,7 @@ class Panics:
     def close(self) -> None:
         """Stop the reports of availabilities."""
         for each in self._sets.values():
-            for engine in each.stations:
+            for engine in each.clients:
                 engine.availability.on_available = None
         self._sets.clear()
 
@@ -120,5 +120,5 @@ class Panics:
             self._on_change(each)
         if changed or any(each.state.active for each in sets):
             panicking = {engine.name for each in sets if each.state.active for engine in each.members()}
-            for engine in sets[0].stations:
+            for engine in sets[0].clients:
                 engine.availability.ignore_checks(engine.name in panicking, now)

@@ -87,13 +87,13 @@ class ServerCallbacks(Protocol):
 class ClientConnection(asyncio.Protocol):
     """One client's connection."""
 
-    def __init__(self, door: ServerCallbacks) -> None:
+    def __init__(self, server: ServerCallbacks) -> None:
         self.deadline_s = NEVER_S
-        self._server = door
+        self._server = server
         self._now: Callable[[], float] = asyncio.get_running_loop().time
         self._transport: asyncio.Transport
         self._peer = self.address = ""
-        self._reader = RequestParser(door.limits, door.pages)
+        self._reader = RequestParser(server.limits, server.pages)
         self._current: Exchange | None = None
         self._held = b""
         self._timed = _NEITHER
@@ -253,13 +253,13 @@ class ClientConnection(asyncio.Protocol):
 
     def _begin(self) -> None:
         """Pass the next request to the handler."""
-        door = self._server
+        server = self._server
         exchange = Exchange(
             *self._reader.ready.popleft(),
             self._now(),
             self._peer,
             self._transport,
-            door.server,
+            server.server,
             self._answered,
             self._body_released,
         )
@@ -268,10 +268,10 @@ class ClientConnection(asyncio.Protocol):
             self._weigh(len(exchange.body))
         self.deadline_s = self._now() + self._probe_s if self._half_closed else NEVER_S
         self._timed = _NEITHER
-        if door.draining:
+        if server.draining:
             exchange.keep_alive = False
         try:
-            door.handler(exchange)
+            server.handler(exchange)
         except Exception as error:
             self._mourn(error)
             if exchange.started:
@@ -303,33 +303,33 @@ class ClientConnection(asyncio.Protocol):
         if self._half_closed:
             self._leave()
             return
-        phase, door = self._reader.phase, self._server
+        phase, server = self._reader.phase, self._server
         if phase == BODY and not self._may_send():
             return
         if phase == self._timed:
             return
         self._timed = phase
-        limits = door.limits
+        limits = server.limits
         if phase == BODY:
             self.deadline_s = self._now() + limits.body_s
             if self._reader.awaits_continue:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         elif phase == HEAD:
             self.deadline_s = self._now() + limits.header_s
-        elif door.draining:
+        elif server.draining:
             self._leave()
         else:
             self.deadline_s = self._now() + limits.keep_alive_s
 
     def _may_send(self) -> bool:
         """Return whether the client may send its body; otherwise reject the request."""
-        reader, door = self._reader, self._server
+        reader, server = self._reader, self._server
         fault = None
-        if self._timed != BODY and door.hooks.guard is not None:
-            fault = door.hooks.guard(*reader.head)
+        if self._timed != BODY and server.hooks.guard is not None:
+            fault = server.hooks.guard(*reader.head)
         if fault is None and reader.body_bytes > LIGHT_BYTES:
             self._weigh(reader.body_bytes)
-            if door.bodies_bytes > door.limits.bodies_bytes:
+            if server.bodies_bytes > server.limits.bodies_bytes:
                 fault = _FULL
         if fault is not None:
             self._refuse(fault)
@@ -356,16 +356,16 @@ class ClientConnection(asyncio.Protocol):
         """
         self._leaving = True
         self._held = b""
-        door, (method, path, _) = self._server, self._reader.head
+        server, (method, path, _) = self._server, self._reader.head
         self._reader.forget()
         self._weigh(0)
         kind = fault.type or ("server_error" if fault.status >= 500 else "invalid_request_error")
         body = error_body(fault.message, kind, code=fault.code)
         head = b"%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        text = head % (status_line(fault.status), door.server, fault.headers, len(body))
+        text = head % (status_line(fault.status), server.server, fault.headers, len(body))
         self._transport.write(text if method == b"HEAD" else text + body)
-        if door.hooks.refused is not None:
-            door.hooks.refused(fault.status, path)
+        if server.hooks.refused is not None:
+            server.hooks.refused(fault.status, path)
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._read_on()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _HOSTS_MOST = 1024
 _HOST_BYTES_MOST = 300
 """Longest Host header that is cached: no name with a port is longer. Longer headers are checked at each request."""
-_MEND = "; list the name under gateway.listen.hosts or the page under gateway.listen.origins, or set gateway.keys"
+_HINT = "; list the name under gateway.listen.hosts or the page under gateway.listen.origins, or set gateway.keys"
 _CORS = (
     b"access-control-allow-origin: %b\r\nvary: origin\r\naccess-control-expose-headers: x-request-id, retry-after\r\n"
 )
@@ -63,7 +63,7 @@ class WebPages:
             if len(self.passed) >= _HOSTS_MOST:
                 self.passed.clear()
             self.passed.add(host)
-        return why + _MEND if why else ""
+        return why + _HINT if why else ""
 
     def allows(self, origin: bytes) -> bool:
         """Whether a page of another site may read responses."""

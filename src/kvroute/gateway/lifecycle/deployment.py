@@ -125,7 +125,7 @@ class Deployment:
         )
 
     @property
-    def door_limits(self) -> Limits:
+    def http_limits(self) -> Limits:
         """Limits for clients of the HTTP server."""
         limits = self.settings.limits
         return Limits(

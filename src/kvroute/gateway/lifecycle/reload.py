@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvroute.control import Control, LogHashing, LogHeader
 from kvroute.gateway.config.preflight import tls_context
-from kvroute.gateway.engines.factory import stations_of
+from kvroute.gateway.engines.factory import engine_clients
 from kvroute.gateway.engines.panic import Panics
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.callbacks import weakly
@@ -259,7 +259,7 @@ class ClusterManager:
         secret = os.environ.get(settings.cache_salt_secret_env or "", "").encode() or common.salt_secret
         runtime.salts = CacheSalts.of(settings.cache_salt, settings.keys, secret)
         exact, deadlines = prompts.exact, common.deadlines
-        runtime.engines = stations_of(
+        runtime.engines = engine_clients(
             cluster, settings, weakly(runtime.on_availability), deadlines, exact=exact, draw=common.jitter.random
         )
         runtime.panics = Panics(runtime.engines, settings.health.panic, weakly(runtime.panicked))

@@ -30,7 +30,7 @@ class PathSample:
     """Longest round trip time beyond the shortest one."""
     others: float | None
     """Share of the path that other traffic takes; None: unknown."""
-    still: bool
+    stalled: bool
     """Whether data is ready to be sent and nothing moves."""
 
 
@@ -43,8 +43,8 @@ class _Page:
 class PathTelemetry:
     """Last samples of every prefill instance in a prefill-only datacenter; samples older than `fresh_s` are ignored."""
 
-    def __init__(self, cluster: Cluster, *, still_s: float, fresh_s: float) -> None:
-        """Args: `still_s`: time without progress after which a path counts as stalled."""
+    def __init__(self, cluster: Cluster, *, stalled_s: float, fresh_s: float) -> None:
+        """Args: `stalled_s`: time without progress after which a path counts as stalled."""
         datacenters = Datacenters.of_cluster(cluster)
         names = datacenters.names
         self._site_of = {
@@ -55,7 +55,7 @@ class PathTelemetry:
         self._datacenter = {instance.name: instance.datacenter for instance in cluster.instances}
         self._capacity = {names[site]: datacenters.egress_bytes_per_s[site] for site in datacenters.prfaas}
         self._lone_bytes_per_s = float(cluster.tier_bytes_per_s[CROSS_DATACENTER])
-        self._still_s, self._fresh_s = still_s, fresh_s
+        self._stalled_s, self._fresh_s = stalled_s, fresh_s
         self._pages: dict[str, _Page] = {}
 
     @property
@@ -83,13 +83,13 @@ class PathTelemetry:
         seen = [each for _, each in pairs]
         arrived = sum(each.arrived_bytes for each in seen)
         again = sum(each.again_share * each.arrived_bytes for each in seen)
-        stuck = [each for each in seen if each.still_s >= self._still_s]
+        stuck = [each for each in seen if each.stalled_s >= self._stalled_s]
         return PathSample(
             bytes_per_s=sum(each.bytes_per_s for each in seen),
             again_share=again / arrived if arrived else max(each.again_share for each in seen),
             queue_delay_s=max(each.queue_delay_s for each in seen),
             others=self._others(site, pairs),
-            still=bool(stuck) and arrived == 0.0,
+            stalled=bool(stuck) and arrived == 0.0,
         )
 
     def _others(self, site: str, pairs: Sequence[tuple[str, TcpSample]]) -> float | None:

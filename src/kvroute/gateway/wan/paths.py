@@ -24,7 +24,7 @@ from kvroute.types import Prefill
 
 _CUT = "wan path"
 """Reason for holding an instance behind the path."""
-_STILL = "transfers make no progress"
+_STALLED = "transfers make no progress"
 """Reason for holding a path."""
 _FRESH_PAGES = 3.0
 """Age, in scrape intervals, up to which a metrics page counts."""
@@ -79,8 +79,8 @@ class WanPaths:
     ) -> None:
         """Args: `scrape_s`: interval at which an engine's metrics are scraped."""
         self._engines = engines
-        still_s = max(float(section.stalled_after_s), scrape_s)
-        self.telemetry = PathTelemetry(cluster, still_s=still_s, fresh_s=_FRESH_PAGES * scrape_s)
+        stalled_s = max(float(section.stalled_after_s), scrape_s)
+        self.telemetry = PathTelemetry(cluster, stalled_s=stalled_s, fresh_s=_FRESH_PAGES * scrape_s)
         """State of the paths by TCP counters."""
         homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
         self._site = {i.name: i.datacenter for i in cluster.instances if i.datacenter not in homes}
@@ -120,28 +120,28 @@ class WanPaths:
         """Apply the changes that depend on time alone."""
         for site, availability in self.availability.items():
             availability.refresh(now)
-            self._stands(site, now)
+            self._update_stall(site, now)
 
     def links_seen(self, source: str, seen: Sequence[TcpSample], now: float) -> None:
         """Process the samples of a prefill instance's outgoing KV connections."""
         self.telemetry.heard(source, seen, now)
         site = self._site.get(source)
         if site is not None:
-            self._stands(site, now)
+            self._update_stall(site, now)
 
     def others(self, now: float) -> float | None:
         """Return the largest share of a path that other traffic takes; None: unknown."""
         samples = [self.telemetry.sample(site, now) for site in self.availability]
         return max((each.others for each in samples if each is not None and each.others is not None), default=None)
 
-    def _stands(self, site: str, now: float) -> None:
+    def _update_stall(self, site: str, now: float) -> None:
         """Hold a stalled path before requests time out; release it once data moves or none is waiting."""
         sample, availability = self.telemetry.sample(site, now), self.availability[site]
-        still = sample is not None and sample.still
-        if still and not availability.reason:
-            availability.hold(_STILL, now)
-        elif availability.reason and not still:
-            availability.release(_STILL, now)
+        stalled = sample is not None and sample.stalled
+        if stalled and not availability.reason:
+            availability.hold(_STALLED, now)
+        elif availability.reason and not stalled:
+            availability.release(_STALLED, now)
 
     def _changed(self, site: str, up: bool, now: float) -> None:
         state = self.state(site, now)

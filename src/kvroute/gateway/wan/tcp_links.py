@@ -76,7 +76,7 @@ class TcpSample:
     """Throughout the interval, more data was ready than the network took."""
     congested: bool
     """`backlogged` is true, and a queue on the path has built up or overflows."""
-    still_s: float
+    stalled_s: float
     """Time without progress: nothing new was sent, and earlier bytes are not acknowledged; 0: data moves."""
 
     @property
@@ -104,14 +104,14 @@ def read_links(lines: bytes, budget: Budget) -> Slices[dict[str, TcpCounters]]:
     return {target: TcpCounters(**totals) for target, totals in found.items()}
 
 
-def between(target: str, old: TcpCounters, new: TcpCounters, still_s: float) -> TcpSample | None:
+def between(target: str, old: TcpCounters, new: TcpCounters, stalled_s: float) -> TcpSample | None:
     """Return the difference of two samples of one target; None if the page is as old as the last one, or if counters
     fell because the engine restarted.
 
     Args:
         target: its name.
         old, new: the earlier and the later sample.
-        still_s: `still_s` of the last observation.
+        stalled_s: `stalled_s` of the last observation.
     """
     seconds = new.looked_s - old.looked_s
     sent, again, busy_s = new.sent_bytes - old.sent_bytes, new.again_bytes - old.again_bytes, new.busy_s - old.busy_s
@@ -132,7 +132,7 @@ def between(target: str, old: TcpCounters, new: TcpCounters, still_s: float) -> 
         queue_delay_s=delay_s,
         backlogged=backlogged,
         congested=backlogged and (queued or again_share >= _AGAIN_SHARE),
-        still_s=still_s + seconds if stuck and arrived == 0.0 else 0.0,
+        stalled_s=stalled_s + seconds if stuck and arrived == 0.0 else 0.0,
     )
 
 
@@ -143,11 +143,11 @@ def _waits(totals: TcpCounters) -> bool:
 class TcpDelta:
     """Compares consecutive pages of one engine; the first page only sets the baseline."""
 
-    __slots__ = ("_before", "_still_s")
+    __slots__ = ("_before", "_stalled_s")
 
     def __init__(self) -> None:
         self._before: Mapping[str, TcpCounters] = {}
-        self._still_s: dict[str, float] = {}
+        self._stalled_s: dict[str, float] = {}
 
     def seen(self, links: Mapping[str, TcpCounters]) -> tuple[TcpSample, ...] | None:
         """Return the targets with traffic or active connections since the last page, ordered by name; None if the
@@ -159,8 +159,8 @@ class TcpDelta:
             if old is None or new.looked_s == old.looked_s:
                 continue
             looked = True
-            seen = between(target, old, new, self._still_s.get(target, 0.0))
-            self._still_s[target] = seen.still_s if seen is not None else 0.0
+            seen = between(target, old, new, self._stalled_s.get(target, 0.0))
+            self._stalled_s[target] = seen.stalled_s if seen is not None else 0.0
             if seen is not None and (seen.arrived_bytes or new.connections):
                 observed.append(seen)
         return tuple(observed) if looked else None
@@ -169,5 +169,5 @@ class TcpDelta:
         """Discard the baseline because the page cannot be read any more; return False if there was none."""
         knew = bool(self._before)
         self._before = {}
-        self._still_s.clear()
+        self._stalled_s.clear()
         return knew

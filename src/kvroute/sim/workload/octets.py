@@ -26,7 +26,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 1 << 20
 _LINE_MAX_BYTES = 1 << 26
 """Maximum length of a line. A file with a longer line is not a trace."""
-_MENDS = {
+_HINTS = {
     errno.ENOSPC: "choose a disk with free space",
     errno.EDQUOT: "choose a disk with free space",
     errno.EFBIG: "raise the file size limit (`ulimit -f`)",
@@ -101,7 +101,7 @@ def written_whole(path: Path, hint: str = "give a file in a folder that exists")
         if not isinstance(error, OSError):
             raise
         what = f"cannot be written ({error.strerror or error})"
-        raise InputError(what, where=str(path), hint=_MENDS.get(error.errno or 0, hint)) from None
+        raise InputError(what, where=str(path), hint=_HINTS.get(error.errno or 0, hint)) from None
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:

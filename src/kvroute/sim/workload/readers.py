@@ -37,8 +37,8 @@ _LATEST_S = 1e7
 """First arrivals after this are taken for times of day: no trace begins months after its own start."""
 _BLOCK_LIMIT = 1 << 64
 _AZURE_COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
-_LINE_MEND = "correct the line, or skip invalid lines (--skip-bad)"
-_CONTENT_MEND = (
+_LINE_HINT = "correct the line, or skip invalid lines (--skip-bad)"
+_CONTENT_HINT = (
     "give Mooncake JSON lines, an Azure LLM CSV (TIMESTAMP,ContextTokens,GeneratedTokens), a kvroute event log or "
     "agent sessions"
 )
@@ -101,7 +101,7 @@ def read_any(
     rows = _rows(path)
     first = next(rows, None)
     if first is None:
-        raise InputError("the file is empty", where=str(path), hint=_CONTENT_MEND)
+        raise InputError("the file is empty", where=str(path), hint=_CONTENT_HINT)
     limit = math.inf if skip_bad else _SHOWN_FAULTS
     requests, sessions, said = list[TracedRequest](), list[Session](), list[str]()
     if path.is_dir() or is_session(first[1]):
@@ -113,7 +113,7 @@ def read_any(
     for fault in faults:
         on_skip(fault)
     if not (requests or sessions):
-        raise InputError("the file has no requests", where=str(path), hint=_CONTENT_MEND)
+        raise InputError("the file has no requests", where=str(path), hint=_CONTENT_HINT)
     said += _left_out(len(faults))
     return Agents(_name(path), tuple(sessions), tuple(said)) if sessions else _in_order(_name(path), requests, said)
 
@@ -145,7 +145,7 @@ def _rows(path: Path) -> Rows:
     if path.is_dir():
         files = sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.zst", ".json.gz")))
         if not files:
-            raise InputError("cannot be read: the folder has no .json files", where=str(path), hint=_CONTENT_MEND)
+            raise InputError("cannot be read: the folder has no .json files", where=str(path), hint=_CONTENT_HINT)
     elif _is_log_file(path):
         files = parts_of(path)
         yield str(files[0]), _LOG_START
@@ -197,7 +197,7 @@ def _taken(rows: Rows, take: Callable[[bytes], None], fault_limit: float) -> lis
         try:
             take(line)
         except ValueError as error:
-            faults.append(InputError(str(error), where=place, hint=_LINE_MEND))
+            faults.append(InputError(str(error), where=place, hint=_LINE_HINT))
             if len(faults) >= fault_limit:
                 break
     return faults
@@ -231,7 +231,7 @@ def _format(first: tuple[str, bytes], rows: Rows, block_tokens: int) -> tuple[Pa
     what = "neither a JSON object nor an Azure header"
     if line.lstrip().startswith(b"["):
         what = "a JSON array, not one object per line"
-    raise InputError(f"the first line is {what}", where=place, hint=_CONTENT_MEND)
+    raise InputError(f"the first line is {what}", where=place, hint=_CONTENT_HINT)
 
 
 def _session(line: bytes) -> Session:
