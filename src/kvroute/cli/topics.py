@@ -28,10 +28,10 @@ class Topic:
 
 DECODE_USES = {
     "foresight": "transfers from several prefill instances share NICs or uplinks",
-    "foresight-closed": "thousands of instances, or where the last per cent does not matter",
+    "foresight-closed": "thousands of instances, or if a difference of one per cent does not matter",
     "foresight-joint": "prefill instances with different network paths or cached prefixes",
     "netkv": "telemetry is available, even once a minute",
-    "netkv-static": "no telemetry: the default then",
+    "netkv-static": "no telemetry",
     "netkv-topo": "no telemetry, light traffic",
     "cla": "what Mooncake's Conductor and llm-d's scorers do; the baseline to beat",
     "cache-aware": "few hot prefixes, much spare capacity",
