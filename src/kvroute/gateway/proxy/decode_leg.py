@@ -13,13 +13,13 @@ from kvroute.gateway.http.headers import answered
 from kvroute.gateway.observe.view import Ttft
 from kvroute.gateway.openai_api.responses import error_event, sse_events, usage_tokens
 from kvroute.gateway.proxy.leg import FULL, Leg
-from kvroute.types import Admitted, Decode, DecodeFailed, KvStored, TransferFinished, TransferMeasured
+from kvroute.gateway.proxy.retry import UPSTREAM, LegFailure, Progress
+from kvroute.types import Admitted, Decode, KvStored, TransferFinished, TransferMeasured
 
 if TYPE_CHECKING:
     from kvroute.gateway.proxy.prefill_leg import PrefillLeg
     from kvroute.gateway.proxy.request import ProxiedRequest
 
-UPSTREAM = "upstream_error"
 _MEASURABLE_BYTES = 1 << 20
 """Smallest transfer whose time is reported; smaller ones measure latency and scheduling more than bandwidth."""
 _ERROR_START = (b'data: {"error"', b'data: {"object":"error"')
@@ -185,7 +185,7 @@ class DecodeLeg(Leg):
             if self.call is not None:
                 self.call.abort()
             why = f"decode instance {self.engine.name} failed before the first token"
-            self.on_failed("status", why, 502, sent=True)
+            self.on_failed(LegFailure("status", why, 502, sent=True))
             return False
         self.first = False
         now = proxied.runtime.now()
@@ -252,7 +252,7 @@ class DecodeLeg(Leg):
         rest, self._held = self._held, b""
         if self.first and not rest:
             why = f"decode instance {self.engine.name} ended the stream before its first token"
-            self.on_failed("malformed", why, 502, sent=True)
+            self.on_failed(LegFailure("malformed", why, 502, sent=True))
             return
         if self.first and not self._first_token(rest):
             return
@@ -264,31 +264,18 @@ class DecodeLeg(Leg):
         proxied.exchange.end()
         proxied.end(self.status, proxied.runtime.now(), self.events, relayed_bytes=self.size)
 
-    def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
-        """See Leg: before the first token the leg is retried; after it the stream ends with an error event."""
-        proxied = self.owner
-        runtime = proxied.runtime
-        now = runtime.now()
-        if sent:
-            runtime.engines[self.decision.source].forget_engine_id()
-        self.failed(kind, why, now)
-        if proxied.exchange.started:
-            runtime.metrics.stream_failed()
-            runtime.state.stream_failed(now)
-            self.abort_stream(why)
-            proxied.drop_legs(now)
-            proxied.end(200, now, self.events, relayed_bytes=self.size, error=why)
-            return
-        computed, prefill = proxied.computed, proxied.prefill
-        proxied.decode = None
-        kv_lost = sent and not (kind == "reset" and self._refetches(prefill, computed))
-        if not computed and prefill is not None and (kv_lost or not self.early):
-            prefill.abort(now)
-        self.end_transfer(now, False)
-        if not proxied.may_retry("decode", now):
-            proxied.fail(status, why, now)
-            return
-        proxied.apply(runtime.decide(DecodeFailed(now, proxied.number, kv_lost=kv_lost)), now)
+    def failed(self, failure: LegFailure, now: float) -> None:
+        """See Leg. If the decode engine cannot pull the KV cache, the prefill engine may have restarted."""
+        if failure.sent:
+            self.owner.runtime.engines[self.decision.source].forget_engine_id()
+        super().failed(failure, now)
+
+    def progress(self) -> Progress:
+        """See Leg."""
+        owner = self.owner
+        refetchable = self._refetches(owner.prefill, owner.computed)
+        started = owner.exchange.started
+        return Progress(owner.over, started, owner.computed, decode_waits=self.early, kv_refetchable=refetchable)
 
     def _refetches(self, prefill: PrefillLeg | None, computed: bool) -> bool:
         """Whether another decode engine may fetch the same KV cache."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from kvroute.gateway.engines.availability import NOT_COUNTED
 from kvroute.gateway.engines.breaker import is_failure
 from kvroute.gateway.http.headers import answered
+from kvroute.gateway.proxy.retry import LegFailure, Progress
 
 if TYPE_CHECKING:
     from kvroute.gateway.engines.breaker import Attempt
@@ -19,14 +20,11 @@ if TYPE_CHECKING:
     from kvroute.gateway.observe.tracing import LegTrace
     from kvroute.gateway.proxy.request import ProxiedRequest
 
-LegKind = Literal["copy", "prefill", "decode"]
-
 ANSWER_BYTES_MAX = 64 * 2**20
 """A longer collected response counts as a failure of its engine."""
 TIMEOUT_STATUS = {"timeout": 504}
 FULL = frozenset((429, 503))
 """Statuses of an engine that is full or starting up; it has not touched the KV cache."""
-UNAVAILABLE = "service_unavailable"
 _VERBS = {
     "refused": "refused the connection",
     "reset": "closed the connection",
@@ -55,7 +53,7 @@ class Leg:
         "status",
         "trace",
     )
-    kind: LegKind = "prefill"
+    kind: Literal["copy", "prefill", "decode"] = "prefill"
     headers: Headers
 
     def __init__(self, proxied: ProxiedRequest, engine: EngineClient, now: float) -> None:
@@ -126,15 +124,27 @@ class Leg:
                 self.engine.availability.cancelled(self.attempt, now)
             self.close("cancelled")
 
-    def failed(self, kind: str, why: str, now: float) -> None:
+    def on_failed(self, failure: LegFailure) -> None:
+        """End the leg and report its failure; the owner decides what follows."""
+        now = self.owner.runtime.now()
+        self.failed(failure, now)
+        self.owner.on_leg_failed(self, failure, now)
+
+    def failed(self, failure: LegFailure, now: float) -> None:
         """End the leg: the engine did not respond, stopped half-way, or (`kind` "status") responded with its own
         error."""
         if self.outcome_reported:
             self.attempt = self.engine.availability.late_failure(now)
         self.outcome_reported = True
-        self.blame(kind, now)
-        self.close(why)
-        self.owner.runtime.leg_failed(self.kind, self.engine.name, kind, why, self.owner.request_id)
+        self.blame(failure.kind, now)
+        self.close(failure.reason)
+        runtime, request_id = self.owner.runtime, self.owner.request_id
+        runtime.leg_failed(self.kind, self.engine.name, failure.kind, failure.reason, request_id)
+
+    def progress(self) -> Progress:
+        """Return how far the request is, as far as the consequences of this leg's failure depend on it."""
+        owner = self.owner
+        return Progress(owner.over, owner.exchange.started, owner.computed)
 
     def blame(self, kind: str, now: float) -> None:
         """Report a failure, which ends the attempt."""
@@ -156,7 +166,7 @@ class Leg:
         if self.call is not None:
             self.call.abort()
         why = f"{self.kind} instance {self.engine.name} sent a response that is too large"
-        self.on_failed("malformed", why, 502, sent=True)
+        self.on_failed(LegFailure("malformed", why, 502, sent=True))
 
     def on_error_status(self) -> None:
         """Handle an error status of the engine: forward a client error to the client; anything else is a failure."""
@@ -164,7 +174,7 @@ class Leg:
         if status == 429 or is_failure(status):
             full = status in FULL
             why = f"{self.kind} instance {self.engine.name} returned status {status}"
-            self.on_failed("status", why, 503 if full else 502, sent=not full)
+            self.on_failed(LegFailure("status", why, 503 if full else 502, sent=not full))
             return
         proxied = self.owner
         now = proxied.runtime.now()
@@ -193,29 +203,17 @@ class Leg:
                 return
             why = f"{self.kind} instance {self.engine.name} {_VERBS[failure.kind]}"
             status = TIMEOUT_STATUS.get(failure.kind, 502)
-            self.on_failed(failure.kind, why, status, sent=failure.phase != "connect")
+            self.on_failed(LegFailure(failure.kind, why, status, sent=failure.phase != "connect"))
         except Exception as error:
             self.owner.internal_error(error)
 
     def out_of_files(self) -> None:
-        """End the request: the gateway has no free file descriptor. This is no fault of the engine, and it is not
-        retried."""
-        proxied, now = self.owner, self.owner.runtime.now()
+        """Report that the gateway has no free file descriptor. This is no fault of the engine."""
+        now = self.owner.runtime.now()
         self.engine.availability.cancelled(self.attempt, now)
         self.outcome_reported = True
         why = f"the gateway has no file descriptor left to connect to {self.kind} instance {self.engine.name}"
+        failure = LegFailure("out_of_files", why, 503, sent=False)
         self.close(why)
-        proxied.runtime.leg_failed(self.kind, self.engine.name, "out_of_files", why, proxied.request_id)
-        if not (proxied.over or (self is proxied.prefill and proxied.computed)):
-            proxied.fail(503, why, now, UNAVAILABLE)
-
-    def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
-        """Handle the failure of the leg: retry on another instance, or end the request.
-
-        Args:
-            kind: one word for the metrics.
-            why: one sentence for the client.
-            status: for the client, if the request ends.
-            sent: the engine may have fetched the KV cache, which is then no longer at its source.
-        """
-        raise NotImplementedError
+        self.owner.runtime.leg_failed(self.kind, self.engine.name, failure.kind, why, self.owner.request_id)
+        self.owner.on_leg_failed(self, failure, now)

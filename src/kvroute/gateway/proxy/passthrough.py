@@ -14,6 +14,7 @@ from kvroute.gateway.http.headers import answered, forwarded, header_lines
 from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.responses import error_body
 from kvroute.gateway.proxy.leg import FULL
+from kvroute.gateway.proxy.retry import EndStream, LegFailure, Progress, Retry, decide
 
 if TYPE_CHECKING:
     from kvroute.gateway.engines.breaker import Attempt
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
 PASSTHROUGH: Literal["passthrough"] = "passthrough"
+_STATUS = {"timeout": 504, "out_of_files": 503}
 
 
 def answerers(engines: Iterable[EngineClient], model: str, turn: int) -> Iterator[EngineClient]:
@@ -150,7 +152,9 @@ class PassthroughRequest:
         assert engine is not None
         try:
             if self._refused():
-                self._lost("status", f"instance {engine.name} returned status {status}", 503 if status in FULL else 502)
+                full = status in FULL
+                why = f"instance {engine.name} returned status {status}"
+                self._on_failed(LegFailure("status", why, 503 if full else 502, sent=not full))
                 return
             now = self._runtime.now()
             engine.availability.succeeded(self._attempt, now)
@@ -167,44 +171,42 @@ class PassthroughRequest:
         """See `ResponseHandler`."""
         assert self._engine is not None
         try:
-            if failure.kind == "out_of_files":
-                self._out_of_files(self._engine)
-                return
-            why = f"instance {self._engine.name} sent no response ({failure.kind})"
-            self._lost(failure.kind, why, 504 if failure.kind == "timeout" else 502)
+            kind, name = failure.kind, self._engine.name
+            status = _STATUS.get(kind, 502)
+            why = f"instance {name} sent no response ({kind})"
+            if kind == "out_of_files":
+                why = f"the gateway has no file descriptor left to connect to instance {name}"
+            self._on_failed(LegFailure(kind, why, status, sent=failure.phase != "connect"))
         except Exception as error:
             self._broke(error)
-
-    def _out_of_files(self, engine: EngineClient) -> None:
-        """End the request: the gateway has no free file descriptor. This is no fault of the engine, and it is not
-        retried."""
-        engine.availability.cancelled(self._attempt, self._runtime.now())
-        why = f"the gateway has no file descriptor left to connect to instance {engine.name}"
-        self._leave(why)
-        self._runtime.leg_failed(PASSTHROUGH, engine.name, "out_of_files", why, self._request_id)
-        self._refuse(503, why)
 
     def _refused(self) -> bool:
         """Whether another instance may succeed."""
         return self._status == 429 or is_failure(self._status)
 
-    def _lost(self, kind: str, why: str, status: int) -> None:
+    def _on_failed(self, failure: LegFailure) -> None:
         engine, runtime = self._engine, self._runtime
         assert engine is not None
         now = runtime.now()
-        if kind == "status" and self._status == 429:
+        if failure.kind == "out_of_files":
+            engine.availability.cancelled(self._attempt, now)
+        elif failure.kind == "status" and self._status == 429:
             engine.availability.succeeded(self._attempt, now)
         else:
             self._faults = self._faults or FaultAttribution()
-            self._faults.failed(engine.availability, self._attempt, PASSTHROUGH, now, error=kind == "status")
-        self._leave(why)
-        runtime.leg_failed(PASSTHROUGH, engine.name, kind, why, self._request_id)
-        if self._exchange.started:
-            self._exchange.abort()
-            self._end(502, why)
-        else:
-            self._status = 0
-            self._next(why, status)
+            error = failure.kind == "status"
+            self._faults.failed(engine.availability, self._attempt, PASSTHROUGH, now, error=error)
+        self._leave(failure.reason)
+        runtime.leg_failed(PASSTHROUGH, engine.name, failure.kind, failure.reason, self._request_id)
+        match decide(PASSTHROUGH, failure, Progress(response_started=self._exchange.started)):
+            case EndStream():
+                self._exchange.abort()
+                self._end(502, failure.reason)
+            case Retry():
+                self._status = 0
+                self._next(failure.reason, failure.status)
+            case _:
+                self._refuse(failure.status, failure.reason)
 
     def _start(self) -> None:
         exchange, call = self._exchange, self._call

@@ -9,7 +9,7 @@ from kvroute.gateway.engines.protocols import KvHandshake, ProtocolError
 from kvroute.gateway.openai_api.responses import cached_tokens
 from kvroute.gateway.proxy.leg import Leg
 from kvroute.gateway.proxy.prefix_copy_leg import PrefixCopyLeg
-from kvroute.types import PrefillFailed
+from kvroute.gateway.proxy.retry import LegFailure, Progress
 
 if TYPE_CHECKING:
     from msgspec import Raw
@@ -66,7 +66,7 @@ class PrefillLeg(Leg):
             elif handshake is None:
                 self.not_sent(now)
                 why = f"the bootstrap server of prefill instance {engine.name} does not respond"
-                self.on_failed("refused", why, 502, sent=False)
+                self.on_failed(LegFailure("refused", why, 502, sent=False))
             else:
                 self._send(handshake, now)
         except Exception as error:
@@ -77,7 +77,7 @@ class PrefillLeg(Leg):
             body = self.engine.protocol.prefill_body(self.owner.completion, handshake, prefix)
         except ProtocolError as error:
             self.not_sent(now)
-            self.on_failed("malformed", f"prefill instance {self.engine.name} {error}", 502, sent=False)
+            self.on_failed(LegFailure("malformed", f"prefill instance {self.engine.name} {error}", 502, sent=False))
             return False
         self.sent_at = now
         self.send(body, self.owner.runtime.timeouts.prefill_s, now)
@@ -106,7 +106,7 @@ class PrefillLeg(Leg):
                     None if engine.protocol.concurrent_legs else engine.protocol.transfer_params(body)
                 )
             except ProtocolError as odd:
-                self.on_failed("malformed", f"prefill instance {engine.name} {odd}", 502, sent=True)
+                self.on_failed(LegFailure("malformed", f"prefill instance {engine.name} {odd}", 502, sent=True))
                 return
             self.succeeded(now)
             self.close()
@@ -125,24 +125,16 @@ class PrefillLeg(Leg):
             self.copy.abort(now)
         super().abort(now)
 
-    def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
-        """See `Leg`: retry on another prefill instance, if the budget allows. A decode engine that already has the
-        early transfer parameters may compute the prompt itself: it continues if no other prefill instance is up."""
-        proxied = self.owner
-        now = proxied.runtime.now()
+    def failed(self, failure: LegFailure, now: float) -> None:
+        """See Leg. The engine may have restarted, so its id is requested again."""
         self.engine.forget_engine_id()
-        self.failed(kind, why, now)
+        super().failed(failure, now)
         if self.copy is not None:
             self.copy.abort(now)
-        if proxied.computed or proxied.over:
-            return  # its result is not needed any more
-        proxied.prefill = None
-        alone = self.handshake is not None and self.handshake.early and proxied.decode is not None
-        if alone and not proxied.runtime.prefills_elsewhere(self.engine):
-            proxied.on_prefill_lost(now)
-            return
-        proxied.drop_decode(now)
-        if proxied.may_retry("prefill", now):
-            proxied.apply(proxied.runtime.decide(PrefillFailed(now, proxied.number)), now)
-        else:
-            proxied.fail(status, why, now)
+
+    def progress(self) -> Progress:
+        """See Leg."""
+        owner = self.owner
+        waits = self.handshake is not None and self.handshake.early and owner.decode is not None
+        other = not waits or owner.runtime.prefills_elsewhere(self.engine)
+        return Progress(owner.over, owner.exchange.started, owner.computed, decode_waits=waits, other_prefill=other)

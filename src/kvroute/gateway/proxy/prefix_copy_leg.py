@@ -15,6 +15,7 @@ from kvroute.gateway.engines.breaker import is_failure
 from kvroute.gateway.engines.protocols import ProtocolError
 from kvroute.gateway.http.deadlines import NEVER_S
 from kvroute.gateway.proxy.leg import Leg
+from kvroute.gateway.proxy.retry import LegFailure
 from kvroute.types import CopyFinished
 
 if TYPE_CHECKING:
@@ -79,14 +80,13 @@ class PrefixCopyLeg(Leg):
         proxied, engine = self.owner, self.engine
         try:
             if self.status >= 400:
-                self.on_failed(
-                    "status", f"prefix copy: instance {engine.name} returned status {self.status}", 502, sent=False
-                )
+                why = f"prefix copy: instance {engine.name} returned status {self.status}"
+                self.on_failed(LegFailure("status", why, 502, sent=False))
                 return
             try:
                 prefix = engine.protocol.transfer_params(self.body())
             except ProtocolError as odd:
-                self.on_failed("malformed", f"prefix copy: instance {engine.name} {odd}", 502, sent=False)
+                self.on_failed(LegFailure("malformed", f"prefix copy: instance {engine.name} {odd}", 502, sent=False))
                 return
             now = proxied.runtime.now()
             self.succeeded(now)
@@ -98,10 +98,8 @@ class PrefixCopyLeg(Leg):
         except Exception as error:
             proxied.internal_error(error)
 
-    def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
-        """See Leg: the prompt is computed without the copy."""
-        now = self.owner.runtime.now()
-        self.failed(kind, why, now)
+    def continue_without(self, now: float) -> None:
+        """After a failure of the leg, let the prompt be computed without the copy."""
         self._without("failed", now)
 
     def blame(self, kind: str, now: float) -> None:

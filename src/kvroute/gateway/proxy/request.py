@@ -17,10 +17,33 @@ from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.prompt_queue import QueueFull
 from kvroute.gateway.openai_api.requests import Completion, without_body, without_prompts
 from kvroute.gateway.openai_api.responses import error_body
-from kvroute.gateway.proxy.decode_leg import UPSTREAM, DecodeLeg
-from kvroute.gateway.proxy.leg import UNAVAILABLE
+from kvroute.gateway.proxy.decode_leg import DecodeLeg
 from kvroute.gateway.proxy.prefill_leg import PrefillLeg
-from kvroute.types import Arrived, Decision, Decode, Finished, KvStored, Prefill, PrefillFinished, Reject, Request
+from kvroute.gateway.proxy.retry import (
+    UNAVAILABLE,
+    UPSTREAM,
+    DecodeWithoutPrefill,
+    EndStream,
+    Fail,
+    Ignore,
+    LegFailure,
+    PrefillWithoutCopy,
+    Retry,
+    decide,
+)
+from kvroute.types import (
+    Arrived,
+    Decision,
+    Decode,
+    DecodeFailed,
+    Finished,
+    KvStored,
+    Prefill,
+    PrefillFailed,
+    PrefillFinished,
+    Reject,
+    Request,
+)
 
 if TYPE_CHECKING:
     from kvroute.gateway.engines.client import EngineClient
@@ -28,6 +51,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.observe.tracing import RequestTrace
     from kvroute.gateway.observe.view import Ttft
     from kvroute.gateway.openai_api.prompt import Prompt
+    from kvroute.gateway.proxy.leg import Leg
     from kvroute.gateway.proxy.prefix_copy_leg import PrefixCopyLeg
     from kvroute.gateway.proxy.runtime import ClusterRuntime
     from kvroute.gateway.wan.paths import PathAttempt
@@ -245,6 +269,54 @@ class ProxiedRequest:
             self.decode.end_transfer(now, False)
         self.apply(self.runtime.decide(PrefillFinished(now, self.number)), now)
 
+    def on_leg_failed(self, leg: Leg, failure: LegFailure, now: float) -> None:
+        """Carry out what follows from the failure of a leg, which has ended and reported it already."""
+        match decide(leg.kind, failure, leg.progress()):
+            case Ignore():
+                pass
+            case PrefillWithoutCopy():
+                assert self.prefill is not None
+                assert self.prefill.copy is not None
+                self.prefill.copy.continue_without(now)
+            case DecodeWithoutPrefill():
+                self.prefill = None
+                self.on_prefill_lost(now)
+            case EndStream():
+                self._end_stream(failure, now)
+            case Retry(leg="prefill"):
+                self.prefill = None
+                self.drop_decode(now)
+                self._retry("prefill", PrefillFailed(now, self.number), failure, now)
+            case Retry(kv_lost=kv_lost, abort_prefill=abort_prefill):
+                self._leave_decode(now, abort_prefill=abort_prefill)
+                self._retry("decode", DecodeFailed(now, self.number, kv_lost=kv_lost), failure, now)
+            case Fail(error_kind=error_kind):
+                self.fail(failure.status, failure.reason, now, error_kind)
+
+    def _leave_decode(self, now: float, *, abort_prefill: bool) -> None:
+        leg, self.decode = self.decode, None
+        assert leg is not None
+        if abort_prefill and self.prefill is not None:
+            self.prefill.abort(now)
+        leg.end_transfer(now, False)
+
+    def _retry(
+        self, leg: Literal["prefill", "decode"], event: PrefillFailed | DecodeFailed, failure: LegFailure, now: float
+    ) -> None:
+        if self._may_retry(leg, now):
+            self.apply(self.runtime.decide(event), now)
+        else:
+            self.fail(failure.status, failure.reason, now)
+
+    def _end_stream(self, failure: LegFailure, now: float) -> None:
+        leg, runtime = self.decode, self.runtime
+        assert leg is not None
+        runtime.metrics.stream_failed()
+        runtime.state.stream_failed(now)
+        leg.abort_stream(failure.reason)
+        self.drop_legs(now)
+        self.end(200, now, leg.events, relayed_bytes=leg.size, error=failure.reason)
+
     def first_token(self, leg: DecodeLeg, ttft: Ttft, decode_s: float, now: float) -> None:
         """Record the first event of a stream."""
         if len(self.exchange.body) > LIGHT_BYTES:
@@ -262,7 +334,7 @@ class ProxiedRequest:
                 leg.call.forget_request()
         self.exchange.release_body()
 
-    def may_retry(self, leg: Literal["prefill", "decode"], now: float) -> bool:
+    def _may_retry(self, leg: Literal["prefill", "decode"], now: float) -> bool:
         """Return whether a failed leg may be retried; if so, count the retry as made."""
         runtime = self.runtime
         if self._attempts >= runtime.settings.retries.attempts:

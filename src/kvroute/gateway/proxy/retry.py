@@ -1,0 +1,111 @@
+"""Decides what follows when a leg of a request fails: a pure function from the failure and the request's progress to an
+action. docs/serve.md lists its cases.
+
+The retry budget is not part of the decision. It is spent when a `Retry` is carried out; without it the request fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+LegKind: TypeAlias = Literal["copy", "prefill", "decode", "passthrough"]
+
+UPSTREAM = "upstream_error"
+UNAVAILABLE = "service_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class LegFailure:
+    """How a leg failed."""
+
+    kind: str
+    """One word for metrics and logs: refused, reset, timeout, malformed, status or out_of_files."""
+    reason: str
+    """One sentence for the client and the log."""
+    status: int
+    """HTTP status for the client if the request ends with this failure."""
+    sent: bool
+    """Whether the engine may have acted on the call: a decode engine may have fetched the KV cache, after which the
+    prefill engine no longer holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request is when one of its legs fails."""
+
+    over: bool = False
+    """The client has its response."""
+    response_started: bool = False
+    """The client has received bytes of the response."""
+    prefill_done: bool = False
+    """The KV cache is complete."""
+    decode_waits: bool = False
+    """A decode leg was sent before the KV cache is complete, and its engine may compute the prompt itself."""
+    other_prefill: bool = True
+    """Another instance that is up can prefill."""
+    kv_refetchable: bool = False
+    """Another decode engine may fetch the same KV cache once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """Nothing depends on the leg any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWithoutCopy:
+    """Compute the whole prompt instead of copying its prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWithoutPrefill:
+    """Let the decode engine, which has the request already, compute the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    """End the response with an error event: it has begun, so nothing can be sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Send a leg again, if attempts and retry budget allow; otherwise the request fails with the leg's failure."""
+
+    leg: Literal["prefill", "decode", "passthrough"]
+    kv_lost: bool = False
+    """The KV cache must be computed again."""
+    abort_prefill: bool = False
+    """The prefill in progress is of no use to another decode engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End the request with an error response."""
+
+    error_kind: str
+    """`type` of the error object."""
+
+
+Action: TypeAlias = Ignore | PrefillWithoutCopy | DecodeWithoutPrefill | EndStream | Retry | Fail
+
+
+def decide(leg: LegKind, failure: LegFailure, progress: Progress) -> Action:
+    """Return what follows when `leg` fails."""
+    out_of_files = failure.kind == "out_of_files"
+    if leg == "copy" and not out_of_files:
+        return PrefillWithoutCopy()
+    if progress.over or (leg == "prefill" and progress.prefill_done):
+        return Ignore()
+    if out_of_files:
+        return Fail(UNAVAILABLE)
+    if leg == "prefill":
+        alone = progress.decode_waits and not progress.other_prefill
+        return DecodeWithoutPrefill() if alone else Retry("prefill")
+    if progress.response_started:
+        return EndStream()
+    if leg == "passthrough":
+        return Retry("passthrough")
+    kv_lost = failure.sent and not (failure.kind == "reset" and progress.kv_refetchable)
+    abort_prefill = not progress.prefill_done and (kv_lost or not progress.decode_waits)
+    return Retry("decode", kv_lost, abort_prefill)
