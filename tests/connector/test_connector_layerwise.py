@@ -274,11 +274,12 @@ def test_bytes_sent_are_reported_after_the_connection_is_closed() -> None:
 
 
 class Relay:
-    """A relay between client and server: connection k carries `cuts[k]` bytes to the client and is then cut or
-    stalled."""
+    """A relay between client and server: connection k carries `cuts[k]` bytes to the client and is then cut. The first
+    connection that has carried `stall_at` bytes to the client stalls: it stays open and carries nothing more."""
 
-    def __init__(self, target: Peer, cuts: list[int], stall: bool) -> None:
-        self._target, self._cuts, self._stall = target, cuts, stall
+    def __init__(self, target: Peer, cuts: list[int], stall_at: int | None) -> None:
+        self._target, self._cuts, self._stall_at = target, cuts, stall_at
+        self._stalling = threading.Lock()
         self._stack = ExitStack()
         self._listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self._came = threading.Condition()
@@ -286,7 +287,7 @@ class Relay:
         self._sockets: list[socket.socket] = []
         self._threads[0].start()
         self.peer = Peer("127.0.0.1", self._listener.getsockname()[1])
-        self.cut = 0
+        self.stalled = 0
         self.accepted = 0
 
     def close(self) -> None:
@@ -318,26 +319,32 @@ class Relay:
             far = socket.create_connection((self._target.host, self._target.port))
             limit = self._cuts.pop(0) if self._cuts else None
             self._sockets += [near, far]
-            for source, sink, most in ((near, far, None), (far, near, limit)):
-                self._threads.append(threading.Thread(target=self._carry, args=(source, sink, most)))
+            for source, sink, most, stalls in ((near, far, None, False), (far, near, limit, True)):
+                self._threads.append(threading.Thread(target=self._carry, args=(source, sink, most, stalls)))
                 self._threads[-1].start()
 
-    def _carry(self, source: socket.socket, sink: socket.socket, limit: int | None) -> None:
+    def _carry(self, source: socket.socket, sink: socket.socket, limit: int | None, stalls: bool) -> None:
+        carried = 0
         try:
-            while limit is None or limit > 0:
-                data = source.recv(min(limit or 65536, 65536))
+            while limit is None or carried < limit:
+                data = source.recv(65536 if limit is None else min(limit - carried, 65536))
                 if not data:
                     break
                 sink.sendall(data)
-                limit = None if limit is None else limit - len(data)
+                carried += len(data)
+                if stalls and self._shall_stall(carried):
+                    return
         except OSError:
             pass  # one side has closed
-        if limit == 0:
-            self.cut += 1
-            if self._stall:
-                return
         shutdown(source)
         shutdown(sink)
+
+    def _shall_stall(self, carried: int) -> bool:
+        with self._stalling:
+            if self._stall_at is None or carried < self._stall_at or self.stalled:
+                return False
+            self.stalled += 1
+            return True
 
 
 def shutdown(sock: socket.socket) -> None:
@@ -349,9 +356,9 @@ def shutdown(sock: socket.socket) -> None:
 
 
 @contextmanager
-def relayed(peer: Peer, cuts: list[int], stall: bool = False) -> Iterator[Relay]:
+def relayed(peer: Peer, cuts: list[int], stall_at: int | None = None) -> Iterator[Relay]:
     """Run a relay in front of `peer`."""
-    relay = Relay(peer, cuts, stall)
+    relay = Relay(peer, cuts, stall_at)
     try:
         yield relay
     finally:
@@ -425,13 +432,13 @@ def test_a_stalled_connection_does_not_block_the_others() -> None:
     with (
         pulling(target, Options(connections=2, timeout_s=2.0)) as client,
         serving(source) as (server, peer),
-        relayed(peer, [100_000], stall=True) as relay,
+        relayed(peer, [], stall_at=100_000) as relay,
     ):
         server.hold("p", ALL)
         client.start(Transfer("d", relay.peer, "p", 0, ALL))
         assert ended(client).failure == ""
         client.close()
-        assert relay.cut == 1
+        assert relay.stalled == 1
     assert np.array_equal(source.memory, target.memory)
 
 

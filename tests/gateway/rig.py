@@ -14,6 +14,7 @@ from tests.waiting import becomes_true
 from kvroute import topology
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.gateway.gateway import Deployment, Gateway
+from kvroute.gateway.proxy.request import ProxiedRequest
 
 CLUSTER = """
 name: test
@@ -100,6 +101,11 @@ class RunningGateway:
                 {name.lower(): value for name, value in response.headers.items()},
                 await response.read(),
             )
+
+    @property
+    def requests(self) -> list[ProxiedRequest]:
+        """The requests in progress."""
+        return [each for each in self.gateway.runtime.requests.values() if isinstance(each, ProxiedRequest)]
 
     async def metrics(self) -> str:
         """Get the metrics page from the admin port."""

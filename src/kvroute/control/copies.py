@@ -59,6 +59,10 @@ class Copies:
                 link.ended(at, -number, landed=landed)
         return copy is not None
 
+    def in_progress(self, number: int) -> bool:
+        """Whether a copy has started and not ended."""
+        return number in self._under_way
+
     def ahead(self) -> Iterator[CopyUnderWay]:
         """Copies that no request waits for, in the order of their start."""
         return (copy for copy in self._under_way.values() if copy.chain_end is not None)

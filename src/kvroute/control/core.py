@@ -88,6 +88,24 @@ class Control:
         """Number of requests that have arrived and not left."""
         return len(self._bookings)
 
+    def in_progress(self, request_id: int) -> bool:
+        """Whether a request has arrived and not left."""
+        return request_id in self._bookings
+
+    def prefilling(self, request_id: int) -> bool:
+        """Whether the prefill of a request is in progress on an instance."""
+        booking = self._bookings.get(request_id)
+        return booking is not None and booking.prefill >= 0
+
+    def admitted(self, request_id: int) -> bool:
+        """Whether a request is part of the batch of its decode instance."""
+        booking = self._bookings.get(request_id)
+        return booking is not None and booking.admitted
+
+    def copying(self, copy_id: int) -> bool:
+        """Whether a prefix copy is in progress."""
+        return self._prefixes.in_progress(copy_id)
+
     def loads(self, at: float) -> dict[str, Load]:
         """Load of every instance as the router counts it, by name. Changes nothing."""
         return self._view.loads(at)

@@ -75,6 +75,10 @@ class PrefixCopies:
         """End a copy. Return False if no copy with this number is in progress."""
         return self._copies.end(at, copy_id, landed=landed)
 
+    def in_progress(self, copy_id: int) -> bool:
+        """Whether a copy has started and not ended."""
+        return self._copies.in_progress(copy_id)
+
     def review(self, at: float) -> tuple[CopyPrefix, ...]:
         """Copies to start now ahead of demand."""
         return self._rebalancing.review(at) if self._rebalancing is not None else ()

@@ -33,7 +33,6 @@ from kvroute.gateway.openai_api.api_keys import Keys
 from kvroute.gateway.proxy.admission import AdmissionController
 from kvroute.gateway.proxy.admission_queue import AdmissionQueue
 from kvroute.gateway.proxy.endpoints import Endpoints
-from kvroute.gateway.proxy.request import ProxiedRequest
 from kvroute.gateway.proxy.runtime import ClusterRuntime
 from kvroute.types import InputError, cannot_listen
 
@@ -79,7 +78,7 @@ class Gateway:
             deadlines=self._deadlines,
             lag=self._lag,
             salt_secret=secrets.token_bytes(32),
-            on_end=self._ended,
+            on_end=self._admission_queue.release,
         )
         self._pages = WebPages()
         self._reloading = asyncio.Lock()
@@ -286,9 +285,6 @@ class Gateway:
             read_token=settings.admin.read_token or "",
             host_names=frozenset(settings.admin.hosts),
         )
-
-    def _ended(self, proxied: ProxiedRequest) -> None:
-        self._admission_queue.release(proxied.ticket)
 
     def _status(self) -> GatewayStatus:
         """Return the present gauges."""

@@ -215,14 +215,13 @@ def test_a_stream_frees_its_request_body_at_the_first_token() -> None:
 
     async def main() -> None:
         async with rig() as gate:
-            (runtime,) = [gate.gateway.runtime]
             body = {"model": MODEL, "prompt": "word " * 40_000, "max_tokens": 60, "stream": True}
             async with gate.session.post(gate.url + COMPLETIONS, json=body) as answer:
-                (proxied,) = runtime.requests.values()
+                (proxied,) = gate.requests
                 first = await answer.content.readany()
                 assert first
-                assert proxied.exchange.body == b""
-                assert not proxied.completion.fields
+                assert proxied.state.exchange.body == b""
+                assert not proxied.state.completion.fields
                 rest = await answer.content.read()
             assert (first + rest).count(b"data: ") == 61
             assert await gate.becomes_idle()

@@ -191,7 +191,16 @@ def test_a_client_that_disconnects_does_not_affect_the_path() -> None:
         async with two_sites(kv_timeout_s=3600.0) as gate:
             await gate.command("far0", "wan", share=0)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(4)]
-            await until(lambda: sum(proxied.computed for proxied in gate.gateway.runtime.requests.values()) == 4)
+            control = gate.gateway.runtime.control
+            await until(
+                lambda: (
+                    sum(
+                        control.in_progress(each.state.number) and not control.prefilling(each.state.number)
+                        for each in gate.requests
+                    )
+                    == 4
+                )
+            )
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -212,15 +221,10 @@ def test_a_probe_request_whose_client_disconnects_allows_the_next_probe(caplog: 
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
             assert [answer.status for answer in answers] == [200] * 3
             before = await _placed(gate, AWAY, "long")
-            proxied_requests = gate.gateway.runtime.requests
             for n in itertools.count():
                 trying = asyncio.create_task(gate.ask(f"{n} tries {LONG}", stream=True))
-                await until(
-                    lambda: (
-                        bool(proxied_requests) and all(each.decode is not None for each in proxied_requests.values())
-                    )
-                )
-                if any(each.path_attempt is not None for each in proxied_requests.values()):
+                await until(lambda: bool(gate.requests) and all(each.decode is not None for each in gate.requests))
+                if any(each.state.path_attempt is not None for each in gate.requests):
                     break
                 await trying
             assert await _placed(gate, AWAY, "long") == before + 1

@@ -30,7 +30,6 @@ from kvroute.gateway.observe.tracing import Tracer
 from kvroute.gateway.openai_api.api_keys import Keys
 from kvroute.gateway.openai_api.cache_salt import CacheSalts
 from kvroute.gateway.openai_api.prompt import Prompts
-from kvroute.gateway.proxy.request import ProxiedRequest
 from kvroute.gateway.proxy.runtime import ClusterRuntime
 from kvroute.gateway.telemetry.collectors import Collectors
 from kvroute.gateway.wan.paths import WanPaths
@@ -56,7 +55,7 @@ class SharedServices:
     lag: LoopLag
     salt_secret: bytes
     """The secret of cache salts if the settings give none."""
-    on_end: Callable[[ProxiedRequest], None]
+    on_end: Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from kvroute.types import Convert, Event, InstanceConverted, KvCleared, ReviewDu
 if TYPE_CHECKING:
     from kvroute.control.allocation import Review
     from kvroute.gateway.config.offload import RoleSwitchSection
-    from kvroute.gateway.proxy.request import ProxiedRequest
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
 Outcome: TypeAlias = Literal["converted", "failed", "declined", "abandoned"]
@@ -191,16 +190,9 @@ def _needed(name: str, clusters: Sequence[ClusterRuntime]) -> bool:
         engine = runtime.engines.get(name)
         if engine is not None and engine.in_flight:
             return True
-        if any(_needs(proxied, name) for proxied in runtime.requests.values()):
+        if any(request.uses(name) for request in runtime.requests.values()):
             return True
     return False
-
-
-def _needs(proxied: ProxiedRequest, name: str) -> bool:
-    prefill, answer = proxied.prefill, proxied.decode
-    if answer is not None and answer.engine.name == name:
-        return True
-    return prefill is not None and prefill.engine.name == name and (answer is None or not answer.admitted)
 
 
 def _tell(review: Review, converts: bool) -> None:

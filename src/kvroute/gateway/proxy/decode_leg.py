@@ -5,20 +5,19 @@ A leg can be retried until its response begins.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvroute.gateway.engines.protocols import ProtocolError
-from kvroute.gateway.http.deadlines import NEVER_S
 from kvroute.gateway.http.headers import answered
 from kvroute.gateway.observe.view import Ttft
 from kvroute.gateway.openai_api.responses import error_event, sse_events, usage_tokens
-from kvroute.gateway.proxy.leg import FULL, Leg
-from kvroute.gateway.proxy.retry import UPSTREAM, LegFailure, Progress
-from kvroute.types import Admitted, Decode, KvStored, TransferFinished, TransferMeasured
+from kvroute.gateway.proxy.leg import FULL, Leg, LegOwner
+from kvroute.gateway.proxy.retry import UPSTREAM, LegFailure
+from kvroute.types import Decode
 
 if TYPE_CHECKING:
+    from kvroute.gateway.proxy.expected_transfers import ExpectedEnd
     from kvroute.gateway.proxy.prefill_leg import PrefillLeg
-    from kvroute.gateway.proxy.request import ProxiedRequest
+    from kvroute.gateway.proxy.request_state import RequestState
 
 _MEASURABLE_BYTES = 1 << 20
 """Smallest transfer whose time is reported; smaller ones measure latency and scheduling more than bandwidth."""
@@ -29,66 +28,94 @@ _HELD_BYTES_MAX = 1 << 20
 """Longest part of an event that is held back; a longer event is relayed in pieces."""
 
 
+class TransferTimes(NamedTuple):
+    """Seconds that a KV transfer took; None: not observed."""
+
+    seconds: float | None = None
+    """For the gateway's own metrics, as far as the transfer did not run during the prefill."""
+    measured_s: float | None = None
+    """For the core, if it is precise enough to learn from."""
+
+
+class DecodeOwner(LegOwner, Protocol):
+    """Receives the steps of a decode."""
+
+    def on_transfer_done(self, leg: DecodeLeg, times: TransferTimes, now: float) -> None:
+        """Record that the KV transfer and the wait for a slot are over."""
+
+    def on_first_token(self, leg: DecodeLeg, ttft: Ttft, decode_s: float, now: float) -> None:
+        """Record the first event of a stream. Args: `decode_s` since the leg was sent, in seconds."""
+
+    def on_response_end(self, leg: DecodeLeg, output_tokens: int | None, now: float) -> None:
+        """Record that the client has its whole response."""
+
+
 class DecodeLeg(Leg):
-    """One request to a decode engine. It reports the KV transfer and the start of decoding to the control core."""
+    """One request to a decode engine. It reports the KV transfer, the first token and the end of the response."""
 
     __slots__ = (
+        "_expected_end",
         "_held",
+        "_prefill",
         "_torn",
-        "admitted",
         "aggregated",
         "decision",
         "early",
         "events",
         "expected",
         "first",
+        "owner",
         "streams",
-        "transfer_due_at",
         "transfer_started_at",
         "transferring",
     )
     kind = "decode"
+    owner: DecodeOwner
 
-    def __init__(self, proxied: ProxiedRequest, decision: Decode, now: float) -> None:
-        super().__init__(proxied, proxied.runtime.engines[decision.target], now)
+    def __init__(
+        self, state: RequestState, owner: DecodeOwner, decision: Decode, prefill: PrefillLeg | None, now: float
+    ) -> None:
+        """Args: `prefill` is the leg that computes or has computed the KV cache; None: there is none."""
+        super().__init__(state, owner, state.runtime.engines[decision.target], now)
         self.decision = decision
         self.aggregated = decision.source == decision.target
         """The same instance computes the prompt, so there is no KV transfer."""
-        self.streams = proxied.completion.stream
-        self.expected = proxied.runtime.expected_transfers.expected(decision)
+        self._prefill = None if self.aggregated else prefill
+        self.streams = state.completion.stream
+        self.expected = state.runtime.expected_transfers.expected(decision)
         self.first = True
         self.early = False
         """The leg is sent before the KV cache is computed, although the protocol does not require it."""
-        self.transferring = self.admitted = self._torn = False
-        """`transferring`: the control core counts the transfer as in flight; `admitted`: the control core counts the
-        request as part of the decode batch; `_torn`: the client has received part of an event without its end."""
+        self.transferring = self._torn = False
+        """`transferring`: the metrics count the transfer as in progress; `_torn`: the client has received part of an
+        event without its end."""
         self.transfer_started_at = now
-        self.transfer_due_at = NEVER_S
+        self._expected_end: ExpectedEnd | None = None
         self.events = 0
         self._held = b""
         """Beginning of an event whose end has not arrived yet."""
 
     def begin(self, now: float) -> None:
-        """Send the leg."""
-        proxied, protocol = self.owner, self.engine.protocol
-        completion, timeouts = proxied.completion, proxied.runtime.timeouts
+        """Send the leg.
+
+        Raises:
+            ProtocolError: the prefill engine has not sent the transfer parameters.
+        """
+        state, prefill, protocol = self.state, self._prefill, self.engine.protocol
+        completion, timeouts = state.completion, state.runtime.timeouts
+        computed = state.prefill_done
         if self.aggregated:
             body = protocol.aggregated_body(completion)
         else:
-            prefill = proxied.prefill
             assert prefill is not None
             assert prefill.handshake is not None
-            self.early = prefill.handshake.early and not proxied.computed
-            if proxied.computed or self.early:
+            self.early = prefill.handshake.early and not computed
+            if computed or self.early:
                 self.transfer_started(now)
-            try:
-                body = protocol.decode_body(completion, prefill.handshake, prefill.transfer_params)
-            except ProtocolError as error:
-                proxied.fail(502, f"prefill instance {self.decision.source} {error}", now)
-                return
+            body = protocol.decode_body(completion, prefill.handshake, prefill.transfer_params)
         wait_s = timeouts.first_token_s if self.streams else timeouts.answer_s
         self.send(body, wait_s + timeouts.prefill_s if self.early else wait_s, now)
-        if proxied.computed or self.aggregated:
+        if computed or self.aggregated:
             self.expect_transfer(now)
 
     # The transfer
@@ -99,7 +126,7 @@ class DecodeLeg(Leg):
         self.transfer_started_at = now
         if not self.transferring:
             self.transferring = True
-            self.owner.runtime.transfer_started(self.decision, now, self.expected.transfer_s)
+            self.state.runtime.transfer_started(self.decision, now, self.expected.transfer_s)
 
     def expect_transfer(self, now: float) -> None:
         """Schedule the expected end of the transfer for a response that comes whole and does not show it.
@@ -107,36 +134,35 @@ class DecodeLeg(Leg):
         Call it only once the KV cache is computed: an expected end marks the prefill as done, and if that prefill
         failed later, the decode engine would wait in vain.
         """
-        if not self.streams and not self.admitted:
-            self.transfer_due_at = now + sum(self.expected)
-            self.owner.runtime.expected_transfers.expect(self.transfer_due_at, self.owner.number, now)
+        state = self.state
+        if not self.streams and not state.runtime.control.admitted(state.number):
+            self._cancel_expected()
+            due_at = now + sum(self.expected)
+            self._expected_end = state.runtime.expected_transfers.expect(due_at, self._transfer_due, now)
 
-    def transfer_done(self, now: float, seconds: float | None = None) -> None:
-        """Report to the control core that the transfer and the wait for a slot are over.
+    def _transfer_due(self, now: float) -> None:
+        try:
+            self._transfer_done(TransferTimes(), now)
+        except Exception as error:
+            self.owner.internal_error(error)
 
-        Args: `seconds` that the transfer took, measured on a stream; None: the end is expected, not observed.
-        """
-        if self.admitted:
-            return
-        self.admitted = True  # set first: the calls below process the transfers that are due
-        proxied, decision = self.owner, self.decision
-        runtime, request = proxied.runtime, proxied.request
-        assert request is not None
-        if not proxied.computed and not request.one_leg:
-            proxied.on_prefill_done(runtime.engines[decision.source], now)
-        self.end_transfer(now, True, seconds)
-        runtime.notify(Admitted(now, proxied.number))
-        if self.engine.approximate and request.blocks and (request.one_leg or not self.aggregated):
-            runtime.notify(KvStored(now, decision.target, request.blocks, request.block_tokens))
+    def _transfer_done(self, times: TransferTimes, now: float) -> None:
+        self._cancel_expected()  # the owner processes the transfers that are due
+        self.owner.on_transfer_done(self, times, now)
 
-    def end_transfer(self, now: float, landed: bool, seconds: float | None = None) -> None:
-        """Record that the transfer has ended. Only a completed one is reported to the control core here; the event for
-        the failure or the end of the request covers the other case."""
-        if self.transferring:
-            self.transferring = False
-            self.owner.runtime.transfer_ended(self.decision, now, landed, seconds)
-            if landed:
-                self.owner.runtime.notify(TransferFinished(now, self.owner.number))
+    def _cancel_expected(self) -> None:
+        if self._expected_end is not None:
+            self._expected_end.cancel()
+            self._expected_end = None
+
+    def end_transfer(self, now: float, landed: bool, seconds: float | None = None) -> bool:
+        """Record that the transfer has ended. Return whether one was in progress."""
+        self._cancel_expected()
+        if not self.transferring:
+            return False
+        self.transferring = False
+        self.state.runtime.transfer_ended(self.decision, now, landed, seconds)
+        return True
 
     def abort(self, now: float) -> None:
         """See Leg."""
@@ -149,7 +175,6 @@ class DecodeLeg(Leg):
 
     def on_body(self, data: bytes) -> None:
         """See ResponseHandler."""
-        proxied = self.owner
         try:
             if not self.streams or self.status >= 400:
                 if not self.keep(data):
@@ -163,9 +188,9 @@ class DecodeLeg(Leg):
                 return
             self.events += sse_events(data)
             self.size += len(data)
-            proxied.exchange.write(data)
+            self.state.exchange.write(data)
         except Exception as error:
-            proxied.internal_error(error)
+            self.owner.internal_error(error)
 
     def _whole_events(self, data: bytes) -> bytes:
         """Return the whole events of `data` and hold back the rest. If the engine failed within a relayed event, the
@@ -180,7 +205,7 @@ class DecodeLeg(Leg):
 
     def _first_token(self, data: bytes) -> bool:
         """Handle the first event: the transfer is over and decoding has begun. Return False if it is an error."""
-        proxied, exchange = self.owner, self.owner.exchange
+        state, exchange = self.state, self.state.exchange
         if data.startswith(_ERROR_START):
             if self.call is not None:
                 self.call.abort()
@@ -188,67 +213,66 @@ class DecodeLeg(Leg):
             self.on_failed(LegFailure("status", why, 502, sent=True))
             return False
         self.first = False
-        now = proxied.runtime.now()
+        now = state.runtime.now()
         self._answered(now)
         decode_s = now - self.sent_at
         step_s = min(self.expected.step_s, decode_s)
-        shows = self.transferring and proxied.computed  # otherwise the whole transfer ran during the prefill
+        shows = self.transferring and state.prefill_done  # otherwise the whole transfer ran during the prefill
         crossed_s = max(0.0, now - self.transfer_started_at - step_s) if shows else None
-        self._measure(now)
-        self.transfer_done(now, crossed_s)
-        queue_s = (self.sent_at if proxied.prefill is None else proxied.prefill.sent_at) - proxied.received_at
+        self._transfer_done(TransferTimes(crossed_s, self._measured_s(now)), now)
+        queue_s = (self.sent_at if self._prefill is None else self._prefill.sent_at) - state.received_at
         transfer_s = crossed_s or 0.0
-        prefill_s = max(0.0, now - proxied.received_at - queue_s - transfer_s - step_s)
-        proxied.first_token(self, Ttft(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
+        prefill_s = max(0.0, now - state.received_at - queue_s - transfer_s - step_s)
+        self.owner.on_first_token(self, Ttft(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
         exchange.on_pause, exchange.on_resume = self.pause, self.resume
-        content_type, headers = answered(self.headers, proxied.request_id)
+        content_type, headers = answered(self.headers, state.request_id)
         exchange.start(self.status, [(b"content-type", content_type), *headers], None)
         return True
 
     def _answered(self, now: float) -> None:
         """Report success after the first token or the whole response."""
         self.succeeded(now)
-        proxied = self.owner
-        if proxied.path_attempt is not None:
-            proxied.path_attempt.arrived(now)
-        if proxied.faults is not None:
-            proxied.faults.answered("decode", now)
+        state = self.state
+        if state.path_attempt is not None:
+            state.path_attempt.arrived(now)
+        if state.faults is not None:
+            state.faults.answered("decode", now)
 
-    def _measure(self, now: float) -> None:
-        """Report the transfer time, unless the engine measures it itself or the request waited in a queue."""
-        decision, engine = self.decision, self.engine
-        if not engine.measures or not self.transferring or decision.kv_bytes < _MEASURABLE_BYTES:
-            return
+    def _measured_s(self, now: float) -> float | None:
+        """Return the transfer time; None if the engine measures it itself or the request waited in a queue."""
+        engine = self.engine
+        if not engine.measures or not self.transferring or self.decision.kv_bytes < _MEASURABLE_BYTES:
+            return None
         seconds = now - self.sent_at - self.expected.step_s
         joint = engine.protocol.concurrent_legs or self.early  # then `seconds` includes the prefill
-        if self.expected.queue_s == 0.0 and seconds > 0.0 and not joint:
-            measured = TransferMeasured(now, decision.source, decision.target, decision.kv_bytes, seconds)
-            self.owner.runtime.notify(measured)
+        return seconds if self.expected.queue_s == 0.0 and seconds > 0.0 and not joint else None
 
     def on_end(self) -> None:
         """See ResponseHandler."""
-        proxied = self.owner
         try:
             if self.status >= 400:
                 self.on_error_status()
             elif self.streams:
                 self._stream_ended()
             else:
-                runtime, exchange = proxied.runtime, proxied.exchange
-                now = runtime.now()
-                self._answered(now)
-                self.transfer_done(now)
-                runtime.whole_answer(self.decision, now)
-                content_type, headers = answered(self.headers, proxied.request_id)
-                body = self.body()
-                self.close()
-                exchange.respond(self.status, body, content_type, headers)
-                proxied.end(self.status, now, usage_tokens(body), relayed_bytes=self.size)
+                self._collected()
         except Exception as error:
-            proxied.internal_error(error)
+            self.owner.internal_error(error)
+
+    def _collected(self) -> None:
+        runtime, exchange = self.state.runtime, self.state.exchange
+        now = runtime.now()
+        self._answered(now)
+        self._transfer_done(TransferTimes(), now)
+        runtime.whole_answer(self.decision, now)
+        content_type, headers = answered(self.headers, self.state.request_id)
+        body = self.body()
+        self.close()
+        exchange.respond(self.status, body, content_type, headers)
+        self.owner.on_response_end(self, usage_tokens(body), now)
 
     def _stream_ended(self) -> None:
-        proxied = self.owner
+        exchange = self.state.exchange
         rest, self._held = self._held, b""
         if self.first and not rest:
             why = f"decode instance {self.engine.name} ended the stream before its first token"
@@ -259,27 +283,21 @@ class DecodeLeg(Leg):
         if rest:
             self.events += sse_events(rest)
             self.size += len(rest)
-            proxied.exchange.write(rest)
+            exchange.write(rest)
         self.close()
-        proxied.exchange.end()
-        proxied.end(self.status, proxied.runtime.now(), self.events, relayed_bytes=self.size)
+        exchange.end()
+        self.owner.on_response_end(self, self.events, self.state.runtime.now())
 
     def failed(self, failure: LegFailure, now: float) -> None:
         """See Leg. If the decode engine cannot pull the KV cache, the prefill engine may have restarted."""
         if failure.sent:
-            self.owner.runtime.engines[self.decision.source].forget_engine_id()
+            self.state.runtime.engines[self.decision.source].forget_engine_id()
         super().failed(failure, now)
 
-    def progress(self) -> Progress:
-        """See Leg."""
-        owner = self.owner
-        refetchable = self._refetches(owner.prefill, owner.computed)
-        started = owner.exchange.started
-        return Progress(owner.over, started, owner.computed, decode_waits=self.early, kv_refetchable=refetchable)
-
-    def _refetches(self, prefill: PrefillLeg | None, computed: bool) -> bool:
-        """Whether another decode engine may fetch the same KV cache."""
-        if prefill is None or not computed:
+    def kv_refetchable(self) -> bool:
+        """Return whether another decode engine may fetch the same KV cache."""
+        prefill = self._prefill
+        if prefill is None or not self.state.prefill_done:
             return self.early and prefill is not None
         return self.engine.protocol.allows_refetch(prefill.transfer_params)
 
@@ -288,20 +306,20 @@ class DecodeLeg(Leg):
         has most likely not arrived. The failure then counts against the WAN path, or against nothing if the prompt is
         not computed yet. The request itself may also cause an error, so it is retried without the WAN path (see
         `FaultAttribution`)."""
-        path_attempt = self.owner.path_attempt
+        path_attempt = self.state.path_attempt
         silent = kind == "timeout" or (kind == "status" and self.status not in FULL)
         if path_attempt is None or not path_attempt.open or not silent:
             super().blame(kind, now)
             return
         self.engine.availability.cancelled(self.attempt, now)
-        if self.owner.computed:
-            path_attempt.lost(self.owner.fault_attribution(), now, error=kind == "status")
+        if self.state.prefill_done:
+            path_attempt.lost(self.state.fault_attribution(), now, error=kind == "status")
         else:
             path_attempt.cancelled(now)
 
     def abort_stream(self, why: str, kind: str = UPSTREAM) -> None:
         """End the stream with an error event that gives the reason. The held-back part of an event is dropped."""
-        exchange = self.owner.exchange
+        exchange = self.state.exchange
         exchange.write((b"\n\n" if self._torn else b"") + error_event(why, kind))
         exchange.end()
 

@@ -194,9 +194,10 @@ class Endpoints:
             runtime = self.serving
             proxied = ProxiedRequest(runtime, exchange, completion, request_id, received_at)
             proxied.ticket = ticket
-            runtime.requests[proxied.number] = proxied
+            number = proxied.state.number
+            runtime.requests[number] = proxied
             if runtime.events is not None or access_on():
-                runtime.callers[proxied.number] = Caller(request_id.decode("latin-1"), exchange.peer, key or "")
+                runtime.callers[number] = Caller(request_id.decode("latin-1"), exchange.peer, key or "")
             proxied.begin()
 
         self._admission_queue.submit(exchange, completion.kind, key, start)

@@ -7,16 +7,14 @@ One timer serves all transfers and need not be exact: code that is about to deci
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import count
+from typing import NamedTuple
 
 from kvroute.gateway.http.deadlines import NEVER_S
 from kvroute.topology import Cluster
 from kvroute.types import Decode
-
-if TYPE_CHECKING:
-    from kvroute.gateway.proxy.request import ProxiedRequest
 
 _LOOK_S = 0.05
 """Shortest interval between two runs of the timer."""
@@ -32,15 +30,34 @@ class ExpectedTiming(NamedTuple):
     """First decode step."""
 
 
+class ExpectedEnd:
+    """The expected end of one transfer, until it is due or cancelled."""
+
+    __slots__ = ("_on_due",)
+
+    def __init__(self, on_due: Callable[[float], None]) -> None:
+        self._on_due: Callable[[float], None] | None = on_due
+
+    def due(self, now: float) -> None:
+        """Call the callback, unless this was cancelled."""
+        on_due, self._on_due = self._on_due, None
+        if on_due is not None:
+            on_due(now)
+
+    def cancel(self) -> None:
+        """Never call the callback, and release it."""
+        self._on_due = None
+
+
 class ExpectedTransfers:
-    """Transfers that are expected to complete, and when; those of finished requests are skipped."""
+    """Transfers that are expected to complete, and when."""
 
-    __slots__ = ("_alone_s", "_bytes_per_s", "_due", "_latency_s", "_proxied_requests", "_timer", "due_at")
+    __slots__ = ("_alone_s", "_bytes_per_s", "_due", "_latency_s", "_order", "_timer", "due_at")
 
-    def __init__(self, cluster: Cluster, proxied_requests: Mapping[int, ProxiedRequest]) -> None:
-        """Args: `proxied_requests` by number, those that are not finished."""
-        self._proxied_requests = proxied_requests
-        self._due: list[tuple[float, int]] = []
+    def __init__(self, cluster: Cluster) -> None:
+        self._due: list[tuple[float, int, ExpectedEnd]] = []
+        self._order = count()
+        """Breaks ties: transfers that are due at the same time end in the order in which they were expected."""
         self._timer: asyncio.TimerHandle | None = None
         self.due_at = NEVER_S
         """Time of the next expected completion."""
@@ -68,26 +85,23 @@ class ExpectedTransfers:
         seconds: float = nbytes / self._bytes_per_s[tier] + self._latency_s[tier]
         return seconds
 
-    def expect(self, at: float, number: int, now: float) -> None:
-        """Record when a request's KV transfer is expected to complete (gateway clock); its leg stores the same time."""
-        heappush(self._due, (at, number))
+    def expect(self, at: float, on_due: Callable[[float], None], now: float) -> ExpectedEnd:
+        """Call `on_due` with the time when a KV transfer is expected to complete: at `at` (gateway clock) or later.
+
+        `on_due` raises no exception. The caller cancels the result when the transfer ends earlier.
+        """
+        end = ExpectedEnd(on_due)
+        heappush(self._due, (at, next(self._order), end))
         self.due_at = self._due[0][0]
         if self._timer is None:
             self._arm(now)
+        return end
 
     def look(self, now: float) -> None:
         """Report due transfers to the core."""
         due = self._due
         while due and due[0][0] <= now:
-            at, number = heappop(due)
-            proxied = self._proxied_requests.get(number)
-            leg = proxied.due_transfer(at) if proxied is not None else None
-            if proxied is None or leg is None:
-                continue
-            try:
-                leg.transfer_done(now)
-            except Exception as error:
-                proxied.internal_error(error)
+            heappop(due)[2].due(now)
         self.due_at = due[0][0] if due else NEVER_S
 
     def close(self) -> None:

@@ -5,12 +5,11 @@ The kinds of leg interpret the response; this module holds what they share.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from kvroute.gateway.engines.availability import NOT_COUNTED
 from kvroute.gateway.engines.breaker import is_failure
-from kvroute.gateway.http.headers import answered
-from kvroute.gateway.proxy.retry import LegFailure, Progress
+from kvroute.gateway.proxy.retry import LegFailure
 
 if TYPE_CHECKING:
     from kvroute.gateway.engines.breaker import Attempt
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.http.call import Call, Failure
     from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.observe.tracing import LegTrace
-    from kvroute.gateway.proxy.request import ProxiedRequest
+    from kvroute.gateway.proxy.request_state import RequestState
 
 ANSWER_BYTES_MAX = 64 * 2**20
 """A longer collected response counts as a failure of its engine."""
@@ -33,6 +32,19 @@ _VERBS = {
 }
 
 
+class LegOwner(Protocol):
+    """Receives the outcome of each leg and decides what follows."""
+
+    def on_leg_failed(self, leg: Leg, failure: LegFailure, now: float) -> None:
+        """Handle a failure of the leg, which has ended and counted it."""
+
+    def on_client_error(self, leg: Leg, now: float) -> None:
+        """Handle an engine's response that blames the client's request; the leg has ended."""
+
+    def internal_error(self, error: Exception) -> None:
+        """Handle a bug in the gateway."""
+
+
 class Leg:
     """One call. Its engine client counts it from `send` to the first `close` or `abort`; its outcome is reported once.
 
@@ -43,6 +55,7 @@ class Leg:
         "_parts",
         "attempt",
         "call",
+        "dropped",
         "engine",
         "headers",
         "open",
@@ -50,20 +63,22 @@ class Leg:
         "owner",
         "sent_at",
         "size",
+        "state",
         "status",
         "trace",
     )
     kind: Literal["copy", "prefill", "decode"] = "prefill"
     headers: Headers
 
-    def __init__(self, proxied: ProxiedRequest, engine: EngineClient, now: float) -> None:
-        self.owner, self.engine, self.sent_at = proxied, engine, now
+    def __init__(self, state: RequestState, owner: LegOwner, engine: EngineClient, now: float) -> None:
+        self.state, self.owner, self.engine, self.sent_at = state, owner, engine, now
         self.call: Call | None = None
         self.trace: LegTrace | None = None
         self.attempt: Attempt = 0
         self.status = self.size = 0
-        self.open = self.outcome_reported = False
-        """`outcome_reported`: the outcome has been reported to the instance's availability."""
+        self.open = self.outcome_reported = self.dropped = False
+        """`outcome_reported`: the outcome has been reported to the instance's availability; `dropped`: the owner does
+        not need the leg any more."""
         self._parts: list[bytes] = []
 
     def body(self) -> bytes:
@@ -73,20 +88,20 @@ class Leg:
 
     def send(self, body: bytes, first_byte_s: float, now: float, path: bytes = b"") -> None:
         """Start the call; `path` defaults to that of the client's request."""
-        proxied = self.owner
-        head = proxied.head
-        if proxied.trace is not None:
-            self.trace = proxied.trace.leg(self.kind, {"kvroute.instance": self.engine.name})
+        state = self.state
+        head = state.head
+        if state.trace is not None:
+            self.trace = state.trace.leg(self.kind, {"kvroute.instance": self.engine.name})
             head += self.trace.head
         self.open = True
         self.call, self.attempt = self.engine.send(
             self,
-            path or proxied.exchange.path,
+            path or state.exchange.path,
             head,
             body,
             first_byte_s=first_byte_s,
             now=now,
-            counted=proxied.faults is None,
+            counted=state.faults is None,
         )
 
     def on_head(self, status: int, headers: Headers) -> None:
@@ -116,6 +131,7 @@ class Leg:
 
     def abort(self, now: float) -> None:
         """Cancel the call because its response is no longer needed: neither a success nor a failure."""
+        self.dropped = True
         if self.open:
             if self.call is not None:
                 self.call.abort()
@@ -126,7 +142,7 @@ class Leg:
 
     def on_failed(self, failure: LegFailure) -> None:
         """End the leg and report its failure; the owner decides what follows."""
-        now = self.owner.runtime.now()
+        now = self.state.runtime.now()
         self.failed(failure, now)
         self.owner.on_leg_failed(self, failure, now)
 
@@ -138,13 +154,8 @@ class Leg:
         self.outcome_reported = True
         self.blame(failure.kind, now)
         self.close(failure.reason)
-        runtime, request_id = self.owner.runtime, self.owner.request_id
+        runtime, request_id = self.state.runtime, self.state.request_id
         runtime.leg_failed(self.kind, self.engine.name, failure.kind, failure.reason, request_id)
-
-    def progress(self) -> Progress:
-        """Return how far the request is, as far as the consequences of this leg's failure depend on it."""
-        owner = self.owner
-        return Progress(owner.over, owner.exchange.started, owner.computed)
 
     def blame(self, kind: str, now: float) -> None:
         """Report a failure, which ends the attempt."""
@@ -152,14 +163,14 @@ class Leg:
         if kind == "status" and self.status == 429:
             availability.succeeded(self.attempt, now)
         else:
-            faults = self.owner.fault_attribution()
+            faults = self.state.fault_attribution()
             faults.failed(availability, self.attempt, self.kind, now, error=kind == "status")
-            if self.owner.over:  # the client has its response
+            if self.state.over:  # the client has its response
                 faults.ended(200, now)
 
     def not_sent(self, now: float) -> None:
         """Start the attempt for a call that fails before it is sent; it will be reported as failed."""
-        self.attempt = self.engine.availability.started(now) if self.owner.faults is None else NOT_COUNTED
+        self.attempt = self.engine.availability.started(now) if self.state.faults is None else NOT_COUNTED
 
     def response_too_large(self) -> None:
         """Fail the leg because the response is too large."""
@@ -169,23 +180,17 @@ class Leg:
         self.on_failed(LegFailure("malformed", why, 502, sent=True))
 
     def on_error_status(self) -> None:
-        """Handle an error status of the engine: forward a client error to the client; anything else is a failure."""
+        """Report an error status of the engine: a client error is for the client; anything else is a failure."""
         status = self.status
         if status == 429 or is_failure(status):
             full = status in FULL
             why = f"{self.kind} instance {self.engine.name} returned status {status}"
             self.on_failed(LegFailure("status", why, 503 if full else 502, sent=not full))
             return
-        proxied = self.owner
-        now = proxied.runtime.now()
+        now = self.state.runtime.now()
         self.succeeded(now)
         self.close()
-        if proxied.over or (self is proxied.prefill and proxied.computed):
-            return  # the first token of the decode leg came earlier
-        proxied.drop_legs(now)
-        content_type, headers = answered(self.headers, proxied.request_id)
-        proxied.exchange.respond(status, self.body(), content_type, headers)
-        proxied.end(status, now)
+        self.owner.on_client_error(self, now)
 
     def on_body(self, data: bytes) -> None:
         """See `ResponseHandler`."""
@@ -209,11 +214,11 @@ class Leg:
 
     def out_of_files(self) -> None:
         """Report that the gateway has no free file descriptor. This is no fault of the engine."""
-        now = self.owner.runtime.now()
+        now = self.state.runtime.now()
         self.engine.availability.cancelled(self.attempt, now)
         self.outcome_reported = True
         why = f"the gateway has no file descriptor left to connect to {self.kind} instance {self.engine.name}"
         failure = LegFailure("out_of_files", why, 503, sent=False)
         self.close(why)
-        self.owner.runtime.leg_failed(self.kind, self.engine.name, failure.kind, why, self.owner.request_id)
+        self.state.runtime.leg_failed(self.kind, self.engine.name, failure.kind, why, self.state.request_id)
         self.owner.on_leg_failed(self, failure, now)

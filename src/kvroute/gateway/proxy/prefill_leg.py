@@ -3,45 +3,61 @@ processes the engine's short response."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvroute.gateway.engines.protocols import KvHandshake, ProtocolError
 from kvroute.gateway.openai_api.responses import cached_tokens
 from kvroute.gateway.proxy.leg import Leg
-from kvroute.gateway.proxy.prefix_copy_leg import PrefixCopyLeg
-from kvroute.gateway.proxy.retry import LegFailure, Progress
+from kvroute.gateway.proxy.prefix_copy_leg import CopyOwner, PrefixCopyLeg
+from kvroute.gateway.proxy.retry import LegFailure
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from msgspec import Raw
 
-    from kvroute.gateway.proxy.request import ProxiedRequest
+    from kvroute.gateway.engines.client import EngineClient
+    from kvroute.gateway.proxy.request_state import RequestState
     from kvroute.types import Prefill
+
+
+class PrefillOwner(CopyOwner, Protocol):
+    """Receives the outcome of a prefill."""
+
+    def on_prefill_done(self, engine: EngineClient, now: float) -> None:
+        """Record that the KV cache is complete on `engine`."""
 
 
 class PrefillLeg(Leg):
     """Collects the short response of a prefill engine; after its end it still identifies the KV cache's location."""
 
-    __slots__ = ("_early", "copy", "handshake", "transfer_params")
+    __slots__ = ("_early", "copy", "handshake", "owner", "transfer_params")
+    owner: PrefillOwner
 
-    def __init__(self, proxied: ProxiedRequest, decision: Prefill, now: float, *, early: bool) -> None:
+    def __init__(self, state: RequestState, owner: PrefillOwner, decision: Prefill, now: float, *, early: bool) -> None:
         """Args: `early`: the decode leg is sent at the same time."""
-        super().__init__(proxied, proxied.runtime.engines[decision.instance], now)
+        super().__init__(state, owner, state.runtime.engines[decision.instance], now)
         self._early = early
-        self.copy = PrefixCopyLeg(proxied, decision, now, self._copied) if decision.copy_from else None
+        self.copy = PrefixCopyLeg(state, owner, decision, now, self._copied) if decision.copy_from else None
         """Leg that copies a cached prefix before this leg is sent; None: no copy."""
         self.handshake: KvHandshake | None = None
         self.transfer_params: Raw | None = None
         """Part of the response that is sent to the decode engine."""
 
-    def begin(self, now: float) -> bool:
-        """Send the leg, now or when the transfer parameters are known; return False if it has already failed."""
+    def begin(self, ids: Sequence[int] | None, now: float) -> bool:
+        """Send the leg, now or when the transfer parameters are known; return False if it has already failed.
+
+        Args:
+            ids: the prompt's tokens; None: its prefix is not copied.
+            now: time, gateway clock.
+        """
         engine = self.engine
-        handshake = self.handshake = engine.handshake(self.owner.runtime.draw, early=self._early)
+        handshake = self.handshake = engine.handshake(self.state.runtime.draw, early=self._early)
         if handshake is None:
             engine.resolve_engine_id(self._met)
             return True
         if self.copy is not None:
-            self.copy.begin(self.owner.take_token_ids(), now)
+            self.copy.begin(ids, now)
             return True
         return self._send(handshake, now)
 
@@ -49,17 +65,17 @@ class PrefillLeg(Leg):
         """Send the leg after the instance that has the prefix offers it or (None) does not."""
         handshake = self.handshake
         assert handshake is not None
-        if self.owner.prefill is self and not self.owner.over:
+        if not (self.dropped or self.state.over):
             self._send(handshake, now, prefix)
 
     def _met(self) -> None:
         """Continue after the response or the failure of the bootstrap server."""
-        proxied, engine = self.owner, self.engine
-        if proxied.prefill is not self or proxied.over:
+        runtime, engine = self.state.runtime, self.engine
+        if self.dropped or self.state.over:
             return
         try:
-            now = proxied.runtime.now()
-            handshake = self.handshake = engine.handshake(proxied.runtime.draw)
+            now = runtime.now()
+            handshake = self.handshake = engine.handshake(runtime.draw)
             if handshake is None and engine.out_of_files:
                 self.not_sent(now)
                 self.out_of_files()
@@ -70,17 +86,17 @@ class PrefillLeg(Leg):
             else:
                 self._send(handshake, now)
         except Exception as error:
-            proxied.internal_error(error)
+            self.owner.internal_error(error)
 
     def _send(self, handshake: KvHandshake, now: float, prefix: Raw | None = None) -> bool:
         try:
-            body = self.engine.protocol.prefill_body(self.owner.completion, handshake, prefix)
+            body = self.engine.protocol.prefill_body(self.state.completion, handshake, prefix)
         except ProtocolError as error:
             self.not_sent(now)
             self.on_failed(LegFailure("malformed", f"prefill instance {self.engine.name} {error}", 502, sent=False))
             return False
         self.sent_at = now
-        self.send(body, self.owner.runtime.timeouts.prefill_s, now)
+        self.send(body, self.state.runtime.timeouts.prefill_s, now)
         return True
 
     def on_body(self, data: bytes) -> None:
@@ -95,12 +111,12 @@ class PrefillLeg(Leg):
 
     def on_end(self) -> None:
         """See `ResponseHandler`: the KV cache is complete, unless the response has an error."""
-        proxied, engine = self.owner, self.engine
+        state, engine = self.state, self.engine
         try:
             if self.status >= 400:
                 self.on_error_status()
                 return
-            body, now = self.body(), proxied.runtime.now()
+            body, now = self.body(), state.runtime.now()
             try:
                 self.transfer_params = (
                     None if engine.protocol.concurrent_legs else engine.protocol.transfer_params(body)
@@ -111,13 +127,13 @@ class PrefillLeg(Leg):
             self.succeeded(now)
             self.close()
             self._parts.clear()
-            if self.copy is not None and not proxied.computed:
+            if self.copy is not None and not state.prefill_done:
                 self.copy.computed(cached_tokens(body), now)
-            proxied.runtime.metrics.prefill_answered(now - self.sent_at)
-            if not (proxied.computed or proxied.over):  # otherwise the first token of the decode leg came earlier
-                proxied.on_prefill_done(engine, now)
+            state.runtime.metrics.prefill_answered(now - self.sent_at)
+            if not (state.prefill_done or state.over):  # otherwise the first token of the decode leg came earlier
+                self.owner.on_prefill_done(engine, now)
         except Exception as error:
-            proxied.internal_error(error)
+            self.owner.internal_error(error)
 
     def abort(self, now: float) -> None:
         """See `Leg`."""
@@ -131,10 +147,3 @@ class PrefillLeg(Leg):
         super().failed(failure, now)
         if self.copy is not None:
             self.copy.abort(now)
-
-    def progress(self) -> Progress:
-        """See Leg."""
-        owner = self.owner
-        waits = self.handshake is not None and self.handshake.early and owner.decode is not None
-        other = not waits or owner.runtime.prefills_elsewhere(self.engine)
-        return Progress(owner.over, owner.exchange.started, owner.computed, decode_waits=waits, other_prefill=other)

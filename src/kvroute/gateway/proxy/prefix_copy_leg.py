@@ -7,22 +7,21 @@ the prompt is then computed without the copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import msgspec
 
 from kvroute.gateway.engines.breaker import is_failure
 from kvroute.gateway.engines.protocols import ProtocolError
-from kvroute.gateway.http.deadlines import NEVER_S
-from kvroute.gateway.proxy.leg import Leg
+from kvroute.gateway.proxy.leg import Leg, LegOwner
 from kvroute.gateway.proxy.retry import LegFailure
-from kvroute.types import CopyFinished
 
 if TYPE_CHECKING:
     from msgspec import Raw
 
     from kvroute.gateway.openai_api.requests import Completion
-    from kvroute.gateway.proxy.request import ProxiedRequest
+    from kvroute.gateway.proxy.expected_transfers import ExpectedEnd
+    from kvroute.gateway.proxy.request_state import RequestState
     from kvroute.types import Prefill
 
 Outcome: TypeAlias = Literal["landed", "missed", "failed", "given_up", "left_out"]
@@ -35,37 +34,50 @@ _KEPT = ("model", "cache_salt")
 """Request fields that are part of an engine's cache key."""
 
 
+class CopyOwner(LegOwner, Protocol):
+    """Receives the outcome of a prefix copy."""
+
+    def on_copy_finished(self, decision: Prefill, now: float, *, landed: bool) -> None:
+        """Record that the copy of this decision has ended."""
+
+
 class PrefixCopyLeg(Leg):
     """The request to the instance that has the prefix, and the result of the copy, which the prefill leg reports."""
 
-    __slots__ = ("_asked", "_on_end", "_over", "_told", "decision", "prefix_tokens", "transfer_due_at")
+    __slots__ = ("_asked", "_expected_end", "_on_end", "_over", "decision", "owner", "prefix_tokens")
     kind = "copy"
+    owner: CopyOwner
 
     def __init__(
-        self, proxied: ProxiedRequest, decision: Prefill, now: float, on_end: Callable[[Raw | None, float], None]
+        self,
+        state: RequestState,
+        owner: CopyOwner,
+        decision: Prefill,
+        now: float,
+        on_end: Callable[[Raw | None, float], None],
     ) -> None:
         """Args: `on_end` receives the transfer parameters for the prefill leg, or None if there will be no copy."""
-        super().__init__(proxied, proxied.runtime.engines[decision.copy_from], now)
+        super().__init__(state, owner, state.runtime.engines[decision.copy_from], now)
         self.decision = decision
-        self.transfer_due_at = NEVER_S
+        self._expected_end: ExpectedEnd | None = None
         self.prefix_tokens = 0
         """Number of tokens to copy: whole blocks."""
         self._on_end: Callable[[Raw | None, float], None] | None = on_end
         """None once it has been called or the copy is over, to break the reference cycle with the prefill leg."""
-        self._told = self._over = False
-        """`_told`: the end is reported to the core; `_over`: the outcome is counted."""
+        self._over = False
+        """The outcome is counted."""
         self._asked = False
         """The prefill instance fetches the prefix, or is about to."""
 
     def begin(self, ids: Sequence[int] | None, now: float) -> None:
         """Send the leg. Args: `ids` are the prompt's tokens; None: the prefix is not copied."""
-        runtime, request = self.owner.runtime, self.owner.request
+        runtime, request = self.state.runtime, self.state.request
         assert request is not None
         self.prefix_tokens = self.decision.cached_tokens // request.block_tokens * request.block_tokens
         if ids is None or not self.prefix_tokens:
             self._without("left_out", now)
             return
-        self.send(copy_body(self.owner.completion, ids[: self.prefix_tokens]), runtime.copy_s, now, _PATH)
+        self.send(copy_body(self.state.completion, ids[: self.prefix_tokens]), runtime.copy_s, now, _PATH)
 
     def on_body(self, data: bytes) -> None:
         """See ResponseHandler."""
@@ -77,7 +89,7 @@ class PrefixCopyLeg(Leg):
 
     def on_end(self) -> None:
         """See ResponseHandler: the blocks are ready to be fetched, unless the response reports an error."""
-        proxied, engine = self.owner, self.engine
+        runtime, engine = self.state.runtime, self.engine
         try:
             if self.status >= 400:
                 why = f"prefix copy: instance {engine.name} returned status {self.status}"
@@ -88,15 +100,15 @@ class PrefixCopyLeg(Leg):
             except ProtocolError as odd:
                 self.on_failed(LegFailure("malformed", f"prefix copy: instance {engine.name} {odd}", 502, sent=False))
                 return
-            now = proxied.runtime.now()
+            now = runtime.now()
             self.succeeded(now)
             self.close()
             self._parts.clear()
-            proxied.runtime.metrics.copy_answered(now - self.sent_at)
+            runtime.metrics.copy_answered(now - self.sent_at)
             self._fetched(now)
             self._answer(prefix, now)
         except Exception as error:
-            proxied.internal_error(error)
+            self.owner.internal_error(error)
 
     def continue_without(self, now: float) -> None:
         """After a failure of the leg, let the prompt be computed without the copy."""
@@ -114,14 +126,13 @@ class PrefixCopyLeg(Leg):
         """See Leg: the copy is not needed any more. The event for the failed prefill or the request's end reports this
         to the core."""
         super().abort(now)
-        self._told = True
         self._on_end = None
         self._end("given_up", now)
 
     # The result of the copy
 
     def _without(self, outcome: Outcome, now: float) -> None:
-        self._tell(now, landed=False)
+        self._report(now, landed=False)
         self._end(outcome, now)
         self._answer(None, now)
 
@@ -133,40 +144,39 @@ class PrefixCopyLeg(Leg):
 
     def _fetched(self, now: float) -> None:
         """Record the start of the transfer, just before the prefill leg is sent, and schedule its expected end."""
-        runtime, decision = self.owner.runtime, self.decision
+        runtime, decision = self.state.runtime, self.decision
         self._asked = True
         offload = decision.offload
         expected_s = offload.terms.get(f"{offload.site}.copy_s", 0.0) if offload is not None else 0.0
         tier = self._tier()
         runtime.metrics.transfer_started(tier)
         runtime.state.copy_started(decision, tier, now, expected_s)
-        self.transfer_due_at = max(
-            self.sent_at + expected_s, now + runtime.expected_transfers.alone_s(tier, decision.copy_bytes)
-        )
-        runtime.expected_transfers.expect(self.transfer_due_at, self.owner.number, now)
+        due_at = max(self.sent_at + expected_s, now + runtime.expected_transfers.alone_s(tier, decision.copy_bytes))
+        self._expected_end = runtime.expected_transfers.expect(due_at, self._transfer_due, now)
 
-    def transfer_done(self, now: float) -> None:
+    def _transfer_due(self, now: float) -> None:
         """Report the transfer as complete at its expected end, so that later decisions count the link as free."""
-        self.transfer_due_at = NEVER_S
-        self._tell(now, landed=True)
+        try:
+            self._report(now, landed=True)
+        except Exception as error:
+            self.owner.internal_error(error)
 
     def computed(self, cached_tokens: int | None, now: float) -> None:
         """Record that the prompt is computed. Args: `cached_tokens` of it, None if the engine does not report them."""
         if self._asked:
             landed = cached_tokens is None or cached_tokens > self.decision.cached_tokens - self.decision.copy_tokens
-            self._tell(now, landed=landed)
+            self._report(now, landed=landed)
             self._end("landed" if landed else "missed", now)
 
-    def _tell(self, now: float, *, landed: bool) -> None:
-        if not self._told:
-            self._told = True
-            self.owner.runtime.notify(CopyFinished(now, self.decision.copy_id, landed))
+    def _report(self, now: float, *, landed: bool) -> None:
+        self.owner.on_copy_finished(self.decision, now, landed=landed)
 
     def _end(self, outcome: Outcome, now: float) -> None:
         if not self._over:
             self._over = True
-            self.transfer_due_at = NEVER_S
-            runtime, decision, landed = self.owner.runtime, self.decision, outcome == "landed"
+            if self._expected_end is not None:
+                self._expected_end.cancel()
+            runtime, decision, landed = self.state.runtime, self.decision, outcome == "landed"
             tier = self._tier()
             runtime.metrics.copied(outcome, tier, decision.copy_bytes)
             if self._asked:
@@ -174,7 +184,7 @@ class PrefixCopyLeg(Leg):
                 runtime.state.transfer_ended(-decision.copy_id, now, landed=landed)
 
     def _tier(self) -> int:
-        cluster = self.owner.runtime.cluster
+        cluster = self.state.runtime.cluster
         return int(cluster.tier[cluster.index(self.decision.copy_from), cluster.index(self.decision.instance)])
 
 

@@ -9,7 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvroute.control import Control
 from kvroute.gateway.engines.client import EngineClient
@@ -28,6 +28,7 @@ from kvroute.gateway.openai_api.prompt import Prompts
 from kvroute.gateway.openai_api.requests import Completion
 from kvroute.gateway.proxy.constraint_log import ConstraintFallbackLog
 from kvroute.gateway.proxy.expected_transfers import ExpectedTransfers
+from kvroute.gateway.proxy.request_events import RequestEvents
 from kvroute.gateway.wan.paths import WanPaths
 from kvroute.topology import Cluster
 from kvroute.types import (
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from kvroute.gateway.config.settings import GatewaySettings
     from kvroute.gateway.observe.event_log import EventLogWriter
     from kvroute.gateway.openai_api.cache_salt import CacheSalts
-    from kvroute.gateway.proxy.request import ProxiedRequest
 
 
 class Caller(NamedTuple):
@@ -62,6 +62,36 @@ class Caller(NamedTuple):
     """Address of the client."""
     key: str
     """Name of its key, if keys are required."""
+
+
+class RequestInProgress(Protocol):
+    """A proxied request that has not ended."""
+
+    def stop(self) -> None:
+        """Abort the request because the gateway shuts down."""
+
+    def uses(self, name: str) -> bool:
+        """Return whether the request is in progress on the instance, or needs the KV cache that it holds."""
+
+    def transfers(self, source: str, target: str) -> bool:
+        """Return whether the KV cache of the request crosses from one instance to the other."""
+
+
+class EndedRequest(NamedTuple):
+    """A proxied request that has ended."""
+
+    number: int
+    """Its id in the event log."""
+    ticket: int
+    """Ticket of its admission."""
+    kind: str
+    """Kind of the completion."""
+    status: int
+    """Status of the response."""
+    seconds: float
+    """Time since it was received."""
+    relayed_bytes: int
+    """Size of the relayed response body."""
 
 
 class ClusterRuntime:
@@ -84,9 +114,10 @@ class ClusterRuntime:
         lag: LoopLag,
         jitter: random.Random,
         engine_key: bytes | None,
-        on_end: Callable[[ProxiedRequest], None],
+        on_end: Callable[[int], None],
         first_number: int = 0,
     ) -> None:
+        """Args: `on_end` is called with the ticket of each request that ends; other arguments are attributes."""
         self.cluster, self.settings, self.now = cluster, settings, now
         self.prompts, self.budget, self.metrics, self.state = prompts, budget, metrics, state
         self.tracer, self.events, self.lag, self.jitter = tracer, events, lag, jitter
@@ -97,7 +128,8 @@ class ClusterRuntime:
         """WAN paths of prefills; None: the settings have no `offload` section."""
         self.salts: CacheSalts | None = None
         """Salts by client key; None: clients share the engines' prefix caches."""
-        self.requests: dict[int, ProxiedRequest] = {}
+        self.report = RequestEvents(self.decide, self.notify)
+        self.requests: dict[int, RequestInProgress] = {}
         self.callers: dict[int, Caller] = {}
         """Client of each request, by number; filled only if a log uses it."""
         self.measured: dict[str, InstanceMeasured] = {}
@@ -105,7 +137,7 @@ class ClusterRuntime:
         self.telemetry: CongestionMeasured | LinksMeasured | None = None
         """Last measurement of the network."""
         self.open_files = OpenFiles(metrics)
-        self.expected_transfers = ExpectedTransfers(cluster, self.requests)
+        self.expected_transfers = ExpectedTransfers(cluster)
         self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
         self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
         """Time limit for an instance to offer a cached prefix; 0: no copies."""
@@ -284,9 +316,9 @@ class ClusterRuntime:
         name = request_id.decode("latin-1")
         log_event("warning", "leg_failed", request_id=name, instance=instance, leg=leg, kind=kind, reason=why)
 
-    def ended(self, proxied: ProxiedRequest, kind: str, status: int, now: float, relayed_bytes: int) -> None:
+    def ended(self, ended: EndedRequest, now: float) -> None:
         """Report the end of a request."""
-        number, seconds = proxied.number, now - proxied.received_at
+        number, ticket, kind, status, seconds, relayed_bytes = ended
         try:
             self.metrics.finished(kind, status, seconds, relayed_bytes)
             self.state.finished(now, status)
@@ -295,7 +327,7 @@ class ClusterRuntime:
                 access(name, kind, status, seconds, number=number, client=client, key_name=key)
         finally:
             self.requests.pop(number, None)
-            self._on_end(proxied)
+            self._on_end(ticket)
 
     @property
     def idle(self) -> bool:

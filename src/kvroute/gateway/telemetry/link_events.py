@@ -35,9 +35,7 @@ class LinkEvents:
 
     def _crossing(self, source: str, target: str) -> int:
         """Return the number of own transfers in progress between two instances."""
-        answers = [proxied.decode for proxied in self._runtime.requests.values()]
-        decisions = [answer.decision for answer in answers if answer is not None and answer.transferring]
-        return sum((each.source, each.target) == (source, target) for each in decisions)
+        return sum(request.transfers(source, target) for request in self._runtime.requests.values())
 
     def _congestion(self, others: float | None, now: float) -> None:
         """Emit others' share of the WAN paths, and 0 once when it ends; operator telemetry is more complete and

@@ -1,0 +1,63 @@
+"""Facts of one proxied request that its legs read. Only `ProxiedRequest` changes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvroute.gateway.engines.fault_attribution import FaultAttribution
+
+if TYPE_CHECKING:
+    from kvroute.gateway.http.exchange import Exchange
+    from kvroute.gateway.observe.tracing import RequestTrace
+    from kvroute.gateway.openai_api.requests import Completion
+    from kvroute.gateway.proxy.runtime import ClusterRuntime
+    from kvroute.gateway.wan.paths import PathAttempt
+    from kvroute.types import Request
+
+
+class RequestState:
+    """The client's side of a request, what the core knows of it, and what is shared by its legs."""
+
+    __slots__ = (
+        "completion",
+        "exchange",
+        "faults",
+        "head",
+        "number",
+        "over",
+        "path_attempt",
+        "received_at",
+        "request",
+        "request_id",
+        "runtime",
+        "trace",
+    )
+    head: bytes
+    """Header lines that engines receive."""
+
+    def __init__(
+        self, runtime: ClusterRuntime, exchange: Exchange, completion: Completion, request_id: bytes, received_at: float
+    ) -> None:
+        self.runtime, self.exchange, self.completion, self.request_id = runtime, exchange, completion, request_id
+        self.number = runtime.next_number()
+        """Its id in the core and in the event log."""
+        self.received_at = received_at
+        self.request: Request | None = None
+        self.path_attempt: PathAttempt | None = None
+        """Its attempt to transfer the KV cache from another datacenter over a WAN path; None: there is none."""
+        self.trace: RequestTrace | None = None
+        self.faults: FaultAttribution | None = None
+        """Attributes failed attempts to engines or to the request; None: no attempt has failed."""
+        self.over = False
+        """The request has ended."""
+
+    def fault_attribution(self) -> FaultAttribution:
+        """Return `faults`; create it at the first failure."""
+        if self.faults is None:
+            self.faults = FaultAttribution()
+        return self.faults
+
+    @property
+    def prefill_done(self) -> bool:
+        """Whether no prefill is in progress: the KV cache is complete, or a decode instance computes it itself."""
+        return not self.runtime.control.prefilling(self.number)
