@@ -27,7 +27,7 @@ from kvroute.gateway.openai_api.responses import error_body, model_body, models_
 from kvroute.gateway.proxy.admission_queue import AdmissionQueue
 from kvroute.gateway.proxy.passthrough import PassthroughRequest
 from kvroute.gateway.proxy.request import ProxiedRequest
-from kvroute.gateway.proxy.runtime import Caller
+from kvroute.gateway.proxy.request_events import Caller
 
 if TYPE_CHECKING:
     from kvroute.gateway.http.exchange import Exchange
@@ -206,7 +206,7 @@ class Endpoints:
         key = self._key(exchange)
         if key is _NOBODY:
             return
-        names = self.serving.served_models()
+        names = self.serving.models.names()
         if not names:
             self._engines_models(exchange, key)
         elif exchange.path == b"/v1/models":

@@ -78,7 +78,7 @@ class PassthroughRequest:
         try:
             exchange.on_gone = self._client_gone
             self._trace = runtime.tracer.request(exchange.headers, PASSTHROUGH)
-            model = runtime.model_of(self._asked.model) if self._asked.model else ""
+            model = runtime.models.name(self._asked.model) if self._asked.model else ""
             self._engines = answerers(runtime.engines.values(), model, self._turn)
             runtime.budget.request(runtime.now())
             self._next("no instance is up", 503)

@@ -87,7 +87,7 @@ class ProxiedRequest:
             state.head = (
                 header_lines(forwarded(exchange.headers, state.request_id, runtime.forward_headers)) + runtime.added
             )
-            self.model = runtime.model_of(completion.model)
+            self.model = runtime.models.name(completion.model)
             prompt = runtime.prompts.blocks_now(completion)
             if prompt is None:
                 self._reading = runtime.spawn(self._begin_later())
@@ -131,7 +131,7 @@ class ProxiedRequest:
             block_tokens=prompt.block_tokens,
             max_output_tokens=max_tokens,
             model=self.model,
-            one_leg=completion.one_leg and runtime.single_instance_only(completion),
+            one_leg=completion.one_leg and runtime.models.one_instance_only(completion),
             copyable=prompt.ids is not None,
         )
         self._ids = prompt.ids if runtime.copy_s else None

@@ -1,9 +1,10 @@
-"""Reports the steps of requests to the control core. No other code creates these events."""
+"""Passes events to the control core and to the event log. No other code creates the events of a request's steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvroute.types import (
     Admitted,
@@ -23,55 +24,109 @@ from kvroute.types import (
     TransferMeasured,
 )
 
+if TYPE_CHECKING:
+    from kvroute.control import Control
+    from kvroute.gateway.observe.event_log import EventLogWriter
+    from kvroute.gateway.observe.metrics import Metrics
+    from kvroute.gateway.proxy.constraint_log import ConstraintFallbackLog
+
 Decisions: TypeAlias = tuple[Decision, ...]
+"""In the order in which they are to be carried out."""
+
+
+class Caller(NamedTuple):
+    """The client of a request, for the event log and the access log."""
+
+    request_id: str
+    """Value of the X-Request-Id header."""
+    client: str
+    """Address of the client."""
+    key: str
+    """Name of its key, if keys are required."""
 
 
 class RequestEvents:
-    """One method for each step of a request. Methods that return decisions require one; they come in the order in which
-    they are to be carried out."""
+    """The way from the gateway into one control core, with one method for each step of a request."""
 
-    __slots__ = ("_decide", "_notify")
+    __slots__ = ("_callers", "_control", "_fallbacks", "_log", "_metrics")
 
-    def __init__(self, decide: Callable[[Event], Decisions], notify: Callable[[Event], None]) -> None:
-        """Args: `decide` passes an event that requires a decision to the core; `notify` passes any other event."""
-        self._decide, self._notify = decide, notify
+    def __init__(
+        self,
+        control: Control,
+        metrics: Metrics,
+        log: EventLogWriter | None,
+        callers: Mapping[int, Caller],
+        fallbacks: ConstraintFallbackLog | None,
+    ) -> None:
+        """
+        Args:
+            control: the core that decides.
+            metrics: count decisions and their duration.
+            log: the event log; None: events are not logged.
+            callers: the client of each request, by number.
+            fallbacks: logs decisions that violate the preferred constraint; None: there is no constraint.
+        """
+        self._control, self._metrics, self._log = control, metrics, log
+        self._callers, self._fallbacks = callers, fallbacks
+
+    def decide(self, event: Event) -> Decisions:
+        """Pass an event that requires a decision to the core."""
+        start = time.perf_counter()
+        decisions = self._control.handle(event)
+        if decisions:
+            took_s = time.perf_counter() - start
+            for decision in decisions:
+                self._metrics.decided(decision, took_s)
+            if self._fallbacks is not None:
+                self._fallbacks.decided(event.at, decisions[-1])
+        if self._log is not None:
+            caller = self._callers.get(event.request.id) if type(event) is Arrived else None
+            self._metrics.logged(self._log.write(event, decisions, caller.request_id if caller else ""))
+        return decisions
+
+    def notify(self, event: Event) -> None:
+        """Pass an event that requires no decision to the core."""
+        decisions = self._control.handle(event)
+        assert not decisions
+        if self._log is not None:
+            self._metrics.logged(self._log.write(event, decisions))
 
     def arrived(self, request: Request, now: float) -> Decisions:
         """Report a new request."""
-        return self._decide(Arrived(now, request))
+        return self.decide(Arrived(now, request))
 
     def prefill_finished(self, number: int, now: float) -> Decisions:
         """Report that the KV cache is complete, or that no prefill instance computes it any more."""
-        return self._decide(PrefillFinished(now, number))
+        return self.decide(PrefillFinished(now, number))
 
     def prefill_failed(self, number: int, now: float) -> Decisions:
         """Report that the prefill is to be repeated on another instance."""
-        return self._decide(PrefillFailed(now, number))
+        return self.decide(PrefillFailed(now, number))
 
     def decode_failed(self, number: int, now: float, *, kv_lost: bool) -> Decisions:
         """Report that the decode is to be repeated on another instance. Args: see `retry.Retry`."""
-        return self._decide(DecodeFailed(now, number, kv_lost=kv_lost))
+        return self.decide(DecodeFailed(now, number, kv_lost=kv_lost))
 
     def copy_finished(self, decision: Prefill, now: float, *, landed: bool) -> None:
         """Report the end of the prefix copy of this decision."""
-        self._notify(CopyFinished(now, decision.copy_id, landed))
+        self.notify(CopyFinished(now, decision.copy_id, landed))
 
     def transfer_finished(self, number: int, now: float) -> None:
         """Report that the KV cache has reached the decode instance."""
-        self._notify(TransferFinished(now, number))
+        self.notify(TransferFinished(now, number))
 
     def transfer_measured(self, decision: Decode, seconds: float, now: float) -> None:
         """Report how long the KV transfer of this decision took."""
-        self._notify(TransferMeasured(now, decision.source, decision.target, decision.kv_bytes, seconds))
+        self.notify(TransferMeasured(now, decision.source, decision.target, decision.kv_bytes, seconds))
 
     def admitted(self, number: int, now: float) -> None:
         """Report that the decode instance has begun to decode the request."""
-        self._notify(Admitted(now, number))
+        self.notify(Admitted(now, number))
 
     def prefix_stored(self, instance: str, request: Request, now: float) -> None:
         """Report that an instance without KV cache events now has the prompt's prefix in its cache."""
-        self._notify(KvStored(now, instance, request.blocks, request.block_tokens))
+        self.notify(KvStored(now, instance, request.blocks, request.block_tokens))
 
     def finished(self, number: int, output_tokens: int | None, now: float) -> None:
         """Report the end of a request."""
-        self._notify(Finished(now, number, output_tokens=output_tokens))
+        self.notify(Finished(now, number, output_tokens=output_tokens))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -23,17 +22,14 @@ from kvroute.gateway.observe.metrics import Leg, Metrics
 from kvroute.gateway.observe.state import DashboardState
 from kvroute.gateway.observe.tracing import Tracer
 from kvroute.gateway.observe.view import Ttft
-from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.prompt import Prompts
-from kvroute.gateway.openai_api.requests import Completion
 from kvroute.gateway.proxy.constraint_log import ConstraintFallbackLog
 from kvroute.gateway.proxy.expected_transfers import ExpectedTransfers
-from kvroute.gateway.proxy.request_events import RequestEvents
+from kvroute.gateway.proxy.request_events import Caller, RequestEvents
+from kvroute.gateway.proxy.served_models import ServedModels
 from kvroute.gateway.wan.paths import WanPaths
 from kvroute.topology import Cluster
 from kvroute.types import (
-    TRAITS,
-    Arrived,
     CongestionMeasured,
     Decision,
     Decode,
@@ -42,7 +38,6 @@ from kvroute.types import (
     InstanceMeasured,
     InstanceUp,
     KvCleared,
-    KvProtocol,
     LinksMeasured,
     TransferMeasured,
 )
@@ -51,17 +46,6 @@ if TYPE_CHECKING:
     from kvroute.gateway.config.settings import GatewaySettings
     from kvroute.gateway.observe.event_log import EventLogWriter
     from kvroute.gateway.openai_api.cache_salt import CacheSalts
-
-
-class Caller(NamedTuple):
-    """The client of a request, for the event log and the access log."""
-
-    request_id: str
-    """Value of the X-Request-Id header."""
-    client: str
-    """Address of the client."""
-    key: str
-    """Name of its key, if keys are required."""
 
 
 class RequestInProgress(Protocol):
@@ -128,7 +112,6 @@ class ClusterRuntime:
         """WAN paths of prefills; None: the settings have no `offload` section."""
         self.salts: CacheSalts | None = None
         """Salts by client key; None: clients share the engines' prefix caches."""
-        self.report = RequestEvents(self.decide, self.notify)
         self.requests: dict[int, RequestInProgress] = {}
         self.callers: dict[int, Caller] = {}
         """Client of each request, by number; filled only if a log uses it."""
@@ -149,41 +132,24 @@ class ClusterRuntime:
         self._control, self._rooms, self._on_end = control, rooms, on_end
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = first_number - 1
-        self._fallbacks = ConstraintFallbackLog(settings.constraint) if settings.constraint else None
-        models = {instance.model for instance in cluster.instances}
-        self._one_model = len(models) == 1
-        self._protocols: dict[str, set[KvProtocol]] = {}
-        for instance in cluster.instances:
-            self._protocols.setdefault(instance.model, set()).add(instance.protocol)
-        self._any_protocol = {protocol for known in self._protocols.values() for protocol in known}
+        fallbacks = ConstraintFallbackLog(settings.constraint) if settings.constraint else None
+        self.report = RequestEvents(control, metrics, events, self.callers, fallbacks)
+        """Passes the steps of requests to the core."""
+        self.models = ServedModels(cluster, settings.models)
 
     # Decisions
 
     def decide(self, event: Event) -> tuple[Decision, ...]:
-        """Pass an event that requires a decision to the core."""
-        start = time.perf_counter()
-        decisions = self._control.handle(event)
-        if decisions:
-            took_s = time.perf_counter() - start
-            for decision in decisions:
-                self.metrics.decided(decision, took_s)
-            if self._fallbacks is not None:
-                self._fallbacks.decided(event.at, decisions[-1])
-        if self.events is not None:
-            caller = self.callers.get(event.request.id) if type(event) is Arrived else None
-            self.metrics.logged(self.events.write(event, decisions, caller.request_id if caller else ""))
-        return decisions
+        """See `RequestEvents`."""
+        return self.report.decide(event)
 
     def notify(self, event: Event) -> None:
-        """Pass an event that requires no decision to the core."""
-        decisions = self._control.handle(event)
-        assert not decisions
-        if self.events is not None:
-            self.metrics.logged(self.events.write(event, decisions))
+        """See `RequestEvents`."""
+        self.report.notify(event)
 
     @property
     def control(self) -> Control:
-        """The core; only `decide` and `notify` may change it."""
+        """The core; only `report` changes it."""
         return self._control
 
     def on_availability(self, name: str, up: bool, now: float) -> None:
@@ -246,27 +212,6 @@ class ClusterRuntime:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def model_of(self, served: str) -> str:
-        """Return the cluster's name of a model. With a single model it may be empty: engines then check the name.
-
-        Raises:
-            RequestError: the name is missing or unknown, and there are several models.
-        """
-        name = self.settings.models.get(served, "" if self._one_model else served)
-        if self._one_model or name in self._protocols:
-            return name
-        if not served:
-            hint = "give one that GET /v1/models lists"
-            raise RequestError(f"model: is missing, and several models are served; {hint}", param="model")
-        what = f"the model {served[:200]!r} does not exist; GET /v1/models lists the models"
-        raise RequestError(what, status=404, param="model", code="model_not_found")
-
-    def single_instance_only(self, completion: Completion) -> bool:
-        """Whether some protocol of its model cannot transfer this request's KV: one instance must then do both
-        phases."""
-        protocols = self._protocols.get(self.model_of(completion.model), self._any_protocol)
-        return not all(TRAITS[protocol].splits_every_request for protocol in protocols)
-
     def prefills_elsewhere(self, engine: EngineClient) -> bool:
         """Whether another instance is up that could prefill instead of this one."""
         model, protocol = engine.instance.model, engine.instance.protocol
@@ -277,11 +222,6 @@ class ClusterRuntime:
             and (other.instance.model, other.instance.protocol) == (model, protocol)
             for other in self.engines.values()
         )
-
-    def served_models(self) -> list[str]:
-        """Return the names of models for clients; empty if there is one model and the settings have no aliases."""
-        names = sorted(self.settings.models)
-        return names if names or self._one_model else sorted({i.model for i in self.cluster.instances})
 
     # Reports of requests
 

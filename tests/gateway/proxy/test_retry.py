@@ -26,7 +26,7 @@ from kvroute.gateway.proxy.retry import (
     decide,
 )
 
-SERVE = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+SERVE = (Path(__file__).resolve().parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
 KINDS = ("refused", "reset", "timeout", "malformed", "status", "out_of_files")
 
 

@@ -1,0 +1,49 @@
+"""Models of one cluster: their names for clients, and what the protocols of their instances can split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvroute.gateway.openai_api.json_fields import RequestError
+from kvroute.gateway.openai_api.requests import Completion
+from kvroute.topology import Cluster
+from kvroute.types import KvProtocol
+
+
+class ServedModels:
+    """Translates between clients' and the cluster's names of models."""
+
+    def __init__(self, cluster: Cluster, aliases: Mapping[str, str]) -> None:
+        """Args: `aliases`: the cluster's name of each model, by its name for clients; empty: the names are the same."""
+        self._aliases = aliases
+        self._protocols: dict[str, set[KvProtocol]] = {}
+        for instance in cluster.instances:
+            self._protocols.setdefault(instance.model, set()).add(instance.protocol)
+        self._any_protocol = {protocol for known in self._protocols.values() for protocol in known}
+        self._one_model = len(self._protocols) == 1
+
+    def name(self, served: str) -> str:
+        """Return the cluster's name of a model. With a single model it may be empty: engines then check the name.
+
+        Raises:
+            RequestError: the name is missing or unknown, and there are several models.
+        """
+        name = self._aliases.get(served, "" if self._one_model else served)
+        if self._one_model or name in self._protocols:
+            return name
+        if not served:
+            hint = "give one that GET /v1/models lists"
+            raise RequestError(f"model: is missing, and several models are served; {hint}", param="model")
+        what = f"the model {served[:200]!r} does not exist; GET /v1/models lists the models"
+        raise RequestError(what, status=404, param="model", code="model_not_found")
+
+    def names(self) -> list[str]:
+        """Return the names for clients; empty if there is one model without an alias: its engine knows the name."""
+        names = sorted(self._aliases)
+        return names if names or self._one_model else sorted(self._protocols)
+
+    def one_instance_only(self, completion: Completion) -> bool:
+        """Whether some protocol of its model cannot transfer this request's KV: one instance must then do both
+        phases."""
+        protocols = self._protocols.get(self.name(completion.model), self._any_protocol)
+        return protocols != {"sglang"}
