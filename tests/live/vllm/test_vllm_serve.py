@@ -50,6 +50,12 @@ class Gateway:
         lines = [json.loads(line) for line in self.log.read_text(encoding="utf-8").split("\n")[1:-1]]
         return [line["event"] for line in lines if line["event"]["type"] == kind]
 
+    def decode_target(self) -> str:
+        """Return the decode instance that was chosen last; empty if none was."""
+        lines = [json.loads(line) for line in self.log.read_text(encoding="utf-8").split("\n")[1:-1]]
+        decisions = [decision for line in lines for decision in line.get("decisions", ())]
+        return next((each["target"] for each in reversed(decisions) if each["type"] == "decode"), "")
+
     def client(self) -> openai.OpenAI:
         """Return a client without retries, because the gateway retries."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
@@ -321,6 +327,28 @@ def the_one(pair: Pair, busy: Callable[[Server], bool]) -> Server:
     return found[0]
 
 
+def kill_decoding(pair: Pair, gateway: Gateway, earlier: int) -> Server:
+    """Kill the decode server of the newest request once it decodes, and return it. The event log names it: an idle
+    engine's gauge of running requests may be stale.
+
+    Args:
+        pair: the servers.
+        gateway: the gateway in front of them.
+        earlier: number of requests that arrived before this one.
+    """
+    servers = {server.name: server for server in (pair.decode, pair.other)}
+
+    def decodes() -> bool:
+        if len(gateway.events("arrived")) <= earlier or not last_request(gateway, "prefill_finished"):
+            return False
+        return running(servers[gateway.decode_target()])
+
+    until(decodes)
+    victim = servers[gateway.decode_target()]
+    victim.kill()
+    return victim
+
+
 def while_asking(gateway: Gateway, act: Callable[[], None], stream: bool, **body: Any) -> list[int]:
     """Send a request in the background, call `act`, and return the tokens of the response."""
     got: list[int] = []
@@ -379,7 +407,12 @@ def test_a_decode_server_that_dies_during_decode(pair: Pair, gateway: Gateway) -
     without any server there is a proper 503."""
     asked, errors = prompt(50, seed=95), gateway.metric("kvroute_stream_errors_total")
     long = 1500  # tokens: many seconds, because a busy engine reports late that it is running
-    got = while_asking(gateway, lambda: the_one(pair, running).kill(), stream=False, prompt=asked, max_tokens=long)
+    earlier = len(gateway.events("arrived"))
+
+    def kill() -> None:
+        kill_decoding(pair, gateway, earlier)
+
+    got = while_asking(gateway, kill, stream=False, prompt=asked, max_tokens=long)
     assert got == alone(pair, asked, long)
     assert last_request(gateway, "decode_failed") == 1
     broken_stream(pair, gateway, seed=91)
@@ -392,15 +425,14 @@ def test_a_decode_server_that_dies_during_decode(pair: Pair, gateway: Gateway) -
 
 def broken_stream(pair: Pair, gateway: Gateway, seed: int) -> None:
     """Kill the decoding server after five chunks; the client gets an error in the stream."""
-    arrived = 0
+    arrived, earlier = 0, len(gateway.events("arrived"))
     body: dict[str, Any] = {"max_tokens": 3000, "temperature": 0, "extra_body": TOKENS}
     with gateway.client() as client:
         stream = client.completions.create(model="tiny", prompt=prompt(100, seed), stream=True, **body)
         while arrived < 5:
             next(stream)
             arrived += 1
-        victim = the_one(pair, running)
-        victim.kill()
+        victim = kill_decoding(pair, gateway, earlier)
         with stream, pytest.raises(openai.APIError) as told:
             list(stream)
     assert not isinstance(told.value, openai.APIConnectionError), "the stream was cut instead of ended"

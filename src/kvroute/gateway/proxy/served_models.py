@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.requests import Completion
 from kvroute.topology import Cluster
-from kvroute.types import KvProtocol
+from kvroute.types import TRAITS, KvProtocol
 
 
 class ServedModels:
@@ -46,4 +46,4 @@ class ServedModels:
         """Whether some protocol of its model cannot transfer this request's KV: one instance must then do both
         phases."""
         protocols = self._protocols.get(self.name(completion.model), self._any_protocol)
-        return protocols != {"sglang"}
+        return not all(TRAITS[protocol].splits_every_request for protocol in protocols)
