@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.fuzz.cuts import bounded
-from tests.gateway.telemetry.kv_rig import OURS, Engine, batch, feed
+from tests.gateway.telemetry.kv_rig import BLOCK_TOKENS, Engine, batch, feed
 
 from kvroute.gateway.telemetry.engine_blocks import SLICE_UNITS
 from kvroute.gateway.telemetry.kv_batch import BATCH_BLOCKS_MAX, BatchError, BlockEvent, read_batch
@@ -28,7 +28,7 @@ def check(data: bytes) -> str:
     try:
         events = bounded(lambda: read_batch(data), 500 + 60 * len(data)).events
     except BatchError:
-        stream = KvStream("p0", OURS, replays=False)
+        stream = KvStream("p0", BLOCK_TOKENS, replays=False)
         assert stream.received(0.0, 0, data) == []
         assert (stream.counts.broken, bool(stream.why_broken)) == (1, True)
         return "refused"
@@ -53,7 +53,7 @@ def check(data: bytes) -> str:
 
 
 def _told(payloads: list[bytes], slice_units: int) -> list[Event]:
-    stream = KvStream("p0", OURS, replays=False, slice_units=slice_units)
+    stream = KvStream("p0", BLOCK_TOKENS, replays=False, slice_units=slice_units)
     events: list[Event] = []
     for sequence, payload in enumerate(payloads):
         events += stream.received(1.0, sequence, payload)
@@ -64,7 +64,7 @@ def _told(payloads: list[bytes], slice_units: int) -> list[Event]:
 
 def _play(script: bytes) -> None:
     """Interpret each byte as an action of an engine; a 0 ends a batch."""
-    engine, index, batches = Engine(2 * OURS), PrefixIndex(1), list[bytes]()
+    engine, index, batches = Engine(2 * BLOCK_TOKENS), PrefixIndex(1), list[bytes]()
     events: list[dict[str, Any]] = []
     for byte in script:
         match byte & 3:
@@ -80,10 +80,10 @@ def _play(script: bytes) -> None:
     batches.append(batch(*events))
     for events_of, rows in ((read_batch(each).events, read_batch(_as_arrays(each)).events) for each in batches):
         assert rows == events_of
-    told = _told(batches, 1)
-    assert told == _told(batches, SLICE_UNITS)
-    feed(index, told)
-    assert engine.told(index) == engine.within_reach()
+    indexed = _told(batches, 1)
+    assert indexed == _told(batches, SLICE_UNITS)
+    feed(index, indexed)
+    assert engine.indexed(index) == engine.within_reach()
 
 
 def _as_arrays(payload: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Chaos test in one event loop: legs fail, clients leave, instances restart, cluster files are reloaded.
+"""Chaos test in one event loop: legs fail, clients disconnect, instances restart, cluster files are reloaded.
 
 Every client gets its own complete response, or an error that says so, exactly once. A retry saves every request that it
 can save. Nothing remains held in the gateway, the core or the engines. The event log replays to the same decisions.
@@ -40,7 +40,7 @@ TEXT = CLUSTER.replace(
 )
 """Three instances of each role, so that one may be down while another one fails."""
 NAMES = tuple(f"{role}{number}" for role in ("prefill", "decode") for number in range(3))
-PATIENCE = """
+SHORT_TIMEOUTS = """
   timeouts: {connect: 1 s, prefill: 1 s, first_token: 1 s, answer: 1 s, between_tokens: 1 s}
   health: {interval: 50 ms, timeout: 5 s, failures: 2}
   breaker: {failures: 50, open: 100 ms}
@@ -53,21 +53,21 @@ PROMPTS = tuple(f"{number} " + "What goes up must come down. " * (2 + 9 * number
 
 
 @dataclass(slots=True)
-class Storm:
+class LoadGenerator:
     """Clients that send one request after the other and check the responses; random choices come from a seeded
     generator."""
 
     gate: Rig
-    truth: Sequence[str]
+    expected: Sequence[str]
     """The response of a single engine to each prompt."""
     draw: random.Random
-    leaves: float = 0.0
-    """Share of clients that leave before the end."""
-    kinds: Counter[str] = field(default_factory=Counter)
-    after: Callable[[int], None] | None = None
+    disconnect_share: float = 0.0
+    """Share of clients that disconnect before the end."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    on_request_end: Callable[[int], None] | None = None
     """Called after each request with the number of requests that have ended."""
 
-    async def blow(self, requests: int, clients: int) -> None:
+    async def send(self, requests: int, clients: int) -> None:
         """Send this number of requests from this number of concurrent clients."""
         turns = iter(range(requests))
         async with asyncio.TaskGroup() as group:
@@ -76,37 +76,37 @@ class Storm:
 
     async def _client(self, turns: Any) -> None:
         for _ in turns:
-            await self._one()
-            if self.after is not None:
-                self.after(self.kinds.total())
+            await self._send_one()
+            if self.on_request_end is not None:
+                self.on_request_end(self.outcomes.total())
 
-    async def _one(self) -> None:
+    async def _send_one(self) -> None:
         number, streams = self.draw.randrange(len(PROMPTS)), self.draw.random() < 0.7
-        leaves = self.draw.random() < self.leaves
+        disconnects = self.draw.random() < self.disconnect_share
         body = {"model": MODEL, "prompt": PROMPTS[number], "max_tokens": TOKENS, "stream": streams}
-        if leaves:
+        if disconnects:
             body |= {"prompt": PROMPTS[number] * 5, "max_tokens": 2_000}
-            await self._leave(body, self.draw.randrange(4) if streams else 0)
-            self.kinds["left"] += 1
+            await self._disconnect(body, self.draw.randrange(4) if streams else 0)
+            self.outcomes["disconnected"] += 1
             return
         answer = await self.gate.post(body)
         if answer.status != 200:
-            self.kinds[f"error {answer.status}: {answer.json['error']['message']}"] += 1
+            self.outcomes[f"error {answer.status}: {answer.json['error']['message']}"] += 1
             return
         events = answer.events or [answer.json]
         text = "".join(choice["text"] for event in events for choice in event.get("choices", []))
         if "error" in events[-1]:
             assert streams
-            assert 0 < len(text) < len(self.truth[number])
-            assert self.truth[number].startswith(text)
-            self.kinds["broken off"] += 1
+            assert 0 < len(text) < len(self.expected[number])
+            assert self.expected[number].startswith(text)
+            self.outcomes["incomplete"] += 1
         else:
-            assert text == self.truth[number]
+            assert text == self.expected[number]
             assert answer.body.endswith(b"data: [DONE]\n\n") is streams
-            self.kinds["whole"] += 1
+            self.outcomes["complete"] += 1
 
-    async def _leave(self, body: Any, events: int) -> None:
-        """Leave after this number of events; if 0, as soon as the first leg or the transfer has started."""
+    async def _disconnect(self, body: Any, events: int) -> None:
+        """Disconnect after this number of events; if 0, as soon as the first leg or the transfer has started."""
         if events:
             async with self.gate.session.post(self.gate.url + COMPLETIONS, json=body) as response:
                 for _ in range(events):
@@ -122,22 +122,22 @@ class Storm:
             await asyncio.sleep(0)
         mine = set(proxied_requests) - before
 
-        def crossing() -> bool:
+        def is_transferring() -> bool:
             moving = gateway.state.tick(gateway.now(), 0).transfers
             return any(transfer.request_id in mine and transfer.took_s is None for transfer in moving)
 
-        while transfers and not asked.done() and not crossing():
+        while transfers and not asked.done() and not is_transferring():
             await asyncio.sleep(0)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
 
 
-async def truths(gate: Rig) -> list[str]:
+async def expected_responses(gate: Rig) -> list[str]:
     """Return the response of one engine to each prompt, without the gateway."""
     return [await gate.direct("decode0", prompt, TOKENS) for prompt in PROMPTS]
 
 
-async def nothing_stays(gate: Rig) -> None:
+async def check_nothing_held(gate: Rig) -> None:
     """Check that nothing is held in the gateway, in the core or in the engines, client connections included."""
     assert await gate.becomes_idle(), gate.held_resources()
     await gate.session.close()
@@ -155,7 +155,7 @@ async def nothing_stays(gate: Rig) -> None:
         ]
 
     assert await becomes_true(lambda: not any(held())), held()
-    assert all(line.endswith(" 0") for line in page(gate, "kvroute_transfers_in_flight"))
+    assert all(line.endswith(" 0") for line in metric_lines(gate, "kvroute_transfers_in_flight"))
     gc.collect()
     kept = Counter(
         type(each).__name__ for each in gc.get_objects() if isinstance(each, ProxiedRequest | Leg | Exchange)
@@ -165,13 +165,13 @@ async def nothing_stays(gate: Rig) -> None:
     assert sum(isinstance(each, Call) for each in gc.get_objects()) <= 2 * len(NAMES)
 
 
-def page(gate: Rig, name: str) -> list[str]:
+def metric_lines(gate: Rig, name: str) -> list[str]:
     """Return the lines of one metric."""
     text = "".join(gate.gateway.metrics.page("")[1])
     return [line for line in text.splitlines() if line.startswith(name)]
 
 
-def replays(log: Path) -> Counter[str]:
+def check_replay(log: Path) -> Counter[str]:
     """Replay the log, check each decision, and return the number of events by kind."""
     header, records = read_log(log)
     control = header.spec.build(parse(header.cluster))
@@ -209,19 +209,19 @@ def test_instances_that_failed_a_request_are_retried_last(leg: str, policy: str,
 
 
 def test_chaos_no_request_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
-    """Each leg may fail in every way, engines restart, and one client in ten leaves."""
+    """Each leg may fail in every way, engines restart, and one client in ten disconnects."""
     log = tmp_path / "events.log"
 
     async def run() -> None:
-        async with rig(f"{PATIENCE}  log: {{events: {log}}}\n", TEXT) as gate:
+        async with rig(f"{SHORT_TIMEOUTS}  log: {{events: {log}}}\n", TEXT) as gate:
             draw = random.Random(7)
-            storm = Storm(gate, await truths(gate), draw, leaves=0.1)
+            generator = LoadGenerator(gate, await expected_responses(gate), draw, disconnect_share=0.1)
             legs: list[Where] = ["prefill", "decode", "decode", "transfer"]
-            wan_paths: list[int | Literal["reset", "hang"]] = [500, 503, 429, "reset", "reset", "hang"]
+            failures: list[int | Literal["reset", "hang"]] = [500, 503, 429, "reset", "reset", "hang"]
 
-            def weather(ended: int) -> None:
+            def inject_faults(ended: int) -> None:
                 if ended % 4 == 0:
-                    leg, status, tokens = draw.choice(legs), draw.choice(wan_paths), draw.choice([0, 0, 2, 5])
+                    leg, status, tokens = draw.choice(legs), draw.choice(failures), draw.choice([0, 0, 2, 5])
                     # KV is sent by the engine that computed it.
                     name = f"{'decode' if leg == 'decode' else 'prefill'}{draw.randrange(3)}"
                     fault = Fault(fail_next=1, leg=leg, status=status, after_tokens=tokens)
@@ -240,15 +240,15 @@ def test_chaos_no_request_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
                     assert await gate.becomes(name, up=True)
 
             due = asyncio.Semaphore(0)
-            storm.after = weather
-            await asyncio.gather(storm.blow(requests=220, clients=12), restarts())
-            assert storm.kinds.total() == 220
-            assert set(storm.kinds) <= {"whole", "broken off", "left"}, storm.kinds
-            assert storm.kinds["whole"] > 150
-            await nothing_stays(gate)
+            generator.on_request_end = inject_faults
+            await asyncio.gather(generator.send(requests=220, clients=12), restarts())
+            assert generator.outcomes.total() == 220
+            assert set(generator.outcomes) <= {"complete", "incomplete", "disconnected"}, generator.outcomes
+            assert generator.outcomes["complete"] > 150
+            await check_nothing_held(gate)
 
     uvloop.run(run())
-    kinds = replays(log)
+    kinds = check_replay(log)
     assert 200 < kinds["Arrived"] == kinds["Finished"]
     assert min(kinds["PrefillFailed"], kinds["DecodeFailed"], kinds["InstanceDown"], kinds["InstanceUp"]) > 0
 
@@ -258,11 +258,11 @@ def test_chaos_reloads_under_load_fail_no_request() -> None:
     again."""
 
     async def run() -> None:
-        async with rig(PATIENCE, TEXT) as gate:
+        async with rig(SHORT_TIMEOUTS, TEXT) as gate:
             endpoints = gate.fleet.ready().instances
             smaller = TEXT.replace('  - {name: decode2, role: decode, gpus: "node1:6-7"}\n', "")
-            texts = (smaller + PATIENCE + "  policy: round-robin\n", TEXT + PATIENCE)
-            storm = Storm(gate, await truths(gate), random.Random(3))
+            texts = (smaller + SHORT_TIMEOUTS + "  policy: round-robin\n", TEXT + SHORT_TIMEOUTS)
+            generator = LoadGenerator(gate, await expected_responses(gate), random.Random(3))
             reloads: set[asyncio.Task[bool]] = set()
             retired = [gate.gateway.runtime]
 
@@ -271,19 +271,19 @@ def test_chaos_reloads_under_load_fail_no_request() -> None:
                 retired.append(gate.gateway.runtime)
                 return taken
 
-            def weather(ended: int) -> None:
+            def schedule_reload(ended: int) -> None:
                 if ended % 15 == 0:
                     reloads.add(asyncio.create_task(read(texts[ended // 15 % 2])))
 
-            storm.after = weather
-            await storm.blow(requests=100, clients=10)
-            assert storm.kinds == {"whole": 100}
+            generator.on_request_end = schedule_reload
+            await generator.send(requests=100, clients=10)
+            assert generator.outcomes == {"complete": 100}
             assert [await task for task in reloads] == [True] * 6
             for runtime in retired:
                 assert not runtime.requests
                 assert runtime.control.in_flight == 0
                 assert all(engine.in_flight == 0 for engine in runtime.engines.values())
-            await nothing_stays(gate)
+            await check_nothing_held(gate)
 
     uvloop.run(run())
 
@@ -294,17 +294,17 @@ def test_chaos_a_drain_answers_all_admitted_requests() -> None:
     async def run() -> None:
         section = "  retries: {attempts: 8, floor_per_s: 1000}\n  limits: {in_flight: 4, queue: 40}\n"
         async with rig(section, TEXT) as gate:
-            storm = Storm(gate, await truths(gate), random.Random(5))
+            generator = LoadGenerator(gate, await expected_responses(gate), random.Random(5))
             for name in NAMES:
                 gate.fleet.servers[name].faults.schedule(Fault(fail_next=1, status="reset"))
             gate.slow(20)
-            storming = asyncio.create_task(storm.blow(requests=24, clients=24))
+            sending = asyncio.create_task(generator.send(requests=24, clients=24))
             while gate.gateway.state.tick(gate.gateway.now()).load.queued < 20:
                 await asyncio.sleep(0)
             gate.slow(1)
             await gate.gateway.drain()
-            await storming
-            assert storm.kinds == {"whole": 24}
-            await nothing_stays(gate)
+            await sending
+            assert generator.outcomes == {"complete": 24}
+            await check_nothing_held(gate)
 
     uvloop.run(run())

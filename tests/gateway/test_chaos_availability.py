@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import uvloop
 from tests.gateway.rig import Rig, rig
-from tests.gateway.test_chaos import NAMES, TEXT, Storm, page, replays, truths
+from tests.gateway.test_chaos import NAMES, TEXT, LoadGenerator, check_replay, expected_responses, metric_lines
 from tests.waiting import becomes_true
 
 from kvroute.event_log import read_log
@@ -29,7 +29,7 @@ async def checks_fail(gate: Rig, share: int) -> None:
 
 def panics(gate: Rig) -> list[str]:
     """Return the samples of the panic gauge."""
-    return sorted(line.rsplit("role=", 1)[1] for line in page(gate, "kvroute_panic{"))
+    return sorted(line.rsplit("role=", 1)[1] for line in metric_lines(gate, "kvroute_panic{"))
 
 
 def test_if_all_health_checks_fail_no_request_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -40,26 +40,26 @@ def test_if_all_health_checks_fail_no_request_is_rejected(tmp_path: Path, caplog
 
     async def run() -> None:
         async with rig(FEW % "" + f"  log: {{events: {log}}}\n", TEXT) as gate:
-            storm = Storm(gate, await truths(gate), random.Random(11))
+            generator = LoadGenerator(gate, await expected_responses(gate), random.Random(11))
             healthy = [gate.gateway.runtime.engines[name].availability for name in NAMES]
-            await storm.blow(requests=5, clients=2)
+            await generator.send(requests=5, clients=2)
             await checks_fail(gate, 1)
             while any(availability.healthy for availability in healthy):
-                await storm.blow(requests=12, clients=4)
-            await storm.blow(requests=40, clients=8)
-            assert set(storm.kinds) == {"whole"}, storm.kinds
+                await generator.send(requests=12, clients=4)
+            await generator.send(requests=40, clients=8)
+            assert set(generator.outcomes) == {"complete"}, generator.outcomes
             assert panics(gate) == ['"decode"} 1', '"prefill"} 1']
-            assert all(line.endswith(" 1") for line in page(gate, "kvroute_panics_total{"))
+            assert all(line.endswith(" 1") for line in metric_lines(gate, "kvroute_panics_total{"))
             assert gate.gateway.ready() == ""
             assert gate.gateway.state.tick(gate.gateway.now()).load.panics[0].active
             await checks_fail(gate, 0)
             assert await becomes_true(lambda: panics(gate) == ['"decode"} 0', '"prefill"} 0'], poll_s=0.1)
-            await storm.blow(requests=12, clients=4)
-            assert set(storm.kinds) == {"whole"}, storm.kinds
+            await generator.send(requests=12, clients=4)
+            assert set(generator.outcomes) == {"complete"}, generator.outcomes
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
-    assert replays(log)["InstanceUp"] > 0
+    assert check_replay(log)["InstanceUp"] > 0
     levels = {record.message: record.levelname for record in caplog.records if record.message.startswith("panic_")}
     assert levels == {"panic_started": "WARNING", "panic_ended": "INFO"}
 
@@ -84,17 +84,17 @@ def test_instances_without_a_process_get_no_request_in_a_panic(role: str) -> Non
 
     async def run() -> None:
         async with rig(FEW % "", TEXT) as gate:
-            storm = Storm(gate, await truths(gate), random.Random(12))
-            await storm.blow(requests=5, clients=2)
+            generator = LoadGenerator(gate, await expected_responses(gate), random.Random(12))
+            await generator.send(requests=5, clients=2)
             gone = [f"{role}{number}" for number in range(2)]
             for name in gone:
                 gate.fleet.servers[name].restart(1e4)
             for name in gone:
                 assert await gate.becomes(name, False)
-            retries = page(gate, "kvroute_retries_total")
-            await storm.blow(requests=30, clients=4)
-            assert set(storm.kinds) == {"whole"}, storm.kinds
-            assert page(gate, "kvroute_retries_total") == retries
+            retries = metric_lines(gate, "kvroute_retries_total")
+            await generator.send(requests=30, clients=4)
+            assert set(generator.outcomes) == {"complete"}, generator.outcomes
+            assert metric_lines(gate, "kvroute_retries_total") == retries
             assert panics(gate) == ['"decode"} 0', '"prefill"} 0']
 
     uvloop.run(run())
@@ -110,7 +110,7 @@ def test_a_stalled_event_loop_marks_no_engine_as_down() -> None:
   breaker: {failures: 1, open: 1 h}
 """
         async with rig(patience, TEXT) as gate:
-            storm = Storm(gate, await truths(gate), random.Random(13))
+            generator = LoadGenerator(gate, await expected_responses(gate), random.Random(13))
 
             def stall(ended: int) -> None:
                 if ended in (10, 25):
@@ -118,16 +118,16 @@ def test_a_stalled_event_loop_marks_no_engine_as_down() -> None:
                     while time.monotonic() < until_s:
                         pass
 
-            storm.after = stall
-            await storm.blow(requests=40, clients=6)
-            assert set(storm.kinds) == {"whole"}, storm.kinds
+            generator.on_request_end = stall
+            await generator.send(requests=40, clients=6)
+            assert set(generator.outcomes) == {"complete"}, generator.outcomes
             guards = [gate.gateway.runtime.engines[name].availability for name in NAMES]
             assert all(
                 availability.healthy and availability.breaker.state(gate.gateway.now()) == "closed"
                 for availability in guards
             )
-            assert not page(gate, "kvroute_leg_failures_total{")
-            lag = float(page(gate, "kvroute_event_loop_lag_seconds_sum")[0].split()[1])
+            assert not metric_lines(gate, "kvroute_leg_failures_total{")
+            lag = float(metric_lines(gate, "kvroute_event_loop_lag_seconds_sum")[0].split()[1])
             assert lag > 2.5
 
     uvloop.run(run())
@@ -142,19 +142,19 @@ def test_recovered_engines_get_a_slow_start_and_the_log_replays(tmp_path: Path) 
             f"  health: {{interval: 20 ms, timeout: 10 s, failures: 1, slow_start: 1 s}}\n  log: {{events: {log}}}\n"
         )
         async with rig(section, TEXT) as gate:
-            storm = Storm(gate, await truths(gate), random.Random(14))
+            generator = LoadGenerator(gate, await expected_responses(gate), random.Random(14))
             for name in ("prefill0", "decode0", "decode1"):
                 gate.fleet.servers[name].restart(1e4)
                 assert await gate.becomes(name, False)
-                await storm.blow(requests=10, clients=5)
+                await generator.send(requests=10, clients=5)
                 await gate.fleet.servers[name].come_back()
                 assert await gate.becomes(name, True)
-                await storm.blow(requests=20, clients=5)
-            assert set(storm.kinds) <= {"whole", "broken off"}, storm.kinds
+                await generator.send(requests=20, clients=5)
+            assert set(generator.outcomes) <= {"complete", "incomplete"}, generator.outcomes
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
-    assert replays(log)["InstanceUp"] >= 3
+    assert check_replay(log)["InstanceUp"] >= 3
     header, records = read_log(log)
     assert header.spec.slow_start_s == 1.0
     ups = [record.event for record in records if isinstance(record.event, InstanceUp)]

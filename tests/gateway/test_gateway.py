@@ -291,17 +291,17 @@ def test_a_constraint_keeps_transfers_inside_its_domain_or_rejects(caplog: pytes
             assert await gate.becomes("decode0", False)
             return [(await gate.ask(f"again {n} {PROMPT}")).status for n in range(3)]
 
-    def said() -> list[dict[str, Any]]:
+    def logged() -> list[dict[str, Any]]:
         return [record.__dict__["fields"] for record in caplog.records if record.message == "constraint_fallback"]
 
     assert uvloop.run(run("pod:fail")) == [503] * 3
-    assert not said()
+    assert not logged()
     assert uvloop.run(run("pod:fallback")) == [200] * 3
-    assert (said()[0]["source"], said()[0]["target"], said()[0]["count"]) == ("prefill0", "decode1", 1)
-    assert len(said()) <= 2  # at most once a second
+    assert (logged()[0]["source"], logged()[0]["target"], logged()[0]["count"]) == ("prefill0", "decode1", 1)
+    assert len(logged()) <= 2  # at most once a second
     caplog.clear()
     assert uvloop.run(run("pod:preferred:0.5")) == [200] * 3
-    assert said()[0]["target"] == "decode1"
+    assert logged()[0]["target"] == "decode1"
 
 
 @pytest.mark.parametrize("measure", ["auto", "first-byte", "engine"])

@@ -28,7 +28,7 @@ from kvroute.gateway.proxy.runtime import ClusterRuntime
 from kvroute.prefix import PrefixIndex
 from kvroute.prefix.tree import Node
 
-OURS = ("control", "flows", "gateway", "oracle", "policies", "prefix", "topology")
+OWN_PACKAGES = ("control", "flows", "gateway", "oracle", "policies", "prefix", "topology")
 """Packages of the gateway's process; the rig's engines use others."""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
 COPIES = """  offload:
@@ -53,7 +53,7 @@ def without_collector() -> Iterator[Callable[[], Counter[str]]]:
         finally:
             gc.set_debug(0)
             gc.garbage.clear()
-        return Counter(kind for kind in kinds if kind.split(".")[0] == "kvroute" and kind.split(".")[1] in OURS)
+        return Counter(kind for kind in kinds if kind.split(".")[0] == "kvroute" and kind.split(".")[1] in OWN_PACKAGES)
 
     gc.collect()
     gc.disable()
@@ -100,11 +100,11 @@ async def _leaving(gate: Rig) -> None:
         response.close()
 
 
-WAYS = [_streamed, _whole, _passed_on, _refused, _failing, _leaving]
+SCENARIOS = [_streamed, _whole, _passed_on, _refused, _failing, _leaving]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.strip("_"))
-def test_requests_leave_no_cycles(way: Callable[[Rig], Coroutine[Any, Any, None]]) -> None:
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.strip("_"))
+def test_requests_leave_no_cycles(scenario: Callable[[Rig], Coroutine[Any, Any, None]]) -> None:
     """Objects checked: the exchange, the request, its legs and calls, connections on both sides, health checks and
     scrapes."""
 
@@ -115,7 +115,7 @@ def test_requests_leave_no_cycles(way: Callable[[Rig], Coroutine[Any, Any, None]
             await until(lambda: len(gate.gateway.runtime.measured) == 4)
             with without_collector() as cyclic:
                 for _ in range(2):
-                    await way(gate)
+                    await scenario(gate)
                 await gate.session.close()
                 assert await gate.becomes_idle(), gate.held_resources()
                 await until(lambda: not _connected(gate))
@@ -210,11 +210,11 @@ def test_a_callback_does_not_keep_its_owner_alive() -> None:
     heard: list[int] = []
 
     class Owner:
-        def hear(self, number: int) -> None:
+        def callback(self, number: int) -> None:
             heard.append(number)
 
     owner = Owner()
-    call = weakly(owner.hear)
+    call = weakly(owner.callback)
     call(1)
     del owner
     call(2)

@@ -64,7 +64,7 @@ SECOND = '  - {name: decode0, role: decode, gpus: "node0:1", endpoint: {url: "ht
 LIVE = MACHINES + "instances:\n" + FIRST + SECOND
 
 
-def said(text: str, environ: dict[str, str] | None = None) -> list[FileError]:
+def section_errors(text: str, environ: dict[str, str] | None = None) -> list[FileError]:
     """Return the errors of a section."""
     with pytest.raises(InputErrors) as caught:
         settings_of(text, "f", ENVIRON if environ is None else environ)
@@ -73,7 +73,7 @@ def said(text: str, environ: dict[str, str] | None = None) -> list[FileError]:
     return [problem for problem in problems if isinstance(problem, FileError)]
 
 
-def refused(text: str, *, embedded: bool = False) -> list[FileError]:
+def file_errors(text: str, *, embedded: bool = False) -> list[FileError]:
     """Return the errors of a whole file."""
     with pytest.raises(InputErrors) as caught:
         deployment_of(text, "f", embedded=embedded, environ={})

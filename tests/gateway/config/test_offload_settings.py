@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.gateway.config.settings_rig import ENVIRON, FULL, LIVE, ROOT, refused, said
+from tests.gateway.config.settings_rig import ENVIRON, FULL, LIVE, ROOT, file_errors, section_errors
 
 from kvroute.gateway.config.offload import OffloadSection, RoleSwitchSection
 from kvroute.gateway.config.preflight import deployment_of, settings_of
@@ -60,7 +60,7 @@ def test_the_documented_defaults_of_offloading_are_the_defaults() -> None:
     assert spec.long_term.conversions
 
 
-OFFLOAD_FAULTS = {
+OFFLOAD_ERRORS = {
     "rule": ("rule: abundant", "gateway.offload.rule", "copies cached prefixes between datacenters"),
     "auto": ("rule: auto", "gateway.offload.rule", "write `rule: scarce`"),
     "no time to copy": ("copy: {timeout: 0 s}", "gateway.offload.copy.timeout", "between 1 ms and 24 h"),
@@ -79,11 +79,11 @@ OFFLOAD_FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("line", "field", "said_of_it"), OFFLOAD_FAULTS.values(), ids=OFFLOAD_FAULTS)
-def test_errors_of_the_offload_section_give_their_line(line: str, field: str, said_of_it: str) -> None:
-    (problem,) = said(f"gateway:\n  policy: netkv\n  offload:\n    {line}\n")
+@pytest.mark.parametrize(("line", "field", "message"), OFFLOAD_ERRORS.values(), ids=OFFLOAD_ERRORS)
+def test_errors_of_the_offload_section_give_their_line(line: str, field: str, message: str) -> None:
+    (problem,) = section_errors(f"gateway:\n  policy: netkv\n  offload:\n    {line}\n")
     assert (problem.line, problem.field) == (4, field)
-    assert said_of_it in str(problem)
+    assert message in str(problem)
 
 
 @pytest.mark.parametrize("protocol", ["sglang", "mooncake"])
@@ -99,13 +99,13 @@ def test_prefix_copies_need_the_vllm_protocol(protocol: str) -> None:
 
     text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", reached, text) + "    copy: {}\n"
     assert deployment_of(text, "f", environ={})
-    problems = refused(text + "    rule: auto\n")
+    problems = file_errors(text + "    rule: auto\n")
     assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7)}
     assert all(f"{protocol} does not support" in str(problem) for problem in problems)
 
 
 def test_an_offload_section_without_a_second_site_is_rejected() -> None:
-    (problem,) = refused(LIVE + "gateway:\n  offload: {}\n")
+    (problem,) = file_errors(LIVE + "gateway:\n  offload: {}\n")
     assert problem.field == "gateway.offload"
     assert "no datacenter has prefill instances only" in str(problem)
 
@@ -113,7 +113,7 @@ def test_an_offload_section_without_a_second_site_is_rejected() -> None:
 def test_offload_checks_skip_nodes_with_errors() -> None:
     """The placeholder for the number of GPUs has no NIC per GPU."""
     text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
-    (problem,) = refused(
+    (problem,) = file_errors(
         text.replace("{name: fast1, rack: fast-rack, gpus: 8", "{name: fast1, rack: fast-rack, gpus: 8x")
     )
     assert problem.field == "nodes[1].gpus"
@@ -129,7 +129,7 @@ def test_a_decode_instance_that_may_switch_to_prefill_needs_a_bootstrap_address(
 
     text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", reached, text)
     assert deployment_of(text, "f", environ={})
-    problems = refused(text + "    role_switch: {command: [convert]}\n")
+    problems = file_errors(text + "    role_switch: {command: [convert]}\n")
     assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7, 12)}
     assert all("bootstrap" in str(problem) for problem in problems)
 
@@ -150,10 +150,10 @@ def test_layerwise_transfers_need_bootstrap_addresses(section: str) -> None:
         return re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", entry, text)
 
     early = {f"instances[{k}].endpoint" for k in range(4 if "offload" in section else 7)}
-    problems = refused(reached("vllm", ""))
+    problems = file_errors(reached("vllm", ""))
     assert {problem.field for problem in problems} == early
     assert all("add `bootstrap: HOST:PORT`" in str(problem) for problem in problems)
-    problems = refused(reached("mooncake", ', bootstrap: "h:1"'))
+    problems = file_errors(reached("mooncake", ', bootstrap: "h:1"'))
     assert {problem.field for problem in problems} == early
     assert all("mooncake does not support" in str(problem) for problem in problems)
     for protocol in ("vllm", "sglang"):

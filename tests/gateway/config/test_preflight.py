@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gateway.config.settings_rig import LIVE, MACHINES, refused
+from tests.gateway.config.settings_rig import LIVE, MACHINES, file_errors
 
 from kvroute.gateway.config.preflight import deployment_of, settings_of, tls_context
 from kvroute.gateway.config.settings import TlsSettings
@@ -27,13 +27,13 @@ def test_a_deployment_consists_of_a_cluster_and_its_settings() -> None:
 
 def test_errors_of_cluster_and_section_are_reported_together_and_once() -> None:
     text = LIVE.replace("90 us", "90") + "gateway:\n  policy: a\n"
-    assert [problem.line for problem in refused(text)] == [3, 9]
-    assert len(refused(LIVE + "gateway: *a\n")) == 1
-    assert len(refused("a: [")) == 1
+    assert [problem.line for problem in file_errors(text)] == [3, 9]
+    assert len(file_errors(LIVE + "gateway: *a\n")) == 1
+    assert len(file_errors("a: [")) == 1
 
 
 SGLANG = 'url: "http://a:1", protocol: sglang'
-LIVE_FAULTS = {
+SERVING_ERRORS = {
     "no endpoint": (LIVE.replace(', endpoint: {url: "http://b:1"}', ""), 7, "decode0 has no endpoint; add `endpoint:"),
     "same engine": (LIVE.replace("http://b:1", "http://A:1"), 7, "is already the endpoint of prefill0"),
     "no bootstrap": (LIVE.replace('url: "http://a:1"', SGLANG), 6, "sglang needs the prefill engine's bootstrap"),
@@ -51,18 +51,18 @@ LIVE_FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", LIVE_FAULTS)
+@pytest.mark.parametrize("fault", SERVING_ERRORS)
 def test_each_obstacle_to_serving_gives_its_line_and_a_fix(fault: str) -> None:
-    text, line, sentence = LIVE_FAULTS[fault]
-    found = [(problem.line, str(problem)) for problem in refused(text)]
+    text, line, sentence = SERVING_ERRORS[fault]
+    found = [(problem.line, str(problem)) for problem in file_errors(text)]
     assert any(where == line and sentence in what for where, what in found), found
     assert [where for where, _ in found] == sorted(where for where, _ in found)
 
 
 def test_emulated_engines_need_no_endpoint() -> None:
     for fault in ("no endpoint", "shorthand", "no bootstrap", "no events"):
-        assert deployment_of(LIVE_FAULTS[fault][0], "f", embedded=True)[0].name == "live"
-    assert refused(LIVE_FAULTS["unknown model"][0], embedded=True)
+        assert deployment_of(SERVING_ERRORS[fault][0], "f", embedded=True)[0].name == "live"
+    assert file_errors(SERVING_ERRORS["unknown model"][0], embedded=True)
 
 
 @given(

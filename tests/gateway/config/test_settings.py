@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gateway.config.settings_rig import ENVIRON, FULL, LIVE, ROOT, said, section
+from tests.gateway.config.settings_rig import ENVIRON, FULL, LIVE, ROOT, section, section_errors
 
 from kvroute.gateway.config.field_types import Wait
 from kvroute.gateway.config.preflight import deployment_of, settings_of
@@ -21,7 +21,7 @@ from kvroute.topology.schema import ClusterFile
 from kvroute.topology.units import quantity
 from kvroute.types import InputError, InputErrors
 
-DOCUMENTED, KEYED, ASKED = re.findall(
+DOCUMENTED, KEYED, QUERIED = re.findall(
     r"```yaml\n(gateway:\n.*?)```", (ROOT / "docs" / "cluster-file.md").read_text(encoding="utf-8"), re.S
 )
 
@@ -38,7 +38,7 @@ def test_the_documented_examples_are_read(tmp_path: Path) -> None:
     (tmp_path / "gateway.keys").write_text(f"alice: {hash_text('a')}\n", encoding="utf-8")
     keyed = settings_of(KEYED, str(tmp_path / "cluster.yaml"), ENVIRON)
     assert keyed.keys.file == str(tmp_path / "gateway.keys")
-    asked = settings_of(ASKED, "f").oracle
+    asked = settings_of(QUERIED, "f").oracle
     assert asked.prometheus is not None
     assert asked.prometheus.per_tier is not None
     assert asked.prometheus.per_tier["rack"] == 'max(uplink_utilisation{level="rack"})'
@@ -97,14 +97,14 @@ def corrupted(draw: st.DrawFn) -> tuple[str, int]:
 @settings(max_examples=150, deadline=None)
 def test_every_corruption_is_reported_on_its_line(drawn: tuple[str, int]) -> None:
     text, line = drawn
-    problems = said(text)
+    problems = section_errors(text)
     assert line in [problem.line for problem in problems], [str(problem) for problem in problems]
     assert all(problem.what and problem.field.startswith("gateway") for problem in problems)
     assert [problem.line for problem in problems] == sorted(problem.line for problem in problems)
 
 
 PROMETHEUS = "source: prometheus, prometheus: {url: 'http://p'"
-FAULTS = {
+SECTION_ERRORS = {
     "unknown key": ("lisen: {}", "lisen", "did you mean 'listen'?"),
     "unknown inner key": ("limits: {boddy: 1 MB}", "limits.boddy", "did you mean 'body'?"),
     "no unit": ("timeouts: {connect: 2}", "timeouts.connect", "it has no unit; write a number and one of ns"),
@@ -213,17 +213,17 @@ def test_no_text_of_a_cluster_file_ends_in_a_newline() -> None:
         assert not re.search(pattern, fitting + "\n"), pattern
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", SECTION_ERRORS)
 def test_each_error_gives_its_line_and_a_fix(fault: str) -> None:
-    text, field, sentence = FAULTS[fault]
-    found = {(problem.field, str(problem)) for problem in said(section(text))}
+    text, field, sentence = SECTION_ERRORS[fault]
+    found = {(problem.field, str(problem)) for problem in section_errors(section(text))}
     place = f"gateway.{field}" if field else "gateway"
     assert any(where.startswith(place) and sentence in what for where, what in found), found
 
 
 @pytest.mark.parametrize("text", ["admin: {push_token: short-secret}", "keys: {known: {alice: kvr_short-secret}}"])
 def test_error_messages_contain_no_secret(text: str) -> None:
-    (problem,) = said(section(text))
+    (problem,) = section_errors(section(text))
     assert "short-secret" not in str(problem)
     assert "the value does not fit" in str(problem)
 
@@ -238,9 +238,9 @@ def test_all_errors_are_reported_at_once_with_their_lines() -> None:
         "oracle: {source: push, a: 1}",
     ]
     text = "\n  ".join(lines)
-    assert [problem.line for problem in said(text)] == [2, 3, 4, 5, 6]
+    assert [problem.line for problem in section_errors(text)] == [2, 3, 4, 5, 6]
     text = text.replace(", a: 1", ", prometheus: {url: 'http://p'}")
-    assert [problem.line for problem in said(text)] == [2, 3, 4, 5, 6, 6]
+    assert [problem.line for problem in section_errors(text)] == [2, 3, 4, 5, 6, 6]
 
 
 WRONG = [
@@ -264,7 +264,7 @@ WRONG = [
 @given(st.lists(st.sampled_from(WRONG), unique=True, min_size=1))
 def test_no_error_hides_another(parts: list[str]) -> None:
     text = "\n  ".join(["gateway:", *parts])
-    assert [problem.line for problem in said(text)] == list(range(2, 2 + len(parts)))
+    assert [problem.line for problem in section_errors(text)] == list(range(2, 2 + len(parts)))
 
 
 def test_errors_in_other_sections_do_not_affect_the_gateway_section() -> None:

@@ -36,7 +36,7 @@ def opened(at: float = 0.0) -> Breaker:
     return one
 
 
-class AgainstTheModel(RuleBasedStateMachine):
+class BreakerMachine(RuleBasedStateMachine):
     """The model stores every period between two state changes, with all attempts started and reported in it."""
 
     def __init__(self) -> None:
@@ -122,13 +122,13 @@ class AgainstTheModel(RuleBasedStateMachine):
         return weight >= 4 * FAILURES or (len(counted) >= 4 * FAILURES and self.bad(counted) * 2 >= len(counted))
 
     @invariant()
-    def they_agree(self) -> None:
+    def model_agrees(self) -> None:
         assert self.breaker.allows(self.now) == self.expected()
         over = self.state == "open" and self.expected()
         assert self.breaker.state(self.now) == ("half-open" if over else self.state)
 
     @invariant()
-    def it_never_refuses_for_ever(self) -> None:
+    def it_allows_a_request_eventually(self) -> None:
         until = self.breaker.refuses_until(self.now)
         assert (until is None) == self.breaker.allows(self.now)
         if until is not None:
@@ -136,8 +136,8 @@ class AgainstTheModel(RuleBasedStateMachine):
             assert self.breaker.allows(until)
 
 
-AgainstTheModel.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-TestAgainstTheModel = AgainstTheModel.TestCase
+BreakerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestBreaker = BreakerMachine.TestCase
 
 
 @given(st.lists(st.booleans(), min_size=200, max_size=200), st.sampled_from([0.3, 0.5, 0.9]))

@@ -28,7 +28,7 @@ from kvroute.gateway.engines.breaker import Breaker
 from kvroute.gateway.engines.fault_attribution import FaultAttribution, LegName
 
 EMBEDDINGS = "/v1/embeddings"
-CALM = "  health: {interval: 1 h, panic: 0}\n  scrape: {interval: 1 h}\n"
+RARE_CHECKS = "  health: {interval: 1 h, panic: 0}\n  scrape: {interval: 1 h}\n"
 MARKER = b"POISON"
 FAILURES = 5
 """Default number of failures that opens a breaker."""
@@ -146,7 +146,7 @@ def test_ten_concurrent_poison_requests_fail_no_other_request(path: str, failing
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
-        async with stub_rig(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, RARE_CHECKS) as front:
             for turn in range(3):
                 gate = Gate()
                 struck = {"prefill": prefill, "decode": decode, "both": prefill + decode}[failing_side]
@@ -175,7 +175,7 @@ def test_an_engine_that_always_fails_is_soon_excluded(section: str, status: int)
     async def main(count: int) -> None:
         engines = [Engine(f"engine{number}", "both") for number in range(count)]
         engines[0].serve = failing(status)
-        async with stub_rig(engines, f"{CALM}  retries: {section}\n") as front:
+        async with stub_rig(engines, f"{RARE_CHECKS}  retries: {section}\n") as front:
             for number in range(200):
                 await front.post(completion(prompt=f"{number}"))
                 if "engine0" not in up(front):
@@ -202,7 +202,7 @@ def test_a_request_that_failed_on_one_instance_is_not_a_probe_of_another() -> No
         for engine in prefill:
             engine.serve = once
         decode[0].serve = gate.before(tokens)
-        async with stub_rig(prefill + decode[:1], CALM + "  breaker: {open: 1 ms}\n") as front:
+        async with stub_rig(prefill + decode[:1], RARE_CHECKS + "  breaker: {open: 1 ms}\n") as front:
             availability = front.gateway.runtime.engines["decode0"].availability
             now = front.gateway.now()
             for attempt in [availability.started(now) for _ in range(FAILURES)]:

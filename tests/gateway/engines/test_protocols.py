@@ -26,7 +26,7 @@ from kvroute.gateway.proxy.prefix_copy_leg import copy_body
 from kvroute.types import TRAITS, KvProtocol
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
-MEETING = KvHandshake(transfer_id="xfer-1", room=2**63 - 2, bootstrap="10.0.0.1:8998", engine_id="engine-a")
+HANDSHAKE = KvHandshake(transfer_id="xfer-1", room=2**63 - 2, bootstrap="10.0.0.1:8998", engine_id="engine-a")
 REPLY = (
     b'{"id":"1", "kv_transfer_params" : {"do_remote_prefill": true,"remote_block_ids":[[1, 2]],"new":1.0},"usage":null}'
 )
@@ -78,8 +78,8 @@ def fields_of(body: bytes) -> dict[str, bytes]:
 
 def legs(protocol: PdProtocol, completion: Completion) -> tuple[dict[str, bytes], dict[str, bytes]]:
     return (
-        fields_of(protocol.prefill_body(completion, MEETING)),
-        fields_of(protocol.decode_body(completion, MEETING, protocol.transfer_params(REPLY))),
+        fields_of(protocol.prefill_body(completion, HANDSHAKE)),
+        fields_of(protocol.decode_body(completion, HANDSHAKE, protocol.transfer_params(REPLY))),
     )
 
 
@@ -171,7 +171,7 @@ def test_a_prefix_copy_is_requested_by_tokens_and_fetched_by_the_prefill_leg(
     one = {"prompt": ids, "stream": False, "max_tokens": 1, "min_tokens": 1, "model": "m"}
     assert asked == one | ({"cache_salt": salt} if salt else {})
     handshake = KvHandshake(transfer_id="7f3a", bootstrap="h:1", early=True) if early else KvHandshake()
-    held = HELD.params()
+    held = HELD_KV.params()
     reply = msgspec.json.encode({"kv_transfer_params": {**held, "new": 1.0, "remote_prefill_cached_tokens": 7}})
     whole = fields_of(vllm.prefill_body(request, handshake, vllm.transfer_params(reply)))
     plain = fields_of(vllm.prefill_body(request, handshake))
@@ -187,7 +187,7 @@ def test_a_prefix_copy_is_requested_by_tokens_and_fetched_by_the_prefill_leg(
     assert (read.early, read.remote_request_id, read.remote_num_tokens) == (False, "cmpl-1", 32)
 
 
-HELD = KvTransferParams(
+HELD_KV = KvTransferParams(
     remote_engine_id="e",
     remote_request_id="cmpl-1",
     remote_host="10.0.0.2",
@@ -262,7 +262,7 @@ def test_vllm_decode_legs_need_the_parameters_of_the_prefill_response(reply: byt
     with pytest.raises(ProtocolError):
         vllm.transfer_params(reply)
     with pytest.raises(ProtocolError):
-        vllm.decode_body(completion(), MEETING, None)
+        vllm.decode_body(completion(), HANDSHAKE, None)
 
 
 @pytest.mark.parametrize(

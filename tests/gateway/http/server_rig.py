@@ -17,7 +17,7 @@ from kvroute.gateway.http.server import HttpServer, Limits
 
 T = TypeVar("T")
 HOST = b"Host: gateway\r\n"
-LAST = HOST + b"Connection: close\r\n"
+HOST_AND_CLOSE = HOST + b"Connection: close\r\n"
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -42,16 +42,16 @@ def echo(exchange: Exchange) -> None:
 
 
 @asynccontextmanager
-async def open_door(
+async def run_server(
     handler: Callable[[Exchange], None], limits: Limits | None = None
 ) -> AsyncIterator[tuple[HttpServer, int]]:
-    door = HttpServer(handler, limits, deadlines=Deadlines(0.01))
-    port = await door.listen("127.0.0.1", 0)
+    http_server = HttpServer(handler, limits, deadlines=Deadlines(0.01))
+    port = await http_server.listen("127.0.0.1", 0)
     try:
-        yield door, port
+        yield http_server, port
     finally:
-        await door.drain(0)
-        assert door.connections == 0
+        await http_server.drain(0)
+        assert http_server.connections == 0
 
 
 @asynccontextmanager
@@ -65,7 +65,7 @@ async def client(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio
             await writer.wait_closed()
 
 
-async def talk(port: int, data: bytes) -> bytes:
+async def send_and_read(port: int, data: bytes) -> bytes:
     """Send the data and return everything that the server sends until it closes."""
     async with client(port) as (reader, writer):
         writer.write(data)
@@ -74,13 +74,13 @@ async def talk(port: int, data: bytes) -> bytes:
 
 def exchange_bytes(data: bytes, handler: Callable[[Exchange], None] = echo, limits: Limits | None = None) -> bytes:
     async def main() -> bytes:
-        async with open_door(handler, limits) as (_, port):
-            return await talk(port, data)
+        async with run_server(handler, limits) as (_, port):
+            return await send_and_read(port, data)
 
     return run(main())
 
 
-def answers(raw: bytes) -> list[tuple[int, dict[bytes, bytes], bytes]]:
+def parse_responses(raw: bytes) -> list[tuple[int, dict[bytes, bytes], bytes]]:
     """Parse a sequence of responses with content-length into status, headers and body."""
     found = []
     while raw:
@@ -93,10 +93,10 @@ def answers(raw: bytes) -> list[tuple[int, dict[bytes, bytes], bytes]]:
     return found
 
 
-def only_fault(raw: bytes) -> tuple[int, str]:
+def only_error(raw: bytes) -> tuple[int, str]:
     """Check that the only response is an error in OpenAI's JSON form with `connection: close`; return its status and
     message."""
-    [(status, headers, body)] = answers(raw)
+    [(status, headers, body)] = parse_responses(raw)
     assert headers[b"connection"] == b"close"
     assert headers[b"content-type"] == b"application/json"
     error = json.loads(body)["error"]

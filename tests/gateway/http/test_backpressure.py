@@ -89,12 +89,12 @@ class Engine(asyncio.Protocol):
         self._flow()
 
 
-class Relay:
+class MinimalProxy:
     """Relays from an engine to a client, with backpressure connected at both ends: the minimal owner of an exchange."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        self.relayed_bytes = self.unsent_max_bytes = self.pauses = 0
+        self.forwarded_bytes = self.unsent_max_bytes = self.pauses = 0
         self.paused = asyncio.Event()
         self.failures: list[Failure] = []
 
@@ -111,7 +111,7 @@ class Relay:
         self.exchange.start(status, [], length)
 
     def on_body(self, data: bytes) -> None:
-        self.relayed_bytes += len(data)
+        self.forwarded_bytes += len(data)
         self.exchange.write(data)
         self.unsent_max_bytes = max(self.unsent_max_bytes, self.exchange.unsent_bytes)
 
@@ -147,18 +147,18 @@ class Reader(asyncio.Protocol):
         self.done.set()
 
 
-class Setting:
+class ProxySetup:
     """An engine, a gateway that only relays, and clients."""
 
     def __init__(self, chunked: bool, limits: Limits | None = None) -> None:
         self.chunked = chunked
         self.limits = limits
         self.engines: list[Engine] = []
-        self.relays: list[Relay] = []
-        self.begun = asyncio.Event()
+        self.proxies: list[MinimalProxy] = []
+        self.started = asyncio.Event()
         self._clients: list[asyncio.Transport] = []
 
-    async def __aenter__(self) -> Setting:
+    async def __aenter__(self) -> ProxySetup:
         loop = asyncio.get_running_loop()
 
         def engine() -> Engine:
@@ -169,26 +169,26 @@ class Setting:
         self._deadlines = Deadlines(0.01)
         port = self._server.sockets[0].getsockname()[1]
         self.pool = UpstreamPool(f"http://127.0.0.1:{port}", deadlines=self._deadlines)
-        self.door = HttpServer(self._handle, self.limits, deadlines=self._deadlines)
-        self._port = await self.door.listen("127.0.0.1", 0)
+        self.http_server = HttpServer(self._handle, self.limits, deadlines=self._deadlines)
+        self._port = await self.http_server.listen("127.0.0.1", 0)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for client in self._clients:
             client.abort()
-        await self.door.drain(0)
+        await self.http_server.drain(0)
         self.pool.close()
         while self.pool.connections:
             await asyncio.sleep(0)
         self._server.close()
-        assert (self.pool.busy, self.pool.idle, self.door.connections) == (0, 0, 0)
+        assert (self.pool.busy, self.pool.idle, self.http_server.connections) == (0, 0, 0)
 
     def _handle(self, exchange: Exchange) -> None:
-        passthrough = Relay(exchange)
+        proxy = MinimalProxy(exchange)
         request = request_bytes(b"GET", b"/", self.pool.host, [], b"")
-        passthrough.join(self.pool.send(request, passthrough, first_byte_s=20, idle_s=20))
-        self.relays.append(passthrough)
-        self.begun.set()
+        proxy.join(self.pool.send(request, proxy, first_byte_s=20, idle_s=20))
+        self.proxies.append(proxy)
+        self.started.set()
 
     async def client(self) -> Reader:
         sock = socket.create_connection(("127.0.0.1", self._port))
@@ -198,24 +198,24 @@ class Setting:
         self._clients.append(reader.transport)
         return reader
 
-    async def at_rest(self) -> tuple[Engine, Relay]:
+    async def until_paused(self) -> tuple[Engine, MinimalProxy]:
         """Wait until the engine of the latest client cannot send any more."""
-        await self.begun.wait()
-        passthrough = self.relays[-1]
-        await passthrough.paused.wait()
+        await self.started.wait()
+        proxy = self.proxies[-1]
+        await proxy.paused.wait()
         engine = self.engines[-1]
         await engine.stopped.wait()
-        return engine, passthrough
+        return engine, proxy
 
 
 def check_bounded_and_whole(chunked: bool, runner: Runner) -> None:
     async def main() -> None:
-        async with Setting(chunked) as setting:
-            reader = await setting.client()
-            engine, passthrough = await setting.at_rest()
+        async with ProxySetup(chunked) as setup:
+            reader = await setup.client()
+            engine, proxy = await setup.until_paused()
             assert reader.body_bytes == 0
-            assert passthrough.unsent_max_bytes <= HELD_MAX_BYTES
-            assert passthrough.relayed_bytes <= SYSTEM_MAX_BYTES
+            assert proxy.unsent_max_bytes <= HELD_MAX_BYTES
+            assert proxy.forwarded_bytes <= SYSTEM_MAX_BYTES
             assert engine.sent_bytes <= SYSTEM_MAX_BYTES
             reader.transport.resume_reading()
             await reader.done.wait()
@@ -223,9 +223,9 @@ def check_bounded_and_whole(chunked: bool, runner: Runner) -> None:
             for index in range(TOTAL_BYTES // BLOCK_BYTES):
                 expected.update(block(index))
             assert (reader.body_bytes, reader.hash.digest()) == (TOTAL_BYTES, expected.digest())
-            assert passthrough.unsent_max_bytes <= HELD_MAX_BYTES
-            assert passthrough.pauses > 0
-            assert setting.pool.idle == 1
+            assert proxy.unsent_max_bytes <= HELD_MAX_BYTES
+            assert proxy.pauses > 0
+            assert setup.pool.idle == 1
 
     run(main(), runner)
 
@@ -242,10 +242,10 @@ def test_a_chunked_response_waits_while_the_client_does_not_read(runner: Runner)
 
 def test_a_stalled_client_delays_no_other_client() -> None:
     async def main() -> None:
-        async with Setting(chunked=True) as setting:
-            stalled = await setting.client()
-            await setting.at_rest()
-            reader = await setting.client()
+        async with ProxySetup(chunked=True) as setup:
+            stalled = await setup.client()
+            await setup.until_paused()
+            reader = await setup.client()
             reader.transport.resume_reading()
             await reader.done.wait()
             assert reader.body_bytes == TOTAL_BYTES
@@ -256,13 +256,13 @@ def test_a_stalled_client_delays_no_other_client() -> None:
 
 def test_a_client_that_never_reads_is_disconnected_and_its_engine_released() -> None:
     async def main() -> None:
-        async with Setting(chunked=True, limits=Limits(stall_s=0.05)) as setting:
-            await setting.client()
-            engine, passthrough = await setting.at_rest()
+        async with ProxySetup(chunked=True, limits=Limits(stall_s=0.05)) as setup:
+            await setup.client()
+            engine, proxy = await setup.until_paused()
             await engine.lost.wait()
-            assert passthrough.exchange.gone
-            assert passthrough.failures == []
-            assert setting.pool.busy == 0
+            assert proxy.exchange.gone
+            assert proxy.failures == []
+            assert setup.pool.busy == 0
 
     run(main())
 

@@ -72,7 +72,7 @@ async def reset(*streams: Streams) -> None:
     await close(*streams)
 
 
-async def held(server: HttpServer, nbytes: int) -> None:
+async def until_counted(server: HttpServer, nbytes: int) -> None:
     """Wait until the server has counted bodies of at least `nbytes`, or of none if `nbytes` is 0."""
     while server.bodies_bytes < nbytes * BODY_MEMORY_RATIO if nbytes else server.bodies_bytes:
         await asyncio.sleep(0)
@@ -102,12 +102,12 @@ def test_memory_of_bodies_is_freed_without_the_garbage_collector(way: str) -> No
             client = await asyncio.open_connection("127.0.0.1", port)
             client[1].write(HEAD + b"Content-Length: %d\r\n\r\n" % announced + bytes(8 * MB))
             if way != "slow":
-                await held(server, 8 * MB)
+                await until_counted(server, 8 * MB)
             else:
                 assert b" 408 " in await client[0].readline()
                 assert server.bodies_bytes == 0
             await (reset if way == "answered" else close)(client)
-            await held(server, 0)
+            await until_counted(server, 0)
         grown = resident_bytes() - before
         await server.drain(0)
         return grown
@@ -158,7 +158,7 @@ def test_the_total_size_of_bodies_is_bounded_and_small_bodies_are_always_accepte
             return client
 
         first = await send(600_000)
-        await held(server, 600_000)
+        await until_counted(server, 600_000)
         second = await send(600_000)
         answer = await second[0].read()
         assert answer.startswith(b"HTTP/1.1 503 ")
@@ -168,7 +168,7 @@ def test_the_total_size_of_bodies_is_bounded_and_small_bodies_are_always_accepte
         while not exchanges:
             await asyncio.sleep(0)
         await close(first)
-        await held(server, 0)
+        await until_counted(server, 0)
         third = await send(600_000, 600_000)
         while len(exchanges) < 2:
             await asyncio.sleep(0)

@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.http.server_rig import HOST, LAST, answers, client, echo, open_door, run, talk
+from tests.gateway.http.server_rig import (
+    HOST,
+    HOST_AND_CLOSE,
+    client,
+    echo,
+    parse_responses,
+    run,
+    run_server,
+    send_and_read,
+)
 from tests.waiting import becomes_true
 
 from kvroute.gateway.http.connection_limits import (
@@ -39,13 +48,13 @@ GET = b"GET / HTTP/1.1\r\n"
 
 
 @dataclass(eq=False)
-class Held:
+class StubConnection:
     """A stub connection in the state that the test sets."""
 
     address: str = "10.0.0.1"
     state: int = IDLE
     deadline_s: float = 0.0
-    closed: list[Held] = field(default_factory=list)
+    closed: list[StubConnection] = field(default_factory=list)
 
     def waits_for(self) -> int:
         return self.state
@@ -72,10 +81,10 @@ def test_the_longest_idle_connection_is_closed_and_never_one_with_a_request(
     """For arrivals one second apart in any order: counts stay within the limits; a closed connection has the lowest
     state and the earliest deadline of all that may make room; a rejection means that all of these are busy."""
     connections = Connections()
-    closed: list[Held] = []
-    counted: list[Held] = []
+    closed: list[StubConnection] = []
+    counted: list[StubConnection] = []
     for second, (address, state, deadline_s) in enumerate(arrivals):
-        new = Held(address, state, float(deadline_s), closed)
+        new = StubConnection(address, state, float(deadline_s), closed)
         before = len(closed)
         entry = connections.enter(new, most, per_address, float(second))
         same = [held for held in counted if held.address == address]
@@ -97,10 +106,10 @@ def test_the_longest_idle_connection_is_closed_and_never_one_with_a_request(
 
 def test_connections_being_rejected_are_bounded_too() -> None:
     connections = Connections()
-    assert connections.enter(Held(state=BUSY), 1, 9, 0.0) is Entry.TAKEN
-    entries = [connections.enter(Held(state=BUSY), 1, 9, 0.0) for _ in range(66)]
+    assert connections.enter(StubConnection(state=BUSY), 1, 9, 0.0) is Entry.TAKEN
+    entries = [connections.enter(StubConnection(state=BUSY), 1, 9, 0.0) for _ in range(66)]
     assert entries == [Entry.FULL] * 64 + [Entry.DROPPED] * 2
-    full: Connection = Held(state=BUSY)
+    full: Connection = StubConnection(state=BUSY)
     assert Connections().enter(full, 1, 0, 0.0) is Entry.ADDRESS_FULL
 
 
@@ -123,7 +132,7 @@ def test_idle_connections_do_not_block_new_ones() -> None:
     """The limit is a hundred, and a hundred connections are idle after a response; the oldest one is closed first."""
 
     async def main() -> None:
-        async with open_door(echo, Limits(connections=100)) as (door, port):
+        async with run_server(echo, Limits(connections=100)) as (http_server, port):
             idle = []
             for _ in range(100):
                 streams = await asyncio.open_connection("127.0.0.1", port)
@@ -131,11 +140,11 @@ def test_idle_connections_do_not_block_new_ones() -> None:
                 await streams[0].readuntil(b"}")
                 idle.append(streams)
             for _ in range(5):
-                assert answers(await talk(port, GET + LAST + b"\r\n"))[0][0] == 200
+                assert parse_responses(await send_and_read(port, GET + HOST_AND_CLOSE + b"\r\n"))[0][0] == 200
             assert await idle[0][0].read() == b""
-            idle[-1][1].write(GET + LAST + b"\r\n")
-            assert answers(await idle[-1][0].read())[0][0] == 200
-            assert door.connections <= 100
+            idle[-1][1].write(GET + HOST_AND_CLOSE + b"\r\n")
+            assert parse_responses(await idle[-1][0].read())[0][0] == 200
+            assert http_server.connections <= 100
             for _, writer in idle:
                 writer.close()
 
@@ -146,19 +155,19 @@ def test_connections_with_requests_are_kept_and_further_clients_get_retry_after(
     async def main() -> None:
         waiting: list[Exchange] = []
         async with (
-            open_door(waiting.append, Limits(connections=2)) as (_, port),
+            run_server(waiting.append, Limits(connections=2)) as (_, port),
             client(port) as (first, one),
             client(port) as (second, two),
         ):
             for writer in (one, two):
-                writer.write(GET + LAST + b"\r\n")
+                writer.write(GET + HOST_AND_CLOSE + b"\r\n")
             assert await becomes_true(lambda: len(waiting) == 2)
-            [(status, headers, body)] = answers(await talk(port, GET + LAST + b"\r\n"))
+            [(status, headers, body)] = parse_responses(await send_and_read(port, GET + HOST_AND_CLOSE + b"\r\n"))
             assert (status, headers[b"retry-after"]) == (503, b"1")
             assert b"has reached its connection limit" in body
             for exchange in waiting:
                 echo(exchange)
-            assert answers(await first.read())[0][0] == answers(await second.read())[0][0] == 200
+            assert parse_responses(await first.read())[0][0] == parse_responses(await second.read())[0][0] == 200
 
     run(main())
 
@@ -170,24 +179,24 @@ def test_one_address_cannot_take_all_connections() -> None:
     async def main() -> None:
         waiting: list[Exchange] = []
         async with (
-            open_door(waiting.append, Limits(connections=9, connections_per_address=2)) as (_, port),
+            run_server(waiting.append, Limits(connections=9, connections_per_address=2)) as (_, port),
             client(port) as (idle, _),
             client(port) as (_, one),
             client(port) as (_, two),
         ):
             assert await idle.read() == b""
             for writer in (one, two):
-                writer.write(GET + LAST + b"\r\n")
+                writer.write(GET + HOST_AND_CLOSE + b"\r\n")
             assert await becomes_true(lambda: len(waiting) == 2)
-            [(status, _, body)] = answers(await talk(port, GET + LAST + b"\r\n"))
+            [(status, _, body)] = parse_responses(await send_and_read(port, GET + HOST_AND_CLOSE + b"\r\n"))
             assert status == 503
             assert b"your address" in body
             other = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
-            other[1].write(GET + LAST + b"\r\n")
+            other[1].write(GET + HOST_AND_CLOSE + b"\r\n")
             assert await becomes_true(lambda: len(waiting) == 3)
             for exchange in waiting:
                 echo(exchange)
-            assert answers(await other[0].read())[0][0] == 200
+            assert parse_responses(await other[0].read())[0][0] == 200
             other[1].close()
 
     run(main())
@@ -206,15 +215,15 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.S
     return server, ssl.create_default_context(cafile=str(folder / "cert.pem"))
 
 
-async def comes_in(port: int, trusting: ssl.SSLContext) -> None:
+async def gets_response(port: int, trusting: ssl.SSLContext) -> None:
     """Get a response over TLS, at once or after the flood has been accepted."""
     while True:
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
         except ConnectionError:
             continue
-        writer.write(GET + LAST + b"\r\n")
-        assert answers(await reader.read())[0][0] == 200
+        writer.write(GET + HOST_AND_CLOSE + b"\r\n")
+        assert parse_responses(await reader.read())[0][0] == 200
         writer.close()
         with suppress(ConnectionError, ssl.SSLError):
             await writer.wait_closed()
@@ -227,20 +236,20 @@ def test_handshakes_count_as_connections(tls: tuple[ssl.SSLContext, ssl.SSLConte
     server, trusting = tls
 
     async def main() -> None:
-        door = HttpServer(echo, Limits(connections=10), deadlines=Deadlines(0.01))
-        port = await door.listen("127.0.0.1", 0, server)
+        http_server = HttpServer(echo, Limits(connections=10), deadlines=Deadlines(0.01))
+        port = await http_server.listen("127.0.0.1", 0, server)
         silent = []
         for _ in range(50):
             each = socket.create_connection(("127.0.0.1", port))
             each.sendall(sent)
             silent.append(each)
             await asyncio.sleep(0)
-        assert await becomes_true(lambda: 0 < door.connections <= 10)
-        await comes_in(port, trusting)
+        assert await becomes_true(lambda: 0 < http_server.connections <= 10)
+        await gets_response(port, trusting)
         for each in silent:
             each.close()
-        assert await becomes_true(lambda: door.connections == 0)
-        await door.drain(0)
+        assert await becomes_true(lambda: http_server.connections == 0)
+        await http_server.drain(0)
 
     run(main())
 
@@ -248,20 +257,20 @@ def test_handshakes_count_as_connections(tls: tuple[ssl.SSLContext, ssl.SSLConte
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half-a-hello"])
 def test_a_handshake_has_a_deadline(tls: tuple[ssl.SSLContext, ssl.SSLContext], sent: bytes) -> None:
     async def main() -> None:
-        door = HttpServer(echo, Limits(header_s=0.05), deadlines=Deadlines(0.01))
-        port = await door.listen("127.0.0.1", 0, tls[0])
+        http_server = HttpServer(echo, Limits(header_s=0.05), deadlines=Deadlines(0.01))
+        port = await http_server.listen("127.0.0.1", 0, tls[0])
         async with client(port) as (reader, writer):
             writer.write(sent)
             with suppress(ConnectionError):
                 assert await reader.read() == b""
-        assert await becomes_true(lambda: door.connections == 0)
-        await door.drain(0)
+        assert await becomes_true(lambda: http_server.connections == 0)
+        await http_server.drain(0)
 
     run(main())
 
 
 @dataclass
-class Counted:
+class StubListener:
     """A stub port without a limit."""
 
     times_s: tuple[float, float] = (60.0, 60.0)
@@ -285,7 +294,7 @@ def test_a_handshake_aborted_before_its_first_step_is_not_counted(tls: tuple[ssl
     """The connection is aborted in the same turn of the loop in which its first byte is read."""
 
     async def main() -> None:
-        port = Counted()
+        port = StubListener()
         listener = Listener(port, asyncio.Protocol, tls[0])
         async with client(await listener.listen("127.0.0.1", 0)) as (reader, writer):
             assert await becomes_true(lambda: len(port.open) == 1)
@@ -304,28 +313,28 @@ def test_a_handshake_aborted_before_its_first_step_is_not_counted(tls: tuple[ssl
 
 def test_draining_ends_handshakes(tls: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     async def main() -> None:
-        door = HttpServer(echo, deadlines=Deadlines(0.01))
-        port = await door.listen("127.0.0.1", 0, tls[0])
+        http_server = HttpServer(echo, deadlines=Deadlines(0.01))
+        port = await http_server.listen("127.0.0.1", 0, tls[0])
         async with client(port) as (_, one), client(port) as (_, _two):
             one.write(b"\x16\x03\x01")
-            assert await becomes_true(lambda: door.connections == 2)
-            await door.drain(0.05, idle_s=0.0)
-            assert door.connections == 0
+            assert await becomes_true(lambda: http_server.connections == 2)
+            await http_server.drain(0.05, idle_s=0.0)
+            assert http_server.connections == 0
 
     run(main())
 
 
 def test_a_host_name_can_be_listened_on_with_tls(tls: tuple[ssl.SSLContext, ssl.SSLContext], tmp_path: Path) -> None:
     async def main() -> None:
-        door = HttpServer(echo)
-        port = await door.listen("localhost", 0, tls[0])
+        http_server = HttpServer(echo)
+        port = await http_server.listen("localhost", 0, tls[0])
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls[1])
-        writer.write(GET + LAST + b"\r\n")
-        assert answers(await reader.read())[0][0] == 200
+        writer.write(GET + HOST_AND_CLOSE + b"\r\n")
+        assert parse_responses(await reader.read())[0][0] == 200
         writer.close()
         with suppress(ConnectionError, ssl.SSLError):
             await writer.wait_closed()
-        await door.drain(1, idle_s=0)
+        await http_server.drain(1, idle_s=0)
 
     run(main())
 
@@ -336,8 +345,8 @@ def test_a_tls_port_waits_for_free_file_descriptors(
     """The port reports the shortage, and serves the waiting client afterwards."""
 
     async def main() -> None:
-        door = HttpServer(echo, hooks=ServerHooks(accept_paused=log_accept_paused), deadlines=Deadlines(0.01))
-        port = await door.listen("127.0.0.1", 0, tls[0])
+        http_server = HttpServer(echo, hooks=ServerHooks(accept_paused=log_accept_paused), deadlines=Deadlines(0.01))
+        port = await http_server.listen("127.0.0.1", 0, tls[0])
         waiting = socket.create_connection(("127.0.0.1", port))
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         lowest = os.dup(waiting.fileno())
@@ -345,12 +354,12 @@ def test_a_tls_port_waits_for_free_file_descriptors(
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
         try:
             assert await becomes_true(lambda: any(record.message == "accept_paused" for record in caplog.records))
-            assert door.connections == 0
+            assert http_server.connections == 0
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        assert await becomes_true(lambda: door.connections == 1)
+        assert await becomes_true(lambda: http_server.connections == 1)
         waiting.close()
-        await comes_in(port, tls[1])
-        await door.drain(0)
+        await gets_response(port, tls[1])
+        await http_server.drain(0)
 
     run(main())

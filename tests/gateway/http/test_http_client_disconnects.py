@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.gateway.http.server_rig import HOST, LAST, client, echo, exchange_bytes, open_door, run
+from tests.gateway.http.server_rig import HOST, HOST_AND_CLOSE, client, echo, exchange_bytes, run, run_server
 from tests.waiting import until
 
 from kvroute.gateway.http.exchange import Exchange
@@ -31,7 +31,7 @@ def test_a_disconnect_is_reported_once_and_later_writes_are_dropped() -> None:
             exchange.write(b"first")
             begun.set()
 
-        async with open_door(handler) as (_, port):
+        async with run_server(handler) as (_, port):
             async with client(port) as (_reader, writer):
                 writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
                 await begun.wait()
@@ -80,7 +80,7 @@ def test_a_client_that_half_closes_gets_its_responses(how: str) -> None:
                 waiting.put_nowait(exchange)
 
         ended = asyncio.Event()
-        async with open_door(handler) as (_, port), client(port) as (reader, writer):
+        async with run_server(handler) as (_, port), client(port) as (reader, writer):
             answering = asyncio.create_task(answer()) if how != "at-once" else None
             writer.write(asked)
             writer.write_eof()
@@ -110,7 +110,7 @@ def test_a_half_close_long_after_the_request_counts_as_a_disconnect(started: boo
             if started:
                 exchange.start(200, [], 2)
 
-        async with open_door(handler) as (_, port), client(port) as (_, writer):
+        async with run_server(handler) as (_, port), client(port) as (_, writer):
             writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
             await until(lambda: bool(exchanges))
             loop = asyncio.get_running_loop()
@@ -142,7 +142,7 @@ def test_a_disconnect_is_distinguished_from_a_half_close(started: bool) -> None:
             if started:
                 exchange.start(200, [], 2)
 
-        async with open_door(handler) as (_, port), client(port) as (reader, writer):
+        async with run_server(handler) as (_, port), client(port) as (reader, writer):
             writer.write(b"GET /stays HTTP/1.1\r\n" + HOST + b"\r\n")
             writer.write_eof()
             async with client(port) as (_, leaving):
@@ -165,7 +165,7 @@ def test_a_disconnect_is_distinguished_from_a_half_close(started: bool) -> None:
 
 def test_a_request_with_an_incomplete_body_is_dropped_at_the_disconnect() -> None:
     async def main() -> None:
-        async with open_door(echo) as (_, port), client(port) as (reader, writer):
+        async with run_server(echo) as (_, port), client(port) as (reader, writer):
             writer.write(b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nPOST /b HTTP/1.1\r\nHo")
             writer.write_eof()
             assert (await reader.read()).count(b"HTTP/1.1") == 1
@@ -180,7 +180,7 @@ def test_a_disconnect_after_the_response_is_not_reported() -> None:
         exchange.on_gone = lambda: heard.append("gone")
         echo(exchange)
 
-    exchange_bytes(b"GET / HTTP/1.1\r\n" + LAST + b"\r\n", handler)
+    exchange_bytes(b"GET / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n", handler)
     assert heard == []
 
 
@@ -199,7 +199,7 @@ def test_an_incomplete_response_can_be_recognised_as_incomplete(how: str, versio
             exchange.write(b"half")
             wrote.set()
 
-        async with open_door(handler) as (_, port), client(port) as (reader, writer):
+        async with run_server(handler) as (_, port), client(port) as (reader, writer):
             writer.write(b"GET / HTTP/" + version + b"\r\n" + HOST + b"\r\n")
             raw = await reader.readuntil(b"half")
             [exchange] = exchanges

@@ -7,7 +7,7 @@ import json
 import socket
 
 import pytest
-from tests.gateway.http.server_rig import HOST, answers, client, echo, open_door, run
+from tests.gateway.http.server_rig import HOST, client, echo, parse_responses, run, run_server
 
 from kvroute.gateway.http.exchange import Exchange
 from kvroute.gateway.http.server import HttpServer
@@ -27,7 +27,7 @@ def test_draining_loses_no_request() -> None:
             else:
                 echo(exchange)
 
-        async with open_door(handler) as (door, port):
+        async with run_server(handler) as (http_server, port):
             async with (
                 client(port) as (r1, w1),
                 client(port) as (r2, w2),
@@ -39,20 +39,20 @@ def test_draining_loses_no_request() -> None:
                 w3.write(b"GET /idle HTTP/1.1\r\n" + HOST + b"\r\n")
                 await arrived.wait()
                 await r3.readuntil(b"}")
-                draining = asyncio.create_task(door.drain(10, idle_s=1.0))
+                draining = asyncio.create_task(http_server.drain(10, idle_s=1.0))
                 await asyncio.sleep(0)
                 w2.write(b"2")
                 w3.write(b"GET /late HTTP/1.1\r\n" + HOST + b"\r\n")
-                [(_, headers, body)] = answers(await r3.read())
+                [(_, headers, body)] = parse_responses(await r3.read())
                 assert (json.loads(body)["path"], headers[b"connection"]) == ("/late", b"close")
-                assert json.loads(answers(await r2.read())[0][2])["body"] == "12"
+                assert json.loads(parse_responses(await r2.read())[0][2])["body"] == "12"
                 assert await r4.read() == b"", "a connection that stays idle is closed"
                 assert not draining.done()
                 slow[0].respond(200, b"{}")
-                [(_, headers, body)] = answers(await r1.read())
+                [(_, headers, body)] = parse_responses(await r1.read())
                 assert (body, headers[b"connection"]) == (b"{}", b"close")
                 await draining
-            assert door.connections == 0
+            assert http_server.connections == 0
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_connection("127.0.0.1", port)
 
@@ -64,13 +64,13 @@ def test_draining_answers_connections_that_are_not_accepted_yet() -> None:
     yet."""
 
     async def main() -> list[bytes]:
-        door = HttpServer(echo)
-        port = await door.listen("127.0.0.1", 0)
+        http_server = HttpServer(echo)
+        port = await http_server.listen("127.0.0.1", 0)
         waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
         for waiter in waiting:
             waiter.sendall(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
         try:
-            await door.drain(10)
+            await http_server.drain(10)
             return [waiter.recv(4096) for waiter in waiting]
         finally:
             for waiter in waiting:
@@ -94,12 +94,12 @@ def test_no_connected_client_is_lost_while_the_port_closes() -> None:
                 said.append(client.recv(4096))
 
     async def main() -> None:
-        door = HttpServer(echo)
-        port = await door.listen("127.0.0.1", 0)
+        http_server = HttpServer(echo)
+        port = await http_server.listen("127.0.0.1", 0)
         clients = [asyncio.create_task(asyncio.to_thread(ask, port)) for _ in range(4)]
         while len(said) < 20:
             await asyncio.sleep(0)
-        await door.drain(10, idle_s=1.0)
+        await http_server.drain(10, idle_s=1.0)
         await asyncio.gather(*clients)
 
     run(main())
@@ -115,10 +115,10 @@ def test_draining_aborts_requests_after_its_timeout() -> None:
             exchange.on_gone = gone.set
             arrived.set()
 
-        async with open_door(handler) as (door, port), client(port) as (reader, writer):
+        async with run_server(handler) as (http_server, port), client(port) as (reader, writer):
             writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
             await arrived.wait()
-            await door.drain(0.01)
+            await http_server.drain(0.01)
             assert gone.is_set()
             assert await reader.read() == b""
 

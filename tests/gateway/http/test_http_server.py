@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from tests.gateway.http.server_rig import (
     HOST,
-    LAST,
-    answers,
+    HOST_AND_CLOSE,
     client,
     echo,
     exchange_bytes,
-    only_fault,
-    open_door,
+    only_error,
+    parse_responses,
     run,
-    talk,
+    run_server,
+    send_and_read,
 )
 
 from kvroute.gateway.http.deadlines import Deadlines
@@ -32,7 +32,7 @@ from kvroute.gateway.http.server import HttpServer, Limits
 
 def test_keep_alive_serves_several_requests_on_one_connection() -> None:
     async def main() -> None:
-        async with open_door(echo) as (door, port), client(port) as (reader, writer):
+        async with run_server(echo) as (http_server, port), client(port) as (reader, writer):
             for index in range(3):
                 writer.write(b"POST /v1/%d?q=1 HTTP/1.1\r\n" % index + HOST + b"Content-Length: 2\r\n\r\nhi")
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -40,7 +40,7 @@ def test_keep_alive_serves_several_requests_on_one_connection() -> None:
                 length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
                 seen = json.loads(await reader.readexactly(length))
                 assert (seen["path"], seen["query"], seen["body"]) == (f"/v1/{index}", "q=1", "hi")
-            assert door.connections == 1
+            assert http_server.connections == 1
 
     run(main())
 
@@ -48,10 +48,10 @@ def test_keep_alive_serves_several_requests_on_one_connection() -> None:
 def test_a_chunked_request_is_assembled_and_its_trailers_are_dropped() -> None:
     data = (
         b"POST / HTTP/1.1\r\n"
-        + LAST
+        + HOST_AND_CLOSE
         + b"X: a\r\nTransfer-Encoding: chunked\r\n\r\n3;ext=1\r\nabc\r\nA\r\n0123456789\r\n0\r\nX: b\r\n\r\n"
     )
-    [(status, _, body)] = answers(exchange_bytes(data))
+    [(status, _, body)] = parse_responses(exchange_bytes(data))
     assert status == 200
     assert json.loads(body)["body"] == "abc0123456789"
     assert json.loads(body)["x"] == ["a"]
@@ -67,26 +67,26 @@ def test_pipelined_requests_are_answered_in_order() -> None:
             waiting.append(exchange)
             arrived.set()
 
-        async with open_door(handler) as (_, port), client(port) as (reader, writer):
+        async with run_server(handler) as (_, port), client(port) as (reader, writer):
             writer.write(b"".join(b"GET /%d HTTP/1.1\r\n%b\r\n" % (i, HOST) for i in range(5)))
-            writer.write(b"GET /5 HTTP/1.1\r\n" + LAST + b"\r\n")
+            writer.write(b"GET /5 HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n")
             for index in range(6):
                 await arrived.wait()
                 arrived.clear()
                 assert len(waiting) == index + 1, "the next request waits for the answer to this one"
                 waiting[index].respond(200, waiting[index].path)
-            return answers(await reader.read())
+            return parse_responses(await reader.read())
 
     assert [body for _, _, body in run(main())] == [b"/%d" % i for i in range(6)]
 
 
 def test_a_long_pipeline_is_served_without_recursion_and_with_bounded_parsing_ahead() -> None:
     n = 20_000
-    data = (b"GET / HTTP/1.1\r\n" + HOST + b"\r\n") * n + b"GET /last HTTP/1.1\r\n" + LAST + b"\r\n"
+    data = (b"GET / HTTP/1.1\r\n" + HOST + b"\r\n") * n + b"GET /last HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n"
 
     async def main() -> bytes:
         async with (
-            open_door(lambda exchange: exchange.respond(204, b"")) as (_, port),
+            run_server(lambda exchange: exchange.respond(204, b"")) as (_, port),
             client(port) as (reader, writer),
         ):
             writer.write(data)
@@ -107,20 +107,20 @@ def test_a_long_pipeline_is_served_without_recursion_and_with_bounded_parsing_ah
 )
 def test_the_connection_is_kept_open_if_the_client_requests_it(head: bytes, keeps: bool) -> None:
     async def main() -> None:
-        async with open_door(echo) as (_, port), client(port) as (reader, writer):
+        async with run_server(echo) as (_, port), client(port) as (reader, writer):
             writer.write(head + b"\r\n")
             answer = await reader.readuntil(b"\r\n\r\n")
             assert (b"connection: close" in answer) == (not keeps)
             if keeps:
                 await reader.readuntil(b"}")
-                writer.write(b"GET / HTTP/1.1\r\n" + LAST + b"\r\n")
+                writer.write(b"GET / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n")
             assert (b"HTTP/1.1 200 OK" in await reader.read()) == keeps
 
     run(main())
 
 
 def test_a_response_to_head_has_no_body_and_the_next_response_follows() -> None:
-    raw = exchange_bytes(b"HEAD / HTTP/1.1\r\n" + HOST + b"\r\nGET / HTTP/1.1\r\n" + LAST + b"\r\n")
+    raw = exchange_bytes(b"HEAD / HTTP/1.1\r\n" + HOST + b"\r\nGET / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n")
     head, _, rest = raw.partition(b"\r\n\r\n")
     assert b"content-length: " in head
     assert rest.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -132,7 +132,7 @@ def test_a_streamed_response_to_head_has_no_body() -> None:
         exchange.write(b"data")
         exchange.end()
 
-    raw = exchange_bytes(b"HEAD / HTTP/1.1\r\n" + LAST + b"\r\n", handler)
+    raw = exchange_bytes(b"HEAD / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n", handler)
     assert raw.endswith(b"connection: close\r\n\r\n")
 
 
@@ -157,20 +157,20 @@ def test_a_response_of_unknown_length_closes_an_http_1_0_connection() -> None:
     ids=["absolute", "no-path", "bare", "origin"],
 )
 def test_every_form_of_request_target_is_parsed(target: bytes, path: str, query: str) -> None:
-    [(_, _, body)] = answers(exchange_bytes(b"GET " + target + b" HTTP/1.1\r\n" + LAST + b"\r\n"))
+    [(_, _, body)] = parse_responses(exchange_bytes(b"GET " + target + b" HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n"))
     assert (json.loads(body)["path"], json.loads(body)["query"]) == (path, query)
 
 
 def test_100_continue_is_sent_only_to_clients_that_wait_for_it() -> None:
     async def main() -> None:
-        async with open_door(echo) as (_, port), client(port) as (reader, writer):
-            head = b"POST / HTTP/1.1\r\n" + LAST + b"Expect: 100-continue\r\nContent-Length: 4\r\n\r\n"
+        async with run_server(echo) as (_, port), client(port) as (reader, writer):
+            head = b"POST / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"Expect: 100-continue\r\nContent-Length: 4\r\n\r\n"
             writer.write(head)
             assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             writer.write(b"body")
-            [(status, _, body)] = answers(await reader.read())
+            [(status, _, body)] = parse_responses(await reader.read())
             assert (status, json.loads(body)["body"]) == (200, "body")
-            assert b"100 Continue" not in await talk(port, head + b"body")
+            assert b"100 Continue" not in await send_and_read(port, head + b"body")
 
     run(main())
 
@@ -186,7 +186,7 @@ def test_100_continue_is_not_sent_after_the_body_has_begun() -> None:
 
 def test_a_body_that_is_too_large_is_rejected_without_100_continue() -> None:
     head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 11\r\n\r\n"
-    status, message = only_fault(exchange_bytes(head, limits=Limits(body_bytes=10)))
+    status, message = only_error(exchange_bytes(head, limits=Limits(body_bytes=10)))
     assert (status, "larger than 10 bytes; send a shorter prompt" in message) == (413, True)
     assert "`gateway.limits.body`" in message
 
@@ -196,8 +196,8 @@ def test_a_body_that_is_too_large_is_rejected_without_100_continue() -> None:
 )
 def test_an_upgrade_header_is_ignored_and_the_body_is_read(framing: bytes) -> None:
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
-    data = b"POST /a HTTP/1.1\r\n" + HOST + upgrade + framing + b"GET /b HTTP/1.1\r\n" + LAST + b"\r\n"
-    first, second = answers(exchange_bytes(data))
+    data = b"POST /a HTTP/1.1\r\n" + HOST + upgrade + framing + b"GET /b HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n"
+    first, second = parse_responses(exchange_bytes(data))
     assert (json.loads(first[2])["path"], json.loads(first[2])["body"]) == ("/a", "body")
     assert json.loads(second[2])["path"] == "/b"
 
@@ -241,11 +241,11 @@ def test_ambiguous_requests_are_rejected(data: bytes, status: int) -> None:
     def handler(exchange: Exchange) -> None:
         raise AssertionError("nothing of this is a request")
 
-    assert only_fault(exchange_bytes(data, handler))[0] == status
+    assert only_error(exchange_bytes(data, handler))[0] == status
 
 
 def test_valid_requests_before_an_error_are_answered_first() -> None:
-    good, bad = answers(exchange_bytes(b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nrubbish\r\n\r\n"))
+    good, bad = parse_responses(exchange_bytes(b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nrubbish\r\n\r\n"))
     assert (good[0], bad[0]) == (200, 400)
 
 
@@ -258,10 +258,10 @@ def test_a_handler_that_raises_is_reported_and_the_client_gets_500() -> None:
         def handler(exchange: Exchange) -> None:
             raise RuntimeError("a bug")
 
-        async with open_door(handler) as (_, port):
-            return await talk(port, b"GET / HTTP/1.1\r\n" + LAST + b"\r\n")
+        async with run_server(handler) as (_, port):
+            return await send_and_read(port, b"GET / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n")
 
-    assert answers(run(main()))[0][0] == 500
+    assert parse_responses(run(main()))[0][0] == 500
     assert [str(context["exception"]) for context in reported] == ["a bug"]
 
 
@@ -281,19 +281,19 @@ def test_tls_serves_requests_and_a_plain_text_client_does_no_harm(certificate: P
     trusting = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
 
     async def main() -> None:
-        door = HttpServer(echo, Limits(linger_s=0.02), deadlines=Deadlines(0.01))
-        port = await door.listen("127.0.0.1", 0, server)
-        plain = await talk(port, b"GET / HTTP/1.1\r\n" + LAST + b"\r\n")
+        http_server = HttpServer(echo, Limits(linger_s=0.02), deadlines=Deadlines(0.01))
+        port = await http_server.listen("127.0.0.1", 0, server)
+        plain = await send_and_read(port, b"GET / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n")
         assert plain.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n")
         assert b"use https://" in plain
         with suppress(ConnectionError):
-            assert await talk(port, b"\x00\x01") == b""
-        for request, status in ((b"GET / HTTP/1.1\r\n" + LAST + b"\r\n", 200), (b"rubbish\r\n\r\n", 400)):
+            assert await send_and_read(port, b"\x00\x01") == b""
+        for request, status in ((b"GET / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n", 200), (b"rubbish\r\n\r\n", 400)):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
             writer.write(request)
-            assert answers(await reader.read())[0][0] == status
+            assert parse_responses(await reader.read())[0][0] == status
             writer.close()
             await writer.wait_closed()
-        await door.drain(0)
+        await http_server.drain(0)
 
     run(main())

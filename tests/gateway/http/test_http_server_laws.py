@@ -98,7 +98,7 @@ def test_parsing_byte_by_byte_equals_parsing_at_once(several: list[tuple[bytes, 
 
 
 @st.composite
-def spoilt(draw: st.DrawFn) -> bytes:
+def corrupted(draw: st.DrawFn) -> bytes:
     """Draw requests with a few bytes replaced, removed, repeated or inserted."""
     raw = bytearray(b"".join(raw for raw, _ in draw(st.lists(requests(), min_size=1, max_size=3))))
     nasty = st.sampled_from([b"\r", b"\n", b"\r\n", b"\x00", b" ", b"\t", b":", b"0", b"-", b"\xff", b";", b"chunked"])
@@ -113,7 +113,7 @@ NAMED = b"host", b"content-length", b"transfer-encoding"
 
 
 @settings(max_examples=300)
-@given(raw=st.one_of(spoilt(), st.binary(max_size=100)), cuts=CUTS)
+@given(raw=st.one_of(corrupted(), st.binary(max_size=100)), cuts=CUTS)
 @example(raw=b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\nabc", cuts=[])
 @example(raw=b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: c\r\nhunked\r\n\r\n0\r\n\r\n", cuts=[49])
 def test_corrupted_requests_have_one_interpretation_for_every_split(raw: bytes, cuts: list[int]) -> None:
@@ -139,7 +139,7 @@ def test_corrupted_requests_have_one_interpretation_for_every_split(raw: bytes, 
 
 
 @asynccontextmanager
-async def open_door(limits: Limits) -> AsyncIterator[int]:
+async def run_server(limits: Limits) -> AsyncIterator[int]:
     problems: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
 
@@ -150,14 +150,14 @@ async def open_door(limits: Limits) -> AsyncIterator[int]:
     port = await server.listen("127.0.0.1", 0)
     try:
         yield port
-        await check_good(port)
+        await check_still_serving(port)
     finally:
         await server.drain(0)
     assert problems == []
     assert server.connections == 0
 
 
-async def talk(port: int, parts: Sequence[bytes], *, leave: bool = False) -> bytes:
+async def send_and_read(port: int, parts: Sequence[bytes], *, leave: bool = False) -> bytes:
     """Send the parts, optionally close the sending side, and read until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     said = b""
@@ -177,9 +177,9 @@ async def talk(port: int, parts: Sequence[bytes], *, leave: bool = False) -> byt
     return said
 
 
-async def check_good(port: int) -> None:
+async def check_still_serving(port: int) -> None:
     """Check that a valid request is served now."""
-    raw = await talk(port, [b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"])
+    raw = await send_and_read(port, [b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"])
     assert raw.startswith(b"HTTP/1.1 200 OK\r\n")
     assert raw.endswith(b"ok")
 
@@ -200,18 +200,18 @@ def statuses(raw: bytes) -> list[int]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(hostile=st.lists(st.tuples(st.one_of(spoilt(), st.binary(max_size=200)), CUTS), min_size=1, max_size=6))
+@given(hostile=st.lists(st.tuples(st.one_of(corrupted(), st.binary(max_size=200)), CUTS), min_size=1, max_size=6))
 def test_after_any_input_the_server_responds_or_closes_and_serves_the_next_client(
     hostile: list[tuple[bytes, list[int]]],
 ) -> None:
     async def main() -> None:
-        async with open_door(
+        async with run_server(
             Limits(header_bytes=512, body_bytes=2048, header_s=0.02, body_s=0.02, keep_alive_s=0.02)
         ) as port:
             for raw, cuts in hostile:
                 if b"HEAD" in raw:
                     continue  # responses to HEAD cannot be separated from the others
-                said = await talk(port, list(pieces(raw, cuts)))
+                said = await send_and_read(port, list(pieces(raw, cuts)))
                 assert all(status in (100, 200, 400, 408, 413, 431, 501, 505) for status in statuses(said))
 
     run(main())
@@ -240,7 +240,7 @@ def test_a_response_is_read_as_it_was_written(parts: list[bytes], how: str, vers
     async def main() -> bytes:
         server = HttpServer(handler)
         port = await server.listen("127.0.0.1", 0)
-        raw = await talk(port, [b"%b / HTTP/%b\r\nHost: a\r\nConnection: close\r\n\r\n" % (method, version)])
+        raw = await send_and_read(port, [b"%b / HTTP/%b\r\nHost: a\r\nConnection: close\r\n\r\n" % (method, version)])
         await server.drain(0)
         return raw
 
@@ -291,7 +291,7 @@ MIB = 1 << 20
 )
 def test_a_body_of_100_mb_is_rejected_early_and_the_response_can_be_read(head: bytes, block: bytes) -> None:
     async def main() -> None:
-        async with open_door(Limits(body_bytes=2 * MIB)) as port:
+        async with run_server(Limits(body_bytes=2 * MIB)) as port:
             assert statuses(await flood(port, head, block, 100)) == [413]
 
     run(main())
@@ -299,7 +299,7 @@ def test_a_body_of_100_mb_is_rejected_early_and_the_response_can_be_read(head: b
 
 def test_a_body_of_100_mb_is_accepted_if_the_limit_allows_it() -> None:
     async def main() -> None:
-        async with open_door(Limits(body_bytes=100 * MIB)) as port:
+        async with run_server(Limits(body_bytes=100 * MIB)) as port:
             head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 104857600\r\n\r\n"
             assert (await flood(port, head, bytes(MIB), 100)).startswith(b"HTTP/1.1 200 OK\r\n")
 
@@ -310,12 +310,13 @@ def test_slow_headers_delay_no_other_client() -> None:
     """Slowloris: many connections start a request and never end it."""
 
     async def main() -> None:
-        async with open_door(Limits(header_s=0.2)) as port:
+        async with run_server(Limits(header_s=0.2)) as port:
             slow = [
-                asyncio.create_task(talk(port, [b"GET / HTTP/1.1\r\n", b"Host: a\r\n", b"X: "])) for _ in range(100)
+                asyncio.create_task(send_and_read(port, [b"GET / HTTP/1.1\r\n", b"Host: a\r\n", b"X: "]))
+                for _ in range(100)
             ]
             await asyncio.sleep(0)
-            await check_good(port)
+            await check_still_serving(port)
             for said in await asyncio.gather(*slow):
                 assert statuses(said) == [408]
 
@@ -329,13 +330,13 @@ def test_clients_that_disconnect_at_any_point_leak_nothing() -> None:
     good += b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
     async def main() -> None:
-        async with open_door(LIMITS) as port:
+        async with run_server(LIMITS) as port:
             for _ in range(150):
                 raw = bytearray(good[: chance.randrange(len(good))])
                 for _ in range(chance.randrange(3)):
                     at = chance.randrange(len(raw) + 1)
                     raw[at : at + 1] = chance.randbytes(1)
-                said = await talk(port, [bytes(raw)], leave=True)
+                said = await send_and_read(port, [bytes(raw)], leave=True)
                 assert all(status in (200, 400, 413, 431, 501, 505) for status in statuses(said))
 
     run(main())

@@ -5,7 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.gateway.http.server_rig import HOST, answers, client, echo, exchange_bytes, only_fault, open_door, run
+from tests.gateway.http.server_rig import (
+    HOST,
+    client,
+    echo,
+    exchange_bytes,
+    only_error,
+    parse_responses,
+    run,
+    run_server,
+)
 
 from kvroute.gateway.http.server import Limits
 
@@ -39,7 +48,7 @@ from kvroute.gateway.http.server import Limits
 )
 def test_requests_beyond_a_size_limit_are_rejected(data: bytes, status: int) -> None:
     limits = Limits(header_bytes=256, header_count=8, body_bytes=64)
-    assert only_fault(exchange_bytes(data, limits=limits))[0] == status
+    assert only_error(exchange_bytes(data, limits=limits))[0] == status
 
 
 SOON_S = 0.02
@@ -61,7 +70,7 @@ SOON_S = 0.02
     ids=["nothing", "letter", "second", "body", "chunks"],
 )
 def test_a_slow_client_gets_an_error_and_is_disconnected(data: bytes, limits: Limits, told: list[int]) -> None:
-    assert [status for status, _, _ in answers(exchange_bytes(data, limits=limits))] == told
+    assert [status for status, _, _ in parse_responses(exchange_bytes(data, limits=limits))] == told
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,7 @@ def test_a_slow_client_gets_an_error_and_is_disconnected(data: bytes, limits: Li
 )
 def test_slow_bytes_do_not_extend_a_deadline(head: bytes, limits: Limits) -> None:
     async def main() -> bytes:
-        async with open_door(echo, limits) as (_, port), client(port) as (reader, writer):
+        async with run_server(echo, limits) as (_, port), client(port) as (reader, writer):
             writer.write(head)
             answer = asyncio.create_task(reader.read())
             while not answer.done():
@@ -82,17 +91,17 @@ def test_slow_bytes_do_not_extend_a_deadline(head: bytes, limits: Limits) -> Non
                 await asyncio.sleep(0)
             return await answer
 
-    assert only_fault(run(main()))[0] == 408
+    assert only_error(run(main()))[0] == 408
 
 
 def test_an_idle_connection_is_closed_without_a_response() -> None:
     raw = exchange_bytes(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n", limits=Limits(keep_alive_s=0.02))
-    assert len(answers(raw)) == 1
+    assert len(parse_responses(raw)) == 1
 
 
 def test_connections_far_beyond_the_limit_are_closed_without_a_response() -> None:
     async def main() -> list[bytes]:
-        async with open_door(echo, Limits(connections=0, linger_s=99)) as (_, port):
+        async with run_server(echo, Limits(connections=0, linger_s=99)) as (_, port):
             readers = []
             for _ in range(65):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.http.upstream_rig import GET, Heard
+from tests.gateway.http.upstream_rig import GET, RecordedResponse
 
 from kvroute.gateway.engines.health import HealthChecks
 from kvroute.gateway.http.deadlines import NEVER_S, Deadlines
@@ -66,20 +66,20 @@ def test_lag_is_the_delay_of_a_timer_during_and_after_the_delay() -> None:
 
     async def scenario() -> None:
         clock = [0.0]
-        heard: list[float] = []
-        lag = LoopLag(heard.append, period_s=0.01, now=lambda: clock[0])
+        lags: list[float] = []
+        lag = LoopLag(lags.append, period_s=0.01, now=lambda: clock[0])
         assert lag.total_s() == 0.0
         lag.start()
         clock[0] = 3.01
         assert lag.total_s() == 3.0
-        while not heard:
+        while not lags:
             await asyncio.sleep(0)
-        assert heard == [3.0]
+        assert lags == [3.0]
         assert lag.total_s() == 3.0
         clock[0] += 0.01
-        while len(heard) < 2:
+        while len(lags) < 2:
             await asyncio.sleep(0)
-        assert heard[1] == 0.0
+        assert lags[1] == 0.0
         assert lag.total_s() == 3.0, "a timer that runs in time adds nothing"
         lag.close()
 
@@ -204,12 +204,12 @@ def test_a_stalled_loop_fails_no_request_leg() -> None:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         pool = UpstreamPool(url, connect_s=TIMEOUT_S, deadlines=deadlines)
         for _ in range(5):
-            heard = Heard()
-            pool.send(GET, heard, first_byte_s=TIMEOUT_S, idle_s=TIMEOUT_S)
+            response = RecordedResponse()
+            pool.send(GET, response, first_byte_s=TIMEOUT_S, idle_s=TIMEOUT_S)
             if not pool.idle:
                 asyncio.get_running_loop().call_soon(stall, 2 * TIMEOUT_S)
-            await heard.over.wait()
-            assert heard.failure is None, heard.failure
+            await response.ended.wait()
+            assert response.failure is None, response.failure
             await asyncio.sleep(0)
         pool.close()
         lag.close()

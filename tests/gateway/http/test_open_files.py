@@ -23,7 +23,7 @@ from kvroute.gateway.observe.admin_connections import CONNECTIONS_MOST as ADMIN_
 from kvroute.gateway.observe.file_descriptors import LOG_EVERY_S, wanted, warn_if_too_low
 
 LIMIT = 700
-CALM = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"
+RARE_CHECKS = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"
 
 
 @pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="limits are read from /proc")
@@ -138,7 +138,7 @@ def test_running_out_of_file_descriptors_is_reported_and_blames_no_engine(
     async def main() -> None:
         gate = Gate()
         engine = Engine("engine", "both", serve=gate.before(tokens))
-        async with stub_rig([engine], CALM + "  breaker: {failures: 1}\n") as front:
+        async with stub_rig([engine], RARE_CHECKS + "  breaker: {failures: 1}\n") as front:
             availability = front.gateway.runtime.engines["engine"].availability
             assert await becomes_true(lambda: front.gateway.ready() == "")
             client = await asyncio.open_connection("127.0.0.1", front.gateway.port)

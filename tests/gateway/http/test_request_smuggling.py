@@ -105,7 +105,7 @@ ATTACKS = tuple(ambiguous())
 GOOD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-async def said_to(port: int, parts: list[bytes]) -> bytes:
+async def send_and_read(port: int, parts: list[bytes]) -> bytes:
     """Send the parts and return everything that the gateway answers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     said = b""
@@ -136,7 +136,7 @@ def test_ambiguous_requests_are_rejected_and_reach_no_engine(how: str) -> None:
             for attack in ATTACKS:
                 parts = [attack[: len(attack) // 3], attack[len(attack) // 3 :]] if how == "in-halves" else [attack]
                 parts = [GOOD, *parts] if how == "behind-another" else parts
-                found = statuses(await said_to(port, parts))
+                found = statuses(await send_and_read(port, parts))
                 assert found[: len(parts) - 1] == [200] or how != "behind-another", attack
                 assert found, attack
                 assert found[-1] in REFUSED, attack
@@ -205,7 +205,7 @@ def test_a_request_id_cannot_split_a_response() -> None:
         async with stub_rig(prefill + decode) as front:
             for end in (b"\r", b"\n", b"\x00"):
                 head = b"X-Request-Id: a%bX-Injected: 1\r\n" % end + LENGTH
-                said = await said_to(front.gateway.port, [request(head)])
+                said = await send_and_read(front.gateway.port, [request(head)])
                 assert statuses(said) == [400]
                 assert b"injected" not in said.lower()
             assert not any(engine.received for engine in prefill + decode)
@@ -221,7 +221,7 @@ def test_a_deeply_nested_body_is_a_client_error(path: str, opening: bytes) -> No
         async with stub_rig(prefill + decode) as front:
             body = b'{"model":"%b","prompt":"a","x":' % MODEL.encode() + opening * 50_000
             head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" % path.encode()
-            said = await said_to(front.gateway.port, [head + b"Content-Length: %d\r\n\r\n" % len(body) + body])
+            said = await send_and_read(front.gateway.port, [head + b"Content-Length: %d\r\n\r\n" % len(body) + body])
             assert said.startswith(b"HTTP/1.1 400 ")
             assert (await front.post(completion())).status == 200
 
@@ -258,7 +258,7 @@ def test_old_tls_versions_are_rejected(tmp_path: Path, port: str) -> None:
                 writer.close()
                 with suppress(ConnectionError, ssl.SSLError):
                     await writer.wait_closed()
-            said = await said_to(number, [GOOD])
+            said = await send_and_read(number, [GOOD])
             assert said.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n")
             assert b"use https://" in said
 

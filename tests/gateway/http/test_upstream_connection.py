@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.http.upstream_rig import OK, Heard, Script, ask, closed, engine, replies, run, send
+from tests.gateway.http.upstream_rig import OK, RecordedResponse, Script, ask, closed, engine, replies, run, send
 
 from kvroute.gateway.http.call import Failure
 from kvroute.gateway.http.deadlines import Deadlines
@@ -21,13 +21,13 @@ from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 from kvroute.gateway.http.upstream_connection import HEAD_BYTES_MAX, HEAD_LINES_MAX, UpstreamConnection
 
 
-def one_answer(script: Script, *, silent_s: float = 10.0, head_only: bool = False) -> Heard:
-    async def main() -> Heard:
+def one_answer(script: Script, *, silent_s: float = 10.0, head_only: bool = False) -> RecordedResponse:
+    async def main() -> RecordedResponse:
         async with engine(script) as url:
             pool = UpstreamPool(url, deadlines=Deadlines(0.01))
-            heard = await ask(pool, silent_s=silent_s, head_only=head_only)
+            response = await ask(pool, silent_s=silent_s, head_only=head_only)
             await closed(pool)
-            return heard
+            return response
 
     return run(main())
 
@@ -53,9 +53,9 @@ def test_every_framing_is_parsed_and_the_connection_stays_usable(pieces: list[by
         async with engine(replies(*pieces)) as url:
             pool = UpstreamPool(url)
             for _ in range(2):
-                heard = await ask(pool)
-                assert (heard.status, heard.body, heard.told[-1]) == (status, body, "end")
-                assert not any(name in (b"link", b"x") for name, _ in heard.headers)
+                response = await ask(pool)
+                assert (response.status, response.body, response.callbacks[-1]) == (status, body, "end")
+                assert not any(name in (b"link", b"x") for name, _ in response.headers)
             assert (pool.idle, pool.connections) == (1, 1)
             await closed(pool)
 
@@ -78,8 +78,8 @@ def test_a_connection_in_an_uncertain_state_is_closed(answer: bytes) -> None:
     async def main() -> None:
         async with engine(replies(answer, close=b"content-length" not in answer)) as url:
             pool = UpstreamPool(url)
-            heard = await ask(pool)
-            assert (heard.status, heard.body, heard.told[-1]) == (200, b"ok", "end")
+            response = await ask(pool)
+            assert (response.status, response.body, response.callbacks[-1]) == (200, b"ok", "end")
             assert pool.idle == 0
             await closed(pool)
 
@@ -87,8 +87,8 @@ def test_a_connection_in_an_uncertain_state_is_closed(answer: bytes) -> None:
 
 
 def test_a_response_to_a_head_call_has_no_body() -> None:
-    heard = one_answer(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"), head_only=True)
-    assert (heard.told, dict(heard.headers)[b"content-length"]) == (["head", "end"], b"99")
+    response = one_answer(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"), head_only=True)
+    assert (response.callbacks, dict(response.headers)[b"content-length"]) == (["head", "end"], b"99")
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_a_closed_port_is_reported_as_connection_refused() -> None:
         async with engine(replies(OK)) as url:
             pass
         pool = UpstreamPool(url)
-        heard = await ask(pool)
+        response = await ask(pool)
         await closed(pool)
-        return heard.failure
+        return response.failure
 
     failure = run(main())
     assert failure is not None
@@ -166,9 +166,9 @@ def test_connect_and_tls_handshake_have_a_timeout() -> None:
     async def main() -> Failure | None:
         async with engine(script) as url:
             pool = UpstreamPool(url.replace("http:", "https:"), connect_s=0.05)
-            heard = await ask(pool)
+            response = await ask(pool)
             await closed(pool)
-            return heard.failure
+            return response.failure
 
     failure = run(main())
     assert failure is not None
@@ -194,27 +194,27 @@ def test_an_aborted_call_gets_no_callback_and_closes_its_connection(when: str) -
         async with engine(script) as url:
             pool = UpstreamPool(url)
 
-            class Aborting(Heard):
+            class Aborting(RecordedResponse):
                 def on_head(self, status: int, headers: Headers) -> None:
                     super().on_head(status, headers)
                     if when == "inside":
                         call.abort()
 
-            heard = Aborting()
-            call = send(pool, heard)
+            response = Aborting()
+            call = send(pool, response)
             if when == "waiting":
                 await asked.wait()
             elif when != "connecting":
-                await heard.started.wait()
-            told = list(heard.told)
+                await response.started.wait()
+            callbacks = list(response.callbacks)
             call.abort()
             call.abort()
             assert pool.busy == 0
             if when != "connecting":
                 await left.wait()
             await closed(pool)
-            assert heard.told == told
-            assert not heard.over.is_set()
+            assert response.callbacks == callbacks
+            assert not response.ended.is_set()
 
     run(main())
 
@@ -235,7 +235,7 @@ def test_a_paused_call_reads_nothing_and_does_not_time_out() -> None:
         async with engine(script) as url:
             pool = UpstreamPool(url, deadlines=Deadlines(0.01))
 
-            class Pausing(Heard):
+            class Pausing(RecordedResponse):
                 def on_head(self, status: int, headers: Headers) -> None:
                     super().on_head(status, headers)
                     call.pause()
@@ -247,12 +247,12 @@ def test_a_paused_call_reads_nothing_and_does_not_time_out() -> None:
                 other = await ask(pool, silent_s=0.3)
                 assert other.failure is not None
                 assert other.failure.kind == "timeout"
-            assert not paused.over.is_set()
+            assert not paused.ended.is_set()
             assert len(paused.body) <= 2
             resumed.set()
             call.resume()
-            await paused.over.wait()
-            assert (paused.body, paused.told[-1]) == (b"abcd", "end")
+            await paused.ended.wait()
+            assert (paused.body, paused.callbacks[-1]) == (b"abcd", "end")
             assert pool.idle == 1
             assert (await ask(pool, silent_s=0.05)).failure is not None, "the connection reads again"
             await closed(pool)
@@ -332,17 +332,17 @@ def test_a_parsed_response_does_not_depend_on_how_the_bytes_are_split(
         raw += b"HTTP/1.1 200 OK\r\nA: b \r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
     async def main() -> None:
-        pool, heard = UpstreamPool("http://engine:1"), Heard()
+        pool, response = UpstreamPool("http://engine:1"), RecordedResponse()
         line, wire = UpstreamConnection(pool), Wire()
         line.connection_made(wire)
         pool.keep(line)
-        send(pool, heard)
+        send(pool, response)
         edges = sorted({0, len(raw), *(cut for cut in cuts if cut < len(raw))})
         for start, end in pairwise(edges):
             line.data_received(raw[start:end])
-        heard.check()
-        assert (heard.status, heard.body, heard.told[-1]) == (200, body, "end")
-        assert heard.headers[0] == (b"a", b"b")
+        response.check()
+        assert (response.status, response.body, response.callbacks[-1]) == (200, body, "end")
+        assert response.headers[0] == (b"a", b"b")
         assert (pool.busy, pool.idle, wire.closing) == (0, 1, False)
         line.connection_lost(None)
         assert pool.connections == 0
@@ -369,19 +369,19 @@ def test_response_heads_trailers_and_chunk_extensions_have_a_size_limit(begin: b
     """An endless head, trailer section or chunk extension is rejected after a bounded number of bytes."""
 
     async def main() -> None:
-        pool, heard = UpstreamPool("http://engine:1"), Heard()
+        pool, response = UpstreamPool("http://engine:1"), RecordedResponse()
         line, wire = UpstreamConnection(pool), Wire()
         line.connection_made(wire)
         pool.keep(line)
-        send(pool, heard)
+        send(pool, response)
         line.data_received(begin or more)
         pieces = 0
-        while heard.failure is None and pieces * len(more) < 4 * HEAD_BYTES_MAX:
+        while response.failure is None and pieces * len(more) < 4 * HEAD_BYTES_MAX:
             line.data_received(more)
             pieces += 1
-        heard.check()
-        assert heard.failure is not None
-        assert (heard.failure.kind, heard.failure.phase) == ("malformed", phase)
+        response.check()
+        assert response.failure is not None
+        assert (response.failure.kind, response.failure.phase) == ("malformed", phase)
         assert pieces * len(more) <= HEAD_BYTES_MAX + len(more)
         line.connection_lost(None)
 
@@ -390,5 +390,5 @@ def test_response_heads_trailers_and_chunk_extensions_have_a_size_limit(begin: b
 
 def test_a_response_has_a_bounded_number_of_header_lines() -> None:
     for lines, kind in ((HEAD_LINES_MAX - 1, ""), (HEAD_LINES_MAX, "malformed")):
-        heard = one_answer(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n" + b"x: y\r\n" * lines + b"\r\nok"))
-        assert (heard.failure.kind if heard.failure else "") == kind
+        response = one_answer(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n" + b"x: y\r\n" * lines + b"\r\nok"))
+        assert (response.failure.kind if response.failure else "") == kind

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gateway.http.upstream_rig import OK, Heard, ask, closed, engine, replies, run, send
+from tests.gateway.http.upstream_rig import OK, RecordedResponse, ask, closed, engine, replies, run, send
 
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
@@ -18,12 +18,12 @@ def test_the_most_recently_used_connection_is_reused_first() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
             pool = UpstreamPool(url)
-            both = [Heard(), Heard()]
-            for heard in both:
-                send(pool, heard)
+            both = [RecordedResponse(), RecordedResponse()]
+            for response in both:
+                send(pool, response)
             assert (pool.busy, pool.idle) == (2, 0)
-            for heard in both:
-                await heard.over.wait()
+            for response in both:
+                await response.ended.wait()
             assert (pool.busy, pool.idle, pool.connections) == (0, 2, 2)
             for _ in range(3):
                 assert (await ask(pool)).body == b"ok"
@@ -37,16 +37,16 @@ def test_on_end_may_start_the_next_call_on_the_same_connection() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
             pool = UpstreamPool(url)
-            second = Heard()
+            second = RecordedResponse()
 
-            class First(Heard):
+            class First(RecordedResponse):
                 def on_end(self) -> None:
                     super().on_end()
                     send(pool, second)
 
             await_first = First()
             send(pool, await_first)
-            await second.over.wait()
+            await second.ended.wait()
             assert second.body == b"ok"
             assert pool.connections == 1
             await closed(pool)
@@ -70,7 +70,7 @@ def test_a_dead_kept_alive_connection_is_replaced_once() -> None:
         async with engine(script) as url:
             pool = UpstreamPool(url)
             for _ in range(3):
-                assert (await ask(pool)).told == ["head", "body", "end"]
+                assert (await ask(pool)).callbacks == ["head", "body", "end"]
             assert connections == 3
             await closed(pool)
 
@@ -91,8 +91,8 @@ def test_a_new_connection_that_closes_is_not_retried() -> None:
     async def main() -> None:
         async with engine(script) as url:
             pool = UpstreamPool(url)
-            assert (await ask(pool)).told[-1] == "end"
-            assert (await ask(pool)).told == ["failure"]
+            assert (await ask(pool)).callbacks[-1] == "end"
+            assert (await ask(pool)).callbacks == ["failure"]
             assert connections == 2
             await closed(pool)
 
@@ -102,10 +102,10 @@ def test_a_new_connection_that_closes_is_not_retried() -> None:
 def test_a_request_released_before_it_is_sent_is_sent_completely() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
-            pool, heard = UpstreamPool(url), Heard()
-            send(pool, heard).forget_request()
-            await heard.over.wait()
-            assert heard.told == ["head", "body", "end"]
+            pool, response = UpstreamPool(url), RecordedResponse()
+            send(pool, response).forget_request()
+            await response.ended.wait()
+            assert response.callbacks == ["head", "body", "end"]
             await closed(pool)
 
     run(main())
@@ -124,12 +124,12 @@ def test_a_request_released_after_it_was_sent_is_not_sent_again() -> None:
 
     async def main() -> None:
         async with engine(script) as url:
-            pool, heard = UpstreamPool(url), Heard()
-            assert (await ask(pool)).told[-1] == "end"
-            send(pool, heard).forget_request()
-            await heard.over.wait()
-            assert heard.failure is not None
-            assert (heard.failure.kind, heard.told, connections) == ("reset", ["failure"], 1)
+            pool, response = UpstreamPool(url), RecordedResponse()
+            assert (await ask(pool)).callbacks[-1] == "end"
+            send(pool, response).forget_request()
+            await response.ended.wait()
+            assert response.failure is not None
+            assert (response.failure.kind, response.callbacks, connections) == ("reset", ["failure"], 1)
             await closed(pool)
 
     run(main())
@@ -145,8 +145,8 @@ def test_a_request_is_not_sent_again_after_its_response_has_begun() -> None:
     async def main() -> None:
         async with engine(script) as url:
             pool = UpstreamPool(url)
-            assert (await ask(pool)).told[-1] == "end"
-            assert (await ask(pool)).told == ["failure"]
+            assert (await ask(pool)).callbacks[-1] == "end"
+            assert (await ask(pool)).callbacks == ["failure"]
             await closed(pool)
 
     run(main())
@@ -182,11 +182,11 @@ def test_idle_connections_have_a_maximum_number_and_age() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
             pool = UpstreamPool(url, idle_max=2, keep_s=0.05, deadlines=Deadlines(0.01))
-            calls = [Heard() for _ in range(5)]
-            for heard in calls:
-                send(pool, heard)
-            for heard in calls:
-                await heard.over.wait()
+            calls = [RecordedResponse() for _ in range(5)]
+            for response in calls:
+                send(pool, response)
+            for response in calls:
+                await response.ended.wait()
                 assert pool.idle <= 2
             while pool.connections:
                 await asyncio.sleep(0)
@@ -199,11 +199,11 @@ def test_a_closed_pool_completes_its_calls_and_keeps_no_connection() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
             pool = UpstreamPool(url)
-            heard = Heard()
-            send(pool, heard)
+            response = RecordedResponse()
+            send(pool, response)
             pool.close()
-            await heard.over.wait()
-            assert heard.body == b"ok"
+            await response.ended.wait()
+            assert response.body == b"ok"
             assert pool.idle == 0
             await closed(pool)
 
@@ -253,26 +253,26 @@ def test_every_call_ends_exactly_once_and_nothing_leaks(plan: list[tuple[str, st
             pool = UpstreamPool(url, idle_max=3, deadlines=Deadlines(0.01))
             stayed = []
             for behaviour, leaving in plan:
-                heard = Heard()
+                response = RecordedResponse()
                 request = request_bytes(b"GET", b"/" + behaviour.encode(), b"engine", [], b"")
-                call = send(pool, heard, request, silent_s=0.2)
+                call = send(pool, response, request, silent_s=0.2)
                 if leaving == "stay":
-                    stayed.append((behaviour, heard))
+                    stayed.append((behaviour, response))
                     continue
                 if leaving == "later":
                     for _ in range(3):
                         await asyncio.sleep(0)
-                told = list(heard.told)
+                callbacks = list(response.callbacks)
                 call.abort()
-                assert heard.told == told
-            for behaviour, heard in stayed:
-                await heard.over.wait()
+                assert response.callbacks == callbacks
+            for behaviour, response in stayed:
+                await response.ended.wait()
                 if behaviour in ("fine", "surplus", "until-close"):
-                    assert heard.told[-1] == "end"
+                    assert response.callbacks[-1] == "end"
                 elif behaviour in ("rubbish", "short", "silent", "stuck", "closed"):
-                    assert heard.told[-1] == "failure"
+                    assert response.callbacks[-1] == "failure"
             await closed(pool)
-            for _, heard in stayed:
-                heard.check()
+            for _, response in stayed:
+                response.check()
 
     run(main())

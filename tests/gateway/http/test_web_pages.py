@@ -40,7 +40,7 @@ OWN_NAMES = (
 )
 
 
-async def told(port: int, host: str, *, method: str = "GET", path: str = "/v1/models", **headers: str) -> int:
+async def status_of(port: int, host: str, *, method: str = "GET", path: str = "/v1/models", **headers: str) -> int:
     """Send a request that names `host`; return the status of the response."""
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
     length = "Content-Length: 2\r\n" if method == "POST" else ""
@@ -63,9 +63,9 @@ def test_a_rebound_host_name_is_rejected_on_loopback(path: str) -> None:
     async def main() -> None:
         async with rig() as gate:
             port = gate.gateway.port
-            assert await told(port, REBOUND, path=path) == 403
+            assert await status_of(port, REBOUND, path=path) == 403
             for name in OWN_NAMES:
-                assert await told(port, name, path=path) == 200
+                assert await status_of(port, name, path=path) == 200
 
     run(main())
 
@@ -86,7 +86,7 @@ def test_web_pages_of_other_sites_cannot_send_completions() -> None:
                 ("", own),
                 (f"http://{REBOUND}", REBOUND),
             ):
-                assert await told(port, host, method="POST", path=COMPLETIONS, Origin=origin) == 403
+                assert await status_of(port, host, method="POST", path=COMPLETIONS, Origin=origin) == 403
             assert not any(engine.received for engine in prefill + decode)
             page = (await front.get("/metrics")).body.decode()
             assert 'kvroute_rejects_total{reason="web_page"} 5\n' in page
@@ -116,8 +116,8 @@ def test_beyond_loopback_any_host_name_is_accepted_without_an_origin() -> None:
     async def main() -> None:
         async with rig(*listening("host: 0.0.0.0")) as gate:
             port = gate.gateway.port
-            assert await told(port, "gateway.example") == 200
-            assert await told(port, REBOUND, method="POST", path=COMPLETIONS, Origin=f"http://{REBOUND}") == 403
+            assert await status_of(port, "gateway.example") == 200
+            assert await status_of(port, REBOUND, method="POST", path=COMPLETIONS, Origin=f"http://{REBOUND}") == 403
 
     run(main())
 
@@ -127,8 +127,8 @@ def test_host_names_and_origins_can_be_allowed() -> None:
         listed = "hosts: [Gateway.Example], origins: ['https://app.example']"
         async with rig(*listening(listed)) as gate:
             port = gate.gateway.port
-            assert await told(port, "gateway.example:8080") == 200
-            assert await told(port, "other.example") == 403
+            assert await status_of(port, "gateway.example:8080") == 200
+            assert await status_of(port, "other.example") == 403
             preflight = {
                 "Origin": "https://app.example",
                 "Access-Control-Request-Method": "POST",
@@ -155,13 +155,13 @@ def test_with_api_keys_hosts_and_origins_are_not_checked_and_metrics_are_closed(
         async with rig(KEYS) as gate:
             port = gate.gateway.port
             bearer = f"Bearer {KEY}"
-            assert await told(port, REBOUND, Authorization=bearer, Origin="https://a.example") == 200
-            assert await told(port, "localhost", path="/metrics") == 404
-            assert await told(port, "localhost", path="/metrics", Authorization=bearer) == 404
+            assert await status_of(port, REBOUND, Authorization=bearer, Origin="https://a.example") == 200
+            assert await status_of(port, "localhost", path="/metrics") == 404
+            assert await status_of(port, "localhost", path="/metrics", Authorization=bearer) == 404
             async with gate.session.get(f"{gate.admin}/metrics") as response:
                 assert response.status == 200
         async with rig(*listening("metrics: true", KEYS)) as gate:
-            assert await told(gate.gateway.port, "localhost", path="/metrics") == 200
+            assert await status_of(gate.gateway.port, "localhost", path="/metrics") == 200
 
     run(main())
 
@@ -193,9 +193,9 @@ def test_web_pages_cannot_control_an_emulated_engine(path: str) -> None:
         async with rig() as gate:
             engine = gate.fleet.servers["prefill0"]
             for origin, host in (("https://evil.example", f"127.0.0.1:{engine.port}"), (f"http://{REBOUND}", REBOUND)):
-                assert await told(engine.port, host, method="POST", path=path, Origin=origin) == 403
-            assert await told(engine.port, REBOUND, path="/metrics") == 403
-            assert await told(engine.port, f"127.0.0.1:{engine.port}", path="/metrics") == 200
+                assert await status_of(engine.port, host, method="POST", path=path, Origin=origin) == 403
+            assert await status_of(engine.port, REBOUND, path="/metrics") == 403
+            assert await status_of(engine.port, f"127.0.0.1:{engine.port}", path="/metrics") == 200
 
     run(main())
 

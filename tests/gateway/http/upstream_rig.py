@@ -31,7 +31,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(bounded())
 
 
-class Heard:
+class RecordedResponse:
     """A response handler that records its calls in order."""
 
     def __init__(self) -> None:
@@ -39,36 +39,36 @@ class Heard:
         self.headers: Headers = []
         self.body = b""
         self.failure: Failure | None = None
-        self.told: list[str] = []
-        self.over = asyncio.Event()
+        self.callbacks: list[str] = []
+        self.ended = asyncio.Event()
         self.started = asyncio.Event()
 
     def on_head(self, status: int, headers: Headers) -> None:
-        self.told.append("head")
+        self.callbacks.append("head")
         self.status, self.headers = status, headers
         self.started.set()
 
     def on_body(self, data: bytes) -> None:
-        self.told.append("body")
+        self.callbacks.append("body")
         self.body += data
 
     def on_end(self) -> None:
-        self.told.append("end")
-        self.over.set()
+        self.callbacks.append("end")
+        self.ended.set()
 
     def on_failure(self, failure: Failure) -> None:
-        self.told.append("failure")
+        self.callbacks.append("failure")
         self.failure = failure
-        self.over.set()
+        self.ended.set()
 
     def check(self) -> None:
         """Check the order of calls that is guaranteed to every response handler."""
-        ends = [word for word in self.told if word in ("end", "failure")]
+        ends = [word for word in self.callbacks if word in ("end", "failure")]
         assert len(ends) == 1
-        assert self.told[-1] == ends[0]
-        assert self.told.count("head") <= 1
-        assert "body" not in self.told or self.told[0] == "head"
-        assert ends[0] == "failure" or self.told[0] == "head"
+        assert self.callbacks[-1] == ends[0]
+        assert self.callbacks.count("head") <= 1
+        assert "body" not in self.callbacks or self.callbacks[0] == "head"
+        assert ends[0] == "failure" or self.callbacks[0] == "head"
 
 
 @asynccontextmanager
@@ -104,19 +104,26 @@ async def closed(pool: UpstreamPool) -> None:
 
 
 def send(
-    pool: UpstreamPool, heard: Heard, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False
+    pool: UpstreamPool,
+    response: RecordedResponse,
+    request: bytes = GET,
+    *,
+    silent_s: float = 10.0,
+    head_only: bool = False,
 ) -> Call:
-    call = pool.send(request, heard, first_byte_s=silent_s, idle_s=silent_s, head_only=head_only)
-    assert heard.told == [], "callbacks never come from inside send"
+    call = pool.send(request, response, first_byte_s=silent_s, idle_s=silent_s, head_only=head_only)
+    assert response.callbacks == [], "callbacks never come from inside send"
     return call
 
 
-async def ask(pool: UpstreamPool, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False) -> Heard:
-    heard = Heard()
-    send(pool, heard, request, silent_s=silent_s, head_only=head_only)
-    await heard.over.wait()
-    heard.check()
-    return heard
+async def ask(
+    pool: UpstreamPool, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False
+) -> RecordedResponse:
+    response = RecordedResponse()
+    send(pool, response, request, silent_s=silent_s, head_only=head_only)
+    await response.ended.wait()
+    response.check()
+    return response
 
 
 def replies(*pieces: bytes, close: bool = False) -> Script:

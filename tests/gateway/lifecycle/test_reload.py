@@ -31,7 +31,7 @@ from kvroute.topology import parse
 from kvroute.types import CapacityLearned, Endpoint, InputError, InstanceMeasured, KvStored, TransferMeasured
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
-SELDOM = "  health: {interval: 1 h}\n"
+RARE_HEALTH_CHECKS = "  health: {interval: 1 h}\n"
 
 
 def _reader(gate: Rig, section: str = "", text: str = CLUSTER) -> Callable[[], Deployment]:
@@ -39,7 +39,7 @@ def _reader(gate: Rig, section: str = "", text: str = CLUSTER) -> Callable[[], D
     return lambda: Deployment.of(text + section, "new.yaml", endpoints=endpoints)
 
 
-def _said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
+def _logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
     return [record.__dict__["fields"] for record in caplog.records if record.message == event]
 
 
@@ -80,7 +80,7 @@ def test_requests_in_flight_still_count_after_a_reload(tmp_path: Path, scraped: 
     """The new core counts the old core's requests on each engine as load from others, until they end."""
     log = tmp_path / "events.log"
     path = "/metrics" if scraped else "/nowhere"
-    section = f"{SELDOM}  scrape: {{interval: {'1 h' if scraped else '20 ms'}, path: {path}}}\n"
+    section = f"{RARE_HEALTH_CHECKS}  scrape: {{interval: {'1 h' if scraped else '20 ms'}, path: {path}}}\n"
     section += f"  log: {{events: {log}}}\n"
 
     async def run() -> None:
@@ -325,7 +325,7 @@ def test_after_any_error_while_reading_the_old_configuration_is_kept(
             assert (await gate.ask(PROMPT)).status == 200
 
     uvloop.run(run())
-    reasons = [said["reason"] for said in _said(caplog, "reload_refused")]
+    reasons = [said["reason"] for said in _logged(caplog, "reload_refused")]
     assert reasons[0] == "KeyError: 'name'"
     assert "instance decode7 has no emulated engine" in reasons[1]
     assert "notes: exists and is not a kvroute log" in reasons[2]
@@ -357,7 +357,7 @@ def test_settings_are_applied_or_reported_as_needing_a_restart(caplog: pytest.Lo
             assert await gate.gateway.reload(_reader(gate))
             assert await push(gate, other, "ops") == 403
             assert await push(gate, other, "localhost") == 404
-            assert not _said(caplog, "reload_needs_restart")
+            assert not _logged(caplog, "reload_needs_restart")
 
             await gate.command("prefill0", fail_next=50, status=500, leg="prefill")
             await gate.command("prefill1", fail_next=50, status=500, leg="prefill")
@@ -373,7 +373,7 @@ def test_settings_are_applied_or_reported_as_needing_a_restart(caplog: pytest.Lo
             for _ in range(2):
                 caplog.clear()
                 assert await gate.gateway.reload(_reader(gate, "  tracing: {share: 0.5}\n", moved))
-                fields = [said["field"] for said in _said(caplog, "reload_needs_restart")]
+                fields = [said["field"] for said in _logged(caplog, "reload_needs_restart")]
                 assert fields == ["gateway.listen.port", "gateway.admin.port", "gateway.tracing.share"]
 
     uvloop.run(run())
@@ -423,7 +423,7 @@ def test_a_gateway_is_ready_once_the_health_of_its_engines_is_known() -> None:
             closed.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{closed.getsockname()[1]}"
             endpoints = {name: Endpoint(url=url) for name in ("prefill0", "prefill1", "decode0", "decode1")}
-            gateway = Gateway(Deployment.of(CLUSTER + SELDOM, "test.yaml", endpoints=endpoints))
+            gateway = Gateway(Deployment.of(CLUSTER + RARE_HEALTH_CHECKS, "test.yaml", endpoints=endpoints))
             try:
                 await gateway.start()
                 assert gateway.ready() == "the first health checks are not complete"
@@ -452,7 +452,7 @@ def test_sighup_reloads_the_cluster_file(tmp_path: Path) -> None:
         [*command, "--until-eof"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
         try:
-            url = _serves(process, ready)
+            url = _until_serving(process, ready)
             for policy, outcome in (
                 ("round-robin", 'kvroute_info{version="VERSION",policy="round-robin"} 1'),
                 ("square-robin", 'kvroute_reloads_total{outcome="refused"} 1'),
@@ -479,12 +479,12 @@ def _replace(file: Path, text: str) -> None:
     half.replace(file)
 
 
-def _serves(process: subprocess.Popen[bytes], ready: Path) -> str:
+def _until_serving(process: subprocess.Popen[bytes], ready: Path) -> str:
     """Wait until the process serves and return its URL; send SIGHUP repeatedly as soon as the process handles it."""
     told = 0
     while not (ready.exists() and (text := ready.read_bytes()).endswith(b"}")):
         assert process.poll() is None
-        if _hears(process.pid):
+        if _handles_sighup(process.pid):
             process.send_signal(signal.SIGHUP)
             told += 1
         time.sleep(0.01)
@@ -492,7 +492,7 @@ def _serves(process: subprocess.Popen[bytes], ready: Path) -> str:
     return str(msgspec.json.decode(text)["url"])
 
 
-def _hears(pid: int) -> bool:
+def _handles_sighup(pid: int) -> bool:
     """Return whether the process has a handler for SIGHUP."""
     caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
     return bool(int(caught, 16) & 1 << signal.SIGHUP - 1)

@@ -27,13 +27,13 @@ from kvroute.topology import parse
 from kvroute.topology.units import Duration
 from kvroute.types import Endpoint, InstanceConverted
 
-EAGER = "review: 50 ms, requests_min: 5, window: 10 s, busy_above: 0.01, prefill_min: 1, decode_min: 1"
-ONCE = EAGER.replace("prefill_min: 1, decode_min: 1", "prefill_min: 2, decode_min: 2")
+FREQUENT_REVIEWS = "review: 50 ms, requests_min: 5, window: 10 s, busy_above: 0.01, prefill_min: 1, decode_min: 1"
+ONCE = FREQUENT_REVIEWS.replace("prefill_min: 1, decode_min: 1", "prefill_min: 2, decode_min: 2")
 """One conversion, after which every instance keeps its role."""
 OUTCOMES = "kvroute_role_switches_total"
 
 
-def offload(conversion: str = "", long_term: str = EAGER) -> str:
+def offload(conversion: str = "", long_term: str = FREQUENT_REVIEWS) -> str:
     """Return settings under which no prompt is offloaded; the home site has one prefill and three decode instances, too
     few prefill instances for long prompts."""
     hook = f"    role_switch: {conversion}\n" if conversion else ""
@@ -67,7 +67,7 @@ async def hook(statuses: list[int], gate: asyncio.Event | None = None) -> AsyncI
         await runner.cleanup()
 
 
-class Load:
+class LoadGenerator:
     """Clients that send requests repeatedly and require every response to be complete."""
 
     def __init__(self, gate: Rig, clients: int = 4, tokens: int = 4) -> None:
@@ -89,14 +89,14 @@ class Load:
         await asyncio.gather(*self._tasks)
 
 
-def _replays(log: Path) -> bool:
+def _check_replay(log: Path) -> bool:
     header, records = read_log(log)
     return all(
         decisions_equal(record.decisions, again) for record, again in replay(header.spec.build(parse(TEXT)), records)
     )
 
 
-def _converted(log: Path) -> list[tuple[str, str]]:
+def _role_switches(log: Path) -> list[tuple[str, str]]:
     events = [record.event for record in read_log(log)[1]]
     return [(event.instance, event.role) for event in events if isinstance(event, InstanceConverted)]
 
@@ -108,7 +108,7 @@ def test_emulated_engines_switch_roles_under_load(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with two_sites(offload() + f"  log: {{events: {log}}}\n") as gate:
-            load = Load(gate)
+            load = LoadGenerator(gate)
             await wait_for_counter(gate, OUTCOMES, 1, outcome="converted")
             (name,) = [n for n, s in gate.fleet.servers.items() if n.startswith("decode") and s.role == "prefill"][:1]
             engines = gate.gateway.runtime.engines
@@ -123,8 +123,8 @@ def test_emulated_engines_switch_roles_under_load(tmp_path: Path) -> None:
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
-    assert _replays(log)
-    assert _converted(log)
+    assert _check_replay(log)
+    assert _role_switches(log)
 
 
 def test_a_hook_is_called_after_the_drain_with_instance_and_role() -> None:
@@ -138,7 +138,7 @@ def test_a_hook_is_called_after_the_drain_with_instance_and_role() -> None:
     async def converted(gate: Rig, told: list[Any], gone: asyncio.Event) -> None:
         for name in ("decode0", "decode1", "decode2"):
             await gate.command(name, "slow", factor=10)
-        load = Load(gate, clients=9, tokens=30)  # two thirds of a second each, on every decode instance
+        load = LoadGenerator(gate, clients=9, tokens=30)  # two thirds of a second each, on every decode instance
         await until(lambda: bool(told))
         name = told[0]["instance"]
         engines = gate.gateway.runtime.engines
@@ -160,7 +160,7 @@ def test_a_hook_is_called_after_the_drain_with_instance_and_role() -> None:
 
 def test_the_drain_of_an_instance_has_a_timeout() -> None:
     """Every decode instance has hanging requests; the hook is called after the drain timeout."""
-    slow = EAGER.replace("requests_min: 5", "requests_min: 12")
+    slow = FREQUENT_REVIEWS.replace("requests_min: 5", "requests_min: 12")
     section = offload('{url: "{endpoint}/nowhere", drain: 100 ms, back_off: 1 h}', slow) + "  policy: round-robin\n"
 
     async def run() -> None:
@@ -190,7 +190,7 @@ def test_a_failed_hook_leaves_the_role_and_delays_the_next_switch(
         async with hook([500]) as (url, told):
             section = offload(f'{{url: "{url}", back_off: 1 h}}') + f"  log: {{events: {log}}}\n"
             async with two_sites(section) as gate:
-                load = Load(gate)
+                load = LoadGenerator(gate)
                 await wait_for_counter(gate, OUTCOMES, 1, outcome="failed")
                 name = told[0]["instance"]
                 engines = gate.gateway.runtime.engines
@@ -203,8 +203,8 @@ def test_a_failed_hook_leaves_the_role_and_delays_the_next_switch(
     uvloop.run(run())
     (said,) = [record.__dict__["fields"] for record in caplog.records if record.message == "role_switch_failed"]
     assert said["reason"] == "the hook returned status 500"
-    assert {role for _, role in _converted(log)} == {"decode"}
-    assert _replays(log)
+    assert {role for _, role in _role_switches(log)} == {"decode"}
+    assert _check_replay(log)
 
 
 def test_an_engine_that_dies_during_a_role_switch_stays_down_until_it_recovers() -> None:
@@ -213,7 +213,7 @@ def test_an_engine_that_dies_during_a_role_switch_stays_down_until_it_recovers()
         async with hook([200], gone) as (url, told):
             section = offload(f'{{url: "{url}"}}') + "  health: {interval: 20 ms, timeout: 1 s, failures: 1}\n"
             async with two_sites(section) as gate:
-                load = Load(gate)
+                load = LoadGenerator(gate)
                 await until(lambda: bool(told))
                 name = told[0]["instance"]
                 availability = gate.gateway.runtime.engines[name].availability
@@ -244,7 +244,7 @@ def test_a_reload_during_a_role_switch(tmp_path: Path, change: str) -> None:
             logged = f"  log: {{events: {log}}}\n"
             section = offload(f'{{url: "{url}"}}') + logged
             async with two_sites(section) as gate:
-                load = Load(gate)
+                load = LoadGenerator(gate)
                 await until(lambda: bool(told))
                 name = str(told[0]["instance"])
                 endpoints = dict(gate.fleet.ready().instances)
@@ -262,9 +262,9 @@ def test_a_reload_during_a_role_switch(tmp_path: Path, change: str) -> None:
             return name
 
     name = uvloop.run(run())
-    assert _replays(tmp_path / "events.log.1")
-    assert _replays(log)
-    assert ((name, "prefill") in _converted(log)) is (change == "same")
+    assert _check_replay(tmp_path / "events.log.1")
+    assert _check_replay(log)
+    assert ((name, "prefill") in _role_switches(log)) is (change == "same")
 
 
 def test_a_reload_keeps_switched_roles(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_reload_keeps_switched_roles(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with two_sites(section) as gate:
-            load = Load(gate)
+            load = LoadGenerator(gate)
             await wait_for_counter(gate, OUTCOMES, 1, outcome="converted")
             await load.end()
             roles = {name: station.role for name, station in gate.gateway.runtime.engines.items()}
@@ -284,8 +284,8 @@ def test_a_reload_keeps_switched_roles(tmp_path: Path) -> None:
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
-    assert "prefill" in {role for _, role in _converted(log)}
-    assert _replays(log)
+    assert "prefill" in {role for _, role in _role_switches(log)}
+    assert _check_replay(log)
 
 
 def test_a_draining_gateway_starts_no_role_switch() -> None:
@@ -294,7 +294,7 @@ def test_a_draining_gateway_starts_no_role_switch() -> None:
     async def run() -> None:
         never = asyncio.Event()
         async with hook([200], never) as (url, told), two_sites(offload(f'{{url: "{url}"}}')) as gate:
-            load = Load(gate)
+            load = LoadGenerator(gate)
             await until(lambda: bool(told))
             await load.end()
             await gate.gateway.drain()
@@ -318,7 +318,7 @@ def test_without_a_hook_a_review_only_reports_the_best_split(caplog: pytest.LogC
             section = msgspec.structs.replace(plain.settings.offload, role_switch=None)
             settings = msgspec.structs.replace(plain.settings, offload=section)
             assert await gate.gateway.reload(lambda: Deployment(plain.text, plain.cluster, settings))
-            load = Load(gate)
+            load = LoadGenerator(gate)
             await wait_for_counter(gate, "kvroute_reviews_total", 1, verdict="off")
             await load.end()
             gain = await metric(gate, "kvroute_review_gain_ratio")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvroute.gateway.observe.logs import LINES_MOST, Logs, access, log_event
 
 
-class Stuck(io.StringIO):
+class BlockedStream(io.StringIO):
     """A stream whose reader is blocked until the test releases it."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def test_a_blocked_reader_of_the_log_blocks_no_writer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines beyond the buffer are dropped and counted; the others are written when the reader continues."""
-    stream = Stuck()
+    stream = BlockedStream()
     monkeypatch.setattr(caplog.handler, "level", logging.CRITICAL)  # otherwise pytest keeps every record
     logs = Logs("json", stream=stream)
     log_event("info", "first")

@@ -284,7 +284,7 @@ def test_every_instance_is_on_the_map_once(cluster: Cluster) -> None:
     assert state.layout.root.kind == "cluster"
 
 
-FAR = build(two_datacenters(prefill_nodes=2, local_prefill_nodes=1, decode_nodes=2))
+TWO_SITES = build(two_datacenters(prefill_nodes=2, local_prefill_nodes=1, decode_nodes=2))
 steps = st.tuples(
     st.floats(0, 4), st.integers(0, 4), st.integers(0, 4), st.floats(1e6, 1e10), st.sampled_from(["landed", "lost", ""])
 )
@@ -296,13 +296,13 @@ def test_wan_bytes_are_those_of_transfers_between_its_ends(
     moves: list[tuple[float, int, int, float, str]],
 ) -> None:
     """Each direction counts separately: transfers in flight, and completed ones over the last full seconds."""
-    state = DashboardState(FAR, GatewayStatus, policy="netkv", version="")
+    state = DashboardState(TWO_SITES, GatewayStatus, policy="netkv", version="")
     at, landed = 0.0, list[tuple[float, bool, float]]()
     moving = dict[int, tuple[bool, float]]()
-    sites = [instance.datacenter for instance in FAR.instances]
+    sites = [instance.datacenter for instance in TWO_SITES.instances]
     for number, (step_s, source, target, kv_bytes, end) in enumerate(moves):
         at += step_s
-        names = FAR.instances[source].name, FAR.instances[target].name
+        names = TWO_SITES.instances[source].name, TWO_SITES.instances[target].name
         state.transfer_started(Decode(number, *names, 4, kv_bytes, kv_bytes, 0), at)
         forward = sites[source] == "prefill-site"
         across = sites[source] != sites[target]
@@ -324,14 +324,14 @@ def test_wan_bytes_are_those_of_transfers_between_its_ends(
 def test_the_page_receives_sites_links_and_the_offloaded_share() -> None:
     """The page receives the prefill-only site, the WAN links, and the share of the last minute's prefills that were
     offloaded."""
-    state = DashboardState(FAR, GatewayStatus, policy="netkv", version="")
+    state = DashboardState(TWO_SITES, GatewayStatus, policy="netkv", version="")
     layout = state.layout
     assert [(site.name, site.role) for site in layout.sites] == [("local-site", "home"), ("prefill-site", "prefill")]
     assert [(link.source, link.target, link.bytes_per_s) for link in layout.wan] == [
         ("prefill-site", "local-site", 12.5e9)
     ]
     assert state.tick(1.0).offloaded_share is None
-    away = next(i.name for i in FAR.instances if i.datacenter == "prefill-site")
+    away = next(i.name for i in TWO_SITES.instances if i.datacenter == "prefill-site")
     for number in range(4):
         site = "prefill-site" if number == 0 else "local-site"
         state.decided(Prefill(number, away, offload=Offload(site, "long")), 2.0)

@@ -29,7 +29,7 @@ API = schemathesis.openapi.from_dict(DOCUMENT)
 """Equal to the gateway's /openapi.json, which a test compares."""
 
 
-class Behind:
+class ThreadedGateway:
     """A gateway in an event loop of its own thread, for clients that block."""
 
     def __init__(self, make: Callable[[], AbstractAsyncContextManager[RunningGateway]]) -> None:
@@ -40,7 +40,7 @@ class Behind:
         self._end: asyncio.Event
         self.front: RunningGateway
 
-    def __enter__(self) -> Behind:
+    def __enter__(self) -> ThreadedGateway:
         self._thread.start()
         assert self._started.wait(STARTS_S)
         return self
@@ -70,7 +70,7 @@ class Behind:
             connection.close()
 
 
-async def agrees(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+async def accept(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
     """Answer every request with success, so that every rejection comes from the gateway."""
     if request.method == "GET":
         card = {"id": MODEL, "object": "model", "created": 1, "owned_by": engine.name}
@@ -81,25 +81,25 @@ async def agrees(engine: Engine, request: web.BaseRequest, received: ReceivedReq
 
 
 @pytest.fixture(scope="module")
-def agreeing() -> Iterator[Behind]:
+def accepting_gateway() -> Iterator[ThreadedGateway]:
     """Run a gateway in front of engines that accept everything."""
     prefill, decode = engines_of("vllm")
     for engine in prefill + decode:
-        engine.serve = agrees
-    with Behind(lambda: stub_rig(prefill + decode)) as behind:
+        engine.serve = accept
+    with ThreadedGateway(lambda: stub_rig(prefill + decode)) as behind:
         yield behind
 
 
 @pytest.fixture(scope="module")
-def emulated() -> Iterator[Behind]:
+def emulated_gateway() -> Iterator[ThreadedGateway]:
     """Run a gateway in front of emulated engines."""
-    with Behind(rig) as behind:
+    with ThreadedGateway(rig) as behind:
         yield behind
 
 
-def test_the_gateway_serves_the_description(agreeing: Behind) -> None:
+def test_the_gateway_serves_the_description(accepting_gateway: ThreadedGateway) -> None:
     """The other tests use this description instead of the page."""
-    connection = http.client.HTTPConnection("127.0.0.1", agreeing.front.gateway.port, timeout=STARTS_S)
+    connection = http.client.HTTPConnection("127.0.0.1", accepting_gateway.front.gateway.port, timeout=STARTS_S)
     connection.request("GET", "/openapi.json")
     assert msgspec.json.decode(connection.getresponse().read()) == DOCUMENT
     connection.close()
@@ -113,17 +113,19 @@ def test_the_gateway_serves_the_description(agreeing: Behind) -> None:
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture],
 )
-def test_requests_and_responses_conform_to_the_description(case: schemathesis.Case[Any], agreeing: Behind) -> None:
+def test_requests_and_responses_conform_to_the_description(
+    case: schemathesis.Case[Any], accepting_gateway: ThreadedGateway
+) -> None:
     """Requests that the description allows are accepted, others rejected; statuses and bodies are those that it
     lists."""
-    if _too_many_answers(case.body) or _has_float(case.body):
+    if _too_many_choices(case.body) or _has_float(case.body):
         return
-    response = case.call(base_url=agreeing.front.url)
+    response = case.call(base_url=accepting_gateway.front.url)
     case.validate_response(response)
     if response.status_code not in (404, 405):
         operation = DOCUMENT["paths"][case.path][case.method.lower()] if case.method != "HEAD" else None
         assert operation is None or str(response.status_code) in operation["responses"]
-    assert agreeing.becomes_idle(), agreeing.front.held_resources()
+    assert accepting_gateway.becomes_idle(), accepting_gateway.front.held_resources()
 
 
 def _has_float(body: Any) -> bool:
@@ -134,7 +136,7 @@ def _has_float(body: Any) -> bool:
     return any(isinstance(each, float) for part in [lists, *lists] if isinstance(part, list) for each in part)
 
 
-def _too_many_answers(body: Any) -> bool:
+def _too_many_choices(body: Any) -> bool:
     """Return whether `n` times the number of prompts exceeds its limit, which the description states in words only."""
     if not isinstance(body, dict) or not isinstance(body.get("n"), int):
         return False
@@ -149,7 +151,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-SAID = {
+FIELD_VALUES = {
     "prompt": st.text(max_size=20) | st.lists(st.text(max_size=5) | st.integers(0, 9), max_size=4),
     "messages": st.lists(
         st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=9)}), max_size=2
@@ -170,7 +172,7 @@ SAID = {
     "prompt_embeds": st.text(max_size=3),
     "tools": st.just([{"type": "function"}]),
 }
-FIELD_NAMES = sorted(SAID)
+FIELD_NAMES = sorted(FIELD_VALUES)
 
 
 @st.composite
@@ -179,7 +181,7 @@ def bodies(draw: st.DrawFn) -> bytes:
     if draw(st.integers(0, 9)) == 0:
         return msgspec.json.encode(draw(values))
     fields: dict[str, Any] = {
-        name: draw(SAID[name]) for name in draw(st.sets(st.sampled_from(FIELD_NAMES), max_size=8))
+        name: draw(FIELD_VALUES[name]) for name in draw(st.sets(st.sampled_from(FIELD_NAMES), max_size=8))
     }
     for name in draw(st.sets(st.sampled_from(FIELD_NAMES), max_size=1)):
         fields[name] = draw(values)
@@ -194,9 +196,9 @@ def bodies(draw: st.DrawFn) -> bytes:
 @example(path=COMPLETIONS, body=b'{"prompt":' + b"[" * 5000)
 @example(path=CHAT, body=b'{"messages":[{"role":"user","content":"\\ud800"}],"max_tokens":1}')
 @example(path=CHAT, body=b"\xff\xfe")
-def test_any_json_gets_a_response_and_leaks_nothing(emulated: Behind, path: str, body: bytes) -> None:
+def test_any_json_gets_a_response_and_leaks_nothing(emulated_gateway: ThreadedGateway, path: str, body: bytes) -> None:
     """The response is a success or a client error in OpenAI's form, never a server error."""
-    status, kind, answer = emulated.post(path, body)
+    status, kind, answer = emulated_gateway.post(path, body)
     assert status in (200, 400, 404, 413, 422, 501), (status, answer)
     if kind.startswith("text/event-stream"):
         assert status == 200
@@ -206,4 +208,4 @@ def test_any_json_gets_a_response_and_leaks_nothing(emulated: Behind, path: str,
     else:
         read = msgspec.json.decode(answer)
         assert read["choices"] if status == 200 else read["error"]["message"]
-    assert emulated.becomes_idle(), emulated.front.held_resources()
+    assert emulated_gateway.becomes_idle(), emulated_gateway.front.held_resources()

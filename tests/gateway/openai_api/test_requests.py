@@ -52,14 +52,14 @@ def test_utf8_checked_in_pieces_gives_the_same_result_as_at_once(before: int, mi
     """Characters may be split between two pieces; the error gives the same byte."""
     body = b"a" * before + middle + b"a" * after
 
-    def fault(check: Callable[[bytes], object]) -> tuple[int, str] | None:
+    def utf8_error(check: Callable[[bytes], object]) -> tuple[int, str] | None:
         try:
             check(body)
         except UnicodeDecodeError as error:
             return error.start, error.reason
         return None
 
-    assert fault(check_utf8) == fault(bytes.decode)
+    assert utf8_error(check_utf8) == utf8_error(bytes.decode)
 
 
 @st.composite

@@ -23,20 +23,20 @@ limits = st.builds(
 )
 
 
-class Door(RuleBasedStateMachine):
+class AdmissionMachine(RuleBasedStateMachine):
     """The model is a list of admitted requests and a list of waiting requests, both in the order of arrival."""
 
     @initialize(limits=limits)
     def open(self, limits: AdmissionLimits) -> None:
         self.limits, self.now, self.next = limits, 100.0, 0
         self.admission = AdmissionController(limits, 100.0)
-        self.inside: list[int] = []
+        self.admitted: list[int] = []
         self.waiting: list[tuple[int, float]] = []
         self.key: dict[int, str | None] = {}
-        self.let_in: Counter[int] = Counter()
+        self.admissions: Counter[int] = Counter()
         self.order: list[int] = []
 
-    def come_in(self, tickets: list[int]) -> None:
+    def admit_in_order(self, tickets: list[int]) -> None:
         """The requests that are admitted are those that have waited longest."""
         assert tickets == [ticket for ticket, _ in self.waiting[: len(tickets)]]
         del self.waiting[: len(tickets)]
@@ -44,9 +44,9 @@ class Door(RuleBasedStateMachine):
             self.enter_model(ticket)
 
     def enter_model(self, ticket: int) -> None:
-        self.inside.append(ticket)
+        self.admitted.append(ticket)
         self.order.append(ticket)
-        self.let_in[ticket] += 1
+        self.admissions[ticket] += 1
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 2.5, 5.0]))
     def time_passes(self, seconds: float) -> None:
@@ -56,14 +56,14 @@ class Door(RuleBasedStateMachine):
     def enter(self, key: str | None) -> None:
         ticket, self.next = self.next, self.next + 1
         self.key[ticket] = key
-        present = [*self.inside, *(t for t, _ in self.waiting)]
+        present = [*self.admitted, *(t for t, _ in self.waiting)]
         held = sum(self.key[t] == key for t in present)
         most = self.limits.of_key.get(key or "", self.limits.per_key)
         entry = self.admission.acquire(ticket, key, self.now)
         if key is not None and held >= most:
             assert isinstance(entry, Refused)
             assert entry.status == 429
-        elif len(self.inside) < self.limits.in_flight and not self.waiting:
+        elif len(self.admitted) < self.limits.in_flight and not self.waiting:
             assert entry == Accepted()
             self.enter_model(ticket)
         elif len(self.waiting) < self.limits.queue:
@@ -74,16 +74,16 @@ class Door(RuleBasedStateMachine):
             assert entry.status == 503
         assert not isinstance(entry, Refused) or 1 <= entry.retry_after_s <= 60
 
-    @precondition(lambda self: self.inside)
+    @precondition(lambda self: self.admitted)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(self.inside))
-        self.inside.remove(ticket)
-        self.come_in(self.admission.release(ticket, self.now))
+        ticket = data.draw(st.sampled_from(self.admitted))
+        self.admitted.remove(ticket)
+        self.admit_in_order(self.admission.release(ticket, self.now))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), how=st.sampled_from(["cancel", "leave"]))
-    def give_up(self, data: st.DataObject, how: str) -> None:
+    def cancel_waiting(self, data: st.DataObject, how: str) -> None:
         ticket = data.draw(st.sampled_from([ticket for ticket, _ in self.waiting]))
         self.waiting = [entry for entry in self.waiting if entry[0] != ticket]
         if how == "cancel":
@@ -95,7 +95,7 @@ class Door(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave_twice(self, data: st.DataObject) -> None:
         """Leaving has no effect for a request that is gone or was never admitted."""
-        present = {*self.inside, *(t for t, _ in self.waiting)}
+        present = {*self.admitted, *(t for t, _ in self.waiting)}
         ticket = data.draw(st.integers(0, self.next - 1).filter(lambda t: t not in present) | st.just(-1))
         assert self.admission.release(ticket, self.now) == []
         self.admission.cancel(ticket)
@@ -109,43 +109,43 @@ class Door(RuleBasedStateMachine):
     @rule(limits=limits)
     def change(self, limits: AdmissionLimits) -> None:
         self.limits = limits
-        self.come_in(self.admission.change(limits))
+        self.admit_in_order(self.admission.change(limits))
 
     @invariant()
     def counts_agree(self) -> None:
         if not hasattr(self, "admission"):
             return
-        assert self.admission.in_flight == len(self.inside)
+        assert self.admission.in_flight == len(self.admitted)
         assert self.admission.queued == len(self.waiting)
-        present = [*self.inside, *(t for t, _ in self.waiting)]
+        present = [*self.admitted, *(t for t, _ in self.waiting)]
         for key in ("alice", "bob", "carol"):
             assert self.admission.held_by(key) == sum(self.key[t] == key for t in present)
         assert self.admission.expires_at == (self.waiting[0][1] if self.waiting else None)
 
     @invariant()
-    def everybody_who_waits_has_a_reason_to(self) -> None:
+    def requests_wait_only_at_the_limit(self) -> None:
         if hasattr(self, "admission") and self.waiting:
-            assert len(self.inside) >= self.limits.in_flight
+            assert len(self.admitted) >= self.limits.in_flight
 
     @invariant()
-    def nobody_is_let_in_twice_or_out_of_turn(self) -> None:
+    def each_request_is_admitted_once_and_in_order(self) -> None:
         if hasattr(self, "admission"):
-            assert all(count == 1 for count in self.let_in.values())
+            assert all(count == 1 for count in self.admissions.values())
             assert self.order == sorted(self.order)
 
     def teardown(self) -> None:
         """When all have left, nothing is held."""
         if not hasattr(self, "admission"):
             return
-        while self.inside:
-            ticket = self.inside.pop(0)
-            self.come_in(self.admission.release(ticket, self.now))
+        while self.admitted:
+            ticket = self.admitted.pop(0)
+            self.admit_in_order(self.admission.release(ticket, self.now))
         assert (self.admission.in_flight, self.admission.queued, self.waiting) == (0, 0, [])
         assert not any(self.admission.held_by(key) for key in ("alice", "bob", "carol"))
 
 
-Door.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-TestDoor = Door.TestCase
+AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestAdmission = AdmissionMachine.TestCase
 
 
 def busy(per_s: float, for_s: float, *, queue: int = 0, per_key: int = 1000) -> tuple[AdmissionController, float]:

@@ -39,7 +39,7 @@ LISTEN = "  listen: {port: 0}\n"
 OWN_TYPE = "service_unavailable"
 
 
-async def asked_for(
+async def send_request(
     front: RunningGateway, method: str, path: str, data: bytes | None = None, **headers: str
 ) -> GatewayResponse:
     """Send a request of any method to any path."""
@@ -64,7 +64,7 @@ def test_head_responses_equal_get_responses_without_the_body() -> None:
     async def main() -> None:
         async with rig() as gate:
             for path in PAGES:
-                whole, head = await gate.get(path), await asked_for(gate, "HEAD", path)
+                whole, head = await gate.get(path), await send_request(gate, "HEAD", path)
                 assert whole.status == head.status == 200
                 assert whole.body
                 assert not head.body
@@ -86,13 +86,13 @@ def test_other_methods_are_rejected_with_the_allowed_ones(method: str) -> None:
             for path in (*PAGES, "/v1/models/x?y=1") if not reads else POSTED:
                 if method == "POST" and path in POSTED:
                     continue
-                answer = await asked_for(gate, method, path)
+                answer = await send_request(gate, method, path)
                 assert answer.status == 405
                 assert answer.headers["allow"] == ("POST" if reads else "GET, HEAD")
                 if method != "HEAD":
                     assert error_of(answer)["code"] == "method_not_allowed"
             for path in ("/", "/v1", "/v1/completions/", "/v1/nothing%00", "/%F0%9F", "/v1/model?y=1"):
-                answer = await asked_for(gate, method, path)
+                answer = await send_request(gate, method, path)
                 assert answer.status == 404
                 if method != "HEAD":
                     assert error_of(answer)["code"] == "not_found"
@@ -140,7 +140,7 @@ def test_passthrough_requests_and_responses_are_unchanged(path: str) -> None:
         async with stub_rig(prefill + decode, "  forward_headers: [X-Tenant]\n") as front:
             for _ in range(8):
                 sent = {"Authorization": "Bearer a", "X-Request-Id": "my-1", "X-Tenant": "b"}
-                answer = await asked_for(front, "POST", f"{path}?a=%20b", body, **sent)
+                answer = await send_request(front, "POST", f"{path}?a=%20b", body, **sent)
                 assert (answer.status, answer.body) == (203, body[::-1])
                 assert answer.headers["x-request-id"] == "my-1"
                 assert answer.headers["x-of-engine"].startswith(("prefill", "decode"))

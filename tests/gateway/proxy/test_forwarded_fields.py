@@ -32,7 +32,7 @@ ALLOWED = {
     "Baggage": "b=2",
     "B3": "0",
 }
-OPERATORS = {
+OPERATOR_HEADERS = {
     "X-Data-Parallel-Rank": "1",
     "X-Smg-Routed-Dp-Rank": "1",
     "X-Forwarded-For": "10.0.0.1",
@@ -41,7 +41,7 @@ OPERATORS = {
     "X-Stainless-Lang": "python",
     "X-Tenant": "a",
 }
-CARRIED = {"host", "content-length", "content-type", "x-request-id"}
+ALWAYS_FORWARDED = {"host", "content-length", "content-type", "x-request-id"}
 POSTED = (COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize")
 
 
@@ -68,11 +68,11 @@ def test_only_allowed_headers_reach_engines(path: str) -> None:
     async def main() -> None:
         prefill, decode = engines_of("vllm")
         async with stub_rig(prefill + decode) as front:
-            assert (await front.post(body_for(path), path, headers=ALLOWED | OPERATORS)).status == 200
+            assert (await front.post(body_for(path), path, headers=ALLOWED | OPERATOR_HEADERS)).status == 200
             received = [each for engine in prefill + decode for each in engine.received]
             assert received
             for each in received:
-                assert set(each.headers) == CARRIED | {name.lower() for name in ALLOWED}
+                assert set(each.headers) == ALWAYS_FORWARDED | {name.lower() for name in ALLOWED}
                 assert all(each.headers[name.lower()] == value for name, value in ALLOWED.items())
 
     run(main())
@@ -82,7 +82,7 @@ def test_the_setting_allows_more_headers() -> None:
     async def main() -> None:
         prefill, decode = engines_of("vllm")
         async with stub_rig(prefill + decode, "  forward_headers: [X-Tenant, x-data-parallel-rank]\n") as front:
-            assert (await front.post(completion(), headers=OPERATORS)).status == 200
+            assert (await front.post(completion(), headers=OPERATOR_HEADERS)).status == 200
             for each in (each for engine in prefill + decode for each in engine.received):
                 assert (each.headers["x-tenant"], each.headers["x-data-parallel-rank"]) == ("a", "1")
                 assert "cookie" not in each.headers
@@ -115,7 +115,7 @@ def test_engine_fields_from_clients_are_removed(path: str) -> None:
     run(main())
 
 
-WAYS_OUT = (
+TRAVERSALS = (
     "../../metrics",
     "..%2F..%2Fmetrics",
     "%2e%2e/%2e%2e/metrics",
@@ -134,7 +134,7 @@ WAYS_OUT = (
 )
 
 
-@pytest.mark.parametrize("rest", WAYS_OUT)
+@pytest.mark.parametrize("rest", TRAVERSALS)
 def test_model_paths_with_dot_segments_reach_no_other_path(rest: str) -> None:
     """The engines name the models themselves; the client receives an error that there is no such model."""
 
@@ -174,13 +174,13 @@ def test_the_body_of_a_get_request_is_not_forwarded(method: str) -> None:
     """The body is not sent, because an engine would parse it as another request."""
     hidden = b"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nContent-Length: 2\r\n\r\n{}"
 
-    async def says(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+    async def echo(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         return web.json_response({})
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
-            engine.serve = says
+            engine.serve = echo
         async with stub_rig(prefill + decode) as front:
             head = b"%b /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
             said = await raw(front.gateway.port, head % (method.encode(), len(hidden)) + hidden)

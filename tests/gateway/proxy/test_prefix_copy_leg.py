@@ -28,8 +28,8 @@ from kvroute.types import CopyFinished, Prefill
 
 SERIAL = OFFLOAD + "    rule: abundant\n    copy: {timeout: 10 s}\n"
 EARLY = SERIAL + "    layerwise: true\n"
-HASTY = SERIAL.replace("10 s", "100 ms")
-FAR = ("far0", "far1")
+SHORT_COPY_TIMEOUT = SERIAL.replace("10 s", "100 ms")
+REMOTE_INSTANCES = ("far0", "far1")
 TOKENS = list(range(3_000))
 SEEN, KEPT = 900, 896
 """Tokens that a first prompt leaves in a cache, and the number of them in whole blocks."""
@@ -59,7 +59,7 @@ async def copies(gate: Rig) -> dict[str, float]:
     return {outcome: count for outcome, count in counts.items() if count}
 
 
-async def clean(gate: Rig) -> None:
+async def check_nothing_held(gate: Rig) -> None:
     """Check that the gateway, the links of the core and the engines hold nothing."""
     assert await gate.becomes_idle(), gate.held_resources()
     assert backlog(gate) == [0.0, 0.0]
@@ -83,7 +83,9 @@ def test_the_home_prefix_of_an_offloaded_prompt_is_copied_first(tmp_path: Path, 
             assert (second.status, cached(second), await copies(gate)) == (200, KEPT, {"landed": 1})
             assert second.text == await gate.direct("decode0", TOKENS)
             (engine,) = [
-                s.engine for n, s in gate.fleet.servers.items() if n in FAR and s.engine.counters.prompt_tokens
+                s.engine
+                for n, s in gate.fleet.servers.items()
+                if n in REMOTE_INSTANCES and s.engine.counters.prompt_tokens
             ]
             pulled = engine.counters.pulled["prefill0"]
             assert (pulled.transfers, pulled.kv_bytes) == (1, bytes_of(KEPT))
@@ -98,7 +100,7 @@ def test_the_home_prefix_of_an_offloaded_prompt_is_copied_first(tmp_path: Path, 
                 ("", 0.0),
                 ("prefill0", bytes_of(KEPT)),
             ]
-            await clean(gate)
+            await check_nothing_held(gate)
 
     uvloop.run(main())
     header, read = read_log(log)
@@ -110,10 +112,10 @@ def test_the_home_prefix_of_an_offloaded_prompt_is_copied_first(tmp_path: Path, 
     (prefill,) = [d for r in records for d in r.decisions if isinstance(d, Prefill) and d.copy_from]
     assert (prefill.copy_from, prefill.copy_tokens, prefill.copy_bytes) == ("prefill0", KEPT, bytes_of(KEPT))
     assert [r.event.landed for r in records if isinstance(r.event, CopyFinished)] == [True]
-    explained(log, prefill)
+    check_explain(log, prefill)
 
 
-def explained(log: Path, prefill: Prefill) -> None:
+def check_explain(log: Path, prefill: Prefill) -> None:
     """`kvroute explain` shows the copy, as text and as JSON."""
     words = CliRunner().invoke(app, ["explain", str(log), "1"])
     assert f"prefill on {prefill.instance} with 896 cached tokens from prefill0, by" in words.stdout
@@ -138,7 +140,7 @@ def test_the_remote_prefix_of_a_local_prompt_is_copied_to_the_home_site() -> Non
                 assert (answer.status, cached(answer) >= 2_992, await copies(gate)) == (200, True, ends)
             home = gate.fleet.servers["prefill0"].engine.counters
             assert [pulled.kv_bytes for pulled in home.pulled.values()] == [bytes_of(2_992)]
-            await clean(gate)
+            await check_nothing_held(gate)
 
     uvloop.run(main())
 
@@ -150,13 +152,13 @@ def test_the_link_booking_of_a_copy_ends_at_its_expected_time() -> None:
     async def main() -> None:
         async with two_sites(SERIAL) as gate:
             await ask(gate, TOKENS[:SEEN])
-            for name in FAR:
+            for name in REMOTE_INSTANCES:
                 await gate.command(name, "slow", factor=1_000)
             asking = asyncio.create_task(ask(gate, TOKENS))
             await until(lambda: sum(backlog(gate)) == bytes_of(KEPT))
             await until(lambda: sum(backlog(gate)) == 0.0)
             assert not asking.done()
-            assert any(gate.fleet.servers[name].engine.running for name in FAR) or _at_target(gate)
+            assert any(gate.fleet.servers[name].engine.running for name in REMOTE_INSTANCES) or _at_target(gate)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             assert await gate.becomes_idle(), gate.held_resources()
@@ -183,7 +185,7 @@ def test_two_requests_can_copy_the_same_prefix_concurrently() -> None:
             answers = await asyncio.gather(*[ask(gate, prompt) for prompt in prompts])
             assert [(answer.status, cached(answer)) for answer in answers] == [(200, KEPT)] * 4
             assert list(await copies(gate)) == ["landed"]
-            await clean(gate)
+            await check_nothing_held(gate)
 
     uvloop.run(main())
 
@@ -198,7 +200,7 @@ def test_a_prompt_with_unknown_tokens_is_computed_without_a_copy() -> None:
             assert [(await gate.ask(prompt)).status for prompt in (text, text + "more " * 2_000)] == [200, 200]
             assert await copies(gate) == {}
             assert await metric(gate, "kvroute_offload_decisions_total", site=AWAY, reason="long") == 1
-            await clean(gate)
+            await check_nothing_held(gate)
 
     uvloop.run(main())
 
@@ -219,7 +221,7 @@ def test_if_the_source_does_not_offer_the_prefix_the_whole_prompt_is_computed(fa
     against the health of any instance."""
 
     async def main() -> None:
-        async with two_sites(HASTY) as gate:
+        async with two_sites(SHORT_COPY_TIMEOUT) as gate:
             await ask(gate, TOKENS[:SEEN])
             await gate.command("prefill0", leg="prefill", **fault)
             answer = await ask(gate, TOKENS)
@@ -228,7 +230,7 @@ def test_if_the_source_does_not_offer_the_prefix_the_whole_prompt_is_computed(fa
             assert await metric(gate, "kvroute_retries_total", leg="prefill") is None
             failures = [line for line in await page(gate) if line.startswith('kvroute_leg_failures_total{leg="copy"')]
             assert len(failures) == 1
-            await clean(gate)
+            await check_nothing_held(gate)
 
     uvloop.run(main())
 
@@ -242,12 +244,12 @@ def test_late_copy_responses_open_no_breaker() -> None:
     """An instance whose queue is too long for copies is healthy: its own prompts are still routed to it."""
 
     async def main() -> None:
-        async with two_sites(HASTY + "  breaker: {failures: 1, share: 0.01}\n") as gate:
+        async with two_sites(SHORT_COPY_TIMEOUT + "  breaker: {failures: 1, share: 0.01}\n") as gate:
             await ask(gate, TOKENS[:SEEN])
             await gate.command("prefill0", leg="prefill", fail_next=1, status="hang")
             assert ((await ask(gate, TOKENS)).status, await copies(gate)) == (200, {"failed": 1})
             assert gate.gateway.runtime.engines["prefill0"].availability.up
-            await clean(gate)
+            await check_nothing_held(gate)
 
     uvloop.run(main())
 
@@ -263,7 +265,7 @@ def test_a_dead_copy_source_only_loses_the_copy() -> None:
             answer = await ask(gate, TOKENS)
             assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"failed": 1})
             assert answer.text == await gate.direct("decode0", TOKENS)
-            await clean(gate)
+            await check_nothing_held(gate)
 
     uvloop.run(main())
 
@@ -291,7 +293,7 @@ def test_after_an_incomplete_copy_the_whole_prompt_is_computed() -> None:
             answer = await ask(gate, TOKENS)
             assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"missed": 1})
             assert await metric(gate, "kvroute_copy_bytes_total", tier="cross_datacenter") is None
-            await clean(gate)
+            await check_nothing_held(gate)
 
     uvloop.run(main())
 
@@ -306,7 +308,7 @@ def test_a_copy_over_a_cut_link_times_out() -> None:
             await gate.command("far0", "wan", share=0)
             answer = await ask(gate, [*TOKENS, 1, 2, 3])
             assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"missed": 1})
-            await clean(gate)
+            await check_nothing_held(gate)
 
     uvloop.run(main())
 
@@ -321,7 +323,7 @@ def test_a_failed_prefill_with_a_copy_is_retried_without_it() -> None:
             answer = await ask(gate, TOKENS)
             assert (answer.status, cached(answer)) == (200, 0)
             assert await copies(gate) == {"given_up": 1, "left_out": 1}
-            await clean(gate)
+            await check_nothing_held(gate)
 
     uvloop.run(main())
 
@@ -331,7 +333,7 @@ def _at_source(gate: Rig) -> bool:
 
 
 def _at_target(gate: Rig) -> bool:
-    return any(gate.fleet.servers[name].engine.waiting for name in FAR)
+    return any(gate.fleet.servers[name].engine.waiting for name in REMOTE_INSTANCES)
 
 
 @pytest.mark.parametrize("reached", [_at_source, _at_target], ids=["first leg", "on the way"])
@@ -349,7 +351,7 @@ def test_a_client_that_disconnects_ends_the_copy(reached: Callable[[Rig], bool])
             await until(lambda: reached(gate))
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            await clean(gate)
+            await check_nothing_held(gate)
             assert await copies(gate) == {"given_up": 1}
             held = [server.engine.held for server in gate.fleet.servers.values()]
             assert sum(map(len, held)) == (reached is _at_target), "what was held out waits to expire"
@@ -357,7 +359,7 @@ def test_a_client_that_disconnects_ends_the_copy(reached: Callable[[Rig], bool])
     uvloop.run(main())
 
 
-TROUBLE = st.fixed_dictionaries(
+FAULT_PLANS = st.fixed_dictionaries(
     {
         "leg": st.sampled_from(["prefill", "decode", "transfer"]),
         "fail_next": st.integers(1, 2),
@@ -368,7 +370,9 @@ TROUBLE = st.fixed_dictionaries(
 
 @settings(max_examples=8, deadline=None)
 @given(
-    st.dictionaries(st.sampled_from([*FAR, "prefill0", "decode0"]), TROUBLE, max_size=3), st.booleans(), st.booleans()
+    st.dictionaries(st.sampled_from([*REMOTE_INSTANCES, "prefill0", "decode0"]), FAULT_PLANS, max_size=3),
+    st.booleans(),
+    st.booleans(),
 )
 @example({"prefill0": {"leg": "transfer", "fail_next": 2, "status": 500}}, True, False)
 def test_after_any_failures_every_request_ends_once_and_nothing_is_booked(
@@ -386,7 +390,7 @@ def test_after_any_failures_every_request_ends_once_and_nothing_is_booked(
             starts = (TOKENS[:SEEN], [7, *TOKENS])
             prompts = [[*starts[n % 2], *range(9_000, 9_000 + 20 * n + 1_500 * (n % 3))] for n in range(6)]
             answers = await asyncio.gather(*[ask(gate, prompt, stream=stream) for prompt in prompts])
-            await clean(gate)
+            await check_nothing_held(gate)
             for prompt, answer in zip(prompts, answers, strict=True):
                 assert answer.status in (200, 400, 502, 503, 504)
                 if answer.status == 200 and not any("error" in event for event in answer.events):

@@ -31,8 +31,8 @@ from kvroute.gateway.observe.tracing import Attributes
 
 EMBEDDINGS = "/v1/embeddings"
 NOTHING: Attributes = {}
-CALM = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"
-STERN = "  breaker: {failures: 2}\n  retries: {floor_per_s: 1000}\n"
+RARE_CHECKS = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"
+STRICT_BREAKER = "  breaker: {failures: 2}\n  retries: {floor_per_s: 1000}\n"
 
 
 def up(front: RunningGateway) -> list[str]:
@@ -66,7 +66,7 @@ def test_after_a_full_decode_engine_the_kv_is_fetched_by_another_one(status: int
 
         for engine in decode:
             engine.serve = once
-        async with stub_rig(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, RARE_CHECKS) as front:
             answer = await front.post(completion())
             assert answer.status == 200
             assert (received(prefill), received(decode)) == (prefills, 2)
@@ -85,7 +85,7 @@ def test_status_429_and_501_do_not_mark_an_engine_as_down(path: str, status: int
         prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
             engine.serve = failing(status)
-        async with stub_rig(prefill + decode, CALM + STERN) as front:
+        async with stub_rig(prefill + decode, RARE_CHECKS + STRICT_BREAKER) as front:
             for n in range(8):
                 before = received(prefill + decode)
                 answer = await front.post(completion() | {"input": f"{n}"}, path)
@@ -105,7 +105,7 @@ def test_a_request_that_fails_on_every_engine_makes_none_unavailable(path: str) 
         prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
             engine.serve = failing(500)
-        async with stub_rig(prefill + decode, CALM + STERN) as front:
+        async with stub_rig(prefill + decode, RARE_CHECKS + STRICT_BREAKER) as front:
             for n in range(8):
                 assert (await front.post(completion() | {"input": f"{n}"}, path)).status == 502
             assert len(up(front)) == 4
@@ -132,7 +132,7 @@ def test_passthrough_requests_follow_the_retry_settings(section: str, calls: int
         prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
             engine.serve = failing(500)
-        async with stub_rig(prefill + decode, f"{CALM}  retries: {{{section}}}\n") as front:
+        async with stub_rig(prefill + decode, f"{RARE_CHECKS}  retries: {{{section}}}\n") as front:
             answer = await front.post({"model": MODEL, "input": "x"}, EMBEDDINGS)
             assert answer.status == 502
             assert received(prefill + decode) == calls
@@ -173,7 +173,7 @@ def test_stream_events_split_anywhere_arrive_complete(size: int, end: str) -> No
         prefill, decode = engines_of("vllm")
         for engine in decode:
             engine.serve = pieces
-        async with stub_rig(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, RARE_CHECKS) as front:
             assert (await front.post(completion(stream=True))).body == text.encode()
             assert await front.becomes_idle(), front.held_resources()
 
@@ -196,7 +196,7 @@ def test_an_engine_that_dies_within_an_event_causes_no_incomplete_event(extra: b
         prefill, decode = engines_of("vllm")
         for engine in decode:
             engine.serve = dying
-        async with stub_rig(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, RARE_CHECKS) as front:
             answer = await front.post(completion(stream=True))
             first, last = answer.events
             assert first["choices"][0]["text"] == "one"
@@ -223,7 +223,7 @@ def test_a_non_streaming_response_has_its_own_timeout() -> None:
         prefill, decode = engines_of("vllm")
         for engine in decode:
             engine.serve = serve
-        section = f"{CALM}  retries: {{attempts: 1}}\n  timeouts: {{{section}}}\n"
+        section = f"{RARE_CHECKS}  retries: {{attempts: 1}}\n  timeouts: {{{section}}}\n"
         async with stub_rig(prefill + decode, section) as front:
             assert (await front.post(completion())).status == status
             assert received(decode) == 1
@@ -239,7 +239,7 @@ def test_only_streams_have_a_ttft() -> None:
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
-        async with stub_rig(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, RARE_CHECKS) as front:
             assert (await front.post(completion())).status == 200
             for name in ("ttft_seconds", "ttft_part_seconds", "transfer_seconds"):
                 assert await value(front, f"kvroute_{name}_count{{") is None
@@ -265,7 +265,7 @@ def test_a_response_at_the_expected_transfer_time_is_reported_once() -> None:
 
     async def main() -> None:
         engine = Engine("engine", "both", serve=later)
-        async with stub_rig([engine], CALM) as front:
+        async with stub_rig([engine], RARE_CHECKS) as front:
             for n in range(5):
                 assert (await front.post(completion(prompt=f"{n}"))).status == 200
             assert await front.becomes_idle(), front.held_resources()
@@ -279,7 +279,7 @@ def test_an_unknown_model_is_not_found() -> None:
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
-        section = f"{CALM}  models: {{big: {MODEL}}}\n"
+        section = f"{RARE_CHECKS}  models: {{big: {MODEL}}}\n"
         other = Engine("other", "both", model="llama-3-8b")
         async with stub_rig([*prefill, *decode, other], section) as front:
             for path in (COMPLETIONS, EMBEDDINGS):
@@ -313,7 +313,7 @@ def test_output_tokens_are_reserved_for_unbounded_requests(
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
-        async with stub_rig(prefill + decode, f"{CALM}  log: {{events: {log}}}\n") as front:
+        async with stub_rig(prefill + decode, f"{RARE_CHECKS}  log: {{events: {log}}}\n") as front:
             body = {"model": MODEL, "prompt": "x", "messages": [{"role": "user", "content": "x"}], **fields}
             assert (await front.post(body, path)).status == 200
 
@@ -360,7 +360,7 @@ def test_an_internal_error_costs_only_its_request(way: str) -> None:
         prefill, decode = engines_of("sglang" if way == "sglang" else "vllm")
         path = EMBEDDINGS if way == "passed-on" else COMPLETIONS
         body = completion(stream=way in ("stream", "sglang")) | {"input": "x"}
-        async with stub_rig(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, RARE_CHECKS) as front:
             heard: list[str] = []
             asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context["exception"])))
             statuses, failures = [], 0
@@ -391,7 +391,7 @@ def test_an_internal_error_aborts_the_other_leg() -> None:
         gate = Gate()
         for engine in prefill:
             engine.serve = gate.before(tokens)
-        async with stub_rig(prefill + decode, CALM) as front:
+        async with stub_rig(prefill + decode, RARE_CHECKS) as front:
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
             front.gateway.runtime.tracer = Failing(3)  # the end of the decode leg
             answer = await front.post(completion(stream=True))
@@ -408,7 +408,7 @@ def test_an_internal_error_at_the_start_releases_its_place() -> None:
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
-        async with stub_rig(prefill + decode, CALM + "  limits: {in_flight: 1}\n") as front:
+        async with stub_rig(prefill + decode, RARE_CHECKS + "  limits: {in_flight: 1}\n") as front:
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
             for number in range(3):
                 front.gateway.runtime.tracer = Failing(number)

@@ -31,7 +31,7 @@ from tests.waiting import becomes_true
 
 from kvroute.types import Instance
 
-MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 async def read_stream(front: RunningGateway, **fields: Any) -> bytes:
@@ -49,7 +49,7 @@ def _without_bootstrap(instance: Instance, names: set[str]) -> Instance:
 
 
 def rooms(received: ReceivedRequest) -> dict[str, Any]:
-    return {name: received.json[name] for name in MEETING}
+    return {name: received.json[name] for name in BOOTSTRAP_FIELDS}
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
@@ -69,7 +69,7 @@ def test_the_response_does_not_wait_for_the_prefill_response(streams: bool) -> N
             await gate.entered.wait()
             [first], [second] = prefill.received + spare.received, decode[0].received + decode[1].received
             assert first.body == second.body
-            assert {name: value for name, value in first.json.items() if name not in MEETING} == sent
+            assert {name: value for name, value in first.json.items() if name not in BOOTSTRAP_FIELDS} == sent
             chosen = prefill if prefill.received else spare
             assert (first.json["bootstrap_host"], first.json["bootstrap_port"]) == ("127.0.0.1", chosen.port)
             assert 0 <= first.json["bootstrap_room"] < 2**63

@@ -14,7 +14,7 @@ from kvroute.event_log import read_log
 from kvroute.topology import parse
 from kvroute.types import SAME_DATACENTER, Decode
 
-ASKED = 6
+REQUESTS = 6
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_learned_values_of_foresight_are_shown(policy: str, shadow: str, learns:
     uvloop.run(run())
 
 
-@pytest.mark.parametrize(("shadow", "differ"), [("round-robin", ASKED // 2), ("netkv", 0)])
+@pytest.mark.parametrize(("shadow", "differ"), [("round-robin", REQUESTS // 2), ("netkv", 0)])
 def test_decisions_of_a_shadow_policy_are_counted_and_not_applied(tmp_path: Path, shadow: str, differ: int) -> None:
     """The requests come one after the other with the same prompt: NetKV stays in the rack, round-robin would not."""
     log = tmp_path / "events.log"
@@ -58,15 +58,15 @@ def test_decisions_of_a_shadow_policy_are_counted_and_not_applied(tmp_path: Path
     async def run() -> None:
         section = f"  policy: netkv\n  shadow: {shadow}\n  measure: engine\n  log: {{events: {log}}}\n"
         async with rig(section) as gate:
-            for _ in range(ASKED):
+            for _ in range(REQUESTS):
                 assert (await gate.ask("The same prompt. " * 100)).status == 200
             said = gate.gateway.state.snapshot(gate.gateway.now()).tick.shadow
             assert said is not None
-            assert (said.policy, said.decisions, said.differ, said.refused) == (shadow, ASKED, differ, 0)
+            assert (said.policy, said.decisions, said.differ, said.refused) == (shadow, REQUESTS, differ, 0)
             page = (await gate.get("/metrics")).body.decode()
         samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
         counted = {s.labels["verdict"]: s.value for s in samples if s.name == "kvroute_shadow_decisions_total"}
-        assert counted == {verdict: n for verdict, n in (("same", ASKED - differ), ("differs", differ)) if n}
+        assert counted == {verdict: n for verdict, n in (("same", REQUESTS - differ), ("differs", differ)) if n}
         seconds = {s.labels["by"]: s.value for s in samples if s.name == "kvroute_shadow_seconds_total"}
         assert seconds == ({"acting": pytest.approx(said.loss_s)} if differ else {})
 

@@ -21,7 +21,7 @@ EVENT_BYTES = 64 * 1024
 TOTAL_BYTES = 100 * 1024 * 1024
 SYSTEM_MAX_BYTES = 48 * 1024 * 1024
 """Upper bound of the bytes in the gateway and in the buffers of four sockets at the largest system size."""
-STILL_TURNS = 300
+QUIET_TURNS = 300
 """Number of turns of the shared event loop without a new byte after which all transfers count as stopped."""
 
 
@@ -70,10 +70,10 @@ class Source:
         await response.write_eof()
         return response
 
-    async def rests(self) -> int:
+    async def until_paused(self) -> int:
         """Wait until no more bytes are taken; return the number of bytes taken."""
         still, before = 0, -1
-        while still < STILL_TURNS:
+        while still < QUIET_TURNS:
             await asyncio.sleep(0)
             still, before = (still + 1 if self.taken_bytes == before > 0 else 0), self.taken_bytes
         return self.taken_bytes
@@ -103,7 +103,7 @@ def test_bytes_that_a_client_does_not_read_stay_in_the_engine(protocol: KvProtoc
             engine.serve = source.serve
         async with stub_rig(prefill + decode) as front:
             reader = await reader_of(front.gateway.port)
-            assert await source.rests() <= SYSTEM_MAX_BYTES
+            assert await source.until_paused() <= SYSTEM_MAX_BYTES
             assert reader.body_bytes == 0
             assert (await front.get("/health")).status == 200
             for _ in range(20):

@@ -32,7 +32,7 @@ CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SENT = {"Authorization": "Bearer mine", "X-Request-Id": "my-17", "traceparent": CONTEXT, "X-Tenant": "a"}
 
 
-def asked_of(engines: list[Engine]) -> list[ReceivedRequest]:
+def received_by(engines: list[Engine]) -> list[ReceivedRequest]:
     """Return all completion requests that the engines received."""
     return [received for engine in engines for received in engine.received]
 
@@ -60,7 +60,7 @@ def test_legs_carry_client_headers_and_fields_and_the_kv_parameters(streams: boo
                 assert response.status == 200
                 assert response.headers["X-Request-Id"] == "my-17"
                 await response.read()
-            [first], [second] = asked_of(prefill), asked_of(decode)
+            [first], [second] = received_by(prefill), received_by(decode)
             for leg in (first, second):
                 assert {name: leg.headers[name.lower()] for name in SENT} == SENT
                 assert leg.raw("temperature") == b"0.70"
@@ -85,8 +85,8 @@ def test_trace_context_is_forwarded_and_missing_request_ids_are_generated() -> N
             names = [(await front.post(completion())).headers["x-request-id"] for _ in range(3)]
             assert len(set(names)) == 3
             for side in (prefill, decode):
-                assert sorted(received.headers["x-request-id"] for received in asked_of(side)) == sorted(names)
-            assert all("authorization" not in received.headers for received in asked_of(prefill + decode))
+                assert sorted(received.headers["x-request-id"] for received in received_by(side)) == sorted(names)
+            assert all("authorization" not in received.headers for received in received_by(prefill + decode))
 
     run(main())
 
@@ -102,7 +102,7 @@ def test_a_prefill_response_without_kv_parameters_is_a_failure(reply: bytes, str
         async def no_connector(
             engine: Engine, request: web.BaseRequest, received: ReceivedRequest
         ) -> web.StreamResponse:
-            if len(asked_of(prefill)) == 1:
+            if len(received_by(prefill)) == 1:
                 return web.Response(body=reply, content_type="application/json")
             return await tokens(engine, request, received)
 
@@ -112,7 +112,7 @@ def test_a_prefill_response_without_kv_parameters_is_a_failure(reply: bytes, str
             answer = await front.post(completion(stream=streams))
             assert (answer.status, len(answer.text.split())) == (200, 3)
             assert [len(engine.received) for engine in prefill] == [1, 1]
-            assert len(asked_of(decode)) == 1
+            assert len(received_by(decode)) == 1
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())
@@ -130,11 +130,11 @@ def test_api_keys_of_the_gateway_are_not_sent_to_engines(own: bool, monkeypatch:
         prefill, decode = engines_of("vllm")
         async with stub_rig(prefill + decode, section) as front:
             assert (await front.post(completion())).status == 401
-            assert not asked_of(prefill + decode)
+            assert not received_by(prefill + decode)
             sent = {"Authorization": "Bearer kvr_mine"}
             assert (await front.post(completion(), headers=sent)).status == 200
             assert (await front.post({"input": "a"}, "/v1/embeddings", headers=sent)).status == 200
-            received = asked_of(prefill + decode)
+            received = received_by(prefill + decode)
             assert len(received) >= 3
             for each in received:
                 assert each.headers.get("authorization") == ("Bearer engines-own" if own else None)
@@ -162,7 +162,7 @@ def test_mooncake_legs_share_a_transfer_id_and_the_engine_id_is_queried_once() -
                 for received in engine.received
             }
             assert len(sources) == 12
-            for received in asked_of(decode):
+            for received in received_by(decode):
                 params = received.json["kv_transfer_params"]
                 source, first = sources.pop(params["transfer_id"])
                 assert params == {
@@ -191,7 +191,9 @@ def test_the_engine_id_is_queried_again_after_a_restart() -> None:
             source.engine_id, source.started_s = "id-new", 2.0
             while source.queries < 2:
                 assert (await front.post(completion())).status == 200
-            last = max(asked_of(decode), key=lambda received: received.json["kv_transfer_params"]["remote_engine_id"])
+            last = max(
+                received_by(decode), key=lambda received: received.json["kv_transfer_params"]["remote_engine_id"]
+            )
             assert last.json["kv_transfer_params"]["remote_engine_id"] == "id-new"
             assert source.queries == 2
             assert await front.becomes_idle(), front.held_resources()
@@ -219,7 +221,7 @@ def test_the_engine_id_is_queried_again_after_a_failure(leg: str) -> None:
                 engine.serve = restarts
             assert (await front.post(completion())).status == 200
             assert source.queries == 2
-            ids = [received.json["kv_transfer_params"]["remote_engine_id"] for received in asked_of(decode)]
+            ids = [received.json["kv_transfer_params"]["remote_engine_id"] for received in received_by(decode)]
             assert ids.count("id-new") == 1
             assert await front.becomes_idle(), front.held_resources()
 
@@ -242,7 +244,7 @@ def test_an_engine_without_an_engine_id_is_skipped(silent: int) -> None:
             else:
                 assert [answer.status for answer in answers] == [502] * 4
                 assert "bootstrap server of prefill instance" in answers[0].json["error"]["message"]
-                assert not asked_of(prefill + decode)
+                assert not received_by(prefill + decode)
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())
@@ -262,7 +264,7 @@ def test_an_instance_with_both_roles_gets_the_unchanged_request(protocol: KvProt
             sent = [completion(stream=streams, n=n, prompt=f"{n}" * 300, more={"b": n}) for n in (1, 1, 2)]
             for body in sent:
                 assert (await front.post(body)).status == 200
-            got = sorted((received.json for received in asked_of(engines)), key=json.dumps)
+            got = sorted((received.json for received in received_by(engines)), key=json.dumps)
             assert got == sorted(sent, key=json.dumps)
             assert await front.becomes_idle(), front.held_resources()
 

@@ -14,7 +14,7 @@ from kvroute.gateway.telemetry.kv_batch import (
 from kvroute.prefix import PrefixIndex, block_hashes
 from kvroute.types import Event, KvCleared, KvEvicted, KvStored
 
-OURS = 2
+BLOCK_TOKENS = 2
 Tokens = tuple[int, ...]
 
 
@@ -22,7 +22,7 @@ def feed(index: PrefixIndex, events: list[Event]) -> None:
     for event in events:
         match event:
             case KvStored(blocks=blocks, block_tokens=tokens):
-                assert tokens == OURS
+                assert tokens == BLOCK_TOKENS
                 index.store(0, blocks)
             case KvEvicted(blocks=blocks, keep=keep):
                 index.evict(0, blocks, keep)
@@ -100,18 +100,18 @@ class Engine:
         reach = set()
         for prefix in self.held:
             if all(prefix[:end] in self.held for end in range(self.size, len(prefix) + 1, self.size)):
-                reach |= {prefix[:end] for end in range(OURS, len(prefix) + 1, OURS)}
+                reach |= {prefix[:end] for end in range(BLOCK_TOKENS, len(prefix) + 1, BLOCK_TOKENS)}
         return reach
 
-    def told(self, index: PrefixIndex) -> set[Tokens]:
+    def indexed(self, index: PrefixIndex) -> set[Tokens]:
         """Return the prefixes in the index among all that were ever stored; check that it has no others."""
-        depths = {prefix: index.match_one(0, block_hashes(prefix, OURS)) for prefix in self.seen}
-        told = {prefix[: n * OURS] for prefix, depth in depths.items() for n in range(1, depth + 1)}
-        assert index.used_blocks(0) == len(told)
-        return told
+        depths = {prefix: index.match_one(0, block_hashes(prefix, BLOCK_TOKENS)) for prefix in self.seen}
+        indexed = {prefix[: n * BLOCK_TOKENS] for prefix, depth in depths.items() for n in range(1, depth + 1)}
+        assert index.used_blocks(0) == len(indexed)
+        return indexed
 
 
-WHICH = st.integers(0, 10**6)
+INDEXES = st.integers(0, 10**6)
 BLOCKS = st.lists(st.integers(0, 1), min_size=1, max_size=3)
 
 

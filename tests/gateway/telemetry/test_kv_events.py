@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.gateway.telemetry.kv_rig import BLOCKS, OURS, WHICH, Engine, batch, changes, feed, removed, stored
+from tests.gateway.telemetry.kv_rig import BLOCK_TOKENS, BLOCKS, INDEXES, Engine, batch, changes, feed, removed, stored
 
 from kvroute.gateway.telemetry.engine_blocks import EngineBlocks
 from kvroute.gateway.telemetry.kv_batch import (
@@ -27,18 +27,18 @@ class BlocksMachine(RuleBasedStateMachine):
 
     @initialize(per_block=st.sampled_from([1, 2]))
     def start(self, per_block: int) -> None:
-        self.engine = Engine(per_block * OURS)
+        self.engine = Engine(per_block * BLOCK_TOKENS)
         self.index = PrefixIndex(1)
-        self.blocks = EngineBlocks("p0", OURS)
+        self.blocks = EngineBlocks("p0", BLOCK_TOKENS)
 
     def apply(self, event: dict[str, Any]) -> None:
         self.blocks.apply(read_batch(batch(event)).events[0])
 
-    @rule(which=WHICH, blocks=BLOCKS, root=st.booleans())
+    @rule(which=INDEXES, blocks=BLOCKS, root=st.booleans())
     def store(self, which: int, blocks: list[int], root: bool) -> None:
         self.apply(self.engine.store(which, blocks, root))
 
-    @rule(which=WHICH, count=st.integers(1, 3))
+    @rule(which=INDEXES, count=st.integers(1, 3))
     def remove(self, which: int, count: int) -> None:
         self.apply(self.engine.remove(which, count))
 
@@ -51,7 +51,7 @@ class BlocksMachine(RuleBasedStateMachine):
     def tell(self) -> None:
         events = self.blocks.changes(0.0)
         feed(self.index, events)
-        assert self.engine.told(self.index) == self.engine.within_reach()
+        assert self.engine.indexed(self.index) == self.engine.within_reach()
         assert self.blocks.changes(0.0) == []
 
     def teardown(self) -> None:
@@ -72,24 +72,26 @@ TestBlocks.settings = settings(max_examples=120, stateful_step_count=40, deadlin
 def test_an_engine_block_becomes_several_gateway_blocks() -> None:
     """Two engine blocks of four tokens become one chain of four blocks of two tokens, with the hashes of the prompt
     itself."""
-    blocks = EngineBlocks("p0", OURS)
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
     tokens = [5, 6, 7, 8, 9, 10, 11, 12]
-    assert changes(blocks, stored([71, 72], None, tokens, 4)) == [KvStored(7.0, "p0", block_hashes(tokens, OURS), OURS)]
+    assert changes(blocks, stored([71, 72], None, tokens, 4)) == [
+        KvStored(7.0, "p0", block_hashes(tokens, BLOCK_TOKENS), BLOCK_TOKENS)
+    ]
 
 
 def test_events_of_one_chain_are_merged() -> None:
     """Three events of one chain give one KvStored; removing it block by block gives one KvEvicted, from the first
     removed block on."""
-    blocks = EngineBlocks("p0", OURS)
-    chain = block_hashes([1, 2, 3, 4, 5, 6], OURS)
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
+    chain = block_hashes([1, 2, 3, 4, 5, 6], BLOCK_TOKENS)
     events = [stored([1], None, [1, 2], 2), stored([2], 1, [3, 4], 2), stored([3], 2, [5, 6], 2)]
-    assert changes(blocks, *events) == [KvStored(7.0, "p0", chain, OURS)]
+    assert changes(blocks, *events) == [KvStored(7.0, "p0", chain, BLOCK_TOKENS)]
     assert changes(blocks, removed([3, 2])) == [KvEvicted(7.0, "p0", chain[:2], 1)]
     assert changes(blocks, stored([2], 1, [3, 4], 2), removed([2])) == []
 
 
 def test_a_block_stays_until_its_last_copy_is_removed() -> None:
-    blocks = EngineBlocks("p0", OURS)
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
     changes(blocks, stored([1], None, [1, 2], 2), stored([1], None, [1, 2], 2))
     assert changes(blocks, removed([1])) == []
     assert len(changes(blocks, removed([1]))) == 1
@@ -109,7 +111,7 @@ def test_a_block_stays_until_its_last_copy_is_removed() -> None:
 )
 def test_blocks_that_no_plain_prompt_can_hit_are_left_out(more: dict[str, Any]) -> None:
     """The blocks below are left out too; their removal is not counted as an error."""
-    blocks = EngineBlocks("p0", OURS)
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
     assert changes(blocks, stored([1], None, [1, 2], 2, **more)) == []
     assert changes(blocks, stored([2], 1, [3, 4], 2, **({} if "salt" in str(more) else more))) == []
     assert blocks.counts.foreign == 2
@@ -130,14 +132,14 @@ def test_blocks_before_the_first_extra_key_are_indexed(keys: list[Any] | None, a
         event = [event[name] for name in BlockEvent.__struct_fields__]
     others = [None if number == 0 and key and len(key) == 1 else key for number, key in enumerate(keys or ())]
     plain = next((number for number, key in enumerate(others) if key), len(names))
-    blocks = EngineBlocks("p0", OURS)
-    told = changes(blocks, event)
-    assert [len(each.blocks) for each in told if isinstance(each, KvStored)] == [plain] * bool(plain)
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
+    events = changes(blocks, event)
+    assert [len(each.blocks) for each in events if isinstance(each, KvStored)] == [plain] * bool(plain)
     assert blocks.counts.foreign == len(names) - plain
 
 
 def test_an_unknown_parent_and_a_wrong_size_are_counted() -> None:
-    blocks = EngineBlocks("p0", OURS)
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
     assert changes(blocks, stored([2], 1, [3, 4], 2)) == []
     assert blocks.counts.orphans == 1
     assert changes(blocks, stored([1], None, [1, 2, 3], 3), stored([1], None, [1, 2, 3], 2)) == []
@@ -156,9 +158,9 @@ def test_arrays_maps_and_bytes_are_parsed_alike() -> None:
         ["BlockRemoved", [below], "GPU"],
         ["BlockPinned", 1],
     ]
-    expected = changes(EngineBlocks("p0", OURS), *plain)
-    assert expected == changes(EngineBlocks("p0", OURS), *arrays)
-    assert expected == [KvStored(7.0, "p0", block_hashes([1, 2], OURS), OURS)]
+    expected = changes(EngineBlocks("p0", BLOCK_TOKENS), *plain)
+    assert expected == changes(EngineBlocks("p0", BLOCK_TOKENS), *arrays)
+    assert expected == [KvStored(7.0, "p0", block_hashes([1, 2], BLOCK_TOKENS), BLOCK_TOKENS)]
     as_map = msgspec.msgpack.encode({"ts": 1.0, "events": plain, "data_parallel_rank": 0})
     assert read_batch(as_map).events == read_batch(batch(*plain)).events
     assert read_batch(batch(["AllBlocksCleared"], [])).events == [BlockEvent("AllBlocksCleared"), BlockEvent("")]
@@ -173,14 +175,14 @@ def test_any_bytes_are_a_batch_or_an_error(payload: bytes) -> None:
         events = read_batch(payload).events
     except BatchError:
         return
-    blocks = EngineBlocks("p0", OURS)
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
     for event in events:
         blocks.apply(event)
     assert blocks.changes(0.0) == []
 
 
 def test_an_invalid_batch_clears_the_engine() -> None:
-    stream = KvStream("p0", OURS, replays=False)
+    stream = KvStream("p0", BLOCK_TOKENS, replays=False)
     assert len(stream.received(0.0, 0, batch(stored([1], None, [1, 2], 2)))) == 1
     assert stream.received(1.0, 1, b"\xc1") == [KvCleared(1.0, "p0")]
     assert stream.counts.broken == 1

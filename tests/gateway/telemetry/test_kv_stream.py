@@ -15,7 +15,7 @@ import zmq.asyncio
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.gateway.telemetry.kv_rig import BLOCKS, OURS, WHICH, Engine, batch, changes, feed, removed, stored
+from tests.gateway.telemetry.kv_rig import BLOCK_TOKENS, BLOCKS, INDEXES, Engine, batch, changes, feed, removed, stored
 from tests.waiting import HANGS_S
 
 from kvroute.gateway.telemetry.engine_blocks import DEPTH_MAX, SLICE_UNITS, EngineBlocks
@@ -40,21 +40,21 @@ class StreamMachine(RuleBasedStateMachine):
         slice_units=st.sampled_from([1, 5, SLICE_UNITS]),
     )
     def start(self, per_block: int, replays: bool, buffer: int, slice_units: int) -> None:
-        self.engine = Engine(per_block * OURS)
+        self.engine = Engine(per_block * BLOCK_TOKENS)
         self.buffer_most = buffer
         self.index = PrefixIndex(1)
-        self.stream = KvStream("p0", OURS, replays=replays, slice_units=slice_units)
+        self.stream = KvStream("p0", BLOCK_TOKENS, replays=replays, slice_units=slice_units)
         self.sequence = 0
         self.line: list[tuple[int, bytes]] = []
         self.buffer: list[tuple[int, bytes]] = []
         self.replay: list[tuple[int, bytes]] = []
         self.replay_round = 0
 
-    @rule(which=WHICH, blocks=BLOCKS, root=st.booleans())
+    @rule(which=INDEXES, blocks=BLOCKS, root=st.booleans())
     def store(self, which: int, blocks: list[int], root: bool) -> None:
         self.publish(self.engine.store(which, blocks, root))
 
-    @rule(which=WHICH, count=st.integers(1, 3), more=BLOCKS)
+    @rule(which=INDEXES, count=st.integers(1, 3), more=BLOCKS)
     def remove_and_store(self, which: int, count: int, more: list[int]) -> None:
         self.publish(self.engine.remove(which, count), self.engine.store(which, more, False))
 
@@ -84,7 +84,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.stream.pending)
     @rule()
-    def go_on(self) -> None:
+    def advance(self) -> None:
         self.tell(self.stream.more(0.0))
 
     @precondition(lambda self: self.line)
@@ -98,8 +98,8 @@ class StreamMachine(RuleBasedStateMachine):
         self.tell(self.stream.replayed(0.0, *self.replay.pop(0)))
 
     @precondition(lambda self: self.replay)
-    @rule(number=WHICH)
-    def lose_of_the_replay(self, number: int) -> None:
+    @rule(number=INDEXES)
+    def lose_part_of_replay(self, number: int) -> None:
         self.replay.pop(number % len(self.replay))
 
     @precondition(lambda self: self.stream.wanted is not None and not self.stream.pending)
@@ -118,7 +118,7 @@ class StreamMachine(RuleBasedStateMachine):
         else:
             self.publish(self.engine.store(0, [1], True))
             while self.stream.pending:
-                self.go_on()
+                self.advance()
             self.deliver()
 
     def settle(self) -> None:
@@ -127,7 +127,7 @@ class StreamMachine(RuleBasedStateMachine):
             while self.replay and not self.stream.pending:
                 self.deliver_replay()
             if self.stream.pending:
-                self.go_on()
+                self.advance()
             elif self.stream.wanted is not None:
                 self.end_replay()
             elif self.line:
@@ -140,10 +140,10 @@ class StreamMachine(RuleBasedStateMachine):
         but it never holds blocks that the engine does not hold. If nothing was lost, nothing is missing."""
         self.publish({"type": "SomethingNew", "fields": 1})
         self.settle()
-        told, reach = self.engine.told(self.index), self.engine.within_reach()
-        assert told <= reach
+        indexed, reach = self.engine.indexed(self.index), self.engine.within_reach()
+        assert indexed <= reach
         if not self.stream.counts.lost:
-            assert told == reach
+            assert indexed == reach
             assert self.stream.blocks.counts.orphans == 0
 
 
@@ -159,19 +159,19 @@ def all_of(stream: KvStream, sequence: int, payload: bytes) -> list[Event]:
     return events
 
 
-def long_chain(count: int, size: int = OURS) -> dict[str, Any]:
+def long_chain(count: int, size: int = BLOCK_TOKENS) -> dict[str, Any]:
     return stored(list(range(1, count + 1)), None, [7] * (count * size), size)
 
 
 def test_a_large_batch_is_applied_in_slices() -> None:
     """No slice applies more blocks than its limit, and all slices together report the same as a single one."""
     count = 20_000
-    stream = KvStream("p0", OURS, replays=False)
+    stream = KvStream("p0", BLOCK_TOKENS, replays=False)
     events, known, most = stream.received(1.0, 0, batch(long_chain(count))), 0, 0
     while stream.pending:
         most, known = max(most, len(stream.blocks) - known), len(stream.blocks)
         events += stream.more(1.0)
-    assert events == [KvStored(1.0, "p0", block_hashes([7] * (count * OURS), OURS), OURS)]
+    assert events == [KvStored(1.0, "p0", block_hashes([7] * (count * BLOCK_TOKENS), BLOCK_TOKENS), BLOCK_TOKENS)]
     assert 0 < most < 2000
     gone = all_of(stream, 1, batch(removed(list(range(1, count + 1)))))
     assert [type(event) for event in gone] == [KvEvicted]
@@ -182,7 +182,7 @@ def test_a_clear_during_a_large_batch_removes_all_of_it() -> None:
     """The engine is cleared while the batch is applied or while its events are reported."""
     events = [stored([n], None, [n, n], 2) for n in range(1, 3000)]
     for slices in (0, 1, 2, 5, 10):
-        stream, index = KvStream("p0", OURS, replays=False), PrefixIndex(1)
+        stream, index = KvStream("p0", BLOCK_TOKENS, replays=False), PrefixIndex(1)
         feed(index, stream.received(1.0, 0, batch(*events)))
         for _ in range(slices):
             feed(index, stream.more(1.0))
@@ -204,7 +204,7 @@ def test_a_clear_during_a_large_batch_removes_all_of_it() -> None:
 def test_a_batch_beyond_its_limits_is_rejected_and_clears_the_engine(payload: bytes) -> None:
     """The batch may have contained a removal, so all blocks of the engine are dropped. Later batches are accepted
     again."""
-    stream = KvStream("p0", OURS, replays=False)
+    stream = KvStream("p0", BLOCK_TOKENS, replays=False)
     assert len(all_of(stream, 0, batch(stored([1], None, [1, 2], 2)))) == 1
     assert all_of(stream, 1, payload) == [KvCleared(1.0, "p0")]
     assert stream.counts.broken == 1
@@ -214,7 +214,7 @@ def test_a_batch_beyond_its_limits_is_rejected_and_clears_the_engine(payload: by
 
 def test_batches_waiting_for_a_replay_take_bounded_memory() -> None:
     """At the bound the replay counts as lost, and the stream continues with the newest batch."""
-    stream = KvStream("p0", OURS, replays=True)
+    stream = KvStream("p0", BLOCK_TOKENS, replays=True)
     assert len(all_of(stream, 0, batch(stored([1], None, [1, 2], 2)))) == 1
     padded = batch(stored([2], None, [1, 2], 2, extra_keys=["x" * (BATCH_BYTES_MAX // 2)]))
     events: list[Event] = []
@@ -233,11 +233,11 @@ def test_batches_waiting_for_a_replay_take_bounded_memory() -> None:
 def test_chains_are_indexed_up_to_a_maximum_depth() -> None:
     """The cost of reporting a block grows with its depth, however small the batch is."""
     size = 4096
-    blocks = EngineBlocks("p0", OURS)
-    engine_blocks = DEPTH_MAX * OURS // size
-    (told,) = changes(blocks, long_chain(engine_blocks + 3, size))
-    assert isinstance(told, KvStored)
-    assert len(told.blocks) == DEPTH_MAX
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
+    engine_blocks = DEPTH_MAX * BLOCK_TOKENS // size
+    (stored_event,) = changes(blocks, long_chain(engine_blocks + 3, size))
+    assert isinstance(stored_event, KvStored)
+    assert len(stored_event.blocks) == DEPTH_MAX
     assert blocks.counts.foreign == 3
     assert changes(blocks, stored([10**6], engine_blocks, [1] * size, size)) == []
 
@@ -318,7 +318,12 @@ async def connected(
     listener = Listener()
     silent = Endpoint(url="http://127.0.0.1:2")
     source = KvEvents(
-        {"p0": endpoint, "d0": silent}, OURS, listener.emit, lambda: 5.0, replay_s=replay_s, count=listener.count
+        {"p0": endpoint, "d0": silent},
+        BLOCK_TOKENS,
+        listener.emit,
+        lambda: 5.0,
+        replay_s=replay_s,
+        count=listener.count,
     )
     try:
         source.start()
@@ -344,7 +349,7 @@ THIRD = stored([3], 2, [5, 6], 2)
 
 
 def chain(length: int) -> KvStored:
-    return KvStored(5.0, "p0", block_hashes(list(range(1, 2 * length + 1)), OURS), OURS)
+    return KvStored(5.0, "p0", block_hashes(list(range(1, 2 * length + 1)), BLOCK_TOKENS), BLOCK_TOKENS)
 
 
 def test_live_batches_arrive_and_lost_ones_are_requested() -> None:
@@ -436,7 +441,7 @@ def test_a_new_engine_process_starts_with_an_empty_view() -> None:
 def test_an_invalid_endpoint_is_reported() -> None:
     async def scenario() -> None:
         endpoint = Endpoint(url="http://127.0.0.1:1", kv_events="tcp://*:5557")
-        source = KvEvents({"p0": endpoint}, OURS, lambda event: None, lambda: 0.0)
+        source = KvEvents({"p0": endpoint}, BLOCK_TOKENS, lambda event: None, lambda: 0.0)
         with pytest.raises(InputError, match=r"instance p0: cannot connect to 'tcp://\*:5557'"):
             source.start()
 

@@ -227,7 +227,7 @@ def test_differences_of_pages_add_up_to_the_transfers(growth: list[tuple[str, in
     assert counters.measured(0.0, {}) == []
     totals: dict[str, TransferTotals] = {}
     truth: dict[str, list[float]] = {}
-    told: dict[str, list[float]] = {}
+    reported: dict[str, list[float]] = {}
     for source, kv_bytes, seconds, transfers, restarts in growth:
         # A difference cannot reveal a restart after which the counts are already higher; real counters start low.
         if restarts and source in totals and totals[source].kv_bytes > kv_bytes:
@@ -238,9 +238,9 @@ def test_differences_of_pages_add_up_to_the_transfers(growth: list[tuple[str, in
         truth[source] = [sums[0] + kv_bytes, sums[1] + seconds, sums[2] + transfers]
         for event in counters.measured(1.0, dict(totals)):
             assert event.target == "d0"
-            sums = told.setdefault(event.source, [0, 0, 0])
-            told[event.source] = [sums[0] + event.kv_bytes, sums[1] + event.seconds, sums[2] + event.transfers]
-    assert told == truth
+            sums = reported.setdefault(event.source, [0, 0, 0])
+            reported[event.source] = [sums[0] + event.kv_bytes, sums[1] + event.seconds, sums[2] + event.transfers]
+    assert reported == truth
 
 
 def test_the_first_page_is_only_the_baseline() -> None:
@@ -293,7 +293,7 @@ class Engine:
             writer.close()
 
 
-class Heard:
+class EventRecorder:
     """Collects the emitted events and waits for more."""
 
     def __init__(self) -> None:
@@ -335,7 +335,7 @@ def test_a_scraper_emits_load_transfers_and_restarts() -> None:
     """After a failure it emits nothing until the engine can be read again."""
 
     async def scenario() -> None:
-        engine, heard, restarts = Engine(), Heard(), []
+        engine, recorder, restarts = Engine(), EventRecorder(), []
 
         def restarted(name: str, started_s: float | None) -> bool:
             restarts.append((name, started_s))
@@ -347,7 +347,7 @@ def test_a_scraper_emits_load_transfers_and_restarts() -> None:
         scraper = Scraper(
             ["d0", "p0"],
             {"d0": pool, "p0": None}.get,
-            heard.emit,
+            recorder.emit,
             lambda: 4.0,
             on_restart=restarted,
             interval_s=0.01,
@@ -355,28 +355,28 @@ def test_a_scraper_emits_load_transfers_and_restarts() -> None:
         )
         assert scraper.age_s("d0") is None
         scraper.start()
-        await heard.until(lambda: bool(heard.events))
-        assert heard.events[0] == InstanceMeasured(4.0, "d0", 3, 2, 0.5)
+        await recorder.until(lambda: bool(recorder.events))
+        assert recorder.events[0] == InstanceMeasured(4.0, "d0", 3, 2, 0.5)
         assert (scraper.age_s("d0"), scraper.age_s("p0")) == (0.0, None)
         engine.page = loaded(3, 5)
         transfer = TransferMeasured(4.0, "p0", "d0", 5000.0, 5.0, 5)
-        await heard.until(lambda: transfer in heard.events)
+        await recorder.until(lambda: transfer in recorder.events)
         engine.page = loaded(3, 5, started=2)
-        await heard.until(lambda: KvCleared(4.0, "d0") in heard.events)
+        await recorder.until(lambda: KvCleared(4.0, "d0") in recorder.events)
         engine.page = loaded(3, 5, started=3)
-        await heard.until(lambda: len(restarts) == 2)
+        await recorder.until(lambda: len(restarts) == 2)
         engine.page = b"nothing here"
         asked = engine.asked
         while engine.asked < asked + 3:
             await asyncio.sleep(0.001)
         engine.page = loaded(9, 5, started=3)
-        await heard.until(lambda: InstanceMeasured(4.0, "d0", 9, 2, 0.5) in heard.events)
+        await recorder.until(lambda: InstanceMeasured(4.0, "d0", 9, 2, 0.5) in recorder.events)
         scraper.close()
         pool.close()
         await engine.stop()
         assert restarts == [("d0", 2.0), ("d0", 3.0)]
-        told = [event for event in heard.events if not isinstance(event, InstanceMeasured)]
-        assert told == [transfer, KvCleared(4.0, "d0")]
+        reported = [event for event in recorder.events if not isinstance(event, InstanceMeasured)]
+        assert reported == [transfer, KvCleared(4.0, "d0")]
 
     run(scenario)
 
@@ -392,24 +392,24 @@ def test_a_scraper_emits_load_transfers_and_restarts() -> None:
 )
 def test_a_page_beyond_its_limits_is_a_failed_scrape(more: bytes, body_max_bytes: int, why: str) -> None:
     async def scenario() -> None:
-        engine, heard = Engine(), Heard()
+        engine, recorder = Engine(), EventRecorder()
         await engine.start()
         engine.page = LOADED + more
         pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
         scraper = Scraper(
             ["a"],
             {"a": pool}.get,
-            heard.emit,
+            recorder.emit,
             lambda: 0.0,
             interval_s=0.01,
             timeout_s=30.0,
             body_max_bytes=body_max_bytes,
         )
         scraper.start()
-        while not (scraper.failure("a") or heard.events):
+        while not (scraper.failure("a") or recorder.events):
             await asyncio.sleep(0.001)
         assert scraper.failure("a").startswith(why)
-        assert bool(heard.events) == (not why)
+        assert bool(recorder.events) == (not why)
         scraper.close()
         pool.close()
         await engine.stop()
@@ -419,7 +419,7 @@ def test_a_page_beyond_its_limits_is_a_failed_scrape(more: bytes, body_max_bytes
 
 def test_a_slow_engine_gets_one_scrape_at_a_time_and_delays_no_other() -> None:
     async def scenario() -> None:
-        slow, quick, heard = Engine(), Engine(), Heard()
+        slow, quick, recorder = Engine(), Engine(), EventRecorder()
         for engine in (slow, quick):
             await engine.start()
         slow.answering.clear()
@@ -427,13 +427,15 @@ def test_a_slow_engine_gets_one_scrape_at_a_time_and_delays_no_other() -> None:
             "a": UpstreamPool(f"http://127.0.0.1:{slow.port}"),
             "b": UpstreamPool(f"http://127.0.0.1:{quick.port}"),
         }
-        scraper = Scraper(["a", "b"], pools.get, heard.emit, lambda: 0.0, interval_s=0.01, timeout_s=30.0)
+        scraper = Scraper(["a", "b"], pools.get, recorder.emit, lambda: 0.0, interval_s=0.01, timeout_s=30.0)
         scraper.start()
-        await heard.until(lambda: len(heard.events) >= 5)
-        assert {event.instance for event in heard.events if isinstance(event, InstanceMeasured)} == {"b"}
+        await recorder.until(lambda: len(recorder.events) >= 5)
+        assert {event.instance for event in recorder.events if isinstance(event, InstanceMeasured)} == {"b"}
         assert (slow.asked, slow.at_once_max) == (1, 1)
         slow.answering.set()
-        await heard.until(lambda: any(isinstance(e, InstanceMeasured) and e.instance == "a" for e in heard.events))
+        await recorder.until(
+            lambda: any(isinstance(e, InstanceMeasured) and e.instance == "a" for e in recorder.events)
+        )
         scraper.close()
         for pool in pools.values():
             pool.close()
@@ -449,12 +451,12 @@ def test_an_engine_that_recovers_is_scraped_again(fault: str) -> None:
     is kept."""
 
     async def scenario() -> None:
-        engine, heard = Engine(), Heard()
+        engine, recorder = Engine(), EventRecorder()
         await engine.start()
         pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
-        scraper = Scraper(["a"], {"a": pool}.get, heard.emit, lambda: 0.0, interval_s=0.01, timeout_s=0.05)
+        scraper = Scraper(["a"], {"a": pool}.get, recorder.emit, lambda: 0.0, interval_s=0.01, timeout_s=0.05)
         scraper.start()
-        await heard.until(lambda: bool(heard.events))
+        await recorder.until(lambda: bool(recorder.events))
         good = engine.page
         if fault == "silent":
             engine.answering.clear()
@@ -470,9 +472,11 @@ def test_an_engine_that_recovers_is_scraped_again(fault: str) -> None:
         engine.answering.set()
         if fault == "refused":
             await engine.start()
-        told = len(heard.events)
-        await heard.until(lambda: len(heard.events) > told and isinstance(heard.events[-1], InstanceMeasured))
-        assert (KvCleared(0.0, "a") in heard.events) == (fault == "refused")
+        reported = len(recorder.events)
+        await recorder.until(
+            lambda: len(recorder.events) > reported and isinstance(recorder.events[-1], InstanceMeasured)
+        )
+        assert (KvCleared(0.0, "a") in recorder.events) == (fault == "refused")
         assert scraper.failure("a") == ""
         scraper.close()
         pool.close()

@@ -194,8 +194,8 @@ def signals() -> PathTelemetry:
     return PathTelemetry(SITES, stalled_s=2.0, fresh_s=3.0)
 
 
-LONE = 2e9
-THIN = replace(SITES, tier_bytes_per_s=np.array([9e11, 9e11, 9e11, 9e11, LONE]))
+OWN_CAPACITY = 2e9
+NARROW_SITES = replace(SITES, tier_bytes_per_s=np.array([9e11, 9e11, 9e11, 9e11, OWN_CAPACITY]))
 """A single transfer cannot fill the path."""
 
 
@@ -214,10 +214,10 @@ PAGES = st.dictionaries(st.sampled_from(["far0", "far1", "prefill0"]), st.lists(
 def test_the_state_of_a_path_is_within_bounds_and_expires(pages: Mapping[str, list[TcpSample]], age_s: float) -> None:
     """Only transfers between the sites count; a path with any progress is not stalled; the missing throughput is
     attributed to other traffic."""
-    way = signals()
+    path = signals()
     for source, links in pages.items():
-        way.heard(source, links, 0.0)
-    state = way.sample(AWAY, age_s)
+        path.heard(source, links, 0.0)
+    state = path.sample(AWAY, age_s)
     crossing = [
         each
         for source, links in pages.items()
@@ -245,36 +245,38 @@ def test_the_state_of_a_path_is_within_bounds_and_expires(pages: Mapping[str, li
 def test_missing_throughput_of_a_full_path_counts_as_other_traffic(ends: list[tuple[str, str]], share: float) -> None:
     """The path may be full with any number of pairs; a limit of the senders' or receivers' own network interface is no
     evidence."""
-    way, pairs = PathTelemetry(THIN, stalled_s=2.0, fresh_s=3.0), sorted(set(ends))
+    path, pairs = PathTelemetry(NARROW_SITES, stalled_s=2.0, fresh_s=3.0), sorted(set(ends))
     for sender in ("far0", "far1"):
         pace = share * CAPACITY / len(pairs)
-        way.heard(sender, [seen(pace, target=target, full=True) for source, target in pairs if source == sender], 0.0)
-    state = way.sample(AWAY, 0.0)
+        path.heard(sender, [seen(pace, target=target, full=True) for source, target in pairs if source == sender], 0.0)
+    state = path.sample(AWAY, 0.0)
     assert state is not None
     lone = min(len({source for source, _ in pairs}), len({target for _, target in pairs}))
-    due = min(CAPACITY, lone * LONE)
+    due = min(CAPACITY, lone * OWN_CAPACITY)
     assert state.others == pytest.approx(max(min(1.0 - share * CAPACITY / due, OTHERS_MAX), 0.0), abs=1e-9)
     assert not math.isnan(state.queue_delay_s)
 
 
-WATCHED = OFFLOAD.replace("way: {failures: 2, open: 200 ms}", "way: {failures: 2, open: 200 ms, stalled_after: 300 ms}")
+WATCHED = OFFLOAD.replace(
+    "wan_path: {failures: 2, open: 200 ms}", "wan_path: {failures: 2, open: 200 ms, stalled_after: 300 ms}"
+)
 SCRAPED = "  scrape: {interval: 50 ms}\n"
 LONG_TIMEOUT_S = 60.0
-HUGE = LONG * 4
+VERY_LONG = LONG * 4
 """3.6 GB of KV: 0.7 seconds on the path, alone and at full capacity."""
 
 
-def heard(gate: Rig) -> list[Event]:
+def record_events(gate: Rig) -> list[Event]:
     """Record the events that collectors send to the core from now on."""
     events: list[Event] = []
     runtime = gate.gateway.runtime
     tell = runtime.notify
 
-    def told(event: Event) -> None:
+    def record(event: Event) -> None:
         events.append(event)
         tell(event)
 
-    runtime.notify = told  # type: ignore[method-assign]
+    runtime.notify = record  # type: ignore[method-assign]
     return events
 
 
@@ -310,9 +312,9 @@ def test_a_slow_path_counts_as_other_traffic_until_it_recovers() -> None:
 
     async def main() -> None:
         async with two_sites(WATCHED + SCRAPED, kv_timeout_s=LONG_TIMEOUT_S) as gate:
-            events = heard(gate)
+            events = record_events(gate)
             await gate.command("far0", "wan", share=half)
-            asking = [asyncio.create_task(gate.ask(f"{n} {HUGE}", stream=True)) for n in range(2)]
+            asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(2)]
             await until(lambda: any(isinstance(event, CongestionMeasured) for event in events))
             await until(lambda: any(isinstance(event, TransferMeasured) for event in events))
             first = next(event for event in events if isinstance(event, CongestionMeasured))
@@ -336,8 +338,8 @@ def test_a_path_full_of_own_traffic_has_no_other_traffic() -> None:
 
     async def main() -> None:
         async with two_sites(WATCHED + SCRAPED, kv_timeout_s=LONG_TIMEOUT_S) as gate:
-            events = heard(gate)
-            asking = [asyncio.create_task(gate.ask(f"{n} {HUGE}", stream=True)) for n in range(4)]
+            events = record_events(gate)
+            asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(4)]
             await until(lambda: any(isinstance(event, TransferMeasured) for event in events))
             assert [answer.status for answer in await asyncio.gather(*asking)] == [200] * 4
             shares = sorted(event.per_tier[4] for event in events if isinstance(event, CongestionMeasured))

@@ -25,7 +25,7 @@ from kvroute.gateway.wan.paths import PathAttempt
 from kvroute.topology import parse
 from kvroute.types import Prefill
 
-WAY = "kvroute_wan_path_state"
+PATH_STATE = "kvroute_wan_path_state"
 
 
 async def _placed(gate: Rig, site: str, reason: str) -> float:
@@ -133,7 +133,7 @@ def test_a_cut_path_loses_no_request_and_no_instance_is_blamed(tmp_path: Path, s
             before = await _placed(gate, AWAY, "long")
             for n in range(1_000):
                 assert (await gate.ask(f"{n} again {LONG}", stream=stream)).status == 200
-                if await metric(gate, WAY, site=AWAY) == 0:
+                if await metric(gate, PATH_STATE, site=AWAY) == 0:
                     break
             assert await _placed(gate, AWAY, "long") > before
             assert (await gate.ask(f"last {LONG}", stream=stream)).status == 200
@@ -157,7 +157,7 @@ def test_a_stopped_engine_is_blamed_and_not_the_path() -> None:
                 await gate.command(name, leg="decode", fail_next=1, status="reset")
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(4)])
             assert [answer.status for answer in answers] == [200] * 4
-            assert await metric(gate, WAY, site=AWAY) == 0
+            assert await metric(gate, PATH_STATE, site=AWAY) == 0
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
@@ -176,7 +176,7 @@ def test_requests_that_fail_on_every_engine_close_no_path() -> None:
             assert await _placed(gate, AWAY, "long") == 4
             for name in ("decode0", "decode1", "decode2"):
                 await gate.command(name, leg="decode", fail_next=0)
-            assert await metric(gate, WAY, site=AWAY) == 0
+            assert await metric(gate, PATH_STATE, site=AWAY) == 0
             assert (await gate.ask(LONG, stream=True)).status == 200
             assert await _placed(gate, AWAY, "long") == 5
             engines = gate.gateway.runtime.engines
@@ -205,7 +205,7 @@ def test_a_client_that_disconnects_does_not_affect_the_path() -> None:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             assert await gate.becomes_idle(), gate.held_resources()
-            assert await metric(gate, WAY, site=AWAY) == 0
+            assert await metric(gate, PATH_STATE, site=AWAY) == 0
 
     uvloop.run(run())
 
@@ -234,7 +234,7 @@ def test_a_probe_request_whose_client_disconnects_allows_the_next_probe(caplog: 
             await gate.command("far0", "wan", share=1)
             await until(lambda: gate.gateway.runtime.engines["far0"].availability.up)
             assert (await gate.ask(f"next {LONG}", stream=True)).status == 200
-            assert await metric(gate, WAY, site=AWAY) == 0
+            assert await metric(gate, PATH_STATE, site=AWAY) == 0
 
     uvloop.run(run())
     levels = {record.message: record.levelname for record in caplog.records if record.message.startswith("wan_path_")}
@@ -249,11 +249,11 @@ def test_a_reload_keeps_a_path_closed() -> None:
             await gate.command("far0", "wan", share=0)
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
             assert [answer.status for answer in answers] == [200] * 3
-            await wait_for_metric(gate, WAY, 2, site=AWAY)
+            await wait_for_metric(gate, PATH_STATE, 2, site=AWAY)
             endpoints = gate.fleet.ready().instances
             text = TEXT + shut_long
             assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
-            assert await metric(gate, WAY, site=AWAY) == 2
+            assert await metric(gate, PATH_STATE, site=AWAY) == 2
             before = await _placed(gate, AWAY, "long")
             assert (await gate.ask(f"later {LONG}", stream=True)).status == 200
             assert await _placed(gate, AWAY, "long") == before
