@@ -91,6 +91,7 @@ class Feed:
         while self._due and self._due[0][0] <= to_s:
             self.now_s, _, action = heapq.heappop(self._due)
             action()
+            self.state.remember(self.now_s)
         self.now_s = to_s
 
     def happen(self, what: str) -> None:

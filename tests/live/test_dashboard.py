@@ -215,6 +215,25 @@ def test_the_map_shows_every_instance(browser: Browser, size: str) -> None:
         assert browser.complaints() == []
 
 
+def test_the_last_minutes_are_lines_with_texts(browser: Browser) -> None:
+    """Three small charts grow by a point every 5 s; a screen reader gets the newest value and the range."""
+    points = "document.querySelector('#history-panel path').getAttribute('d').split('L').length"
+    with _feed(browser, *CLUSTER):
+        assert browser.run("document.querySelector('#history-panel').hidden") is False
+        assert browser.run(_texts("#history-panel .name")) == [
+            f"{name}, last 15 min" for name in ("requests / s", "TTFT", "KV transferred")
+        ]
+        said = browser.run(
+            "[...document.querySelectorAll('#history-panel svg')].map(x => x.getAttribute('aria-label'))"
+        )
+        assert re.fullmatch(r"requests / s, last \d+\ss: now [0-9.]+, lowest [0-9.]+, highest [0-9.]+", said[0])
+        assert re.search(r": p50 now .+, lowest .+, highest .+; p95 now ", said[1])
+        assert re.search(r": now [0-9.]+\s[KMGT]?B/s, lowest ", said[2])
+        assert browser.run("document.querySelectorAll('#history-panel path').length") == 4
+        before = browser.run(points)
+        browser.until(f"{points} === {before} + 1")
+
+
 def test_lines_pass_between_the_tiles(browser: Browser) -> None:
     """The line of a transfer touches no instance except its two ends."""
     with _feed(browser, *CLUSTER):

@@ -309,5 +309,6 @@ class Gateway:
             try:
                 self._clusters.refresh()
                 self.runtime.open_files.check(self.now())
+                self.state.remember(self.now())
             except Exception as error:  # the cause may be gone at the next run
                 log_event("error", "check_failed", reason=f"{type(error).__name__}: {error}")

@@ -38,6 +38,7 @@ _ASSETS = {
     "dashboard.js": "text/javascript",
     "map.js": "text/javascript",
     "routes.js": "text/javascript",
+    "history.js": "text/javascript",
     "panels.js": "text/javascript",
     "format.js": "text/javascript",
 }

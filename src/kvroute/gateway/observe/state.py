@@ -16,6 +16,7 @@ import numpy as np
 
 from kvroute.control import ShadowTally
 from kvroute.gateway.observe.decision_view import judgement_of, short
+from kvroute.gateway.observe.history import History
 from kvroute.gateway.observe.layout import LayoutInstance, layout_of
 from kvroute.gateway.observe.rates import Rate, WanTraffic
 from kvroute.gateway.observe.view import (
@@ -83,6 +84,7 @@ class DashboardState:
         self._splits_at = -SPLITS_S
         self._last_splits: tuple[Split, ...] = ()
         self._arrivals, self._finishes, self._rejects, self._errors = Rate(), Rate(), Rate(), Rate()
+        self._history = History()
 
     def replace(self, cluster: Cluster) -> None:
         """Show another cluster from now on (reload); its layout gets a new id."""
@@ -181,10 +183,25 @@ class DashboardState:
         """Count a stream that ended with an error event; its status was 200, so `finished` counts no error."""
         self._errors.add(at)
 
+    def remember(self, at: float) -> None:
+        """Add a point to the history when its step has ended; called several times per second, without requests too."""
+        if not self._history.is_due(at):
+            return
+        known = min(self._row_count - self._history.answers, REQUESTS_MOST)
+        places = np.arange(self._row_count - known, self._row_count) % REQUESTS_MOST
+        rows = np.frombuffer(self._rows).reshape(REQUESTS_MOST, _COLUMNS)[places]
+        self._history.add(
+            at,
+            arrivals=self._arrivals.total,
+            answers=self._row_count,
+            ttft_s=rows[rows[:, 4] != _UNSEEN, 4:].sum(axis=1),
+            kv_bytes=rows[:, 3],
+        )
+
     def snapshot(self, at: float) -> Snapshot:
         """Return the current state with all recorded decisions."""
         self._splits_at = -SPLITS_S  # the snapshot kept of a run must include its last request
-        return Snapshot(layout=self.layout, tick=self.tick(at, DECISIONS_MOST))
+        return Snapshot(layout=self.layout, tick=self.tick(at, DECISIONS_MOST), history=self._history.points)
 
     def tick(self, at: float, decisions_most: int = TICK_DECISIONS_MOST) -> DashboardUpdate:
         """Return the values that change, with the newest decisions."""
@@ -211,6 +228,7 @@ class DashboardState:
             wan=self._traffic.load(((each.source, each.target, each.kv_bytes) for each in self._moving.values()), at),
             shadow=msgspec.structs.replace(self._shadow) if self._shadow else None,
             offloaded_share=self._offloaded_share(at),
+            history=self._history.newest,
         )
 
     def _offloaded_share(self, at: float) -> float | None:

@@ -8,6 +8,7 @@ import msgspec
 
 from kvroute.control import ShadowTally
 from kvroute.gateway.observe.decision_view import DecisionView
+from kvroute.gateway.observe.history import HistoryPoint
 from kvroute.gateway.observe.layout import Layout
 from kvroute.policies import TierLearned
 from kvroute.types import TIER_COUNT, Role
@@ -258,10 +259,14 @@ class DashboardUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """None: there is no shadow policy."""
     offloaded_share: float | None
     """Share of the prefills of the last `window_s` sent to prefill-only datacenters; None: no prefills."""
+    history: HistoryPoint | None
+    """The newest point of the history; None before the first step has ended."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout and all changing values."""
+    """The layout, all changing values, and the last 15 minutes."""
 
     layout: Layout
     tick: DashboardUpdate
+    history: tuple[HistoryPoint, ...] = ()
+    """Oldest first."""

@@ -1,11 +1,13 @@
 // The page: one stream of events from the gateway while the page is visible; the map and the panels draw it.
 
 import { onTheme } from "./format.js";
+import { History } from "./history.js";
 import { ClusterMap } from "./map.js";
 import { Panels } from "./panels.js";
 
 const $ = (id) => document.getElementById(id);
 const panels = new Panels();
+const past = new History($("history-panel"));
 const map = new ClusterMap($("map"), (index) => panels.inspect(index, true));
 let source = null, layout = null, updated_ms = 0;
 
@@ -17,6 +19,7 @@ function status(text, kind) {
 function tick(data) {
   updated_ms = performance.now();
   panels.setTick(data);
+  past.add(data.history);
   map.setTick(data);
   if (map.chosen >= 0) panels.inspect(map.chosen);
   const { load } = data, down = data.instances.filter((tile) => !tile[0] || tile[1] === 2).length;
@@ -41,6 +44,7 @@ function show(snapshot) {
   layout = snapshot.layout;
   panels.setLayout(layout);
   map.setLayout(layout);
+  past.set(snapshot.history ?? []);
   tick(snapshot.tick);
 }
 

@@ -202,7 +202,7 @@ export class Chart {
   }
 }
 
-function drawn(tag, attributes) {
+export function drawn(tag, attributes) {
   const made = document.createElementNS(document.getElementById("blank").namespaceURI, tag); // avoids a URL in the script
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   return made;
