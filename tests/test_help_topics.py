@@ -15,8 +15,8 @@ import typer
 from typer.core import TyperGroup
 
 from kvroute.cli.app import COMMANDS, app, main
-from kvroute.cli.topics import DECODE_USES, SECTIONS, VARIABLES, topics
-from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
+from kvroute.cli.topics import SECTIONS, VARIABLES, topics
+from kvroute.policies import DECODE_POLICIES, DECODE_USES, PREFILL_POLICIES
 from kvroute.topology import ClusterFile
 from kvroute.topology.units import Bandwidth, Duration, Latency, Size
 

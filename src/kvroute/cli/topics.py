@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvroute.policies import DEFAULT_DECODE_POLICY
+from kvroute.policies import DECODE_USES, DEFAULT_DECODE_POLICY
 from kvroute.topology.units import Bandwidth, Duration, Latency, Quantity, Size
 
 
@@ -25,20 +25,6 @@ class Topic:
     page: str = ""
     """Page of docs/ with the details."""
 
-
-DECODE_USES = {
-    "foresight": "transfers from several prefill instances share NICs or uplinks",
-    "foresight-closed": "thousands of instances, or if a difference of one per cent does not matter",
-    "foresight-joint": "prefill instances with different network paths or cached prefixes",
-    "netkv": "telemetry is available, even once a minute",
-    "netkv-static": "no telemetry",
-    "netkv-topo": "no telemetry, light traffic",
-    "cla": "what Mooncake's Conductor and llm-d's scorers do; the baseline to beat",
-    "cache-aware": "few hot prefixes, much spare capacity",
-    "load-aware": "no shared prefixes, flat network",
-    "round-robin": "as a baseline; equal, short requests",
-}
-"""When to use each decode policy."""
 
 SECTIONS = {
     "name": "name of the cluster",

@@ -16,6 +16,7 @@ from kvroute.policies.foresight_sight import Sight, TierLearned
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.names import (
     DECODE_POLICIES,
+    DECODE_USES,
     DEFAULT_DECODE_POLICY,
     FORESIGHT_POLICIES,
     decode_policy,
@@ -33,6 +34,7 @@ from kvroute.policies.stateful import (
 
 __all__ = [
     "DECODE_POLICIES",
+    "DECODE_USES",
     "DEFAULT_DECODE_POLICY",
     "FORESIGHT_POLICIES",
     "PREFILL_POLICIES",

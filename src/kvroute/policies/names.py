@@ -44,6 +44,20 @@ DECODE_POLICIES: dict[str, Callable[..., DecodePolicy]] = {
     **FORESIGHT_POLICIES,
 }
 
+DECODE_USES = {
+    "foresight": "transfers from several prefill instances share NICs or uplinks",
+    "foresight-closed": "thousands of instances, or if a difference of one per cent does not matter",
+    "foresight-joint": "prefill instances with different network paths or cached prefixes",
+    "netkv": "telemetry is available, even once a minute",
+    "netkv-static": "no telemetry",
+    "netkv-topo": "no telemetry, light traffic",
+    "cla": "what Mooncake's Conductor and llm-d's scorers do; the baseline to beat",
+    "cache-aware": "few hot prefixes, much spare capacity",
+    "load-aware": "no shared prefixes, flat network",
+    "round-robin": "as a baseline; equal, short requests",
+}
+"""When to use each decode policy."""
+
 DEFAULT_DECODE_POLICY = "foresight"
 """Default of the simulator, the gateway and the testbed."""
 
