@@ -4,7 +4,7 @@ engines expect."""
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -285,6 +285,11 @@ def test_kv_is_fetched_again_only_if_the_connector_reports_that_it_is_held(
         protocol.allows_refetch(given) for protocol in (mooncake, sglang) for given in (transfer_params, None)
     )
     assert not vllm.allows_refetch(None)
+
+
+def test_every_protocol_has_traits_and_a_class() -> None:
+    assert set(TRAITS) == set(PROTOCOLS) == set(get_args(KvProtocol))
+    assert all(each.concurrent_legs == TRAITS[name].concurrent_legs for name, each in PROTOCOLS.items())
 
 
 def test_one_instance_serves_what_a_protocol_cannot_split() -> None:
