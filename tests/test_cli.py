@@ -675,7 +675,7 @@ def test_results_in_another_format_are_not_truncated(kvroute: Kvroute) -> None:
 def test_experiment_without_arguments_lists_all_experiments(kvroute: Kvroute, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every experiment is listed, as a table and as JSON; a narrow terminal cuts no name."""
     listed = document(kvroute("experiment", "--json"))["experiments"]
-    names = [name for experiments in FAMILIES.values() for name in experiments]
+    names = [name for family in FAMILIES.values() for name in family.experiments]
     assert [one["name"] for one in listed] == names
     monkeypatch.setenv("COLUMNS", "80")
     table = kvroute("experiment").out

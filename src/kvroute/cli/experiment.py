@@ -5,35 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvroute.cli import experiment_copies, experiment_netkv, experiment_never_worse, experiment_prfaas
+from kvroute.cli.experiment_family import Family, run_family
 from kvroute.cli.output import console, print_json, remarks
 from kvroute.cli.sweeps import Asked
 from kvroute.comparison.parallel import check_where
-from kvroute.experiments import netkv, never_worse, prefix_copies, prfaas
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.readings import READINGS
 from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
 from kvroute.types import InputError
 
-FAMILIES = {
-    "netkv": netkv.EXPERIMENTS,
-    "prfaas": prfaas.EXPERIMENTS,
-    "never-worse": never_worse.EXPERIMENTS,
-    "prefix-copies": prefix_copies.EXPERIMENTS,
+FAMILIES: dict[str, Family[Any]] = {
+    "netkv": experiment_netkv.FAMILY,
+    "prfaas": experiment_prfaas.FAMILY,
+    "never-worse": experiment_never_worse.FAMILY,
+    "prefix-copies": experiment_copies.FAMILY,
 }
 """Experiments by publication; never-worse and prefix-copies are kvroute's own."""
-_ALL = [one for experiments in FAMILIES.values() for one in experiments.values()]
+_ALL = [one for family in FAMILIES.values() for one in family.experiments.values()]
 _SEEDS = 5
-_RUNS = {
-    "netkv": experiment_netkv.run,
-    "prfaas": experiment_prfaas.run,
-    "never-worse": experiment_never_worse.run,
-    "prefix-copies": experiment_copies.run,
-}
 
 
 def experiment(
@@ -94,8 +88,9 @@ def experiment(
         _list(as_json)
         return
     family, chosen = _chosen(names)
-    if trace_dir is not None and family != "never-worse":
-        hint = "omit it; only never-worse reads a folder of traces"
+    if trace_dir is not None and not FAMILIES[family].reads_trace_folder:
+        readers = " and ".join(name for name, one in FAMILIES.items() if one.reads_trace_folder)
+        hint = f"omit it; only {readers} reads a folder of traces"
         raise InputError(f"{family} does not support this option", where="--trace-dir", hint=hint)
     check_where(on)
     asked = Asked(
@@ -112,7 +107,7 @@ def experiment(
         trace_dir=trace_dir,
     )
     try:
-        _RUNS[family](chosen, asked)
+        run_family(FAMILIES[family], chosen, asked)
     except KeyboardInterrupt:
         remarks().print(f"Stopped. Finished cells are kept in {out}; run the same command again to continue.")
         raise typer.Exit(130) from None
@@ -143,17 +138,18 @@ def _list(as_json: bool) -> None:
 
 def _chosen(names: Sequence[str]) -> tuple[str, list[Experiment]]:
     """Return the publication of all names, and the experiments that they select."""
+    groups = {family: one.experiments for family, one in FAMILIES.items()}
     chosen: dict[str, Experiment] = {}
     families: dict[str, None] = {}
     for name in names:
-        family = next((family for family, known in FAMILIES.items() if name == family or name in known), None)
+        family = next((family for family, known in groups.items() if name == family or name in known), None)
         if family is None:
-            known = [*FAMILIES, *(one for experiments in FAMILIES.values() for one in experiments)]
+            known = [*groups, *(one for experiments in groups.values() for one in experiments)]
             near = get_close_matches(name, known, 1)
             hint = (f"did you mean {near[0]}? " if near else "") + f"choose among {', '.join(known)}"
             raise InputError(f"there is no experiment {name!r}", hint=hint)
         families[family] = None
-        chosen |= FAMILIES[family] if name == family else {name: FAMILIES[family][name]}
+        chosen |= groups[family] if name == family else {name: groups[family][name]}
     if len(families) > 1:
         what = f"{' and '.join(families)} are different publications"
         raise InputError(what, hint="run them one after the other; they have different profiles and settings")

@@ -1,39 +1,29 @@
-"""`prefix-copies` for the terminal: runs its cells and writes its table and page."""
+"""`prefix-copies` for the terminal: its own table and page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
-from kvroute.cli.sweeps import Asked
+from kvroute.cli.experiment_family import Results, plain_family
+from kvroute.cli.output import console
+from kvroute.comparison.cells import Record
 from kvroute.experiments.cells import Experiment
-from kvroute.experiments.prefix_copies import run_cell
-from kvroute.experiments.runner import run_cells
+from kvroute.experiments.prefix_copies import EXPERIMENTS, run_cell
 from kvroute.report.grid import rich_table
-from kvroute.types import InputError
 
 
-def run(chosen: Sequence[Experiment], asked: Asked) -> None:
-    """Run the missing cells of the experiment and print all results.
+def _write(one: Experiment, records: Sequence[Record], folder: Path) -> Path:
+    from kvroute.report.copies_page import write_copies  # its import of plots takes a second
 
-    Raises:
-        InputError: a reading, field or trace was given, and the experiment has none; a wrong profile, cell or folder.
-    """
-    from kvroute.report.copies_page import copies_grid, write_copies  # its import of plots takes a second
+    return write_copies(one, records, folder)
 
-    if asked.reading != "paper" or asked.changes or asked.trace:
-        what = "prefix-copies does not support --reading, --set and --trace"
-        raise InputError(what, where="prefix-copies", hint="omit these options")
-    folder = asked.folder(asked.reading)
-    for one in chosen:
-        sweep = asked.sweep(one, asked.reading)
-        make_folder(folder, "--out")
-        path = folder / f"{one.name}.jsonl"
-        with progress_bar(one.name) as progress:
-            records = run_cells(sweep, run_cell, path, on=asked.on, workers=asked.workers, progress=progress)
-        if asked.cell is None:
-            remarks().print(f"{one.name}: {write_copies(one, records, folder / one.name)}")
-        if asked.as_json:
-            print_json({"records": records})
-        else:
-            console().print(rich_table(copies_grid(records), console().width))
+
+def _print_tables(results: Results[None]) -> None:
+    from kvroute.report.copies_page import copies_grid
+
+    for records in results.records.values():
+        console().print(rich_table(copies_grid(records), console().width))
+
+
+FAMILY = plain_family("prefix-copies", EXPERIMENTS, run_cell, _write, _print_tables)

@@ -1,70 +1,70 @@
-"""NetKV's experiments for the terminal: tunes CLA*, runs the sweeps, writes tables and pages."""
+"""NetKV's experiments for the terminal: tunes CLA* before the sweeps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
+from typing import Any
 
-from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
+from kvroute.cli.experiment_family import Family, Results, Sweeps, write_each
+from kvroute.cli.output import progress_bar
 from kvroute.cli.sweeps import Asked
 from kvroute.comparison.cells import Record
 from kvroute.experiments.cells import Experiment
-from kvroute.experiments.netkv import PROFILES
+from kvroute.experiments.netkv import EXPERIMENTS, PROFILES
 from kvroute.experiments.readings import reading
-from kvroute.experiments.runner import run_cells
 from kvroute.experiments.setup import Study, check_trace, config_of, run_cell
 from kvroute.experiments.tuning import Tuned, tune
-from kvroute.report.tables import experiment_table
 
 
-def run(chosen: Sequence[Experiment], asked: Asked) -> None:
-    """Run the missing cells of these experiments and print all results.
+@dataclass(frozen=True, slots=True)
+class TunedStudy:
+    """A study with CLA*'s weights, and how they were found."""
 
-    Raises:
-        InputError: a wrong reading, trace, profile, cell or folder, before any run.
-    """
-    study = Study(reading=reading(asked.reading, asked.changes), trace=str(asked.trace) if asked.trace else "")
-    folder = asked.folder(study.reading.name)
-    sweeps = {one.name: asked.sweep(one, study.reading.name) for one in chosen}
+    study: Study
+    tuned: list[Tuned]
+
+
+def _untuned(asked: Asked) -> Study:
+    return Study(reading=reading(asked.reading, asked.changes), trace=str(asked.trace) if asked.trace else "")
+
+
+def _prepare(chosen: Sequence[Experiment], asked: Asked) -> Sweeps:
+    study = _untuned(asked)
+    sweeps = Sweeps.of(chosen, asked, study.reading.name)
     check_trace(study)
-    make_folder(folder, "--out")
+    return sweeps
+
+
+def _begin(sweeps: Sweeps) -> TunedStudy:
     # Only CLA* has weights to tune; a single cell of another policy needs no tuning.
-    tunable = {cell.profile for sweep in sweeps.values() for cell in sweep if cell.policy == "cla"}
+    asked, study = sweeps.asked, _untuned(sweeps.asked)
+    tunable = {cell.profile for cells in sweeps.cells.values() for cell in cells if cell.policy == "cla"}
     wanted = [name for name in PROFILES if name in tunable]
     with progress_bar("Tuning CLA*") as progress:
-        path = folder / "cla-tuning.jsonl"
+        path = sweeps.path("cla-tuning")
         tuned = tune(study, wanted, path, on=asked.on, workers=asked.workers, progress=progress)
-    study = Study(study.reading, study.trace, tuple((best.profile, best.weights) for best in tuned))
-    results: dict[str, list[Record]] = {}
-    for one in chosen:
-        path, each = folder / f"{one.name}.jsonl", partial(run_cell, study)
-        with progress_bar(one.name) as progress:
-            results[one.name] = run_cells(
-                sweeps[one.name], each, path, config_of(study), on=asked.on, workers=asked.workers, progress=progress
-            )
-    if asked.cell is None:
-        _write_pages(chosen, results, tuned, folder)
-    if asked.as_json:
-        print_json({"cla_weights": tuned, "records": [record for one in chosen for record in results[one.name]]})
-        return
-    for one in chosen:
-        console().print(experiment_table(one, results[one.name]))
+    weights = tuple((best.profile, best.weights) for best in tuned)
+    return TunedStudy(Study(study.reading, study.trace, weights), tuned)
 
 
-def _write_pages(
-    chosen: Sequence[Experiment], results: dict[str, list[Record]], tuned: list[Tuned], folder: Path
-) -> None:
-    from kvroute.report.experiment_page import write_experiment, write_index  # its import of plots takes a second
+def _write_pages(results: Results[TunedStudy]) -> None:
+    from kvroute.report.experiment_page import write_experiment  # its import of plots takes a second
 
-    pages = {}
-    for one in chosen:
-        notes = [*map(_tuning_note, tuned), *_latency_note(one, results[one.name])]
-        pages[one.title] = write_experiment(one, results[one.name], folder / one.name, notes)
-        remarks().print(f"{one.name}: {pages[one.title]}")
-    if len(pages) > 1:
-        remarks().print(f"All: {write_index(pages, folder / 'index.html', title=f'NetKV, {folder.parent.name}')}")
+    tuning = [_tuning_note(best) for best in results.study.tuned]
+    write_each(
+        results.sweeps,
+        "NetKV",
+        lambda one, folder: write_experiment(
+            one, results.records[one.name], folder, [*tuning, *_latency_note(one, results.records[one.name])]
+        ),
+    )
+
+
+def _document(results: Results[TunedStudy]) -> dict[str, Any]:
+    return {"cla_weights": results.study.tuned, "records": results.all_records}
 
 
 def _tuning_note(best: Tuned) -> str:
@@ -85,3 +85,14 @@ def _latency_note(one: Experiment, records: Sequence[Record]) -> list[str]:
             by_size.setdefault(record.cell.settings["gpus"], []).append(record.summary.decision_s)
     sizes = "; ".join(f"{gpus:g} GPUs {median(times) * 1e6:.0f} us" for gpus, times in sorted(by_size.items()))
     return [f"Median decision of {one.versus[0]}, on this machine: {sizes}"] if sizes else []
+
+
+FAMILY = Family(
+    EXPERIMENTS,
+    prepare=_prepare,
+    begin=_begin,
+    run_cell=lambda tuned: partial(run_cell, tuned.study),
+    config=lambda tuned: config_of(tuned.study),
+    write_pages=_write_pages,
+    document=_document,
+)

@@ -1,17 +1,20 @@
-"""foresight's matrix for the terminal: tunes CLA*, runs the sweeps, writes tables and one page."""
+"""foresight's matrix for the terminal: tunes CLA*, skips cells without their trace, has its own tables and page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
-from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
+from kvroute.cli.experiment_family import Family, Results, Sweeps
+from kvroute.cli.output import console, progress_bar, remarks
 from kvroute.cli.sweeps import Asked
 from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.never_worse import ABLATION, EXPERIMENTS, FORESEEN, MATRIX, SEEN_SEEDS
 from kvroute.experiments.never_worse_cases import CASES
 from kvroute.experiments.never_worse_run import Runner, Traces, results_of, tune
-from kvroute.experiments.runner import run_cells
 from kvroute.report.grid import Grid, rich_table
 from kvroute.report.never_worse_tables import headline_grid, losses_grid, seen_grid, terms_grid
 from kvroute.report.tables import comparison_table
@@ -19,42 +22,29 @@ from kvroute.sim.workload import PROFILES
 from kvroute.types import InputError
 
 
-def run(chosen: Sequence[Experiment], asked: Asked) -> None:
-    """Run the missing cells of these sweeps and print all results.
+@dataclass(frozen=True)
+class Matrix:
+    """How cells are run, and the folder with the results of this call and earlier ones."""
 
-    Raises:
-        InputError: a wrong cell, folder or trace, or an option of other experiments, before any run.
-    """
+    runner: Runner
+    folder: Path
+
+    @cached_property
+    def stored(self) -> dict[str, list[Record]]:
+        """All results in the folder, by experiment; read once, after the runs."""
+        return {name: results_of(self.folder / f"{name}.jsonl") for name in EXPERIMENTS}
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Cells without their trace, each with the remedy."""
+        return self.runner.traces.missing(MATRIX.profiles)
+
+
+def _prepare(chosen: Sequence[Experiment], asked: Asked) -> Sweeps:
     _refuse(asked)
-    traces = Traces.of(asked.trace_dir)
-    folder = asked.out / "never-worse"
-    missing = traces.missing(MATRIX.profiles)
-    sweeps = {one.name: _runnable(one, asked, missing) for one in chosen}
-    make_folder(folder, "--out")
-    for one in chosen:
-        results_of(folder / f"{one.name}.jsonl")
-    # Only CLA* has weights to tune; the descent also starts from it.
-    tunable = {cell.profile for sweep in sweeps.values() for cell in sweep if cell.policy in ("cla", "clairvoyant")}
-    wanted = [name for name in MATRIX.profiles if name in tunable]
-    with progress_bar("Tuning CLA*") as progress:
-        path = folder / "cla-tuning.jsonl"
-        weights = tune(wanted, traces, path, on=asked.on, workers=asked.workers, progress=progress)
-    runner = Runner(traces, weights)
-    for one in chosen:
-        path = folder / f"{one.name}.jsonl"
-        with progress_bar(one.name) as progress:
-            run_cells(sweeps[one.name], runner, path, on=asked.on, workers=asked.workers, progress=progress)
-    results = {name: results_of(folder / f"{name}.jsonl") for name in EXPERIMENTS}
-    if asked.cell is None and results[MATRIX.name]:
-        from kvroute.report.never_worse_page import write_never_worse  # its import of plots takes a second
-
-        page = write_never_worse(results[MATRIX.name], results[ABLATION.name], results[FORESEEN.name], folder, missing)
-        remarks().print(f"never-worse: {page}")
-    _show(chosen, asked, sweeps, results)
-    if asked.cell is None:
-        for why in dict.fromkeys(missing.values()):
-            names = [name for name in missing if missing[name] == why]
-            remarks().print(f"{why} ({', '.join(names)})")
+    missing = Traces.of(asked.trace_dir).missing(MATRIX.profiles)
+    cells = {one.name: _runnable(one, asked, missing) for one in chosen}
+    return Sweeps(asked, asked.out / "never-worse", chosen, cells)
 
 
 def _refuse(asked: Asked) -> None:
@@ -73,30 +63,72 @@ def _runnable(one: Experiment, asked: Asked, missing: dict[str, str]) -> list[Ce
     return [cell for cell in sweep if cell.profile not in missing and cell.seed in seeds]
 
 
-def _show(
-    chosen: Sequence[Experiment], asked: Asked, sweeps: dict[str, list[Cell]], results: dict[str, list[Record]]
-) -> None:
-    if asked.as_json:
-        by_key = {record.key: record for records in results.values() for record in records}
-        print_json({"records": [by_key[cell.key] for one in chosen for cell in sweeps[one.name]]})
-        return
-    matrix, grids = results[MATRIX.name], list[Grid]()
-    for one in chosen:
+def _begin(sweeps: Sweeps) -> Matrix:
+    asked, traces = sweeps.asked, Traces.of(sweeps.asked.trace_dir)
+    for one in sweeps.experiments:
+        results_of(sweeps.path(one.name))
+    # Only CLA* has weights to tune; the descent also starts from it.
+    policies = ("cla", "clairvoyant")
+    tunable = {cell.profile for cells in sweeps.cells.values() for cell in cells if cell.policy in policies}
+    wanted = [name for name in MATRIX.profiles if name in tunable]
+    with progress_bar("Tuning CLA*") as progress:
+        path = sweeps.path("cla-tuning")
+        weights = tune(wanted, traces, path, on=asked.on, workers=asked.workers, progress=progress)
+    return Matrix(Runner(traces, weights), sweeps.folder)
+
+
+def _write_pages(results: Results[Matrix]) -> None:
+    matrix, stored = results.study, results.study.stored
+    if stored[MATRIX.name]:
+        from kvroute.report.never_worse_page import write_never_worse  # its import of plots takes a second
+
+        parts = (stored[MATRIX.name], stored[ABLATION.name], stored[FORESEEN.name])
+        remarks().print(f"never-worse: {write_never_worse(*parts, matrix.folder, matrix.missing)}")
+
+
+def _print_tables(results: Results[Matrix]) -> None:
+    stored, grids = results.study.stored, list[Grid]()
+    for one in results.sweeps.experiments:
         if one.name == MATRIX.name:
-            grids += [losses_grid(matrix), headline_grid(matrix)]
+            grids += [losses_grid(stored[one.name]), headline_grid(stored[one.name])]
         elif one.name == ABLATION.name:
-            grids.append(terms_grid(results[one.name], matrix))
+            grids.append(terms_grid(stored[one.name], stored[MATRIX.name]))
         else:
-            grids.append(seen_grid(results[one.name]))
+            grids.append(seen_grid(stored[one.name]))
     shown = [grid for grid in grids if grid.rows]
     for grid in shown:
         console().print(rich_table(grid, console().width))
-    if shown:
-        return
-    for one in chosen:
-        keys = {cell.key for cell in sweeps[one.name]}
-        if runs := [record.summary for record in results[one.name] if record.key in keys]:
-            limits = {PROFILES[CASES[cell.profile].profile].ttft_slo_s for cell in sweeps[one.name]}
+    if not shown:
+        _print_runs(results)
+
+
+def _print_runs(results: Results[Matrix]) -> None:
+    """Print the runs themselves, because there is no pair of policies to compare."""
+    for one in results.sweeps.experiments:
+        if records := results.records[one.name]:
+            limits = {PROFILES[CASES[record.cell.profile].profile].ttft_slo_s for record in records}
             limit_s = limits.pop() if len(limits) == 1 else None
+            runs = [record.summary for record in records]
             console().print(comparison_table(runs, width=console().width, slo_ttft_s=limit_s))
     remarks().print("A comparison needs two policies; run the cell of another policy, or the whole sweep.")
+
+
+def _closing(results: Results[Matrix]) -> list[str]:
+    """Return each reason for missing cells, with the cells."""
+    missing = results.study.missing
+    return [
+        f"{why} ({', '.join(name for name in missing if missing[name] == why)})"
+        for why in dict.fromkeys(missing.values())
+    ]
+
+
+FAMILY = Family(
+    EXPERIMENTS,
+    prepare=_prepare,
+    begin=_begin,
+    run_cell=lambda matrix: matrix.runner,
+    write_pages=_write_pages,
+    print_tables=_print_tables,
+    closing=_closing,
+    reads_trace_folder=True,
+)
