@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.waiting import HANGS_S
 
 from kvroute.gateway.engines.health import Health, HealthChecks
+from kvroute.gateway.http.poller import PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
 
 
@@ -61,9 +62,7 @@ def test_a_server_becomes_unhealthy_stops_and_recovers() -> None:
             {"a": pool}.get,
             lambda name, up, at: heard.put_nowait((name, up, at)),
             lambda: 3.0,
-            path="/healthz",
-            interval_s=0.01,
-            timeout_s=30.0,
+            PollSettings(path="/healthz", interval_s=0.01, timeout_s=30.0),
         )
         assert checks.up("a")
         assert not checks.all_checked

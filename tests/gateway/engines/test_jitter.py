@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvroute.gateway.engines.breaker import Breaker
 from kvroute.gateway.engines.health import HealthChecks
+from kvroute.gateway.http.poller import PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
 
 
@@ -65,10 +66,7 @@ def test_the_health_check_interval_is_extended_by_the_drawn_jitter() -> None:
             {"a": pool}.get,
             lambda *_: None,
             time.monotonic,
-            interval_s=interval_s,
-            timeout_s=30.0,
-            jitter=1.0,
-            draw=lambda: 1.0,
+            PollSettings(path="/health", interval_s=interval_s, timeout_s=30.0, jitter=1.0, draw=lambda: 1.0),
         )
         begun = time.monotonic()
         checks.start()

@@ -14,6 +14,7 @@ from tests.gateway.http.upstream_rig import GET, RecordedResponse
 from kvroute.gateway.engines.health import HealthChecks
 from kvroute.gateway.http.deadlines import NEVER_S, Deadlines
 from kvroute.gateway.http.loop_lag import DISCARD_AFTER, LoopLag, judge
+from kvroute.gateway.http.poller import PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
 
 TIMEOUT_S = 0.2
@@ -152,11 +153,8 @@ def test_a_stalled_loop_fails_no_health_check_and_a_silent_engine_still_fails_it
             {"a": pool}.get,
             lambda name, up, at: changes.append(up),
             lambda: 0.0,
-            interval_s=0.01,
-            timeout_s=TIMEOUT_S,
+            PollSettings(path="/health", interval_s=0.01, timeout_s=TIMEOUT_S, lag=lag, on_discard=discarded.append),
             failures=1,
-            lag=lag,
-            on_discard=discarded.append,
         )
         checks.start()
         while asked < 5:

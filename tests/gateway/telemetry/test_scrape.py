@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.waiting import HANGS_S
 
+from kvroute.gateway.http.poller import PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.observe.prometheus_text import LINE_BYTES_MAX, SERIES_MAX, PageError
 from kvroute.gateway.telemetry.metrics_page import EngineMetrics, TransferTotals, metrics_in, read_metrics
@@ -318,6 +319,11 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     uvloop.run(bounded())
 
 
+def polls(timeout_s: float = 30.0, body_max_bytes: int = 4_000_000) -> PollSettings:
+    """Return settings that poll often."""
+    return PollSettings(path="/metrics", interval_s=0.01, timeout_s=timeout_s, body_max_bytes=body_max_bytes)
+
+
 def loaded(running: int, transferred: int, started: int = 1) -> bytes:
     return (
         f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc 0.5\n"
@@ -349,9 +355,8 @@ def test_a_scraper_emits_load_transfers_and_restarts() -> None:
             {"d0": pool, "p0": None}.get,
             recorder.emit,
             lambda: 4.0,
+            polls(),
             on_restart=restarted,
-            interval_s=0.01,
-            timeout_s=30.0,
         )
         assert scraper.age_s("d0") is None
         scraper.start()
@@ -401,9 +406,7 @@ def test_a_page_beyond_its_limits_is_a_failed_scrape(more: bytes, body_max_bytes
             {"a": pool}.get,
             recorder.emit,
             lambda: 0.0,
-            interval_s=0.01,
-            timeout_s=30.0,
-            body_max_bytes=body_max_bytes,
+            polls(body_max_bytes=body_max_bytes),
         )
         scraper.start()
         while not (scraper.failure("a") or recorder.events):
@@ -427,7 +430,7 @@ def test_a_slow_engine_gets_one_scrape_at_a_time_and_delays_no_other() -> None:
             "a": UpstreamPool(f"http://127.0.0.1:{slow.port}"),
             "b": UpstreamPool(f"http://127.0.0.1:{quick.port}"),
         }
-        scraper = Scraper(["a", "b"], pools.get, recorder.emit, lambda: 0.0, interval_s=0.01, timeout_s=30.0)
+        scraper = Scraper(["a", "b"], pools.get, recorder.emit, lambda: 0.0, polls())
         scraper.start()
         await recorder.until(lambda: len(recorder.events) >= 5)
         assert {event.instance for event in recorder.events if isinstance(event, InstanceMeasured)} == {"b"}
@@ -454,7 +457,7 @@ def test_an_engine_that_recovers_is_scraped_again(fault: str) -> None:
         engine, recorder = Engine(), EventRecorder()
         await engine.start()
         pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
-        scraper = Scraper(["a"], {"a": pool}.get, recorder.emit, lambda: 0.0, interval_s=0.01, timeout_s=0.05)
+        scraper = Scraper(["a"], {"a": pool}.get, recorder.emit, lambda: 0.0, polls(timeout_s=0.05))
         scraper.start()
         await recorder.until(lambda: bool(recorder.events))
         good = engine.page

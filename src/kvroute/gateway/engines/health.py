@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvroute.gateway.http.callbacks import weakly
-from kvroute.gateway.http.loop_lag import LoopLag
-from kvroute.gateway.http.poller import Poller, PollResult
+from kvroute.gateway.http.poller import Poller, PollResult, PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
 
 
@@ -46,47 +45,29 @@ class HealthChecks:
         pool_of: Callable[[str], UpstreamPool | None],
         on_change: Callable[[str, bool, float], None],
         now: Callable[[], float],
+        settings: PollSettings,
         *,
-        path: str = "/health",
-        interval_s: float = 2.0,
-        timeout_s: float = 2.0,
         failures: int = 2,
-        successes: int = 1,
         known: Mapping[str, bool] | None = None,
-        lag: LoopLag | None = None,
-        on_discard: Callable[[str], None] | None = None,
-        jitter: float = 0.0,
-        draw: Callable[[], float] | None = None,
     ) -> None:
         """
         Args:
-            names, pool_of, interval_s, timeout_s, lag, on_discard, jitter, draw: see `Poller`.
+            names, pool_of, settings: see `Poller`.
             on_change: called with (instance, whether it is up, time) if that changes or, while it is down, if `present`
                 changes.
             now: the clock of `on_change`.
-            failures, successes: see `Health`.
+            failures: see `Health`.
             known: whether an instance is up, from `known` of earlier checks.
         """
         known = known or {}
-        self._health = {name: Health(failures, successes, known.get(name)) for name in names}
+        self._health = {name: Health(failures, 1, known.get(name)) for name in names}
         self._on_change = on_change
         self._now = now
         self._why: dict[str, str] = {}
         self._passed = set(known)
         """Instances that have passed a check or were checked earlier."""
         self._absent = {name for name, up in known.items() if not up}
-        self._poller = Poller(
-            names,
-            pool_of,
-            path.encode(),
-            weakly(self._answered),
-            interval_s=interval_s,
-            timeout_s=timeout_s,
-            lag=lag,
-            on_discard=on_discard,
-            jitter=jitter,
-            draw=draw,
-        )
+        self._poller = Poller(names, pool_of, weakly(self._answered), settings)
 
     def start(self) -> None:
         """Start; the event loop must be running."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvroute.gateway.http.call import Call, Failure
 from kvroute.gateway.http.headers import Headers
@@ -13,6 +13,32 @@ from kvroute.gateway.http.loop_lag import LoopLag, judge
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 
 _TICK_MIN_S = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PollSettings:
+    """What is polled, how often, and with which limits."""
+
+    path: str
+    """Path with its query."""
+    interval_s: float
+    """Time between two polls of the same engine."""
+    timeout_s: float
+    """Time limit for a complete response."""
+    at_once: int = 64
+    """Maximum number of polls in progress."""
+    body_max_bytes: int = 8 << 20
+    """A longer response is a failure."""
+    headers: Headers = field(default_factory=list)
+    """Headers of the request."""
+    lag: LoopLag = field(default_factory=LoopLag)
+    """Lag of the event loop; time during which the loop was late does not count against the engine."""
+    on_discard: Callable[[str], None] | None = None
+    """Called for each poll without a verdict because the loop was late; must not raise."""
+    jitter: float = 0.0
+    """A round over all engines lasts up to this share longer than `interval_s`; 0 or more."""
+    draw: Callable[[], float] | None = None
+    """Returns random numbers in [0, 1) that scale `jitter`; None: always 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +61,12 @@ class _Poll:
         self.name = name
         self._poller, self._loop = poller, loop
         self._status = 0
-        self._sent_s, self._lag_s = time.monotonic(), poller.lag.total_s()
+        self._sent_s, self._lag_s = time.monotonic(), poller.settings.lag.total_s()
         self._parts: list[bytes] = []
         self._body_bytes = 0
-        timeout_s = poller.timeout_s
-        request = request_bytes(b"GET", poller.path, pool.host, poller.headers, b"")
+        settings = poller.settings
+        timeout_s = settings.timeout_s
+        request = request_bytes(b"GET", settings.path.encode(), pool.host, settings.headers, b"")
         self.call: Call | None = pool.send(request, self, first_byte_s=timeout_s, idle_s=timeout_s)
         self._timer = loop.call_later(timeout_s, self._too_late)
 
@@ -49,9 +76,11 @@ class _Poll:
     def on_body(self, data: bytes) -> None:
         self._parts.append(data)
         self._body_bytes += len(data)
-        if self._body_bytes > self._poller.body_max_bytes:
+        if self._body_bytes > self._poller.settings.body_max_bytes:
             self._abort()
-            self._done(PollResult(0, failure=f"the response is longer than {self._poller.body_max_bytes} bytes"))
+            self._done(
+                PollResult(0, failure=f"the response is longer than {self._poller.settings.body_max_bytes} bytes")
+            )
 
     def on_end(self) -> None:
         self._done(PollResult(self._status, b"".join(self._parts)))
@@ -70,8 +99,8 @@ class _Poll:
         self._abort()
 
     def _too_late(self) -> None:
-        timeout_s = self._poller.timeout_s
-        elapsed_s, lag_s = time.monotonic() - self._sent_s, self._poller.lag.total_s() - self._lag_s
+        timeout_s = self._poller.settings.timeout_s
+        elapsed_s, lag_s = time.monotonic() - self._sent_s, self._poller.settings.lag.total_s() - self._lag_s
         match judge(timeout_s, elapsed_s, lag_s):
             case "failed":
                 self._abort()
@@ -105,49 +134,23 @@ class Poller:
         self,
         names: Sequence[str],
         pool_of: Callable[[str], UpstreamPool | None],
-        path: bytes,
         on_answer: Callable[[str, PollResult], None],
-        *,
-        interval_s: float,
-        timeout_s: float,
-        at_once: int = 64,
-        body_max_bytes: int = 8 << 20,
-        headers: Headers | None = None,
-        lag: LoopLag | None = None,
-        on_discard: Callable[[str], None] | None = None,
-        jitter: float = 0.0,
-        draw: Callable[[], float] | None = None,
+        settings: PollSettings,
     ) -> None:
         """
         Args:
             names: instances to poll.
             pool_of: returns the connection pool of an instance; None: skip it now.
-            path: path with its query.
             on_answer: called once for each poll that is not discarded; must not raise.
-            interval_s: time between two polls of the same engine.
-            timeout_s: time limit for a complete response.
-            at_once: maximum number of polls in progress.
-            body_max_bytes: a longer response is a failure.
-            headers: headers of the request.
-            lag: lag of the loop; time during which the loop was late does not count against the engine.
-            on_discard: called for each poll without a verdict because the loop was late; must not raise.
-            jitter: a round over all engines lasts up to this share longer than `interval_s`; 0 or more.
-            draw: returns random numbers in [0, 1) that scale `jitter`; None: always 0.
+            settings: what is polled, how often, and with which limits.
         """
-        self._jitter, self._draw = jitter, draw
-        self.lag = lag if lag is not None else LoopLag()
-        self.path = path
-        self.timeout_s = timeout_s
-        self.body_max_bytes = body_max_bytes
-        self.headers = headers or []
+        self.settings = settings
         self._names = tuple(names)
         self._pool_of = pool_of
-        self._on_answer, self._on_discard = on_answer, on_discard
-        self._interval_s = interval_s
-        self._at_once = at_once
+        self._on_answer = on_answer
         self._under_way: dict[str, _Poll] = {}
         self._tick_handle: asyncio.TimerHandle | None = None
-        self._round, self._round_s, self._round_lasts_s = 0, 0.0, interval_s
+        self._round, self._round_s, self._round_lasts_s = 0, 0.0, settings.interval_s
         """Finished rounds, start of the current round, and its duration."""
         self._turn = 0
 
@@ -155,7 +158,7 @@ class Poller:
         """Start, from within the loop."""
         if self._names and self._tick_handle is None:
             self._loop = asyncio.get_running_loop()
-            self._round_s, self._round, self._round_lasts_s = self._loop.time(), 0, self._interval_s
+            self._round_s, self._round, self._round_lasts_s = self._loop.time(), 0, self.settings.interval_s
             self._turn = 0
             self._tick()
 
@@ -176,20 +179,20 @@ class Poller:
     def discard(self, question: _Poll) -> None:
         """End a poll without a verdict on its engine."""
         del self._under_way[question.name]
-        if self._on_discard is not None:
-            self._on_discard(question.name)
+        if self.settings.on_discard is not None:
+            self.settings.on_discard(question.name)
 
     def _tick(self) -> None:
-        count = len(self._names)
+        count, settings = len(self._names), self.settings
         now = self._loop.time()
         while now >= self._round_s + self._round_lasts_s:
             self._round += 1
             self._round_s += self._round_lasts_s
-            longer = self._jitter * self._draw() if self._draw is not None else 0.0
-            self._round_lasts_s = self._interval_s * (1.0 + longer)
+            longer = settings.jitter * settings.draw() if settings.draw is not None else 0.0
+            self._round_lasts_s = settings.interval_s * (1.0 + longer)
         due = max(int((self._round + (now - self._round_s) / self._round_lasts_s) * count) + 1, count)
         self._turn = max(self._turn, due - count)
-        while self._turn < due and len(self._under_way) < self._at_once:
+        while self._turn < due and len(self._under_way) < settings.at_once:
             self._ask(self._names[self._turn % count])
             self._turn += 1
         self._tick_handle = self._loop.call_later(max(self._round_lasts_s / count, _TICK_MIN_S), self._tick)

@@ -175,11 +175,10 @@ class DecodeLeg(Leg):
 
     def on_body(self, data: bytes) -> None:
         """See ResponseHandler."""
+        if not self.streams or self.status >= 400:
+            super().on_body(data)
+            return
         try:
-            if not self.streams or self.status >= 400:
-                if not self.keep(data):
-                    self.response_too_large()
-                return
             if self._held or not data.endswith(_EVENT_ENDS):
                 data = self._whole_events(data)
                 if not data:

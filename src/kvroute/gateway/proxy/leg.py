@@ -108,12 +108,6 @@ class Leg:
         """See `ResponseHandler`."""
         self.status, self.headers = status, headers
 
-    def keep(self, data: bytes) -> bool:
-        """Collect a part of the response; return False if the response exceeds ANSWER_BYTES_MAX."""
-        self._parts.append(data)
-        self.size += len(data)
-        return self.size <= ANSWER_BYTES_MAX
-
     def succeeded(self, now: float) -> None:
         """Report that the engine has responded; a client error is also a success."""
         if not self.outcome_reported:
@@ -193,8 +187,14 @@ class Leg:
         self.owner.on_client_error(self, now)
 
     def on_body(self, data: bytes) -> None:
-        """See `ResponseHandler`."""
-        raise NotImplementedError
+        """See `ResponseHandler`: collect the response, up to ANSWER_BYTES_MAX."""
+        try:
+            self._parts.append(data)
+            self.size += len(data)
+            if self.size > ANSWER_BYTES_MAX:
+                self.response_too_large()
+        except Exception as error:
+            self.owner.internal_error(error)
 
     def on_end(self) -> None:
         """See `ResponseHandler`."""

@@ -101,13 +101,8 @@ class PrefillLeg(Leg):
 
     def on_body(self, data: bytes) -> None:
         """See `ResponseHandler`. SGLang's stream, which duplicates that of the decode engine, is discarded."""
-        if self.engine.protocol.concurrent_legs and self.status < 400:
-            return
-        try:
-            if not self.keep(data):
-                self.response_too_large()
-        except Exception as error:
-            self.owner.internal_error(error)
+        if not self.engine.protocol.concurrent_legs or self.status >= 400:
+            super().on_body(data)
 
     def on_end(self) -> None:
         """See `ResponseHandler`: the KV cache is complete, unless the response has an error."""

@@ -79,14 +79,6 @@ class PrefixCopyLeg(Leg):
             return
         self.send(copy_body(self.state.completion, ids[: self.prefix_tokens]), runtime.copy_s, now, _PATH)
 
-    def on_body(self, data: bytes) -> None:
-        """See ResponseHandler."""
-        try:
-            if not self.keep(data):
-                self.response_too_large()
-        except Exception as error:
-            self.owner.internal_error(error)
-
     def on_end(self) -> None:
         """See ResponseHandler: the blocks are ready to be fetched, unless the response reports an error."""
         runtime, engine = self.state.runtime, self.engine

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kvroute.gateway.engines.health import HealthChecks
 from kvroute.gateway.http.callbacks import weakly
+from kvroute.gateway.http.poller import PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.proxy.runtime import ClusterRuntime, same_engine
@@ -44,15 +45,17 @@ class Collectors:
             pool_of,
             weakly(self._health_changed),
             runtime.now,
-            path=health.path,
-            interval_s=float(health.interval_s),
-            timeout_s=float(health.timeout_s),
+            PollSettings(
+                path=health.path,
+                interval_s=float(health.interval_s),
+                timeout_s=float(health.timeout_s),
+                lag=runtime.lag,
+                jitter=health.jitter,
+                draw=runtime.jitter.random,
+                on_discard=runtime.metrics.health_check_discarded,
+            ),
             failures=health.failures,
             known=before.known(runtime) if before is not None else None,
-            lag=runtime.lag,
-            jitter=health.jitter,
-            draw=runtime.jitter.random,
-            on_discard=runtime.metrics.health_check_discarded,
         )
         self._publishers = self._publishing()
         taken = before.hand_over(settings.prompt.block_tokens) if before is not None else None
@@ -66,12 +69,14 @@ class Collectors:
             pool_of,
             self._heard,
             runtime.now,
+            PollSettings(
+                path=scrape.path,
+                interval_s=float(scrape.interval_s),
+                timeout_s=float(scrape.interval_s),
+                body_max_bytes=int(scrape.body_bytes),
+            ),
             on_restart=self._kv_events.restarted,
             on_links=LinkEvents(runtime).seen,
-            path=scrape.path,
-            interval_s=float(scrape.interval_s),
-            timeout_s=float(scrape.interval_s),
-            body_max_bytes=int(scrape.body_bytes),
         )
         prometheus = settings.oracle.prometheus
         self._prometheus: PrometheusSource | None = None

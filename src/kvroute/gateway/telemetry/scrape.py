@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from kvroute.gateway.http.callbacks import weakly
-from kvroute.gateway.http.poller import Poller, PollResult
+from kvroute.gateway.http.poller import Poller, PollResult, PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.http.slices import Slices
 from kvroute.gateway.observe.logs import log_event
@@ -64,17 +64,14 @@ class Scraper:
         pool_of: Callable[[str], UpstreamPool | None],
         emit: Callable[[Event], None],
         now: Callable[[], float],
+        settings: PollSettings,
         *,
         on_restart: Callable[[str, float | None], bool] | None = None,
         on_links: Callable[[str, Sequence[TcpSample]], None] | None = None,
-        path: str = "/metrics",
-        interval_s: float = 1.0,
-        timeout_s: float = 1.0,
-        body_max_bytes: int = 4_000_000,
     ) -> None:
         """
         Args:
-            names, pool_of, path, interval_s, timeout_s, body_max_bytes: see `Poller`.
+            names, pool_of, settings: see `Poller`.
             emit: receives InstanceMeasured, TransferMeasured and KvCleared.
             now: clock of these events, in seconds.
             on_restart: called with (instance, start of its new process); returns whether it handles the loss of that
@@ -99,15 +96,7 @@ class Scraper:
         self._series_max = SERIES_MAX + SERIES_PER_INSTANCE * len(names)
         self._readings: dict[str, asyncio.Handle] = {}
         """Pages that are being parsed in slices."""
-        self._poller = Poller(
-            names,
-            pool_of,
-            path.encode(),
-            weakly(self._answered),
-            interval_s=interval_s,
-            timeout_s=timeout_s,
-            body_max_bytes=body_max_bytes,
-        )
+        self._poller = Poller(names, pool_of, weakly(self._answered), settings)
 
     def start(self) -> None:
         """Start, from within the loop."""
