@@ -124,15 +124,15 @@ def decisions(decode: int, calls: int) -> dict[str, object]:
     driver, prompts = Driver(decode), Prompts(decode)
     driver.fill(prompts)
     queries = [copied(chain) for chain in prompts.long]
-    taken_ns, under_way = [], deque[int]()
+    taken_ns, in_flight = [], deque[int]()
     for call in range(calls + OPEN_TRANSFERS):
         if call % MEASURED_EVERY == 0:
             driver.measure_congestion()
         request = driver.prefilled(queries[call % len(queries)])
         taken_ns.append(driver.decide(request))
-        under_way.append(request)
-        if len(under_way) > OPEN_TRANSFERS:
-            driver.leave(under_way.popleft())
+        in_flight.append(request)
+        if len(in_flight) > OPEN_TRANSFERS:
+            driver.leave(in_flight.popleft())
     index, match_ns = driver.control.prefix, []
     for call in range(calls):
         start = time.perf_counter_ns()

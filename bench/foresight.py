@@ -133,13 +133,13 @@ def arrivals(decode: int, in_flight: int, calls: int) -> dict[str, object]:
     for call in range(calls + WARM):
         pool = pools[call % len(pools)]
 
-        def way(position: int, pool: object = pool) -> JointPath:
+        def joint_path(position: int, pool: object = pool) -> JointPath:
             source = driver.sources[position]
             costs = driver.oracle.costs(source, driver.targets, driver.now)
             return JointPath(pool, costs, driver.table.sight(driver.now, source, driver.targets, 1.0))  # type: ignore[arg-type]
 
         start = time.perf_counter_ns()
-        pair = policy.choose(request, prefill, way, call)
+        pair = policy.choose(request, prefill, joint_path, call)
         taken_ns.append(time.perf_counter_ns() - start)
         assert isinstance(pair, Pair)
         looked_at += int(pair.prefill.terms.feasible.sum())
@@ -159,7 +159,7 @@ def _plain_us(driver: Driver) -> float:
     network = FlowNetwork(links.capacity_bytes_per_s)
 
     def path(source: int, target: int) -> list[int]:
-        hops = path_of(source, target, int(links.tier[source, target]), links.ways, links.wan, scratch)
+        hops = path_of(source, target, int(links.tier[source, target]), links.attached, links.wan, scratch)
         return [int(link) for link in scratch[:hops]]
 
     for each in range(driver.in_flight):

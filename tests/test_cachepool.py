@@ -222,7 +222,7 @@ def test_a_copy_transfers_only_missing_blocks() -> None:
     entry = pools.start(copy)
     assert entry is not None
     assert pools.plan(ALICE, 4, EAST, WEST) is None
-    assert pools.under_way == (copy,)
+    assert pools.in_flight == (copy,)
     assert pools.match(ALICE, 4)[1].tokens == 0
     pools.finish(entry, landed=True)
     assert pools.match(ALICE, 4)[1] == ("west", 16, "w0")
@@ -252,7 +252,7 @@ def test_an_outdated_copy_or_one_without_room_does_not_start() -> None:
     pools.pool(WEST).end(taken)
     pools.pool(EAST).clear()
     assert pools.start(copy) is None
-    assert pools.under_way == ()
+    assert pools.in_flight == ()
 
 
 def test_a_copy_whose_source_has_evicted_the_end_does_not_start() -> None:
@@ -276,7 +276,7 @@ def test_the_end_of_one_copy_does_not_end_a_second_one() -> None:
     assert pools.start(copy) is not None
     with pytest.raises(InputError, match=r"^copy: the copy has finished already"):
         pools.finish(first, landed=True)
-    assert pools.under_way == (copy,)
+    assert pools.in_flight == (copy,)
 
 
 def test_pools_of_one_view_must_have_equal_layouts() -> None:

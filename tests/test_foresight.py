@@ -197,9 +197,9 @@ def test_nominal_bandwidth_can_be_discounted() -> None:
     cluster = build(fat_tree(pods=1, racks_per_pod=2, nodes_per_rack=2, instances=InstanceCounts(prefill=2, decode=2)))
     model = LinkModel.of(cluster)
     unknown, half = model.taken_for(1.0, 1.0, 0.0), model.taken_for(1.0, 1.0, 0.5)
-    uplinks = np.unique(model.ways[:, 2:6][model.ways[:, 2:6] >= 0])
-    assert (unknown.ways[:, 2:6] == UNKNOWN).all()
-    assert (unknown.ways[:, :2] == model.ways[:, :2]).all()
+    uplinks = np.unique(model.attached[:, 2:6][model.attached[:, 2:6] >= 0])
+    assert (unknown.attached[:, 2:6] == UNKNOWN).all()
+    assert (unknown.attached[:, :2] == model.attached[:, :2]).all()
     share = half.capacity_bytes_per_s / model.capacity_bytes_per_s
     assert [float(share[link]) for link in range(len(share))] == [
         0.5 if link in uplinks else 1.0 for link in range(len(share))
@@ -211,13 +211,13 @@ def test_the_weight_of_rival_transfers_is_configurable() -> None:
     is 0."""
     rows = [(8e9, 8e9, 1, 1)] * 8 + [(2 * NIC, NIC, 2, 3)] * 2
     table = np.array(rows)
-    ways = np.full((4, 7), UNKNOWN, dtype=np.int64)
+    attached = np.full((4, 7), UNKNOWN, dtype=np.int64)
     for instance in range(4):
-        ways[instance, [0, 1, 2, 3, 6]] = (2 * instance, 2 * instance + 1, 8, 9, 0)
+        attached[instance, [0, 1, 2, 3, 6]] = (2 * instance, 2 * instance + 1, 8, 9, 0)
     model = LinkModel(
         tier=FLAT,
         tier_bytes_per_s=np.full(5, NIC),
-        ways=ways,
+        attached=attached,
         wan=np.full((1, 1), UNKNOWN, dtype=np.int64),
         capacity_bytes_per_s=table[:, 0],
         cable_bytes_per_s=table[:, 1],
@@ -363,11 +363,11 @@ def test_the_links_of_a_cluster() -> None:
     )
     model = LinkModel.of(cluster)
     count = len(cluster.instances)
-    assert len(set(model.ways[:, :2].ravel().tolist())) == 2 * count
-    racks, pods = set(model.ways[:, 2:4].ravel().tolist()), set(model.ways[:, 4:6].ravel().tolist())
+    assert len(set(model.attached[:, :2].ravel().tolist())) == 2 * count
+    racks, pods = set(model.attached[:, 2:4].ravel().tolist()), set(model.attached[:, 4:6].ravel().tolist())
     assert (len(racks), len(pods)) == (8, 4)
     assert UNKNOWN not in racks | pods
-    groups = [(model.ways[0, 2], "rack"), (model.ways[0, 4], "pod")]
+    groups = [(model.attached[0, 2], "rack"), (model.attached[0, 4], "pod")]
     for (link, kind), tier in zip(groups, (2, 3), strict=True):
         ids = cluster.links_of_tier(tier)
         total = float(cluster.capacity_bytes_per_s[list(ids)].sum())
@@ -377,11 +377,11 @@ def test_the_links_of_a_cluster() -> None:
     cards = cluster.hops(0, 1, 0)[0], cluster.hops(1, 0, 0)[-1]
     for column, card in zip((0, 1), cards, strict=True):
         each = float(cluster.capacity_bytes_per_s[list(card)].sum())
-        assert model.capacity_bytes_per_s[model.ways[0, column]] == pytest.approx(len(cluster.shards[0]) * each)
+        assert model.capacity_bytes_per_s[model.attached[0, column]] == pytest.approx(len(cluster.shards[0]) * each)
     assert model.hashed_paths == cluster.flows_per_transfer(0, 1)
     congestion = np.array([0.0, 0.9, 0.5, 0.25, 0.0])
     left = model.capacities(congestion) / model.capacity_bytes_per_s
-    assert [float(left[model.ways[0, column]]) for column in (0, 2, 4)] == pytest.approx([1.0, 0.5, 0.75])
+    assert [float(left[model.attached[0, column]]) for column in (0, 2, 4)] == pytest.approx([1.0, 0.5, 0.75])
 
 
 def test_unknown_nics_have_the_speed_of_the_rack() -> None:
@@ -412,8 +412,8 @@ def test_the_pair_avoids_a_prefill_instance_with_congested_paths() -> None:
         for each in range(2):
             table.started(0.0, each, 0, 2 + each, nbytes)
         prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 1.0]), None)
-        ways = [JointPath(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0)) for source in (0, 1)]
-        pair = ForesightJoint().choose(REQUEST, prefill, ways.__getitem__, 0)
+        paths = [JointPath(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0)) for source in (0, 1)]
+        pair = ForesightJoint().choose(REQUEST, prefill, paths.__getitem__, 0)
         assert isinstance(pair, Pair)
         assert pair.prefill.index == expected
         assert pair.prefill.terms.cost[1] == pytest.approx(3.0 if nbytes > 3e9 else 2.0, rel=0.4)
@@ -443,10 +443,10 @@ def test_pairs_that_are_not_simulated_are_ranked_behind() -> None:
     for each in range(2):
         table.started(0.0, each, 1, 2 + each, 2e9)
     prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 0.0]), None)
-    ways = [JointPath(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0 - source)) for source in (0, 1)]
-    pair = ForesightJoint(ForesightSpec(joint_width=1)).choose(REQUEST, prefill, ways.__getitem__, 0)
+    paths = [JointPath(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0 - source)) for source in (0, 1)]
+    pair = ForesightJoint(ForesightSpec(joint_width=1)).choose(REQUEST, prefill, paths.__getitem__, 0)
     assert isinstance(pair, Pair)
-    played = ForesightJoint(ForesightSpec(joint_width=2)).choose(REQUEST, prefill, ways.__getitem__, 0)
+    played = ForesightJoint(ForesightSpec(joint_width=2)).choose(REQUEST, prefill, paths.__getitem__, 0)
     closed = pair.prefill.terms
     assert isinstance(played, Pair)
     assert closed.cost[0] == pytest.approx(played.prefill.terms.cost[0])

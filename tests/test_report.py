@@ -21,7 +21,7 @@ from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.netkv import EXPERIMENTS
 from kvroute.report.comparison_page import differences_grid, write_report
-from kvroute.report.drawing import look, svg
+from kvroute.report.drawing import line_style, svg
 from kvroute.report.estimate import estimate
 from kvroute.report.experiment_page import headline, write_experiment, write_index
 from kvroute.report.figures import (
@@ -215,9 +215,9 @@ def test_a_short_cut_is_enlarged(to_s: float, columns: int) -> None:
 
 
 def test_every_policy_has_a_distinct_line_style() -> None:
-    looks = [look(policy) for policy in BASE_S]
-    assert len(set(looks)) == len({each.colour for each in looks}) == len(looks)
-    assert look("somebody-elses") == look("somebody-elses")
+    styles = [line_style(policy) for policy in BASE_S]
+    assert len(set(styles)) == len({each.colour for each in styles}) == len(styles)
+    assert line_style("somebody-elses") == line_style("somebody-elses")
 
 
 def test_the_text_of_a_comparison() -> None:

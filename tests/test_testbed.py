@@ -60,14 +60,14 @@ def trees(draw: st.DrawFn) -> Cluster:
     return build(file)
 
 
-def ways(wiring: Wiring, source: str, target: str) -> Iterator[tuple[int, ...]]:
+def routes(wiring: Wiring, source: str, target: str) -> Iterator[tuple[int, ...]]:
     """Yield the groups of equal links that packets to `target` use, hop by hop, following the last link of each
     group."""
     beyond = {cable.up.link: cable.down.place for cable in wiring.cables}
     beyond |= {cable.down.link: cable.up.place for cable in wiring.cables}
     place = source
     while place != target:
-        links = wiring.ways[place, target]
+        links = wiring.routes[place, target]
         yield links
         assert {beyond[link] for link in links} == {beyond[links[-1]]}
         place = beyond[links[-1]]
@@ -102,7 +102,7 @@ def test_packets_use_the_links_of_the_cluster(cluster: Cluster) -> None:
         if cluster.tier[source, target] == SAME_NODE:
             assert (near.name, far.name) in wiring.neighbours
             continue
-        assert tuple(ways(wiring, near.name, far.name)) == cluster.hops(source, target, 0)
+        assert tuple(routes(wiring, near.name, far.name)) == cluster.hops(source, target, 0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -137,7 +137,7 @@ def test_two_sites_are_connected_by_the_wan_link() -> None:
     wide = {link for links, backs in cluster.cables.wan for link in (*links, *backs)}
     assert far
     for source, target in far:
-        assert sum(not wide.isdisjoint(links) for links in ways(wiring, source, target)) == 1
+        assert sum(not wide.isdisjoint(links) for links in routes(wiring, source, target)) == 1
         assert wiring.latency_s[source, target] >= float(cluster.file.wan[0].latency_s)
 
 

@@ -27,7 +27,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 from bench.measurement import ROOT, Failed, Row, fresh, show
-from bench.testbed.ways import Ways
+from bench.testbed.kernel_paths import KernelPaths
 
 from kvroute import topology
 from kvroute.flows import FlowNetwork, slow_start_s
@@ -83,7 +83,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 def transfers(testbed: Testbed, count: int, rate_per_s: float, median_bytes: float, sigma: float) -> list[Transfer]:
     """Draw transfers from the testbed's seed, between hosts of different nodes; receivers are bound, not connected."""
-    draw, ways, made = random.Random(testbed.build.seed), Ways(testbed), list[Transfer]()
+    draw, paths, made = random.Random(testbed.build.seed), KernelPaths(testbed), list[Transfer]()
     hosts, at_s = testbed.wiring.hosts, 0.0
     for number in range(count):
         at_s += draw.expovariate(rate_per_s)
@@ -94,7 +94,7 @@ def transfers(testbed: Testbed, count: int, rate_per_s: float, median_bytes: flo
             receiver = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         port = FIRST_PORT + 1 + number
         receiver.bind((str(target.address), port))
-        path = ways.of(source, target, FIRST_PORT, port)
+        path = paths.of(source, target, FIRST_PORT, port)
         made.append(Transfer(at_s, nbytes, source, target, receiver, path, left_bytes=nbytes))
     return made
 
@@ -111,12 +111,12 @@ def send(testbed: Testbed, wanted: Sequence[Transfer]) -> None:
         selector.register(listener, selectors.EVENT_READ, None)
         listeners.append(listener)
     by_port = {FIRST_PORT + 1 + number: transfer for number, transfer in enumerate(wanted)}
-    waiting, under_way, started = list(reversed(wanted)), 0, time.monotonic()
+    waiting, in_flight, started = list(reversed(wanted)), 0, time.monotonic()
     buffer, last_s = bytearray(1 << 18), wanted[-1].start_s + PATIENCE_S
-    while (waiting or under_way) and (now := time.monotonic() - started) < last_s:
+    while (waiting or in_flight) and (now := time.monotonic() - started) < last_s:
         while waiting and waiting[-1].start_s <= now:
             transfer = waiting.pop()
-            transfer.began_s, under_way = time.monotonic() - started, under_way + 1
+            transfer.began_s, in_flight = time.monotonic() - started, in_flight + 1
             transfer.receiver.connect_ex((str(transfer.source.address), FIRST_PORT))
             selector.register(transfer.receiver, selectors.EVENT_READ, transfer)
         timeout_s = waiting[-1].start_s - now if waiting else last_s - now
@@ -135,7 +135,7 @@ def send(testbed: Testbed, wanted: Sequence[Transfer]) -> None:
                     count = transfer.receiver.recv_into(buffer, len(buffer), socket.MSG_TRUNC)
                     transfer.got_bytes += count
                     if transfer.got_bytes == transfer.nbytes:
-                        transfer.ended_s, under_way = time.monotonic() - started, under_way - 1
+                        transfer.ended_s, in_flight = time.monotonic() - started, in_flight - 1
                     if not count or transfer.ended_s is not None:
                         selector.unregister(transfer.receiver)
                         transfer.receiver.close()

@@ -29,25 +29,25 @@ def test_every_block_arrives_once_whenever_lanes_break(
     """A broken lane has delivered a prefix of its chunks; the others are assigned again to any lane."""
     stripe = ChunkScheduler(region_bytes, first, count, least=1, most=piece_bytes)
     ready = [0] * len(region_bytes)
-    under_way: dict[int, list[Chunk]] = {lane: [] for lane in range(LANES)}
-    after = dict.fromkeys(under_way, -1)
+    in_flight: dict[int, list[Chunk]] = {lane: [] for lane in range(LANES)}
+    after = dict.fromkeys(in_flight, -1)
     arrived: list[Chunk] = []
-    for lane in under_way:
+    for lane in in_flight:
         assert stripe.begin(lane) == 1
 
     def settle(lane: int, delivered: int) -> None:
-        arrived.extend(under_way[lane][:delivered])
+        arrived.extend(in_flight[lane][:delivered])
         if delivered:
-            after[lane] = under_way[lane][delivered - 1].number
-        under_way[lane] = []
+            after[lane] = in_flight[lane][delivered - 1].number
+        in_flight[lane] = []
 
     def take(lane: int, ready: list[int] | None) -> bool:
         piece = stripe.take(lane, ready)
         if piece:
-            assert piece.number > max([after[lane], *(one.number for one in under_way[lane])])
+            assert piece.number > max([after[lane], *(one.number for one in in_flight[lane])])
             assert piece.count == 1 or piece.count * region_bytes[piece.region] <= piece_bytes
             assert ready is None or piece.end <= ready[piece.region]
-            under_way[lane].append(piece)
+            in_flight[lane].append(piece)
         return piece is not None
 
     for action, lane in data.draw(
@@ -58,7 +58,7 @@ def test_every_block_arrives_once_whenever_lanes_break(
                 take(lane, ready)
             case "break":
                 turn = stripe.turn(lane)
-                settle(lane, data.draw(st.integers(0, len(under_way[lane]))))
+                settle(lane, data.draw(st.integers(0, len(in_flight[lane]))))
                 assert stripe.begin(lane, after[lane]) == stripe.turn(lane) > turn
             case "compute":
                 region = data.draw(st.integers(0, len(ready) - 1))
@@ -66,8 +66,8 @@ def test_every_block_arrives_once_whenever_lanes_break(
     while not stripe.dealt:
         assert take(data.draw(st.integers(0, LANES - 1)), None)
     assert stripe.dealt
-    for lane in under_way:
-        settle(lane, len(under_way[lane]))
+    for lane in in_flight:
+        settle(lane, len(in_flight[lane]))
     assert covered(arrived) == [(region, first + place) for region in range(len(ready)) for place in range(count)]
 
 

@@ -157,9 +157,9 @@ def test_bytes_are_sent_before_the_prompt_is_computed() -> None:
         long = PROMPT * 20
         legs = [asyncio.create_task(leg("k", long)) for leg in (sites.decode, sites.prefill)]
         engine = sites.fleet.servers[AWAY].engine
-        await until(lambda: engine.under_way("k") is not None)
+        await until(lambda: engine.computing_sequence("k") is not None)
         seen = [0.0]
-        while engine.under_way("k") is not None and len(seen) < 4:
+        while engine.computing_sequence("k") is not None and len(seen) < 4:
             sent = await sites.metric(AWAY, f'kvroute:kv_sent_bytes_total{{target="{DECODE}"}}')
             if sent > seen[-1]:
                 seen.append(sent)
@@ -179,11 +179,11 @@ def test_a_cancelled_prompt_ends_the_pull(stage: str) -> None:
         await sites.post(AWAY, "/emulator/slow", {"factor": 20})
         if stage == "queued":
             ahead.append(asyncio.create_task(sites.prefill("ahead", PROMPT + "ahead")))
-            await until(lambda: engine.under_way("ahead") is not None)
+            await until(lambda: engine.computing_sequence("ahead") is not None)
         pulling = asyncio.create_task(sites.decode("k"))
         await until(lambda: sites.waits("k"))
         asked = asyncio.create_task(sites.prefill("k"))
-        await until(lambda: engine.waiting > 0 if ahead else engine.under_way("k") is not None)
+        await until(lambda: engine.waiting > 0 if ahead else engine.computing_sequence("k") is not None)
         asked.cancel()
         status, told = await pulling
         assert (status, told["error"]["type"]) == (500, "InternalServerError")
@@ -205,7 +205,7 @@ def test_a_second_target_may_pull_the_same_name() -> None:
         first = asyncio.create_task(sites.decode("k"))
         await until(lambda: sites.waits("k"))
         computing = asyncio.create_task(sites.prefill("k"))
-        await until(lambda: sites.fleet.servers[AWAY].engine.under_way("k") is not None)
+        await until(lambda: sites.fleet.servers[AWAY].engine.computing_sequence("k") is not None)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         status, _ = await sites.decode("k")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvroute
 from kvroute.experiments.never_worse import BASELINES, CLAIRVOYANT, VARIANTS
-from kvroute.experiments.provenance import FORESIGHT, ROOMS, code_of, digest, meaning, meanings
+from kvroute.experiments.provenance import FORESIGHT, MODULES, code_of, digest, meaning, meanings
 
 PACKAGE = Path(kvroute.__file__).parent
 MODULE = '''"""What it is."""
@@ -96,7 +96,7 @@ def test_a_renamed_module_changes_the_digest(package: Path) -> None:
 
 def test_baselines_share_one_digest_and_all_others_another() -> None:
     """All counted folders of this package exist."""
-    assert all((PACKAGE / room).exists() for room in ROOMS)
+    assert all((PACKAGE / room).exists() for room in MODULES)
     ours = {code_of(name) for name in (*VARIANTS, CLAIRVOYANT, "foresight-joint", "whatever an experiment calls it")}
     others = {code_of(name) for name in BASELINES}
     assert (len(ours), len(others), ours & others) == (1, 1, set())

@@ -367,7 +367,7 @@ def test_a_copy_is_complete_or_has_no_effect(
             after = pools.match_each(chain, SIZE)
             assert after[target] == before[source] if landed else after[target] <= before[target]
             assert after[source] == before[source]
-            assert pools.under_way == ()
+            assert pools.in_flight == ()
             for place in (source, target):
                 pool = pools.pool(place)
                 assert pool.free_blocks + pool.idle_blocks == pool.capacity_blocks

@@ -44,15 +44,23 @@ def fabric(hashed_paths: int = 1, scale: float = 1.0, uplinks: bool = True) -> L
     if not uplinks:
         return LinkModel.of_tiers(tier, bytes_per_s, hashed_paths=hashed_paths)
     rows: list[tuple[float, float, int, int]] = [(NIC, NIC, 1, 1)] * (2 * N)
-    ways: IntArray = np.full((N, 7), -1, dtype=np.int64)
+    attached: IntArray = np.full((N, 7), -1, dtype=np.int64)
     for a in range(N):
-        ways[a] = (2 * a, 2 * a + 1, 24 + 2 * (a // 2), 25 + 2 * (a // 2), 36 + 2 * (a // 4), 37 + 2 * (a // 4), a // 8)
+        attached[a] = (
+            2 * a,
+            2 * a + 1,
+            24 + 2 * (a // 2),
+            25 + 2 * (a // 2),
+            36 + 2 * (a // 4),
+            37 + 2 * (a // 4),
+            a // 8,
+        )
     rows += [(CABLES * CABLE, CABLE, CABLES, 2)] * 12 + [(2 * CABLE, CABLE, 2, 3)] * 6 + [(2e9, 2e9, 1, 4)] * 2
     table = np.array(rows)
     return LinkModel(
         tier=tier,
         tier_bytes_per_s=bytes_per_s,
-        ways=ways,
+        attached=attached,
         wan=np.array([[-1, 42], [43, -1]], dtype=np.int64),
         capacity_bytes_per_s=table[:, 0] * scale,
         cable_bytes_per_s=table[:, 1] * scale,
@@ -62,9 +70,13 @@ def fabric(hashed_paths: int = 1, scale: float = 1.0, uplinks: bool = True) -> L
     )
 
 
-def way_of(links: LinkModel, source: int, target: int) -> list[int]:
+def path_of(links: LinkModel, source: int, target: int) -> list[int]:
     """Return the path by its definition: up to the switch that joins the two instances, and down."""
-    tier, here, there = int(links.tier[source, target]), links.ways[source].tolist(), links.ways[target].tolist()
+    tier, here, there = (
+        int(links.tier[source, target]),
+        links.attached[source].tolist(),
+        links.attached[target].tolist(),
+    )
     path = [here[0], there[1]] if tier >= 1 else []
     path += [here[2], there[3]] if tier >= 2 else []
     path += [here[4], there[5]] if tier >= 3 else []
@@ -125,7 +137,7 @@ class Obvious:
             return math.inf
         h = links.hashed_paths
         mean = sum(self.rates.values()) / (len(self.rates) * h) if self.rates else 0.0
-        here, there = links.ways[source].tolist(), links.ways[target].tolist()
+        here, there = links.attached[source].tolist(), links.attached[target].tolist()
         groups = [(here[2], there[3]), (here[4], there[5]), (int(links.wan[here[6], there[6]]),)][: tier - 1]
         found = []
         for group in groups:
@@ -149,7 +161,7 @@ class Obvious:
         self.ceilings[each] = self.ceiling(source, target)
         self.tiers[each] = int(self.links.tier[source, target])
         self.believed[each] = float(self.learned.factor[self.tiers[each]])
-        self.paths[each] = way_of(self.links, source, target)
+        self.paths[each] = path_of(self.links, source, target)
         self.left[each] = self.size[each] = size
         self.sent[each] = self.limited[each] = 0.0
         self.solve()
@@ -270,7 +282,7 @@ def test_the_what_if_is_the_fluid_model(
     left, starts = [slow.left[k] for k in order], [0.0] * len(order)
     base = fill_to_the_end(paths, [1.0] * len(order), capacity, left, starts, held)
     for index in np.flatnonzero(choice.terms.parts["played"]).tolist():
-        kv_bytes, path = float(pool.kv_bytes[index]), way_of(table.links, source, index)
+        kv_bytes, path = float(pool.kv_bytes[index]), path_of(table.links, source, index)
         if not path or not kv_bytes:
             continue
         after = fill_to_the_end(
@@ -330,8 +342,8 @@ def test_the_choice_is_invariant_under_scaling_of_bytes(
     small = InFlight(table.links)
     for each, (kv_bytes, path) in enumerate(zip(slow.size.values(), slow.paths.values(), strict=True)):
         ends = (
-            int(np.flatnonzero(scaled.ways[:, 0] == path[0])[0]),
-            int(np.flatnonzero(scaled.ways[:, 1] == path[1])[0]),
+            int(np.flatnonzero(scaled.attached[:, 0] == path[0])[0]),
+            int(np.flatnonzero(scaled.attached[:, 1] == path[1])[0]),
         )
         small.started(0.0, each, *ends, kv_bytes)
         large.started(0.0, each, *ends, kv_bytes * scale)
@@ -524,12 +536,14 @@ def test_the_pair_is_the_cheapest_of_those_simulated(
     table, spec = flying[0], ForesightSpec(joint_width=3)
     nothing = np.zeros(3, dtype=np.int64)
     prefill = PrefillCandidates(("p0", "p1", "p2"), np.array(start_s), nothing, np.zeros(3), None)
-    ways = [
+    paths = [
         JointPath(pool, costs_of(table.links, each), table.sight(table.now, each, ALL, start_s[each]))
         for each, pool in enumerate(pools)
     ]
-    pair = ForesightJoint(spec).choose(REQUEST, prefill, ways.__getitem__, 0)
-    found = [Foresight(spec, way.sight, at_arrival=True).choose(REQUEST, way.candidates, way.costs, 0) for way in ways]
+    pair = ForesightJoint(spec).choose(REQUEST, prefill, paths.__getitem__, 0)
+    found = [
+        Foresight(spec, path.sight, at_arrival=True).choose(REQUEST, path.candidates, path.costs, 0) for path in paths
+    ]
     paid = [
         (start_s[each] + float(choice.terms.cost[choice.index]), each)
         for each, choice in enumerate(found)

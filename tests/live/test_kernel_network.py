@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from bench.testbed.ways import Ways
+from bench.testbed.kernel_paths import KernelPaths
 from tests.examples import EXAMPLES
 
 from kvroute import topology
@@ -138,11 +138,11 @@ def test_connections_use_the_links_that_the_kernel_reports(run: Run, queues: Dis
     if queues are fair, in the leaf that `leaf_of` computes."""
     taken: set[int] = set()
     with laid(run, SMALL, queues) as testbed:
-        ways = Ways(testbed)
+        paths = KernelPaths(testbed)
         for sender, receiver in connected(testbed, "prefill0", "decode1", 8):
             (source, near), (target, far) = sender.getsockname(), receiver.getsockname()
             hosts = testbed.wiring.host_of("prefill0"), testbed.wiring.host_of("decode1")
-            path = ways.of(*hosts, near, far)
+            path = paths.of(*hosts, near, far)
             taken.update(path)
             connection = (int(IPv4Address(source)), int(IPv4Address(target)), near << 16 | far)
             equal = {end.link: end.equal for end in testbed.wiring.ends}

@@ -5,7 +5,7 @@ routing.
 """
 
 from kvroute.cachepool.catalogue import Evicted
-from kvroute.cachepool.clusters import CachePools, ClusterMatch, Copy, CopyUnderWay, Place
+from kvroute.cachepool.clusters import CachePools, ClusterMatch, Copy, CopyInFlight, Place
 from kvroute.cachepool.hotspots import CachedPrefixes, CopySpec, Hotspots, HotspotSpec
 from kvroute.cachepool.layout import Layout, StateGroup
 from kvroute.cachepool.lease import BlockNumbers, Lease
@@ -18,8 +18,8 @@ __all__ = [
     "CachedPrefixes",
     "ClusterMatch",
     "Copy",
+    "CopyInFlight",
     "CopySpec",
-    "CopyUnderWay",
     "Evicted",
     "HotspotSpec",
     "Hotspots",

@@ -46,7 +46,7 @@ class Copy:
 
 
 @dataclass(slots=True, eq=False)
-class CopyUnderWay:
+class CopyInFlight:
     """A copy whose blocks are held at both ends until `CachePools.finish`."""
 
     copy: Copy
@@ -60,7 +60,7 @@ class CachePools:
     def __init__(self, pools: Mapping[Place, CachePool]) -> None:
         """Raises InputError if the pools have different layouts: copies between those are not possible."""
         self._pools = dict(sorted(pools.items()))
-        self._under_way: dict[tuple[Place, int], CopyUnderWay] = {}
+        self._in_flight: dict[tuple[Place, int], CopyInFlight] = {}
         """By target and last block."""
         layouts = {place: pool.layout for place, pool in self._pools.items()}
         for place, layout in layouts.items():
@@ -79,9 +79,9 @@ class CachePools:
         return next((pool.layout.block_tokens for pool in self._pools.values()), 0)
 
     @property
-    def under_way(self) -> tuple[Copy, ...]:
+    def in_flight(self) -> tuple[Copy, ...]:
         """Copies that have started and not finished, in that order."""
-        return tuple(entry.copy for entry in self._under_way.values())
+        return tuple(entry.copy for entry in self._in_flight.values())
 
     def pool(self, place: Place) -> CachePool:
         """The pool of a place. Raises InputError for an unknown place."""
@@ -112,11 +112,11 @@ class CachePools:
         or a copy is in progress. Changes nothing. Raises InputError like `pool` and `match_tokens`."""
         tokens = self.pool(source).match_tokens(blocks, block_tokens, most_tokens)
         chain, pool = blocks[: tokens // block_tokens], self.pool(target)
-        if tokens <= pool.match_tokens(blocks, block_tokens, most_tokens) or (target, chain[-1]) in self._under_way:
+        if tokens <= pool.match_tokens(blocks, block_tokens, most_tokens) or (target, chain[-1]) in self._in_flight:
             return None
         return Copy(source, target, chain, tokens, pool.missing_bytes(chain))
 
-    def start(self, copy: Copy) -> CopyUnderWay | None:
+    def start(self, copy: Copy) -> CopyInFlight | None:
         """Hold the blocks of a copy at both ends. None, without a change, if the plan is outdated (the source has lost
         the blocks, or the target has them) or the target has no room. `copy` of the result has the present bytes."""
         fresh = self.plan(copy.blocks, self.pool(copy.source).layout.block_tokens, copy.source, copy.target)
@@ -127,17 +127,17 @@ class CachePools:
             return None
         source = self.pool(copy.source).begin(fresh.blocks)
         assert source is not None, "what can be reused needs no new blocks"
-        entry = self._under_way[copy.target, fresh.blocks[-1]] = CopyUnderWay(fresh, source, target)
+        entry = self._in_flight[copy.target, fresh.blocks[-1]] = CopyInFlight(fresh, source, target)
         return entry
 
-    def finish(self, entry: CopyUnderWay, landed: bool) -> None:
+    def finish(self, entry: CopyInFlight, landed: bool) -> None:
         """End a copy. If it is complete (`landed`), the prefix can be reused at the target; otherwise its blocks there
         are freed. Raises InputError for a copy that is not in progress."""
         copy = entry.copy
         key = (copy.target, copy.blocks[-1])
-        if self._under_way.get(key) is not entry:
+        if self._in_flight.get(key) is not entry:
             raise InputError("the copy has finished already", where="copy", hint="finish every copy only once")
-        del self._under_way[key]
+        del self._in_flight[key]
         target = self.pool(copy.target)
         if landed:
             target.fill(entry.target, copy.tokens)

@@ -33,7 +33,7 @@ class Chunk:
 class _Lane:
     turn: int = 0
     next_number: int = 0
-    under_way: list[Chunk] = field(default_factory=list)
+    in_flight: list[Chunk] = field(default_factory=list)
 
 
 class ChunkScheduler:
@@ -65,8 +65,8 @@ class ChunkScheduler:
             The lane's turn. A connection with an older turn must stop, because its peer has given it up.
         """
         state = self._lanes.setdefault(lane, _Lane())
-        self._lost.extend(piece for piece in state.under_way if piece.number > after)
-        state.under_way.clear()
+        self._lost.extend(piece for piece in state.in_flight if piece.number > after)
+        state.in_flight.clear()
         state.turn += 1
         return state.turn
 
@@ -86,7 +86,7 @@ class ChunkScheduler:
         state = self._lanes[lane]
         piece = Chunk(found.region, found.first, found.count, state.next_number)
         state.next_number += 1
-        state.under_way.append(piece)
+        state.in_flight.append(piece)
         return piece
 
     @property

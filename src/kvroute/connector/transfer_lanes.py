@@ -119,7 +119,7 @@ class TransferLane:
             try:
                 self._fetch()
             except OSError as error:
-                failure = _word(error)
+                failure = _error_code(error)
                 barren = barren + 1 if self._progress.nbytes == landed else 0
                 if not self._progress.cancelled and (failure not in _BARREN_MAX or barren >= _BARREN_MAX[failure]):
                     transfer = self._progress.transfer
@@ -167,7 +167,7 @@ class TransferLane:
             heard = channel.heard()
 
 
-def _word(error: OSError) -> str:
+def _error_code(error: OSError) -> str:
     match error:
         case WireError():
             return error.code

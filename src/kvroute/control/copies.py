@@ -14,7 +14,7 @@ from kvroute.control.view import ClusterView
 
 
 @dataclass(frozen=True, slots=True)
-class CopyUnderWay:
+class CopyInFlight:
     """One copy; instances are indices in the cluster."""
 
     source: int
@@ -33,13 +33,13 @@ class Copies:
 
     def __init__(self, view: ClusterView, offloader: Offloader | None) -> None:
         self._view, self._offloader = view, offloader
-        self._under_way: dict[int, CopyUnderWay] = {}
+        self._in_flight: dict[int, CopyInFlight] = {}
         self._last = 0
 
     def begin(self, at: float, source: int, target: int, nbytes: float, chain_end: int | None = None) -> int:
         """Start a copy and return its number. Args: `chain_end`: last block of a prefix copied ahead of demand."""
         self._last += 1
-        self._under_way[self._last] = CopyUnderWay(source, target, nbytes, chain_end)
+        self._in_flight[self._last] = CopyInFlight(source, target, nbytes, chain_end)
         if chain_end is None:
             self._view.oracle.transfer_started(source, target)
             for state in self._view.states.all:
@@ -50,7 +50,7 @@ class Copies:
 
     def end(self, at: float, number: int, *, landed: bool) -> bool:
         """End a copy that is complete (`landed`) or has failed. Return False if no such copy is in progress."""
-        copy = self._under_way.pop(number, None)
+        copy = self._in_flight.pop(number, None)
         if copy is not None and copy.chain_end is None:
             self._view.oracle.transfer_finished(copy.source, copy.target)
             for state in self._view.states.all:
@@ -61,11 +61,11 @@ class Copies:
 
     def in_progress(self, number: int) -> bool:
         """Whether a copy has started and not ended."""
-        return number in self._under_way
+        return number in self._in_flight
 
-    def ahead(self) -> Iterator[CopyUnderWay]:
+    def ahead(self) -> Iterator[CopyInFlight]:
         """Copies that no request waits for, in the order of their start."""
-        return (copy for copy in self._under_way.values() if copy.chain_end is not None)
+        return (copy for copy in self._in_flight.values() if copy.chain_end is not None)
 
     def _links(self, source: int, target: int) -> tuple[Egress, ...]:
         if self._offloader is None:

@@ -37,7 +37,7 @@ class Datacenters:
             hint = "offloading needs a datacenter with only prefill instances and one with decode instances"
             raise InputError(what, where=cluster.name, hint=hint)
         egress = tuple(
-            math.inf if site in decodes else min(_way_bytes_per_s(cluster, names[site], names[home]) for home in pd)
+            math.inf if site in decodes else min(_path_bytes_per_s(cluster, names[site], names[home]) for home in pd)
             for site in range(len(names))
         )
         return cls(names, of, prfaas, pd, egress)
@@ -47,16 +47,16 @@ class Datacenters:
         return {site: np.flatnonzero(self.of[instances] == site) for site in range(len(self.names))}
 
 
-def _way_bytes_per_s(cluster: Cluster, source: str, target: str) -> float:
+def _path_bytes_per_s(cluster: Cluster, source: str, target: str) -> float:
     """Bandwidth of the narrowest link group on the path between two datacenters, summed over the links of the group."""
     route = cluster.routes.get((source, target))
     if not route:
         raise InputError(f"no link leads from {source} to {target}", where=cluster.name, hint="add it under `wan`")
-    ways = []
+    capacities = []
     for entry, forward in route:
         links = cluster.cables.wan[entry][0 if forward else 1]
-        ways.append(float(sum(cluster.capacity_bytes_per_s[link] for link in links)))
-    return min(ways)
+        capacities.append(float(sum(cluster.capacity_bytes_per_s[link] for link in links)))
+    return min(capacities)
 
 
 @dataclass(slots=True)
@@ -71,19 +71,19 @@ class Egress:
     """Bytes that are booked and not yet transferred."""
     _rate: float = 0.0
     _rated_at: float = 0.0
-    _landings: dict[int, float] = field(default_factory=dict)
+    _in_flight: dict[int, float] = field(default_factory=dict)
 
     def started(self, number: int, nbytes: float) -> None:
         """Record the start of a transfer. `number`: the request's for a KV cache, minus the copy's for a copy."""
-        self._landings[number] = nbytes
+        self._in_flight[number] = nbytes
         self.backlog_bytes += nbytes
 
     def ended(self, at: float, number: int, *, landed: bool) -> None:
         """Record that a transfer is complete (`landed`) or has failed. Does nothing for an unknown number."""
-        nbytes = self._landings.pop(number, None)
+        nbytes = self._in_flight.pop(number, None)
         if nbytes is None:
             return
-        self.backlog_bytes = self.backlog_bytes - nbytes if self._landings else 0.0
+        self.backlog_bytes = self.backlog_bytes - nbytes if self._in_flight else 0.0
         if landed:
             self._rate = self._faded(at) + nbytes / self.memory_s
             self._rated_at = at

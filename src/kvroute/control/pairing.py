@@ -32,10 +32,10 @@ class Pairing:
             return choice
         turn, asked = self._view.prefill[model].decisions, dict[str, Candidates]()
 
-        def way(position: int) -> JointPath | None:
+        def joint_path(position: int) -> JointPath | None:
             return self._way(request, model, candidates, position, at, asked)
 
-        pair = self._policy.choose(request, candidates, way, turn)
+        pair = self._policy.choose(request, candidates, joint_path, turn)
         return choice if isinstance(pair, Reject) else pair.prefill
 
     def _splits(self, model: str) -> bool:

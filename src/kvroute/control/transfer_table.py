@@ -87,7 +87,7 @@ class InFlight:
             target,
             tier,
             kv_bytes,
-            links.ways,
+            links.attached,
             links.wan,
             self._cable,
             links.cables,
@@ -179,7 +179,7 @@ class InFlight:
             source,
             target,
             tier,
-            links.ways,
+            links.attached,
             links.wan,
             links.cable_bytes_per_s * left,
             links.cables,
@@ -191,7 +191,7 @@ class InFlight:
             factor,
             links.tier_bytes_per_s * (1.0 - congestion),
         )
-        hops = path_of(source, target, tier, links.ways, links.wan, self._path)
+        hops = path_of(source, target, tier, links.attached, links.wan, self._path)
         capacity = (links.capacity_bytes_per_s * left)[self._path[:hops]]
         return float(min([ceiling, *capacity.tolist()]))
 

@@ -174,7 +174,7 @@ class Engine:
         if job.name and self.kv_listener is not None:
             self.kv_listener.computing(job)
 
-    def under_way(self, name: str) -> EngineSequence | None:
+    def computing_sequence(self, name: str) -> EngineSequence | None:
         """Return the sequence of this name if it is being computed now."""
         job = self._computing
         return job if job is not None and job.name == name and job.stage == "computing" else None

@@ -152,7 +152,7 @@ class KvTransfer(asyncio.Protocol):
         elif pull_request.awaited:
             self._kv_server.awaited[pull_request.key] = self
             self._patience = self._source.clock.at(self._source.clock.now() + AWAIT_S, self._give_up)
-            sequence = self._engine.under_way(pull_request.key)
+            sequence = self._engine.computing_sequence(pull_request.key)
             if sequence is not None:
                 self.follow(sequence)
         else:

@@ -37,9 +37,14 @@ BLOCK_TOKENS = 16
 READY_S = 90.0
 END_S = 15.0
 """Seconds between stop signals: the first lets requests in flight finish, the second ends the gateway at once."""
-PARTS = {"door": (), "prefill": ("prefill_wait", "prefill"), "transfer": ("transfer", "queue"), "step": ("first_step",)}
+PARTS = {
+    "admission": (),
+    "prefill": ("prefill_wait", "prefill"),
+    "transfer": ("transfer", "queue"),
+    "step": ("first_step",),
+}
 """Parts of TTFT by gateway name, each with the simulator's parts that it consists of."""
-_GATEWAY_PARTS = {"queue": "door", "prefill": "prefill", "transfer": "transfer", "first_step": "step"}
+_GATEWAY_PARTS = {"queue": "admission", "prefill": "prefill", "transfer": "transfer", "first_step": "step"}
 _TIERS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
 
 

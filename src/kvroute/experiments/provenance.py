@@ -15,7 +15,7 @@ import xxhash
 
 from kvroute.policies import DECODE_POLICIES, FORESIGHT_POLICIES
 
-ROOMS = (
+MODULES = (
     "compiled.py",
     "types",
     "llm",
@@ -56,10 +56,10 @@ def _here() -> dict[str, str]:
 
 
 def meanings(package: Path) -> dict[str, str]:
-    """Return the digest of each module of `ROOMS` in a folder, by its relative path."""
+    """Return the digest of each module of `MODULES` in a folder, by its relative path."""
     found = {}
-    for room in ROOMS:
-        place = package / room
+    for entry in MODULES:
+        place = package / entry
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             text = meaning(path.read_text(encoding="utf-8"))
             found[path.relative_to(package).as_posix()] = xxhash.xxh64_hexdigest(text.encode())
@@ -77,9 +77,9 @@ def meaning(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            body[:] = [each for each in body if not _is_word(each)]
+            body[:] = [each for each in body if not _is_docstring(each)]
     return ast.dump(tree)
 
 
-def _is_word(statement: ast.stmt) -> bool:
+def _is_docstring(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

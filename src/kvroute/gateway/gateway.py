@@ -40,7 +40,7 @@ __all__ = ["Deployment", "Gateway"]
 
 _REFRESH_S = 0.25
 """Interval between checks of breakers, event log and other periodic work, in seconds."""
-_LAST_WORDS_S = 0.2
+_FINAL_DRAIN_S = 0.2
 """Time to send error responses to the requests that are aborted at shutdown, in seconds."""
 
 
@@ -205,7 +205,7 @@ class Gateway:
             manager.stop()
             await manager.unwatch()
         if server is not None:
-            await server.drain(_LAST_WORDS_S, idle_s=0.0)
+            await server.drain(_FINAL_DRAIN_S, idle_s=0.0)
         if manager is not None:
             manager.close()
         if self._admin is not None:

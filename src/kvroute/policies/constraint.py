@@ -120,7 +120,7 @@ def constrain(
         # No instance has infinite memory, so a policy skips these candidates like any full instance.
         candidates = replace(candidates, need_bytes=np.where(inside, candidates.need_bytes, np.inf))
     elif constraint.enforcement == "required":
-        return _nobody_inside(constraint, request, candidates, inside)
+        return _no_candidate_inside(constraint, request, candidates, inside)
     choice = policy.choose(request, candidates, costs, turn)
     return choice if isinstance(choice, Reject) else _with_domain(choice, inside)
 
@@ -155,7 +155,7 @@ def _discounted(choice: Choice, inside: BoolArray, weight: float) -> Choice:
     return Choice(index, Terms(terms.names, cost, terms.feasible, parts, terms.unit))
 
 
-def _nobody_inside(
+def _no_candidate_inside(
     constraint: TopologyConstraint, request: Request, candidates: Candidates, inside: BoolArray
 ) -> Reject:
     among = f"decode instance in the prefill instance's {constraint.level}"

@@ -21,8 +21,8 @@ from kvroute.policies.kernels import (
     DECODE_S,
     EFFECTIVE,
     HIT_TOKENS,
+    NO_CANDIDATE,
     NO_PAIRS,
-    NOBODY,
     OWN_TRANSFERS,
     QUEUE_S,
     ROWS,
@@ -216,7 +216,7 @@ class NetKV:
             feasible,
             terms,
         )
-        if index == NOBODY:
+        if index == NO_CANDIDATE:
             return no_room(request, candidates)
         parts = {
             "transfer_s": terms[TRANSFER_S],

@@ -14,7 +14,7 @@ from kvroute.policies.decode import no_room
 from kvroute.policies.foresight_pricing import (
     COST,
     IMPOSED_S,
-    NOBODY,
+    NO_CANDIDATE,
     PACE,
     PLAYED,
     ROWS,
@@ -57,10 +57,10 @@ class Foresight:
         count = len(candidates.names)
         feasible: BoolArray = np.empty(count, dtype=np.bool_)
         terms = np.empty((ROWS, count))
-        index = self._by_tiers(candidates, costs, feasible, terms) if self.sight is None else NOBODY
+        index = self._by_tiers(candidates, costs, feasible, terms) if self.sight is None else NO_CANDIDATE
         if self.sight is not None:
             index = self._by_links(candidates, costs, self.sight, feasible, terms)
-        if index == NOBODY:
+        if index == NO_CANDIDATE:
             return no_room(request, candidates)
         return Choice(index, Terms(candidates.names, terms[COST], feasible, _parts(terms, costs)))
 
@@ -83,7 +83,7 @@ class Foresight:
             sight.targets,
             sight.starts_s,
             self._numbers(sight.output_tokens),
-            links.ways,
+            links.attached,
             links.wan,
             sight.cable_bytes_per_s,
             links.cables,
@@ -119,8 +119,8 @@ class Foresight:
             terms,
         )
         terms[PACE] = pace
-        index = int(np.where(feasible, terms[COST], np.inf).argmin()) if len(feasible) else NOBODY
-        return index if index != NOBODY and feasible[index] else NOBODY
+        index = int(np.where(feasible, terms[COST], np.inf).argmin()) if len(feasible) else NO_CANDIDATE
+        return index if index != NO_CANDIDATE and feasible[index] else NO_CANDIDATE
 
     def _numbers(self, output_tokens: float) -> FloatArray:
         spec = self.spec

@@ -45,9 +45,9 @@ class ForesightJoint:
     """Constraint on the decode instance relative to the prefill instance."""
 
     def choose(
-        self, request: Request, prefill: PrefillCandidates, way_of: Callable[[int], JointPath | None], turn: int
+        self, request: Request, prefill: PrefillCandidates, path_of: Callable[[int], JointPath | None], turn: int
     ) -> Pair | Reject:
-        """Choose among the n prefill instances that have decode candidates (`way_of` returns None if there are none).
+        """Choose among the n prefill instances that have decode candidates (`path_of` returns None if there are none).
 
         Prefill instances are evaluated in order of their predicted prefill end, at most `spec.joint_reach` of them.
         Evaluation stops at one whose prefill would end only after the transfer of another one. The closed form ranks
@@ -56,7 +56,7 @@ class ForesightJoint:
         keep the closed form and rank behind those simulated.
         """
         start_s = prefill.pending_s + prefill.prefill_s
-        found, refused = self._closed(request, prefill, start_s, way_of, turn)
+        found, refused = self._closed(request, prefill, start_s, path_of, turn)
         if not found:
             return refused or Reject(request.id, "no prefill instance can transfer its KV cache to a decode instance")
         order = sorted(found, key=lambda index: (start_s[index] + _paid(found[index][1]), index))
@@ -67,7 +67,7 @@ class ForesightJoint:
         request: Request,
         prefill: PrefillCandidates,
         start_s: FloatArray,
-        way_of: Callable[[int], JointPath | None],
+        path_of: Callable[[int], JointPath | None],
         turn: int,
     ) -> tuple[dict[int, tuple[JointPath, Choice]], Reject | None]:
         """Decode candidates and best decode instance by the closed form, by prefill instance; and the first Reject."""
@@ -78,14 +78,14 @@ class ForesightJoint:
         for index in start_s.argsort(kind="stable").tolist():
             if start_s[index] >= best_s or len(found) == self.spec.joint_reach:
                 break
-            way = way_of(index) if prefill.allowed is None or prefill.allowed[index] else None
-            if way is None:
+            path = path_of(index) if prefill.allowed is None or prefill.allowed[index] else None
+            if path is None:
                 continue
-            choice = self._ask(policy, way, request, turn)
+            choice = self._price(policy, path, request, turn)
             if isinstance(choice, Reject):
                 refused = refused or choice
                 continue
-            found[index] = way, choice
+            found[index] = path, choice
             best_s = min(best_s, start_s[index] + _paid(choice))
         return found, refused
 
@@ -103,13 +103,13 @@ class ForesightJoint:
         chosen: dict[int, Choice] = {}
         shift_s = 0.0
         for place, index in enumerate(order):
-            way, closed = found[index]
+            path, closed = found[index]
             feasible[index] = True
             if place >= self.spec.joint_width:
                 decode_s[index] = _paid(closed) + shift_s
                 chosen[index] = closed
                 continue
-            choice = self._ask(policy, way, request, turn)
+            choice = self._price(policy, path, request, turn)
             assert isinstance(choice, Choice), "room has nothing to do with the fluid model"
             shift_s = max(shift_s, _paid(choice) - _paid(closed))
             decode_s[index] = _paid(choice)
@@ -119,11 +119,11 @@ class ForesightJoint:
         parts = {"start_s": start_s, "decode_s": decode_s, "hit_tokens": prefill.hit_tokens.astype(np.float64)}
         return Pair(Choice(index, Terms(prefill.names, cost, feasible, parts)), chosen[index])
 
-    def _ask(self, policy: Foresight, way: JointPath, request: Request, turn: int) -> Choice | Reject:
-        seeing = policy.informed(way.sight)
+    def _price(self, policy: Foresight, path: JointPath, request: Request, turn: int) -> Choice | Reject:
+        seeing = policy.informed(path.sight)
         if self.constraint is None:
-            return seeing.choose(request, way.candidates, way.costs, turn)
-        return constrain(seeing, self.constraint, request, way.candidates, way.costs, turn)
+            return seeing.choose(request, path.candidates, path.costs, turn)
+        return constrain(seeing, self.constraint, request, path.candidates, path.costs, turn)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from kvroute.types import (
 )
 
 NIC_UP, NIC_DOWN, RACK_UP, RACK_DOWN, POD_UP, POD_DOWN, SITE = range(7)
-"""Columns of `LinkModel.ways`."""
+"""Columns of `LinkModel.attached`."""
 _SENDERS, _RECEIVERS, _UPLINKS = (NIC_UP,), (NIC_DOWN,), (RACK_UP, RACK_DOWN, POD_UP, POD_DOWN)
 UNKNOWN = -1
 
@@ -40,7 +40,7 @@ class LinkModel:
     """Tier of each ordered pair, [n, n]."""
     tier_bytes_per_s: FloatArray
     """Rate of a transfer alone in the tier, [TIER_COUNT]."""
-    ways: IntArray
+    attached: IntArray
     """An instance's links (UNKNOWN if there is none) and the number of its datacenter, [n, 7]."""
     wan: IntArray
     """Link of each ordered pair of datacenters, or UNKNOWN, [sites, sites]."""
@@ -60,20 +60,20 @@ class LinkModel:
         """The links of a loaded cluster. An instance over several nodes is assigned to the rack of its first GPU."""
         made = _Links()
         count = len(cluster.instances)
-        ways = np.full((count, 7), UNKNOWN, dtype=np.int64)
+        attached = np.full((count, 7), UNKNOWN, dtype=np.int64)
         places, cables = cluster.places, cluster.cables
         sites = {site: number for number, site in enumerate(sorted(set(places.datacenters)))}
         for instance in range(count):
             first = cluster.shards[instance][0][0]
-            ways[instance, SITE] = sites[places.datacenters[first]]
+            attached[instance, SITE] = sites[places.datacenters[first]]
             hops = [_nics(cluster, instance, down) for down in (False, True)]
             for column, links in zip((NIC_UP, NIC_DOWN), hops, strict=True):
-                ways[instance, column] = made.link(cluster, links, SAME_RACK) if links else made.free(cluster)
+                attached[instance, column] = made.link(cluster, links, SAME_RACK) if links else made.free(cluster)
             rack, pod = places.racks[first], places.pods[first]
             if rack is not None and rack.name in cables.rack:
-                ways[instance, RACK_UP : RACK_DOWN + 1] = made.pair(cluster, cables.rack[rack.name], SAME_POD)
+                attached[instance, RACK_UP : RACK_DOWN + 1] = made.pair(cluster, cables.rack[rack.name], SAME_POD)
             if pod is not None and pod.name in cables.pod:
-                ways[instance, POD_UP : POD_DOWN + 1] = made.pair(cluster, cables.pod[pod.name], SAME_DATACENTER)
+                attached[instance, POD_UP : POD_DOWN + 1] = made.pair(cluster, cables.pod[pod.name], SAME_DATACENTER)
         wan = np.full((len(sites), len(sites)), UNKNOWN, dtype=np.int64)
         for (source, target), route in sorted(cluster.routes.items()):
             groups = [cables.wan[entry][0 if forward else 1] for entry, forward in route]
@@ -83,7 +83,7 @@ class LinkModel:
                 wan[sites[source], sites[target]] = made.link(cluster, narrowest, CROSS_DATACENTER)
         flows = [cluster.flows_per_transfer(instance, instance) for instance in range(count)]
         hashed = 1 if cluster.ecmp == "transfer" else int(np.median(flows))
-        return made.model(cluster.tier, cluster.tier_bytes_per_s, ways, wan, hashed)
+        return made.model(cluster.tier, cluster.tier_bytes_per_s, attached, wan, hashed)
 
     @classmethod
     def of_tiers(
@@ -100,29 +100,33 @@ class LinkModel:
         if not (0 < nic < np.inf and hashed_paths >= 1):
             raise InputError(f"a NIC of {nic} bytes per second", where="nic_bytes_per_s", hint="give a positive number")
         made = _Links()
-        ways = np.full((count, 7), UNKNOWN, dtype=np.int64)
-        ways[:, SITE] = 0
+        attached = np.full((count, 7), UNKNOWN, dtype=np.int64)
+        attached[:, SITE] = 0
         for instance in range(count):
-            ways[instance, NIC_UP] = made.add(nic, nic, 1, SAME_RACK)
-            ways[instance, NIC_DOWN] = made.add(nic, nic, 1, SAME_RACK)
-        return made.model(tier, bytes_per_s, ways, np.full((1, 1), UNKNOWN, dtype=np.int64), hashed_paths)
+            attached[instance, NIC_UP] = made.add(nic, nic, 1, SAME_RACK)
+            attached[instance, NIC_DOWN] = made.add(nic, nic, 1, SAME_RACK)
+        return made.model(tier, bytes_per_s, attached, np.full((1, 1), UNKNOWN, dtype=np.int64), hashed_paths)
 
     def taken_for(self, source_nic: float, target_nic: float, uplinks: float) -> LinkModel:
         """A copy with factors on the speed of sending NICs, receiving NICs, and uplinks (all cables together). A factor
         of 0 means that this kind is no limit."""
         if source_nic == target_nic == uplinks == 1.0:
             return self
-        ways, capacity, cable = self.ways.copy(), self.capacity_bytes_per_s.copy(), self.cable_bytes_per_s.copy()
+        attached, capacity, cable = (
+            self.attached.copy(),
+            self.capacity_bytes_per_s.copy(),
+            self.cable_bytes_per_s.copy(),
+        )
         for columns, factor in ((_SENDERS, source_nic), (_RECEIVERS, target_nic), (_UPLINKS, uplinks)):
             if factor == 0.0:
-                ways[:, columns] = UNKNOWN
+                attached[:, columns] = UNKNOWN
                 continue
-            links = np.unique(self.ways[:, columns])
+            links = np.unique(self.attached[:, columns])
             links = links[links != UNKNOWN]
             capacity[links] *= factor
             if columns != _UPLINKS:
                 cable[links] *= factor
-        return replace(self, ways=ways, capacity_bytes_per_s=capacity, cable_bytes_per_s=cable)
+        return replace(self, attached=attached, capacity_bytes_per_s=capacity, cable_bytes_per_s=cable)
 
     def capacities(self, congestion: FloatArray) -> FloatArray:
         """Bytes per second that other traffic leaves free, [m]. Args: `congestion`: its share of each tier,
@@ -154,20 +158,22 @@ class _Links:
             number = self._known[cables] = self.add(float(each.sum()), float(each.mean()), len(cables), tier)
         return number
 
-    def pair(self, cluster: Cluster, ways: tuple[tuple[int, ...], tuple[int, ...]], tier: int) -> list[int]:
-        return [self.link(cluster, cables, tier) if cables else UNKNOWN for cables in ways]
+    def pair(self, cluster: Cluster, attached: tuple[tuple[int, ...], tuple[int, ...]], tier: int) -> list[int]:
+        return [self.link(cluster, cables, tier) if cables else UNKNOWN for cables in attached]
 
     def free(self, cluster: Cluster) -> int:
         """Add a link for an instance without NICs, which sends nothing through the network."""
         return self.add(float(cluster.tier_bytes_per_s[SAME_RACK]), float(cluster.tier_bytes_per_s[SAME_RACK]), 1, 1)
 
-    def model(self, tier: TierArray, bytes_per_s: FloatArray, ways: IntArray, wan: IntArray, hashed: int) -> LinkModel:
+    def model(
+        self, tier: TierArray, bytes_per_s: FloatArray, attached: IntArray, wan: IntArray, hashed: int
+    ) -> LinkModel:
         assert len(bytes_per_s) == TIER_COUNT
         table: npt.NDArray[np.float64] = np.array(self._rows, dtype=np.float64).reshape(-1, 4)
         return LinkModel(
             tier=np.ascontiguousarray(tier, dtype=np.int8),
             tier_bytes_per_s=np.array(bytes_per_s, dtype=np.float64),
-            ways=ways,
+            attached=attached,
             wan=wan,
             capacity_bytes_per_s=table[:, 0].copy(),
             cable_bytes_per_s=table[:, 1].copy(),

@@ -24,7 +24,7 @@ TAIL = 1e-9
 class Fabric(NamedTuple):
     """The aggregated links and their load: `LinkModel` after congestion, and the table of transfers."""
 
-    ways: IntArray
+    attached: IntArray
     wan: IntArray
     cable: FloatArray
     """Bandwidth of one cable that other traffic leaves free, bytes per second, [m]."""
@@ -45,20 +45,20 @@ class Fabric(NamedTuple):
 
 
 @compiled
-def path_of(source: int, target: int, tier: int, ways: IntArray, wan: IntArray, path: IntArray) -> int:
+def path_of(source: int, target: int, tier: int, attached: IntArray, wan: IntArray, path: IntArray) -> int:
     """Fill `path` with the links from `source` to `target` and return their number; 0 inside a node."""
     count = 0
     if tier > SAME_NODE:
-        path[0], path[1] = ways[source, NIC_UP], ways[target, NIC_DOWN]
+        path[0], path[1] = attached[source, NIC_UP], attached[target, NIC_DOWN]
         count = 2
     if tier >= SAME_POD:
-        path[count], path[count + 1] = ways[source, RACK_UP], ways[target, RACK_DOWN]
+        path[count], path[count + 1] = attached[source, RACK_UP], attached[target, RACK_DOWN]
         count += 2
     if tier >= SAME_DATACENTER:
-        path[count], path[count + 1] = ways[source, POD_UP], ways[target, POD_DOWN]
+        path[count], path[count + 1] = attached[source, POD_UP], attached[target, POD_DOWN]
         count += 2
     if tier >= CROSS_DATACENTER:
-        path[count] = wan[ways[source, SITE], ways[target, SITE]]
+        path[count] = wan[attached[source, SITE], attached[target, SITE]]
         count += 1
     kept = 0
     for k in range(count):
@@ -119,17 +119,17 @@ def _drawn(up: int, down: int, otherwise: float, fabric: Fabric) -> float:
 
 @compiled
 def path_ceiling(source: int, target: int, tier: int, fabric: Fabric) -> float:
-    far, ways = fabric.tier_bytes_per_s[tier], fabric.ways
+    far, attached = fabric.tier_bytes_per_s[tier], fabric.attached
     if tier <= SAME_NODE:
         inside: float = far
         return inside
     if tier == SAME_RACK:
         return np.inf
-    ceiling = _drawn(ways[source, RACK_UP], ways[target, RACK_DOWN], far, fabric)
+    ceiling = _drawn(attached[source, RACK_UP], attached[target, RACK_DOWN], far, fabric)
     if tier >= SAME_DATACENTER:
-        ceiling = min(ceiling, _drawn(ways[source, POD_UP], ways[target, POD_DOWN], far, fabric))
+        ceiling = min(ceiling, _drawn(attached[source, POD_UP], attached[target, POD_DOWN], far, fabric))
     if tier >= CROSS_DATACENTER:
-        ceiling = min(ceiling, _drawn(fabric.wan[ways[source, SITE], ways[target, SITE]], -1, far, fabric))
+        ceiling = min(ceiling, _drawn(fabric.wan[attached[source, SITE], attached[target, SITE]], -1, far, fabric))
     learned: float = fabric.factor[tier] * ceiling
     return learned
 
@@ -139,7 +139,7 @@ def ceiling_of(
     source: int,
     target: int,
     tier: int,
-    ways: IntArray,
+    attached: IntArray,
     wan: IntArray,
     cable: FloatArray,
     cables: IntArray,
@@ -156,5 +156,5 @@ def ceiling_of(
 
     The arguments after `tier` are those of `Fabric`.
     """
-    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
+    fabric = Fabric(attached, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
     return path_ceiling(source, target, tier, fabric)

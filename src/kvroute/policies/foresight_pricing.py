@@ -19,7 +19,7 @@ from kvroute.types import SAME_NODE, BoolArray, FloatArray, IntArray, TierArray
 TRANSFER_S, IMPOSED_S, WAIT_S, STEP_S, SLOT_S, PACE, PLAYED, BOUND, COST = range(9)
 """Rows of `terms`; BOUND is a lower bound of a candidate's cost, for internal use."""
 ROWS = COST + 1
-NOBODY = -1
+NO_CANDIDATE = -1
 
 
 class Asked(NamedTuple):
@@ -74,9 +74,9 @@ def _shared(
     """Limits of the links that `target` shares with its rack: the ceiling of the hashed paths for one more transfer,
     the minimum of it and the link capacities, and the minimum of it and an even share of each link."""
     ceiling = path_ceiling(source, target, tier, fabric)
-    own = fabric.ways[target, NIC_DOWN]
+    own = fabric.attached[target, NIC_DOWN]
     alone = pace = ceiling
-    for k in range(path_of(source, target, tier, fabric.ways, fabric.wan, path)):
+    for k in range(path_of(source, target, tier, fabric.attached, fabric.wan, path)):
         if path[k] != own:
             capacity = link[path[k], flows.CAPACITY]
             alone = min(alone, capacity)
@@ -94,7 +94,7 @@ def _closed(asked: Asked, fabric: Fabric, link: FloatArray, ceilings: FloatArray
     known_tier = np.full(len(fabric.crowd), -1, np.int64)
     for i in range(len(asked.tier)):
         tier, target = asked.tier[i], asked.targets[i]
-        rack, own = fabric.ways[target, RACK_DOWN], fabric.ways[target, NIC_DOWN]
+        rack, own = fabric.attached[target, RACK_DOWN], fabric.attached[target, NIC_DOWN]
         if rack >= 0 and known_tier[rack] == tier:
             ceilings[i], alone, pace = known[rack, 0], known[rack, 1], known[rack, 2]
         else:
@@ -116,7 +116,7 @@ def _closed(asked: Asked, fabric: Fabric, link: FloatArray, ceilings: FloatArray
 def _play(i: int, asked: Asked, fabric: Fabric, ceiling: float, near_max: int, live: State, terms: FloatArray) -> float:
     """Replace candidate i's closed form by the result of the fluid simulation; return its cost."""
     path = np.empty(HOPS_MAX, np.int64)
-    hops = path_of(asked.source, asked.targets[i], asked.tier[i], fabric.ways, fabric.wan, path)
+    hops = path_of(asked.source, asked.targets[i], asked.tier[i], fabric.attached, fabric.wan, path)
     seconds, imposed_s = asked.kv_bytes[i] / ceiling, 0.0
     if hops > 0 and asked.kv_bytes[i] > 0.0:
         imposed = asked.numbers[0] > 0.0
@@ -129,9 +129,9 @@ def _play(i: int, asked: Asked, fabric: Fabric, ceiling: float, near_max: int, l
 
 @compiled
 def _first_least(cost: FloatArray, among: BoolArray) -> int:
-    best = NOBODY
+    best = NO_CANDIDATE
     for i in range(len(cost)):
-        if among[i] and (best == NOBODY or cost[i] < cost[best]):
+        if among[i] and (best == NO_CANDIDATE or cost[i] < cost[best]):
             best = i
     return best
 
@@ -156,7 +156,7 @@ def _play_best(
     best_s, shift_s, runs = np.inf, 0.0, 0
     for _ in range(2 * width):
         i = _first_least(terms[COST], going)
-        if i == NOBODY or runs == width:
+        if i == NO_CANDIDATE or runs == width:
             break
         going[i] = False
         bound_s, closed_s = terms[BOUND, i], terms[COST, i]
@@ -186,7 +186,7 @@ def foresee(
     targets: IntArray,
     starts_s: float,
     numbers: FloatArray,
-    ways: IntArray,
+    attached: IntArray,
     wan: IntArray,
     cable: FloatArray,
     cables: IntArray,
@@ -218,7 +218,7 @@ def foresee(
     asked = Asked(
         kv_bytes, batch, queued, batch_max, base_s, per_request_s, tier, latency_s, source, targets, starts_s, numbers
     )
-    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
+    fabric = Fabric(attached, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
     for i in range(len(tier)):
         feasible[i] = need_bytes[i] <= free_kv_bytes[i]
     ceilings = np.empty(len(tier))
@@ -243,9 +243,9 @@ def price_all(
     terms: FloatArray,
 ) -> None:
     """Fill `terms` [ROWS, n] for given transfer times, [n]."""
-    nobody = np.empty(0, np.int64)
+    no_indices = np.empty(0, np.int64)
     asked = Asked(
-        transfer_s, batch, queued, batch_max, base_s, per_request_s, tier, transfer_s, 0, nobody, starts_s, numbers
+        transfer_s, batch, queued, batch_max, base_s, per_request_s, tier, transfer_s, 0, no_indices, starts_s, numbers
     )
     for i in range(len(tier)):
         terms[BOUND, i] = _price(i, transfer_s[i], 0.0, asked, terms)

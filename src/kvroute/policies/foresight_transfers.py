@@ -54,7 +54,7 @@ def set_off(
     target: int,
     tier: int,
     kv_bytes: float,
-    ways: IntArray,
+    attached: IntArray,
     wan: IntArray,
     cable: FloatArray,
     cables: IntArray,
@@ -82,9 +82,9 @@ def set_off(
     Adds the transfer to `crowd`, fills `path` with its links and returns their number. The ceiling of its hashed paths,
     given the other transfers, becomes the capacity of a private link at the end of the path.
     """
-    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
+    fabric = Fabric(attached, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
     ceiling = path_ceiling(source, target, tier, fabric)
-    count = hops = path_of(source, target, tier, ways, wan, path)
+    count = hops = path_of(source, target, tier, attached, wan, path)
     ints = np.empty(3 + HOPS_MAX, np.int64)
     for k in range(count):
         crowd[path[k]] += 1

@@ -13,7 +13,7 @@ from kvroute.types import BoolArray, FloatArray, IntArray, TierArray
 TRANSFER_S, QUEUE_S, DECODE_S, HIT_TOKENS, EFFECTIVE, TIER, CONGESTION, OWN_TRANSFERS, COST = range(9)
 """Rows of `terms`."""
 ROWS = COST + 1
-NOBODY = -1
+NO_CANDIDATE = -1
 NO_PAIRS: FloatArray = np.empty(0)
 """Value of `lone_bytes_per_s` if only the tiers' bandwidths are known."""
 
@@ -21,10 +21,10 @@ NO_PAIRS: FloatArray = np.empty(0)
 @compiled
 def earliest_finish(pending_s: FloatArray, prefill_s: FloatArray, allowed: BoolArray, finish_s: FloatArray) -> int:
     """Fill `finish_s` [n]. Return the allowed candidate that finishes first, the first of equals, or NOBODY."""
-    best = NOBODY
+    best = NO_CANDIDATE
     for i in range(len(finish_s)):
         finish_s[i] = pending_s[i] + prefill_s[i]
-        if allowed[i] and (best == NOBODY or finish_s[i] < finish_s[best]):
+        if allowed[i] and (best == NO_CANDIDATE or finish_s[i] < finish_s[best]):
             best = i
     return best
 
@@ -60,7 +60,7 @@ def netkv_terms(
         sees_congestion, sees_in_flight: whether NetKV eq. 4 counts other traffic and the router's own transfers.
         others: see `Candidates`.
     """
-    best, best_s = NOBODY, np.inf
+    best, best_s = NO_CANDIDATE, np.inf
     for i in range(len(tier)):
         t = tier[i]
         effective = lone_bytes_per_s[i] if len(lone_bytes_per_s) else tier_bytes_per_s[t]
@@ -82,6 +82,6 @@ def netkv_terms(
         terms[HIT_TOKENS, i], terms[EFFECTIVE, i], terms[TIER, i] = hit_tokens[i], effective, t
         terms[CONGESTION, i], terms[OWN_TRANSFERS, i], terms[COST, i] = tier_congestion[t], tier_in_flight[t], cost
         feasible[i] = need_bytes[i] <= free_kv_bytes[i]
-        if feasible[i] and (best == NOBODY or cost < best_s):
+        if feasible[i] and (best == NO_CANDIDATE or cost < best_s):
             best, best_s = i, cost
     return best

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from kvroute.policies.decode import cheapest, policy_of, turns_to_wait
-from kvroute.policies.kernels import NOBODY, earliest_finish
+from kvroute.policies.kernels import NO_CANDIDATE, earliest_finish
 from kvroute.types import BoolArray, Choice, FloatArray, IntArray, Reject, Request, Terms
 
 
@@ -59,7 +59,7 @@ def _all(count: int) -> BoolArray:
     return everybody
 
 
-def _nobody(request: Request, candidates: PrefillCandidates) -> Reject:
+def _no_candidate(request: Request, candidates: PrefillCandidates) -> Reject:
     why = "is allowed by the topology constraint" if candidates.names else "exists"
     return Reject(request.id, f"no prefill instance {why}")
 
@@ -72,7 +72,7 @@ class PrefillRoundRobin:
         """See PrefillPolicy."""
         allowed = _allowed(candidates)
         cost = turns_to_wait(allowed, turn)
-        return cheapest(candidates.names, cost, allowed, {}, "turns") or _nobody(request, candidates)
+        return cheapest(candidates.names, cost, allowed, {}, "turns") or _no_candidate(request, candidates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class LeastLoaded:
         """See PrefillPolicy."""
         allowed = _allowed(candidates)
         parts = {"pending_s": candidates.pending_s}
-        return cheapest(candidates.names, candidates.pending_s, allowed, parts) or _nobody(request, candidates)
+        return cheapest(candidates.names, candidates.pending_s, allowed, parts) or _no_candidate(request, candidates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class EarliestFinish:
         }
         finish_s: FloatArray = np.empty(len(allowed))
         index = earliest_finish(candidates.pending_s, candidates.prefill_s, allowed, finish_s)
-        if index == NOBODY:
-            return _nobody(request, candidates)
+        if index == NO_CANDIDATE:
+            return _no_candidate(request, candidates)
         return Choice(index, Terms(candidates.names, finish_s, allowed, parts))
 
 

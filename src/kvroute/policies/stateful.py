@@ -41,9 +41,9 @@ class PairPolicy(Protocol):
     """Chooses prefill and decode instance together."""
 
     def choose(
-        self, request: Request, prefill: PrefillCandidates, way_of: Callable[[int], JointPath | None], turn: int
+        self, request: Request, prefill: PrefillCandidates, path_of: Callable[[int], JointPath | None], turn: int
     ) -> Pair | Reject:
-        """Choose among n prefill instances; `way_of` returns the decode candidates of one, or None without any."""
+        """Choose among n prefill instances; `path_of` returns the decode candidates of one, or None without any."""
 
 
 class PolicyState(Protocol):

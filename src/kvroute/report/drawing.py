@@ -79,7 +79,7 @@ _STYLE: Any = {
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class LineStyle:
     """Style of a policy in all figures: a colour-blind-safe colour, and marker and dashes for grey print."""
 
     colour: str
@@ -87,27 +87,27 @@ class Look:
     dashes: Literal["-", "--", "-.", ":"] = "-"
 
 
-_LOOKS = {
-    "round-robin": Look("#8a8a8a", "x", ":"),
-    "load-aware": Look("#b8629a", "v", "--"),
-    "cache-aware": Look("#c98b00", "^", "--"),
-    "cla": Look("#0072b2", "s", "-"),
-    "netkv-topo": Look("#56b4e9", "D", "-."),
-    "netkv-static": Look("#009e73", "P", "-."),
-    "netkv": Look("#d55e00", "o", "-"),
-    "foresight": Look("#6a3db8", "*", "-"),
-    "foresight-closed": Look("#a98bd0", "h", "--"),
-    "foresight-joint": Look("#3d1466", "p", "-."),
+_LINE_STYLES = {
+    "round-robin": LineStyle("#8a8a8a", "x", ":"),
+    "load-aware": LineStyle("#b8629a", "v", "--"),
+    "cache-aware": LineStyle("#c98b00", "^", "--"),
+    "cla": LineStyle("#0072b2", "s", "-"),
+    "netkv-topo": LineStyle("#56b4e9", "D", "-."),
+    "netkv-static": LineStyle("#009e73", "P", "-."),
+    "netkv": LineStyle("#d55e00", "o", "-"),
+    "foresight": LineStyle("#6a3db8", "*", "-"),
+    "foresight-closed": LineStyle("#a98bd0", "h", "--"),
+    "foresight-joint": LineStyle("#3d1466", "p", "-."),
 }
 
 
-def look(policy: str) -> Look:
+def line_style(policy: str) -> LineStyle:
     """Return the style fixed by the name; an unknown policy gets a colour from a checksum of its name."""
-    if policy in _LOOKS:
-        return _LOOKS[policy]
+    if policy in _LINE_STYLES:
+        return _LINE_STYLES[policy]
     sum32 = crc32(policy.encode())
     colour = to_hex(tuple(hsv_to_rgb((sum32 % 360 / 360, 0.65, 0.45 + 0.2 * (sum32 // 360 % 2))).tolist()))
-    return Look(colour, "<>ph*"[sum32 // 720 % 5], "--")
+    return LineStyle(colour, "<>ph*"[sum32 // 720 % 5], "--")
 
 
 def style() -> AbstractContextManager[None]:
@@ -131,12 +131,12 @@ def grid(axes: Axes, direction: str = "y") -> None:
 
 def policy_legend(figure: Figure, policies: Sequence[str], *, plain_lines: bool = False) -> None:
     """Add one legend above all panels; with `plain_lines` it has neither markers nor dashes."""
-    looks = [look(policy) for policy in policies]
+    styles = [line_style(policy) for policy in policies]
     handles = [
         Line2D([], [], color=each.colour, linewidth=2.5)
         if plain_lines
         else Line2D([], [], color=each.colour, marker=each.marker, linestyle=each.dashes)
-        for each in looks
+        for each in styles
     ]
     per_row = max(1, int(figure.get_size_inches()[0] / 1.3))
     figure.legend(

@@ -136,7 +136,7 @@ class Fabric:
 
     def release(self, transfer: Transfer) -> None:
         """Remove the production limit: the KV cache is complete."""
-        for flow in self._under_way(transfer):
+        for flow in self._active(transfer):
             self.network.set_ceiling(flow, transfer.ceiling_bytes_per_s)
 
     def give_up(self, transfer: Transfer) -> None:
@@ -196,10 +196,10 @@ class Fabric:
 
     def _stuck(self, transfer: Transfer) -> bool:
         return bool(self._dead) and any(
-            not self._dead.isdisjoint(transfer.paths[flow - transfer.first_flow]) for flow in self._under_way(transfer)
+            not self._dead.isdisjoint(transfer.paths[flow - transfer.first_flow]) for flow in self._active(transfer)
         )
 
-    def _under_way(self, transfer: Transfer) -> list[int]:
+    def _active(self, transfer: Transfer) -> list[int]:
         flows = range(transfer.first_flow, transfer.first_flow + len(transfer.paths))
         return [flow for flow in flows if flow in self._transfers]
 

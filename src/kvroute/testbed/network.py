@@ -166,7 +166,7 @@ class Network:
         for far in wiring.hosts:
             if (place, far.name) in wiring.neighbours:
                 yield f"route add {far.address}/32 via {self.addresses[_HUB]} dev hub onlink{source}"
-            elif links := wiring.ways.get((place, far.name)):
+            elif links := wiring.routes.get((place, far.name)):
                 hops = [f"nexthop via {ends[link].beyond} dev {ends[link].device}" for link in links]
                 out = " ".join(hops) if len(hops) > 1 else hops[0].removeprefix("nexthop ")
                 if host is not None and (delay_s := self.delay_s(place, far.name)):

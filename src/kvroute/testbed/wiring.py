@@ -70,12 +70,12 @@ class Cable:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """All places and routes. `ways[place, host]`: links among which packets to that host are spread at that place."""
+    """All places and routes. `routes[place, host]`: links among which packets to that host are spread at that place."""
 
     hosts: tuple[Host, ...]
     switches: tuple[str, ...]
     cables: tuple[Cable, ...]
-    ways: dict[tuple[str, str], tuple[int, ...]]
+    routes: dict[tuple[str, str], tuple[int, ...]]
     neighbours: tuple[tuple[str, str], ...]
     """Ordered pairs of hosts of one node."""
     latency_s: dict[tuple[str, str], float]
@@ -115,7 +115,7 @@ def wire(cluster: Cluster, addresses: IPv4Network) -> Wiring:
     switches = tuple(dict.fromkeys(end.place for cable in cables for end in (cable.up, cable.down)))
     names = {host.name for host in hosts}
     of = {name: host for host in hosts for name in host.instances}
-    ways: dict[tuple[str, str], tuple[int, ...]] = {}
+    routes: dict[tuple[str, str], tuple[int, ...]] = {}
     latency_s: dict[tuple[str, str], float] = {}
     for source, target in permutations(range(len(cluster.instances)), 2):
         near, far = (of[cluster.instances[index].name] for index in (source, target))
@@ -126,11 +126,11 @@ def wire(cluster: Cluster, addresses: IPv4Network) -> Wiring:
             for links in cluster.hops(source, target, 0):
                 place = cluster.links[links[0]].source
                 place = near.name if place == near.node else place
-                if ways.setdefault((place, far.name), links) != links:
+                if routes.setdefault((place, far.name), links) != links:
                     what = f"the path from {place} to {far.name} depends on the traffic's origin"
                     raise InputError(what, where=cluster.name, hint="give the datacenters one route, without a detour")
     beside = tuple((a.name, b.name) for a, b in permutations(hosts, 2) if a.node == b.node)
-    return Wiring(hosts, tuple(name for name in switches if name not in names), cables, ways, beside, latency_s)
+    return Wiring(hosts, tuple(name for name in switches if name not in names), cables, routes, beside, latency_s)
 
 
 def _check(cluster: Cluster) -> None:

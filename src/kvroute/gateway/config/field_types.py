@@ -21,7 +21,7 @@ Url: TypeAlias = Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+[^\s]*\Z", exa
 Secret: TypeAlias = Annotated[
     str, Meta(pattern=r"^[!-~]{16,1000}\Z", examples=["16 or more random characters"], extra={"secret": True})
 ]
-Word: TypeAlias = Annotated[str, Meta(pattern=r"^ *[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*\Z", examples=["rack"])]
+NonEmptyText: TypeAlias = Annotated[str, Meta(pattern=r"^ *[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*\Z", examples=["rack"])]
 """Text that is not blank and has no control characters."""
 Query: TypeAlias = Annotated[str, Meta(pattern=r"\S", examples=["avg(rate(link_bytes[1m])) / 1e9"])]
 """Text that is not blank; it may have several lines."""

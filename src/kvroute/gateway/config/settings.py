@@ -18,6 +18,7 @@ from kvroute.gateway.config.field_types import (
     LimitOrNone,
     LogSize,
     MemorySize,
+    NonEmptyText,
     Number,
     Path,
     Port,
@@ -29,7 +30,6 @@ from kvroute.gateway.config.field_types import (
     Wait,
     WebOrigin,
     Window,
-    Word,
 )
 from kvroute.gateway.config.offload import OffloadSection
 from kvroute.gateway.openai_api.api_keys import KeySettings
@@ -90,7 +90,7 @@ class LinkQuery(Entry, frozen=True, kw_only=True):
     """One PromQL query whose result has a series for each link."""
 
     query: Query
-    label: Word = "link"
+    label: NonEmptyText = "link"
     """Label that holds the link's name."""
 
 
@@ -268,7 +268,7 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     """KV memory reserved on every decode instance."""
     reserve_output_tokens: Limit = 4096
     """Maximum number of generated tokens for which a request reserves memory, even if it allows more."""
-    models: dict[Word, Word] = field(default_factory=dict)
+    models: dict[NonEmptyText, NonEmptyText] = field(default_factory=dict)
     """Aliases: a model's name for clients to its name in the cluster file."""
     oracle: OracleSection = OracleSection()
     prompt: PromptSettings = PromptSettings()

@@ -1,4 +1,4 @@
-"""One engine as the gateway uses it: its connections, protocol dialect, availability and requests in progress."""
+"""One engine as the gateway uses it: its connections, P/D protocol, availability and requests in progress."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Poller:
         self._names = tuple(names)
         self._pool_of = pool_of
         self._on_answer = on_answer
-        self._under_way: dict[str, _Poll] = {}
+        self._in_progress: dict[str, _Poll] = {}
         self._tick_handle: asyncio.TimerHandle | None = None
         self._round, self._round_s, self._round_lasts_s = 0, 0.0, settings.interval_s
         """Finished rounds, start of the current round, and its duration."""
@@ -167,20 +167,20 @@ class Poller:
         if self._tick_handle is not None:
             self._tick_handle.cancel()
             self._tick_handle = None
-        for question in self._under_way.values():
-            question.give_up()
-        self._under_way.clear()
+        for poll in self._in_progress.values():
+            poll.give_up()
+        self._in_progress.clear()
 
-    def done(self, question: _Poll, answer: PollResult) -> None:
+    def done(self, poll: _Poll, answer: PollResult) -> None:
         """Complete a poll."""
-        del self._under_way[question.name]
-        self._on_answer(question.name, answer)
+        del self._in_progress[poll.name]
+        self._on_answer(poll.name, answer)
 
-    def discard(self, question: _Poll) -> None:
+    def discard(self, poll: _Poll) -> None:
         """End a poll without a verdict on its engine."""
-        del self._under_way[question.name]
+        del self._in_progress[poll.name]
         if self.settings.on_discard is not None:
-            self.settings.on_discard(question.name)
+            self.settings.on_discard(poll.name)
 
     def _tick(self) -> None:
         count, settings = len(self._names), self.settings
@@ -192,12 +192,12 @@ class Poller:
             self._round_lasts_s = settings.interval_s * (1.0 + longer)
         due = max(int((self._round + (now - self._round_s) / self._round_lasts_s) * count) + 1, count)
         self._turn = max(self._turn, due - count)
-        while self._turn < due and len(self._under_way) < settings.at_once:
+        while self._turn < due and len(self._in_progress) < settings.at_once:
             self._ask(self._names[self._turn % count])
             self._turn += 1
         self._tick_handle = self._loop.call_later(max(self._round_lasts_s / count, _TICK_MIN_S), self._tick)
 
     def _ask(self, name: str) -> None:
-        pool = None if name in self._under_way else self._pool_of(name)
+        pool = None if name in self._in_progress else self._pool_of(name)
         if pool is not None:
-            self._under_way[name] = _Poll(self, name, pool, self._loop)
+            self._in_progress[name] = _Poll(self, name, pool, self._loop)

@@ -25,7 +25,7 @@ class StateCarryOver:
     """Carries over the state of the instances that stay, from the old cluster to the new one.
 
     Call `at_once` before the new cluster serves requests, then `prefixes`. Meanwhile pass the events of the new core to
-    `heard`, and call `refresh` periodically until the requests of the old cluster are over.
+    `on_event`, and call `refresh` periodically until the requests of the old cluster are over.
     """
 
     def __init__(self, old: ClusterRuntime, new: ClusterRuntime, retired: Sequence[ClusterRuntime]) -> None:
@@ -35,13 +35,13 @@ class StateCarryOver:
         self._retired = {name: [each for each in retired if same_engine(name, each, new)] for name in self._stay}
         self._to_tell = {name for name in self._stay if self._keeps_prefixes(name)}
         """Instances whose cached prefixes are not reported to the new core yet."""
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         """Number of old requests last reported to the core, by engine that does not report its load itself."""
 
     @property
     def over(self) -> bool:
         """Whether all state is carried over."""
-        return not self._to_tell and not any(self._told.values())
+        return not self._to_tell and not any(self._reported.values())
 
     def reads(self, runtime: ClusterRuntime) -> bool:
         """Whether cached prefixes of this cluster are still to be carried over."""
@@ -66,7 +66,7 @@ class StateCarryOver:
             measured = old.measured.get(name)
             if measured is not None:
                 new.measured[name] = measured
-                running = max(measured.running, self._under_way(name) - measured.waiting)
+                running = max(measured.running, self._in_flight(name) - measured.waiting)
                 new.notify(InstanceMeasured(now, name, running, measured.waiting, measured.kv_used_share))
         if old.wan_paths is not None and new.wan_paths is not None:
             new.wan_paths.inherit(old.wan_paths, now)
@@ -113,11 +113,11 @@ class StateCarryOver:
         """Report old requests to the new core as external load, for engines that do not report their load."""
         for name in self._stay:
             if name in self._new.measured:
-                self._told.pop(name, None)
-            elif (under_way := self._under_way(name)) != self._told.get(name, 0):
-                self._told[name] = under_way
+                self._reported.pop(name, None)
+            elif (in_flight := self._in_flight(name)) != self._reported.get(name, 0):
+                self._reported[name] = in_flight
                 own = self._new.engines[name].in_flight
-                self._new.notify(InstanceMeasured(self._new.now(), name, under_way + own, 0))
+                self._new.notify(InstanceMeasured(self._new.now(), name, in_flight + own, 0))
 
     async def prefixes(self) -> None:
         """Carry over cached prefixes, one instance at a time in its present state; other tasks run in between."""
@@ -130,12 +130,12 @@ class StateCarryOver:
                     self._new.notify(KvStored(now, name, blocks, block_tokens))
                 await asyncio.sleep(0)
 
-    def heard(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Apply an eviction that the new core received to the old core too, so that its blocks are not carried over."""
         if isinstance(event, KvEvicted | KvCleared) and event.instance in self._to_tell:
             self._old.notify(event)
 
-    def _under_way(self, name: str) -> int:
+    def _in_flight(self, name: str) -> int:
         return sum(each.engines[name].in_flight for each in self._retired[name])
 
     def _keeps_prefixes(self, name: str) -> bool:

@@ -223,7 +223,7 @@ class ClusterManager:
         """Process an event of a collector."""
         self.runtime.on_telemetry(event)
         if self._carry_over is not None:
-            self._carry_over.heard(event)
+            self._carry_over.on_event(event)
 
     def _recording(self, prepared: Prepared) -> EventLogWriter | None:
         deployment, header = prepared.deployment, prepared.log_header

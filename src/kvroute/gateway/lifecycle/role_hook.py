@@ -16,7 +16,7 @@ import aiohttp
 from kvroute.gateway.config.offload import RoleSwitchSection, hook_url
 from kvroute.types import Instance, Role
 
-_LAST_WORDS_S = 5.0
+_TERMINATE_S = 5.0
 """Time between SIGTERM and SIGKILL when a program is ended, in seconds."""
 
 
@@ -73,5 +73,5 @@ async def _end(program: asyncio.subprocess.Process) -> None:
         with suppress(ProcessLookupError):
             os.killpg(program.pid, number)
         with suppress(TimeoutError):
-            await asyncio.wait_for(program.wait(), _LAST_WORDS_S)
+            await asyncio.wait_for(program.wait(), _TERMINATE_S)
             return

@@ -44,7 +44,7 @@ def status_snapshot(
         )
     runtime, *retired = clusters
     core = runtime.control.loads(now)
-    older = {name: _under_way(name, retired) if retired else 0 for name in runtime.engines}
+    older = {name: _in_flight(name, retired) if retired else 0 for name in runtime.engines}
     instances = tuple(
         _instance(engine, older[name], core[name], runtime.measured.get(name), now)
         for name, engine in runtime.engines.items()
@@ -124,7 +124,7 @@ def _review(review: Review | None) -> ReviewLoad | None:
     )
 
 
-def _under_way(name: str, retired: Sequence[ClusterRuntime]) -> int:
+def _in_flight(name: str, retired: Sequence[ClusterRuntime]) -> int:
     return sum(each.engines[name].in_flight for each in retired if name in each.engines)
 
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import NullLocator
 from kvroute.comparison.cells import Record
 from kvroute.experiments.never_worse import RIVALS
 from kvroute.experiments.never_worse_cases import CASES
-from kvroute.report.drawing import FAINT, INK, grid, legend_above, look, nothing, panels, plain, style
+from kvroute.report.drawing import FAINT, INK, grid, legend_above, line_style, nothing, panels, plain, style
 from kvroute.report.never_worse_findings import OURS, Pairing, pairs, tbt_s, terms
 
 _LYING = "#b5472f"
@@ -47,7 +47,7 @@ def ratios(matrix: Sequence[Record]) -> Figure:
 
 def _dot(axes: Axes, each: Pairing, y: float) -> None:
     error = 2 * each.error / each.theirs if each.error and each.theirs else 0.0
-    colour = _LYING if CASES[each.case].oracle == "lying" else look(each.second).colour
+    colour = _LYING if CASES[each.case].oracle == "lying" else line_style(each.second).colour
     if each.ratio < _RATIOS[0]:
         axes.plot([_RATIOS[0]], [y], "<", color=colour, markersize=4, clip_on=False)
         return
@@ -66,7 +66,9 @@ def trade(matrix: Sequence[Record]) -> Figure:
             if not both:
                 return nothing(figure, "no cell has both")
             x, y = [min(100 * ttft[case], _TRADE_MAX) for case in both], [tbt[case] for case in both]
-            axes.plot(x, y, look(name).marker, color=look(name).colour, markersize=3.5, label=name, alpha=0.8)
+            axes.plot(
+                x, y, line_style(name).marker, color=line_style(name).colour, markersize=3.5, label=name, alpha=0.8
+            )
         axes.axhline(0, color=FAINT, linewidth=1)
         axes.axvline(0, color=FAINT, linewidth=1)
         axes.set_xlabel(f"mean TTFT compared with CLA*, % ({_TRADE_MAX:g}: that much or more)")

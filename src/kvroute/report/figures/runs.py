@@ -18,7 +18,7 @@ from kvroute.report.drawing import (
     PART_COLOURS,
     TIER_COLOURS,
     grid,
-    look,
+    line_style,
     nothing,
     panels,
     percent,
@@ -178,7 +178,7 @@ def _tier_lines(axes: Axes, timelines: Mapping[str, Timeline], tier: str, span: 
     for order, (policy, timeline) in enumerate(timelines.items()):
         at_s, shares = thin(*_within(timeline.at_s, timeline.tier.get(tier, ()), span), most=most)
         width = _width(order, len(timelines), step=0.6)
-        axes.plot(at_s, shares, color=look(policy).colour, linewidth=width, zorder=3 + order)
+        axes.plot(at_s, shares, color=line_style(policy).colour, linewidth=width, zorder=3 + order)
         highest = max(highest, max(shares, default=0.0))
     axes.set_ylim(0, highest * 1.1 or 1)
     _limit(axes, span)
@@ -195,7 +195,7 @@ def threshold_over_time(timelines: Mapping[str, Timeline], changes: _Changes = (
         for column, (axes, span) in enumerate(zip(row, spans, strict=True)):
             for order, (policy, timeline) in enumerate(timelines.items()):
                 at_s, tokens = _within(timeline.at_s, timeline.threshold_tokens, span)
-                width, colour = _width(order, len(timelines)), look(policy).colour
+                width, colour = _width(order, len(timelines)), line_style(policy).colour
                 axes.step(at_s, tokens, where="post", color=colour, linewidth=width, zorder=3 + order)
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))

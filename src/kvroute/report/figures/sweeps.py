@@ -19,8 +19,8 @@ from kvroute.report.drawing import (
     NO_TOKEN,
     PAPER,
     grid,
+    line_style,
     log_if_wide,
-    look,
     nothing,
     panels,
     percent,
@@ -120,7 +120,7 @@ def _policy_lines(axes: Axes, records: Sequence[Record], axis: str, policies: Se
         x = [value for value, _ in points]
         mean = np.array([known.mean for _, known in points]) * scale.factor
         std = np.array([known.std for _, known in points]) * scale.factor
-        drawn = look(policy)
+        drawn = line_style(policy)
         axes.fill_between(
             x, np.maximum(mean - std, mean * 0.05), mean + std, color=drawn.colour, alpha=0.15, linewidth=0
         )
@@ -137,7 +137,7 @@ def _policy_lines(axes: Axes, records: Sequence[Record], axis: str, policies: Se
 
 def _gap_line(axes: Axes, records: Sequence[Record], axis: str, versus: tuple[str, str]) -> None:
     """Draw the gap; markers are filled if the interval excludes zero."""
-    drawn = look(versus[0])
+    drawn = line_style(versus[0])
     gaps: list[tuple[float, Difference]] = []
     for value in values_of(records, axis):
         found = gap([record.summary for record in records if record.cell.settings.get(axis) == value], versus)
@@ -230,7 +230,7 @@ def _bar(axes: Axes, row: int, policy: str, known: Estimate | None, step: Differ
         axes.text(0, row, f" {NO_TOKEN}", va="center", color=FAINT)
         return
     mean, error = known.mean * 1e3, (known.half_width or 0) * 1e3
-    axes.barh(row, mean, color=look(policy).colour, height=0.68)
+    axes.barh(row, mean, color=line_style(policy).colour, height=0.68)
     if error:
         axes.errorbar(mean, row, xerr=error, color=INK, capsize=2.5, linewidth=1)
     text = f" {mean:,.0f}" + ("" if step is None else f" ({step.relative:+.1%})".replace("-", "−"))

@@ -10,7 +10,7 @@ from kvroute.testbed.namespaces import run
 from kvroute.testbed.wiring import End, Host
 
 
-class Ways:
+class KernelPaths:
     """The links of a running testbed."""
 
     def __init__(self, testbed: Testbed) -> None:
@@ -21,26 +21,26 @@ class Ways:
             for cable in testbed.wiring.cables
             for here, there in ((cable.up, cable.down), (cable.down, cable.up))
         }
-        self._ask = lru_cache(maxsize=None)(self._asked)
+        self._link_of = lru_cache(maxsize=None)(self._query)
 
     def of(self, source: Host, target: Host, source_port: int, target_port: int) -> list[int]:
         """Return link ids in order for a TCP connection between two hosts of different nodes."""
         place, came, path = source.name, "", []
         while place != target.name:
-            links = self._testbed.wiring.ways[place, target.name]
+            links = self._testbed.wiring.routes[place, target.name]
             link = links[0]
             if len(links) > 1:
-                link = self._ask(place, came, str(source.address), str(target.address), source_port, target_port)
-            assert link in links, "the kernel takes a way that was not laid"
+                link = self._link_of(place, came, str(source.address), str(target.address), source_port, target_port)
+            assert link in links, "the kernel uses a link outside the routes"
             path.append(link)
             there = self._opposite[link]
             place, came = there.place, there.device
         return path
 
-    def _asked(self, place: str, came: str, source: str, target: str, sport: int, dport: int) -> int:
-        words = ["route", "get", target, "from", source, *(["iif", came] if came else []), "ipproto", "tcp"]
-        words += ["sport", str(sport), "dport", str(dport)]
-        told = run("ip", "-n", self._testbed.run.namespace(place), *words)
-        found = re.search(r" dev l(\d+)", told)
-        assert found, f"no device in {told!r}"
+    def _query(self, place: str, came: str, source: str, target: str, sport: int, dport: int) -> int:
+        arguments = ["route", "get", target, "from", source, *(["iif", came] if came else []), "ipproto", "tcp"]
+        arguments += ["sport", str(sport), "dport", str(dport)]
+        output = run("ip", "-n", self._testbed.run.namespace(place), *arguments)
+        found = re.search(r" dev l(\d+)", output)
+        assert found, f"no device in {output!r}"
         return int(found[1])
