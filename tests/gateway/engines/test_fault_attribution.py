@@ -126,7 +126,7 @@ def poisonous(of: Gate | None = None) -> Serve:
 
 def up(front: RunningGateway) -> list[str]:
     """Return the names of the available instances."""
-    return sorted(name for name, station in front.gateway.runtime.engines.items() if station.availability.up)
+    return sorted(name for name, each in front.gateway.runtime.engines.items() if each.availability.up)
 
 
 def received(engines: list[Engine]) -> int:

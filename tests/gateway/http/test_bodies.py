@@ -118,22 +118,22 @@ def test_memory_of_bodies_is_freed_without_the_garbage_collector(way: str) -> No
 
 def test_parsers_and_connections_are_freed_after_use() -> None:
     async def main() -> None:
-        reader = RequestParser(Limits())
-        reader.feed(HEAD + b"Content-Length: 5\r\n\r\n123")
-        assert reader.body_bytes == 3
-        reader.forget()
-        assert reader.body_bytes == 0
+        parser = RequestParser(Limits())
+        parser.feed(HEAD + b"Content-Length: 5\r\n\r\n123")
+        assert parser.body_bytes == 3
+        parser.forget()
+        assert parser.body_bytes == 0
 
         class Wire(asyncio.Transport):
             def is_closing(self) -> bool:
                 return False
 
         pool = UpstreamPool("http://engine:1")
-        line = UpstreamConnection(pool)
-        line.connection_made(Wire())
-        line.connection_lost(None)
-        watched = {id(reader), id(line)}  # no weak references: a compiled object does not support them
-        del reader, line
+        connection = UpstreamConnection(pool)
+        connection.connection_made(Wire())
+        connection.connection_lost(None)
+        watched = {id(parser), id(connection)}  # no weak references: a compiled object does not support them
+        del parser, connection
         assert not [
             one
             for one in gc.get_objects()

@@ -48,7 +48,7 @@ def test_engines_are_reached_over_https(
                 for streams in (False, True):
                     answer = await front.post(completion(stream=streams))
                     assert (answer.status, len(answer.text.split())) == (200, 3)
-                assert all(station.availability.up for station in front.gateway.runtime.engines.values())
+                assert all(each.availability.up for each in front.gateway.runtime.engines.values())
             else:
                 assert (await front.post(completion())).status in (502, 503)
                 assert await front.becomes("prefill0", False)

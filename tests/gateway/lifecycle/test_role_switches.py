@@ -252,11 +252,11 @@ def test_a_reload_during_a_role_switch(tmp_path: Path, change: str) -> None:
                 if change == "another-engine":
                     endpoints[name] = Endpoint(url="http://127.0.0.1:9")
                 assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
-                station = gate.gateway.runtime.engines[name]
-                assert station.availability.reason.endswith("converting") is (change == "same")
+                each = gate.gateway.runtime.engines[name]
+                assert each.availability.reason.endswith("converting") is (change == "same")
                 gone.set()
                 await wait_for_counter(gate, OUTCOMES, 1, outcome="converted" if change == "same" else "abandoned")
-                assert station.role == ("prefill" if change == "same" else "decode")
+                assert each.role == ("prefill" if change == "same" else "decode")
                 await load.end()
                 assert await gate.becomes_idle(), gate.held_resources()
             return name
@@ -276,7 +276,7 @@ def test_a_reload_keeps_switched_roles(tmp_path: Path) -> None:
             load = LoadGenerator(gate)
             await wait_for_counter(gate, OUTCOMES, 1, outcome="converted")
             await load.end()
-            roles = {name: station.role for name, station in gate.gateway.runtime.engines.items()}
+            roles = {name: each.role for name, each in gate.gateway.runtime.engines.items()}
             endpoints = gate.fleet.ready().instances
             assert await gate.gateway.reload(lambda: Deployment.of(TEXT + section, "new.yaml", endpoints=endpoints))
             assert {n: s.role for n, s in gate.gateway.runtime.engines.items()} == roles
@@ -324,7 +324,7 @@ def test_without_a_hook_a_review_only_reports_the_best_split(caplog: pytest.LogC
             gain = await metric(gate, "kvroute_review_gain_ratio")
             assert gain is not None
             assert gain > 0.5
-            assert all(station.role == station.instance.role for station in gate.gateway.runtime.engines.values())
+            assert all(each.role == each.instance.role for each in gate.gateway.runtime.engines.values())
 
     uvloop.run(run())
     said = [record.__dict__["fields"]["reason"] for record in caplog.records if record.message == "review"]
@@ -357,6 +357,6 @@ def test_a_missing_hook_is_reported() -> None:
     instance = msgspec.structs.replace(parse(TEXT).instances[0], endpoint=Endpoint(url="http://127.0.0.1:9/"))
     missing = uvloop.run(convert(RoleSwitchSection(command=["/no/such/program"]), instance, "decode", "prefill"))
     assert missing == "/no/such/program cannot be run (No such file or directory)"
-    nobody = uvloop.run(convert(RoleSwitchSection(url="{endpoint}/convert"), instance, "decode", "prefill"))
-    assert nobody.startswith("the hook cannot be reached (")
+    unreachable = uvloop.run(convert(RoleSwitchSection(url="{endpoint}/convert"), instance, "decode", "prefill"))
+    assert unreachable.startswith("the hook cannot be reached (")
     assert hook_url("{endpoint}/convert", "http://a:1/") == "http://a:1/convert"

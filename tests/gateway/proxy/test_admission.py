@@ -224,7 +224,7 @@ def test_a_key_may_have_its_own_limit() -> None:
     assert [type(admission.acquire(t, "batch", 0.0)) for t in range(4)] == [Accepted] * 3 + [Refused]
     assert [type(admission.acquire(t, "other", 0.0)) for t in range(9, 11)] == [Accepted, Refused]
     assert isinstance(admission.acquire(20, None, 0.0), Accepted)
-    assert isinstance(admission.acquire(21, None, 0.0), Accepted), "without keys there is nobody to bound"
+    assert isinstance(admission.acquire(21, None, 0.0), Accepted), "without an API key there is no limit per key"
 
 
 def test_limits_of_zero_requests_are_an_assertion_error() -> None:

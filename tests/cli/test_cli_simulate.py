@@ -1,0 +1,162 @@
+"""`kvroute simulate`: one document on stdout, reports, logs, and options without effect."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from tests.cli.cli_rig import CLUSTER, EXAMPLES, Ended, Kvroute, document
+
+
+def test_simulate_prints_one_document_of_runs(kvroute: Kvroute, trace: str) -> None:
+    """Two policies and two seeds give one run each in this order, with every documented key, and a verdict."""
+    ended = kvroute(
+        "simulate", CLUSTER, "--trace", trace, "--policy", "round-robin", "--policy", "netkv",
+        "--seeds", "2", "--workers", "1", "--json",
+    )  # fmt: skip
+    found = document(ended)
+    runs = found["runs"]
+    assert [(run["policy"], run["seed"]) for run in runs] == [
+        ("round-robin", 0), ("round-robin", 1), ("netkv", 0), ("netkv", 1),
+    ]  # fmt: skip
+    for run in runs:
+        assert run["requests"] == {"arrived": 20, "finished": 20, "rejected": 0, "in_flight": 0}
+        assert set(run["ttft_s"]) == {"mean", "p50", "p95", "p99"}
+        assert 0 < run["ttft_s"]["p50"] <= run["ttft_s"]["p95"] <= run["ttft_s"]["p99"]
+        assert run["transfer_s"]["mean"] > 0
+        assert {"mean", "p95"} <= set(run["tbt_s"])
+        assert (run["slo_attainment"], run["tier_share"]) == (1.0, {"0": 0.0, "1": 1.0, "2": 0.0, "3": 0.0})
+        assert all(run[name] > 0 for name in ("goodput_per_s", "wall_s", "cpu_s"))
+    assert found["verdict"]["winner"] in ("round-robin", "netkv")
+
+
+def test_stdout_contains_only_the_document(trace: str) -> None:
+    """By default four policies run, compared over one seed here. If stderr is no terminal, it has one line and no
+    progress bar."""
+    command = [sys.executable, "-m", "kvroute.cli.app", "simulate", CLUSTER, "--trace", trace, "--seeds", "1"]
+    out = subprocess.run([*command, "--workers", "1", "--json"], capture_output=True, text=True)
+    runs = document(Ended(out.returncode, out.stdout, out.stderr))["runs"]
+    assert [run["policy"] for run in runs] == ["round-robin", "cla", "netkv", "foresight"]
+    assert out.stderr == "Simulating: 4 runs\n"
+
+
+def test_a_log_replaces_only_an_older_log(kvroute: Kvroute, trace: str) -> None:
+    """A trace or another file named as the log by mistake is kept; an older log is replaced."""
+    simulate = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1", "--log")
+    before = Path(trace).read_bytes()
+    Path("notes").write_text("mine")
+    for place, problem in ((trace, "would overwrite the trace"), ("notes", "is not a kvroute log")):
+        ended = kvroute(*simulate, place)
+        assert (ended.code, Path(trace).read_bytes(), Path("notes").read_text()) == (2, before, "mine")
+        assert problem in ended.err
+    assert [kvroute(*simulate, "run.log").code for _ in range(2)] == [0, 0]
+    again = kvroute(*simulate, "run.log", "--trace", "run.log")
+    assert (again.code, "would overwrite the trace" in again.err) == (2, True)
+
+
+def test_an_invalid_trace_leaves_no_results_folder(kvroute: Kvroute) -> None:
+    """The trace is read before the folder is created."""
+    Path("bad.jsonl").write_text("{}\n")
+    ended = kvroute("simulate", CLUSTER, "--trace", "bad.jsonl", "--out", "new")
+    assert (ended.code, Path("new").exists()) == (2, False)
+
+
+def test_the_help_names_the_files_that_are_replaced(kvroute: Kvroute) -> None:
+    """The help names the files of an older run and an older trace."""
+    for command, what in (
+        ("simulate", "existing files are replaced"),
+        ("trace generate", "an existing file is replaced"),
+    ):
+        assert what in " ".join(kvroute(*command.split(), "--help").out.replace("│", "").split())
+
+
+def test_a_report_prints_only_the_document_on_stdout(kvroute: Kvroute, trace: str) -> None:
+    """The path of the report is printed on stderr, and the records are in the same folder."""
+    ended = kvroute(
+        "simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1", "--json",
+        "--out", "new/out",
+    )  # fmt: skip
+    (run,) = document(ended)["runs"]
+    assert "Report: " in ended.err
+    (record,) = Path("new/out/results.jsonl").read_text().splitlines()
+    assert json.loads(record)["summary"] == run
+
+
+def test_a_run_over_several_datacenters_shows_what_was_offloaded(kvroute: Kvroute) -> None:
+    """The table has threshold, offloaded share, failures and copies, and the figures mark the cut; one site shows none
+    of them."""
+    Path("cut.yaml").write_text(
+        "changes: [{at: 4 s, link: wan, share: 0}, {at: 9 s, link: wan, share: 1}]\nstall: 1 s\n"
+        "offload: {threshold: 8K tokens}\n"
+    )
+    only = ("--policy", "netkv", "--seeds", "1", "--workers", "1", "--requests", "30")
+    ended = kvroute(
+        "simulate", str(EXAMPLES / "two-datacenters.yaml"), "--scenario", "cut.yaml", "--rate", "3", *only, "--out", "o"
+    )
+    assert ended.code == 0, ended.err
+    headings = " ".join(ended.out.split())
+    assert all(word in headings for word in ("threshold", "remote", "KV %", "failed", "copied"))
+    record = json.loads(Path("o/results.jsonl").read_text())
+    summary, timeline = record["summary"], record["timeline"]
+    assert len(timeline["threshold_tokens"]) == len(timeline["at_s"]) > 0
+    assert summary["threshold_tokens"] == np.median(timeline["threshold_tokens"])
+    assert f"{summary['threshold_tokens']:,.0f}" in ended.out
+    page = Path("o/report.html").read_text()
+    assert page.count("<!-- wan cut -->") == page.count("<!-- wan restored -->") == 2, "in both figures over time"
+    assert "Settings that differ from the defaults" in page
+    folded = page.index("<details>")
+    assert page.index("settings.changes") < folded < page.index("settings.prefill_queueing")
+    alone = kvroute("simulate", CLUSTER, *only, "--out", "alone")
+    assert "threshold" not in alone.out
+    assert not Path("alone/figures/threshold.svg").exists()
+    assert "restored" not in Path("alone/report.html").read_text()
+
+
+def test_options_without_effect_are_reported(kvroute: Kvroute, trace: str) -> None:
+    """A policy given twice, a warm-up longer than the trace, heads that cannot be shared evenly by the shards."""
+    once = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1")
+    ended = kvroute(*once, "--policy", "netkv", "--warmup", "1e9")
+    assert "Duplicate policies run only once" in ended.err
+    assert "No request was measured, so no comparison is possible." in ended.out
+    assert "No request arrived after the warm-up; shorten it (--warmup)" in ended.out
+    uneven = kvroute("llm", "llama-3-70b", "--tp", "3")
+    assert (uneven.code, "cannot share the KV heads evenly" in uneven.err) == (0, True)
+    assert kvroute("llm", "llama-3-70b", "--tp", "4").err == ""
+    said = kvroute(*once)
+    assert said.err == "Simulating: 1 runs\n"
+    assert "warm-up" not in said.out
+
+
+def test_text_output_is_a_table_and_a_verdict(kvroute: Kvroute, trace: str) -> None:
+    """There is no JSON, and a difference over one seed is not called significant."""
+    ended = kvroute(
+        "simulate",
+        CLUSTER,
+        "--trace",
+        trace,
+        "--policy",
+        "round-robin",
+        "--policy",
+        "netkv",
+        "--seeds",
+        "1",
+        "--workers",
+        "1",
+    )
+    assert ended.code == 0
+    assert "netkv" in ended.out
+    assert "lowest mean TTFT" in ended.out
+    assert "one seed cannot show" in " ".join(ended.out.split())
+
+
+def test_invalid_lines_stop_the_run_unless_they_are_skipped(kvroute: Kvroute, trace: str) -> None:
+    """The error names the line; with `--skip-bad` the other lines are played."""
+    Path(trace).write_text(Path(trace).read_text() + '{"timestamp": 1}\n')
+    arguments = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--json")
+    ended = kvroute(*arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert "trace.jsonl:21: " in ended.err
+    assert document(kvroute(*arguments, "--skip-bad"))["runs"][0]["requests"]["arrived"] == 20

@@ -1,0 +1,508 @@
+"""The core under random live histories: legs fail, instances go down and up, other routers share them, and one cluster
+has several protocols. All resources that requests held are released, and every decision names an instance that can
+serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.control.live_rig import BLOCK_TOKENS, TOKEN_BYTES, cluster_of, request
+
+from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal, replay
+from kvroute.types import (
+    SAME_RACK,
+    Admitted,
+    Arrived,
+    Decision,
+    Decode,
+    DecodeFailed,
+    Event,
+    Finished,
+    InputError,
+    Instance,
+    InstanceDown,
+    InstanceMeasured,
+    InstanceUp,
+    KvCleared,
+    KvStored,
+    Prefill,
+    PrefillFailed,
+    PrefillFinished,
+    Reject,
+    Request,
+    TransferFinished,
+)
+
+CHAIN = (11, 12, 13, 14)
+UNITS_S = 1e-9
+
+
+MIXED = cluster_of(
+    *("vp0", "vp1", "vd0", "vd0b", "vd1", "sp0", "sp1", "sd0", "sd1", "mp1", "md0", "md1", "vb0", "sb1"),
+    vd1="kv_capacity: 5 GB",
+    sd1="kv_capacity: 6 GB",
+    md0="kv_capacity: 3 GB",
+)
+PLACE = {instance.name: instance for instance in MIXED.instances}
+NAMES = tuple(PLACE)
+
+
+@dataclass
+class Life:
+    """The state of a request in flight, as the test tracks it."""
+
+    request: Request
+    prefill: str = ""
+    """Instance where its prefill is booked. Empty: the prefill is over, or there is none."""
+    booked_s: float = 0.0
+    source: str = ""
+    target: str = ""
+    """Instance where its decode is booked."""
+    crossing: bool = False
+    admitted: bool = False
+    failed: list[str] = field(default_factory=list)
+    """Instances that failed the request, the latest one last."""
+
+    def fails(self, name: str) -> None:
+        """Record a failure of this instance."""
+        self.failed = [other for other in self.failed if other != name] + [name]
+
+    def allows(self, able: list[str]) -> list[str]:
+        """Return those of `able` that have not failed the request; if all have, the one that failed first."""
+        rounds = ([name for name in able if name not in self.failed[k:]] for k in range(len(self.failed) + 1))
+        return next(filter(None, rounds), [])
+
+
+@dataclass
+class Others:
+    """Requests of other routers on an instance, derived from its measured load."""
+
+    prefills: int = 0
+    batch: int = 0
+    queued: int = 0
+    kv_bytes: float = 0.0
+
+
+class Lives(RuleBasedStateMachine):
+    """Random histories against a model that counts. A second core receives all events except the impossible ones and
+    must decide the same."""
+
+    spec: ClassVar[dict[str, Any]] = {}
+    inside_only = False
+    """True if the KV cache may not leave its rack."""
+    learns = False
+    """True if the policy learns from transfers, so that it may decide differently from a new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.control, self.untroubled = self.fresh(), self.fresh()
+        self.records: list[LogRecord] = []
+        self.now = 0.0
+        self.lives: dict[int, Life] = {}
+        self.down: set[str] = set()
+        self.others = {name: Others() for name in NAMES}
+        self.count = 0
+
+    def fresh(self) -> Control:
+        """Return a core without any event."""
+        return ControlSpec(**{"prefill": "cache-aware", "decode": "netkv", **self.spec}).build(MIXED)
+
+    def tell(self, event: Event) -> tuple[Decision, ...]:
+        """Advance the time and pass the event to both cores."""
+        self.now += 0.125
+        event = msgspec.structs.replace(event, at=self.now)
+        decisions = self.control.handle(event)
+        assert decisions_equal(decisions, self.untroubled.handle(event))
+        self.records.append(LogRecord(event, decisions))
+        return decisions
+
+    # Events
+
+    @rule(
+        tokens=st.integers(1, 6_000),
+        answer=st.integers(0, 3_000),
+        one_leg=st.sampled_from([False, False, False, True]),
+        depth=st.integers(0, len(CHAIN)),
+    )
+    def arrive(self, tokens: int, answer: int, one_leg: bool, depth: int) -> None:
+        """A request arrives."""
+        blocks = CHAIN[: min(depth, tokens // BLOCK_TOKENS)]
+        life = Life(request(self.count, tokens, answer, one_leg=one_leg, blocks=blocks))
+        self.count += 1
+        self.follow(life, self.tell(Arrived(0, life.request)))
+
+    @precondition(lambda self: self.any_life(prefilling))
+    @rule(data=st.data())
+    def prefilled(self, data: st.DataObject) -> None:
+        """The decode instance is chosen now, or the transfer to the one chosen before starts."""
+        life = self.pick(data, prefilling)
+        decisions = self.tell(PrefillFinished(0, life.request.id))
+        life.prefill = ""
+        if life.target:
+            assert decisions == ()
+            life.crossing = life.source != life.target
+            return
+        self.follow(life, decisions)
+
+    @precondition(lambda self: self.any_life(prefilling))
+    @rule(data=st.data())
+    def prefill_fails(self, data: st.DataObject) -> None:
+        """The prefill booking is released at once, whatever decision follows."""
+        life = self.pick(data, prefilling)
+        failed, booked_s = life.prefill, life.booked_s
+        before_s = self.control.loads(self.now + 0.125)[failed].pending_s
+        decisions = self.tell(PrefillFailed(0, life.request.id))
+        life.fails(failed)
+        self.clear(life)
+        self.follow(life, decisions)
+        after_s = before_s - booked_s
+        if not any(one.prefill == failed for one in self.lives.values() if one is not life):
+            after_s = 0.0
+        if life.prefill == failed:
+            after_s = max(after_s, 0.0) + life.booked_s
+        if not any(others.prefills for others in self.others.values()):
+            assert self.control.loads(self.now)[failed].pending_s == pytest.approx(max(after_s, 0.0), abs=UNITS_S)
+
+    @precondition(lambda self: self.any_life(placed))
+    @rule(data=st.data(), kv_lost=st.booleans())
+    def decode_fails(self, data: st.DataObject, kv_lost: bool) -> None:
+        """The leg fails before its first token. KV that still exists is sent to another instance; otherwise the request
+        restarts."""
+        life = self.pick(data, placed)
+        source, kept = life.source, not kv_lost and self.keeps_kv(life)
+        decisions = self.tell(DecodeFailed(0, life.request.id, kv_lost))
+        life.fails(life.target)
+        self.clear(life)
+        self.follow(life, decisions, source if kept else "")
+
+    @precondition(lambda self: self.any_life(crossing))
+    @rule(data=st.data())
+    def landed(self, data: st.DataObject) -> None:
+        """The transfer is complete."""
+        life = self.pick(data, crossing)
+        assert self.tell(TransferFinished(0, life.request.id)) == ()
+        life.crossing = False
+
+    @precondition(lambda self: self.any_life(waiting))
+    @rule(data=st.data())
+    def admitted(self, data: st.DataObject) -> None:
+        """The first token arrives."""
+        life = self.pick(data, waiting)
+        assert self.tell(Admitted(0, life.request.id)) == ()
+        life.admitted = True
+
+    @precondition(lambda self: bool(self.lives))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """A request completes, fails for good or is cancelled at any step."""
+        life = self.pick(data, anybody)
+        assert self.tell(Finished(0, life.request.id)) == ()
+        del self.lives[life.request.id]
+
+    @rule(name=st.sampled_from(NAMES))
+    def goes_down(self, name: str) -> None:
+        """The instance may already be down, because the gateway may report it twice."""
+        assert self.tell(InstanceDown(0, name)) == ()
+        self.down.add(name)
+
+    @precondition(lambda self: bool(self.down))
+    @rule(data=st.data())
+    def comes_up(self, data: st.DataObject) -> None:
+        """The instance is up again."""
+        name = data.draw(st.sampled_from(sorted(self.down)))
+        assert self.tell(InstanceUp(0, name)) == ()
+        self.down.discard(name)
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        running=st.integers(0, 4),
+        waits=st.integers(0, 3),
+        share=st.sampled_from([None, 0.0, 0.25, 0.5, 1.0]),
+    )
+    def measured(self, name: str, running: int, waits: int, share: float | None) -> None:
+        """An engine reports its load: all load beyond this router's requests belongs to others."""
+        assert self.tell(InstanceMeasured(0, name, running, waits, share)) == ()
+        instance, others = PLACE[name], self.others[name]
+        if instance.role != "decode":
+            others.prefills = max(running + waits - self.prefills(name), 0)
+        if instance.role != "prefill":
+            batch, queued = self.decodes(name)
+            beyond = max(running + waits - batch - queued, 0)
+            others.batch = min(max(running - batch, 0), beyond)
+            others.queued = beyond - others.batch
+            if share is not None:
+                others.kv_bytes = max(share * instance.kv_capacity_bytes - self.own_bytes(name), 0.0)
+
+    @rule(name=st.sampled_from(NAMES), depth=st.integers(1, len(CHAIN)))
+    def stored(self, name: str, depth: int) -> None:
+        """An engine reports cached blocks."""
+        assert self.tell(KvStored(0, name, CHAIN[:depth])) == ()
+
+    @rule(data=st.data())
+    def the_impossible(self, data: st.DataObject) -> None:
+        """The event is rejected; the other core, which does not receive it, makes the same later decisions."""
+        impossible: list[Event] = [InstanceUp(0, "nobody"), InstanceMeasured(0, "nobody", 1, 1)]
+        for number, life in {**self.lives, self.count: Life(request(self.count))}.items():
+            here = number in self.lives
+            impossible += [Arrived(0, life.request)] if here else [Finished(0, number)]
+            if not life.prefill:
+                impossible += [PrefillFinished(0, number), PrefillFailed(0, number)]
+            if not life.target:
+                impossible += [DecodeFailed(0, number), DecodeFailed(0, number, kv_lost=True)]
+            if not life.crossing:
+                impossible.append(TransferFinished(0, number))
+            if not life.target or life.admitted:
+                impossible.append(Admitted(0, number))
+        event = msgspec.structs.replace(data.draw(st.sampled_from(impossible)), at=self.now)
+        with pytest.raises(InputError):
+            self.control.handle(event)
+
+    # Conditions on decisions
+
+    def follow(self, life: Life, decisions: tuple[Decision, ...], source: str = "") -> None:
+        """Record the decisions and check that they are allowed; `source` holds the KV cache already."""
+        source = source or (life.source if life.source and not life.prefill and not life.target else "")
+        match decisions:
+            case (Reject(),):
+                self.check_reject(life, source)
+                self.lives.pop(life.request.id, None)
+                return
+            case (Prefill() as prefill, *rest):
+                assert not source
+                assert not life.request.one_leg
+                self.check_prefill(life, prefill)
+                life.prefill = life.source = prefill.instance
+                life.booked_s = 0.010 + 100e-6 * (life.request.input_tokens - prefill.cached_tokens)
+                instance = PLACE[prefill.instance]
+                assert len(rest) == (instance.role == "both" or instance.protocol == "sglang")
+                for decode in rest:
+                    assert isinstance(decode, Decode)
+                    self.check_decode(life, decode)
+                    assert (decode.target == decode.source) == (instance.role == "both")
+                    life.target = decode.target
+            case (Decode() as decode,):
+                assert decode.source == (decode.target if life.request.one_leg else source)
+                self.check_decode(life, decode)
+                life.source, life.target = decode.source, decode.target
+                life.crossing = decode.source != decode.target
+            case _:
+                raise AssertionError(decisions)
+        self.lives[life.request.id] = life
+
+    def check_prefill(self, life: Life, prefill: Prefill) -> None:
+        """Check that the instance is up and can send its KV cache on, inside its rack if any instance can."""
+        assert prefill.instance in life.allows(self.able_to_prefill())
+
+    def check_decode(self, life: Life, decode: Decode) -> None:
+        """Check that the target is up, uses the source's protocol, and has room; with `overcommit`, room is not
+        required."""
+        source, target, asked = PLACE[decode.source], PLACE[decode.target], life.request
+        tier = int(MIXED.tier[MIXED.index(source.name), MIXED.index(target.name)])
+        assert decode.target not in self.down
+        assert decode.tier == tier
+        assert decode.need_bytes == (asked.input_tokens + asked.max_output_tokens) * TOKEN_BYTES
+        overcommits = self.spec.get("overcommit", False)
+        if source is target:
+            assert decode.kv_bytes == 0.0
+            if asked.one_leg:
+                able = [name for name in self.able_alone() if overcommits or self.has_room(asked, name)]
+                assert decode.target in life.allows(able)
+            else:
+                assert source.role == "both"
+            return
+        assert (target.role, target.protocol) == ("decode", source.protocol)
+        assert decode.kv_bytes == (asked.input_tokens - decode.hit_tokens) * TOKEN_BYTES
+        assert decode.target in life.allows(self.takers(source))
+        assert self.has_room(asked, decode.target) or overcommits
+
+    def check_reject(self, life: Life, source: str) -> None:
+        """Check that no instance can serve: none is up, or none of those that are up has room."""
+        if life.request.one_leg:
+            able = self.able_alone()
+        elif source:
+            able = life.allows(self.takers(PLACE[source]))
+        else:
+            prefill = [PLACE[name] for name in life.allows(self.able_to_prefill())]
+            # The core chooses any other prefill instance before it considers decode instances.
+            assert all((place.protocol, place.role) == ("sglang", "prefill") for place in prefill)
+            able = [taker for place in prefill for taker in life.allows(self.takers(place))]
+        assert not any(self.has_room(life.request, name) for name in able)
+        assert not able or not self.spec.get("overcommit")
+
+    def able_to_prefill(self) -> list[str]:
+        """Return the instances that are up and have a target for the KV cache; under a constraint those with one
+        inside, if any."""
+        prefill = [name for name in NAMES if PLACE[name].role != "decode" and name not in self.down]
+        served = [name for name in prefill if PLACE[name].role == "both" or self.takers(PLACE[name], anywhere=True)]
+        if not self.spec.get("constraint"):
+            return served
+        inside = [name for name in served if PLACE[name].role == "both" or self.takers(PLACE[name], inside=True)]
+        return inside or served
+
+    def takers(self, source: Instance, *, inside: bool = False, anywhere: bool = False) -> list[str]:
+        """Return the decode instances that are up and use the protocol of `source`."""
+        inside = (inside or self.inside_only) and not anywhere
+        return [
+            name
+            for name, place in PLACE.items()
+            if (place.role, place.protocol) == ("decode", source.protocol)
+            and name not in self.down
+            and (not inside or MIXED.tier[MIXED.index(source.name), MIXED.index(name)] <= SAME_RACK)
+        ]
+
+    def able_alone(self) -> list[str]:
+        """Return the instances that can compute a prompt and its output; SGLang's decode engines cannot."""
+        return [
+            name
+            for name, place in PLACE.items()
+            if name not in self.down
+            and (place.role == "both" or (place.role == "decode" and place.protocol != "sglang"))
+        ]
+
+    def has_room(self, asked: Request, name: str) -> bool:
+        """Return whether the instance has room, by the model."""
+        need_bytes = (asked.input_tokens + asked.max_output_tokens) * TOKEN_BYTES
+        free_bytes = PLACE[name].kv_capacity_bytes - self.own_bytes(name) - self.others[name].kv_bytes
+        return need_bytes <= free_bytes
+
+    # Invariants
+
+    @invariant()
+    def counts_are_the_models(self) -> None:
+        """Requests in flight and the queue of every instance equal the model's."""
+        assert self.control.in_flight == len(self.lives)
+        loads = self.control.loads(self.now)
+        for name in NAMES:
+            _, queued = self.decodes(name)
+            assert loads[name].queued == self.prefills(name) + queued + self.others[name].queued, name
+            if not self.prefills(name) and not any(others.prefills for others in self.others.values()):
+                assert loads[name].pending_s == 0.0
+
+    @invariant()
+    def transfers_in_flight_are_the_models(self) -> None:
+        """Transfers by source and tier, as the oracle counts them, equal the model's."""
+        for index, name in enumerate(NAMES):
+            tiers = [
+                int(MIXED.tier[index, MIXED.index(life.target)])
+                for life in self.lives.values()
+                if life.crossing and life.source == name
+            ]
+            counted = self.control.oracle.costs(index, np.array([index]), self.now).in_flight
+            assert counted.tolist() == [min(tiers.count(tier), 16) for tier in range(len(counted))], name
+
+    def teardown(self) -> None:
+        """The records replay to the same decisions. When all requests have left and the engines are idle, the core
+        decides exactly like a new one, up to the last free byte."""
+        for record, again in replay(self.fresh(), self.records):
+            assert decisions_equal(record.decisions, again)
+        for number in list(self.lives):
+            self.tell(Finished(0, number))
+        for name in NAMES:
+            for event in (InstanceUp(0, name), InstanceMeasured(0, name, 0, 0, 0.0), KvCleared(0, name)):
+                self.tell(event)
+        if self.learns:
+            return
+        fresh = self.fresh()
+        sizes = sorted({int(place.kv_capacity_bytes // TOKEN_BYTES) for place in PLACE.values()})
+        for number, tokens in enumerate((1_000, *sizes), start=self.count):
+            for one_leg in (False, True):
+                asked = request(number, tokens, one_leg=one_leg)
+                steps: list[Event] = [Arrived(self.now, asked), Finished(self.now, number)]
+                if not one_leg:
+                    steps.insert(1, PrefillFinished(self.now, number))
+                for step in steps:
+                    decisions = self.control.handle(step)
+                    assert decisions_equal(decisions, fresh.handle(step))
+                    if any(isinstance(decision, Reject) for decision in decisions):
+                        break
+
+    # Model
+
+    def clear(self, life: Life) -> None:
+        """Release all bookings of the request."""
+        life.prefill = life.source = life.target = ""
+        life.crossing = life.admitted = False
+
+    def keeps_kv(self, life: Life) -> bool:
+        """Return whether its KV cache survives a failed decode leg."""
+        return life.source != life.target and PLACE[life.source].protocol != "sglang"
+
+    def pick(self, data: st.DataObject, fits: Any) -> Life:
+        """Draw a request in flight that fits."""
+        return self.lives[data.draw(st.sampled_from([n for n, life in self.lives.items() if fits(life)]))]
+
+    def any_life(self, fits: Any) -> bool:
+        """Return whether any request fits."""
+        return any(fits(life) for life in self.lives.values())
+
+    def prefills(self, name: str) -> int:
+        """Return the number of this router's prefills on an instance."""
+        return sum(life.prefill == name for life in self.lives.values())
+
+    def decodes(self, name: str) -> tuple[int, int]:
+        """Return the number of this router's requests in the batch of an instance and on the way to it."""
+        here = [life.admitted for life in self.lives.values() if life.target == name]
+        return sum(here), len(here) - sum(here)
+
+    def own_bytes(self, name: str) -> float:
+        """Return the KV memory that this router's requests hold on an instance, in bytes."""
+        held = [life.request for life in self.lives.values() if life.target == name]
+        return sum(one.input_tokens + one.max_output_tokens for one in held) * TOKEN_BYTES
+
+
+def anybody(life: Life) -> bool:
+    """Match every request in flight."""
+    return True
+
+
+def prefilling(life: Life) -> bool:
+    """Match requests whose prefill is in progress."""
+    return bool(life.prefill)
+
+
+def placed(life: Life) -> bool:
+    """Match requests whose decode instance is chosen."""
+    return bool(life.target)
+
+
+def crossing(life: Life) -> bool:
+    """Match requests whose KV cache is being transferred."""
+    return life.crossing
+
+
+def waiting(life: Life) -> bool:
+    """Match requests that wait for their first token."""
+    return bool(life.target) and not life.admitted
+
+
+class FencedLives(Lives):
+    """The KV cache must stay in its rack."""
+
+    spec: ClassVar[dict[str, Any]] = {"constraint": "rack:fail"}
+    inside_only = True
+
+
+class ServedLives(Lives):
+    """The settings of the gateway: if all instances are full by the core's count, one is chosen nevertheless."""
+
+    spec: ClassVar[dict[str, Any]] = {"constraint": "rack:fallback", "overcommit": True}
+
+
+class LearningLives(Lives):
+    """With foresight, which also stores the transfers in flight and what it learned about each tier."""
+
+    spec: ClassVar[dict[str, Any]] = {"decode": "foresight"}
+    learns = True
+
+
+MANY = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLives, TestFencedLives, TestServedLives = Lives.TestCase, FencedLives.TestCase, ServedLives.TestCase
+TestLearningLives = LearningLives.TestCase
+TestLives.settings = TestFencedLives.settings = TestServedLives.settings = TestLearningLives.settings = MANY
