@@ -36,6 +36,16 @@ def asked(x):
 
 print(asked(1), sum(asked.stats.cache_hits.values()))
 """
+OUTER = """
+from kvroute.compiled import compiled
+from of_inner import asked
+
+@compiled
+def doubled(x):
+    return 2 * asked(x)
+
+print(doubled(1), sum(doubled.stats.cache_hits.values()))
+"""
 
 
 def played(folder: Path, *callees: str, limit: int = resource.RLIM_INFINITY) -> tuple[list[str], str]:
@@ -73,6 +83,17 @@ def test_a_cached_kernel_is_used_until_a_callee_changes(tmp_path: Path) -> None:
     assert played(tmp_path, "first", "second")[0] == ["2012 0", "2004 1"]
     written(tmp_path, "second", factor=5)
     assert played(tmp_path, "first", "second")[0] == ["2012 1", "5010 0"]
+
+
+def test_a_change_reaches_callers_of_callers(tmp_path: Path) -> None:
+    """The innermost of three modules changes: both others are compiled again. Without a change, all come from the
+    cache."""
+    written(tmp_path, "inner")
+    (tmp_path / "of_of_inner.py").write_text(OUTER, encoding="utf-8")
+    assert played(tmp_path, "of_inner")[0] == ["2004 0", "4008 0"]
+    assert played(tmp_path, "of_inner")[0] == ["2004 1", "4008 1"]
+    written(tmp_path, "inner", term="3 * x")
+    assert played(tmp_path, "of_inner")[0] == ["2012 0", "4024 0"]
 
 
 def test_a_read_only_cache_causes_one_warning(tmp_path: Path) -> None:
