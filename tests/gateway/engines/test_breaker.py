@@ -173,7 +173,7 @@ def test_a_probe_that_never_ends_allows_another_one_after_the_timeout() -> None:
     assert one.refuses_until(OPEN_S) == OPEN_S + PROBE_S
     assert one.allows(OPEN_S + PROBE_S)
     one.started(OPEN_S + PROBE_S)
-    assert not one.allows(OPEN_S + PROBE_S), "one more, not all"
+    assert not one.allows(OPEN_S + PROBE_S), "only one more"
 
 
 def test_a_late_probe_still_decides_and_its_abort_does_not_release_another_probe() -> None:

@@ -71,12 +71,12 @@ def test_below_the_panic_threshold_all_listening_instances_get_requests(
     """In every state: below the threshold, all instances that listen and are not held are up. Otherwise only available
     instances are up. Each change is reported once, and held instances get no requests."""
     cluster = topology.parse(cluster_text())
-    told: dict[str, bool] = dict.fromkeys(NAMES, True)
+    reported: dict[str, bool] = dict.fromkeys(NAMES, True)
     begun: list[tuple[str, bool]] = []
 
     def changed(name: str, up: bool, at: float) -> None:
-        assert told[name] is not up, "told once"
-        told[name] = up
+        assert reported[name] is not up, "each change is reported once"
+        reported[name] = up
 
     def panicked(panicking: PanicSet) -> None:
         begun.append((panicking.role, panicking.state.active))
@@ -117,15 +117,15 @@ def test_below_the_panic_threshold_all_listening_instances_get_requests(
             if len(available) < share * len(counted):
                 assert active[role]
             if active[role]:
-                assert all(told[n] for n in counted)
-                assert not any(told[n] for n in members if n in held | gone)
+                assert all(reported[n] for n in counted)
+                assert not any(reported[n] for n in members if n in held | gone)
             else:
-                assert all(told[n] for n in available)
+                assert all(reported[n] for n in available)
         for n in NAMES:
-            assert engines[n].availability.up is told[n]
+            assert engines[n].availability.up is reported[n]
             if not any(active[role] for role in active if INSTANCES[n] in (role, "both")):
                 availability = engines[n].availability
-                assert told[n] == (availability.healthy and n not in held and availability.breaker.allows(now))
+                assert reported[n] == (availability.healthy and n not in held and availability.breaker.allows(now))
     for role in ("prefill", "decode"):
         changes = [state for each, state in begun if each == role]
         assert changes == [number % 2 == 0 for number in range(len(changes))], "begin and end alternate"
@@ -136,9 +136,9 @@ def test_below_the_panic_threshold_all_listening_instances_get_requests(
 def test_panic_begins_below_half_of_the_instances() -> None:
     """Four instances decode: two that are down have no effect; with a third one down, all four get requests again."""
     cluster = topology.parse(cluster_text())
-    told: list[tuple[str, bool]] = []
+    reported: list[tuple[str, bool]] = []
     engines = engine_clients(
-        cluster, GatewaySettings(), lambda name, up, at: told.append((name, up)), Deadlines(), exact=False
+        cluster, GatewaySettings(), lambda name, up, at: reported.append((name, up)), Deadlines(), exact=False
     )
     begun: list[tuple[str, str, int, int]] = []
     panics = Panics(
@@ -149,10 +149,10 @@ def test_panic_begins_below_half_of_the_instances() -> None:
     for name in ("decode0", "decode1", "decode2"):
         engines[name].availability.set_healthy(False, 1.0)
     assert begun == [("llama-3-70b", "decode", 1, 4)]
-    assert told == [("decode0", False), ("decode1", False), ("decode0", True), ("decode1", True)]
+    assert reported == [("decode0", False), ("decode1", False), ("decode0", True), ("decode1", True)]
     engines["decode0"].availability.set_healthy(True, 2.0)
     panics.refresh(2.0 + CALM_S / 2)
     assert len(begun) == 1
     panics.refresh(2.0 + CALM_S)
     assert begun[1:] == [("llama-3-70b", "decode", 2, 4)]
-    assert told[4:] == [("decode1", False), ("decode2", False)]
+    assert reported[4:] == [("decode1", False), ("decode2", False)]

@@ -273,7 +273,7 @@ def test_vllm_decode_legs_need_the_parameters_of_the_prefill_response(reply: byt
         ({"remote_refetch": "yes"}, False),
         ({}, False),
     ],
-    ids=["says-so", "denies", "unclear", "says-nothing"],
+    ids=["held", "not-held", "unclear", "missing"],
 )
 def test_kv_is_fetched_again_only_if_the_connector_reports_that_it_is_held(
     params: dict[str, object], expected: bool

@@ -172,7 +172,7 @@ def test_the_total_size_of_bodies_is_bounded_and_small_bodies_are_always_accepte
         third = await send(600_000, 600_000)
         while len(exchanges) < 2:
             await asyncio.sleep(0)
-        assert server.bodies_bytes == 600_000 * BODY_MEMORY_RATIO, "a body counts until it is answered"
+        assert server.bodies_bytes == 600_000 * BODY_MEMORY_RATIO, "a body counts until its response"
         exchanges[1].respond(200, b"{}")
         assert server.bodies_bytes == 0
         await close(second, third, small)

@@ -230,7 +230,7 @@ async def gets_response(port: int, trusting: ssl.SSLContext) -> None:
         return
 
 
-@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half-a-hello"])
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "incomplete-hello"])
 def test_handshakes_count_as_connections(tls: tuple[ssl.SSLContext, ssl.SSLContext], sent: bytes) -> None:
     """Many handshakes never end and the limit is ten; a client that completes its handshake is served."""
     server, trusting = tls
@@ -254,7 +254,7 @@ def test_handshakes_count_as_connections(tls: tuple[ssl.SSLContext, ssl.SSLConte
     run(main())
 
 
-@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half-a-hello"])
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "incomplete-hello"])
 def test_a_handshake_has_a_deadline(tls: tuple[ssl.SSLContext, ssl.SSLContext], sent: bytes) -> None:
     async def main() -> None:
         http_server = HttpServer(echo, Limits(header_s=0.05), deadlines=Deadlines(0.01))

@@ -72,7 +72,7 @@ def test_every_framing_is_parsed_and_the_connection_stays_usable(pieces: list[by
         OK + OK,
         OK + b"HTTP/1.1 200 OK\r\nx: ",
     ],
-    ids=["until-close", "1.0", "close", "surplus", "second-answer", "half-an-answer"],
+    ids=["until-close", "1.0", "close", "surplus", "second-response", "half-a-response"],
 )
 def test_a_connection_in_an_uncertain_state_is_closed(answer: bytes) -> None:
     async def main() -> None:

@@ -75,7 +75,7 @@ def test_a_reload_changes_the_policy_and_an_invalid_file_changes_nothing() -> No
     uvloop.run(run())
 
 
-@pytest.mark.parametrize("scraped", [True, False], ids=["engines-tell", "engines-do-not"])
+@pytest.mark.parametrize("scraped", [True, False], ids=["engines-report", "engines-do-not-report"])
 def test_requests_in_flight_still_count_after_a_reload(tmp_path: Path, scraped: bool) -> None:
     """The new core counts the old core's requests on each engine as load from others, until they end."""
     log = tmp_path / "events.log"

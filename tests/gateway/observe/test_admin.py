@@ -405,7 +405,7 @@ async def _limited(**limits: Any) -> AsyncIterator[tuple[AdminConnections, int]]
         await admin.close()
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "], ids=["nothing", "half-a-head"])
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "], ids=["nothing", "incomplete-head"])
 def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
     """The deadline holds however slowly the headers arrive."""
 

@@ -38,7 +38,7 @@ def test_similar_keys_and_hashes_are_rejected(header: bytes) -> None:
     keys = Keys({"alice": hashed})
     assert keys.name_of(header) is None
     assert keys.name_of(hashed.encode()) is None
-    assert keys.name_of(f"Bearer {hashed}".encode()) is None, "who reads the file cannot come in"
+    assert keys.name_of(f"Bearer {hashed}".encode()) is None, "the hash in the file is not a key"
     assert keys.name_of(f"Bearer {key}x".encode()) is None
     assert keys.name_of(f"Bearer {key[:-1]}".encode()) is None
 

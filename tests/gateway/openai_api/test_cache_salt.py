@@ -107,7 +107,7 @@ def test_a_key_gets_no_prefix_hits_from_prompts_of_another_key(path: str) -> Non
             assert await asked(gate, "alice", path=path) == 0
             assert await hits(gate) == 0
             assert await asked(gate, "bob", path=path) == 0, "the right guess looks like a wrong one"
-            assert await hits(gate) == 0, "the gateway does not take it for cached, either"
+            assert await hits(gate) == 0, "the gateway does not expect it to be cached either"
             assert await asked(gate, "alice", path=path) >= BLOCKS_TOKENS - 16
             assert await hits(gate) > 0
             assert await asked(gate, "alice", path=path, cache_salt="mine") == 0
@@ -121,7 +121,7 @@ def test_keys_of_a_tenant_share_cached_prefixes() -> None:
     async def main() -> None:
         async with rig(PER_TENANT) as gate:
             assert await asked(gate, "alice") == 0
-            assert await asked(gate, "carol") == 0, "whose tenant is called as another key is"
+            assert await asked(gate, "carol") == 0, "its tenant has the name of another key"
             assert await asked(gate, "bob") >= BLOCKS_TOKENS - 16
 
     uvloop.run(main())

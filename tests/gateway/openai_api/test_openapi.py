@@ -86,15 +86,15 @@ def accepting_gateway() -> Iterator[ThreadedGateway]:
     prefill, decode = engines_of("vllm")
     for engine in prefill + decode:
         engine.serve = accept
-    with ThreadedGateway(lambda: stub_rig(prefill + decode)) as behind:
-        yield behind
+    with ThreadedGateway(lambda: stub_rig(prefill + decode)) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def emulated_gateway() -> Iterator[ThreadedGateway]:
     """Run a gateway in front of emulated engines."""
-    with ThreadedGateway(rig) as behind:
-        yield behind
+    with ThreadedGateway(rig) as running:
+        yield running
 
 
 def test_the_gateway_serves_the_description(accepting_gateway: ThreadedGateway) -> None:

@@ -262,7 +262,7 @@ def test_a_cancelled_prompt_leaves_the_queue(folder: Path, tmp_path: Path) -> No
             await asyncio.wait([waiting, busy[0]])
             waiting = asyncio.ensure_future(prompts.blocks(large))
             await asyncio.sleep(0)
-            assert not waiting.done(), "the place in the queue is free, the thread is not"
+            assert not waiting.done(), "the place in the queue is free, the thread is busy"
             over.set()
             assert (await waiting) == (await busy[1])
 

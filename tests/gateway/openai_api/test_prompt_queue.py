@@ -121,7 +121,7 @@ def test_the_shortest_waiting_prompt_is_next() -> None:
     assert queue.enter(0, LARGE, 0.0) == [0]
     for ticket, nbytes in ((1, 4_000_000), (2, 2_000_000), (3, 3_000_000)):
         assert queue.enter(ticket, nbytes, 0.0) == []
-    assert queue.leave(2, 1.0) == [], "its client has gone"
+    assert queue.leave(2, 1.0) == [], "its client has disconnected"
     assert queue.leave(0, 5.0) == [3]
     assert queue.leave(3, 8.0) == [1]
     assert queue.waiting == 0

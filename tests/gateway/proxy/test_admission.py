@@ -188,7 +188,7 @@ def test_retry_after_of_a_key_depends_on_its_own_requests() -> None:
     slow, now = busy(0.5, 100.0, per_key=50)
     refused = slow.acquire(10**6, "key0", now)
     assert isinstance(refused, Refused)
-    assert 3 <= refused.retry_after_s <= 6, "one of fifty, where one of a hundred leaves every two seconds: 4 s"
+    assert 3 <= refused.retry_after_s <= 6, "the key has 50 of 100 requests and one request ends every two seconds: 4 s"
 
 
 def test_an_expired_request_holds_no_place() -> None:

@@ -336,7 +336,7 @@ def _at_target(gate: Rig) -> bool:
     return any(gate.fleet.servers[name].engine.waiting for name in REMOTE_INSTANCES)
 
 
-@pytest.mark.parametrize("reached", [_at_source, _at_target], ids=["first leg", "on the way"])
+@pytest.mark.parametrize("reached", [_at_source, _at_target], ids=["first leg", "in transfer"])
 def test_a_client_that_disconnects_ends_the_copy(reached: Callable[[Rig], bool]) -> None:
     """Nothing stays booked, both while the prefix is requested and while it is transferred."""
 
@@ -354,7 +354,7 @@ def test_a_client_that_disconnects_ends_the_copy(reached: Callable[[Rig], bool])
             await check_nothing_held(gate)
             assert await copies(gate) == {"given_up": 1}
             held = [server.engine.held for server in gate.fleet.servers.values()]
-            assert sum(map(len, held)) == (reached is _at_target), "what was held out waits to expire"
+            assert sum(map(len, held)) == (reached is _at_target), "KV that was offered is held until it expires"
 
     uvloop.run(main())
 

@@ -180,7 +180,9 @@ def test_stream_events_split_anywhere_arrive_complete(size: int, end: str) -> No
     run(main())
 
 
-@pytest.mark.parametrize("extra", [b"", b'data: {"choi', event("half")[:-1]], ids=["between", "inside", "nearly-whole"])
+@pytest.mark.parametrize(
+    "extra", [b"", b'data: {"choi', event("half")[:-1]], ids=["between", "inside", "nearly-complete"]
+)
 def test_an_engine_that_dies_within_an_event_causes_no_incomplete_event(extra: bytes) -> None:
     """Each event that the client receives is complete JSON; the last one reports the error."""
 

@@ -107,7 +107,7 @@ def test_a_block_stays_until_its_last_copy_is_removed() -> None:
         {"medium": "CPU"},
         {"group_idx": 1},
     ],
-    ids=["lora-id", "lora-name", "picture", "cpu", "group"],
+    ids=["lora-id", "lora-name", "image", "cpu", "group"],
 )
 def test_blocks_that_no_plain_prompt_can_hit_are_left_out(more: dict[str, Any]) -> None:
     """The blocks below are left out too; their removal is not counted as an error."""

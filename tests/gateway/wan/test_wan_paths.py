@@ -36,7 +36,7 @@ async def _placed(gate: Rig, site: str, reason: str) -> float:
 def test_only_consecutive_failures_close_a_path_and_each_attempt_counts_once(ends: list[tuple[str, bool]]) -> None:
     """A report about an attempt on the path after its end has no effect."""
     availability = Availability("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
-    in_a_row, shut = 0, False
+    in_a_row, closed = 0, False
     for end, again in ends:
         path_attempt = PathAttempt(availability, 0.0)
         if end == "lost":
@@ -48,8 +48,8 @@ def test_only_consecutive_failures_close_a_path_and_each_attempt_counts_once(end
             path_attempt.lost(FaultAttribution(), 0.0, error=False)
             path_attempt.arrived(0.0)
         in_a_row = in_a_row + 1 if end == "lost" else 0 if end == "arrived" else in_a_row
-        shut = shut or in_a_row == 3
-        assert availability.up is not shut
+        closed = closed or in_a_row == 3
+        assert availability.up is not closed
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(["answered", "error", "client_error"])), max_size=40))
@@ -79,8 +79,8 @@ def test_an_error_counts_against_a_path_once_the_request_succeeds_without_it(
 @given(st.lists(st.sampled_from(["+a", "-a", "+b", "-b", "ill", "well"]), max_size=20))
 def test_an_instance_is_up_if_it_is_healthy_and_not_held(steps: list[str]) -> None:
     """A reason counts only once, and every change is reported once."""
-    told: list[bool] = []
-    availability = Availability("instance", Breaker(), lambda name, up, now: told.append(up))
+    changes: list[bool] = []
+    availability = Availability("instance", Breaker(), lambda name, up, now: changes.append(up))
     held, healthy = set[str](), True
     for step in steps:
         if step in ("ill", "well"):
@@ -94,7 +94,7 @@ def test_an_instance_is_up_if_it_is_healthy_and_not_held(steps: list[str]) -> No
             availability.release(step[1:], 0.0)
         assert availability.up is (healthy and not held)
         assert set(availability.reason.split(", ")) - {""} == held | ({"unhealthy"} if not healthy else set())
-    assert all(now is not before for before, now in zip([True, *told], told, strict=False))
+    assert all(now is not before for before, now in zip([True, *changes], changes, strict=False))
 
 
 def test_long_prompts_are_offloaded_and_short_ones_are_not() -> None:
@@ -242,16 +242,16 @@ def test_a_probe_request_whose_client_disconnects_allows_the_next_probe(caplog: 
 
 
 def test_a_reload_keeps_a_path_closed() -> None:
-    shut_long = OFFLOAD.replace("open: 200 ms", "open: 1 h")
+    closed_for_long = OFFLOAD.replace("open: 200 ms", "open: 1 h")
 
     async def run() -> None:
-        async with two_sites(shut_long) as gate:
+        async with two_sites(closed_for_long) as gate:
             await gate.command("far0", "wan", share=0)
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
             assert [answer.status for answer in answers] == [200] * 3
             await wait_for_metric(gate, PATH_STATE, 2, site=AWAY)
             endpoints = gate.fleet.ready().instances
-            text = TEXT + shut_long
+            text = TEXT + closed_for_long
             assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
             assert await metric(gate, PATH_STATE, site=AWAY) == 2
             before = await _placed(gate, AWAY, "long")
