@@ -31,7 +31,7 @@ EMULATED_HOOK = f"{_ENDPOINT}/emulator/role"
 
 
 class ShortTermSection(Entry, frozen=True, kw_only=True):
-    """How the threshold follows the link, within seconds."""
+    """Short-term rules: the threshold follows the link, within seconds."""
 
     enabled: bool = _SHORT.enabled
     utilisation_high: Share = _SHORT.utilisation_high
@@ -61,7 +61,7 @@ class ShortTermSection(Entry, frozen=True, kw_only=True):
 
 
 class LongTermSection(Entry, frozen=True, kw_only=True):
-    """How threshold and roles follow the traffic, within minutes."""
+    """Long-term rules: threshold and roles follow the traffic, within minutes."""
 
     review_s: Wait = field(name="review", default=Wait(_LONG.review_s))
     window_s: Wait = field(name="window", default=Wait(_LONG.window_s))
@@ -98,7 +98,7 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
 
 
 class WanPathSection(Entry, frozen=True, kw_only=True):
-    """When failures make the path from another datacenter count as down."""
+    """Conditions under which the path from another datacenter counts as down."""
 
     failures: Annotated[int, Meta(ge=1, le=10_000)] = 3
     """Consecutive failed KV transfers after which the path is down."""
@@ -110,7 +110,7 @@ class WanPathSection(Entry, frozen=True, kw_only=True):
 
 
 class RoleSwitchSection(Entry, frozen=True, kw_only=True):
-    """How an engine switches its role: a URL or a program, not both."""
+    """Hook that switches the role of an engine: a URL or a program, not both."""
 
     url: HookUrl | None = None
     """URL that receives a POST; `{endpoint}` stands for the instance's own URL."""
@@ -135,7 +135,7 @@ class CopySection(Entry, frozen=True, kw_only=True):
 
 
 class OffloadSection(Entry, frozen=True, kw_only=True):
-    """The whole section; it may be empty."""
+    """Prefill across datacenters; the section may be empty."""
 
     threshold: Tokens | None = None
     """Fixed base threshold; None: searched from the observed traffic."""

@@ -91,7 +91,7 @@ class LinkQuery(Entry, frozen=True, kw_only=True):
 
     query: Query
     label: NonEmptyText = "link"
-    """Label that holds the link's name."""
+    """Label that contains the link's name."""
 
 
 class PrometheusSettings(Entry, frozen=True, kw_only=True):
@@ -106,7 +106,7 @@ class PrometheusSettings(Entry, frozen=True, kw_only=True):
 
 
 class OracleSection(Entry, frozen=True, kw_only=True):
-    """What the gateway assumes about the network in addition to the cluster file."""
+    """Sources of network data in addition to the cluster file."""
 
     source: OracleSource = "static"
     self_measured: bool = True
@@ -129,7 +129,7 @@ class OracleSection(Entry, frozen=True, kw_only=True):
 
 
 class PromptSettings(Entry, frozen=True, kw_only=True):
-    """How prompts become block hashes."""
+    """Conversion of prompts to block hashes."""
 
     tokenizer: str | None = None
     """A `tokenizer.json` or its folder; without one, blocks are pieces of text."""
@@ -181,7 +181,7 @@ class TimeoutSettings(Entry, frozen=True, kw_only=True):
 
 
 class RetrySettings(Entry, frozen=True, kw_only=True):
-    """Limits on retries of legs (`budget`)."""
+    """Limits on retries of legs."""
 
     share: Share = 0.2
     floor_per_s: Number = 10.0
@@ -190,7 +190,7 @@ class RetrySettings(Entry, frozen=True, kw_only=True):
 
 
 class BreakerSettings(Entry, frozen=True, kw_only=True):
-    """When a failing instance gets no requests (`breaker`)."""
+    """Conditions under which a failing instance gets no requests."""
 
     failures: Annotated[int, Meta(ge=1, le=10_000)] = 5
     window_s: Wait = field(name="window", default=Wait(30.0))
@@ -246,12 +246,12 @@ class LogSettings(Entry, frozen=True, kw_only=True):
     total_bytes: LogSize = field(name="total_size", default=LogSize(1e9))
     """Limit for all event log files of this name; beyond it the oldest are removed."""
     terms: TermsKept = "best"
-    """Which terms the event log keeps if there are more than 64 candidates: those of the 16 cheapest and the chosen
+    """Terms that the event log keeps if there are more than 64 candidates: those of the 16 cheapest and the chosen
     one, or all."""
 
 
 class GatewaySettings(Entry, frozen=True, kw_only=True):
-    """The whole section. Paths are absolute after `preflight` has read them."""
+    """Settings of `kvroute serve`. Paths are absolute after `preflight` has read them."""
 
     listen: ListenSettings = ListenSettings()
     admin: AdminSettings = AdminSettings()
@@ -288,7 +288,7 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     """Request headers forwarded to engines, in addition to those of OpenAI's SDKs and of tracing
     (`headers.FORWARDED`)."""
     cache_salt: CacheSaltMode = "none"
-    """Which prompts share the engines' prefix caches: all, those of one API key, or those of one tenant."""
+    """Prompts that share the engines' prefix caches: all, those of one API key, or those of one tenant."""
     cache_salt_secret_env: str | None = None
     """Environment variable with the secret from which salts are derived; None: a random secret at each start."""
     tracing: TracingSettings = TracingSettings()
@@ -300,7 +300,7 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     """Whether KV caches are fetched while they are computed, also within a datacenter; `offload.layerwise` is the same
     for prompts that another datacenter prefills."""
     offload: OffloadSection | None = None
-    """When a prefill leaves its datacenter; None: instances are chosen regardless of their datacenter."""
+    """Prefill across datacenters; None: instances are chosen regardless of their datacenter."""
 
     def control_spec(self) -> ControlSpec:
         """Return the settings that determine the core's decisions: the first line of the event log."""
