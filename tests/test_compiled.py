@@ -48,7 +48,7 @@ print(doubled(1), sum(doubled.stats.cache_hits.values()))
 """
 
 
-def played(folder: Path, *callees: str, limit: int = resource.RLIM_INFINITY) -> tuple[list[str], str]:
+def run_script(folder: Path, *callees: str, limit: int = resource.RLIM_INFINITY) -> tuple[list[str], str]:
     """Run the caller of each of `callees` in a new process that can write files of at most `limit` bytes; return the
     lines of stdout, and stderr."""
     # Not measured by `make coverage`, because its data file would be limited too.
@@ -78,11 +78,11 @@ def test_a_cached_kernel_is_used_until_a_callee_changes(tmp_path: Path) -> None:
     """A changed kernel or a changed constant in another file invalidates its caller and no other kernel."""
     for callee in ("first", "second"):
         written(tmp_path, callee)
-    assert played(tmp_path, "first", "second")[0] == ["2004 0", "2004 0"]
+    assert run_script(tmp_path, "first", "second")[0] == ["2004 0", "2004 0"]
     written(tmp_path, "first", term="3 * x")
-    assert played(tmp_path, "first", "second")[0] == ["2012 0", "2004 1"]
+    assert run_script(tmp_path, "first", "second")[0] == ["2012 0", "2004 1"]
     written(tmp_path, "second", factor=5)
-    assert played(tmp_path, "first", "second")[0] == ["2012 1", "5010 0"]
+    assert run_script(tmp_path, "first", "second")[0] == ["2012 1", "5010 0"]
 
 
 def test_a_change_reaches_callers_of_callers(tmp_path: Path) -> None:
@@ -90,16 +90,16 @@ def test_a_change_reaches_callers_of_callers(tmp_path: Path) -> None:
     cache."""
     written(tmp_path, "inner")
     (tmp_path / "of_of_inner.py").write_text(OUTER, encoding="utf-8")
-    assert played(tmp_path, "of_inner")[0] == ["2004 0", "4008 0"]
-    assert played(tmp_path, "of_inner")[0] == ["2004 1", "4008 1"]
+    assert run_script(tmp_path, "of_inner")[0] == ["2004 0", "4008 0"]
+    assert run_script(tmp_path, "of_inner")[0] == ["2004 1", "4008 1"]
     written(tmp_path, "inner", term="3 * x")
-    assert played(tmp_path, "of_inner")[0] == ["2012 0", "4024 0"]
+    assert run_script(tmp_path, "of_inner")[0] == ["2012 0", "4024 0"]
 
 
 def test_a_read_only_cache_causes_one_warning(tmp_path: Path) -> None:
     """The folder exists but takes no data, as on a full disk."""
     written(tmp_path, "callee")
-    out, warning = played(tmp_path, "callee", limit=0)
+    out, warning = run_script(tmp_path, "callee", limit=0)
     assert out == ["2004 0"]
     assert warning.count("\n") == 1
     assert "compiled kernels cannot be cached" in warning

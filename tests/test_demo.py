@@ -135,7 +135,7 @@ def test_nothing_is_left_running(ended: Ended) -> None:
 
 
 @pytest.fixture
-def under_way(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A demo that has started its traffic, and the path of its cluster file."""
     cluster, command = demo_of(tmp_path, "--seconds", "60", "--rate", "4", "--policy", "netkv")
     # Background processes ignore Ctrl-C, and their children inherit this.
@@ -150,10 +150,10 @@ def under_way(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
 def test_an_interrupted_demo_leaves_nothing_running(
-    under_way: tuple[subprocess.Popen[str], str], number: signal.Signals
+    running_demo: tuple[subprocess.Popen[str], str], number: signal.Signals
 ) -> None:
     """Ctrl-C ends it without a stack trace; gateway and engines end even if the command is killed."""
-    process, cluster = under_way
+    process, cluster = running_demo
     assert process.stderr
     begun = next(line for line in process.stderr if "live dashboard" in line)
     assert begun.startswith("1/1 netkv")
@@ -169,7 +169,7 @@ def test_an_interrupted_demo_leaves_nothing_running(
     assert running(cluster) == []
 
 
-def refused(command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
+def error_of(command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
     """Return the sentence of a command that ends with exit code 2."""
     monkeypatch.setattr(sys, "argv", ["kvroute", *command[len(KVROUTE) :]])
     with pytest.raises(SystemExit) as ended:
@@ -187,7 +187,7 @@ def test_without_the_extra_the_demo_names_what_to_install(
     """One sentence and exit code 2."""
     monkeypatch.setitem(sys.modules, "uvloop", None)
     monkeypatch.delitem(sys.modules, "kvroute.experiments.live")
-    said = refused(demo_of(tmp_path)[1], monkeypatch, capfd)
+    said = error_of(demo_of(tmp_path)[1], monkeypatch, capfd)
     assert said == "kvroute: uvloop is not installed; pip install 'kvroute[serve]'"
 
 
@@ -208,7 +208,7 @@ def test_invalid_arguments_are_found_before_anything_starts(
     named: str,
 ) -> None:
     """One sentence that names them, and exit code 2."""
-    assert named in refused(demo_of(tmp_path, *arguments)[1], monkeypatch, capfd)
+    assert named in error_of(demo_of(tmp_path, *arguments)[1], monkeypatch, capfd)
     assert not (tmp_path / "out").exists()
 
 

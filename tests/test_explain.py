@@ -63,15 +63,15 @@ def recorded(path: Path, decode: str) -> None:
     control = spec.build(parse(CLUSTER))
     with EventLog(path, LogHeader(cluster=CLUSTER, spec=spec)) as log:
 
-        def tell(event: Event) -> None:
+        def notify(event: Event) -> None:
             log.write(event, control.handle(event))
 
         for number in range(6):
             at = 10.0 * number
-            tell(Arrived(at, Request(id=number, input_tokens=8_000)))
-            tell(PrefillFinished(at + 1, number))
-            tell(TransferFinished(at + 3, number))
-            tell(Finished(at + 9, number))
+            notify(Arrived(at, Request(id=number, input_tokens=8_000)))
+            notify(PrefillFinished(at + 1, number))
+            notify(TransferFinished(at + 3, number))
+            notify(Finished(at + 9, number))
 
 
 @pytest.fixture

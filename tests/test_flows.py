@@ -148,16 +148,16 @@ def test_sequential_capped_flows_reuse_memory() -> None:
     """The next flow reuses the private link of an ended one."""
     net = FlowNetwork(np.array([10.0]))
 
-    def play(flows: range) -> None:
+    def run_flows(flows: range) -> None:
         for flow in flows:
             net.start(flow, [0], 1.0, ceiling_bytes_per_s=5.0)
             net.advance(net.now + 1.0)
 
-    play(range(100))
+    run_flows(range(100))
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        play(range(100, 2_100))
+        run_flows(range(100, 2_100))
         assert tracemalloc.get_traced_memory()[0] - before < 10_000
     finally:
         tracemalloc.stop()

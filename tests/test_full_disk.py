@@ -26,18 +26,18 @@ from kvroute.types import InputError
 
 CLUSTER = str(EXAMPLES / "small.yaml")
 KVROUTE = [sys.executable, "-m", "kvroute.cli.app"]
-NOBODY = 65_534
+NOBODY_UID = 65_534
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 
 
 @contextmanager
-def without_roots_rights(folder: Path) -> Iterator[Path]:
+def without_root_privileges(folder: Path) -> Iterator[Path]:
     """Give up root's right to write read-only files by running as another user, who becomes the owner of the folder."""
     if os.geteuid() != 0:
         yield folder
         return
-    os.chown(folder, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, 0)
+    os.chown(folder, NOBODY_UID, NOBODY_UID)
+    os.setresuid(NOBODY_UID, NOBODY_UID, 0)
     try:
         yield folder
     finally:
@@ -88,7 +88,7 @@ def test_a_replaced_file_keeps_its_permissions_and_its_symbolic_link(tmp_path: P
 
 def test_a_read_only_file_is_not_replaced() -> None:
     """The file stays although its folder is writable."""
-    with tempfile.TemporaryDirectory() as name, without_roots_rights(Path(name)) as folder:
+    with tempfile.TemporaryDirectory() as name, without_root_privileges(Path(name)) as folder:
         (folder / "file").touch(0o444)
         with pytest.raises(InputError, match="Permission denied"), written_whole(folder / "file") as part:
             part.write_text("new")

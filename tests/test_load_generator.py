@@ -82,7 +82,7 @@ def test_requests_without_output_tokens_are_not_sent() -> None:
     assert asked["stream"] is True
 
 
-def played(replies: list[bytes], timeout_s: float = 30.0) -> list[Answer]:
+def replayed(replies: list[bytes], timeout_s: float = 30.0) -> list[Answer]:
     """Play one request for each reply, in order; an empty reply is never sent."""
 
     async def scenario() -> list[Answer]:
@@ -118,7 +118,7 @@ def played(replies: list[bytes], timeout_s: float = 30.0) -> list[Answer]:
 
 def test_every_request_gets_its_own_response_in_order() -> None:
     replies = [streamed(*[TOKEN] * count, DONE) for count in (1, 4, 2)]
-    answers = played(replies)
+    answers = replayed(replies)
     assert [len(answer.token_s) for answer in answers] == [1, 4, 2]
     assert all(answer.ok for answer in answers)
     for answer in answers:
@@ -139,14 +139,14 @@ def test_every_request_gets_its_own_response_in_order() -> None:
     ],
 )
 def test_a_failed_response_has_a_reason(reply: bytes, said: str, tokens: int) -> None:
-    (answer,) = played([reply])
+    (answer,) = replayed([reply])
     assert not answer.ok
     assert said in answer.error
     assert len(answer.token_s) == tokens
 
 
 def test_a_silent_server_times_out() -> None:
-    (silent,) = played([b""], timeout_s=0.05)
+    (silent,) = replayed([b""], timeout_s=0.05)
     assert not silent.ok
     assert "no complete response within" in silent.error
 

@@ -10,19 +10,19 @@ import pytest
 
 INSTALLED = Path(sys.executable).with_name("kvroute")
 pytestmark = pytest.mark.skipif(not INSTALLED.is_file(), reason="kvroute is not installed beside this Python")
-ASK = "from kvroute.cli.output import own_command; print(own_command())"
+SCRIPT = "from kvroute.cli.output import own_command; print(own_command())"
 
 
-def asked(folder: Path, path: str) -> str:
+def printed_command(folder: Path, path: str) -> str:
     """Return the output of a process started in `folder` with this PATH."""
     ended = subprocess.run(
-        [sys.executable, "-c", ASK], cwd=folder, env={"PATH": path}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT], cwd=folder, env={"PATH": path}, capture_output=True, text=True, check=True
     )
     return ended.stdout.strip()
 
 
 def test_a_command_on_the_path_is_printed_without_a_folder(tmp_path: Path) -> None:
-    assert asked(tmp_path, f"{INSTALLED.parent}:/usr/bin") == "kvroute"
+    assert printed_command(tmp_path, f"{INSTALLED.parent}:/usr/bin") == "kvroute"
 
 
 def test_a_command_outside_the_path_runs_as_printed(tmp_path: Path) -> None:
@@ -32,8 +32,8 @@ def test_a_command_outside_the_path_runs_as_printed(tmp_path: Path) -> None:
         (tmp_path / "kvroute").write_text("#!/bin/sh\nexit 9\n")
         (tmp_path / "kvroute").chmod(0o755)
         for folder in (root, tmp_path):
-            named = asked(folder, path)
+            named = printed_command(folder, path)
             ended = subprocess.run(f"{named} --version", shell=True, cwd=folder, capture_output=True, text=True)
             assert ended.returncode == 0, named
             assert ended.stdout.startswith("kvroute ")
-    assert asked(root, "/usr/bin") == str(INSTALLED.relative_to(root))
+    assert printed_command(root, "/usr/bin") == str(INSTALLED.relative_to(root))

@@ -56,7 +56,7 @@ def chosen(result: Choice | Reject) -> int:
     return result.index
 
 
-def refused(result: Choice | Reject) -> str:
+def rejection_reason(result: Choice | Reject) -> str:
     assert isinstance(result, Reject)
     assert result.request_id == REQUEST.id
     return result.reason
@@ -156,11 +156,11 @@ def test_cla_weighs_cache_against_load() -> None:
 def test_a_rejection_names_what_is_missing(name: str) -> None:
     policy = decode_policy(name)
     full = replace(candidates(3), free_kv_bytes=np.array([1e9, 3.5e9, 2e9]))
-    reason = refused(policy.choose(REQUEST, full, network(2, 2, 2), 0))
+    reason = rejection_reason(policy.choose(REQUEST, full, network(2, 2, 2), 0))
     assert "decode1" in reason
     assert "11 GB" in reason
     assert "3.5 GB" in reason
-    assert "there is no decode instance" in refused(policy.choose(REQUEST, candidates(0), network(), 0))
+    assert "there is no decode instance" in rejection_reason(policy.choose(REQUEST, candidates(0), network(), 0))
 
 
 @pytest.mark.parametrize("name", DECODE_POLICIES)
@@ -207,8 +207,8 @@ def test_prefill_policies_by_hand() -> None:
     empty = PrefillCandidates((), np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0))
     for name in PREFILL_POLICIES:
         assert chosen(prefill_policy(name).choose(REQUEST, ruled_out, 1)) == 0
-        assert "topology constraint" in refused(prefill_policy(name).choose(REQUEST, nobody, 1))
-        assert "no prefill instance exists" in refused(prefill_policy(name).choose(REQUEST, empty, 1))
+        assert "topology constraint" in rejection_reason(prefill_policy(name).choose(REQUEST, nobody, 1))
+        assert "no prefill instance exists" in rejection_reason(prefill_policy(name).choose(REQUEST, empty, 1))
 
 
 @pytest.mark.parametrize(
@@ -256,9 +256,9 @@ def test_required_never_leaves_the_domain() -> None:
     assert choice.terms.feasible.tolist() == [False, True, True]
     assert choice.terms.parts["same_domain"].tolist() == [0.0, 1.0, 1.0]
     none = constrain(policy, constraint, REQUEST, pool, network(3, 3, 4), 0)
-    assert "no decode instance in the prefill instance's pod" in refused(none)
+    assert "no decode instance in the prefill instance's pod" in rejection_reason(none)
     full = replace(pool, free_kv_bytes=np.array([100e9, 2e9, 1e9]))
-    reason = refused(constrain(policy, constraint, REQUEST, full, network(3, 2, 1), 0))
+    reason = rejection_reason(constrain(policy, constraint, REQUEST, full, network(3, 2, 1), 0))
     assert "decode1 comes closest" in reason
     assert "in the prefill instance's pod" in reason
 

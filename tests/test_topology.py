@@ -352,7 +352,7 @@ def test_simulated_transfers_see_the_efficiency() -> None:
     file = expand(load(EXAMPLES / "fat-tree-64gpu.yaml").file)
     requests = generate(40, seed=2)
     whole, less, smaller = (
-        _timeless(simulate(build(each), requests, ControlSpec(), SimSettings()).summary)
+        _without_wall_time(simulate(build(each), requests, ControlSpec(), SimSettings()).summary)
         for each in (file, _with_cards(file, efficiency=0.05), _with_cards(file, capacity=0.05))
     )
     assert less == smaller
@@ -362,7 +362,7 @@ def test_simulated_transfers_see_the_efficiency() -> None:
     assert slow_s > 2 * fast_s
 
 
-def _timeless(summary: Summary) -> Summary:
+def _without_wall_time(summary: Summary) -> Summary:
     """Return the summary without the times of the simulating machine."""
     return msgspec.structs.replace(summary, decision_s=None, wall_s=0.0, cpu_s=0.0)
 

@@ -68,7 +68,7 @@ def test_every_corruption_is_named_on_its_line(drawn: tuple[str, int, str]) -> N
 
 
 VALUES = [(QUANTITY, ["100 Gb", "-1 Gbps", "fast", "[]"]), (CHOICE, ["no-such-thing", "{}"]), (GPUS, ["0-900", "x"])]
-NOWHERE = ["nowhere", "rack77"]
+UNKNOWN = ["nowhere", "rack77"]
 LEAF = re.compile(rf"{KEY.pattern}(?=: +[^\s\[{{#])", re.M)
 """A key whose value contains no further keys."""
 
@@ -80,7 +80,7 @@ def corrupted_twice(draw: st.DrawFn) -> tuple[str, list[int]]:
     code = OTHERS.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     edits: list[tuple[int, int, str]] = []
     for _ in range(2):
-        kinds = [*VALUES, (LEAF, ["kye", "nam"]), (REFERENCE, NOWHERE)]
+        kinds = [*VALUES, (LEAF, ["kye", "nam"]), (REFERENCE, UNKNOWN)]
         places = [
             (*match.span(), news)
             for pattern, news in kinds
@@ -91,7 +91,7 @@ def corrupted_twice(draw: st.DrawFn) -> tuple[str, list[int]]:
         edits.append((start, end, draw(st.sampled_from(news))))
     # A reference to an unknown name may mean the entry whose name is missing; it is reported only once that entry has a
     # name.
-    assume(all(code[start:end] != "name" for start, end, _ in edits) or all(new not in NOWHERE for _, _, new in edits))
+    assume(all(code[start:end] != "name" for start, end, _ in edits) or all(new not in UNKNOWN for _, _, new in edits))
     lines = sorted(text.count("\n", 0, start) + 1 for start, _, _ in edits)
     for start, end, new in sorted(edits, reverse=True):
         text = text[:start] + new + text[end:]
@@ -172,7 +172,7 @@ def card_with(field: str) -> str:
     return edited("100 Gbps", f"100 Gbps, {field}")
 
 
-REACHED = "instances[0].endpoint"
+ENDPOINT = "instances[0].endpoint"
 EFFICIENCY = "nodes[0].nics.compute.efficiency"
 TWO_RACKS = edited("{name: rack0} ", "{name: rack0}\n  - {name: rack1}").replace(
     "node1, rack: rack0", "node1, rack: rack1"
@@ -222,16 +222,16 @@ FAULTS = {
     "kind": (edited("kind: fat-tree", "kind: fat_tree", FAT), "fabric.kind", "fat-tree, superpod"),
     "points": (edited(LINEAR, PIECES % ("1, 2", "1 s")), "timing.default.prefill", "2 token counts but 1 times"),
     "descending": (edited(LINEAR, PIECES % ("2, 1", "1 s, 2 s")), "timing.default.prefill.tokens", "do not ascend"),
-    "endpoint with a path": (reached("url: 'http://a:1/v1'"), f"{REACHED}.url", "text such as 'http://10.0.0.1:8000'"),
-    "endpoint's port": (reached("url: 'http://a:99999'"), f"{REACHED}.url", "port 99999 is not between 1 and 65535"),
-    "endpoint's word": (reached("url: 'http://[::1]:x'"), f"{REACHED}.url", "port x is not between 1 and 65535"),
-    "endpoint of no host": (reached("url: 'a:1'"), f"{REACHED}.url", "text such as 'http://10.0.0.1:8000'"),
-    "endpoint key": (reached("uri: 'http://a:1'"), f"{REACHED}.uri", "did you mean 'url'"),
-    "no url": (reached("protocol: vllm"), REACHED, "`url` is missing"),
-    "protocol": (reached("protocol: nixl"), f"{REACHED}.protocol", "one of vllm, mooncake, sglang"),
-    "bootstrap": (reached("bootstrap: a"), f"{REACHED}.bootstrap", "text such as '10.0.0.1:8998'"),
-    "KV events": (reached("kv_events: 'tcp://*:5557'"), f"{REACHED}.kv_events", "text such as 'tcp://10.0.0.1:5557'"),
-    "KV replay": (reached("kv_replay: 5558"), f"{REACHED}.kv_replay", "text such as 'tcp://10.0.0.1:5557'"),
+    "endpoint with a path": (reached("url: 'http://a:1/v1'"), f"{ENDPOINT}.url", "text such as 'http://10.0.0.1:8000'"),
+    "endpoint's port": (reached("url: 'http://a:99999'"), f"{ENDPOINT}.url", "port 99999 is not between 1 and 65535"),
+    "endpoint's word": (reached("url: 'http://[::1]:x'"), f"{ENDPOINT}.url", "port x is not between 1 and 65535"),
+    "endpoint of no host": (reached("url: 'a:1'"), f"{ENDPOINT}.url", "text such as 'http://10.0.0.1:8000'"),
+    "endpoint key": (reached("uri: 'http://a:1'"), f"{ENDPOINT}.uri", "did you mean 'url'"),
+    "no url": (reached("protocol: vllm"), ENDPOINT, "`url` is missing"),
+    "protocol": (reached("protocol: nixl"), f"{ENDPOINT}.protocol", "one of vllm, mooncake, sglang"),
+    "bootstrap": (reached("bootstrap: a"), f"{ENDPOINT}.bootstrap", "text such as '10.0.0.1:8998'"),
+    "KV events": (reached("kv_events: 'tcp://*:5557'"), f"{ENDPOINT}.kv_events", "text such as 'tcp://10.0.0.1:5557'"),
+    "KV replay": (reached("kv_replay: 5558"), f"{ENDPOINT}.kv_replay", "text such as 'tcp://10.0.0.1:5557'"),
     "gateway": (edited("name: small", "name: small\ngateway: [1]"), "gateway", "[1] is not a mapping"),
     "no value": (edited("nvlink: 450 GB/s", "nvlink: null"), "nodes[0].nvlink", "has no value"),
     "alias": (edited("name: small", "name: &a small\nfabric: *a"), "fabric", "alias"),

@@ -29,7 +29,7 @@ NETKV = str(EXAMPLES / "fat-tree-64gpu.yaml")
 SIMULATED = str(EXAMPLES / "small.yaml")
 SMALL = (EXAMPLES / "small.yaml").read_text(encoding="utf-8").rstrip("\n")
 END = SMALL.count("\n") + 1
-ELSEWHERE = """\
+MISSING_FILES = """\
   upstream_key_env: NO_SUCH_VARIABLE
   prompt: {tokenizer: nowhere}
   listen: {tls: {certificate: a, key: b}}
@@ -104,7 +104,7 @@ def test_check_includes_the_gateway_section(tmp_path: Path) -> None:
     machine are not checked."""
     path = tmp_path / "gateway.yaml"
     for keys in ("file: keys.yaml", f'known: {{bob: "sha256:{64 * "0"}"}}'):
-        path.write_text(f"{SMALL}\ngateway:\n  keys: {{{keys}}}\n{ELSEWHERE}", encoding="utf-8")
+        path.write_text(f"{SMALL}\ngateway:\n  keys: {{{keys}}}\n{MISSING_FILES}", encoding="utf-8")
         assert runner.invoke(app, ["check", str(path)]).exit_code == 0
     for text, faults in GATEWAY_FAULTS:
         path.write_text(text, encoding="utf-8")

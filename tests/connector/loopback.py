@@ -92,11 +92,11 @@ def pulling(target: Cache, options: Options) -> Iterator[Client]:
 
 
 @contextmanager
-def played(part: Any) -> Iterator[Peer]:
+def scripted_peer(part: Any) -> Iterator[Peer]:
     """Run a peer that executes `part` on each connection and then closes it."""
     listener = socket.create_server(("127.0.0.1", 0))
 
-    def play() -> None:
+    def serve() -> None:
         while True:
             try:
                 sock, _ = listener.accept()
@@ -108,7 +108,7 @@ def played(part: Any) -> Iterator[Peer]:
                 except OSError:
                     continue  # the client has closed the connection
 
-    thread = threading.Thread(target=play)
+    thread = threading.Thread(target=serve)
     thread.start()
     try:
         yield Peer("127.0.0.1", listener.getsockname()[1])
@@ -118,7 +118,7 @@ def played(part: Any) -> Iterator[Peer]:
         thread.join()
 
 
-def welcome(channel: FramedSocket) -> None:
+def accept_client(channel: FramedSocket) -> None:
     """Do the handshake of a server without a token."""
     challenge = Challenge(VERSION, b"n" * 16)
     channel.send(challenge)

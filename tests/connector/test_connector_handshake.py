@@ -154,12 +154,12 @@ def test_a_client_disconnects_from_a_server_that_sends_too_slowly() -> None:
         far.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX))
         stop = threading.Event()
 
-        def drip() -> None:
+        def send_slowly() -> None:
             with suppress(OSError):
                 while not stop.wait(0.02):
                     far.sendall(b"\0")
 
-        thread = threading.Thread(target=drip)
+        thread = threading.Thread(target=send_slowly)
         thread.start()
         try:
             with pytest.raises(TimeoutError):
@@ -214,7 +214,7 @@ def test_silent_connections_do_not_block_other_fetches() -> None:
     assert target.block(0, 0) == source.block(0, 3)
 
 
-class Relay:
+class TcpProxy:
     """A relay that forwards everything to a server in both directions and records the bytes from the server."""
 
     def __init__(self, address: tuple[str, int], server: tuple[str, int]) -> None:
@@ -262,27 +262,27 @@ class Relay:
 
 
 @contextmanager
-def relayed(address: tuple[str, int], server: Peer) -> Iterator[Relay]:
-    relay = Relay(address, (server.host, server.port))
+def proxied(address: tuple[str, int], server: Peer) -> Iterator[TcpProxy]:
+    proxy = TcpProxy(address, (server.host, server.port))
     try:
-        yield relay
+        yield proxy
     finally:
-        relay.close()
+        proxy.close()
 
 
-def fetch_through(relay: Relay, client: Client) -> str:
+def fetch_over(proxy: TcpProxy, client: Client) -> str:
     """Return how a fetch ends if the decode instance has the relay's address."""
-    return pull(client, Peer(*relay.address, "prefill0"), [0]).failure
+    return pull(client, Peer(*proxy.address, "prefill0"), [0]).failure
 
 
 def test_a_man_in_the_middle_cannot_complete_a_handshake() -> None:
     """The relay forwards every byte of a valid handshake, and the server rejects the client, which has proved another
     address."""
     source, target = Cache(1, 4096, seed=2), Cache(1, 4096)
-    with ends(source, target) as (server, client, peer), relayed(("127.0.0.1", 0), peer) as relay:
+    with ends(source, target) as (server, client, peer), proxied(("127.0.0.1", 0), peer) as proxy:
         server.hold("p", [3])
-        assert fetch_through(relay, client) == "address"
-        assert source.block(0, 3)[:16] not in relay.overheard
+        assert fetch_over(proxy, client) == "address"
+        assert source.block(0, 3)[:16] not in proxy.overheard
         assert server.held == 1
     assert not target.memory.any()
 
@@ -294,9 +294,9 @@ def test_a_translated_address_must_be_advertised(advertised: str, failure: str) 
     options = Options(token="secret", advertised_host=advertised)
     with ends(source, target, options) as (server, client, peer):
         here = Peer("127.0.0.1", peer.port)
-        with relayed(("127.0.0.2", peer.port), here) as relay:
+        with proxied(("127.0.0.2", peer.port), here) as proxy:
             server.hold("p", [3])
-            assert fetch_through(relay, client) == failure
+            assert fetch_over(proxy, client) == failure
 
 
 def test_servers_without_a_token_do_not_check_the_address() -> None:
@@ -304,10 +304,10 @@ def test_servers_without_a_token_do_not_check_the_address() -> None:
     source, target = Cache(1, 64, seed=4), Cache(1, 64)
     with (
         ends(source, target, Options(), Options()) as (server, client, peer),
-        relayed(("127.0.0.1", 0), peer) as relay,
+        proxied(("127.0.0.1", 0), peer) as proxy,
     ):
         server.hold("p", [3])
-        assert fetch_through(relay, client) == ""
+        assert fetch_over(proxy, client) == ""
 
 
 @given(
@@ -363,7 +363,7 @@ def recorded(messages: Sequence[Message], key: bytes) -> list[bytes]:
     return frames
 
 
-def heard(frames: Sequence[bytes], key: bytes) -> Iterator[Message | None]:
+def received_messages(frames: Sequence[bytes], key: bytes) -> Iterator[Message | None]:
     """Yield the messages that the receiver accepts."""
     near, far = socket.socketpair()
     with near, far:
@@ -398,10 +398,10 @@ def test_a_modified_frame_is_detected(what: str, messages: list[Message], at: in
     """Frames are flipped, repeated, dropped, swapped or forged: the receiver never accepts one as a message of its
     peer."""
     frames = recorded(messages, KEYS[0])
-    assert list(heard(frames, KEYS[0])) == messages
+    assert list(received_messages(frames, KEYS[0])) == messages
     taken: list[Message | None] = []
     with pytest.raises(WireError, match="tag of this connection"):
-        taken.extend(heard(TAMPERING[what](frames, at), KEYS[0]))
+        taken.extend(received_messages(TAMPERING[what](frames, at), KEYS[0]))
     assert taken == messages[: len(taken)]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.connector.loopback import BLOCKS, WAIT_S, Cache, ends, played, pull, pulling, welcome
+from tests.connector.loopback import BLOCKS, WAIT_S, Cache, accept_client, ends, pull, pulling, scripted_peer
 
 from kvroute.connector.block_leases import Computing
 from kvroute.connector.channel import FramedSocket
@@ -273,7 +273,7 @@ def test_bytes_sent_are_reported_after_the_connection_is_closed() -> None:
     assert told.nbytes - told.again_bytes >= source.memory.size
 
 
-class Relay:
+class TcpProxy:
     """A relay between client and server: connection k carries `cuts[k]` bytes to the client and is then cut. The first
     connection that has carried `stall_at` bytes to the client stalls: it stays open and carries nothing more."""
 
@@ -332,14 +332,14 @@ class Relay:
                     break
                 sink.sendall(data)
                 carried += len(data)
-                if stalls and self._shall_stall(carried):
+                if stalls and self._should_stall(carried):
                     return
         except OSError:
             pass  # one side has closed
         shutdown(source)
         shutdown(sink)
 
-    def _shall_stall(self, carried: int) -> bool:
+    def _should_stall(self, carried: int) -> bool:
         with self._stalling:
             if self._stall_at is None or carried < self._stall_at or self.stalled:
                 return False
@@ -356,13 +356,13 @@ def shutdown(sock: socket.socket) -> None:
 
 
 @contextmanager
-def relayed(peer: Peer, cuts: list[int], stall_at: int | None = None) -> Iterator[Relay]:
+def proxied(peer: Peer, cuts: list[int], stall_at: int | None = None) -> Iterator[TcpProxy]:
     """Run a relay in front of `peer`."""
-    relay = Relay(peer, cuts, stall_at)
+    proxy = TcpProxy(peer, cuts, stall_at)
     try:
-        yield relay
+        yield proxy
     finally:
-        relay.close()
+        proxy.close()
 
 
 @settings(deadline=None, max_examples=25)
@@ -379,9 +379,9 @@ def test_chunks_of_a_broken_connection_arrive_over_another_one(
     with (
         pulling(target, Options(connections=connections)) as client,
         serving(source) as (server, peer),
-        relayed(peer, [60_000 + cut for cut in cuts]) as relay,
+        proxied(peer, [60_000 + cut for cut in cuts]) as proxy,
     ):
-        transfer = Transfer("d", relay.peer, "p", 0, ALL, checksum=True, wait_s=WAIT_S * layerwise)
+        transfer = Transfer("d", proxy.peer, "p", 0, ALL, checksum=True, wait_s=WAIT_S * layerwise)
         client.start(transfer)
         for region in range(12 * layerwise):
             server.computed(Computing("p", "p", ALL, BLOCKS), [region])
@@ -398,11 +398,11 @@ def test_an_early_transfer_opens_all_its_connections_when_data_arrives() -> None
     with (
         pulling(target, Options(connections=3)) as client,
         serving(source) as (server, peer),
-        relayed(peer, []) as relay,
+        proxied(peer, []) as proxy,
     ):
-        client.start(Transfer("d", relay.peer, "p", 0, ALL, wait_s=WAIT_S))
+        client.start(Transfer("d", proxy.peer, "p", 0, ALL, wait_s=WAIT_S))
         server.computed(Computing("p", "p", ALL, BLOCKS), [0])
-        relay.has(3)
+        proxy.has(3)
         server.hold("p", ALL)
         assert ended(client).failure == ""
         client.close()
@@ -415,14 +415,14 @@ def test_a_client_without_data_waits_on_one_connection() -> None:
     with (
         pulling(Cache(12, 4 << 10), Options(connections=3)) as client,
         serving(source) as (server, peer),
-        relayed(peer, []) as relay,
+        proxied(peer, []) as proxy,
     ):
-        client.start(Transfer("d", relay.peer, "p", 0, ALL, wait_s=WAIT_S))
+        client.start(Transfer("d", proxy.peer, "p", 0, ALL, wait_s=WAIT_S))
         server.forget("p")
         assert ended(client).failure == "gone"
-        relay.has(2)  # and one to cancel the wait
+        proxy.has(2)  # and one to cancel the wait
         client.close()
-        assert relay.accepted == 2
+        assert proxy.accepted == 2
 
 
 def test_a_stalled_connection_does_not_block_the_others() -> None:
@@ -432,13 +432,13 @@ def test_a_stalled_connection_does_not_block_the_others() -> None:
     with (
         pulling(target, Options(connections=2, timeout_s=2.0)) as client,
         serving(source) as (server, peer),
-        relayed(peer, [], stall_at=100_000) as relay,
+        proxied(peer, [], stall_at=100_000) as proxy,
     ):
         server.hold("p", ALL)
-        client.start(Transfer("d", relay.peer, "p", 0, ALL))
+        client.start(Transfer("d", proxy.peer, "p", 0, ALL))
         assert ended(client).failure == ""
         client.close()
-        assert relay.stalled == 1
+        assert proxy.stalled == 1
     assert np.array_equal(source.memory, target.memory)
 
 
@@ -456,10 +456,10 @@ def test_a_peer_that_disconnects_repeatedly_is_abandoned() -> None:
     """The client abandons the peer after three connections in a row without a part."""
     knocks: list[Fetch] = []
 
-    def barren(channel: FramedSocket) -> None:
-        welcome(channel)
+    def peer_without_blocks(channel: FramedSocket) -> None:
+        accept_client(channel)
         knocks.append(channel.expect(Fetch))
 
-    with played(barren) as peer, pulling(Cache(1, 64), Options()) as client:
+    with scripted_peer(peer_without_blocks) as peer, pulling(Cache(1, 64), Options()) as client:
         assert pull(client, peer, [0]).failure == "reset"
     assert len(knocks) == 3

@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.connector.loopback import BLOCKS, TOKEN, WAIT_S, Cache, Clock, ends, played, pull, pulling, welcome
+from tests.connector.loopback import (
+    BLOCKS,
+    TOKEN,
+    WAIT_S,
+    Cache,
+    Clock,
+    accept_client,
+    ends,
+    pull,
+    pulling,
+    scripted_peer,
+)
 
 from kvroute.connector.authentication import session
 from kvroute.connector.blocks import runs
@@ -180,13 +191,13 @@ def test_a_server_without_the_token_gets_no_data() -> None:
     target = Cache(1, 64)
     heard: list[bytes] = []
 
-    def impostor(channel: FramedSocket) -> None:
+    def peer_without_token(channel: FramedSocket) -> None:
         channel.send(Challenge(VERSION, b"n" * 16))
         hello = channel.expect(Hello)
         heard.append(msgspec.msgpack.encode(hello))
         channel.send(Welcome(hello.proof))
 
-    with played(impostor) as peer, pulling(target, TOKEN) as client:
+    with scripted_peer(peer_without_token) as peer, pulling(target, TOKEN) as client:
         assert pull(client, peer, [0]).failure == "token"
     assert b"secret" not in heard[0]
     assert not target.memory.any()
@@ -197,8 +208,8 @@ def test_a_peer_that_dies_during_a_transfer_is_a_failure(sent: int) -> None:
     """The peer dies after any number of bytes of two layers of 64; the received blocks are then invalid."""
     source, target = Cache(2, 64, seed=5), Cache(2, 64)
 
-    def dying(channel: FramedSocket) -> None:
-        welcome(channel)
+    def peer_that_dies(channel: FramedSocket) -> None:
+        accept_client(channel)
         channel.expect(Fetch)
         for layer in range(2):
             rest = memoryview(source.block(layer, 0))[: max(0, sent - 64 * layer)]
@@ -206,7 +217,7 @@ def test_a_peer_that_dies_during_a_transfer_is_a_failure(sent: int) -> None:
             if len(rest) < 64:
                 return
 
-    with played(dying) as peer, pulling(target, Options()) as client:
+    with scripted_peer(peer_that_dies) as peer, pulling(target, Options()) as client:
         assert pull(client, peer, [0], checksum=False).failure == "reset"
 
 
@@ -225,12 +236,12 @@ def test_a_chunk_that_was_not_requested_is_malformed(part: Part) -> None:
     """Nothing is written."""
     target = Cache(1, 64)
 
-    def confused(channel: FramedSocket) -> None:
-        welcome(channel)
+    def peer_with_a_wrong_chunk(channel: FramedSocket) -> None:
+        accept_client(channel)
         channel.expect(Fetch)
         channel.send(part, [memoryview(bytes([255]) * part.nbytes)])
 
-    with played(confused) as peer, pulling(target, Options()) as client:
+    with scripted_peer(peer_with_a_wrong_chunk) as peer, pulling(target, Options()) as client:
         assert pull(client, peer, [0], first=4).failure == "malformed"
     assert not target.memory.any()
 
@@ -389,8 +400,8 @@ def test_random_bytes_do_not_stop_the_server(noise: bytes, framed: bool) -> None
     """An unknown peer may send any bytes; the next transfer succeeds."""
     source, target = Cache(1, 64, seed=10), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
-        with socket.create_connection((peer.host, peer.port)) as stranger:
-            stranger.sendall((len(noise).to_bytes(4, "big") if framed else b"") + noise)
+        with socket.create_connection((peer.host, peer.port)) as unauthenticated:
+            unauthenticated.sendall((len(noise).to_bytes(4, "big") if framed else b"") + noise)
         server.hold("p", [2])
         assert pull(client, peer, [0]).failure == ""
 

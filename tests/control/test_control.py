@@ -112,7 +112,7 @@ class Lives(RuleBasedStateMachine):
         self.lives: dict[int, Life] = {}
         self.count = 0
 
-    def tell(self, event: Event) -> tuple[Decision, ...]:
+    def notify(self, event: Event) -> tuple[Decision, ...]:
         """Advance the time and pass the event to the core."""
         self.now += 0.25
         return self.control.handle(msgspec.structs.replace(event, at=self.now))
@@ -121,7 +121,7 @@ class Lives(RuleBasedStateMachine):
         """Draw a request at one of these steps."""
         return data.draw(st.sampled_from([number for number, life in self.lives.items() if life.step in steps]))
 
-    def any_at(self, *steps: str) -> bool:
+    def some_request_in(self, *steps: str) -> bool:
         """Return whether a request is at one of these steps."""
         return any(life.step in steps for life in self.lives.values())
 
@@ -130,12 +130,12 @@ class Lives(RuleBasedStateMachine):
         """Every request gets a prefill instance."""
         asked = request(self.count, tokens, answer)
         self.count += 1
-        decision = one(self.tell(Arrived(0, asked)))
+        decision = one(self.notify(Arrived(0, asked)))
         assert isinstance(decision, Prefill)
         assert terms_of(decision).names == ("p0", "p1")
         self.lives[asked.id] = Life(asked, "prefill", decision.instance)
 
-    @precondition(lambda self: self.any_at("prefill"))
+    @precondition(lambda self: self.some_request_in("prefill"))
     @rule(data=st.data())
     def prefilled(self, data: st.DataObject) -> None:
         """The decode target has room and is priced with all requests in flight; a reject occurs only if no instance has
@@ -143,7 +143,7 @@ class Lives(RuleBasedStateMachine):
         number = self.pick(data, "prefill")
         life = self.lives[number]
         need_bytes = (life.request.input_tokens + life.request.max_output_tokens) * TOKEN_BYTES
-        decision = one(self.tell(PrefillFinished(0, number)))
+        decision = one(self.notify(PrefillFinished(0, number)))
         if isinstance(decision, Reject):
             assert all(need_bytes > self.free_bytes(name) for name in CAPACITY_BYTES)
             del self.lives[number]
@@ -161,21 +161,21 @@ class Lives(RuleBasedStateMachine):
         assert terms.feasible[terms.names.index(decision.target)]
         life.step, life.target = "transfer", decision.target
 
-    @precondition(lambda self: self.any_at("transfer"))
+    @precondition(lambda self: self.some_request_in("transfer"))
     @rule(data=st.data(), reports=st.booleans())
-    def landed(self, data: st.DataObject, reports: bool) -> None:
+    def transfer_finished(self, data: st.DataObject, reports: bool) -> None:
         """The target's own report of its free memory, equal to the model's, is included or not."""
         number = self.pick(data, "transfer")
         report = self.free_bytes(self.lives[number].target) if reports else None
-        assert self.tell(TransferFinished(0, number, report)) == ()
+        assert self.notify(TransferFinished(0, number, report)) == ()
         self.lives[number].step = "landed"
 
-    @precondition(lambda self: self.any_at("landed"))
+    @precondition(lambda self: self.some_request_in("landed"))
     @rule(data=st.data())
     def admitted(self, data: st.DataObject) -> None:
         """The request enters the batch even beyond its limit, because the engine decides about it."""
         number = self.pick(data, "landed")
-        assert self.tell(Admitted(0, number)) == ()
+        assert self.notify(Admitted(0, number)) == ()
         self.lives[number].step = "decode"
 
     @precondition(lambda self: bool(self.lives))
@@ -183,18 +183,18 @@ class Lives(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         """A request completes, fails or is cancelled at any step."""
         number = self.pick(data, "prefill", "transfer", "landed", "decode")
-        assert self.tell(Finished(0, number)) == ()
+        assert self.notify(Finished(0, number)) == ()
         del self.lives[number]
 
     @invariant()
-    def as_many_in_flight_as_there_are(self) -> None:
+    def transfers_in_flight_are_counted(self) -> None:
         """The core's own count equals the model's."""
         assert self.control.in_flight == len(self.lives)
 
     def teardown(self) -> None:
         """When all requests have left, the core decides exactly like a new one, up to the last free byte."""
         for number in list(self.lives):
-            self.tell(Finished(0, number))
+            self.notify(Finished(0, number))
         fresh = core()
         for number, tokens in enumerate((1_000, int(6e9 // TOKEN_BYTES)), start=self.count):
             for event in (Arrived(self.now, request(number, tokens)), PrefillFinished(self.now, number)):

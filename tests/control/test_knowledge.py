@@ -36,9 +36,9 @@ measured = st.tuples(
 )
 
 
-def teach(learned: Learned, at: float, lessons: list[tuple[float, int, float, float]]) -> float:
+def add_measurements(learned: Learned, at: float, measurements: list[tuple[float, int, float, float]]) -> float:
     """Report transfers that end one after the other from `at` on; return the time of the last end."""
-    for wait_s, tier, kv_bytes, predicted_bytes in lessons:
+    for wait_s, tier, kv_bytes, predicted_bytes in measurements:
         at += wait_s
         learned.grown_old(at)
         learned.ended(tier, kv_bytes, predicted_bytes, 0.0)
@@ -51,12 +51,12 @@ def test_foresight_continues_from_the_learned_state_of_another_core(
 ) -> None:
     """The state is equal at once, and nearly equal after later transfers (two decays round twice)."""
     old, new = Learned(ForesightSpec()), Learned(ForesightSpec())
-    at = teach(old, 100.0, before) + wait_s
+    at = add_measurements(old, 100.0, before) + wait_s
     shown = old.seen(at)
     new.resume(at, old.known_at(at, ()))
     assert new.seen(at) == shown == old.seen(at)
-    end = teach(old, at, after)
-    assert teach(new, at, after) == end
+    end = add_measurements(old, at, after)
+    assert add_measurements(new, at, after) == end
     for learned in (old, new):
         learned.grown_old(end)
     np.testing.assert_allclose(new.factor, old.factor, rtol=1e-9)

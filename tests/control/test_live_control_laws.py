@@ -114,7 +114,7 @@ class Lives(RuleBasedStateMachine):
         """Return a core without any event."""
         return ControlSpec(**{"prefill": "cache-aware", "decode": "netkv", **self.spec}).build(MIXED)
 
-    def tell(self, event: Event) -> tuple[Decision, ...]:
+    def notify(self, event: Event) -> tuple[Decision, ...]:
         """Advance the time and pass the event to both cores."""
         self.now += 0.125
         event = msgspec.structs.replace(event, at=self.now)
@@ -136,14 +136,14 @@ class Lives(RuleBasedStateMachine):
         blocks = CHAIN[: min(depth, tokens // BLOCK_TOKENS)]
         life = Life(request(self.count, tokens, answer, one_leg=one_leg, blocks=blocks))
         self.count += 1
-        self.follow(life, self.tell(Arrived(0, life.request)))
+        self.follow(life, self.notify(Arrived(0, life.request)))
 
-    @precondition(lambda self: self.any_life(prefilling))
+    @precondition(lambda self: self.some_request_with(prefilling))
     @rule(data=st.data())
     def prefilled(self, data: st.DataObject) -> None:
         """The decode instance is chosen now, or the transfer to the one chosen before starts."""
         life = self.pick(data, prefilling)
-        decisions = self.tell(PrefillFinished(0, life.request.id))
+        decisions = self.notify(PrefillFinished(0, life.request.id))
         life.prefill = ""
         if life.target:
             assert decisions == ()
@@ -151,14 +151,14 @@ class Lives(RuleBasedStateMachine):
             return
         self.follow(life, decisions)
 
-    @precondition(lambda self: self.any_life(prefilling))
+    @precondition(lambda self: self.some_request_with(prefilling))
     @rule(data=st.data())
     def prefill_fails(self, data: st.DataObject) -> None:
         """The prefill booking is released at once, whatever decision follows."""
         life = self.pick(data, prefilling)
         failed, booked_s = life.prefill, life.booked_s
         before_s = self.control.loads(self.now + 0.125)[failed].pending_s
-        decisions = self.tell(PrefillFailed(0, life.request.id))
+        decisions = self.notify(PrefillFailed(0, life.request.id))
         life.fails(failed)
         self.clear(life)
         self.follow(life, decisions)
@@ -170,54 +170,54 @@ class Lives(RuleBasedStateMachine):
         if not any(others.prefills for others in self.others.values()):
             assert self.control.loads(self.now)[failed].pending_s == pytest.approx(max(after_s, 0.0), abs=UNITS_S)
 
-    @precondition(lambda self: self.any_life(placed))
+    @precondition(lambda self: self.some_request_with(placed))
     @rule(data=st.data(), kv_lost=st.booleans())
     def decode_fails(self, data: st.DataObject, kv_lost: bool) -> None:
         """The leg fails before its first token. KV that still exists is sent to another instance; otherwise the request
         restarts."""
         life = self.pick(data, placed)
         source, kept = life.source, not kv_lost and self.keeps_kv(life)
-        decisions = self.tell(DecodeFailed(0, life.request.id, kv_lost))
+        decisions = self.notify(DecodeFailed(0, life.request.id, kv_lost))
         life.fails(life.target)
         self.clear(life)
         self.follow(life, decisions, source if kept else "")
 
-    @precondition(lambda self: self.any_life(crossing))
+    @precondition(lambda self: self.some_request_with(crossing))
     @rule(data=st.data())
-    def landed(self, data: st.DataObject) -> None:
+    def transfer_finished(self, data: st.DataObject) -> None:
         """The transfer is complete."""
         life = self.pick(data, crossing)
-        assert self.tell(TransferFinished(0, life.request.id)) == ()
+        assert self.notify(TransferFinished(0, life.request.id)) == ()
         life.crossing = False
 
-    @precondition(lambda self: self.any_life(waiting))
+    @precondition(lambda self: self.some_request_with(waiting))
     @rule(data=st.data())
     def admitted(self, data: st.DataObject) -> None:
         """The first token arrives."""
         life = self.pick(data, waiting)
-        assert self.tell(Admitted(0, life.request.id)) == ()
+        assert self.notify(Admitted(0, life.request.id)) == ()
         life.admitted = True
 
     @precondition(lambda self: bool(self.lives))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         """A request completes, fails for good or is cancelled at any step."""
-        life = self.pick(data, anybody)
-        assert self.tell(Finished(0, life.request.id)) == ()
+        life = self.pick(data, every_request)
+        assert self.notify(Finished(0, life.request.id)) == ()
         del self.lives[life.request.id]
 
     @rule(name=st.sampled_from(NAMES))
-    def goes_down(self, name: str) -> None:
+    def instance_goes_down(self, name: str) -> None:
         """The instance may already be down, because the gateway may report it twice."""
-        assert self.tell(InstanceDown(0, name)) == ()
+        assert self.notify(InstanceDown(0, name)) == ()
         self.down.add(name)
 
     @precondition(lambda self: bool(self.down))
     @rule(data=st.data())
-    def comes_up(self, data: st.DataObject) -> None:
+    def instance_comes_up(self, data: st.DataObject) -> None:
         """The instance is up again."""
         name = data.draw(st.sampled_from(sorted(self.down)))
-        assert self.tell(InstanceUp(0, name)) == ()
+        assert self.notify(InstanceUp(0, name)) == ()
         self.down.discard(name)
 
     @rule(
@@ -228,7 +228,7 @@ class Lives(RuleBasedStateMachine):
     )
     def measured(self, name: str, running: int, waits: int, share: float | None) -> None:
         """An engine reports its load: all load beyond this router's requests belongs to others."""
-        assert self.tell(InstanceMeasured(0, name, running, waits, share)) == ()
+        assert self.notify(InstanceMeasured(0, name, running, waits, share)) == ()
         instance, others = PLACE[name], self.others[name]
         if instance.role != "decode":
             others.prefills = max(running + waits - self.prefills(name), 0)
@@ -243,10 +243,10 @@ class Lives(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), depth=st.integers(1, len(CHAIN)))
     def stored(self, name: str, depth: int) -> None:
         """An engine reports cached blocks."""
-        assert self.tell(KvStored(0, name, CHAIN[:depth])) == ()
+        assert self.notify(KvStored(0, name, CHAIN[:depth])) == ()
 
     @rule(data=st.data())
-    def the_impossible(self, data: st.DataObject) -> None:
+    def impossible_event_is_rejected(self, data: st.DataObject) -> None:
         """The event is rejected; the other core, which does not receive it, makes the same later decisions."""
         impossible: list[Event] = [InstanceUp(0, "nobody"), InstanceMeasured(0, "nobody", 1, 1)]
         for number, life in {**self.lives, self.count: Life(request(self.count))}.items():
@@ -319,7 +319,7 @@ class Lives(RuleBasedStateMachine):
             return
         assert (target.role, target.protocol) == ("decode", source.protocol)
         assert decode.kv_bytes == (asked.input_tokens - decode.hit_tokens) * TOKEN_BYTES
-        assert decode.target in life.allows(self.takers(source))
+        assert decode.target in life.allows(self.targets_of(source))
         assert self.has_room(asked, decode.target) or overcommits
 
     def check_reject(self, life: Life, source: str) -> None:
@@ -327,12 +327,12 @@ class Lives(RuleBasedStateMachine):
         if life.request.one_leg:
             able = self.able_alone()
         elif source:
-            able = life.allows(self.takers(PLACE[source]))
+            able = life.allows(self.targets_of(PLACE[source]))
         else:
             prefill = [PLACE[name] for name in life.allows(self.able_to_prefill())]
             # The core chooses any other prefill instance before it considers decode instances.
             assert all((place.protocol, place.role) == ("sglang", "prefill") for place in prefill)
-            able = [taker for place in prefill for taker in life.allows(self.takers(place))]
+            able = [taker for place in prefill for taker in life.allows(self.targets_of(place))]
         assert not any(self.has_room(life.request, name) for name in able)
         assert not able or not self.spec.get("overcommit")
 
@@ -340,13 +340,13 @@ class Lives(RuleBasedStateMachine):
         """Return the instances that are up and have a target for the KV cache; under a constraint those with one
         inside, if any."""
         prefill = [name for name in NAMES if PLACE[name].role != "decode" and name not in self.down]
-        served = [name for name in prefill if PLACE[name].role == "both" or self.takers(PLACE[name], anywhere=True)]
+        served = [name for name in prefill if PLACE[name].role == "both" or self.targets_of(PLACE[name], anywhere=True)]
         if not self.spec.get("constraint"):
             return served
-        inside = [name for name in served if PLACE[name].role == "both" or self.takers(PLACE[name], inside=True)]
+        inside = [name for name in served if PLACE[name].role == "both" or self.targets_of(PLACE[name], inside=True)]
         return inside or served
 
-    def takers(self, source: Instance, *, inside: bool = False, anywhere: bool = False) -> list[str]:
+    def targets_of(self, source: Instance, *, inside: bool = False, anywhere: bool = False) -> list[str]:
         """Return the decode instances that are up and use the protocol of `source`."""
         inside = (inside or self.inside_only) and not anywhere
         return [
@@ -403,10 +403,10 @@ class Lives(RuleBasedStateMachine):
         for record, again in replay(self.fresh(), self.records):
             assert decisions_equal(record.decisions, again)
         for number in list(self.lives):
-            self.tell(Finished(0, number))
+            self.notify(Finished(0, number))
         for name in NAMES:
             for event in (InstanceUp(0, name), InstanceMeasured(0, name, 0, 0, 0.0), KvCleared(0, name)):
-                self.tell(event)
+                self.notify(event)
         if self.learns:
             return
         fresh = self.fresh()
@@ -438,7 +438,7 @@ class Lives(RuleBasedStateMachine):
         """Draw a request in flight that fits."""
         return self.lives[data.draw(st.sampled_from([n for n, life in self.lives.items() if fits(life)]))]
 
-    def any_life(self, fits: Any) -> bool:
+    def some_request_with(self, fits: Any) -> bool:
         """Return whether any request fits."""
         return any(fits(life) for life in self.lives.values())
 
@@ -457,7 +457,7 @@ class Lives(RuleBasedStateMachine):
         return sum(one.input_tokens + one.max_output_tokens for one in held) * TOKEN_BYTES
 
 
-def anybody(life: Life) -> bool:
+def every_request(life: Life) -> bool:
     """Match every request in flight."""
     return True
 

@@ -287,7 +287,7 @@ class Anything(RuleBasedStateMachine):
         self.converting: dict[str, Any] = {}
         self.now, self.number = 0.0, 0
 
-    def tell(self, event: Event) -> tuple[Decision, ...]:
+    def notify(self, event: Event) -> tuple[Decision, ...]:
         """Pass an event to the core; store the event and the decisions."""
         decisions = self.control.handle(event)
         self.events.append(event)
@@ -318,52 +318,52 @@ class Anything(RuleBasedStateMachine):
         self.number += 1
         blocks = tuple(1_000 * shared + k for k in range(tokens // 1_000))
         request = Request(id=self.number, input_tokens=tokens, blocks=blocks, block_tokens=1_000, max_output_tokens=9)
-        self.follow(self.number, self.tell(Arrived(self.now, request)))
+        self.follow(self.number, self.notify(Arrived(self.now, request)))
 
     @precondition(lambda self: self.of("prefill", "early"))
     @rule(data=st.data(), fails=st.booleans())
     def prefilled(self, data: st.DataObject, fails: bool) -> None:
         number = data.draw(st.sampled_from(self.of("prefill", "early")))
         if fails:
-            self.follow(number, self.tell(PrefillFailed(self.now, number)))
+            self.follow(number, self.notify(PrefillFailed(self.now, number)))
         elif self.stage[number] == "early":
-            assert self.tell(PrefillFinished(self.now, number)) == ()
+            assert self.notify(PrefillFinished(self.now, number)) == ()
             self.stage[number] = "transfer"
         else:
-            self.follow(number, self.tell(PrefillFinished(self.now, number)))
+            self.follow(number, self.notify(PrefillFinished(self.now, number)))
 
     @precondition(lambda self: self.of("transfer"))
     @rule(data=st.data(), fails=st.booleans(), lost=st.booleans())
     def transferred(self, data: st.DataObject, fails: bool, lost: bool) -> None:
         number = data.draw(st.sampled_from(self.of("transfer")))
         if fails:
-            self.follow(number, self.tell(DecodeFailed(self.now, number, lost)))
+            self.follow(number, self.notify(DecodeFailed(self.now, number, lost)))
         else:
-            self.tell(TransferFinished(self.now, number))
-            self.tell(Admitted(self.now, number))
+            self.notify(TransferFinished(self.now, number))
+            self.notify(Admitted(self.now, number))
             self.stage[number] = "decode"
 
     @precondition(lambda self: self.stage)
     @rule(data=st.data(), answer=st.sampled_from([None, 10, 1_000]))
     def finished(self, data: st.DataObject, answer: int | None) -> None:
         number = data.draw(st.sampled_from(sorted(self.stage)))
-        self.tell(Finished(self.now, number, None, answer))
+        self.notify(Finished(self.now, number, None, answer))
         del self.stage[number]
 
     @rule(full=st.sampled_from([0.0, 0.6, 0.9, 0.99]), step=st.floats(0.0, 2.0))
     def congestion(self, full: float, step: float) -> None:
         self.now += step
-        self.tell(CongestionMeasured(self.now, (0.0, 0.0, 0.0, 0.0, full)))
+        self.notify(CongestionMeasured(self.now, (0.0, 0.0, 0.0, 0.0, full)))
 
     @rule(data=st.data(), up=st.booleans())
     def health(self, data: st.DataObject, up: bool) -> None:
         name = data.draw(st.sampled_from([instance.name for instance in self.sites.instances]))
-        self.tell(InstanceUp(self.now, name) if up else InstanceDown(self.now, name))
+        self.notify(InstanceUp(self.now, name) if up else InstanceDown(self.now, name))
 
     @rule(step=st.floats(0.0, 30.0))
     def review(self, step: float) -> None:
         self.now += step
-        for decision in self.tell(ReviewDue(self.now)):
+        for decision in self.notify(ReviewDue(self.now)):
             assert isinstance(decision, Convert)
             assert decision.instance not in self.converting
             self.converting[decision.instance] = decision.role
@@ -372,10 +372,10 @@ class Anything(RuleBasedStateMachine):
     @rule()
     def converted(self) -> None:
         name, role = self.converting.popitem()
-        self.tell(InstanceConverted(self.now, name, role))
+        self.notify(InstanceConverted(self.now, name, role))
 
     @invariant()
-    def nothing_new_goes_to_an_instance_under_conversion(self) -> None:
+    def a_switching_instance_gets_no_new_request(self) -> None:
         if self.made:
             for decision in self.made[-1]:
                 chosen = {Prefill: "instance", Decode: "target"}.get(type(decision))
@@ -383,7 +383,7 @@ class Anything(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for number in sorted(self.stage):
-            self.tell(Finished(self.now, number))
+            self.notify(Finished(self.now, number))
         assert self.control.offloading is not None
         assert [egress.backlog_bytes for egress in self.control.offloading.egress.values()] == [0.0]
         assert self.control.in_flight == 0

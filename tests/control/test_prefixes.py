@@ -63,7 +63,7 @@ def core(cluster: Cluster | None = None, **settings: Any) -> Control:
     return ControlSpec(prefill="cache-aware", **settings).build(cluster or sites())
 
 
-def ask(control: Control, number: int, tokens: int, blocks: tuple[int, ...] = CHAIN, at: float = 0.0) -> Prefill:
+def arrive(control: Control, number: int, tokens: int, blocks: tuple[int, ...] = CHAIN, at: float = 0.0) -> Prefill:
     """Let one request arrive; return its prefill."""
     request = Request(id=number, input_tokens=tokens, blocks=blocks, block_tokens=BLOCK, max_output_tokens=10)
     prefill = control.handle(Arrived(at, request))[0]
@@ -75,7 +75,7 @@ def busy(control: Control, instance: str, number: int) -> None:
     """Give an instance 30 s of other work: a prompt whose prefix is cached on this instance only."""
     own = tuple(range(number * 1_000, number * 1_000 + 300))
     control.handle(KvStored(0.0, instance, own, BLOCK))
-    assert ask(control, number, 600_000, own).instance == instance
+    assert arrive(control, number, 600_000, own).instance == instance
 
 
 def test_a_prefix_is_fetched_from_a_sibling_if_that_is_faster_than_prefill() -> None:
@@ -86,9 +86,9 @@ def test_a_prefix_is_fetched_from_a_sibling_if_that_is_faster_than_prefill() -> 
         control.handle(InstanceDown(0.0, "f0"))
         busy(control, "p0", 9)
         control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
-    alone = ask(slow, 1, 25_000)
+    alone = arrive(slow, 1, 25_000)
     assert (alone.instance, alone.cached_tokens, alone.copy_from) == ("p1", 0, "")
-    fetched = ask(fast, 1, 25_000)
+    fetched = arrive(fast, 1, 25_000)
     assert (fetched.instance, fetched.cached_tokens, fetched.copy_from) == ("p1", 20_000, "p0")
     assert (fetched.copy_tokens, fetched.copy_bytes) == (20_000, 20_000 * TOKEN_BYTES)
     assert fetched.terms is not None
@@ -105,7 +105,7 @@ def test_a_fetch_overlaps_the_wait_in_the_queue() -> None:
         busy(control, instance, number)
     control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
     busy(control, "p0", 11)
-    fetched = ask(control, 1, 25_000)
+    fetched = arrive(control, 1, 25_000)
     assert (fetched.instance, fetched.copy_from) == ("p1", "p0")
     assert fetched.terms is not None
     assert fetched.terms.parts["prefill_s"][2] == pytest.approx(0.5)
@@ -126,7 +126,7 @@ def test_no_fetch_from_another_datacenter_or_an_instance_that_is_down() -> None:
         else:
             busy(control, "f0", 10)
             busy(control, "f0", 11)
-        assert ask(control, 1, 25_000).copy_from == ""
+        assert arrive(control, 1, 25_000).copy_from == ""
 
 
 def test_a_hybrid_model_fetches_only_prefixes_it_can_continue_from() -> None:
@@ -136,10 +136,10 @@ def test_a_hybrid_model_fetches_only_prefixes_it_can_continue_from() -> None:
     control.handle(InstanceDown(0.0, "f0"))
     busy(control, "p0", 9)
     control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
-    branch = ask(control, 1, 25_000, (*CHAIN[:15], 99, 98, 97, 96, 95))
+    branch = arrive(control, 1, 25_000, (*CHAIN[:15], 99, 98, 97, 96, 95))
     assert (branch.cached_tokens, branch.copy_from) == (0, "")
     control.handle(Finished(0.0, 1))
-    later = ask(control, 2, 60_000, (*CHAIN, *range(500, 540)))
+    later = arrive(control, 2, 60_000, (*CHAIN, *range(500, 540)))
     assert (later.cached_tokens, later.copy_from) == (20_000, "p0")
     assert later.copy_bytes == 20_000 * 17_280 + 173.9 * 2**20
 
@@ -155,7 +155,7 @@ def test_a_prefix_is_copied_to_another_site_from_an_instance_that_has_it() -> No
     spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False)
     control = core(sites("400 Gbps"), offload=spec, prefix_pool=True)
     control.handle(KvStored(0.0, "p1", CHAIN, BLOCK))
-    prefill = ask(control, 1, 60_000, (*CHAIN, *range(100, 140)))
+    prefill = arrive(control, 1, 60_000, (*CHAIN, *range(100, 140)))
     assert (prefill.instance, prefill.copy_from, prefill.copy_tokens) == ("f0", "p1", 20_000)
 
 
@@ -167,7 +167,7 @@ def test_copies_are_queued_on_the_link() -> None:
     once_s = 20_000 * TOKEN_BYTES / 1e9
     seen: list[float] = []
     for number in range(1, 5):
-        prefill = ask(control, number, 60_000, (*CHAIN, *range(number * 100, number * 100 + 40)))
+        prefill = arrive(control, number, 60_000, (*CHAIN, *range(number * 100, number * 100 + 40)))
         assert (prefill.instance, prefill.copy_from, prefill.copy_id) == ("f0", "p0", number)
         assert prefill.offload is not None
         seen.append(prefill.offload.terms["away.copy_s"])
@@ -185,7 +185,7 @@ def test_a_source_that_queues_copies_like_prompts_delays_them() -> None:
     busy(control, "p0", 9)
     control.handle(InstanceUp(0.0, "f0"))
     control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
-    prefill = ask(control, 1, 60_000, (*CHAIN, *range(100, 140)))
+    prefill = arrive(control, 1, 60_000, (*CHAIN, *range(100, 140)))
     assert (prefill.instance, prefill.copy_from) == ("f0", "p0")
     assert prefill.offload is not None
     once_s = 20_000 * TOKEN_BYTES / 1e9
@@ -198,7 +198,7 @@ def test_the_end_of_a_request_releases_its_copy(ending: str) -> None:
     """However the request ends, the link is as free as before for the next one."""
     control = offloading()
     control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
-    first = ask(control, 1, 60_000, (*CHAIN, *range(100, 140)))
+    first = arrive(control, 1, 60_000, (*CHAIN, *range(100, 140)))
     if ending == "failed":
         control.handle(InstanceDown(0.0, "f0"))
     events: dict[str, Event] = {
@@ -210,7 +210,7 @@ def test_the_end_of_a_request_releases_its_copy(ending: str) -> None:
     with pytest.raises(InputError, match="copy 1 is not in progress"):
         control.handle(CopyFinished(1.0, first.copy_id))
     if ending == "gone":
-        again = ask(control, 2, 60_000, (*CHAIN, *range(200, 240)))
+        again = arrive(control, 2, 60_000, (*CHAIN, *range(200, 240)))
         assert again.offload is not None
         assert again.offload.terms["away.copy_s"] == pytest.approx(20_000 * TOKEN_BYTES / 1e9)
 
@@ -218,10 +218,10 @@ def test_the_end_of_a_request_releases_its_copy(ending: str) -> None:
 def test_a_prefix_copy_home_is_queued_behind_kv_transfers() -> None:
     """Prefix and KV cache use the link from the other site: 5 GB of a KV cache are ahead of the prefix."""
     control = offloading()
-    assert ask(control, 1, 40_000, ()).instance == "f0"
+    assert arrive(control, 1, 40_000, ()).instance == "f0"
     control.handle(PrefillFinished(4.0, 1))
     control.handle(KvStored(4.0, "f0", CHAIN, BLOCK))
-    prefill = ask(control, 2, 25_000, at=4.0)
+    prefill = arrive(control, 2, 25_000, at=4.0)
     assert prefill.copy_from == "f0"
     assert prefill.offload is not None
     assert prefill.offload.site == "home"
@@ -232,7 +232,7 @@ def read_often(control: Control, times: int = 8, first: int = 100) -> None:
     """Read the same prefix on p0 repeatedly; each request completes."""
     control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
     for number in range(first, first + times):
-        assert ask(control, number, 21_000).instance == "p0"
+        assert arrive(control, number, 21_000).instance == "p0"
         control.handle(Finished(0.0, number))
 
 

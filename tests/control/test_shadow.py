@@ -57,23 +57,23 @@ def core(**spec: Any) -> Control:
     return ControlSpec(**spec).build(parse(TEXT))
 
 
-def played(control: Control, sizes: list[int]) -> list[tuple[Event, tuple[Decision, ...]]]:
+def run_requests(control: Control, sizes: list[int]) -> list[tuple[Event, tuple[Decision, ...]]]:
     """Run requests one second apart. Each is prefilled at once, its transfer ends after the arrival of the second next
     request, and every third one is finished by then."""
     told: list[tuple[Event, tuple[Decision, ...]]] = []
 
-    def tell(event: Event) -> None:
+    def notify(event: Event) -> None:
         told.append((event, control.handle(event)))
 
     for number, tokens in enumerate(sizes):
         at = float(number)
-        tell(Arrived(at, Request(id=number, input_tokens=tokens, blocks=(tokens // 512,), block_tokens=512)))
-        tell(PrefillFinished(at, number))
+        notify(Arrived(at, Request(id=number, input_tokens=tokens, blocks=(tokens // 512,), block_tokens=512)))
+        notify(PrefillFinished(at, number))
         if number >= 2:
-            tell(TransferFinished(at + 0.5, number - 2))
+            notify(TransferFinished(at + 0.5, number - 2))
             if number % 3 == 0:
-                tell(Admitted(at + 0.5, number - 2))
-                tell(Finished(at + 0.75, number - 2, output_tokens=100))
+                notify(Admitted(at + 0.5, number - 2))
+                notify(Finished(at + 0.75, number - 2, output_tokens=100))
     return told
 
 
@@ -91,8 +91,8 @@ def decodes(told: list[tuple[Event, tuple[Decision, ...]]]) -> list[Decode]:
 @settings(max_examples=60, deadline=None)
 @given(acting=POLICIES, shadow=POLICIES, sizes=SIZES)
 def test_a_shadow_policy_changes_no_decision(acting: str, shadow: str, sizes: list[int]) -> None:
-    alone = decodes(played(core(decode=acting), sizes))
-    beside = decodes(played(core(decode=acting, shadow=shadow), sizes))
+    alone = decodes(run_requests(core(decode=acting), sizes))
+    beside = decodes(run_requests(core(decode=acting, shadow=shadow), sizes))
     assert all(decision.shadow is not None for decision in beside)
     assert decisions_equal(tuple(alone), tuple(msgspec.structs.replace(decision, shadow=None) for decision in beside))
 
@@ -100,7 +100,7 @@ def test_a_shadow_policy_changes_no_decision(acting: str, shadow: str, sizes: li
 @settings(max_examples=40, deadline=None)
 @given(policy=POLICIES, sizes=SIZES)
 def test_a_policy_compared_with_itself_never_differs(policy: str, sizes: list[int]) -> None:
-    for decision in decodes(played(core(decode=policy, shadow=policy), sizes)):
+    for decision in decodes(run_requests(core(decode=policy, shadow=policy), sizes)):
         shadow = shadow_of(decision)
         assert shadow.target == decision.target
         assert shadow.loss_s in (0.0, None)
@@ -110,7 +110,7 @@ def test_a_policy_compared_with_itself_never_differs(policy: str, sizes: list[in
 @settings(max_examples=40, deadline=None)
 @given(acting=POLICIES, shadow=POLICIES, sizes=SIZES)
 def test_each_policy_rates_its_own_choice_cheapest(acting: str, shadow: str, sizes: list[int]) -> None:
-    for decision in decodes(played(core(decode=acting, shadow=shadow), sizes)):
+    for decision in decodes(run_requests(core(decode=acting, shadow=shadow), sizes)):
         said, terms = shadow_of(decision), decision.terms
         assert terms is not None
         assert said.loss_s is None or said.loss_s >= 0.0
@@ -124,8 +124,8 @@ def test_each_policy_rates_its_own_choice_cheapest(acting: str, shadow: str, siz
 @settings(max_examples=40, deadline=None)
 def test_the_shadow_policy_reports_what_it_would_choose(acting: str, shadow: str, tokens: int) -> None:
     """The first request is compared, before the two policies lead to different states."""
-    (acted,) = decodes(played(core(decode=acting, shadow=shadow), [tokens]))
-    (would,) = decodes(played(core(decode=shadow), [tokens]))
+    (acted,) = decodes(run_requests(core(decode=acting, shadow=shadow), [tokens]))
+    (would,) = decodes(run_requests(core(decode=shadow), [tokens]))
     assert acted.shadow is not None
     assert acted.shadow.target == would.target
 
@@ -142,7 +142,7 @@ def test_learned_values_of_foresight_are_reported() -> None:
         assert before is not None
         assert {tier.factor for tier in before} == {1.0}
         assert [tier.bytes_per_s is not None for tier in before] == [True, True, True, False, False]
-        crossed = sum(decision.tier == 2 for decision in decodes(played(control, sizes)))
+        crossed = sum(decision.tier == 2 for decision in decodes(run_requests(control, sizes)))
         assert crossed == 6
         learned = control.learned(13.0)
         assert learned is not None
@@ -162,7 +162,7 @@ def test_the_learned_values_reported_are_those_of_the_acting_policy() -> None:
         control = core(decode="foresight", parameters=parameters, shadow=shadow, prefill="round-robin")
         for near in ("d0", "d1"):
             control.handle(InstanceDown(0.0, near))
-        played(control, [9_000] * 12)
+        run_requests(control, [9_000] * 12)
         learned.append(control.learned(13.0))
     assert learned[0] == learned[1] != learned[2]
 
@@ -171,7 +171,7 @@ def test_a_log_with_a_shadow_replays(tmp_path: Path) -> None:
     spec = ControlSpec(decode="netkv", shadow="foresight")
     path = tmp_path / "run.log"
     with EventLog(path, LogHeader(cluster=TEXT, spec=spec)) as log:
-        for event, made in played(spec.build(parse(TEXT)), [9_000, 12_000, 300, 7_000, 15_000, 2_000]):
+        for event, made in run_requests(spec.build(parse(TEXT)), [9_000, 12_000, 300, 7_000, 15_000, 2_000]):
             log.write(event, made)
     header, records = read_log(path)
     assert header.spec.shadow == "foresight"
@@ -182,7 +182,7 @@ def test_a_log_with_a_shadow_replays(tmp_path: Path) -> None:
 
 def test_the_first_difference_between_two_policies() -> None:
     """Round-robin takes d0 and then d1; NetKV stays on the node of p0 while there is room."""
-    told = played(core(decode="round-robin", shadow="netkv"), [9_000, 9_000])
+    told = run_requests(core(decode="round-robin", shadow="netkv"), [9_000, 9_000])
     first, second = decodes(told)
     assert [first.target, second.target] == ["d0", "d1"]
     assert shadow_of(first).loss_s is None  # Round-robin has no cost in seconds.

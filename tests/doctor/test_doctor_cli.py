@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.doctor.clinic import TOKENS, Clinic, clinic, cluster_text
+from tests.doctor.rig import TOKENS, DoctorRig, cluster_text, running_rig
 from tests.gateway.stub_engines import run
 from tests.waiting import until
 
@@ -42,7 +42,7 @@ async def started(file: Path, *options: str) -> asyncio.subprocess.Process:
     )
 
 
-def file_of(found: Clinic, folder: Path) -> Path:
+def file_of(found: DoctorRig, folder: Path) -> Path:
     path = folder / "clinic.yaml"
     path.write_text(cluster_text(found.endpoints), encoding="utf-8")
     return path
@@ -50,7 +50,7 @@ def file_of(found: Clinic, folder: Path) -> Path:
 
 def test_a_healthy_cluster_exits_with_0_and_fits_80_columns(tmp_path: Path) -> None:
     async def main() -> None:
-        async with clinic() as found:
+        async with running_rig() as found:
             ended = await doctor(file_of(found, tmp_path))
         assert ended.code == 0, ended.out + ended.err
         lines = ended.out.splitlines()
@@ -68,7 +68,7 @@ def test_a_healthy_cluster_exits_with_0_and_fits_80_columns(tmp_path: Path) -> N
 
 def test_findings_are_sentences_and_exit_with_1(tmp_path: Path) -> None:
     async def main() -> None:
-        async with clinic(names=("prefill0", "decode0")) as found:
+        async with running_rig(names=("prefill0", "decode0")) as found:
             await found.order("decode0", share=1, leg="recompute")
             ended = await doctor(file_of(found, tmp_path))
         assert ended.code == 1
@@ -83,7 +83,7 @@ def test_findings_are_sentences_and_exit_with_1(tmp_path: Path) -> None:
 
 def test_json_output_is_one_document(tmp_path: Path) -> None:
     async def main() -> None:
-        async with clinic() as found:
+        async with running_rig() as found:
             ended = await doctor(file_of(found, tmp_path), "--json", "--pairs", "3")
         document = json.loads(ended.out)
         assert (ended.code, document["ok"], document["findings"]) == (0, True, [])
@@ -105,7 +105,7 @@ def test_json_output_is_one_document(tmp_path: Path) -> None:
 )
 def test_bad_input_exits_with_2(tmp_path: Path, options: tuple[str, ...], text: str, sentence: str) -> None:
     async def main() -> None:
-        async with clinic(names=("prefill0", "decode0")) as found:
+        async with running_rig(names=("prefill0", "decode0")) as found:
             path = file_of(found, tmp_path)
         if text:
             path.write_text(text, encoding="utf-8")
@@ -123,7 +123,7 @@ def test_an_interrupted_command_leaves_no_request_running(tmp_path: Path, number
     """The prompt would take minutes: its request exists until the command ends, and then it is gone."""
 
     async def main() -> None:
-        async with clinic(names=("prefill0", "decode0")) as found:
+        async with running_rig(names=("prefill0", "decode0")) as found:
             for server in found.fleet.servers.values():
                 server.engine.slow(1000.0)
             engine = found.fleet.servers["decode0"].engine

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 from aiohttp import web
-from tests.doctor.clinic import HEAD, MODEL, OPTIONS, TOKENS, Clinic, clinic, cluster_text
+from tests.doctor.rig import HEAD, MODEL, OPTIONS, TOKENS, DoctorRig, cluster_text, running_rig
 from tests.gateway.stub_engines import Engine, Gate, ReceivedRequest, listening, run, tokens
 from tests.waiting import until
 
@@ -27,7 +27,7 @@ PAIR = ("prefill0", "decode0")
 @pytest.mark.parametrize("protocol", ["vllm", "mooncake", "sglang"])
 def test_healthy_engines_have_no_findings(protocol: KvProtocol) -> None:
     async def main() -> None:
-        async with clinic(protocol) as found:
+        async with running_rig(protocol) as found:
             report = await found.examine()
         assert [finding.sentence for finding in report.findings] == []
         assert report.well
@@ -53,36 +53,36 @@ def test_healthy_engines_have_no_findings(protocol: KvProtocol) -> None:
     run(main())
 
 
-async def nothing(found: Clinic) -> None:
+async def no_fault(found: DoctorRig) -> None:
     """Change nothing."""
 
 
-async def is_down(found: Clinic) -> None:
+async def is_down(found: DoctorRig) -> None:
     """Set a port other than the engine's, where nothing listens."""
     found.change("decode0", url=f"http://127.0.0.1:{closed_port()}")
 
 
-async def is_unhealthy(found: Clinic) -> None:
+async def is_unhealthy(found: DoctorRig) -> None:
     await found.order("decode0", share=1, status=503, leg="health")
 
 
-async def events_closed(found: Clinic) -> None:
+async def events_closed(found: DoctorRig) -> None:
     found.change("prefill0", kv_events=f"tcp://127.0.0.1:{closed_port()}")
 
 
-async def replay_closed(found: Clinic) -> None:
+async def replay_closed(found: DoctorRig) -> None:
     found.change("prefill0", kv_replay=f"tcp://127.0.0.1:{closed_port()}")
 
 
-async def recomputes(found: Clinic) -> None:
+async def recomputes(found: DoctorRig) -> None:
     await found.order("decode0", share=1, leg="recompute")
 
 
-async def transfer_breaks(found: Clinic) -> None:
+async def transfer_breaks(found: DoctorRig) -> None:
     await found.order("prefill0", share=1, leg="transfer")
 
 
-async def refuses(found: Clinic) -> None:
+async def reject_requests(found: DoctorRig) -> None:
     await found.order("prefill0", share=1, status=503, leg="prefill")
 
 
@@ -96,7 +96,7 @@ def closed_port() -> int:
 class Case:
     """One fault, and the one finding that names it."""
 
-    wrong: Callable[[Clinic], Awaitable[None]]
+    wrong: Callable[[DoctorRig], Awaitable[None]]
     where: str
     what: str
     hint: str
@@ -119,10 +119,10 @@ CASES = {
         transfer_breaks, "prefill0 -> decode0", "the request failed: decode engine decode0", "logs", "failed"
     ),
     "prefill refuses": Case(
-        refuses, "prefill0 -> decode0", "prefill engine prefill0: HTTP status 503", "logs", "failed"
+        reject_requests, "prefill0 -> decode0", "prefill engine prefill0: HTTP status 503", "logs", "failed"
     ),
     "link ten times slower than the map": Case(
-        nothing,
+        no_fault,
         "prefill0 -> decode0",
         "but the cluster file states 20 Gbps (same rack)",
         "correct the file's capacities",
@@ -130,10 +130,10 @@ CASES = {
         file={"head": HEAD.replace("1 Gbps", "10 Gbps")},
     ),
     "tensor parallelism": Case(
-        nothing, "prefill0", "parallelism 2, but the cluster file has tp: 1", "`tp`", "yes", file={"tp": 1}
+        no_fault, "prefill0", "parallelism 2, but the cluster file has tp: 1", "`tp`", "yes", file={"tp": 1}
     ),
     "block size": Case(
-        nothing,
+        no_fault,
         "prefill0",
         "16 tokens, not a multiple of the gateway's 32",
         "gateway.prompt.block_tokens: 16",
@@ -148,7 +148,7 @@ def test_each_fault_gives_exactly_its_own_finding(name: str) -> None:
     case = CASES[name]
 
     async def main() -> None:
-        async with clinic(names=PAIR, head=case.head) as found:
+        async with running_rig(names=PAIR, head=case.head) as found:
             await case.wrong(found)
             report = await found.examine(**case.file)
         sentences = [
@@ -165,7 +165,7 @@ def test_each_fault_gives_exactly_its_own_finding(name: str) -> None:
 
 def test_an_engine_that_serves_another_model_is_found() -> None:
     async def main() -> None:
-        async with clinic(names=PAIR) as found:
+        async with running_rig(names=PAIR) as found:
             report = await found.examine(head=HEAD.replace(MODEL, "llama-3-8b"))
         sentences = [finding.sentence for finding in report.findings]
         assert len(sentences) == 2, sentences
@@ -179,7 +179,7 @@ def test_an_alias_counts_as_the_name_of_the_model() -> None:
     """Clients use the alias, so the engine must serve it; emulated engines use those of their own file."""
 
     async def main() -> None:
-        async with clinic(names=PAIR) as found:
+        async with running_rig(names=PAIR) as found:
             report = await found.examine(gateway=f"gateway: {{models: {{chat: {MODEL}}}}}\n")
         assert all("clients request chat" in finding.what for finding in report.findings)
         assert len(report.findings) == 2
@@ -193,7 +193,7 @@ def test_an_engine_without_kv_events_for_its_prompt_is_found() -> None:
         publisher = context.socket(zmq.PUB)
         try:
             port = publisher.bind_to_random_port("tcp://127.0.0.1")
-            async with clinic(names=PAIR) as found:
+            async with running_rig(names=PAIR) as found:
                 found.change("prefill0", kv_events=f"tcp://127.0.0.1:{port}")
                 report = await found.examine()
         finally:
@@ -208,7 +208,7 @@ def test_an_engine_without_kv_events_for_its_prompt_is_found() -> None:
 
 def test_transfers_counted_under_another_name_are_found() -> None:
     async def main() -> None:
-        async with clinic(names=("prefill1", "decode0")) as found:
+        async with running_rig(names=("prefill1", "decode0")) as found:
             found.endpoints = {"prefill0": found.endpoints["prefill1"], "decode0": found.endpoints["decode0"]}
             report = await found.examine()
         assert [finding.where for finding in report.findings] == ["prefill0 -> decode0"]
@@ -222,7 +222,7 @@ def test_kv_of_the_wrong_size_is_found() -> None:
     """The engines' model has 2.5 times as many bytes per token as the file's, under the same alias."""
 
     async def main() -> None:
-        async with clinic(names=PAIR) as found:
+        async with running_rig(names=PAIR) as found:
             report = await found.examine(
                 head=HEAD.replace(MODEL, "llama-3-8b"), gateway=f"gateway: {{models: {{{MODEL}: llama-3-8b}}}}\n"
             )
@@ -234,7 +234,7 @@ def test_kv_of_the_wrong_size_is_found() -> None:
 
 def test_engines_without_kv_events_cause_no_finding() -> None:
     async def main() -> None:
-        async with clinic(names=PAIR, settings=EmulatedClusterSettings(kv_events=False)) as found:
+        async with running_rig(names=PAIR, settings=EmulatedClusterSettings(kv_events=False)) as found:
             report = await found.examine()
         assert report.well
         assert all(engine.events is None for engine in report.engines)
@@ -244,7 +244,7 @@ def test_engines_without_kv_events_cause_no_finding() -> None:
 
 def test_an_examination_ends_in_time_if_an_engine_hangs() -> None:
     async def main() -> None:
-        async with clinic() as found:
+        async with running_rig() as found:
             await found.order("prefill0", share=1, status="hang", leg="prefill")
             options = Options(prompt_tokens=TOKENS, timeout_s=3.0, seed=1)
             report = await found.examine(options)
@@ -256,7 +256,7 @@ def test_an_examination_ends_in_time_if_an_engine_hangs() -> None:
     run(main())
 
 
-async def idle(found: Clinic) -> bool:
+async def idle(found: DoctorRig) -> bool:
     """Return whether no engine has a request."""
     engines = [server.engine for server in found.fleet.servers.values()]
     await until(lambda: not any(engine.running or engine.waiting for engine in engines))
@@ -265,7 +265,7 @@ async def idle(found: Clinic) -> bool:
 
 def test_pairs_that_were_not_examined_in_time_are_a_finding() -> None:
     async def main() -> None:
-        async with clinic() as found:
+        async with running_rig() as found:
             report = await found.examine(Options(prompt_tokens=TOKENS, timeout_s=1e-3))
         assert "use a longer --timeout" in report.findings[-1].sentence
         assert {pair.moved for pair in report.pairs} == {"not tried"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.doctor.clinic import HEAD, cluster_text
+from tests.doctor.rig import HEAD, cluster_text
 
 from kvroute import llm, topology
 from kvroute.doctor.clock import OFFSET_MAX_S, Offset, from_date, from_timestamp, narrowest, wrong

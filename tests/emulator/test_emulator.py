@@ -58,7 +58,7 @@ class Client:
         async with self.session.post(self.endpoint(name).url + path, json=body) as response:
             return response.status, await response.read()
 
-    async def ask(self, name: str, body: Any, path: str = "/v1/completions") -> Any:
+    async def post_json(self, name: str, body: Any, path: str = "/v1/completions") -> Any:
         status, data = await self.post(name, path, body)
         assert status == 200, data
         return msgspec.json.decode(data)
@@ -82,7 +82,7 @@ class Client:
 
     async def prefilled(self, **more: Any) -> dict[str, Any]:
         """Run the prefill leg; return the body of the decode leg."""
-        answer = await self.ask("prefill0", ASKED | PREFILL | {"max_tokens": 1})
+        answer = await self.post_json("prefill0", ASKED | PREFILL | {"max_tokens": 1})
         return ASKED | {"kv_transfer_params": answer["kv_transfer_params"]} | more
 
 
@@ -115,11 +115,11 @@ def test_two_legs_give_the_response_of_a_single_instance() -> None:
     """Streamed or not, the tokens follow from the prompt; transferred bytes are counted once and unscaled."""
 
     async def check(client: Client) -> None:
-        alone = await client.ask("decode0", ASKED)
+        alone = await client.post_json("decode0", ASKED)
         text = alone["choices"][0]["text"]
         assert len(text.split()) == 6
         assert alone["usage"]["prompt_tokens"] == len(PROMPT) / 4
-        handed = await client.ask("decode1", await client.prefilled())
+        handed = await client.post_json("decode1", await client.prefilled())
         assert handed["choices"][0]["text"] == text
         status, data = await client.post("decode1", "/v1/completions", await client.prefilled(stream=True))
         assert (status, stream_text(data)) == (200, text)
@@ -140,7 +140,7 @@ def test_kv_is_fetched_once() -> None:
 
     async def check(client: Client) -> None:
         asked = await client.prefilled()
-        await client.ask("decode0", asked)
+        await client.post_json("decode0", asked)
         status, data = await client.post("decode0", "/v1/completions", asked)
         assert (status, msgspec.json.decode(data)["error"]["type"]) == (500, "InternalServerError")
         status, data = await client.post("decode0", "/v1/completions", asked | {"stream": True})
@@ -156,19 +156,19 @@ def test_mooncake_and_sglang_legs_share_the_kv_port() -> None:
     """The router generates the key. SGLang's two legs start at once, in any order, with one room per choice."""
 
     async def check(client: Client) -> None:
-        text = (await client.ask("decode0", ASKED))["choices"][0]["text"]
+        text = (await client.post_json("decode0", ASKED))["choices"][0]["text"]
         bootstrap = client.endpoint("prefill1").bootstrap
         async with client.session.get(f"http://{bootstrap}/query") as response:
             engine = msgspec.json.decode(await response.read())["0"]["engine_id"]
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t1"}
-        await client.ask("prefill1", ASKED | {"max_tokens": 1, "kv_transfer_params": params})
+        await client.post_json("prefill1", ASKED | {"max_tokens": 1, "kv_transfer_params": params})
         params = {"do_remote_prefill": True, "transfer_id": "t1", "remote_engine_id": engine}
         asked = ASKED | {"kv_transfer_params": params | {"remote_bootstrap_addr": f"http://{bootstrap}"}}
-        assert (await client.ask("decode0", asked))["choices"][0]["text"] == text
+        assert (await client.post_json("decode0", asked))["choices"][0]["text"] == text
         host, _, port = bootstrap.rpartition(":")
         rooms = {"bootstrap_host": [host] * 2, "bootstrap_port": [int(port)] * 2, "bootstrap_room": [2**62, 2**62 + 1]}
         both = ASKED | rooms | {"n": 2}
-        answers = await asyncio.gather(client.ask("decode1", both), client.ask("prefill1", both))
+        answers = await asyncio.gather(client.post_json("decode1", both), client.post_json("prefill1", both))
         texts = [choice["text"] for choice in answers[0]["choices"]]
         assert (texts[0], len(texts)) == (text, 2)
         assert texts[1] != text
@@ -198,7 +198,7 @@ def test_the_openai_client_library_works() -> None:
             assert [model.id async for model in await api.models.list()] == [MODEL]
             vectors = await api.embeddings.create(model=MODEL, input=["a", "b", "a"], encoding_format="float")
             assert vectors.data[0].embedding == vectors.data[2].embedding != vectors.data[1].embedding
-        tokens = (await client.ask("decode0", {"prompt": "12345678"}, "/tokenize"))["tokens"]
+        tokens = (await client.post_json("decode0", {"prompt": "12345678"}, "/tokenize"))["tokens"]
         assert [token.to_bytes(4, "little") for token in tokens] == [b"1234", b"5678"]
 
     on_fleet(check)
@@ -247,7 +247,7 @@ def test_kv_events_and_their_replay_follow_vllms_format() -> None:
             sub.connect(endpoint.kv_events)
             dealer.connect(endpoint.kv_replay)
             for number in range(POLLS):  # until the subscription is active
-                await client.ask("decode0", {"prompt": [*tokens, number], "max_tokens": 1})
+                await client.post_json("decode0", {"prompt": [*tokens, number], "max_tokens": 1})
                 if await sub.poll(1):
                     topic, seq, payload = await sub.recv_multipart()
                     if b"BlockStored" in payload:
@@ -281,7 +281,7 @@ def test_faults_occur_as_configured_and_no_more(status: int | str, after_tokens:
     order = {"fail_next": 2, "status": status, "leg": "decode", "after_tokens": after_tokens}
 
     async def check(client: Client) -> None:
-        await client.ask("decode0", order, "/emulator/fault")
+        await client.post_json("decode0", order, "/emulator/fault")
         asked = ASKED | {"stream": stream}
         for _ in range(2):
             if status == "reset":
@@ -303,11 +303,11 @@ def test_a_configured_share_of_prefills_fails_and_no_decode() -> None:
     """30 % of 100 requests fail, with a seed; the decode leg never fails."""
 
     async def check(client: Client) -> None:
-        await client.ask("prefill0", {"share": 0.3, "leg": "prefill"}, "/emulator/fault")
+        await client.post_json("prefill0", {"share": 0.3, "leg": "prefill"}, "/emulator/fault")
         codes = [(await client.post("prefill0", "/v1/completions", ASKED | PREFILL))[0] for _ in range(100)]
         assert 15 <= codes.count(500) <= 45
         assert codes.count(500) + codes.count(200) == 100
-        await client.ask("prefill0", ASKED)
+        await client.post_json("prefill0", ASKED)
 
     on_fleet(check)
 
@@ -317,11 +317,11 @@ def test_a_poison_request_always_fails_and_others_do_not() -> None:
 
     async def check(client: Client) -> None:
         poison = ASKED | {"prompt": "say POISON now"}
-        await client.ask("prefill0", {"prompt_contains": "POISON", "status": 503}, "/emulator/fault")
+        await client.post_json("prefill0", {"prompt_contains": "POISON", "status": 503}, "/emulator/fault")
         for _ in range(3):
             assert (await client.post("prefill0", "/v1/completions", poison))[0] == 503
             assert (await client.post("prefill0", "/v1/completions", ASKED))[0] == 200
-        await client.ask("prefill0", {}, "/emulator/fault")
+        await client.post_json("prefill0", {}, "/emulator/fault")
         assert (await client.post("prefill0", "/v1/completions", poison))[0] == 200
 
     on_fleet(check)
@@ -331,11 +331,11 @@ def test_a_failed_transfer_leaves_the_kv_at_its_source() -> None:
     """The decode leg fails; another instance fetches the same KV."""
 
     async def check(client: Client) -> None:
-        await client.ask("prefill0", {"fail_next": 1, "leg": "transfer"}, "/emulator/fault")
+        await client.post_json("prefill0", {"fail_next": 1, "leg": "transfer"}, "/emulator/fault")
         asked = await client.prefilled()
         status, data = await client.post("decode0", "/v1/completions", asked)
         assert (status, b" ended with" in data) == (500, True)
-        await client.ask("decode1", asked)
+        await client.post_json("decode1", asked)
         assert await client.metric("decode0", "vllm:nixl_num_failed_transfers_total") == 1
         for name in ("prefill0", "decode0", "decode1"):
             assert await client.becomes_idle(name)
@@ -353,7 +353,7 @@ def test_a_client_that_disconnects_frees_its_resources() -> None:
         async with client.session.post(url, json=ASKED | {"stream": True, "max_tokens": 100_000}) as response:
             assert await response.content.readany()
         tasks = [asyncio.create_task(client.post("decode0", "/v1/completions", ASKED)) for _ in range(3)]
-        await client.ask("decode1", {"fail_next": 1, "status": "hang"}, "/emulator/fault")
+        await client.post_json("decode1", {"fail_next": 1, "status": "hang"}, "/emulator/fault")
         tasks.append(asyncio.create_task(client.post("decode1", "/v1/completions", ASKED)))
         assert await client.get("decode1", "/health") == ""
         for task in tasks:
@@ -375,12 +375,12 @@ def test_a_restarted_instance_is_empty_and_keeps_its_ports() -> None:
 
     async def check(client: Client) -> None:
         asked = await client.prefilled()
-        await client.ask("decode0", ASKED)
+        await client.post_json("decode0", ASKED)
         born = await client.metric("prefill0", "process_start_time_seconds")
         url = client.endpoint("prefill0").url + "/v1/completions"
         async with client.session.post(url, json=ASKED | {"stream": True, "max_tokens": 10**6 // 4}) as response:
             assert await response.content.readany()
-            await client.ask("prefill0", {"down_s": 0.05}, "/emulator/restart")
+            await client.post_json("prefill0", {"down_s": 0.05}, "/emulator/restart")
             with pytest.raises(aiohttp.ClientError):
                 await response.read()
         with pytest.raises(aiohttp.ClientConnectorError):
@@ -395,7 +395,7 @@ def test_a_restarted_instance_is_empty_and_keeps_its_ports() -> None:
         assert await client.metric("prefill0", "vllm:prompt_tokens_total") == 0
         status, data = await client.post("decode0", "/v1/completions", asked)
         assert (status, b"holds no KV" in data) == (500, True)
-        await client.ask("decode0", await client.prefilled())
+        await client.post_json("decode0", await client.prefilled())
 
     on_fleet(check)
 
@@ -413,14 +413,14 @@ def test_no_request_is_faster_than_in_the_simulator() -> None:
     names = [instance.name for instance in SMALL.instances]
     measured_s = [0.0] * len(requests)
 
-    async def play(client: Client, start: float, number: int) -> None:
+    async def send_request(client: Client, start: float, number: int) -> None:
         loop, request = asyncio.get_running_loop(), requests[number]
         asked = {"prompt": [number, *range(request.input_tokens - 1)], "max_tokens": 5, "stream": True}
         source, target = (names[side[number]] for side in (outcomes.source, outcomes.target))
         due = start + request.at_s
         await asyncio.sleep(max(due - loop.time(), 0.0))
         began = loop.time()
-        first = await client.ask(source, asked | PREFILL | {"stream": False, "max_tokens": 1})
+        first = await client.post_json(source, asked | PREFILL | {"stream": False, "max_tokens": 1})
         body = asked | {"kv_transfer_params": first["kv_transfer_params"]}
         async with client.session.post(client.endpoint(target).url + "/v1/completions", json=body) as response:
             assert b"data: " in await response.content.readany()
@@ -429,7 +429,7 @@ def test_no_request_is_faster_than_in_the_simulator() -> None:
 
     async def check(client: Client) -> None:
         start = asyncio.get_running_loop().time()
-        await asyncio.gather(*(play(client, start, number) for number in range(len(requests))))
+        await asyncio.gather(*(send_request(client, start, number) for number in range(len(requests))))
 
     on_fleet(check, SMALL)
     lone_s = [0.02 + 90e-6 * n + 0.0126 for n in lengths]
@@ -480,7 +480,7 @@ def test_engines_accept_the_model_names_that_the_gateway_gives_clients() -> None
         assert [card["id"] for card in listed] == [MODEL, "big", "big-latest"]
         assert {card["root"] for card in listed} == {MODEL}
         for name in (MODEL, "big", "big-latest"):
-            answer = await client.ask("decode0", ASKED | {"model": name})
+            answer = await client.post_json("decode0", ASKED | {"model": name})
             assert answer["model"] == name
         status, data = await client.post("decode0", "/v1/completions", ASKED | {"model": "bigger"})
         assert status == 404

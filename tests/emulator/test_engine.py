@@ -152,7 +152,7 @@ def stepped(arrivals: list[Arrival], time: IterationTime, batch_max: int) -> dic
     return tokens
 
 
-def played(arrivals: list[Arrival], clock: VirtualClock) -> dict[int, list[float]]:
+def run_arrivals(arrivals: list[Arrival], clock: VirtualClock) -> dict[int, list[float]]:
     """Run the engine; return the times of the tokens by request, all of them if streamed, else the last one."""
     engine = engine_on(clock)
     tokens: dict[int, list[float]] = {number: [] for number in range(len(arrivals))}
@@ -182,7 +182,7 @@ def played(arrivals: list[Arrival], clock: VirtualClock) -> dict[int, list[float
 def test_token_times_equal_the_reference_batch_model(arrivals: list[Arrival]) -> None:
     """With an exact clock, every streamed token and the end of every response come at the model's time."""
     expected = stepped(arrivals, IterationTime.of(DECODE), 4)
-    for number, times in played(arrivals, VirtualClock()).items():
+    for number, times in run_arrivals(arrivals, VirtualClock()).items():
         wanted = expected[number] if arrivals[number].streaming else expected[number][-1:] * len(times)
         assert times == pytest.approx(wanted, abs=1e-7)
         assert len(times) == arrivals[number].output_tokens
@@ -194,7 +194,7 @@ def test_timer_delays_do_not_accumulate(output_tokens: int, errors_s: list[float
     """Timers that are up to 3 ms late delay each token by up to 3 ms, the last one like the first."""
     arrivals = [Arrival(0.0, 10, output_tokens, True)]
     expected = stepped(arrivals, IterationTime.of(DECODE), 4)[0]
-    (times,) = played(arrivals, VirtualClock(errors_s)).values()
+    (times,) = run_arrivals(arrivals, VirtualClock(errors_s)).values()
     for measured, wanted in zip(times, expected, strict=True):
         assert -0.0004 - 1e-9 <= measured - wanted <= 0.003 + 1e-9
 
@@ -225,10 +225,10 @@ def test_a_cancelled_request_frees_all_its_resources(
     assert engine.counters.finished == sum(job.stage == "answered" for job in jobs.values())
 
 
-ASKED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=12)
+PROMPTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=12)
 
 
-@given(ASKED, st.integers(20, 40))
+@given(PROMPTS, st.integers(20, 40))
 @example([(0, 60, 0), (1, 60, 1), (2, 60, 1), (3, 60, 1)], 20)
 @example([(0, 60, 0), (1, 60, 90), (2, 40, 10), (3, 60, 40)], 30)
 @settings(deadline=None, max_examples=60)
@@ -252,7 +252,7 @@ def test_cache_events_describe_the_cache(asked: list[tuple[int, int, int]], capa
     engine.on_kv = on_kv
     jobs: list[EngineSequence] = []
 
-    def ask(prompt: Prompt) -> None:
+    def arrive_prompt(prompt: Prompt) -> None:
         depth = next((depth for depth, block in enumerate(prompt.blocks) if block not in known), len(prompt.blocks))
         jobs.append(engine.arrive(prompt, 3))
         whole(engine, jobs[-1])
@@ -261,17 +261,17 @@ def test_cache_events_describe_the_cache(asked: list[tuple[int, int, int]], capa
     at_s = 0.0
     for family, tokens, gap_ms in asked:
         at_s += gap_ms / 1000
-        clock.call(at_s, partial(ask, prompt_of(family, *range(tokens - 1))))
+        clock.call(at_s, partial(arrive_prompt, prompt_of(family, *range(tokens - 1))))
     clock.run()
     assert [job.stage for job in jobs] == ["answered"] * len(asked)
 
 
-INTAKES = st.lists(
+IMPORTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 40), st.booleans()), min_size=1, max_size=8
 )
 
 
-@given(ASKED, INTAKES, st.integers(20, 40))
+@given(PROMPTS, IMPORTS, st.integers(20, 40))
 @example([(0, 60, 0)], [(0, 60, 0, True), (0, 60, 0, True)], 20)
 @example([(0, 60, 30)], [(0, 32, 0, True)], 30)
 @settings(deadline=None, max_examples=60)
@@ -297,7 +297,7 @@ def test_an_imported_prefix_is_cached_once_complete(
     engine.on_kv = on_kv
     jobs: list[EngineSequence] = []
 
-    def ask(prompt: Prompt) -> None:
+    def arrive_prompt(prompt: Prompt) -> None:
         jobs.append(engine.arrive(prompt, 3))
         whole(engine, jobs[-1])
 
@@ -318,7 +318,7 @@ def test_an_imported_prefix_is_cached_once_complete(
     at_s = 0.0
     for family, tokens, gap_ms in asked:
         at_s += gap_ms / 1000
-        clock.call(at_s, partial(ask, prompt_of(family, *range(tokens - 1))))
+        clock.call(at_s, partial(arrive_prompt, prompt_of(family, *range(tokens - 1))))
     for number, (family, tokens, ms, completes) in enumerate(imports):
         clock.call(number * 0.02, partial(import_prefix, prompt_of(family, *range(tokens - 1)), ms, completes))
     clock.run()
@@ -357,14 +357,14 @@ def test_prompts_are_computed_sequentially(prompts: list[tuple[int, int]], error
     clock = VirtualClock(errors_s)
     engine, ends = engine_on(clock), list[float]()
 
-    def ask(number: int, tokens: int) -> None:
+    def arrive_prompt(number: int, tokens: int) -> None:
         job = engine.arrive(prompt_of(number, *range(tokens - 1)), 1)
         job.on_change = lambda: ends.append(clock.now()) if job.stage == "prefilled" else None
         engine.prefill(job)
 
     expected, free_s = [], 0.0
     for number, (ms, tokens) in enumerate(sorted(prompts)):
-        clock.call(ms / 1000, lambda number=number, tokens=tokens: ask(number, tokens))  # type: ignore[misc]
+        clock.call(ms / 1000, lambda number=number, tokens=tokens: arrive_prompt(number, tokens))  # type: ignore[misc]
         free_s = max(free_s, ms / 1000) + 0.02 + tokens * 1e-3
         expected.append(free_s)
     clock.run()

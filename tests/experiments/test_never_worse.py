@@ -194,29 +194,29 @@ def small() -> tuple[list[int], Play]:
         TracedRequest(at_s=0.02 * n, input_tokens=6_000, output_tokens=3, blocks=(), block_tokens=16) for n in range(6)
     )
 
-    def play(spec: ControlSpec) -> Run:
+    def simulate_spec(spec: ControlSpec) -> Run:
         return simulate(cluster, Trace("six", requests), spec, SimSettings(prefill_queueing=False))
 
-    return [index for index, one in enumerate(cluster.instances) if one.role == "decode"], play
+    return [index for index, one in enumerate(cluster.instances) if one.role == "decode"], simulate_spec
 
 
 def test_the_descent_ends_if_no_single_request_can_improve() -> None:
     """The descent's mean TTFT is not above any of its start policies; every other target of every request is tried
     again here."""
-    places, play = small()
+    places, simulate_spec = small()
     starts = [ControlSpec(decode=name) for name in ("round-robin", "netkv", "foresight")]
-    best = descend(play, starts, places)
+    best = descend(simulate_spec, starts, places)
 
     def mean_s(targets: list[int]) -> float:
         script = tuple(places.index(index) for index in targets)
-        run = play(ScriptedSpec(prefill="least-loaded", script=script))
+        run = simulate_spec(ScriptedSpec(prefill="least-loaded", script=script))
         assert run.outcomes.target.tolist() == targets
         assert run.summary.ttft_s.mean is not None
         return float(run.summary.ttft_s.mean)
 
     least = mean_s(best.outcomes.target.tolist())
     assert least == best.summary.ttft_s.mean
-    began = [play(spec).summary.ttft_s.mean or np.inf for spec in starts]
+    began = [simulate_spec(spec).summary.ttft_s.mean or np.inf for spec in starts]
     assert least <= min(began)
     assert least < began[0]
     for request in range(6):
@@ -227,9 +227,9 @@ def test_the_descent_ends_if_no_single_request_can_improve() -> None:
 
 
 def test_the_descent_without_rounds_is_the_run_of_its_start_policy() -> None:
-    places, play = small()
+    places, simulate_spec = small()
     start = ControlSpec(decode="cla")
-    assert descend(play, [start], places, rounds_max=0).summary.ttft_s == play(start).summary.ttft_s
+    assert descend(simulate_spec, [start], places, rounds_max=0).summary.ttft_s == simulate_spec(start).summary.ttft_s
 
 
 def test_a_single_cell_runs_by_command(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class _Wire(asyncio.Transport):
 
 
 @dataclass
-class Heard:
+class Received:
     """Records the calls of a response handler."""
 
     status: int = 0
@@ -78,8 +78,8 @@ class Heard:
 def check(data: bytes) -> str:
     """For every split of the bytes, the calls are the same and in the guaranteed order. For every body, the gateway
     reads numbers within their bounds or rejects it."""
-    heard = bounded(lambda: _hear([data]), 5_000 + 60 * len(data))
-    assert _hear(list(pieces(data))) == heard
+    heard = bounded(lambda: _receive([data]), 5_000 + 60 * len(data))
+    assert _receive(list(pieces(data))) == heard
     ends = [word for word in heard.told if word in ("end", "failure")]
     assert len(ends) == 1
     assert heard.told[-1] == ends[0]
@@ -89,7 +89,7 @@ def check(data: bytes) -> str:
     assert len(heard.headers) <= HEAD_LINES_MAX
     if heard.end[0] == "end":
         head = b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (heard.status, len(heard.body))
-        again = _hear([head + heard.body])
+        again = _receive([head + heard.body])
         assert (again.status, again.body, again.end) == (heard.status, heard.body, heard.end) or heard.status in (
             204,
             304,
@@ -100,9 +100,9 @@ def check(data: bytes) -> str:
     return "accepted" if heard.end[0] == "end" else "refused"
 
 
-def _hear(some: list[bytes]) -> Heard:
-    async def main() -> Heard:
-        pool, heard = UpstreamPool("http://engine:1"), Heard()
+def _receive(some: list[bytes]) -> Received:
+    async def main() -> Received:
+        pool, heard = UpstreamPool("http://engine:1"), Received()
         line = UpstreamConnection(pool)
         line.connection_made(cast(asyncio.BaseTransport, _Wire()))
         pool.keep(line)

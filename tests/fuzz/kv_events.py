@@ -24,7 +24,7 @@ RUNS = 4_000
 def check(data: bytes) -> str:
     """As a payload: it is read or raises BatchError; slices report the same as a single step, and a clear undoes every
     report. As a script: the index holds the same as a simple model of the engine."""
-    _play(data[:24])
+    _run_script(data[:24])
     try:
         events = bounded(lambda: read_batch(data), 500 + 60 * len(data)).events
     except BatchError:
@@ -33,8 +33,8 @@ def check(data: bytes) -> str:
         assert (stream.counts.broken, bool(stream.why_broken)) == (1, True)
         return "refused"
     assert sum(len(event.block_hashes) for event in events) <= BATCH_BLOCKS_MAX
-    whole = _told([data], SLICE_UNITS)
-    assert _told([data], 1) == whole
+    whole = _events_of([data], SLICE_UNITS)
+    assert _events_of([data], 1) == whole
     index = PrefixIndex(1)
     for event in whole:
         match event:
@@ -52,7 +52,7 @@ def check(data: bytes) -> str:
     return "accepted"
 
 
-def _told(payloads: list[bytes], slice_units: int) -> list[Event]:
+def _events_of(payloads: list[bytes], slice_units: int) -> list[Event]:
     stream = KvStream("p0", BLOCK_TOKENS, replays=False, slice_units=slice_units)
     events: list[Event] = []
     for sequence, payload in enumerate(payloads):
@@ -62,7 +62,7 @@ def _told(payloads: list[bytes], slice_units: int) -> list[Event]:
     return events
 
 
-def _play(script: bytes) -> None:
+def _run_script(script: bytes) -> None:
     """Interpret each byte as an action of an engine; a 0 ends a batch."""
     engine, index, batches = Engine(2 * BLOCK_TOKENS), PrefixIndex(1), list[bytes]()
     events: list[dict[str, Any]] = []
@@ -80,8 +80,8 @@ def _play(script: bytes) -> None:
     batches.append(batch(*events))
     for events_of, rows in ((read_batch(each).events, read_batch(_as_arrays(each)).events) for each in batches):
         assert rows == events_of
-    indexed = _told(batches, 1)
-    assert indexed == _told(batches, SLICE_UNITS)
+    indexed = _events_of(batches, 1)
+    assert indexed == _events_of(batches, SLICE_UNITS)
     feed(index, indexed)
     assert engine.indexed(index) == engine.within_reach()
 

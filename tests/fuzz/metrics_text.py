@@ -43,20 +43,22 @@ def check(data: bytes) -> str:
     target, counters, watch = _NAMES[-1], TransferCounters(_NAMES[-1]), TcpDelta()
     counters.measured(1.0, before.transfers)
     for event in counters.measured(2.0, page.transfers):
-        assert all(map(_sane, (event.kv_bytes, event.seconds, event.kv_bytes / event.seconds)))
+        assert all(map(_valid, (event.kv_bytes, event.seconds, event.kv_bytes / event.seconds)))
         assert msgspec.json.decode(msgspec.json.encode(event), type=TransferMeasured) == event
         if event.source in _NAMES and event.source != target:
             _CONTROL.handle(event)
     watch.seen(before.links)
     for seen in watch.seen(page.links) or ():
-        assert all(map(_sane, (seen.seconds, seen.arrived_bytes, seen.queue_delay_s, seen.stalled_s, seen.bytes_per_s)))
+        assert all(
+            map(_valid, (seen.seconds, seen.arrived_bytes, seen.queue_delay_s, seen.stalled_s, seen.bytes_per_s))
+        )
         assert 0.0 <= seen.again_share < math.inf
     if page.running is not None:
         _CONTROL.handle(InstanceMeasured(2.0, target, page.running, page.waiting, page.kv_used_share))
     return "refused" if page.running is None else "accepted"
 
 
-def _sane(value: float) -> bool:
+def _valid(value: float) -> bool:
     return math.isfinite(value) and value >= 0.0
 
 

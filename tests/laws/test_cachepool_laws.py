@@ -155,7 +155,7 @@ def chained(tokens: Chain) -> Chain:
 
 
 CHAINS = st.lists(st.integers(0, 1), max_size=7).map(tuple).map(chained)
-WHO = st.integers(0, 10**6)
+INDICES = st.integers(0, 10**6)
 MOST = st.none() | st.integers(0, 14)
 
 
@@ -196,7 +196,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pairs.append((lease, hold))
 
     @precondition(lambda self: self.pairs)
-    @rule(who=WHO, tokens=st.integers(0, 14))
+    @rule(who=INDICES, tokens=st.integers(0, 14))
     def fill(self, who: int, tokens: int) -> None:
         lease, hold = self.pairs[who % len(self.pairs)]
         tokens = min(tokens, len(hold.chain) * SIZE)
@@ -204,14 +204,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.reference.fill(hold, tokens // SIZE)
 
     @precondition(lambda self: self.pairs)
-    @rule(who=WHO)
+    @rule(who=INDICES)
     def sent(self, who: int) -> None:
         lease, hold = self.pairs[who % len(self.pairs)]
         self.pool.sent(lease)
         hold.tail_blocks = 0
 
     @precondition(lambda self: self.pairs)
-    @rule(who=WHO, filled=st.booleans())
+    @rule(who=INDICES, filled=st.booleans())
     def end(self, who: int, filled: bool) -> None:
         lease, hold = self.pairs.pop(who % len(self.pairs))
         if filled:
@@ -251,7 +251,7 @@ class PoolMachine(RuleBasedStateMachine):
                 assert self.pool.match_tokens(chain, SIZE, most) == self.reference.reusable(chain, most) * SIZE
 
     @invariant()
-    def no_block_has_two_uses(self) -> None:
+    def blocks_have_one_use(self) -> None:
         """Leases share only blocks of the same cached content, and their blocks are never free or idle."""
         used: dict[int, object] = {}
         for lease, _ in self.pairs:

@@ -120,7 +120,7 @@ specs = st.builds(
     prefix_pool=st.booleans(),
     copies=copies,
 )
-BACK = (
+RECOVERIES = (
     CapacityChange(at_s=90.0, link="wan", share=1.0),
     CapacityChange(at_s=90.0, link="node1 nic0 down", share=1.0),
 )
@@ -132,7 +132,7 @@ cuts = st.lists(
         share=st.sampled_from([0.0, 0.3]),
     ),
     max_size=3,
-).map(lambda changes: (*changes, *BACK))
+).map(lambda changes: (*changes, *RECOVERIES))
 assumptions = st.builds(
     SimSettings,
     transfer=st.sampled_from(["serial", "layerwise"]),
@@ -157,7 +157,7 @@ def _warm(number: int) -> TracedRequest:
 WARM = Trace(name="warm", requests=tuple(_warm(number) for number in range(30)))
 """A document, then one question to it after the other."""
 POOLED = ControlSpec(prefill="cache-aware", prefix_pool=True, copies=EAGER)
-ASKED = SimSettings(review_s=0.5)
+WITH_REVIEWS = SimSettings(review_s=0.5)
 
 
 def logged(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings) -> tuple[Run, bytes]:
@@ -178,7 +178,7 @@ def records_of(log: bytes) -> list[LogRecord]:
 
 
 @many
-@example(("llama-3-8b", "20 GB"), WARM, POOLED, ASKED)
+@example(("llama-3-8b", "20 GB"), WARM, POOLED, WITH_REVIEWS)
 @given(models, traces(), specs, assumptions)
 def test_every_request_ends_and_the_log_replays(
     model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
@@ -194,7 +194,7 @@ def test_every_request_ends_and_the_log_replays(
 
 
 @many
-@example(("llama-3-8b", "20 GB"), WARM, POOLED, ASKED)
+@example(("llama-3-8b", "20 GB"), WARM, POOLED, WITH_REVIEWS)
 @given(models, traces(), specs, assumptions)
 def test_bytes_sent_are_bytes_received_or_accounted_for(
     model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
@@ -293,9 +293,9 @@ class Audit:
             target = self._cluster.index(_target(decision))
             chain = self._chain(decision)
             self._room[decision.copy_id] = len(chain) - self.cached.match_one(target, chain)
-            self._copies[decision.copy_id] = (min([at, *self._alike(decision)]), decision)
+            self._copies[decision.copy_id] = (min([at, *self._starts_of_equal_copies(decision)]), decision)
 
-    def _alike(self, copy: CopyPrefix | Prefill) -> list[float]:
+    def _starts_of_equal_copies(self, copy: CopyPrefix | Prefill) -> list[float]:
         """Return the start times of equal copies to the same instance: a request waits for the first one."""
         wanted = (type(copy), _target(copy), self._chain(copy))
         return [at for at, one in self._copies.values() if (type(one), _target(one), self._chain(one)) == wanted]
@@ -319,7 +319,7 @@ def _target(copy: CopyPrefix | Prefill) -> str:
 
 
 @many
-@example(("prfaas-1t-hybrid", "20 GB"), WARM, POOLED, ASKED)
+@example(("prfaas-1t-hybrid", "20 GB"), WARM, POOLED, WITH_REVIEWS)
 @given(models, traces(), specs, assumptions)
 def test_a_prefix_is_cached_only_when_complete_and_within_memory(
     model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
@@ -335,7 +335,7 @@ def test_a_prefix_is_cached_only_when_complete_and_within_memory(
     assert trace is not WARM or audit.landed > 0
 
 
-def _known(summary: Summary) -> Summary:
+def _without_times(summary: Summary) -> Summary:
     return msgspec.structs.replace(summary, wall_s=0.0, cpu_s=0.0, decision_s=None)
 
 
@@ -357,7 +357,7 @@ def test_without_shared_prefixes_copy_options_change_nothing(
     plain = ControlSpec(prefill="cache-aware", offload=offload)
     busy = msgspec.structs.replace(plain, prefix_pool=True, copies=EAGER)
     one, other = (simulate(sites(*model), alone, spec, assumed) for spec in (plain, busy))
-    assert _known(one.summary) == _known(other.summary)
+    assert _without_times(one.summary) == _without_times(other.summary)
     assert (one.link_bytes == other.link_bytes).all()
 
 

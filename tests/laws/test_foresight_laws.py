@@ -234,7 +234,7 @@ def tables(draw: st.DrawFn) -> tuple[InFlight, Obvious]:
 
 
 @st.composite
-def crowds(draw: st.DrawFn, alike: bool = False) -> Candidates:
+def candidate_sets(draw: st.DrawFn, alike: bool = False) -> Candidates:
     """Draw one candidate on each of the N instances; values have few levels, so that ties are common."""
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     hit_tokens = random.choice([0, 0, 5_000, 10_000], N) * (not alike)
@@ -268,7 +268,7 @@ sources = st.integers(0, N - 1)
 widths = st.integers(0, 4)
 
 
-@given(tables(), sources, crowds(), st.sampled_from([0.0, 0.3]))
+@given(tables(), sources, candidate_sets(), st.sampled_from([0.0, 0.3]))
 def test_the_what_if_is_the_fluid_model(
     flying: tuple[InFlight, Obvious], source: int, pool: Candidates, starts_s: float
 ) -> None:
@@ -299,7 +299,7 @@ def test_the_what_if_is_the_fluid_model(
         assert choice.terms.parts["imposed_s"][index] == pytest.approx(imposed_s, rel=1e-5, abs=1e-6)
 
 
-@given(tables(), sources, crowds(), widths, st.integers(1, 20))
+@given(tables(), sources, candidate_sets(), widths, st.integers(1, 20))
 def test_the_choice_follows_its_terms(
     flying: tuple[InFlight, Obvious], source: int, pool: Candidates, width: int, near_max: int
 ) -> None:
@@ -331,7 +331,7 @@ def test_the_choice_follows_its_terms(
     assert (parts["transfer_s"] >= nic * (1 - 1e-9)).all()
 
 
-@given(tables(), sources, crowds(), widths, st.sampled_from([2.0**-20, 4.0, 2.0**20]))
+@given(tables(), sources, candidate_sets(), widths, st.sampled_from([2.0**-20, 4.0, 2.0**20]))
 def test_the_choice_is_invariant_under_scaling_of_bytes(
     flying: tuple[InFlight, Obvious], source: int, pool: Candidates, width: int, scale: float
 ) -> None:
@@ -361,7 +361,7 @@ def test_the_choice_is_invariant_under_scaling_of_bytes(
         assert isinstance(second, Reject)
 
 
-@given(crowds(alike=True), sources, widths, st.booleans(), st.floats(0, 1))
+@given(candidate_sets(alike=True), sources, widths, st.booleans(), st.floats(0, 1))
 def test_without_network_bottlenecks_foresight_chooses_as_cla(
     pool: Candidates, source: int, width: int, sighted: bool, starts_s: float
 ) -> None:
@@ -379,7 +379,7 @@ def test_without_network_bottlenecks_foresight_chooses_as_cla(
         assert isinstance(mine, Reject)
 
 
-@given(crowds(), sources, st.floats(0, 1e6), st.floats(0, 4), st.floats(1, 5_000))
+@given(candidate_sets(), sources, st.floats(0, 1e6), st.floats(0, 4), st.floats(1, 5_000))
 def test_the_cost_of_delayed_tokens_is_bounded_by_the_transfer(
     pool: Candidates, source: int, weight: float, transfers: float, answer: float
 ) -> None:
@@ -399,7 +399,7 @@ def test_the_cost_of_delayed_tokens_is_bounded_by_the_transfer(
         assert own_s[choice.index] <= nearest.min(where=choice.terms.feasible, initial=math.inf) * (1 + 1e-9)
 
 
-@given(tables(), crowds(alike=True), sources, widths)
+@given(tables(), candidate_sets(alike=True), sources, widths)
 def test_with_an_unbounded_network_load_decides(
     flying: tuple[InFlight, Obvious], pool: Candidates, source: int, width: int
 ) -> None:
@@ -414,7 +414,7 @@ def test_with_an_unbounded_network_load_decides(
         assert load[choice.index] == load[pool.need_bytes <= pool.free_kv_bytes].min()
 
 
-@given(tables(), sources, crowds())
+@given(tables(), sources, candidate_sets())
 def test_closed_form_and_simulation_agree_on_an_idle_network(
     flying: tuple[InFlight, Obvious], source: int, pool: Candidates
 ) -> None:
@@ -491,7 +491,7 @@ def test_reading_learned_values_changes_nothing(
     assert [(tier.factor, tier.transfers) for tier in seen[:2]] == [(1.0, 0), (1.0, 0)]
 
 
-@given(tables(), sources, crowds(), ends, st.floats(0, 0.99))
+@given(tables(), sources, candidate_sets(), ends, st.floats(0, 0.99))
 def test_a_lone_transfer_has_the_rate_that_a_decision_expects(
     flying: tuple[InFlight, Obvious],
     source: int,
@@ -527,7 +527,7 @@ def test_learned_factors_never_overshoot_the_true_factor(together: int, truth: f
         assert min(truth, 1.0) * (1 - 1e-9) <= factor <= max(truth, 1.0) * (1 + 1e-9)
 
 
-@given(tables(), st.lists(crowds(), min_size=3, max_size=3), st.lists(st.floats(0, 5), min_size=3, max_size=3))
+@given(tables(), st.lists(candidate_sets(), min_size=3, max_size=3), st.lists(st.floats(0, 5), min_size=3, max_size=3))
 def test_the_pair_is_the_cheapest_of_those_simulated(
     flying: tuple[InFlight, Obvious], pools: list[Candidates], start_s: list[float]
 ) -> None:

@@ -28,7 +28,7 @@ def oracle(**settings: float) -> NetworkOracle:
     return NetworkOracle(TIER, BYTES_PER_S, LATENCY_S, OracleSettings(self_measured=True, **settings))  # type: ignore[arg-type]
 
 
-def lone(network: NetworkOracle, source: int, at: float = 0.0) -> FloatArray:
+def idle_bandwidth(network: NetworkOracle, source: int, at: float = 0.0) -> FloatArray:
     """Return the oracle's bandwidths of an idle network; the static ones where nothing was measured."""
     costs = network.costs(source, ALL, at)
     return costs.bytes_per_s.take(costs.tier) if costs.pair_bytes_per_s is None else costs.pair_bytes_per_s
@@ -60,7 +60,7 @@ def test_correct_measurements_do_not_change_the_static_map(
     for at, (pair, kv_bytes, together) in enumerate(transfers):
         transfer(network, float(at), pair, kv_bytes, together=together)
     for source in range(4):
-        assert lone(network, source) == pytest.approx(BYTES_PER_S[TIER[source]], rel=1e-9)
+        assert idle_bandwidth(network, source) == pytest.approx(BYTES_PER_S[TIER[source]], rel=1e-9)
 
 
 @given(PAIRS, FACTORS, st.integers(1, 4), CONGESTION)
@@ -73,12 +73,12 @@ def test_a_changed_capacity_is_learned(pair: tuple[int, int], factor: float, tog
     believed = []
     for at in range(60):
         transfer(network, float(at), pair, 1e11, factor=factor, together=together)
-        believed.append(lone(network, source)[target] / BYTES_PER_S[TIER[pair]])
+        believed.append(idle_bandwidth(network, source)[target] / BYTES_PER_S[TIER[pair]])
     assert believed[-1] == pytest.approx(factor, rel=0.01)
     assert abs(math.log(believed[9])) >= abs(math.log(factor)) / 2 - 1e-9
     others = TIER[source] != TIER[pair]
-    assert (lone(network, source)[others] == BYTES_PER_S[TIER[source]][others]).all()
-    unheard = lone(network, (source + 1) % 4)
+    assert (idle_bandwidth(network, source)[others] == BYTES_PER_S[TIER[source]][others]).all()
+    unheard = idle_bandwidth(network, (source + 1) % 4)
     same = TIER[(source + 1) % 4] == TIER[pair]
     assert unheard[same] == pytest.approx(factor * BYTES_PER_S[TIER[pair]], rel=0.01)
 
@@ -91,8 +91,8 @@ def test_a_slow_pair_is_distinguished_from_its_tier() -> None:
         transfer(network, float(at), (0, 2), 1e10, factor=0.25)
         transfer(network, float(at), (0, 3), 1e10, factor=1.0)
     static = BYTES_PER_S[3]
-    assert lone(network, 0)[2:] == pytest.approx([0.25 * static, static], rel=0.2)
-    assert 0.25 * static < lone(network, 1)[2] < static
+    assert idle_bandwidth(network, 0)[2:] == pytest.approx([0.25 * static, static], rel=0.2)
+    assert 0.25 * static < idle_bandwidth(network, 1)[2] < static
 
 
 @given(
@@ -111,9 +111,9 @@ def test_one_outlier_has_a_bounded_effect(
     network = oracle()
     for at, (each, factor) in enumerate(before):
         transfer(network, float(at), each, 1e10, factor=factor)
-    old = np.array([lone(network, source, 99.0) for source in range(4)])
+    old = np.array([idle_bandwidth(network, source, 99.0) for source in range(4)])
     network.transfer_measured(99.0, *pair, kv_bytes, seconds, transfers)
-    new = np.array([lone(network, source, 99.0) for source in range(4)])
+    new = np.array([idle_bandwidth(network, source, 99.0) for source in range(4)])
     assert (np.abs(np.log(new / old)) <= math.log(4) + 1e-9).all()
     assert (new >= 0.01 * BYTES_PER_S[TIER] * (1 - 1e-12)).all()
     assert (new <= 4 * BYTES_PER_S[TIER] * (1 + 1e-12)).all()
@@ -127,9 +127,9 @@ def test_the_next_correct_measurement_reduces_an_outliers_effect(
     network = oracle()
     network.transfer_measured(0.0, 0, 2, kv_bytes, seconds, transfers)
     static = BYTES_PER_S[3]
-    astray = abs(math.log(lone(network, 1)[2] / static))
+    astray = abs(math.log(idle_bandwidth(network, 1)[2] / static))
     transfer(network, 1.0, (0, 2), 1e10)
-    back = abs(math.log(lone(network, 1)[2] / static))
+    back = abs(math.log(idle_bandwidth(network, 1)[2] / static))
     assert back <= astray * 0.81 + 1e-12
 
 
@@ -139,11 +139,11 @@ def test_learned_values_decay(pair: tuple[int, int], factor: float, first_s: flo
     network = oracle(stale_after_s=10.0)
     transfer(network, 0.0, pair, 1e11, factor=factor)
     static = BYTES_PER_S[TIER[pair]]
-    early, late = (abs(lone(network, pair[0], at)[pair[1]] - static) for at in sorted((first_s, second_s)))
-    fresh = abs(lone(network, pair[0], 0.0)[pair[1]] - static)
+    early, late = (abs(idle_bandwidth(network, pair[0], at)[pair[1]] - static) for at in sorted((first_s, second_s)))
+    fresh = abs(idle_bandwidth(network, pair[0], 0.0)[pair[1]] - static)
     assert fresh >= early >= late - 1e-6
-    assert (abs(lone(network, pair[0], 10.0)[pair[1]] - static)) == fresh
-    assert lone(network, pair[0], 20.0)[pair[1]] == pytest.approx(static, rel=1e-12)
+    assert (abs(idle_bandwidth(network, pair[0], 10.0)[pair[1]] - static)) == fresh
+    assert idle_bandwidth(network, pair[0], 20.0)[pair[1]] == pytest.approx(static, rel=1e-12)
 
 
 def test_one_measurement_by_hand() -> None:
@@ -153,9 +153,9 @@ def test_one_measurement_by_hand() -> None:
     transfer(network, 0.0, (0, 2), 1e10, factor=0.5)
     tier, pair = 0.5**0.2, 0.5 ** (0.8 * 0.2 / 5)
     slow = BYTES_PER_S[3]
-    assert lone(network, 0) == pytest.approx([450e9, 6.25e9, slow * tier * pair, slow * tier], rel=1e-3)
+    assert idle_bandwidth(network, 0) == pytest.approx([450e9, 6.25e9, slow * tier * pair, slow * tier], rel=1e-3)
     halfway = slow * (1 + (tier - 1) / 2) * (1 + (pair - 1) / 2)
-    assert lone(network, 0, 15.0)[2] == pytest.approx(halfway, rel=1e-3)
+    assert idle_bandwidth(network, 0, 15.0)[2] == pytest.approx(halfway, rel=1e-3)
 
 
 def test_transfers_without_a_recorded_count_use_the_present_count() -> None:
@@ -165,7 +165,7 @@ def test_transfers_without_a_recorded_count_use_the_present_count() -> None:
     for _ in range(2):
         network.transfer_started(0, 2)
     network.transfer_measured(1.0, 0, 2, 1e9, 1e9 * 2 / BYTES_PER_S[3] + LATENCY_S[3])
-    assert lone(network, 0) == pytest.approx(BYTES_PER_S[TIER[0]])
+    assert idle_bandwidth(network, 0) == pytest.approx(BYTES_PER_S[TIER[0]])
 
 
 @pytest.mark.parametrize(

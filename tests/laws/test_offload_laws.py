@@ -374,7 +374,7 @@ def test_the_busiest_part_of_the_window_is_found(steps: list[tuple[float, int, i
     assert traffic.longest_tokens(at + 18.0) == 0.0
 
 
-def bent(per_token_s: float) -> Callable[[FloatArray], FloatArray]:
+def convex_curve(per_token_s: float) -> Callable[[FloatArray], FloatArray]:
     """Return a prefill time that grows faster than linearly, so that the mean cost differs from the cost of the
     mean."""
     return lambda tokens: 0.1 + per_token_s * tokens * (1.0 + tokens / 50_000)
@@ -395,7 +395,7 @@ def capacities(draw: st.DrawFn) -> Capacity:
             Home(
                 prefill=[f"{letter}{index}" for index in range(prefill)],
                 decode=[f"{letter}{index}" for index in range(prefill, total)],
-                prefill_s=bent(draw(st.floats(1e-5, 3e-4))),
+                prefill_s=convex_curve(draw(st.floats(1e-5, 3e-4))),
                 batch_max=draw(st.integers(1, 64)),
                 iteration_s=0.025,
             )
@@ -515,7 +515,7 @@ def test_only_a_busy_role_grows(
 
 
 @st.composite
-def judgements(draw: st.DrawFn) -> tuple[tuple[Home, ...], np.ndarray[Any, np.dtype[np.int64]], float, float]:
+def split_reviews(draw: st.DrawFn) -> tuple[tuple[Home, ...], np.ndarray[Any, np.dtype[np.int64]], float, float]:
     """Draw homes, the best split, the gain over the present one, and the duration of the traffic."""
     homes = draw(capacities()).homes
     target = np.array([draw(st.integers(0, home.instances)) for home in homes], dtype=np.int64)
@@ -525,7 +525,7 @@ def judgements(draw: st.DrawFn) -> tuple[tuple[Home, ...], np.ndarray[Any, np.dt
 costs = st.dictionaries(st.from_regex(r"[ab][0-8]", fullmatch=True), st.floats(0, 1e4), max_size=12)
 
 
-@given(judgements(), costs, loads, loads, loads)
+@given(split_reviews(), costs, loads, loads, loads)
 def test_a_role_switch_gains_at_least_its_cost(
     judgement: tuple[Any, ...], costs_s: dict[str, float], prfaas: StageLoad, prefill: StageLoad, decode: StageLoad
 ) -> None:
@@ -538,7 +538,7 @@ def test_a_role_switch_gains_at_least_its_cost(
     assert lost_s <= most_s * used_s
 
 
-@given(judgements(), loads, st.sampled_from(STAGES), st.integers(1, 3))
+@given(split_reviews(), loads, st.sampled_from(STAGES), st.integers(1, 3))
 def test_idle_instances_without_cache_switch_if_it_helps(
     judgement: tuple[Any, ...], busy: StageLoad, stage: Stage, at_once: int
 ) -> None:
@@ -554,7 +554,7 @@ def test_idle_instances_without_cache_switch_if_it_helps(
         assert verdict == ("convert" if conversions else "not_busy")
 
 
-@given(judgements(), st.floats(0, 12), st.floats(0, 12), st.floats(0, 1), st.data())
+@given(split_reviews(), st.floats(0, 12), st.floats(0, 12), st.floats(0, 1), st.data())
 def test_under_constant_load_no_instance_switches_back_and_forth(
     judgement: tuple[Any, ...], prefill: float, decode: float, prfaas: float, data: st.DataObject
 ) -> None:

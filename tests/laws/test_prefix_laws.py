@@ -84,7 +84,7 @@ def chained(tokens: Chain) -> Chain:
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=7).map(tuple) | st.lists(st.integers(0, 1), max_size=12).map(tuple)
-WHO = st.integers(0, 10**6)
+INDICES = st.integers(0, 10**6)
 DEPTH = st.integers(0, 13)
 
 
@@ -109,7 +109,7 @@ class IndexMachine(RuleBasedStateMachine):
         who %= len(self.shelves)
         return who, self.shelves[who], chain
 
-    @rule(who=WHO, tokens=TOKENS, pin=st.booleans())
+    @rule(who=INDICES, tokens=TOKENS, pin=st.booleans())
     def store(self, who: int, tokens: Chain, pin: bool) -> None:
         who, reference, chain = self.pick(who, tokens)
         before = self.index.used_blocks(who)
@@ -123,37 +123,37 @@ class IndexMachine(RuleBasedStateMachine):
         for who in range(0, len(self.shelves), step):
             self.store(who, tokens, False)
 
-    @rule(who=WHO, tokens=TOKENS)
+    @rule(who=INDICES, tokens=TOKENS)
     def touch(self, who: int, tokens: Chain) -> None:
         who, reference, chain = self.pick(who, tokens)
         assert self.index.touch(who, chain) == reference.touch(chain, self.time)
 
-    @rule(who=WHO, tokens=TOKENS, depth=DEPTH)
+    @rule(who=INDICES, tokens=TOKENS, depth=DEPTH)
     def pin(self, who: int, tokens: Chain, depth: int) -> None:
         who, reference, chain = self.pick(who, tokens)
         assert self.index.pin(who, chain, depth) == reference.pin(chain, depth)
 
-    @rule(who=WHO, tokens=TOKENS, depth=DEPTH)
+    @rule(who=INDICES, tokens=TOKENS, depth=DEPTH)
     def unpin(self, who: int, tokens: Chain, depth: int) -> None:
         who, reference, chain = self.pick(who, tokens)
         assert self.index.unpin(who, chain, depth) == reference.unpin(chain, depth)
 
     @precondition(lambda self: any(reference.pins for reference in self.shelves))
-    @rule(which=WHO, deeper=st.integers(0, 2))
-    def unpin_a_pin(self, which: int, deeper: int) -> None:
+    @rule(which=INDICES, deeper=st.integers(0, 2))
+    def release_pin(self, which: int, deeper: int) -> None:
         pins = [(who, pin) for who, reference in enumerate(self.shelves) for pin in reference.pins]
         who, chain = pins[which % len(pins)]
         depth = len(chain) + deeper
         assert self.index.unpin(who, chain, depth)
         assert self.shelves[who].unpin(chain, depth)
 
-    @rule(who=WHO, needed=st.integers(0, 8))
+    @rule(who=INDICES, needed=st.integers(0, 8))
     def make_room(self, who: int, needed: int) -> None:
         who, reference, _ = self.pick(who, ())
         assert blocks_lost(self.index.make_room(who, needed)) == reference.make_room(needed)
         self.check_room(who, needed)
 
-    @rule(who=WHO, capacity=st.none() | st.integers(0, 20))
+    @rule(who=INDICES, capacity=st.none() | st.integers(0, 20))
     def set_capacity(self, who: int, capacity: int | None) -> None:
         who, reference, _ = self.pick(who, ())
         reference.capacity = capacity
@@ -165,22 +165,22 @@ class IndexMachine(RuleBasedStateMachine):
         used, capacity = self.index.used_blocks(who), self.shelves[who].capacity
         assert capacity is None or used + needed <= capacity or used == self.index.pinned_blocks(who)
 
-    @rule(who=WHO, tokens=TOKENS, keep=DEPTH)
+    @rule(who=INDICES, tokens=TOKENS, keep=DEPTH)
     def evict(self, who: int, tokens: Chain, keep: int) -> None:
         who, reference, chain = self.pick(who, tokens)
         self.index.evict(who, chain, keep)
         reference.evict(chain, keep)
 
     @precondition(lambda self: any(reference.touched for reference in self.shelves))
-    @rule(which=WHO, up=st.integers(1, 3))
-    def evict_something_held(self, which: int, up: int) -> None:
+    @rule(which=INDICES, up=st.integers(1, 3))
+    def evict_cached_block(self, which: int, up: int) -> None:
         held = [(who, prefix) for who, reference in enumerate(self.shelves) for prefix in reference.touched]
         who, chain = held[which % len(held)]
         keep = max(0, len(chain) - up)
         self.index.evict(who, chain, keep)
         self.shelves[who].evict(chain, keep)
 
-    @rule(who=WHO)
+    @rule(who=INDICES)
     def clear(self, who: int) -> None:
         who, reference, _ = self.pick(who, ())
         self.index.clear(who)

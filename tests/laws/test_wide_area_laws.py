@@ -73,7 +73,7 @@ def traces(draw: st.DrawFn) -> Trace:
     return Trace(name="law", requests=tuple(requests))
 
 
-RESTLESS = OffloadSpec(
+SWITCHING = OffloadSpec(
     threshold_tokens=2_000.0, long_term=LongTerm(review_s=0.5, requests_min=3, gain_min=0.01, busy_above=0.05)
 )
 cuts = st.lists(
@@ -121,7 +121,7 @@ specs = st.builds(
         threshold_tokens=st.sampled_from([None, 2_000.0]),
         rule=st.sampled_from(["scarce", "abundant"]),
         layerwise=st.booleans(),
-        long_term=st.just(RESTLESS.long_term),
+        long_term=st.just(SWITCHING.long_term),
     ),
 )
 many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -229,7 +229,7 @@ def test_an_instance_is_drained_before_its_role_switch(
 ) -> None:
     """The work that has started on it is finished: see the first law."""
     assumed = msgspec.structs.replace(assumed, review_s=0.5, convert_s=convert_s)
-    _check_conversions(_log_of(cluster, trace, ControlSpec(offload=RESTLESS), assumed), convert_s)
+    _check_conversions(_log_of(cluster, trace, ControlSpec(offload=SWITCHING), assumed), convert_s)
 
 
 @pytest.mark.parametrize("troubled", [False, True], ids=["quiet", "after failures"])
@@ -240,7 +240,7 @@ def test_a_queue_of_prompts_switches_a_decode_instance_to_prefill(troubled: bool
     near = [one(8_000, at_s=40.0 + 0.05 * number) for number in range(100)]
     cut = (CapacityChange(at_s=0.5, link="wan", share=0.0), CapacityChange(at_s=20.0, link="wan", share=1.0))
     assumed = SimSettings(review_s=0.5, convert_s=3.0, stall_s=1.0, changes=cut, telemetry="none")
-    spec = ControlSpec(offload=msgspec.structs.replace(RESTLESS, threshold_tokens=20_000.0), decode="round-robin")
+    spec = ControlSpec(offload=msgspec.structs.replace(SWITCHING, threshold_tokens=20_000.0), decode="round-robin")
     trace = Trace(name="long", requests=(*far, *near))
     records = _log_of(sites(protocol="vllm"), trace, spec, assumed)
     failed = [record.event.request_id for record in records if isinstance(record.event, DecodeFailed)]

@@ -224,13 +224,13 @@ class Feed:
                 took_s = decision.kv_bytes / float(self.cluster.tier_bytes_per_s[decision.tier]) * 1.6 + 0.004
                 self.state.transfer_started(decision, now_s, took_s)
                 self._here[decision.target] += 1
-                landed = partial(self._landed, policy, decision, arrived_s, now_s)
+                landed = partial(self._transfer_finished, policy, decision, arrived_s, now_s)
                 if decision.tier == CROSS_DATACENTER and self._wan_path != "closed":
                     self._held.append(landed)
                 else:
                     self._at(now_s + took_s, landed)
 
-    def _landed(self, policy: str, decision: Decode, arrived_s: float, started_s: float) -> None:
+    def _transfer_finished(self, policy: str, decision: Decode, arrived_s: float, started_s: float) -> None:
         now_s, core = self.now_s, self._cores[policy]
         core.handle(TransferFinished(now_s, decision.request_id))
         core.handle(Admitted(now_s, decision.request_id))
@@ -247,7 +247,7 @@ class Feed:
         self.metrics.finished("/v1/completions", 200, 5.0)
 
 
-def played(pods: int, racks: int, nodes: int, name: str = "prefill-x") -> ClusterFile:
+def simulated_cluster(pods: int, racks: int, nodes: int, name: str = "prefill-x") -> ClusterFile:
     """Return a fat tree of 8-GPU nodes with two instances each, every fourth of them for prefill; the first one has
     this name."""
     count = pods * racks * nodes * 2
@@ -282,14 +282,14 @@ async def serve(feed: Feed) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
-    def heard() -> None:
+    def on_end() -> None:
         line = sys.stdin.readline()
         if line:
             feed.happen(line.strip())
         else:
             ended.set()
 
-    loop.add_reader(sys.stdin, heard)
+    loop.add_reader(sys.stdin, on_end)
     print(await admin.start("127.0.0.1", 0), flush=True)  # noqa: T201
     while not ended.is_set():
         feed.advance(feed.now_s + STEP_S)
@@ -306,4 +306,4 @@ if __name__ == "__main__":
         asyncio.run(serve(Feed(file, float(words[4]), acting)))
     else:
         pods, racks, nodes = (int(text) for text in words[:3])
-        asyncio.run(serve(Feed(played(pods, racks, nodes, *words[4:5]), float(words[3]), acting)))
+        asyncio.run(serve(Feed(simulated_cluster(pods, racks, nodes, *words[4:5]), float(words[3]), acting)))

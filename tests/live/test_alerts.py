@@ -42,7 +42,7 @@ def test_every_alert_fires_in_its_case_and_none_on_a_healthy_gateway() -> None:
     assert set(re.findall(r'alertname="(\w+)"', CASES.read_text())) == alerts
 
 
-def _asked(url: str) -> Any:
+def _get_json(url: str) -> Any:
     """Return the `data` of a response of Prometheus, None while the server starts."""
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
@@ -73,7 +73,7 @@ def test_prometheus_scrapes_a_gateway_with_a_token_and_reports_it_not_ready(tmp_
     (tmp_path / "prometheus.yml").write_text(f"global: {{evaluation_interval: 1s}}\n{config}")
 
     def pending(url: str) -> dict[str, Any]:
-        found = _asked(f"{url}/api/v1/alerts") or {"alerts": []}
+        found = _get_json(f"{url}/api/v1/alerts") or {"alerts": []}
         return {alert["labels"]["alertname"]: alert for alert in found["alerts"]}
 
     with (
@@ -88,6 +88,6 @@ def test_prometheus_scrapes_a_gateway_with_a_token_and_reports_it_not_ready(tmp_
         assert not [text for text in texts if "error" in text or "no value" in text]
         summary = alerts["KvrouteInstanceDown"]["annotations"]["summary"]
         assert re.fullmatch(r"The (prefill|decode) instance \1[01] fails its health checks\.", summary)
-        groups = _asked(f"{url}/api/v1/rules")["groups"]
+        groups = _get_json(f"{url}/api/v1/rules")["groups"]
         assert {rule["health"] for group in groups for rule in group["rules"]} <= {"ok", "unknown"}
         assert "ok" in {rule["health"] for group in groups for rule in group["rules"]}

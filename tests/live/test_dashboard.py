@@ -83,7 +83,7 @@ class Browser:
         """Run a Chromium command beyond WebDriver."""
         return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
-    def complaints(self) -> list[str]:
+    def console_errors(self) -> list[str]:
         """Return the console messages: errors of scripts, of the content policy, and of the network."""
         return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
 
@@ -132,7 +132,7 @@ def _feed(browser: Browser, *arguments: str) -> Iterator[Callable[[str], None]]:
         script = program.stdin
         assert program.stdout
         assert script
-        browser.complaints()
+        browser.console_errors()
         browser.open(f"http://127.0.0.1:{program.stdout.readline().strip()}/")
         yield lambda line: print(line, file=script, flush=True)
         browser.leave()
@@ -212,7 +212,7 @@ def test_the_map_shows_every_instance(browser: Browser, size: str) -> None:
         assert browser.run("document.querySelectorAll('#instances tr.down').length") == 2
         assert browser.until(PIXELS) > 50
         assert browser.screenshot().startswith(b"\x89PNG")
-        assert browser.complaints() == []
+        assert browser.console_errors() == []
 
 
 def test_the_last_minutes_are_lines_with_texts(browser: Browser) -> None:
@@ -363,7 +363,7 @@ def test_names_are_rendered_as_text_and_not_as_markup(browser: Browser) -> None:
         browser.until(f"{NAMED} === {hostile} || ({left}, {up}, false)")
         assert browser.run("document.querySelectorAll('img').length") == 0
         assert browser.run("document.title") == "kvroute · 16 instances"
-        assert browser.complaints() == []
+        assert browser.console_errors() == []
 
 
 def test_arrow_keys_navigate_the_map(browser: Browser) -> None:
@@ -445,7 +445,7 @@ def test_a_saved_page_is_self_contained(browser: Browser, tmp_path: Path, feed: 
             snapshot["tick"]["load"]["foresight"] = None
         page = tmp_path / "dashboard.html"
         page.write_text(dashboard_page(json.dumps(snapshot).encode()), encoding="utf-8")
-    browser.complaints()
+    browser.console_errors()
     browser.visit(page.as_uri())
     browser.until("document.getElementById('link').textContent === 'saved'")
     assert browser.run("document.querySelectorAll('#decisions button').length === 14")
@@ -457,7 +457,7 @@ def test_a_saved_page_is_self_contained(browser: Browser, tmp_path: Path, feed: 
     assert browser.until(PIXELS) > 50
     browser.run(COUNT)
     browser.until("frames_seen > 120")  # two seconds and more: longer than any of these transfers is shown
-    assert browser.complaints() == []
+    assert browser.console_errors() == []
     browser.leave()
 
 
@@ -511,7 +511,7 @@ def test_two_datacenters_show_link_threshold_and_shares(browser: Browser, size: 
         assert "serve 9.5/s (λ max), limited by the WAN path; the best split 11/s, gain 14\u00a0%" in said
         browser.until("document.querySelector('#sites .area').getAttribute('d').length > 9")
         assert browser.until(f"{_texts('#sites td:nth-child(3)')}[0].slice(0, 1) !== '0'")
-        assert browser.complaints() == []
+        assert browser.console_errors() == []
 
 
 def test_a_panic_is_shown_in_the_header(browser: Browser) -> None:

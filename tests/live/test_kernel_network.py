@@ -54,7 +54,7 @@ def run() -> Iterator[Run]:
 
 
 @contextmanager
-def laid(run: Run, cluster: Path, queues: Discipline = "fair", build: Build | None = None) -> Iterator[Bed]:
+def running_testbed(run: Run, cluster: Path, queues: Discipline = "fair", build: Build | None = None) -> Iterator[Bed]:
     """Create the network of a testbed without engines."""
     testbed = Bed(run, topology.load(cluster), build or Build(queues=queues))
     testbed.check()
@@ -137,7 +137,7 @@ def test_connections_use_the_links_that_the_kernel_reports(run: Run, queues: Dis
     """Each connection's bytes are on the links that `WanPaths` finds, which include both of two parallel uplinks, and,
     if queues are fair, in the leaf that `leaf_of` computes."""
     taken: set[int] = set()
-    with laid(run, SMALL, queues) as testbed:
+    with running_testbed(run, SMALL, queues) as testbed:
         paths = KernelPaths(testbed)
         for sender, receiver in connected(testbed, "prefill0", "decode1", 8):
             (source, near), (target, far) = sender.getsockname(), receiver.getsockname()
@@ -165,7 +165,7 @@ def test_connections_use_the_links_that_the_kernel_reports(run: Run, queues: Dis
 
 def test_a_delay_line_delays_packets(run: Run) -> None:
     """The kernel's minimum round trip of a connection between the sites is at least twice the latency."""
-    with laid(run, WAN) as testbed:
+    with running_testbed(run, WAN) as testbed:
         near, far = (testbed.wiring.host_of(instance).name for instance in ("prefill0", "decode0"))
         for sender, receiver in connected(testbed, "prefill0", "decode0", 1):
             sender.sendall(bytes(NBYTES))
@@ -181,7 +181,7 @@ def test_a_delay_line_delays_packets(run: Run) -> None:
 def test_background_traffic_is_on_the_links_of_its_tier(run: Run) -> None:
     """Background traffic of the uplinks is in the class for other traffic there, and nowhere else."""
     background = (0.0, 0.0, 0.2, 0.0, 0.0)
-    with laid(run, SMALL, build=Build(background=background)) as testbed:
+    with running_testbed(run, SMALL, build=Build(background=background)) as testbed:
         loaded = {str(link) for link in testbed.cluster.links_of_tier(2)}
         while True:
             leaves = counted(testbed, "leaves")

@@ -24,7 +24,7 @@ PROGRAM = Path(sys.executable).with_name("kvroute")
 
 
 @pytest.fixture(autouse=True)
-def _possible() -> None:
+def _require_namespaces() -> None:
     """Root and a kernel with mount namespaces are required."""
     tried = subprocess.run(as_service(PROGRAM, None, "--version"), capture_output=True, text=True)
     if tried.returncode:

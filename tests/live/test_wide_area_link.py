@@ -64,7 +64,7 @@ def test_the_reported_round_trip_is_that_of_the_link() -> None:
     with network(Wan(rate_bits_per_s=50e6, rtt_s=0.02)) as wan, ends(wan, NBYTES, 4) as both:
         both.server.hold("p", range(both.blocks))
         both.start("p")
-        seen = [gauges for gauges in watched(both) if gauges.connections]
+        seen = [gauges for gauges in sampled_gauges(both) if gauges.connections]
     assert seen
     for gauges in seen:
         assert gauges.min_rtt_s >= 0.02
@@ -82,7 +82,7 @@ def test_a_full_link_is_distinguished_from_a_slow_engine(control: str) -> None:
     with network(wan) as link, ends(link, 48 << 20, 4, control) as both:
         both.server.hold("p", range(both.blocks))
         both.start("p")
-        held_back, seconds = looks(both)
+        held_back, seconds = samples(both)
         pace = both.nbytes / seconds
     paces = [seen.bytes_per_s for seen in held_back if seen.backlogged]
     assert len(paces) > len(held_back) / 2
@@ -92,12 +92,12 @@ def test_a_full_link_is_distinguished_from_a_slow_engine(control: str) -> None:
     with network(wan) as link, ends(link, 4 << 20, 4, control) as both, ThreadPoolExecutor(1) as pool:
         both.start("p", wait_s=60.0)
         pool.submit(prefill, both, "p", 3.0, True)
-        waits, _ = looks(both)
+        waits, _ = samples(both)
     assert len(waits) > 1
     assert not any(seen.backlogged for seen in waits)
 
 
-def looks(both: Ends) -> tuple[list[TcpSample], float]:
+def samples(both: Ends) -> tuple[list[TcpSample], float]:
     """Return the observations, at the connector's sampling interval, and the duration of the transfer in seconds."""
     watch, seen, sent = TcpDelta(), list[TcpSample](), Sent()
     while (ended := both.client.wait(CHECK_S)) is None:
@@ -119,7 +119,7 @@ def looks(both: Ends) -> tuple[list[TcpSample], float]:
     return seen, ended.seconds
 
 
-def watched(both: Ends) -> Iterator[Gauges]:
+def sampled_gauges(both: Ends) -> Iterator[Gauges]:
     """Yield the state of the connections repeatedly until the transfer has ended."""
     while not (ended := both.client.results()):
         for _, gauges in both.server.links().values():

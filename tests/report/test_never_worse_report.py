@@ -198,8 +198,8 @@ def test_the_page_starts_with_the_losses(lost: bool, tmp_path: Path) -> None:
 def test_rejections_are_shown_with_the_times() -> None:
     """A tenth is rejected under foresight, half under CLA*: the faster one has fewer responses in its mean."""
     matrix = [
-        *(refusing(each, 1) for each in runs(FAIR, foresight=1.02)),
-        *(refusing(each, 5) for each in runs(FAIR, cla=1.0)),
+        *(with_rejections(each, 1) for each in runs(FAIR, foresight=1.02)),
+        *(with_rejections(each, 5) for each in runs(FAIR, cla=1.0)),
         *runs(OTHER, foresight=0.9, cla=1.0),
     ]
     texts = {row[0].text: row[-1] for row in cells_grid(matrix, {}).rows}
@@ -209,7 +209,7 @@ def test_rejections_are_shown_with_the_times() -> None:
     assert (lost[-2].text, lost[-2].detail) == ("10.0%", "50.0%")
 
 
-def refusing(each: Record, refused: int) -> Record:
+def with_rejections(each: Record, refused: int) -> Record:
     """Return the same run with ten requests, of which this number is rejected for lack of room."""
     counts = Counts(arrived=10, finished=10 - refused, rejected=refused, in_flight=0)
     return msgspec.structs.replace(each, summary=msgspec.structs.replace(each.summary, requests=counts))

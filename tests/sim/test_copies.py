@@ -56,7 +56,7 @@ def prompt(at_s: float, extra: int = 0, document: int = 0, answer: int = 1) -> T
     return TracedRequest(at_s=at_s, input_tokens=TOKENS + extra, output_tokens=answer, blocks=chain, block_tokens=BLOCK)
 
 
-def played(
+def simulated(
     path: Path, requests: tuple[TracedRequest, ...], spec: ControlSpec, assumed: SimSettings, memory: str = "50 GB"
 ) -> tuple[Run, list[LogRecord]]:
     """Return the run and its log."""
@@ -77,7 +77,7 @@ def test_a_sibling_can_use_a_fetched_prefix_at_once(tmp_path: Path) -> None:
     document and prefills the next question."""
     cluster = sites()
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
-    run, _ = played(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), POOL, SimSettings())
+    run, _ = simulated(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), POOL, SimSettings())
     rows = run.outcomes
     assert [cluster.instances[int(source)].name for source in rows.source] == ["f0", "p0", "p1", "p0", "p1"]
     assert rows.cached_tokens.tolist() == [0, 0, 0, TOKENS, TOKENS]
@@ -91,7 +91,7 @@ def test_without_fetches_every_instance_computes_its_own_prefix(tmp_path: Path) 
     """The requests are the same: the question waits 4 s for the previous one on the instance that has the document."""
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
     spec = msgspec.structs.replace(POOL, prefix_pool=False)
-    run, _ = played(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), spec, SimSettings())
+    run, _ = simulated(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), spec, SimSettings())
     assert run.outcomes.prefill_started_s[4] == pytest.approx(44.0)
     assert run.summary.copied_prefixes.transfers == 0
 
@@ -105,7 +105,7 @@ def test_a_hot_prefix_is_copied_ahead_of_demand(tmp_path: Path) -> None:
     arrives. When f0 is busy, the next question finds the document at home and does not wait."""
     late = (prompt(59.0, 5_000), prompt(59.5, 200))
     assumed = SimSettings(review_s=1.0)
-    run, records = played(tmp_path / "log", (prompt(0.0), *HOT, *late), AHEAD, assumed)
+    run, records = simulated(tmp_path / "log", (prompt(0.0), *HOT, *late), AHEAD, assumed)
     orders = [(r.event.at, d) for r in records for d in r.decisions if isinstance(d, CopyPrefix)]
     assert [(order.source, order.target) for _, order in orders] == [("f0", "p0"), ("f0", "p1")]
     ends = [r.event for r in records if isinstance(r.event, CopyFinished)]
@@ -127,7 +127,7 @@ def test_a_stalled_copy_is_removed_and_repeated(tmp_path: Path) -> None:
     cut = (CapacityChange(at_s=14.5, link="wan", share=0.0), CapacityChange(at_s=30.0, link="wan", share=1.0))
     more = tuple(prompt(31.0 + number, 50) for number in range(10))
     assumed = SimSettings(review_s=1.0, changes=cut, stall_s=2.0, telemetry="tier")
-    run, records = played(tmp_path / "log", (prompt(0.0), *HOT, *more), AHEAD, assumed)
+    run, records = simulated(tmp_path / "log", (prompt(0.0), *HOT, *more), AHEAD, assumed)
     ends = [r.event for r in records if isinstance(r.event, CopyFinished)]
     failed = [end for end in ends if not end.landed]
     assert [end.at for end in failed] == [16.5] * len(failed)
@@ -142,7 +142,7 @@ def test_a_stalled_copy_is_removed_and_repeated(tmp_path: Path) -> None:
 
 def test_bytes_sent_before_the_end_of_the_run_are_accounted_for(tmp_path: Path) -> None:
     """No request waits for copies: the run ends with the last request, in the middle of a copy."""
-    run, records = played(tmp_path / "log", (prompt(0.0), *HOT[:2]), AHEAD, SimSettings(review_s=1.0))
+    run, records = simulated(tmp_path / "log", (prompt(0.0), *HOT[:2]), AHEAD, SimSettings(review_s=1.0))
     orders = [d for r in records for d in r.decisions if isinstance(d, CopyPrefix)]
     assert orders
     assert not [r for r in records if isinstance(r.event, CopyFinished)]
@@ -159,7 +159,7 @@ def test_a_copy_without_room_is_rejected_at_once(tmp_path: Path) -> None:
     """Memory holds 29 blocks and a copy of 20 is in flight: another copy of 20 does not fit."""
     other = tuple(prompt(12.2 + number, 100, 1) for number in range(8))
     first = (prompt(0.0), prompt(0.0, document=1))
-    run, records = played(
+    run, records = simulated(
         tmp_path / "log", (*first, *sorted((*HOT, *other), key=_by_time)), AHEAD, SimSettings(review_s=1.0), "2 GB"
     )
     orders = {d.copy_id: (r.event.at, d) for r in records for d in r.decisions if isinstance(d, CopyPrefix)}
@@ -191,7 +191,7 @@ def test_copies_leave_no_memory_reserved(tmp_path: Path, fails: bool) -> None:
     cut = (CapacityChange(at_s=14.5, link="wan", share=0.0), CapacityChange(at_s=50.0, link="wan", share=1.0))
     others = tuple(prompt(60.0, document=number) for number in (1, 2, 3))
     assumed = SimSettings(review_s=1.0, stall_s=2.0, telemetry="tier", changes=cut if fails else ())
-    _, records = played(tmp_path / "log", (prompt(0.0), *HOT, *others), AHEAD, assumed, "2 GB")
+    _, records = simulated(tmp_path / "log", (prompt(0.0), *HOT, *others), AHEAD, assumed, "2 GB")
     events = [record.event for record in records]
     ends = [event for event in events if isinstance(event, CopyFinished) and event.at < 50.0]
     assert ends
@@ -211,7 +211,7 @@ def test_a_second_request_waits_for_a_copy_in_flight(tmp_path: Path) -> None:
     )
     for changes in ((), cut):
         assumed = SimSettings(stall_s=1.0, changes=changes)
-        run, records = played(tmp_path / "log", (*home, *questions), POOL, assumed)
+        run, records = simulated(tmp_path / "log", (*home, *questions), POOL, assumed)
         rows, cluster = run.outcomes, sites()
         waited = [d for r in records for d in r.decisions if isinstance(d, Prefill) and d.copy_id]
         assert [(one.request_id, one.instance) for one in waited] == [(4, "p1"), (5, "p1")]
@@ -234,7 +234,7 @@ def test_a_fetch_without_room_is_skipped(tmp_path: Path) -> None:
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
     shorter = msgspec.structs.replace(prompt(40.2, 300, 2), blocks=tuple(range(200, 200 + DEPTH - 1)))
     questions = (prompt(40.0, 9_000, 2), prompt(40.1, 400, 2), shorter)
-    run, records = played(tmp_path / "log", (*home, *questions), POOL, SimSettings(), "2 GB")
+    run, records = simulated(tmp_path / "log", (*home, *questions), POOL, SimSettings(), "2 GB")
     ends = [(r.event.copy_id, r.event.landed) for r in records if isinstance(r.event, CopyFinished)]
     assert ends == [(2, False), (1, True)]
     rows = run.outcomes

@@ -58,7 +58,7 @@ def written(path: Path, *events: Event) -> Path:
     return path
 
 
-def asked(number: int, tokens: int = 100, answer: int = 0, **more: object) -> Request:
+def arriving(number: int, tokens: int = 100, answer: int = 0, **more: object) -> Request:
     """Return a request with this number."""
     return msgspec.convert(
         {"id": number, "input_tokens": tokens, "max_output_tokens": answer, **more}, Request, strict=True
@@ -85,7 +85,7 @@ def test_a_simulated_log_reproduces_its_trace(trace: Trace, text: str) -> None:
 def test_a_chain_has_as_many_blocks_as_its_prompt(tokens: int, blocks: tuple[int, ...], size: int) -> None:
     """A gateway that estimates lengths may have more or fewer blocks: known ones come first, the others are unique, and
     the trace can be written and read."""
-    requests = [asked(number, tokens, blocks=blocks, block_tokens=size) for number in range(2)]
+    requests = [arriving(number, tokens, blocks=blocks, block_tokens=size) for number in range(2)]
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder, "run.log"), *[Arrived(0.0, request) for request in requests])
         trace = read(path)
@@ -106,12 +106,12 @@ def test_unknown_output_lengths_are_reported(tmp_path: Path) -> None:
     path = written(
         tmp_path / "run.log",
         InstanceDown(4.0, "decode0"),
-        Arrived(5.0, asked(0, answer=50)),
-        Arrived(5.5, asked(1, answer=60, one_leg=True, model="a")),
-        Arrived(6.0, asked(2, answer=70, model="b")),
+        Arrived(5.0, arriving(0, answer=50)),
+        Arrived(5.5, arriving(1, answer=60, one_leg=True, model="a")),
+        Arrived(6.0, arriving(2, answer=70, model="b")),
         Finished(6.5, 1),
         Finished(7.0, 0, output_tokens=9),
-        Arrived(7.5, asked(3)),
+        Arrived(7.5, arriving(3)),
         Finished(8.0, 99, output_tokens=1),
     )
     trace = read(path)
@@ -127,9 +127,9 @@ def test_a_request_id_may_be_reused_after_its_request_ended(tmp_path: Path) -> N
     """Each output belongs to its own request."""
     path = written(
         tmp_path / "run.log",
-        Arrived(0, asked(1)),
+        Arrived(0, arriving(1)),
         Finished(1, 1, output_tokens=3),
-        Arrived(2, asked(1)),
+        Arrived(2, arriving(1)),
         Finished(3, 1, output_tokens=5),
     )
     assert [request.output_tokens for request in read(path).requests] == [3, 5]
@@ -137,7 +137,12 @@ def test_a_request_id_may_be_reused_after_its_request_ended(tmp_path: Path) -> N
 
 def test_a_log_is_recognised_by_its_first_line(tmp_path: Path) -> None:
     """Requests are sorted by time, with a remark."""
-    log = written(tmp_path / "run.log", Arrived(3.0, asked(1, 7)), Arrived(1.0, asked(2, 8)), Arrived(4.0, asked(3, 9)))
+    log = written(
+        tmp_path / "run.log",
+        Arrived(3.0, arriving(1, 7)),
+        Arrived(1.0, arriving(2, 8)),
+        Arrived(4.0, arriving(3, 9)),
+    )
     packed = tmp_path / "trace.csv"
     packed.write_bytes(gzip.compress(log.read_bytes()))
     for path, name in ((log, "run"), (packed, "trace")):
@@ -161,7 +166,7 @@ def test_a_log_is_recognised_by_its_first_line(tmp_path: Path) -> None:
 )
 def test_an_invalid_line_is_named_or_skipped(tmp_path: Path, line: str, problem: str) -> None:
     """The error has the file and the line, as in any other trace."""
-    path = written(tmp_path / "run.log", Arrived(0, asked(5, answer=4)))
+    path = written(tmp_path / "run.log", Arrived(0, arriving(5, answer=4)))
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(InputErrors, match=problem) as raised:
         read(path)

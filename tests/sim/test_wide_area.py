@@ -61,7 +61,7 @@ def cut(*at_s: float) -> tuple[CapacityChange, ...]:
     return tuple(CapacityChange(at_s=at, link="wan", share=float(number % 2)) for number, at in enumerate(at_s))
 
 
-def played(path: Path, assumed: SimSettings, *, joint: bool = True, trace: Trace = ONE) -> tuple[Run, list[Event]]:
+def simulated(path: Path, assumed: SimSettings, *, joint: bool = True, trace: Trace = ONE) -> tuple[Run, list[Event]]:
     """Return the run and the events that the router received."""
     with EventLog(path, LogHeader(cluster="", spec=SPEC)) as log:
         run = simulate(JOINT if joint else LATER, trace, SPEC, assumed, log=log)
@@ -71,7 +71,7 @@ def played(path: Path, assumed: SimSettings, *, joint: bool = True, trace: Trace
 @pytest.mark.parametrize("joint", [True, False], ids=["early", "late"])
 def test_serial_transfers_start_when_the_prefill_ends(tmp_path: Path, joint: bool) -> None:
     """The target is chosen with the prefill or after it: 2 s, 2.62 s and 5 ms; llama has no other state."""
-    run, _ = played(tmp_path / "run.log", SimSettings(), joint=joint)
+    run, _ = simulated(tmp_path / "run.log", SimSettings(), joint=joint)
     assert run.outcomes.landed_s[0] == pytest.approx(2.0 + SENT_S + 0.005)
     assert run.outcomes.kv_bytes[0] == TOKENS * TOKEN_BYTES
 
@@ -80,15 +80,15 @@ def test_a_layerwise_transfer_hides_all_but_the_last_layer(tmp_path: Path) -> No
     """Prefill produces 1.31 GB/s and the link carries 1: it is busy from the first of 32 layers on, and ends 2.62 s
     later."""
     assumed = SimSettings(transfer="layerwise")
-    assert played(tmp_path / "a", assumed)[0].outcomes.landed_s[0] == pytest.approx(2 / 32 + SENT_S + 0.005)
-    assert played(tmp_path / "b", assumed, joint=False)[0].outcomes.landed_s[0] == pytest.approx(2.005 + SENT_S)
+    assert simulated(tmp_path / "a", assumed)[0].outcomes.landed_s[0] == pytest.approx(2 / 32 + SENT_S + 0.005)
+    assert simulated(tmp_path / "b", assumed, joint=False)[0].outcomes.landed_s[0] == pytest.approx(2.005 + SENT_S)
 
 
 def test_measured_transfers_count_from_their_first_byte(tmp_path: Path) -> None:
     """A connector would report the bytes over the time in flight, including the time of the prefill."""
     late = TracedRequest(at_s=9.0, input_tokens=1, output_tokens=1, blocks=(), block_tokens=16)
     assumed = SimSettings(transfer="layerwise", measures_transfers=True, telemetry="none")
-    _, events = played(tmp_path / "run.log", assumed, trace=Trace(name="two", requests=(*ONE.requests, late)))
+    _, events = simulated(tmp_path / "run.log", assumed, trace=Trace(name="two", requests=(*ONE.requests, late)))
     measured = [event for event in events if isinstance(event, TransferMeasured)]
     assert measured[0].kv_bytes == TOKENS * TOKEN_BYTES
     assert measured[0].seconds == pytest.approx(SENT_S + 0.005)
@@ -96,10 +96,10 @@ def test_measured_transfers_count_from_their_first_byte(tmp_path: Path) -> None:
 
 def test_a_transfer_waits_until_its_link_recovers(tmp_path: Path) -> None:
     """With a cut of 3 s in the middle it ends 3 s later; at half capacity from the start it takes twice as long."""
-    run, _ = played(tmp_path / "a", SimSettings(changes=cut(3.0, 6.0)))
+    run, _ = simulated(tmp_path / "a", SimSettings(changes=cut(3.0, 6.0)))
     assert run.outcomes.landed_s[0] == pytest.approx(5.005 + SENT_S)
     half = (CapacityChange(at_s=0.0, link="away to home", share=0.5),)
-    run, _ = played(tmp_path / "b", SimSettings(changes=half))
+    run, _ = simulated(tmp_path / "b", SimSettings(changes=half))
     assert run.outcomes.landed_s[0] == pytest.approx(2.005 + 2 * SENT_S)
     assert run.summary.failed_transfers.transfers == 0
 
@@ -107,7 +107,7 @@ def test_a_transfer_waits_until_its_link_recovers(tmp_path: Path) -> None:
 def test_a_stalled_transfer_fails_and_its_request_restarts(tmp_path: Path) -> None:
     """The transfer sends for 1 s, is cut at 3 s and abandoned at 5 s; the prompt is prefilled again until 7 s and sent
     again: 1 GB was lost."""
-    run, events = played(tmp_path / "run.log", SimSettings(changes=cut(3.0, 6.5), stall_s=2.0))
+    run, events = simulated(tmp_path / "run.log", SimSettings(changes=cut(3.0, 6.5), stall_s=2.0))
     rows, failed = run.outcomes, run.summary.failed_transfers
     assert [event for event in events if isinstance(event, DecodeFailed)] == [DecodeFailed(5.0, 0, kv_lost=True)]
     assert (rows.prefill_started_s[0], rows.prefill_finished_s[0]) == (5.0, 7.0)
@@ -120,7 +120,7 @@ def test_a_stalled_transfer_fails_and_its_request_restarts(tmp_path: Path) -> No
 
 def test_a_link_that_recovers_in_time_fails_no_transfer(tmp_path: Path) -> None:
     """Two cuts of 1.5 s each, half a second apart, do not count as one of 2 s."""
-    run, _ = played(tmp_path / "run.log", SimSettings(changes=cut(2.5, 4.0, 4.5, 6.0), stall_s=2.0))
+    run, _ = simulated(tmp_path / "run.log", SimSettings(changes=cut(2.5, 4.0, 4.5, 6.0), stall_s=2.0))
     assert run.summary.failed_transfers.transfers == 0
     assert run.outcomes.landed_s[0] == pytest.approx(5.005 + SENT_S)
 
@@ -129,7 +129,7 @@ def test_a_stalled_layerwise_transfer_is_abandoned_after_its_prefill(tmp_path: P
     """The transfer is cut at 0.5 s and would fail at 1.5 s; the prompt is computed nevertheless until 2 s, and again
     until 4 s."""
     assumed = SimSettings(transfer="layerwise", changes=cut(0.5, 3.0), stall_s=1.0)
-    run, events = played(tmp_path / "run.log", assumed)
+    run, events = simulated(tmp_path / "run.log", assumed)
     assert [event.at for event in events if isinstance(event, DecodeFailed)] == [2.0]
     assert run.outcomes.landed_s[0] == pytest.approx(3.0 + SENT_S + 0.005)
 
@@ -142,7 +142,7 @@ def test_a_cut_looks_like_other_traffic_in_the_telemetry(tmp_path: Path, telemet
         telemetry="tier" if telemetry == "tier" else "link",
         background=Background(per_tier=(0, 0, 0, 0, 0.25)),
     )
-    _, events = played(tmp_path / "run.log", assumed)
+    _, events = simulated(tmp_path / "run.log", assumed)
     wan = LATER.links_of_tier(CROSS_DATACENTER)[0]
     seen = {
         event.at: event.per_tier[CROSS_DATACENTER] if isinstance(event, CongestionMeasured) else event.utilisation[wan]

@@ -125,7 +125,7 @@ class Pair:
         """Return the environment of vLLM's processes."""
         return environment()
 
-    def revive(self) -> None:
+    def restart_dead_servers(self) -> None:
         """Start dead servers again on their old ports."""
         if not self.prefill.alive:
             self.prefill = start_member("kv_producer", self.prefill.name, self.model, self.folder, self.prefill.ports)
@@ -163,7 +163,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def pair(cluster: Pair) -> Pair:
     """All servers, up and without an injected fault."""
     cluster.prefill.fault_file.unlink(missing_ok=True)
-    cluster.revive()
+    cluster.restart_dead_servers()
     return cluster
 
 

@@ -16,14 +16,14 @@ from tests.live.vllm.test_vllm_serve import (
     Gateway,
     all_up,
     alone,
-    at_rest,
+    during_request,
     fetching,
     prompt,
+    server_that_is,
     serving,
-    the_one,
     token_ids,
     until,
-    while_asking,
+    wait_until_idle,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def test_tokens_equal_those_of_one_server(pair: Pair, gateway: Gateway, tokens: 
     assert got == alone(pair, streamed)
     until(lambda: decisions(gateway, "arrived")[-2:] == [["prefill", "decode"]] * 2)
     assert decisions(gateway, "prefill_finished")[-2:] == [[], []]
-    at_rest(gateway)
+    wait_until_idle(gateway)
 
 
 def test_a_corrupted_block_changes_the_tokens(pair: Pair, gateway: Gateway) -> None:
@@ -99,16 +99,16 @@ def test_a_decode_server_that_dies_mid_pull_is_replaced(pair: Pair, gateway: Gat
 
     def kill() -> None:
         try:
-            the_one(pair, fetching).kill()
+            server_that_is(pair, fetching).kill()
         finally:
             pair.prefill.fault_file.unlink()
 
     pair.prefill.fault_file.write_text("stall-layer-1", encoding="utf-8")
-    got = while_asking(gateway, kill, stream=True, prompt=asked, max_tokens=ANSWER_TOKENS)
+    got = during_request(gateway, kill, stream=True, prompt=asked, max_tokens=ANSWER_TOKENS)
     assert got == alone(pair, asked)
     assert decisions(gateway, "decode_failed")[-1] == ["decode"]
     assert len(decisions(gateway, "prefill_failed")) == begun
-    at_rest(gateway)
+    wait_until_idle(gateway)
 
 
 def test_the_death_of_a_prefill_server_mid_pull_only_delays_the_response(pair: Pair, gateway: Gateway) -> None:
@@ -118,13 +118,13 @@ def test_the_death_of_a_prefill_server_mid_pull_only_delays_the_response(pair: P
     failed = sum(server.metric(FAILURES) for server in (pair.decode, pair.other))
 
     def kill() -> None:
-        the_one(pair, fetching)
+        server_that_is(pair, fetching)
         pair.prefill.kill()
 
     pair.prefill.fault_file.write_text("stall-layer-1", encoding="utf-8")
-    got = while_asking(gateway, kill, stream=True, prompt=asked, max_tokens=ANSWER_TOKENS)
+    got = during_request(gateway, kill, stream=True, prompt=asked, max_tokens=ANSWER_TOKENS)
     pair.prefill.fault_file.unlink()
     assert got == alone(pair, asked)
     until(lambda: sum(server.metric(FAILURES) for server in (pair.decode, pair.other)) == failed + 1)
     assert gateway.metric("kvroute_retries_total") == 1  # from the previous test
-    at_rest(gateway)
+    wait_until_idle(gateway)

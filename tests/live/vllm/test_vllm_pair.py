@@ -74,7 +74,10 @@ def pulled(server: Server) -> tuple[float, float, float]:
 def test_tokens_equal_those_of_one_server(pair: Pair, tokens: int, checksum: bool) -> None:
     """The lengths cover part of a block, whole blocks, and more than one chunk of prefill (2,048 tokens)."""
     asked = prompt(tokens, seed=2 * tokens + checksum)
-    before, seconds = pulled(pair.decode), pair.decode.metric("kvroute:kv_transfer_seconds_total", source="prefill0")
+    before, seconds = (
+        pulled(pair.decode),
+        pair.decode.metric("kvroute:kv_transfer_seconds_total", source="prefill0"),
+    )
     reply = complete(pair.decode, asked, ANSWER_TOKENS, params_for(pair, asked) | {"checksum": checksum})
     blocks = -(-tokens // BLOCK_TOKENS)
     transfers, nbytes, failures = (now - then for now, then in zip(pulled(pair.decode), before, strict=True))
@@ -116,7 +119,7 @@ def test_a_layer_is_sent_before_the_prompt_is_computed(pair: Pair) -> None:
     """3,500 tokens are two chunks; when the prefill server answers, most blocks of the first one have been sent."""
     asked = prompt(3500, seed=20_000)
     told = announced(pair, "overlap")
-    with ThreadPoolExecutor(1) as pool, overhear() as device:
+    with ThreadPoolExecutor(1) as pool, packet_socket() as device:
         reply = pool.submit(complete, pair.decode, asked, ANSWER_TOKENS, told)
         complete(pair.prefill, asked, 1, ASK | {"transfer_id": "overlap"})
         crossed = sum(packet.payload for packet in packets(device) if packet.source == told["remote_port"])
@@ -218,7 +221,7 @@ def packets(device: socket.socket) -> list[Packet]:
     return found
 
 
-def overhear() -> socket.socket:
+def packet_socket() -> socket.socket:
     """Open a capture socket on the loopback device, which needs root."""
     ipv4, force = 0x0800, 33
     try:
@@ -243,7 +246,7 @@ def test_packets_of_the_transfer_are_marked_and_share_several_connections(pair: 
     for seed in range(40, 45):
         asked = prompt(3500, seed)
         told = params_for(pair, asked)
-        with overhear() as device:
+        with packet_socket() as device:
             complete(pair.decode, asked, 1, told)
             heard = packets(device)
         port = told["remote_port"]

@@ -130,7 +130,7 @@ def serving(cluster: Pair, folder: Path, text: str = "", **more: Any) -> Iterato
     """Run a gateway in front of all servers; check that it ends properly on SIGTERM. Args: `text` is its cluster file,
     or `more` are its settings."""
     file, ready, log = (folder / name for name in ("cluster.yaml", "ready.json", "events.log"))
-    cluster.revive()
+    cluster.restart_dead_servers()
     before = pulled_bytes(cluster)
     file.write_text(text or cluster_file(cluster, more), encoding="utf-8")
     command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--port", "0", "--admin-port", "0"]
@@ -250,17 +250,17 @@ def test_concurrent_transfers_are_not_mixed(pair: Pair, gateway: Gateway) -> Non
     prompts = [prompt(40 + 60 * number, seed=700 + number) for number in range(16)]
     moved = pulled(pair)
 
-    def ask(tokens: list[int]) -> list[int]:
+    def send_prompt(tokens: list[int]) -> list[int]:
         reply = client.completions.create(model="tiny", prompt=tokens, temperature=0, max_tokens=3, extra_body=TOKENS)
         return token_ids(reply.choices[0])
 
     with gateway.client() as client, ThreadPoolExecutor(8) as threads:
-        got = list(threads.map(ask, prompts))
+        got = list(threads.map(send_prompt, prompts))
     assert got == [alone(pair, tokens, 3) for tokens in prompts]
     for server in (pair.decode, pair.other):  # an idle engine does not report its last counts
         server.post("/v1/completions", {"model": "tiny", "prompt": prompt(8, seed=799), "max_tokens": 1})
     until(lambda: pulled(pair) == moved + len(prompts))
-    at_rest(gateway)
+    wait_until_idle(gateway)
 
 
 def test_chat_responses_equal_those_of_one_server(pair: Pair, gateway: Gateway) -> None:
@@ -315,15 +315,15 @@ def running(server: Server) -> bool:
     return server.alive and server.metric("vllm:num_requests_running") > 0
 
 
-def the_one(pair: Pair, busy: Callable[[Server], bool]) -> Server:
+def server_that_is(pair: Pair, busy: Callable[[Server], bool]) -> Server:
     """Wait for the decode server that is `busy` and return it."""
     found: list[Server] = []
 
-    def look() -> bool:
+    def is_found() -> bool:
         found.extend(server for server in (pair.decode, pair.other) if busy(server))
         return bool(found)
 
-    until(look)
+    until(is_found)
     return found[0]
 
 
@@ -349,11 +349,11 @@ def kill_decoding(pair: Pair, gateway: Gateway, earlier: int) -> Server:
     return victim
 
 
-def while_asking(gateway: Gateway, act: Callable[[], None], stream: bool, **body: Any) -> list[int]:
+def during_request(gateway: Gateway, act: Callable[[], None], stream: bool, **body: Any) -> list[int]:
     """Send a request in the background, call `act`, and return the tokens of the response."""
     got: list[int] = []
 
-    def ask() -> None:
+    def send_prompt() -> None:
         with gateway.client() as client:
             answer: Any = client.completions.create(
                 model="tiny", stream=stream, temperature=0, extra_body=TOKENS, **body
@@ -361,7 +361,7 @@ def while_asking(gateway: Gateway, act: Callable[[], None], stream: bool, **body
             for part in answer if stream else [answer]:
                 got.extend(token for choice in part.choices for token in token_ids(choice))
 
-    asking = threading.Thread(target=ask)
+    asking = threading.Thread(target=send_prompt)
     asking.start()
     try:
         act()
@@ -384,13 +384,13 @@ def test_a_decode_server_that_dies_mid_transfer_is_replaced(pair: Pair, gateway:
 
     def kill() -> None:
         try:
-            victims.append(the_one(pair, fetching))
+            victims.append(server_that_is(pair, fetching))
             victims[0].kill()
         finally:
             pair.prefill.fault_file.unlink()
 
     pair.prefill.fault_file.write_text("stall-layer-1", encoding="utf-8")
-    got = while_asking(gateway, kill, stream=True, prompt=asked, max_tokens=ANSWER_TOKENS)
+    got = during_request(gateway, kill, stream=True, prompt=asked, max_tokens=ANSWER_TOKENS)
     assert got == alone(pair, asked)
     (survivor,) = (server for server in (pair.decode, pair.other) if server.alive)
     assert last_request(gateway, "decode_failed") == 1
@@ -399,7 +399,7 @@ def test_a_decode_server_that_dies_mid_transfer_is_replaced(pair: Pair, gateway:
     assert gateway.metric("kvroute_leg_failures_total", leg="decode", engine=victims[0].name) == 1
     assert gateway.metric("kvroute_retries_total", leg="decode") == 1
     until(lambda: gateway.metric("kvroute_instance_up", engine=victims[0].name) == 0)
-    at_rest(gateway)
+    wait_until_idle(gateway)
 
 
 def test_a_decode_server_that_dies_during_decode(pair: Pair, gateway: Gateway) -> None:
@@ -412,7 +412,7 @@ def test_a_decode_server_that_dies_during_decode(pair: Pair, gateway: Gateway) -
     def kill() -> None:
         kill_decoding(pair, gateway, earlier)
 
-    got = while_asking(gateway, kill, stream=False, prompt=asked, max_tokens=long)
+    got = during_request(gateway, kill, stream=False, prompt=asked, max_tokens=long)
     assert got == alone(pair, asked, long)
     assert last_request(gateway, "decode_failed") == 1
     broken_stream(pair, gateway, seed=91)
@@ -420,7 +420,7 @@ def test_a_decode_server_that_dies_during_decode(pair: Pair, gateway: Gateway) -
     with gateway.client() as client, pytest.raises(openai.InternalServerError) as refused:
         client.completions.create(model="tiny", prompt=[5, 6, 7], **GREEDY)
     assert refused.value.status_code == 503
-    at_rest(gateway)
+    wait_until_idle(gateway)
 
 
 def broken_stream(pair: Pair, gateway: Gateway, seed: int) -> None:
@@ -438,10 +438,10 @@ def broken_stream(pair: Pair, gateway: Gateway, seed: int) -> None:
     assert not isinstance(told.value, openai.APIConnectionError), "the stream was cut instead of ended"
     assert victim.name in str(told.value)
     until(lambda: gateway.metric("kvroute_instance_up", engine=victim.name) == 0)
-    at_rest(gateway)
+    wait_until_idle(gateway)
 
 
-def at_rest(gateway: Gateway) -> None:
+def wait_until_idle(gateway: Gateway) -> None:
     """Check that nothing is in flight by the gateway's own count."""
     until(lambda: gateway.metric("kvroute_requests_in_flight") == 0)
     assert gateway.metric("kvroute_instance_requests") == 0

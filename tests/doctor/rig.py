@@ -53,7 +53,7 @@ def cluster_text(endpoints: Mapping[str, Endpoint], *, head: str = HEAD, gateway
 
 
 @dataclass(slots=True)
-class Clinic:
+class DoctorRig:
     """Running engines."""
 
     fleet: EmulatedCluster
@@ -79,12 +79,12 @@ class Clinic:
 
 
 @asynccontextmanager
-async def clinic(
+async def running_rig(
     protocol: KvProtocol = "vllm",
     names: Sequence[str] = NAMES,
     head: str = HEAD,
     settings: EmulatedClusterSettings | None = None,
-) -> AsyncIterator[Clinic]:
+) -> AsyncIterator[DoctorRig]:
     """Run engines of this protocol; `head` is the network that they really have."""
     placeholders = {
         name: Endpoint(url=f"http://127.0.0.1:{port}", protocol=protocol, bootstrap=f"127.0.0.1:{port}")
@@ -92,4 +92,4 @@ async def clinic(
     }
     cluster = topology.parse(cluster_text(placeholders, head=head))
     async with EmulatedCluster(cluster, settings or EmulatedClusterSettings()) as fleet:
-        yield Clinic(fleet, dict(fleet.ready().instances))
+        yield DoctorRig(fleet, dict(fleet.ready().instances))
