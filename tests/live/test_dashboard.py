@@ -221,12 +221,12 @@ def test_the_last_minutes_are_lines_with_texts(browser: Browser) -> None:
     with _feed(browser, *CLUSTER):
         assert browser.run("document.querySelector('#history-panel').hidden") is False
         assert browser.run(_texts("#history-panel .name")) == [
-            f"{name}, last 15 min" for name in ("requests / s", "TTFT", "KV transferred")
+            f"{name}, last 2\u00a0min" for name in ("requests / s", "TTFT", "KV transferred")
         ]
         said = browser.run(
             "[...document.querySelectorAll('#history-panel svg')].map(x => x.getAttribute('aria-label'))"
         )
-        assert re.fullmatch(r"requests / s, last \d+\ss: now [0-9.]+, lowest [0-9.]+, highest [0-9.]+", said[0])
+        assert re.fullmatch(r"requests / s, last 2\smin: now [0-9.]+, lowest [0-9.]+, highest [0-9.]+", said[0])
         assert re.search(r": p50 now .+, lowest .+, highest .+; p95 now ", said[1])
         assert re.search(r": now [0-9.]+\s[KMGT]?B/s, lowest ", said[2])
         assert browser.run("document.querySelectorAll('#history-panel path').length") == 4

@@ -2,7 +2,7 @@
 
 import { bytes, drawn, element, figures, seconds, setText } from "./format.js";
 
-const AT = 0, SPAN_S = 900, POINTS_MOST = 180, GAP_S = 30; // a line does not cross a longer pause
+const AT = 0, MOST_S = 900, LEAST_S = 120, POINTS_MOST = 180, GAP_S = 30; // a line does not cross a longer pause
 const CHARTS = [ // title, unit of the texts, and the lines: [place in a point, name, class]
   { title: "requests / s", text: figures, lines: [[1, "", "line"]] },
   { title: "TTFT", text: seconds, lines: [[2, "p50", "line"], [3, "p95", "dashed"]] },
@@ -14,15 +14,15 @@ export class History {
     this.panel = panel;
     this.points = [];
     this.charts = CHARTS.map((chart) => {
-      const node = element("div", "spark"), head = element("p", "line"), now = element("span", "figures"), picture = drawn("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img" });
+      const node = element("div", "spark"), head = element("p", "line"), name = element("span", "name"), now = element("span", "figures"), picture = drawn("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img" });
       const paths = chart.lines.map(([, , kind]) => drawn("path", { class: kind, fill: "none" }));
       const box = element("div", "chart"), high = element("span", "high");
-      head.append(element("span", "name", `${chart.title}, last 15 min`), now);
+      head.append(name, now);
       picture.append(...paths);
       box.append(picture, high);
       node.append(head, box);
       panel.append(node);
-      return { ...chart, now, high, picture, paths };
+      return { ...chart, name, now, high, picture, paths };
     });
   }
 
@@ -41,27 +41,28 @@ export class History {
   draw() {
     this.panel.hidden = this.points.length < 2;
     if (this.panel.hidden) return;
-    const end = this.points[this.points.length - 1][AT];
-    for (const { title, text, lines, now, high, picture, paths } of this.charts) {
+    const end = this.points[this.points.length - 1][AT], span = Math.min(Math.max(end - this.points[0][AT], LEAST_S), MOST_S);
+    for (const { title, text, lines, name: heading, now, high, picture, paths } of this.charts) {
       const top = Math.max(...this.points.flatMap((point) => lines.map(([place]) => point[place] ?? 0)));
-      lines.forEach(([place], k) => paths[k].setAttribute("d", pathOf(this.points, place, end, top)));
+      lines.forEach(([place], k) => paths[k].setAttribute("d", pathOf(this.points, place, end, span, top)));
       const said = lines.map(([place, name]) => {
         const known = this.points.map((point) => point[place]).filter((value) => value !== null), last = this.points[this.points.length - 1][place];
         const range = known.length ? `, lowest ${text(Math.min(...known))}, highest ${text(Math.max(...known))}` : "";
         return `${name ? `${name} ` : ""}now ${last === null ? "none" : text(last)}${range}`;
       });
       setText(now, lines.map(([place, name]) => `${name ? `${name} ` : ""}${text(this.points[this.points.length - 1][place])}`).join(" · "));
-      setText(high, text(top));
-      picture.setAttribute("aria-label", `${title}, last ${seconds(Math.min(SPAN_S, end - this.points[0][AT]))}: ${said.join("; ")}`);
+      setText(heading, `${title}, last ${seconds(span)}`);
+      setText(high, top > 0 ? text(top) : "none");
+      picture.setAttribute("aria-label", `${title}, last ${seconds(span)}: ${said.join("; ")}`);
     }
   }
 }
 
-function pathOf(points, place, end, top) {
+function pathOf(points, place, end, span, top) {
   return points.map((point, k) => {
     if (point[place] === null) return "";
     const before = points[k - 1], follows = before && before[place] !== null && point[AT] - before[AT] <= GAP_S;
-    const x = Math.max(0, 100 * (1 - (end - point[AT]) / SPAN_S)), y = 96 - 88 * (top > 0 ? point[place] / top : 0);
+    const x = Math.max(0, 100 * (1 - (end - point[AT]) / span)), y = 96 - 88 * (top > 0 ? point[place] / top : 0);
     return `${follows ? "L" : "M"}${x.toFixed(2)} ${y.toFixed(2)}${follows ? "" : "h.01"}`; // a point alone is visible too
   }).join("");
 }
