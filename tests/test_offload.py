@@ -274,9 +274,9 @@ def test_a_review_of_the_case_study_switches_roles_step_by_step() -> None:
     assert not allocation.due(59.0)
     assert allocation.review(59.0, case_study(2), busy) is None
     assert allocation.threshold_tokens(59.0, case_study(2)) != review.threshold_tokens, "it goes with the split"
-    under_way = allocation.review(60.0, case_study(1), busy, converting=1)
-    assert under_way is not None
-    assert (under_way.verdict, under_way.conversions) == ("converting", ())
+    in_progress = allocation.review(60.0, case_study(1), busy, converting=1)
+    assert in_progress is not None
+    assert (in_progress.verdict, in_progress.conversions) == ("converting", ())
     calm = allocation.review(120.0, case_study(1), {"prefill": StageLoad(0.3)})
     assert calm is not None
     assert (calm.verdict, calm.conversions) == ("not_busy", ())

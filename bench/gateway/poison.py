@@ -84,11 +84,11 @@ async def run(mix: Mix) -> Outcome:
             addresses = await _addresses(ready, program)
             async with aiohttp.ClientSession() as session:
                 await _order(mix, addresses["admin"], session)
-                looks = asyncio.create_task(_openings(addresses["admin"], session))
+                sampling = asyncio.create_task(_openings(addresses["admin"], session))
                 planned = list(requests(mix))
                 answers = await replay_trace(addresses["url"], [request for request, _ in planned], timeout_s=60.0)
-                looks.cancel()
-                (openings,) = await asyncio.gather(looks)
+                sampling.cancel()
+                (openings,) = await asyncio.gather(sampling)
     counts: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
     for answer, (_, poisoned) in zip(answers, planned, strict=True):
         counts[poisoned][_status(answer, mix)] += 1

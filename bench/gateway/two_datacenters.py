@@ -176,13 +176,13 @@ async def _addresses(ready: Path, program: Program) -> dict[str, str]:
 
 async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientSession) -> Outcome:
     plays = list(requests(course))
-    looks: list[dict[str, float]] = []
+    samples: list[dict[str, float]] = []
     async with asyncio.TaskGroup() as group:
         answering = group.create_task(replay_trace(url, plays, timeout_s=300.0))
-        watching = group.create_task(_weather(course, admin, session, looks))
+        watching = group.create_task(_weather(course, admin, session, samples))
     answers = answering.result()
     await asyncio.sleep(1.0)
-    looks.append(await _sent(session, admin))
+    samples.append(await _sent(session, admin))
     wrong = [answer.error or f"{len(answer.token_s)} tokens" for answer in answers if not _whole(answer)]
     state = await _json(session, f"{admin}/state")
     page = await _metrics(session, admin)
@@ -197,19 +197,19 @@ async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientS
         recovered_s=_recovered_s(course, answers, before_s),
         offloaded_share={
             name: _away_share(first, last)
-            for name, first, last in zip(("before", "during", "after"), looks, looks[1:], strict=False)
+            for name, first, last in zip(("before", "during", "after"), samples, samples[1:], strict=False)
         },
-        fallen_back=looks[-1].get("away_down", 0.0),
-        threshold_tokens=(looks[1]["threshold"], state["tick"]["load"]["offload"]["sites"][0]["threshold_tokens"]),
+        fallen_back=samples[-1].get("away_down", 0.0),
+        threshold_tokens=(samples[1]["threshold"], state["tick"]["load"]["offload"]["sites"][0]["threshold_tokens"]),
         conversions={name: value for name, value in page.items() if name.startswith("kvroute_role_switches_total")},
         left={name: value for name, value in page.items() if name.startswith(GAUGES) and value},
     )
 
 
 async def _weather(
-    course: Course, admin: str, session: aiohttp.ClientSession, looks: list[dict[str, float]]
+    course: Course, admin: str, session: aiohttp.ClientSession, samples: list[dict[str, float]]
 ) -> float | None:
-    """Cut and restore the link, and add prefill counts to `looks` at every change; return the seconds to detection."""
+    """Cut and restore the link, and add prefill counts to `samples` at every change; return seconds to detection."""
     started, noticed_s = time.monotonic(), None
     engine = (await _json(session, f"{admin}/state"))["layout"]["instances"][0]["url"]
     for at_s, share in (
@@ -218,7 +218,7 @@ async def _weather(
         (course.restored_at_s, 1.0),
     ):
         await asyncio.sleep(max(0.0, started + at_s - time.monotonic()))
-        looks.append(await _sent(session, admin))
+        samples.append(await _sent(session, admin))
         if share is not None:
             async with session.post(f"{engine}/emulator/wan", json={"share": share}) as answer:
                 if answer.status != 200:

@@ -187,9 +187,9 @@ def predicted(testbed: Testbed, sent: Sequence[Transfer], *, slow_start: bool) -
 
 def ahead_s(testbed: Testbed, transfer: Transfer, capacity: Any, slow_start: bool) -> float:
     """Return the time from the order until the model lets bytes flow without interruption."""
-    way_s = rtt_s(testbed, transfer)
+    round_trip_s = rtt_s(testbed, transfer)
     narrowest = float(min(capacity[link] for link in transfer.path))
-    return 1.5 * way_s + (slow_start_s(transfer.nbytes, way_s, narrowest) if slow_start else 0.0)
+    return 1.5 * round_trip_s + (slow_start_s(transfer.nbytes, round_trip_s, narrowest) if slow_start else 0.0)
 
 
 def rtt_s(testbed: Testbed, transfer: Transfer) -> float:

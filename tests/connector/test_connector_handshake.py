@@ -52,21 +52,21 @@ NETWORKS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "2001:db8:0:1:
 def test_the_network_with_the_most_connections_loses_its_oldest_one(most: int, arrivals: list[tuple[str, int]]) -> None:
     """There are never more than `most`; removed is the oldest connection of the network with the most connections."""
     handshakes: Handshakes[int] = Handshakes(most)
-    under_way: list[tuple[int, str]] = []
+    in_progress: list[tuple[int, str]] = []
     for number, (address, ended) in enumerate(arrivals):
-        for connection, _ in under_way[:ended]:
+        for connection, _ in in_progress[:ended]:
             assert handshakes.end(connection)
             assert not handshakes.end(connection)
-        under_way = [*under_way[ended:], (number, network_of(address))]
-        counts = Counter(network for _, network in under_way)
+        in_progress = [*in_progress[ended:], (number, network_of(address))]
+        counts = Counter(network for _, network in in_progress)
         evicted = handshakes.begin(number, address)
-        assert (evicted is not None) == (len(under_way) > most)
+        assert (evicted is not None) == (len(in_progress) > most)
         if evicted is not None:
-            network = dict(under_way)[evicted]
+            network = dict(in_progress)[evicted]
             assert counts[network] == max(counts.values())
-            assert evicted == min(connection for connection, own in under_way if own == network)
-            under_way.remove((evicted, network))
-        assert len(handshakes) == len(under_way) <= most
+            assert evicted == min(connection for connection, own in in_progress if own == network)
+            in_progress.remove((evicted, network))
+        assert len(handshakes) == len(in_progress) <= most
 
 
 def test_addresses_are_grouped_by_network() -> None:

@@ -70,9 +70,9 @@ def test_progress_read_after_sync_belongs_to_its_time() -> None:
     clock = Busy()
     fabric = Fabric(SITES, clock, kv_scale=1e-6)
     transfer = fabric.send(SITES.index(AWAY), SITES.index(DECODE), 1e12, Hold(clock))
-    looks = [(fabric.sync(), *fabric.progress(transfer)) for _ in range(5)]
+    samples = [(fabric.sync(), *fabric.progress(transfer)) for _ in range(5)]
     fabric.close()
-    for (before, some, _), (after, more, rate) in pairwise(looks):
+    for (before, some, _), (after, more, rate) in pairwise(samples):
         assert more - some == pytest.approx(rate * (after - before), rel=1e-9)
 
 

@@ -121,8 +121,8 @@ def _read_body(body: bytes) -> None:
         tokens = read(body)
         assert tokens is None or 0 <= tokens <= TOKENS_MAX
     assert 0 <= sse_events(body) <= len(body)
-    for dialect in PROTOCOLS.values():
+    for protocol in PROTOCOLS.values():
         with suppress(ProtocolError):
-            dialect.allows_refetch(dialect.transfer_params(body))
+            protocol.allows_refetch(protocol.transfer_params(body))
     with suppress(ProtocolError):
         assert engine_id(body)

@@ -54,7 +54,7 @@ from kvroute.types import (
 KV_BYTES_PER_TOKEN = 327_680
 STEP_S = 0.02
 THRESHOLD_TOKENS = 2_000.0
-WAYS: dict[str, BreakerState] = {"cut": "open", "try": "half-open", "mend": "closed"}
+PATH_STATES: dict[str, BreakerState] = {"cut": "open", "try": "half-open", "restore": "closed"}
 
 
 class Feed:
@@ -96,9 +96,9 @@ class Feed:
 
     def happen(self, what: str) -> None:
         """Apply a line of the script: the state of the link, or the role of the last decode instance."""
-        if what in WAYS:
-            self._wan_path = WAYS[what]
-            held, self._held = (self._held, []) if what == "mend" else ([], self._held)
+        if what in PATH_STATES:
+            self._wan_path = PATH_STATES[what]
+            held, self._held = (self._held, []) if what == "restore" else ([], self._held)
             for action in held:
                 self._at(self.now_s, action)
         elif what in ("panic", "calm"):

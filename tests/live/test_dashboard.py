@@ -555,7 +555,7 @@ def test_a_cut_link_is_shown(browser: Browser, line: str, state: str) -> None:
         browser.until("document.querySelector('#sites .shut').getAttribute('d').length > 0")
         browser.until("Number(document.querySelector('#sites td:nth-child(4)').textContent.split(',')[0]) > 3")
         assert browser.until(f"{ALARMED} > {sound + 200}")
-        tell("mend")
+        tell("restore")
         browser.until(f"{STATES}.every(text => text === 'in use')")
         browser.until(f"!{NOTE}.includes('closed')")
         browser.until(f"{ALARMED} < {sound + 100}")

@@ -48,7 +48,7 @@ class Worker:
         self._client = Client(regions, layout, options, environ=environ) if consumer else None
         self._failed_blocks: set[int] = set()
         self._counts = no_counts()
-        self._looked_at = clock()
+        self._checked_at = clock()
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -108,8 +108,8 @@ class Worker:
     def counts(self) -> Counts:
         """Return the counts since the last call."""
         now = self._clock()
-        if self._server and now >= self._looked_at + CHECK_S:
-            self._looked_at = now
+        if self._server and now >= self._checked_at + CHECK_S:
+            self._checked_at = now
             for target, (sent, gauges) in self._server.links().items():
                 count_link(self._counts, target, self._rank, sent, replace(gauges, looked_s=now))
         counts, self._counts = self._counts, no_counts()

@@ -33,7 +33,7 @@ class Pairing:
         turn, asked = self._view.prefill[model].decisions, dict[str, Candidates]()
 
         def joint_path(position: int) -> JointPath | None:
-            return self._way(request, model, candidates, position, at, asked)
+            return self._joint_path(request, model, candidates, position, at, asked)
 
         pair = self._policy.choose(request, candidates, joint_path, turn)
         return choice if isinstance(pair, Reject) else pair.prefill
@@ -44,7 +44,7 @@ class Pairing:
         instances = (cluster.instances[index] for index in self._view.prefill[model].ids.tolist())
         return all(instance.role != "both" and not instance.traits.concurrent_legs for instance in instances)
 
-    def _way(
+    def _joint_path(
         self,
         request: Request,
         model: str,

@@ -67,8 +67,8 @@ class SiblingCaches:
             if not len(lacking):
                 continue
             holders = pool.ids[up[tokens[up] == longest][:_HOLDERS_MAX]]
-            way_s = self._way_s(pool, model, holders, lacking, longest, tokens[lacking], at)
-            cheapest, fetch_s = way_s.argmin(axis=0), way_s.min(axis=0)
+            transfer_s = self._transfer_s(pool, model, holders, lacking, longest, tokens[lacking], at)
+            cheapest, fetch_s = transfer_s.argmin(axis=0), transfer_s.min(axis=0)
             warm_s = pool.prefill_s(request.input_tokens, np.full(len(tokens), longest, dtype=np.int64))[lacking]
             late_s = warm_s + np.maximum(fetch_s - candidates.pending_s[lacking], 0.0)
             worth = late_s < prefill_s[lacking]
@@ -77,7 +77,7 @@ class SiblingCaches:
             fetches.holder[takers], fetches.fetch_s[takers] = holders[cheapest[worth]], fetch_s[worth]
         return msgspec.structs.replace(candidates, hit_tokens=tokens, prefill_s=prefill_s), fetches
 
-    def _way_s(
+    def _transfer_s(
         self,
         pool: PrefillPool,
         model: str,

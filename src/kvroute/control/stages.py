@@ -22,7 +22,7 @@ from kvroute.types import FloatArray, IntArray, Request
 _STAGES: tuple[Stage, ...] = get_args(Stage)
 _SAMPLES = len(_STAGES)
 """The column after those of the stages: number of samples."""
-_LOOKS = 300
+_CHECKS = 300
 """Maximum number of utilisation samples in a window."""
 
 
@@ -45,7 +45,7 @@ class Stages:
     """Time that cached prefixes have saved, in seconds of one instance, by index in the cluster."""
     _hits: Tally = field(init=False)
     """Number of cached blocks that were found, by index in the cluster."""
-    _look_at: float = 0.0
+    _check_at: float = 0.0
 
     def __post_init__(self) -> None:
         self._prefill_at = self.datacenters.members(self.prefill.ids)
@@ -90,9 +90,9 @@ class Stages:
 
     def observe(self, at: float) -> None:
         """Sample the utilisation of the stages if the last sample is old enough."""
-        if at < self._look_at:
+        if at < self._check_at:
             return
-        self._look_at = at + self.window_s / _LOOKS
+        self._check_at = at + self.window_s / _CHECKS
         works = self.prefill.assigned > 0
         slots = np.minimum(self.decode.batch + self.decode.queued, self.decode.batch_max) / self.decode.batch_max
         work = [float(works[self._members(sites)].sum()) for sites in (self.datacenters.prfaas, self.datacenters.pd)]

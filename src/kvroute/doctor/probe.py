@@ -55,7 +55,7 @@ class Outcome:
     sent_s: float = 0.0
 
 
-class _Handover(msgspec.Struct):
+class _TransferParams(msgspec.Struct):
     tp_size: int | None = None
 
 
@@ -192,7 +192,7 @@ class Probe:
 
 def _tp_of(transfer_params: msgspec.Raw | None) -> int | None:
     try:
-        return None if transfer_params is None else msgspec.json.decode(transfer_params, type=_Handover).tp_size
+        return None if transfer_params is None else msgspec.json.decode(transfer_params, type=_TransferParams).tp_size
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 

@@ -48,7 +48,7 @@ def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: Flo
 
     Queued requests count as part of the batch: they are in it by the time that this one decodes.
     """
-    imposed_weight, wait_weight, slot_weight, landing, answers, transfers, load_weight, floor_s, output_tokens = (
+    imposed_weight, wait_weight, slot_weight, joining, answers, transfers, load_weight, floor_s, output_tokens = (
         asked.numbers
     )
     base_s, per_request_s, batch_max = asked.base_s[i], asked.per_request_s[i], asked.batch_max[i]
@@ -59,7 +59,7 @@ def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: Flo
     taken = (load + 1) / batch_max
     slowed_s = per_request_s * load  # cost of one more request for all others together, per step
     answers_s = min(answers * slowed_s * output_tokens, transfers * transfer_s)
-    slot_s = slot_weight * gap_s * taken * taken + landing * slowed_s + answers_s
+    slot_s = slot_weight * gap_s * taken * taken + joining * slowed_s + answers_s
     terms[TRANSFER_S, i], terms[IMPOSED_S, i], terms[WAIT_S, i] = transfer_s, imposed_s, wait_s
     terms[STEP_S, i], terms[SLOT_S, i] = step_s, slot_s
     cost: float = transfer_s + imposed_weight * imposed_s + load_weight * (wait_weight * wait_s + step_s + slot_s)
@@ -210,7 +210,7 @@ def foresee(
     terms: FloatArray,
 ) -> int:
     """Fill `feasible` [n] and `terms` [ROWS, n]. Return the feasible candidate of least cost, the first of equals, or
-    NOBODY.
+    NO_CANDIDATE.
 
     Takes the arrays of `Asked`, `Fabric` and `State` one by one: a call costs half as much as with tuples.
     """

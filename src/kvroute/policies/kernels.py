@@ -20,7 +20,7 @@ NO_PAIRS: FloatArray = np.empty(0)
 
 @compiled
 def earliest_finish(pending_s: FloatArray, prefill_s: FloatArray, allowed: BoolArray, finish_s: FloatArray) -> int:
-    """Fill `finish_s` [n]. Return the allowed candidate that finishes first, the first of equals, or NOBODY."""
+    """Fill `finish_s` [n]. Return the allowed candidate that finishes first, the first of equals, or NO_CANDIDATE."""
     best = NO_CANDIDATE
     for i in range(len(finish_s)):
         finish_s[i] = pending_s[i] + prefill_s[i]
@@ -52,7 +52,7 @@ def netkv_terms(
     terms: FloatArray,
 ) -> int:
     """Fill `feasible` [n] and `terms` [ROWS, n]. Return the feasible candidate of least cost, the first of equals, or
-    NOBODY.
+    NO_CANDIDATE.
 
     Args:
         lone_bytes_per_s: measured rate of a transfer alone to each candidate, [n], or NO_PAIRS.

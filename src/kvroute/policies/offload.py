@@ -193,7 +193,7 @@ def _terms(spec: OffloadSpec, sites: SiteCandidates, copies: BoolArray) -> Terms
     """Estimated finish of each site: the queue, during which a copy arrives, then prefill and transfer."""
     start_s = np.where(copies, np.maximum(sites.queue_s, sites.copy_s), sites.queue_s)
     prefill_s = np.where(copies, sites.warm_prefill_s, sites.prefill_s)
-    way_s = np.maximum(prefill_s, sites.transfer_s) if spec.layerwise else prefill_s + sites.transfer_s
+    serve_s = np.maximum(prefill_s, sites.transfer_s) if spec.layerwise else prefill_s + sites.transfer_s
     parts = {
         "queue_s": sites.queue_s,
         "copy_s": np.where(copies, sites.copy_s, 0.0),
@@ -202,7 +202,7 @@ def _terms(spec: OffloadSpec, sites: SiteCandidates, copies: BoolArray) -> Terms
         "cached_tokens": sites.cached_tokens.astype(np.float64),
         "utilisation": sites.utilisation,
     }
-    return Terms(sites.names, start_s + way_s, sites.up, parts)
+    return Terms(sites.names, start_s + serve_s, sites.up, parts)
 
 
 def _chosen(spec: OffloadSpec, sites: SiteCandidates, terms: Terms, above: BoolArray) -> tuple[int, Reason]:

@@ -1,4 +1,4 @@
-"""Creates the engine clients of a cluster: connection pools, availability and protocol dialects from the settings."""
+"""Creates the engine clients of a cluster: connection pools, availability and P/D protocols from the settings."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def read_completion(path: bytes, body: bytes) -> Completion:
         max_tokens=max_tokens,
         n=n,
         prompts=prompts,
-        one_leg=_looks_back(fields, kind) or n > 1 or prompts > 1 or not texts,
+        one_leg=_needs_one_leg(fields, kind) or n > 1 or prompts > 1 or not texts,
         text=first if isinstance(first, bytes) else None,
         token_ids=first if isinstance(first, list) else None,
         further=tuple(texts[1:]),
@@ -261,7 +261,7 @@ def _has_media(content: Raw, index: int) -> bool:
     return False
 
 
-def _looks_back(fields: Fields, kind: Kind) -> bool:
+def _needs_one_leg(fields: Fields, kind: Kind) -> bool:
     """Whether the request has beams, several tries, or log-probabilities of the prompt."""
     # All fields are parsed, so that an invalid one is rejected whatever the others contain.
     several, beams = (count(fields, "best_of", 0) or 1) > 1, flag(fields, "use_beam_search")

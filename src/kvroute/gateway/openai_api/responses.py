@@ -24,12 +24,12 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class _Handover(msgspec.Struct):
+class _TransferParams(msgspec.Struct):
     remote_prefill_cached_tokens: TokenCount | None = None
 
 
 class _Prefilled(_Answer):
-    kv_transfer_params: _Handover | None = None
+    kv_transfer_params: _TransferParams | None = None
 
 
 _ANSWER, _PREFILLED = msgspec.json.Decoder(_Answer), msgspec.json.Decoder(_Prefilled)

@@ -27,7 +27,7 @@ DEPTH_MAX = 1 << 16
 chain grows with its depth."""
 SLICE_UNITS = 4096
 """Work in one slice, in units of about a microsecond; other tasks run between two slices."""
-_STORE_UNITS, _REMOVE_UNITS, _LOOK_UNITS = 6, 2, 1
+_STORE_UNITS, _REMOVE_UNITS, _CHECK_UNITS = 6, 2, 1
 """Work to store, remove or visit one block, in units."""
 _EVENT_UNITS = 16
 """Work of the receivers of one reported event, in units."""
@@ -232,14 +232,14 @@ class EngineBlocks:
         for name in gone:
             if name in self._blocks:
                 self._forget(name)
-            if meter.spend(_LOOK_UNITS):
+            if meter.spend(_CHECK_UNITS):
                 yield None
 
     def _stores(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
         fresh_children: Counter[EngineHash | None] = Counter()
         for name in self._new:
             fresh_children[self._blocks[name].parent] += 1
-            if meter.spend(_LOOK_UNITS):
+            if meter.spend(_CHECK_UNITS):
                 yield None
         tips: dict[EngineHash, None] = {}
         revived: set[EngineHash] = set()
@@ -248,7 +248,7 @@ class EngineBlocks:
                 tips[name] = None
             if self._blocks[name].children > fresh_children[name]:
                 revived.add(name)
-            if meter.spend(_LOOK_UNITS):
+            if meter.spend(_CHECK_UNITS):
                 yield None
         if revived:
             yield from self._extend_tips(tips, revived, meter)
@@ -268,7 +268,7 @@ class EngineBlocks:
                 if block.parent is not None:
                     tips.pop(block.parent, None)
                 tips[name] = None
-            if meter.spend(_LOOK_UNITS):
+            if meter.spend(_CHECK_UNITS):
                 yield
 
     def _chain(self, name: EngineHash) -> tuple[tuple[int, ...] | None, int]:
@@ -287,4 +287,4 @@ class EngineBlocks:
 
 
 def _told_units(chain: tuple[int, ...] | None, walked: int) -> int:
-    return _LOOK_UNITS + walked // _CHAIN_BLOCKS_PER_UNIT + (_EVENT_UNITS + len(chain) // 16 if chain else 0)
+    return _CHECK_UNITS + walked // _CHAIN_BLOCKS_PER_UNIT + (_EVENT_UNITS + len(chain) // 16 if chain else 0)
