@@ -260,11 +260,12 @@ class Completion:
         engine.transfer_done(sequence)
 
     async def _news(self, sent: int) -> None:
-        """Wait until all answers together have more than `sent` tokens or are complete. Fail if a fault is due."""
-        fault = self.fault
+        """Wait until all answers together have more than `sent` tokens or are complete."""
         await self.notifier.until(lambda: self.output_tokens > sent or self._answered())
-        if fault is not None and self.output_tokens >= fault.after_tokens:
-            await fail(fault)
+
+    async def _fail_if_due(self) -> None:
+        if self.fault is not None and self.output_tokens >= self.fault.after_tokens:
+            await fail(self.fault)
 
     async def whole(self) -> web.Response:
         """Return the response in one piece."""
@@ -272,6 +273,7 @@ class Completion:
         ask = self.ask
         while not self._answered():
             await self._news(self.output_tokens)
+            await self._fail_if_due()
         choices = []
         for index, sequence in enumerate(self.jobs):
             text = b"".join(
@@ -300,11 +302,16 @@ class Completion:
             for index, sequence in enumerate(jobs)
         ]
         sent, total = 0, sum(sequence.output_tokens for sequence in jobs)
+        # A stream with a fault sends no token beyond it, also if the event loop is late and more are computed.
+        last = total if self.fault is None else self.fault.after_tokens
         while sent < total:
             await self._news(sent)
             sent = self.output_tokens
             await response.write(
-                b"".join([piece.until(sequence.emitted) for piece, sequence in zip(pieces, jobs, strict=True)])
+                b"".join(
+                    [piece.until(min(sequence.emitted, last)) for piece, sequence in zip(pieces, jobs, strict=True)]
+                )
             )
+            await self._fail_if_due()
         if self.ask.usage:
             await response.write(self.heading.event([], usage=self._usage()))
