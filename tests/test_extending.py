@@ -135,7 +135,7 @@ def test_a_new_policy_routes_a_simulated_cluster(extended: Path) -> None:
 
 
 def test_a_new_policy_with_state_sees_its_state(extended: Path) -> None:
-    """The log has decisions made while transfers were under way, and every transfer was counted out again."""
+    """Some decisions of the log were made while transfers were in progress, and each transfer has ended."""
     (command,) = _commands("A policy with state")
     _python(extended, "-m", "kvroute.cli.app", *command)
     lines = [json.loads(line) for line in (extended / "run.log").read_text().splitlines()[1:]]

@@ -126,7 +126,7 @@ def test_a_partly_cached_prompt_by_hand() -> None:
 
 
 def test_only_whole_blocks_of_a_shorter_prefill_are_pulled() -> None:
-    """Of 37 computed tokens, 32 are in whole blocks; the decode instance computes the rest."""
+    """37 tokens are computed and 32 of them fill whole blocks; the decode instance computes the rest."""
     prompt = list(range(40))
     decode = scheduler()
     decode.arrived("d", params_for(prompt) | {"remote_num_tokens": 37}, prompt)

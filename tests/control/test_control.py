@@ -346,7 +346,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
 
 
 def test_the_memory_reserve_is_withheld_and_not_lost() -> None:
-    """Of 4 GB, 1 GB is reserved: 3 GB can be used repeatedly."""
+    """1 GB of 4 GB is reserved, so 3 GB can be used repeatedly."""
     tokens = int(3e9 // TOKEN_BYTES)
     control = core(TEXT.replace("6 GB", "4 GB"), reserve_bytes=1e9)
     for turn in range(3):

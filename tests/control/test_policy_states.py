@@ -32,7 +32,7 @@ def test_a_policy_gets_a_state_only_if_it_declares_a_need(name: str) -> None:
 
 
 def test_equal_policies_share_a_state_and_others_do_not() -> None:
-    """A shared state is told of each transfer once."""
+    """A shared state receives each transfer once."""
     same = states("foresight", "foresight")
     assert same.shadow is same.acting
     assert len(same.all) == 1

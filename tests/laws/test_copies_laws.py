@@ -324,7 +324,7 @@ def _target(copy: CopyPrefix | Prefill) -> str:
 def test_a_prefix_is_cached_only_when_complete_and_within_memory(
     model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
-    """Blocks that the router is told are cached were computed, decoded or completely copied there. A prefill relies on
+    """Each block that is reported as cached was computed, decoded or completely copied there. A prefill relies on
     nothing else, and with a hybrid model only on the end of an earlier prompt. Memory is reserved for copies in
     flight."""
     cluster = sites(*model)

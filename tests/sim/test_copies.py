@@ -170,7 +170,7 @@ def test_a_copy_without_room_is_rejected_at_once(tmp_path: Path) -> None:
 
 
 def test_a_prompt_does_not_use_memory_reserved_for_a_copy() -> None:
-    """Of 29 blocks, 20 are reserved for a copy: of a prompt of 20 the first nine are stored, and the copy is
+    """20 of 29 blocks are reserved for a copy, so the first nine blocks of a prompt of 20 are stored, and the copy is
     complete."""
     memory = KvMemory(PrefixIndex(1, [29]), [29], [0])
     copied, computed = tuple(range(DEPTH)), tuple(range(100, 100 + DEPTH))

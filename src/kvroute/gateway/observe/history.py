@@ -23,7 +23,7 @@ class HistoryPoint(msgspec.Struct, frozen=True, gc=False, array_like=True):
     requests_per_s: float
     """Requests that arrived."""
     ttft_p50_s: float | None
-    """Of the streams that began; None: there were none."""
+    """Median time to first token of the streams that began; None: no stream began."""
     ttft_p95_s: float | None
     kv_bytes_per_s: float
     """KV bytes of the requests whose first token, or whole response, came."""
