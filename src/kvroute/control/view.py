@@ -215,7 +215,7 @@ class ClusterView:
         hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
         reserve_bytes = self.settings.reserve_bytes
         refused: Reject | None = None
-        for mask in self._slowly(pool, usable, at):
+        for mask in self._slowly(pool, usable, at) if pool.slow_start.started else (usable,):
             candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, mask)
             if mask is not usable and not (candidates.need_bytes <= candidates.free_kv_bytes).any():
                 continue
@@ -269,7 +269,7 @@ class ClusterView:
             if not usable.any():
                 continue
             hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
-            for mask in self._slowly(pool, usable, at):
+            for mask in self._slowly(pool, usable, at) if pool.slow_start.started else (usable,):
                 candidates = pool.candidates(request, self.models[model], hit_tokens, self.settings.reserve_bytes, mask)
                 if mask is not usable and not (candidates.need_bytes <= candidates.free_kv_bytes).any():
                     continue

@@ -51,10 +51,9 @@ class Holdings:
             child = node.children.get(blocks[pos])
             if child is None or instance not in child.held:
                 break
-            agreed = agreement(child.blocks, blocks, pos)
-            if agreed < len(child.blocks):
+            if child.blocks != blocks[pos : child.end]:
                 if cut:
-                    path.append(split(child, agreed))
+                    path.append(split(child, agreement(child.blocks, blocks, pos)))
                 break
             path.append(child)
             node, pos = child, child.end

@@ -310,11 +310,6 @@ def fetching(server: Server) -> bool:
     return server.alive and server.metric("vllm:num_requests_kv_fetch_by_stage", stage="in_progress") > 0
 
 
-def running(server: Server) -> bool:
-    """Return whether the server decodes."""
-    return server.alive and server.metric("vllm:num_requests_running") > 0
-
-
 def server_that_is(pair: Pair, busy: Callable[[Server], bool]) -> Server:
     """Wait for the decode server that is `busy` and return it."""
     found: list[Server] = []
@@ -328,22 +323,28 @@ def server_that_is(pair: Pair, busy: Callable[[Server], bool]) -> Server:
 
 
 def kill_decoding(pair: Pair, gateway: Gateway, earlier: int) -> Server:
-    """Kill the decode server of the newest request once it decodes, and return it. The event log names it: an idle
-    engine's gauge of running requests may be stale.
+    """Kill the decode server of the newest request once it decodes, and return it. The event log names the server, and
+    shows by KV cache events of full blocks beyond the prompt that it decodes: an engine sends these while it computes,
+    but reports the number of running requests seconds late, or not at all before the response.
 
     Args:
         pair: the servers.
         gateway: the gateway in front of them.
         earlier: number of requests that arrived before this one.
     """
-    servers = {server.name: server for server in (pair.decode, pair.other)}
 
     def decodes() -> bool:
-        if len(gateway.events("arrived")) <= earlier or not last_request(gateway, "prefill_finished"):
+        arrived = gateway.events("arrived")[earlier:]
+        if not arrived:
             return False
-        return running(servers[gateway.decode_target()])
+        ((number, blocks),) = [(event["request"]["id"], event["request"]["blocks"]) for event in arrived]
+        assert all(event["request_id"] != number for event in gateway.events("finished")), "it ended before the kill"
+        target = gateway.decode_target()
+        stored = [event["blocks"] for event in gateway.events("kv_stored") if event["instance"] == target]
+        return any(chain[: len(blocks)] == blocks and len(chain) > len(blocks) for chain in stored)
 
     until(decodes)
+    servers = {server.name: server for server in (pair.decode, pair.other)}
     victim = servers[gateway.decode_target()]
     victim.kill()
     return victim
@@ -406,7 +407,7 @@ def test_a_decode_server_that_dies_during_decode(pair: Pair, gateway: Gateway) -
     """A non-streaming response comes from the other server instead; a started stream ends with a proper error event;
     without any server there is a proper 503."""
     asked, errors = prompt(50, seed=95), gateway.metric("kvroute_stream_errors_total")
-    long = 1500  # tokens: many seconds, because a busy engine reports late that it is running
+    long = 3900  # tokens: many seconds, because a machine may be slow to show that the engine decodes
     earlier = len(gateway.events("arrived"))
 
     def kill() -> None:

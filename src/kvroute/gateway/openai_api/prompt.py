@@ -178,6 +178,8 @@ class Prompts:
         if ids is not None:
             param = "prompt" if completion.kind == "completions" else "messages"
             self.bounds.check_tokens(tokens, param, completion.fields)
+        if not completion.further:
+            return Prompt(max(1, tokens), blocks, self._block_tokens, ids)
         left = self.bounds.text_bytes - len(completion.text or b"")
         for other in completion.further:
             if isinstance(other, list):

@@ -37,6 +37,9 @@ class TransferTimes(NamedTuple):
     """For the core, if it is precise enough to learn from."""
 
 
+_NOT_OBSERVED = TransferTimes()
+
+
 class DecodeOwner(LegOwner, Protocol):
     """Receives the steps of a decode."""
 
@@ -142,7 +145,7 @@ class DecodeLeg(Leg):
 
     def _transfer_due(self, now: float) -> None:
         try:
-            self._transfer_done(TransferTimes(), now)
+            self._transfer_done(_NOT_OBSERVED, now)
         except Exception as error:
             self.owner.internal_error(error)
 
@@ -262,7 +265,7 @@ class DecodeLeg(Leg):
         runtime, exchange = self.state.runtime, self.state.exchange
         now = runtime.now()
         self._answered(now)
-        self._transfer_done(TransferTimes(), now)
+        self._transfer_done(_NOT_OBSERVED, now)
         runtime.whole_answer(self.decision, now)
         content_type, headers = answered(self.headers, self.state.request_id)
         body = self.body()

@@ -129,7 +129,9 @@ class ClusterRuntime:
         """Request headers forwarded to engines. The client's key is not forwarded if the engines have their own key."""
         self.added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""
         """Additional header lines for engines."""
-        self._control, self._rooms, self._on_end = control, rooms, on_end
+        self.control = control
+        """The core; only `report` changes it."""
+        self._rooms, self._on_end = rooms, on_end
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = first_number - 1
         fallbacks = ConstraintFallbackLog(settings.constraint) if settings.constraint else None
@@ -146,11 +148,6 @@ class ClusterRuntime:
     def notify(self, event: Event) -> None:
         """See `RequestEvents`."""
         self.report.notify(event)
-
-    @property
-    def control(self) -> Control:
-        """The core; only `report` changes it."""
-        return self._control
 
     def on_availability(self, name: str, up: bool, now: float) -> None:
         """Report a change of availability."""
