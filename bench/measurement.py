@@ -67,8 +67,8 @@ def fresh(module: str, *arguments: object, python: str = sys.executable, env: Ma
         raise Failed(f"{module}: {error}") from error
     lines = child.stdout.strip().splitlines()
     if child.returncode or not lines:
-        said = child.stderr.strip().splitlines() or ["no output"]
-        raise Failed(f"{module} ended with {child.returncode}: {said[-1]}")
+        errors = child.stderr.strip().splitlines() or ["no output"]
+        raise Failed(f"{module} ended with {child.returncode}: {errors[-1]}")
     try:
         return json.loads(lines[-1])
     except ValueError as error:

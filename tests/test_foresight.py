@@ -171,7 +171,7 @@ def test_a_near_instance_is_avoided_for_delayed_tokens_only_within_the_bound() -
     """The near instance has three requests in its batch, each of which would wait 1 ms longer for each of 2,000 tokens:
     a cost of 1.2 s. The transfer to it takes 0.1 s. An instance at 0.25 s is preferred to it, an instance at 0.35 s is
     not."""
-    spec = ForesightSpec(output_tokens=2_000.0, slot_weight=0.0, landing_weight=0.0)
+    spec = ForesightSpec(output_tokens=2_000.0, slot_weight=0.0, step_weight=0.0)
     for far_s, expected in ((0.25, 0), (0.35, 1)):
         crowded = pool(batch=(0, 3), batch_max=64)
         crowded.iteration_per_request_s[:] = 0.001

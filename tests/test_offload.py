@@ -14,8 +14,8 @@ import pytest
 from kvroute.control.allocation import Allocation, Capacity
 from kvroute.control.threshold import Threshold, scarcity_of, threshold_of
 from kvroute.control.traffic import Traffic
-from kvroute.policies.conversion import Conversion, Home, LongTerm, Stage, StageLoad, judge
 from kvroute.policies.offload import OffloadSpec, SiteCandidates, choose_site, longest
+from kvroute.policies.role_switch import Home, LongTerm, PlannedSwitch, Stage, StageLoad, judge
 from kvroute.policies.short_term import ShortTerm
 from kvroute.policies.throughput import PrfaasCluster
 from kvroute.types import FloatArray, InputError
@@ -267,24 +267,24 @@ def test_a_review_of_the_case_study_switches_roles_step_by_step() -> None:
     busy: dict[Stage, StageLoad] = {"prefill": StageLoad(0.97, 8.0), "decode": StageLoad(0.6)}
     review = allocation.review(0.0, case_study(1), busy)
     assert review is not None
-    assert (review.verdict, review.busy, review.binding) == ("convert", ("prefill",), "prfaas_compute")
-    assert review.conversions == (Conversion(instance="pd1", role="prefill"),)
+    assert (review.verdict, review.busy, review.binding) == ("switch_role", ("prefill",), "prfaas_compute")
+    assert review.role_switches == (PlannedSwitch(instance="pd1", role="prefill"),)
     assert review.n_prefill[0] + review.n_decode[0] == 8
     assert review.gain == pytest.approx(1 - review.lambda_max_per_s / review.best_per_s)
     assert not allocation.due(59.0)
     assert allocation.review(59.0, case_study(2), busy) is None
     assert allocation.threshold_tokens(59.0, case_study(2)) != review.threshold_tokens, "it goes with the split"
-    in_progress = allocation.review(60.0, case_study(1), busy, converting=1)
+    in_progress = allocation.review(60.0, case_study(1), busy, switching=1)
     assert in_progress is not None
-    assert (in_progress.verdict, in_progress.conversions) == ("converting", ())
+    assert (in_progress.verdict, in_progress.role_switches) == ("switching", ())
     calm = allocation.review(120.0, case_study(1), {"prefill": StageLoad(0.3)})
     assert calm is not None
-    assert (calm.verdict, calm.conversions) == ("not_busy", ())
+    assert (calm.verdict, calm.role_switches) == ("not_busy", ())
     best = allocation.review(
         180.0, case_study(review.n_prefill[0]), {"prefill": StageLoad(0.97), "decode": StageLoad(0.9)}
     )
     assert best is not None
-    assert (best.verdict, best.gain, best.conversions) == ("no_gain", 0.0, ())
+    assert (best.verdict, best.gain, best.role_switches) == ("no_gain", 0.0, ())
     assert best.lambda_max_per_s == review.best_per_s
     msgspec.json.encode(review)
 
@@ -361,7 +361,7 @@ def test_a_role_with_a_queue_gets_a_spare_instance_of_the_other_role() -> None:
         review = allocation.review(60.0 * step, case_study(split), measured)
         assert review is not None
         assert review.verdict == verdict
-        assert review.conversions == ((Conversion(instance="pd0", role="decode"),) if verdict == "relieve" else ())
+        assert review.role_switches == ((PlannedSwitch(instance="pd0", role="decode"),) if verdict == "relieve" else ())
 
 
 def pair() -> tuple[Home, Home]:
@@ -380,14 +380,14 @@ def test_the_home_farthest_from_its_best_split_switches_first() -> None:
     instances call for prefill."""
     busy: dict[Stage, StageLoad] = {"decode": StageLoad(0.9)}
     target = np.array([2, 2])
-    verdict, conversions = judge(LongTerm(at_once=5), pair(), target, 0.3, busy, 0)
-    assert verdict == "convert"
-    assert [each.instance for each in conversions] == ["b-p0", "b-p1", "b-p2", "b-p3", "a-p0"]
+    verdict, role_switches = judge(LongTerm(at_once=5), pair(), target, 0.3, busy, 0)
+    assert verdict == "switch_role"
+    assert [each.instance for each in role_switches] == ["b-p0", "b-p1", "b-p2", "b-p3", "a-p0"]
     assert judge(LongTerm(gain_min=0.31), pair(), target, 0.3, busy, 0) == ("no_gain", ())
     away: dict[Stage, StageLoad] = {"prfaas": StageLoad(0.9)}
     assert judge(LongTerm(), pair(), target, 0.3, away, 0) == ("not_busy", ())
     more = judge(LongTerm(), pair(), np.array([4, 6]), 0.3, away, 0)
-    assert more == ("convert", (Conversion(instance="a-d0", role="prefill"),))
+    assert more == ("switch_role", (PlannedSwitch(instance="a-d0", role="prefill"),))
 
 
 def test_a_role_switch_must_pay_for_switching_there_and_back() -> None:
@@ -397,7 +397,7 @@ def test_a_role_switch_must_pay_for_switching_there_and_back() -> None:
     costs_s = dict.fromkeys(("a-p0", "a-p1", "b-p0", "b-p2", "b-p3", "b-p4", "b-p5"), 100.0) | {"b-p1": 90.0}
     back_s = dict.fromkeys(("a-d0", "a-d1", "b-d0", "b-d1"), 120.0)
     target = np.array([3, 4])
-    best = ("convert", (Conversion(instance="b-p1", role="decode"),))
+    best = ("switch_role", (PlannedSwitch(instance="b-p1", role="decode"),))
     assert judge(LongTerm(), pair(), target, 1 / 3, busy, 0, 100.0, costs_s | back_s) == best
     assert judge(LongTerm(), pair(), target, 1 / 3, busy, 0, 98.0, costs_s | back_s) == ("costly", ())
     assert judge(LongTerm(), pair(), target, 1 / 3, busy, 0, 98.0, costs_s) == best
@@ -409,8 +409,8 @@ def test_a_role_that_was_busy_in_the_window_keeps_its_instances() -> None:
     busy: dict[Stage, StageLoad] = {"decode": StageLoad(0.9), "prefill": prefill}
     assert judge(LongTerm(), pair(), target, 0.3, busy, 0) == ("no_room", ())
     queue: dict[Stage, StageLoad] = {"decode": StageLoad(0.9, 6.0), "prefill": prefill}
-    assert judge(LongTerm(), pair(), target, 0.3, queue, 0)[0] == "convert"
-    assert judge(LongTerm(spare_below=0.82), pair(), target, 0.3, busy, 0)[0] == "convert"
+    assert judge(LongTerm(), pair(), target, 0.3, queue, 0)[0] == "switch_role"
+    assert judge(LongTerm(spare_below=0.82), pair(), target, 0.3, busy, 0)[0] == "switch_role"
     less: dict[Stage, StageLoad] = busy | {"prefill": StageLoad(0.2, 0.0, 6 / 9)}
     assert len(judge(LongTerm(at_once=2), pair(), target - 1, 0.3, less, 0)[1]) == 1, "0.75 of eight, 0.86 of seven"
 
@@ -418,7 +418,7 @@ def test_a_role_that_was_busy_in_the_window_keeps_its_instances() -> None:
 def test_decode_load_is_estimated_from_arrivals() -> None:
     """Prefill is overloaded, so decode gets few requests. Six decode instances complete 4.7 requests a second and would
     be 80 % busy with the four that arrive; at two a second they would not."""
-    for rate_per_s, verdict in ((2.0, "convert"), (4.0, "no_room")):
+    for rate_per_s, verdict in ((2.0, "switch_role"), (4.0, "no_room")):
         allocation = Allocation(LongTerm(window_s=80.0))
         for index in range(int(100 * rate_per_s)):
             allocation.traffic.arrived(index / rate_per_s, (2_000, 20_000, 60_000)[index % 3])
@@ -433,7 +433,7 @@ def test_decode_load_is_estimated_from_arrivals() -> None:
 def test_a_queue_is_relieved_by_an_instance_that_its_home_can_spare() -> None:
     """Decode has a queue: home b can spare one instance, and none if six must stay; the longer queue is relieved."""
     queues: dict[Stage, StageLoad] = {"prefill": StageLoad(0.1, 1.0), "decode": StageLoad(1.0, 9.0)}
-    relieved = ("relieve", (Conversion(instance="b-p0", role="decode"),))
+    relieved = ("relieve", (PlannedSwitch(instance="b-p0", role="decode"),))
     assert judge(LongTerm(), pair(), np.array([3, 6]), 0.0, queues, 0) == relieved
     assert judge(LongTerm(prefill_min=5), pair(), np.array([3, 6]), 0.0, queues, 0) == relieved
     assert judge(LongTerm(prefill_min=6), pair(), np.array([3, 6]), 0.0, queues, 0) == ("no_gain", ())
@@ -534,7 +534,7 @@ def test_invalid_long_term_settings_are_rejected_with_a_hint(fields: dict[str, A
 
 
 def test_a_spec_round_trips_through_json() -> None:
-    text = b'{"threshold_tokens":19000,"rule":"scarce","short_term":{"step":1.5},"long_term":{"conversions":false}}'
+    text = b'{"threshold_tokens":19000,"rule":"scarce","short_term":{"step":1.5},"long_term":{"role_switches":false}}'
     spec = msgspec.json.decode(text, type=OffloadSpec)
     assert (threshold_of(spec).tokens, scarcity_of(spec).scarce) == (19_000, True)
     assert msgspec.json.decode(msgspec.json.encode(spec), type=OffloadSpec) == spec

@@ -305,7 +305,7 @@ class Aftermath:
 
     def texts(self) -> dict[str, str]:
         """Return details on the rows."""
-        said = {
+        figures_by_name = {
             "answers": dict(self.outcome.kinds),
             "statuses": dict(self.outcome.statuses),
             "improper": self.outcome.improper,
@@ -313,7 +313,7 @@ class Aftermath:
             "engines": self.engines,
             "sockets": self.sockets,
         }
-        return {name: json.dumps(value) for name, value in said.items()}
+        return {name: json.dumps(value) for name, value in figures_by_name.items()}
 
 
 def run(weather: Weather) -> Aftermath:

@@ -56,8 +56,8 @@ def rows(found: Sequence[Comparison]) -> list[Row]:
         note = f"{one.policy}: {live.answered} answered; a request's own TTFT is {100 * one.apart:.1f} % off (median)"
         pairs = [("median TTFT", live.ttft_p50_s, predicted.ttft_p50_s, note)]
         pairs += [(f"of the mean {part}", live.parts_s[part], predicted.parts_s[part], "") for part in SHOWN_PARTS]
-        for measure, ours, peer, said in pairs:
-            row = Row(measure=f"{measure}, {what}", unit="s", better="lower", ours=ours, note=said)
+        for measure, ours, peer, remark in pairs:
+            row = Row(measure=f"{measure}, {what}", unit="s", better="lower", ours=ours, note=remark)
             made.append(msgspec.structs.replace(row, peer=peer, peer_name="simulated"))
         off, target = 100 * abs(one.off), 100 * WITHIN
         made.append(Row(measure=f"median TTFT, {what}: off by", unit="%", better="lower", ours=off, target=target))

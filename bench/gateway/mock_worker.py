@@ -287,17 +287,17 @@ class Clerk(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         _, path, _ = data.decode().split(" ", 2)
         route, _, query = path.partition("?")
-        said = dict(pair.split("=") for pair in query.split("&") if pair)
-        self._transport.write(_json(self._do(route, said)))
+        options = dict(pair.split("=") for pair in query.split("&") if pair)
+        self._transport.write(_json(self._do(route, options)))
         self._transport.close()
 
-    def _do(self, route: str, said: dict[str, str]) -> Any:
+    def _do(self, route: str, options: dict[str, str]) -> Any:
         if route == "/capture":
             self._worker.capture = True
         if route == "/seen":
             return list(self._worker.seen)
         if route == "/restart":
-            task = asyncio.ensure_future(self._worker.engines[int(said["port"])].restart(float(said["down_s"])))
+            task = asyncio.ensure_future(self._worker.engines[int(options["port"])].restart(float(options["down_s"])))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return self._worker.stats()

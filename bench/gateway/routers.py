@@ -85,15 +85,15 @@ def trials(names: Sequence[str], rounds: int, seconds: float) -> tuple[dict[str,
 
 def described(names: Sequence[str]) -> dict[str, str]:
     """Return how each contender splits a request, as seen by the engines, or why this is unknown."""
-    said = {}
+    splits = {}
     for name in names:
         with tempfile.TemporaryDirectory() as scratch:
             write_tokenizer(Path(scratch) / "tokenizer.json")
             try:
-                said[name] = legs(name, Path(scratch))
+                splits[name] = legs(name, Path(scratch))
             except Failed as failed:
-                said[name] = f"not seen: {failed}"
-    return said
+                splits[name] = f"not seen: {failed}"
+    return splits
 
 
 def figure(trials_: Sequence[Trial], load: str, *path: str) -> list[float]:
@@ -167,9 +167,9 @@ def _row(found: Mapping[str, Sequence[Trial]], missing: Mapping[str, str], measu
     )
 
 
-def ranges(found: Mapping[str, Sequence[Trial]], said: Mapping[str, str]) -> str:
+def ranges(found: Mapping[str, Sequence[Trial]], splits: Mapping[str, str]) -> str:
     """Return every measure of every contender: median and range over the trials, and failed responses if any."""
-    lines = [f"{name}: {how}" for name, how in said.items()]
+    lines = [f"{name}: {how}" for name, how in splits.items()]
     for measure, (unit, values) in MEASURES.items():
         lines.append(f"{measure}, {unit}")
         for name in found:
@@ -196,12 +196,12 @@ def main() -> None:
     names = ["direct", *(given.only or names)]
     if wrong := [name for name in names[1:] if name not in CONTENDERS]:
         parser.error(f"there is no contender {wrong[0]!r}; choose from {', '.join(CONTENDERS)}")
-    said = described(names[1:])
+    splits = described(names[1:])
     found, missing = trials(names, given.rounds, given.seconds)
     if given.raw:
         given.raw.write_text(json.dumps(found, indent=1))
     found = {OURS: [], **found}
-    show(rows(found, missing), given.json, {"every trial": ranges(found, said)})
+    show(rows(found, missing), given.json, {"every trial": ranges(found, splits)})
 
 
 if __name__ == "__main__":

@@ -106,8 +106,8 @@ def run(load: Load, folder: Path) -> Seen:
         endpoints = engines.document()["instances"]
 
         def endpoint(instance: InstanceEntry) -> EndpointEntry:
-            said: Mapping[str, Any] = endpoints[instance.name]
-            return EndpointEntry(url=said["url"], kv_events=said["kv_events"], kv_replay=said["kv_replay"])
+            fields: Mapping[str, Any] = endpoints[instance.name]
+            return EndpointEntry(url=fields["url"], kv_events=fields["kv_events"], kv_replay=fields["kv_replay"])
 
         def file(gateway: Mapping[str, Any]) -> Path:
             return write(reached(cluster(load), endpoint, gateway), Path(tempfile.mkdtemp(dir=folder)))
@@ -190,8 +190,8 @@ def histogram(page: str) -> dict[str, dict[float, float]]:
     """Return cumulative counts of decisions by kind and upper bound."""
     found: dict[str, dict[float, float]] = {}
     for labels, value in re.findall(r"^kvroute_decision_seconds_bucket\{([^}]*)\} (\S+)", page, re.M):
-        said = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        found.setdefault(said["kind"], {})[float(said["le"])] = float(value)
+        fields = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        found.setdefault(fields["kind"], {})[float(fields["le"])] = float(value)
     return found
 
 

@@ -102,7 +102,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Prefills that stayed at home because the WAN path was closed."""
     threshold_tokens: tuple[float, float]
     """Routing threshold before the cut and at the end."""
-    conversions: dict[str, float]
+    role_switches: dict[str, float]
     left: dict[str, float]
     """Resources that the gateway still holds at the end."""
 
@@ -201,7 +201,7 @@ async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientS
         },
         fallen_back=samples[-1].get("away_down", 0.0),
         threshold_tokens=(samples[1]["threshold"], state["tick"]["load"]["offload"]["sites"][0]["threshold_tokens"]),
-        conversions={name: value for name, value in page.items() if name.startswith("kvroute_role_switches_total")},
+        role_switches={name: value for name, value in page.items() if name.startswith("kvroute_role_switches_total")},
         left={name: value for name, value in page.items() if name.startswith(GAUGES) and value},
     )
 
@@ -300,7 +300,7 @@ def rows(outcome: Outcome) -> list[Row]:
     """Return the figures of the bench."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in outcome.offloaded_share.items())
     thresholds = " then ".join(f"{tokens:,.0f}" for tokens in outcome.threshold_tokens)
-    converted = f"{sum(outcome.conversions.values()):g} conversions"
+    switched = f"{sum(outcome.role_switches.values()):g} role switches"
     stayed = f"{outcome.fallen_back:g} prefills kept at home"
     return [
         Row(
@@ -330,7 +330,7 @@ def rows(outcome: Outcome) -> list[Row]:
             unit="of prefills",
             better="higher",
             ours=outcome.offloaded_share.get("before"),
-            note=f"{shares}; {stayed}; threshold {thresholds} tokens; {converted}",
+            note=f"{shares}; {stayed}; threshold {thresholds} tokens; {switched}",
         ),
         Row(
             measure="link cut under load: held afterwards",

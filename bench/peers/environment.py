@@ -52,5 +52,5 @@ def _install(peer: str, command: list[str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Failed(f"cannot install {peer}: {type(error).__name__}") from error
     if done.returncode:
-        said = re.sub(r"\w+://\S+", "the package index", " ".join(done.stderr.split()))
-        raise Failed(f"cannot install {peer}: {said[:200]}")
+        output = re.sub(r"\w+://\S+", "the package index", " ".join(done.stderr.split()))
+        raise Failed(f"cannot install {peer}: {output[:200]}")

@@ -118,7 +118,7 @@ def rows(what: str, found: Sequence[Sequence[Round]]) -> list[Row]:
 
 def order(what: str, by_policy: Mapping[str, Sequence[Round]]) -> list[Row]:
     """Return the pairs that differ in the simulator, and how many have the same sign on the kernel's network."""
-    said, same, against = [], 0, 0
+    remarks, same, against = [], 0, 0
     for one, other in combinations(by_policy, 2):
         simulated, kernel = (
             difference([half(each) for each in by_policy[one]], [half(each) for each in by_policy[other]])
@@ -127,7 +127,7 @@ def order(what: str, by_policy: Mapping[str, Sequence[Round]]) -> list[Row]:
         if abs(simulated[0]) > APART * simulated[1]:
             same += np.sign(kernel[0]) == np.sign(simulated[0])
             against += np.sign(kernel[0]) != np.sign(simulated[0]) and abs(kernel[0]) > APART * kernel[1]
-        said.append(
+        remarks.append(
             f"{one} - {other} {1e3 * kernel[0]:+.0f} ± {1e3 * kernel[1]:.0f} ms (simulated "
             f"{1e3 * simulated[0]:+.0f} ± {1e3 * simulated[1]:.0f})"
         )
@@ -138,7 +138,7 @@ def order(what: str, by_policy: Mapping[str, Sequence[Round]]) -> list[Row]:
             for a, b in combinations(by_policy, 2)
         )
     )
-    note = f"{what}: " + "; ".join(said)
+    note = f"{what}: " + "; ".join(remarks)
     return [
         Row(
             measure=f"{what}: pairs of policies in the simulator's order, of {apart} that differ there",

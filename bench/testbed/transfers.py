@@ -219,9 +219,9 @@ def trial(given: argparse.Namespace) -> Figures:
     finally:
         testbed.remove()
     return Figures(
-        played=[said / took - 1 for (said, _), took in zip(both, real, strict=True)],
-        foreseen=[said / took - 1 for (_, said), took in zip(both, real, strict=True)],
-        without_slow_start=[said / took - 1 for (said, _), took in zip(plain, real, strict=True)],
+        played=[predicted_s / took - 1 for (predicted_s, _), took in zip(both, real, strict=True)],
+        foreseen=[predicted_s / took - 1 for (_, predicted_s), took in zip(both, real, strict=True)],
+        without_slow_start=[predicted_s / took - 1 for (predicted_s, _), took in zip(plain, real, strict=True)],
         nbytes=[transfer.nbytes for transfer in done],
         took_s=real,
         lost=len(wanted) - len(done),
@@ -248,14 +248,14 @@ def row(what: str, errors: Sequence[float], target: float | None, note: str = ""
     """Return the median of the absolute errors; the note has the distribution."""
     absolute = statistics.median(map(abs, errors))
     low, middle, high = np.percentile(errors, (5, 50, 95)).tolist()
-    said = f"{what}: median {middle:+.1%}, p5 {low:+.1%}, p95 {high:+.1%} of {len(errors)} transfers{note}"
+    remark = f"{what}: median {middle:+.1%}, p5 {low:+.1%}, p95 {high:+.1%} of {len(errors)} transfers{note}"
     return Row(
         measure=f"{what}: median absolute error",
         unit="%",
         better="lower",
         ours=100 * absolute,
         target=target,
-        note=said,
+        note=remark,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.cli.experiment_family import plain_family, run_family
-from kvroute.cli.sweeps import Asked
+from kvroute.cli.sweeps import RunOptions
 from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.cells import Experiment
 from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
@@ -55,8 +55,8 @@ def run_cell(cell: Cell) -> Record:
 GUESSES = plain_family("guesses", {MODEL.name: MODEL}, run_cell)
 
 
-def asked(out: Path, *, cell: str | None = None, as_json: bool = False, changes: tuple[str, ...] = ()) -> Asked:
-    return Asked(
+def asked(out: Path, *, cell: str | None = None, as_json: bool = False, changes: tuple[str, ...] = ()) -> RunOptions:
+    return RunOptions(
         reading="paper", changes=changes, profiles=("small",), trace=None, cell=cell, seeds=(0, 1), on="local",
         workers=1, out=out, as_json=as_json,
     )  # fmt: skip

@@ -52,7 +52,7 @@ def params_for(tokens: list[int], **arguments: Any) -> dict[str, Any]:
     told = (
         scheduler(**arguments)
         .finished("p", ASK, tokens, completed=True, computed_tokens=len(tokens), blocks=list(blocks))
-        .told
+        .kv_transfer_params
     )
     crossed: dict[str, Any] = json.loads(json.dumps(told))
     return crossed
@@ -171,9 +171,9 @@ def test_a_held_prefix_is_pulled_and_the_whole_prompt_is_held(
     ending = middle.finished("p", both, prompt, completed=True, computed_tokens=len(prompt), blocks=blocks)
     assert middle.take().holds == [Held(name or "p", "p", tuple(blocks), prompt_digest(prompt))]
     assert ending.keep
-    assert ending.told is not None
+    assert ending.kv_transfer_params is not None
     decode = scheduler()
-    decode.arrived("d", json.loads(json.dumps(ending.told)), prompt)
+    decode.arrived("d", json.loads(json.dumps(ending.kv_transfer_params)), prompt)
     assert decode.matched("d", len(prompt), 0) == len(prompt)
 
 
@@ -265,7 +265,7 @@ def test_every_named_prompt_is_held_or_dropped_once(
                 if ending.keep:
                     kept.add(request)
                 assert ending.keep == (action == "finish" or request in begun)
-                assert (ending.told is not None) == (action == "finish")
+                assert (ending.kv_transfer_params is not None) == (action == "finish")
         steps.append(prefill.take())
     held = [one.owner for step in steps for one in step.holds]
     dropped = [owner for step in steps for _, owner in step.drops]
@@ -312,7 +312,7 @@ def test_a_prompt_can_be_requested_before_it_is_computed() -> None:
     (second,) = prefill.take().computing
     assert [(one.name, one.owner, one.ready) for one in (first, second)] == [("t", "p", 1), ("t", "p", 3)]
     assert first.prompt == second.prompt == pull.prompt != ""
-    told = prefill.finished("p", ASK, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2]).told
+    told = prefill.finished("p", ASK, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2]).kv_transfer_params
     assert told is not None
     assert told["remote_request_id"] == "t"
     assert prefill.take().holds == [Held("t", "p", (4, 9, 2), prompt_digest(prompt))]
@@ -326,7 +326,7 @@ def test_a_transfer_name_is_used_once() -> None:
     prefill.arrived("p", ASK | {"transfer_id": "t"}, [1])
     prefill.arrived("q", ASK | {"transfer_id": "t"}, [2])
     assert prefill.watched({"p": 1, "q": 1}) == [("p", 1)]
-    told = prefill.finished("q", ASK, [2], completed=True, computed_tokens=1, blocks=[3]).told
+    told = prefill.finished("q", ASK, [2], completed=True, computed_tokens=1, blocks=[3]).kv_transfer_params
     assert told is not None
     assert told["remote_request_id"] == "q"
 

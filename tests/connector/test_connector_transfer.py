@@ -467,7 +467,7 @@ def test_a_transfer_between_two_instances_end_to_end(tokens: int, cached_blocks:
         there.listening({0: prefill.address})
         told = there.finished(
             "p", {"do_remote_decode": True}, prompt, completed=True, computed_tokens=tokens, blocks=held
-        ).told
+        ).kv_transfer_params
         prefill.begin(there.take())
         here = Scheduler(options, engine_id="d", block_tokens=16)
         here.arrived("d", msgspec.json.decode(msgspec.json.encode(told)), prompt)

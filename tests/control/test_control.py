@@ -309,12 +309,12 @@ def test_a_constraint_without_any_domain_rejects_after_prefill_with_a_reason() -
     assert placed(core(text, constraint="rack:fallback"), request(1)).target == "d1"
 
 
-@pytest.mark.parametrize("step", ["landing", "leaving"])
+@pytest.mark.parametrize("step", ["transferred", "leaving"])
 def test_a_report_of_memory_overrides_the_estimate(step: str) -> None:
     """d0 reports no free memory: the next request goes elsewhere, although by the estimate there is room."""
     control = core()
     assert placed(control, request(1)).target == "d0"
-    if step == "landing":
+    if step == "transferred":
         control.handle(TransferFinished(1, 1, 0.0))
     else:
         control.handle(Finished(1, 1, 0.0))

@@ -14,22 +14,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvroute.control import Control, ControlSpec
 from kvroute.oracle import OracleSettings
-from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
+from kvroute.policies.role_switch import LongTerm
 from kvroute.topology import Cluster, InstanceDefaults, build, parse, two_datacenters
 from kvroute.topology.units import Size
 from kvroute.types import (
     Admitted,
     Arrived,
     CongestionMeasured,
-    Convert,
     Decision,
     Decode,
     DecodeFailed,
     Event,
     Finished,
     InputError,
-    InstanceConverted,
     InstanceDown,
     InstanceUp,
     KvStored,
@@ -39,6 +37,8 @@ from kvroute.types import (
     Reject,
     Request,
     ReviewDue,
+    RoleSwitched,
+    SwitchRole,
     TransferFinished,
 )
 
@@ -216,17 +216,19 @@ def test_roles_follow_the_traffic_and_a_switching_instance_gets_no_requests() ->
         serve(control, number, 15_000, at=number * 0.1)
     for number in range(100, 140):
         arrive(control, number, 15_000, at=5.0)
-    (convert,) = control.handle(ReviewDue(5.0))
-    assert isinstance(convert, Convert)
-    assert convert.role == "prefill"
+    (switch,) = control.handle(ReviewDue(5.0))
+    assert isinstance(switch, SwitchRole)
+    assert switch.role == "prefill"
     for number in range(200, 230):
-        assert prefill_of(arrive(control, number, 1_000, at=6.0)).instance != convert.instance
-    control.handle(InstanceConverted(7.0, convert.instance, convert.role))
+        assert prefill_of(arrive(control, number, 1_000, at=6.0)).instance != switch.instance
+    control.handle(RoleSwitched(7.0, switch.instance, switch.role))
     chosen = {prefill_of(arrive(control, number, 1_000, at=7.0)).instance for number in range(300, 310)}
-    assert convert.instance in chosen
+    assert switch.instance in chosen
 
 
-@pytest.mark.parametrize(("cached", "verdict"), [("nothing", "convert"), ("own", "costly"), ("shared", "convert")])
+@pytest.mark.parametrize(
+    ("cached", "verdict"), [("nothing", "switch_role"), ("own", "costly"), ("shared", "switch_role")]
+)
 def test_instances_with_valuable_caches_keep_their_role(cached: str, verdict: str) -> None:
     """Long outputs need more decode instances, and 500 tokens of every prompt must be computed. If 30,000 more are
     cached, for another conversation each, a prefill instance saves more than a role switch gains. A prefix shared by
@@ -244,20 +246,20 @@ def test_instances_with_valuable_caches_keep_their_role(cached: str, verdict: st
         else:
             arrive(control, number, tokens, number * 0.4, blocks)
             control.handle(PrefillFinished(number * 0.4, number))
-    conversions = control.handle(ReviewDue(24.0))
+    role_switches = control.handle(ReviewDue(24.0))
     assert control.offloading is not None
     review = control.offloading.last_review
     assert review is not None
     assert review.busy == ("decode",)
     assert review.verdict == verdict
-    assert [type(each) for each in conversions] == ([Convert] if verdict == "convert" else [])
+    assert [type(each) for each in role_switches] == ([SwitchRole] if verdict == "switch_role" else [])
 
 
 def test_an_instance_of_the_prefill_site_never_switches_its_role() -> None:
     sites = cluster()
     away = next(i.name for i in sites.instances if i.datacenter == AWAY)
     with pytest.raises(InputError, match="does not change its role"):
-        core(sites).handle(InstanceConverted(0.0, away, "decode"))
+        core(sites).handle(RoleSwitched(0.0, away, "decode"))
 
 
 def test_a_cluster_without_a_site_to_offload_to_is_rejected() -> None:
@@ -284,7 +286,7 @@ class Anything(RuleBasedStateMachine):
         self.events: list[Event] = []
         self.made: list[tuple[Decision, ...]] = []
         self.stage: dict[int, str] = {}
-        self.converting: dict[str, Any] = {}
+        self.switching: dict[str, Any] = {}
         self.now, self.number = 0.0, 0
 
     def notify(self, event: Event) -> tuple[Decision, ...]:
@@ -364,22 +366,22 @@ class Anything(RuleBasedStateMachine):
     def review(self, step: float) -> None:
         self.now += step
         for decision in self.notify(ReviewDue(self.now)):
-            assert isinstance(decision, Convert)
-            assert decision.instance not in self.converting
-            self.converting[decision.instance] = decision.role
+            assert isinstance(decision, SwitchRole)
+            assert decision.instance not in self.switching
+            self.switching[decision.instance] = decision.role
 
-    @precondition(lambda self: self.converting)
+    @precondition(lambda self: self.switching)
     @rule()
-    def converted(self) -> None:
-        name, role = self.converting.popitem()
-        self.notify(InstanceConverted(self.now, name, role))
+    def role_switch_ended(self) -> None:
+        name, role = self.switching.popitem()
+        self.notify(RoleSwitched(self.now, name, role))
 
     @invariant()
     def a_switching_instance_gets_no_new_request(self) -> None:
         if self.made:
             for decision in self.made[-1]:
                 chosen = {Prefill: "instance", Decode: "target"}.get(type(decision))
-                assert chosen is None or getattr(decision, chosen) not in self.converting
+                assert chosen is None or getattr(decision, chosen) not in self.switching
 
     def teardown(self) -> None:
         for number in sorted(self.stage):

@@ -179,7 +179,7 @@ def test_copies_are_queued_on_the_link() -> None:
 
 def test_a_source_that_queues_copies_like_prompts_delays_them() -> None:
     """p0 has 30 s of other work before the 2.62 s on the network; the base time of a prefill is 0 here."""
-    spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False, copy_asks=True)
+    spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False, copy_queues=True)
     control = core(offload=spec)
     control.handle(InstanceDown(0.0, "f0"))
     busy(control, "p0", 9)

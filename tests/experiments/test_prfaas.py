@@ -206,7 +206,7 @@ def test_a_static_threshold_never_changes(narrow: dict[str, Record]) -> None:
     requests = requests_of(STUDY, SCENARIOS["link-30"], record.config["rate_per_s"], 0).requests
     longer = [request.input_tokens > 12_500 for request in requests if request.at_s >= WARMUP_S]
     assert record.figures["offloaded_share"] == pytest.approx(float(np.mean(longer)))
-    assert (record.summary.conversions, "threshold_tokens" in record.series) == (0, False)
+    assert (record.summary.role_switches, "threshold_tokens" in record.series) == (0, False)
 
 
 def test_the_scheduler_beats_an_outdated_threshold_on_a_narrow_link(narrow: dict[str, Record]) -> None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from kvroute.cachepool import CopySpec, HotspotSpec
 from kvroute.control import ControlSpec, LogHeader, LogRecord, decisions_equal, replay
 from kvroute.event_log import EventLog, read_log
-from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
+from kvroute.policies.role_switch import LongTerm
 from kvroute.prefix import PrefixIndex
 from kvroute.sim.capacity import Capacity
 from kvroute.sim.metrics import FINISHED, REJECTED, Summary
@@ -110,8 +110,8 @@ offloads = st.none() | st.builds(
     threshold_tokens=st.just(2_000.0),
     rule=st.sampled_from(["scarce", "abundant", "auto"]),
     layerwise=st.booleans(),
-    copy_asks=st.booleans(),
-    long_term=st.builds(LongTerm, conversions=st.booleans(), review_s=st.just(1.0), requests_min=st.just(3)),
+    copy_queues=st.booleans(),
+    long_term=st.builds(LongTerm, role_switches=st.booleans(), review_s=st.just(1.0), requests_min=st.just(3)),
 )
 specs = st.builds(
     ControlSpec,
@@ -140,7 +140,7 @@ assumptions = st.builds(
     changes=cuts,
     stall_s=st.sampled_from([None, 1.0]),
     separates_own_traffic=st.booleans(),
-    convert_s=st.just(1.0),
+    role_switch_s=st.just(1.0),
     review_s=st.just(0.5),
 )
 models = st.sampled_from(sorted(CAPACITY))

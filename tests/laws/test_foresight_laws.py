@@ -389,7 +389,7 @@ def test_the_cost_of_delayed_tokens_is_bounded_by_the_transfer(
         answer_transfers=transfers,
         output_tokens=answer,
         slot_weight=0.0,
-        landing_weight=0.0,
+        step_weight=0.0,
         wait_weight=0.0,
     )
     choice = Foresight(spec).choose(REQUEST, pool, costs_of(fabric(), source), 0)

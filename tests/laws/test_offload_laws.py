@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvroute.control.allocation import Allocation, Capacity, Review
 from kvroute.control.threshold import Scarcity, Threshold
 from kvroute.control.traffic import Tally, Traffic
-from kvroute.policies.conversion import STAGES, Home, LongTerm, Stage, StageLoad, judge
 from kvroute.policies.offload import HOME, OffloadSpec, SiteCandidates, choose_site, longest
+from kvroute.policies.role_switch import STAGES, Home, LongTerm, Stage, StageLoad, judge
 from kvroute.policies.short_term import ShortTerm
 from kvroute.policies.throughput import (
     Mix,
@@ -423,7 +423,7 @@ def observed(spec: LongTerm, tokens: list[int]) -> Allocation:
 
 def applied(capacity: Capacity, review: Review) -> Capacity:
     """Return the capacity after the role switches are complete."""
-    moved = {conversion.instance for conversion in review.conversions}
+    moved = {switch.instance for switch in review.role_switches}
     homes = []
     for home in capacity.homes:
         leaving, joining = moved & set(home.prefill), moved & set(home.decode)
@@ -446,14 +446,14 @@ def test_role_switches_end_near_the_best_split(
     for step in range(30):
         review = allocation.review(float(step), capacity, ALL_QUEUED)
         assert review is not None
-        assert len(review.conversions) <= at_once
+        assert len(review.role_switches) <= at_once
         for role in ("prefill", "decode"):
-            names = [each.instance for each in review.conversions if each.role == role]
+            names = [each.instance for each in review.role_switches if each.role == role]
             pools = [home.decode if role == "prefill" else home.prefill for home in capacity.homes]
             assert all(set(names) & set(pool) == set(pool[: len(set(names) & set(pool))]) for pool in pools)
         assert 0.0 <= review.gain <= 1.0
-        assert not (idle and review.conversions)
-        idle = not review.conversions
+        assert not (idle and review.role_switches)
+        idle = not review.role_switches
         capacity = applied(capacity, review)
         assert all(home.prefill and home.decode for home in capacity.homes)
         missed = review.gain
@@ -493,25 +493,25 @@ loads = st.builds(StageLoad, st.floats(0, 1), queues_s)
 
 @given(capacities(), lengths, loads, loads, st.booleans(), st.integers(0, 1))
 def test_only_a_busy_role_grows(
-    capacity: Capacity, tokens: list[int], prefill: StageLoad, decode: StageLoad, conversions: bool, converting: int
+    capacity: Capacity, tokens: list[int], prefill: StageLoad, decode: StageLoad, role_switches: bool, switching: int
 ) -> None:
     """No role switch starts while another one is in progress or if they are disabled."""
-    spec = LongTerm(requests_min=1, conversions=conversions)
+    spec = LongTerm(requests_min=1, role_switches=role_switches)
     measured: dict[Stage, StageLoad] = {"prefill": prefill, "decode": decode}
-    review = observed(spec, tokens).review(0.0, capacity, measured, converting)
+    review = observed(spec, tokens).review(0.0, capacity, measured, switching)
     assert review is not None
-    assert bool(review.conversions) == (review.verdict in ("convert", "relieve"))
-    if converting or not conversions:
-        assert not review.conversions
-    for conversion in review.conversions:
-        grows = measured[conversion.role]
+    assert bool(review.role_switches) == (review.verdict in ("switch_role", "relieve"))
+    if switching or not role_switches:
+        assert not review.role_switches
+    for switch in review.role_switches:
+        grows = measured[switch.role]
         assert grows.utilisation >= spec.busy_above or grows.queue_s >= spec.queue_high_s
     if review.verdict == "relieve":
-        (conversion,) = review.conversions
-        giver = decode if conversion.role == "prefill" else prefill
+        (switch,) = review.role_switches
+        giver = decode if switch.role == "prefill" else prefill
         homes = capacity.homes
-        count = sum(len(home.decode if conversion.role == "prefill" else home.prefill) for home in homes)
-        assert giver.utilisation * count < spec.busy_above * (count - 1), "else it would be converted back"
+        count = sum(len(home.decode if switch.role == "prefill" else home.prefill) for home in homes)
+        assert giver.utilisation * count < spec.busy_above * (count - 1), "else it would be switched back"
 
 
 @st.composite
@@ -532,9 +532,9 @@ def test_a_role_switch_gains_at_least_its_cost(
     """The gain over all instances is at least the loss of those that switch."""
     homes, target, gain, used_s = judgement
     measured: dict[Stage, StageLoad] = {"prfaas": prfaas, "prefill": prefill, "decode": decode}
-    verdict, conversions = judge(LongTerm(at_once=3), homes, target, gain, measured, 0, used_s, costs_s)
-    lost_s = sum(costs_s.get(each.instance, 0.0) for each in conversions)
-    most_s = gain * sum(home.instances for home in homes) if verdict == "convert" else 1.0
+    verdict, role_switches = judge(LongTerm(at_once=3), homes, target, gain, measured, 0, used_s, costs_s)
+    lost_s = sum(costs_s.get(each.instance, 0.0) for each in role_switches)
+    most_s = gain * sum(home.instances for home in homes) if verdict == "switch_role" else 1.0
     assert lost_s <= most_s * used_s
 
 
@@ -545,13 +545,13 @@ def test_idle_instances_without_cache_switch_if_it_helps(
     """The other rules remain: the gain is sufficient, and the role that grows is busy."""
     homes, target, gain, used_s = judgement
     spec = LongTerm(at_once=at_once)
-    verdict, conversions = judge(spec, homes, target, gain, {stage: busy}, 0, used_s)
+    verdict, role_switches = judge(spec, homes, target, gain, {stage: busy}, 0, used_s)
     more = [int(count) - len(home.prefill) for count, home in zip(target, homes, strict=True)]
     grows = sum(max(-each if stage == "decode" else each, 0) for each in more)
     binds = busy.utilisation >= spec.busy_above or busy.queue_s >= spec.queue_high_s
     if gain >= spec.gain_min:
-        assert len(conversions) == (min(grows, at_once) if binds else 0)
-        assert verdict == ("convert" if conversions else "not_busy")
+        assert len(role_switches) == (min(grows, at_once) if binds else 0)
+        assert verdict == ("switch_role" if role_switches else "not_busy")
 
 
 @given(split_reviews(), st.floats(0, 12), st.floats(0, 12), st.floats(0, 1), st.data())
@@ -571,8 +571,8 @@ def test_under_constant_load_no_instance_switches_back_and_forth(
             busy[stage] = StageLoad(min(share, 1.0), 60.0 if share > 1.0 else 0.0, share)
         target = np.array([data.draw(st.integers(0, home.instances)) for home in homes], dtype=np.int64)
         gain = data.draw(st.sampled_from([0.0, 0.3]))
-        _, conversions = judge(LongTerm(at_once=data.draw(st.integers(1, 3))), homes, target, gain, busy, 0)
-        moved = {each.instance for each in conversions}
+        _, role_switches = judge(LongTerm(at_once=data.draw(st.integers(1, 3))), homes, target, gain, busy, 0)
+        moved = {each.instance for each in role_switches}
         assert not moved & changed
         changed |= moved
         homes = tuple(

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec, LogHeader, LogRecord, decisions_equal, replay
 from kvroute.event_log import EventLog, read_log
-from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
+from kvroute.policies.role_switch import LongTerm
 from kvroute.sim.metrics import FINISHED, REJECTED
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import CapacityChange, Fluctuation, SimSettings, WanTransport
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
-from kvroute.types import CROSS_DATACENTER, Convert, Decode, DecodeFailed, InstanceConverted, KvCleared, Prefill
+from kvroute.types import CROSS_DATACENTER, Decode, DecodeFailed, KvCleared, Prefill, RoleSwitched, SwitchRole
 
 TEXT = """
 name: sites
@@ -106,7 +106,7 @@ assumptions = st.builds(
     telemetry=st.sampled_from(["tier", "link", "none"]),
     separates_own_traffic=st.booleans(),
     measures_transfers=st.booleans(),
-    convert_s=st.sampled_from([0.0, 2.0]),
+    role_switch_s=st.sampled_from([0.0, 2.0]),
     review_s=st.sampled_from([None, 1.0]),
 )
 clusters = st.builds(sites, protocol=st.sampled_from(["sglang", "vllm"]), memory=st.sampled_from(["1 GB", "20 GB"]))
@@ -196,23 +196,23 @@ def _log_of(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSetti
         return list(read_log(path)[1])
 
 
-def _check_conversions(records: list[LogRecord], convert_s: float) -> int:
+def _check_role_switches(records: list[LogRecord], role_switch_s: float) -> int:
     """Check that each role switch is ordered once and reported once, in time and with an empty cache, and that the
     instance gets no work in between; return their number."""
-    draining: dict[str, Convert] = {}
+    draining: dict[str, SwitchRole] = {}
     asked_s: dict[str, float] = {}
     cleared: str | None = None
     done = 0
     for record in records:
         event = record.event
-        if isinstance(event, InstanceConverted):
+        if isinstance(event, RoleSwitched):
             assert cleared == event.instance
-            assert event.at >= asked_s.pop(event.instance) + convert_s
+            assert event.at >= asked_s.pop(event.instance) + role_switch_s
             assert draining.pop(event.instance).role == event.role
             done += 1
         cleared = event.instance if isinstance(event, KvCleared) else None
         for decision in record.decisions:
-            if isinstance(decision, Convert):
+            if isinstance(decision, SwitchRole):
                 assert decision.instance not in draining
                 draining[decision.instance], asked_s[decision.instance] = decision, event.at
             elif isinstance(decision, Prefill):
@@ -225,11 +225,11 @@ def _check_conversions(records: list[LogRecord], convert_s: float) -> int:
 @many
 @given(clusters, traces(), assumptions, st.sampled_from([0.0, 2.0]))
 def test_an_instance_is_drained_before_its_role_switch(
-    cluster: Cluster, trace: Trace, assumed: SimSettings, convert_s: float
+    cluster: Cluster, trace: Trace, assumed: SimSettings, role_switch_s: float
 ) -> None:
     """The work that has started on it is finished: see the first law."""
-    assumed = msgspec.structs.replace(assumed, review_s=0.5, convert_s=convert_s)
-    _check_conversions(_log_of(cluster, trace, ControlSpec(offload=SWITCHING), assumed), convert_s)
+    assumed = msgspec.structs.replace(assumed, review_s=0.5, role_switch_s=role_switch_s)
+    _check_role_switches(_log_of(cluster, trace, ControlSpec(offload=SWITCHING), assumed), role_switch_s)
 
 
 @pytest.mark.parametrize("troubled", [False, True], ids=["quiet", "after failures"])
@@ -239,7 +239,7 @@ def test_a_queue_of_prompts_switches_a_decode_instance_to_prefill(troubled: bool
     far = [one(30_000, at_s=0.01 * number) for number in range(4 if troubled else 0)]
     near = [one(8_000, at_s=40.0 + 0.05 * number) for number in range(100)]
     cut = (CapacityChange(at_s=0.5, link="wan", share=0.0), CapacityChange(at_s=20.0, link="wan", share=1.0))
-    assumed = SimSettings(review_s=0.5, convert_s=3.0, stall_s=1.0, changes=cut, telemetry="none")
+    assumed = SimSettings(review_s=0.5, role_switch_s=3.0, stall_s=1.0, changes=cut, telemetry="none")
     spec = ControlSpec(offload=msgspec.structs.replace(SWITCHING, threshold_tokens=20_000.0), decode="round-robin")
     trace = Trace(name="long", requests=(*far, *near))
     records = _log_of(sites(protocol="vllm"), trace, spec, assumed)
@@ -247,11 +247,11 @@ def test_a_queue_of_prompts_switches_a_decode_instance_to_prefill(troubled: bool
     decodes = [decision for record in records for decision in record.decisions if isinstance(decision, Decode)]
     waited = {decision.target for decision in decodes if decision.request_id in failed}
     assert waited == ({"d0", "d1"} if troubled else set())
-    assert _check_conversions(records, 3.0) >= 1
-    converted = next(record.event for record in records if isinstance(record.event, InstanceConverted))
-    assert converted.role == "prefill"
+    assert _check_role_switches(records, 3.0) >= 1
+    switched = next(record.event for record in records if isinstance(record.event, RoleSwitched))
+    assert switched.role == "prefill"
     later = [decision.instance for r in records for decision in r.decisions if isinstance(decision, Prefill)]
-    assert converted.instance in later
+    assert switched.instance in later
 
 
 def one(tokens: int, answer: int = 4, at_s: float = 0.0) -> TracedRequest:

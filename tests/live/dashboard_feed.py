@@ -2,8 +2,8 @@
 
 `python dashboard_feed.py PODS RACKS NODES RATE [NAME]` prints its port and runs until its standard input ends; `python
 dashboard_feed.py two AWAY PREFILL DECODE RATE` has two datacenters, and each line of its standard input is the next
-event between them: `cut`, `try`, `hint`, `convert` or `converted`; in any cluster `panic` or `calm`. With `foresight`
-as the first argument it is the acting policy and NetKV the shadow policy; otherwise the reverse.
+event between them: `cut`, `try`, `hint`, `switch_role` or `switched`; in any cluster `panic` or `calm`. With
+`foresight` as the first argument it is the acting policy and NetKV the shadow policy; otherwise the reverse.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from kvroute.types import (
     Admitted,
     Arrived,
     CongestionMeasured,
-    Convert,
     Decode,
     Finished,
     Prefill,
     PrefillFinished,
     Reject,
     Request,
+    SwitchRole,
     TransferFinished,
 )
 
@@ -105,8 +105,8 @@ class Feed:
             self._panic = what == "panic"
         else:
             self._change = what
-            if what == "convert":
-                self.state.decided(Convert(self._changing, "prefill"), self.now_s)
+            if what == "switch_role":
+                self.state.decided(SwitchRole(self._changing, "prefill"), self.now_s)
 
     def load(self) -> GatewayStatus:
         """Return the current gauges."""
@@ -147,7 +147,7 @@ class Feed:
         changing = RoleSwitchLoad(instance=self._changing, role="prefill", stage="draining")
         review = ReviewLoad(
             at=10.0,
-            verdict="convert",
+            verdict="switch_role",
             rate_per_s=8.0,
             lambda_max_per_s=9.5,
             best_per_s=11.0,
@@ -158,9 +158,9 @@ class Feed:
         )
         return OffloadLoad(
             sites=(site,),
-            converts=True,
-            role_switches=(changing,) if self._change == "convert" else (),
-            roles={self._changing: "prefill"} if self._change == "converted" else {},
+            switches_roles=True,
+            role_switches=(changing,) if self._change == "switch_role" else (),
+            roles={self._changing: "prefill"} if self._change == "switched" else {},
             review=review,
         )
 

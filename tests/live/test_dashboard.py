@@ -591,7 +591,7 @@ def test_current_roles_are_shown(browser: Browser) -> None:
         browser.click("#table-box summary")
         assert browser.until(role) == "decode"
         browser.until("document.querySelectorAll('#decisions button').length === 14")
-        tell("convert")
+        tell("switch_role")
         browser.until(f"{said}[0] === '⇄ {name} becomes prefill: draining'")
         changes = (
             f"[...document.querySelectorAll('#decisions button')].find(x => x.textContent.includes('{name} → prefill'))"
@@ -599,7 +599,7 @@ def test_current_roles_are_shown(browser: Browser) -> None:
         browser.until(f"{changes} && ({changes}.click(), true)")
         assert browser.run("document.querySelector('#why-note').textContent").startswith("review of roles, ")
         assert "will serve prefill" in browser.run("document.querySelector('#why').textContent")
-        tell("converted")
+        tell("switched")
         browser.until(f"{role} === 'prefill'")
         assert browser.run(said)[0].startswith(f"{name} serves prefill since ")
         assert browser.run(said)[1] == f"Different from the cluster file: {name} serves prefill"

@@ -20,7 +20,7 @@ from kvroute.report.never_worse_tables import cells_grid, headline_grid, losses_
 from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
 from kvroute.types import InputError
 
-FAIR, OTHER, LYING = "paper/load=1", "nic150-flow/load=1", "paper/0.5 on tier 3 told of tier 2"
+FAIR, OTHER, LYING = "paper/load=1", "nic150-flow/load=1", "paper/0.5 on tier 3 reported for tier 2"
 NOISE = (0.0, 0.01, -0.01, 0.002)
 
 

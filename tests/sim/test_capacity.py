@@ -186,7 +186,7 @@ def test_one_connection_is_slower_than_the_link_and_eight_fill_it() -> None:
         (lambda: WanTransport(loss=1.0), "wan.loss"),
         (lambda: SimSettings(stall_s=0.0), "stall_s"),
         (lambda: SimSettings(review_s=float("inf")), "review_s"),
-        (lambda: SimSettings(convert_s=-1.0), "convert_s"),
+        (lambda: SimSettings(role_switch_s=-1.0), "role_switch_s"),
     ],
     ids=lambda wrong: wrong if isinstance(wrong, str) else "",
 )

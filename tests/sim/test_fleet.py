@@ -28,7 +28,7 @@ def fleet(text: str = TEXT) -> Fleet:
     return Fleet(parse(text), block_tokens=512, prefill_queueing=True)
 
 
-@given(st.lists(st.sampled_from(["take", "give back", "prefill", "decode", "convert"]), max_size=40))
+@given(st.lists(st.sampled_from(["take", "give back", "prefill", "decode", "switch_role"]), max_size=40))
 def test_an_instance_switches_its_role_only_when_drained(steps: list[str]) -> None:
     """The end of draining is reported exactly once, whatever roles are requested meanwhile; the last one applies."""
     engines, busy, due = fleet(), 0, False
@@ -44,8 +44,8 @@ def test_an_instance_switches_its_role_only_when_drained(steps: list[str]) -> No
         elif step in ("prefill", "decode"):
             wanted = "prefill" if step == "prefill" else "decode"
             over = engines.drain(0, wanted)
-        elif step == "convert" and due:
-            assert engines.convert(0) == wanted
+        elif step == "switch_role" and due:
+            assert engines.switch_role(0) == wanted
             wanted, due = None, False
         assert over == (wanted is not None and not busy and not due)
         due = due or over
@@ -60,15 +60,15 @@ def test_an_instance_starts_each_role_with_an_empty_cache(role: Role) -> None:
     engines.memory.index.store(index, (1, 2, 3))
     assert engines.free_bytes(index) == engines.memory.capacity_blocks[index] * engines.block_bytes[index]
     assert engines.drain(index, role)
-    assert engines.convert(index) == role
+    assert engines.switch_role(index) == role
     assert engines.memory.index.used_blocks(index) == 0
     assert index in engines.prefill
     assert index in engines.decode
     before = engines.prefill[index], engines.decode[index]
     assert engines.drain(index, back)
-    assert engines.convert(index) == back
+    assert engines.switch_role(index) == back
     assert (engines.prefill[index], engines.decode[index]) == before
-    assert engines.conversions == 2
+    assert engines.role_switches == 2
 
 
 def test_layers_and_blocks_are_those_of_the_model() -> None:

@@ -221,18 +221,18 @@ def test_a_prefill_waits_for_its_prefix_copy() -> None:
     assert copied.network_bytes == pytest.approx(3 * SHARED * TOKEN_BYTES)
 
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_a_source_that_queues_copies_like_prompts_sends_them_in_turn(asks: bool) -> None:
+@pytest.mark.parametrize("queues", [False, True])
+def test_a_source_that_queues_copies_like_prompts_sends_them_in_turn(queues: bool) -> None:
     """p1 computes a prompt of its own until 100.1 s; the copy waits for that only if it is requested like a prompt."""
     own = TracedRequest(at_s=99.9, input_tokens=2_000, output_tokens=1, blocks=(9,), block_tokens=BLOCK)
     assert OFFLOAD.offload is not None
-    offload = msgspec.structs.replace(OFFLOAD.offload, copy_asks=asks)
+    offload = msgspec.structs.replace(OFFLOAD.offload, copy_queues=queues)
     trace = Trace(name="asked", requests=(BEGUN, own, LONG))
     run = simulate(FOUR, trace, msgspec.structs.replace(OFFLOAD, offload=offload), SimSettings())
     rows = run.outcomes
     assert [FOUR.instances[int(source)].name for source in rows.source] == ["p1", "p1", "p0"]
     assert rows.prefill_finished_s[1] == pytest.approx(100.1)
-    assert rows.prefill_started_s[2] == pytest.approx((100.1 if asks else 100.0) + 0.005 + PREFIX_S)
+    assert rows.prefill_started_s[2] == pytest.approx((100.1 if queues else 100.0) + 0.005 + PREFIX_S)
     assert rows.cached_tokens[2] == SHARED
 
 

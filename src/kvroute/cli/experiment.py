@@ -12,7 +12,7 @@ import typer
 from kvroute.cli import experiment_copies, experiment_netkv, experiment_never_worse, experiment_prfaas
 from kvroute.cli.experiment_family import Family, run_family
 from kvroute.cli.output import console, print_json, remarks
-from kvroute.cli.sweeps import Asked
+from kvroute.cli.sweeps import RunOptions
 from kvroute.comparison.parallel import check_where
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.readings import READINGS
@@ -93,7 +93,7 @@ def experiment(
         hint = f"omit it; only {readers} reads a folder of traces"
         raise InputError(f"{family} does not support this option", where="--trace-dir", hint=hint)
     check_where(on)
-    asked = Asked(
+    options = RunOptions(
         reading=reading_name,
         changes=changes or (),
         profiles=profile or (),
@@ -107,7 +107,7 @@ def experiment(
         trace_dir=trace_dir,
     )
     try:
-        run_family(FAMILIES[family], chosen, asked)
+        run_family(FAMILIES[family], chosen, options)
     except KeyboardInterrupt:
         remarks().print(f"Stopped. Finished cells are kept in {out}; run the same command again to continue.")
         raise typer.Exit(130) from None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
-from kvroute.cli.sweeps import Asked
+from kvroute.cli.sweeps import RunOptions
 from kvroute.comparison.cells import Cell, Record, encode
 from kvroute.comparison.parallel import RunCell
 from kvroute.experiments.cells import Computed, Experiment
@@ -24,16 +24,16 @@ Study = TypeVar("Study")
 class Sweeps:
     """The cells of one call, all checked before the first run."""
 
-    asked: Asked
+    options: RunOptions
     folder: Path
     experiments: Sequence[Experiment]
     cells: Mapping[str, Sequence[Cell]]
     """By experiment name."""
 
     @classmethod
-    def of(cls, chosen: Sequence[Experiment], asked: Asked, reading: str) -> Sweeps:
+    def of(cls, chosen: Sequence[Experiment], options: RunOptions, reading: str) -> Sweeps:
         """Return every selected cell of the experiments. Raises InputError for an unknown profile or cell."""
-        return cls(asked, asked.folder(reading), chosen, {one.name: asked.sweep(one, reading) for one in chosen})
+        return cls(options, options.folder(reading), chosen, {one.name: options.sweep(one, reading) for one in chosen})
 
     def path(self, name: str) -> Path:
         """Return the file with the results of an experiment."""
@@ -70,7 +70,7 @@ class Family(Generic[Study]):
     """Experiments that share settings, and the functions in which they differ from other families."""
 
     experiments: Mapping[str, Experiment]
-    prepare: Callable[[Sequence[Experiment], Asked], Sweeps]
+    prepare: Callable[[Sequence[Experiment], RunOptions], Sweeps]
     """Checks the options and selects the cells."""
     begin: Callable[[Sweeps], Study]
     """Called once the folder exists; tunes what has to be tuned."""
@@ -89,28 +89,28 @@ class Family(Generic[Study]):
     """Whether `--trace-dir` is supported."""
 
 
-def run_family(family: Family[Study], chosen: Sequence[Experiment], asked: Asked) -> None:
+def run_family(family: Family[Study], chosen: Sequence[Experiment], options: RunOptions) -> None:
     """Run the missing cells of these experiments, write their pages and print all results.
 
     Raises:
         InputError: a wrong option, cell, trace or folder, before any run.
     """
-    sweeps = family.prepare(chosen, asked)
+    sweeps = family.prepare(chosen, options)
     make_folder(sweeps.folder, "--out")
     results = _run_all(family, sweeps, family.begin(sweeps))
-    if asked.cell is None:
+    if options.cell is None:
         family.write_pages(results)
-    if asked.as_json:
+    if options.as_json:
         print_json(family.document(results))
     else:
         family.print_tables(results)
-    if asked.cell is None:
+    if options.cell is None:
         for sentence in family.closing(results):
             remarks().print(sentence)
 
 
 def _run_all(family: Family[Study], sweeps: Sweeps, study: Study) -> Results[Study]:
-    asked, run_cell, config = sweeps.asked, family.run_cell(study), family.config(study)
+    options, run_cell, config = sweeps.options, family.run_cell(study), family.config(study)
     records: dict[str, list[Record]] = {}
     computed: list[Computed] = []
     for one in sweeps.experiments:
@@ -122,7 +122,7 @@ def _run_all(family: Family[Study], sweeps: Sweeps, study: Study) -> Results[Stu
             continue
         with progress_bar(one.name) as progress:
             records[one.name] = run_cells(
-                cells, run_cell, path, config, on=asked.on, workers=asked.workers, progress=progress
+                cells, run_cell, path, config, on=options.on, workers=options.workers, progress=progress
             )
     return Results(sweeps, study, records, computed)
 
@@ -163,11 +163,11 @@ def plain_family(
         print_tables: prints the tables; by default the general table of each experiment.
     """
 
-    def prepare(chosen: Sequence[Experiment], asked: Asked) -> Sweeps:
-        if asked.reading != "paper" or asked.changes or asked.trace:
+    def prepare(chosen: Sequence[Experiment], options: RunOptions) -> Sweeps:
+        if options.reading != "paper" or options.changes or options.trace:
             what = f"{name} does not support --reading, --set and --trace"
             raise InputError(what, where=name, hint="omit these options")
-        return Sweeps.of(chosen, asked, asked.reading)
+        return Sweeps.of(chosen, options, options.reading)
 
     def write_pages(results: Results[None]) -> None:
         from kvroute.report.experiment_page import write_experiment

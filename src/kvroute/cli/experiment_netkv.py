@@ -10,7 +10,7 @@ from typing import Any
 
 from kvroute.cli.experiment_family import Family, Results, Sweeps, write_each
 from kvroute.cli.output import progress_bar
-from kvroute.cli.sweeps import Asked
+from kvroute.cli.sweeps import RunOptions
 from kvroute.comparison.cells import Record
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.netkv import EXPERIMENTS, PROFILES
@@ -27,25 +27,25 @@ class TunedStudy:
     tuned: list[Tuned]
 
 
-def _untuned(asked: Asked) -> Study:
-    return Study(reading=reading(asked.reading, asked.changes), trace=str(asked.trace) if asked.trace else "")
+def _untuned(options: RunOptions) -> Study:
+    return Study(reading=reading(options.reading, options.changes), trace=str(options.trace) if options.trace else "")
 
 
-def _prepare(chosen: Sequence[Experiment], asked: Asked) -> Sweeps:
-    study = _untuned(asked)
-    sweeps = Sweeps.of(chosen, asked, study.reading.name)
+def _prepare(chosen: Sequence[Experiment], options: RunOptions) -> Sweeps:
+    study = _untuned(options)
+    sweeps = Sweeps.of(chosen, options, study.reading.name)
     check_trace(study)
     return sweeps
 
 
 def _begin(sweeps: Sweeps) -> TunedStudy:
     # Only CLA* has weights to tune; a single cell of another policy needs no tuning.
-    asked, study = sweeps.asked, _untuned(sweeps.asked)
+    options, study = sweeps.options, _untuned(sweeps.options)
     tunable = {cell.profile for cells in sweeps.cells.values() for cell in cells if cell.policy == "cla"}
     wanted = [name for name in PROFILES if name in tunable]
     with progress_bar("Tuning CLA*") as progress:
         path = sweeps.path("cla-tuning")
-        tuned = tune(study, wanted, path, on=asked.on, workers=asked.workers, progress=progress)
+        tuned = tune(study, wanted, path, on=options.on, workers=options.workers, progress=progress)
     weights = tuple((best.profile, best.weights) for best in tuned)
     return TunedStudy(Study(study.reading, study.trace, weights), tuned)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvroute.cli.experiment_family import Family, Results, Sweeps
 from kvroute.cli.output import console, progress_bar, remarks
-from kvroute.cli.sweeps import Asked
+from kvroute.cli.sweeps import RunOptions
 from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.never_worse import ABLATION, EXPERIMENTS, FORESEEN, MATRIX, SEEN_SEEDS
@@ -40,31 +40,35 @@ class Matrix:
         return self.runner.traces.missing(MATRIX.profiles)
 
 
-def _prepare(chosen: Sequence[Experiment], asked: Asked) -> Sweeps:
-    _refuse(asked)
-    missing = Traces.of(asked.trace_dir).missing(MATRIX.profiles)
-    cells = {one.name: _runnable(one, asked, missing) for one in chosen}
-    return Sweeps(asked, asked.out / "never-worse", chosen, cells)
+def _prepare(chosen: Sequence[Experiment], options: RunOptions) -> Sweeps:
+    _refuse(options)
+    missing = Traces.of(options.trace_dir).missing(MATRIX.profiles)
+    cells = {one.name: _runnable(one, options, missing) for one in chosen}
+    return Sweeps(options, options.out / "never-worse", chosen, cells)
 
 
-def _refuse(asked: Asked) -> None:
-    for given, option in ((asked.reading != "paper", "--reading"), (asked.changes, "--set"), (asked.trace, "--trace")):
+def _refuse(options: RunOptions) -> None:
+    for given, option in (
+        (options.reading != "paper", "--reading"),
+        (options.changes, "--set"),
+        (options.trace, "--trace"),
+    ):
         if given:
             hint = "omit it; recorded traces are read from --trace-dir"
             raise InputError("never-worse does not support this option", where=option, hint=hint)
 
 
-def _runnable(one: Experiment, asked: Asked, missing: dict[str, str]) -> list[Cell]:
+def _runnable(one: Experiment, options: RunOptions, missing: dict[str, str]) -> list[Cell]:
     """Return the cells whose trace is available; of expensive sweeps only the first seeds."""
-    sweep = asked.sweep(one, "never-worse")
-    seeds = asked.seeds[:SEEN_SEEDS] if one.name == FORESEEN.name else asked.seeds
-    if asked.cell is not None and sweep[0].profile in missing:
+    sweep = options.sweep(one, "never-worse")
+    seeds = options.seeds[:SEEN_SEEDS] if one.name == FORESEEN.name else options.seeds
+    if options.cell is not None and sweep[0].profile in missing:
         raise InputError(missing[sweep[0].profile], where="--cell", hint="or choose another cell")
     return [cell for cell in sweep if cell.profile not in missing and cell.seed in seeds]
 
 
 def _begin(sweeps: Sweeps) -> Matrix:
-    asked, traces = sweeps.asked, Traces.of(sweeps.asked.trace_dir)
+    options, traces = sweeps.options, Traces.of(sweeps.options.trace_dir)
     for one in sweeps.experiments:
         results_of(sweeps.path(one.name))
     # Only CLA* has weights to tune; the descent also starts from it.
@@ -73,7 +77,7 @@ def _begin(sweeps: Sweeps) -> Matrix:
     wanted = [name for name in MATRIX.profiles if name in tunable]
     with progress_bar("Tuning CLA*") as progress:
         path = sweeps.path("cla-tuning")
-        weights = tune(wanted, traces, path, on=asked.on, workers=asked.workers, progress=progress)
+        weights = tune(wanted, traces, path, on=options.on, workers=options.workers, progress=progress)
     return Matrix(Runner(traces, weights), sweeps.folder)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvroute.cli.experiment_family import Family, Results, Sweeps, write_each
 from kvroute.cli.output import console
-from kvroute.cli.sweeps import Asked
+from kvroute.cli.sweeps import RunOptions
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.prfaas import EXPERIMENTS, of_study, run_cell
 from kvroute.experiments.prfaas_case import assumptions
@@ -19,18 +19,18 @@ from kvroute.report.prfaas_tables import prfaas_grids
 from kvroute.types import InputError
 
 
-def _study(asked: Asked) -> PrfaasStudy:
-    return PrfaasStudy(assumptions(asked.changes), str(asked.trace) if asked.trace else "")
+def _study(options: RunOptions) -> PrfaasStudy:
+    return PrfaasStudy(assumptions(options.changes), str(options.trace) if options.trace else "")
 
 
-def _prepare(chosen: Sequence[Experiment], asked: Asked) -> Sweeps:
-    if asked.reading != "paper":
-        what = f"there is no reading {asked.reading!r}"
+def _prepare(chosen: Sequence[Experiment], options: RunOptions) -> Sweeps:
+    if options.reading != "paper":
+        what = f"there is no reading {options.reading!r}"
         raise InputError(what, where="--reading", hint="omit it; --set changes single assumptions")
-    study = _study(asked)
+    study = _study(options)
     if study.trace:
         source(study.trace)
-    return Sweeps.of([of_study(one, study) for one in chosen], asked, study.assumed.name)
+    return Sweeps.of([of_study(one, study) for one in chosen], options, study.assumed.name)
 
 
 def _write_pages(results: Results[PrfaasStudy]) -> None:
@@ -56,7 +56,7 @@ def _print_tables(results: Results[PrfaasStudy]) -> None:
 FAMILY = Family(
     EXPERIMENTS,
     prepare=_prepare,
-    begin=lambda sweeps: _study(sweeps.asked),
+    begin=lambda sweeps: _study(sweeps.options),
     run_cell=lambda study: partial(run_cell, study),
     config=config_of,
     formulas={KV_THROUGHPUT.name: computed},

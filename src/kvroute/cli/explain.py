@@ -18,7 +18,6 @@ from kvroute.policies import TierLearned
 from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.types import (
     Arrived,
-    Convert,
     CopyFinished,
     CopyPrefix,
     Decode,
@@ -31,6 +30,7 @@ from kvroute.types import (
     Prefill,
     PrefillFailed,
     Reject,
+    SwitchRole,
     Terms,
 )
 
@@ -140,7 +140,7 @@ def _about(request: int, records: Iterable[LogRecord]) -> list[_Made]:
             case CopyFinished(copy_id=copy, landed=landed) if copy in copies:
                 copies[copy].landed = landed
         for decision in record.decisions:
-            if isinstance(decision, Convert | CopyPrefix) or decision.request_id != request:
+            if isinstance(decision, SwitchRole | CopyPrefix) or decision.request_id != request:
                 continue
             match decision:
                 case Prefill(instance=name):

@@ -15,7 +15,7 @@ from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.topology import parse
 from kvroute.topology.tree import TIER_NAMES
 from kvroute.topology.units import about_bandwidth
-from kvroute.types import SAME_POD, Convert, CopyPrefix, InputError
+from kvroute.types import SAME_POD, CopyPrefix, InputError, SwitchRole
 
 
 def learned_at(log: Path, request: int, count: int) -> list[tuple[TierLearned, ...] | None]:
@@ -34,28 +34,28 @@ def learned_at(log: Path, request: int, count: int) -> list[tuple[TierLearned, .
         return [None] * count
     control = header.spec.build(parse(header.cluster, where=f"cluster in {log}"))
     for record in records:
-        told = _told(record, request)
-        learned = control.learned(record.event.at) if told else None
-        if not _alike(control, record, told):
+        about_request = _decisions_about(record, request)
+        learned = control.learned(record.event.at) if about_request else None
+        if not _alike(control, record, about_request):
             file, number = records.place
             what = (
                 f"{file}:{number}: this version decides differently, so the state that foresight had learned is unknown"
             )
             remarks().print(what, soft_wrap=True, highlight=False)
             break
-        found += [learned] * told
+        found += [learned] * about_request
         if len(found) == count:
             break
     return found + [None] * (count - len(found))
 
 
-def _alike(control: Control, record: LogRecord, told: int) -> bool:
+def _alike(control: Control, record: LogRecord, about_request: int) -> bool:
     """Handle the event again; return False if that fails, or if decisions about the request differ from the record."""
     try:
         again = control.handle(record.event)
     except InputError:
         return False
-    return not told or decisions_equal(record.decisions, again)
+    return not about_request or decisions_equal(record.decisions, again)
 
 
 def foreseeing(spec: ControlSpec) -> str | None:
@@ -100,9 +100,9 @@ def _far(tiers: tuple[TierLearned, ...]) -> list[tuple[int, TierLearned]]:
     return [(k, tier) for k, tier in enumerate(tiers) if k >= SAME_POD and tier.bytes_per_s is not None]
 
 
-def _told(record: LogRecord, request: int) -> int:
+def _decisions_about(record: LogRecord, request: int) -> int:
     """Count the decisions about the request in this record."""
     return sum(
-        not isinstance(decision, Convert | CopyPrefix) and decision.request_id == request
+        not isinstance(decision, SwitchRole | CopyPrefix) and decision.request_id == request
         for decision in record.decisions
     )

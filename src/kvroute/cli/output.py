@@ -95,12 +95,12 @@ def write_whole(path: Path, text: str, where: str) -> None:
 
 def _plain_progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """Print the total at the first call."""
-    told: list[int] = []
+    announced: list[int] = []
 
     def tell(done: int, total: int) -> None:
-        if not told and done < total:
+        if not announced and done < total:
             sys.stderr.write(f"{title}: {total - done} runs\n")
-        told.append(done)
+        announced.append(done)
 
     yield tell
 

@@ -83,11 +83,11 @@ class Scenario(Entry, frozen=True, kw_only=True):
     changes: list[ChangeEntry] = field(default_factory=list)
     fluctuations: list[FluctuationEntry] = field(default_factory=list)
     stall_s: Duration | None = field(name="stall", default=None)
-    convert_s: Duration = field(name="convert", default=Duration(30.0))
+    role_switch_s: Duration = field(name="role_switch_time", default=Duration(30.0))
     review_s: Duration | None = field(name="review", default=None)
     offload: OffloadSection | None = None
     """Like `gateway.offload` in a cluster file, but `rule` may also be `auto` or `abundant`."""
-    conversions: bool = False
+    role_switches: bool = False
     """True if a review may switch prefill instances to decode, or decode instances to prefill."""
     prefix_pool: bool = False
     """True if prefill instances fetch cached prefixes from other instances in their datacenter."""
@@ -117,7 +117,7 @@ class Scenario(Entry, frozen=True, kw_only=True):
                 for each in self.fluctuations
             ),
             stall_s=None if self.stall_s is None else float(self.stall_s),
-            convert_s=float(self.convert_s),
+            role_switch_s=float(self.role_switch_s),
             review_s=self._review_s(),
         )
 
@@ -139,7 +139,7 @@ class Scenario(Entry, frozen=True, kw_only=True):
             return None
         live: Rule = "scarce"  # spec() rejects what live engines lack; simulated ones have it
         spec = msgspec.structs.replace(self.offload, rule=live, layerwise=False).spec()
-        long_term = msgspec.structs.replace(spec.long_term, conversions=self.conversions)
+        long_term = msgspec.structs.replace(spec.long_term, role_switches=self.role_switches)
         layerwise = self.transfer == "layerwise"
         return msgspec.structs.replace(spec, rule=self.offload.rule, layerwise=layerwise, long_term=long_term)
 

@@ -12,7 +12,7 @@ from kvroute.types import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RunOptions:
     """The options of `kvroute experiment`."""
 
     reading: str

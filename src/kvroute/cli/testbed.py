@@ -167,12 +167,12 @@ def down(
     for each in runs:
         there = each.remains()
         each.remove()
-        said = (
+        remark = (
             f"removed {len(there)} items of testbed {each.name}"
             if there
             else f"testbed {each.name} had nothing to remove"
         )
-        remarks().print(said, highlight=False)
+        remarks().print(remark, highlight=False)
     if left := [thing for each in runs for thing in each.remains()]:
         raise InputError(f"not removed: {', '.join(left)}", where="testbed down", hint="try again")
 

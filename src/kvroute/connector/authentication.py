@@ -46,8 +46,8 @@ def session(token: str, challenge: Challenge, hello: Hello) -> Session:
     Raises:
         WireError: the hello is longer than a handshake allows.
     """
-    said = (encode(message, HANDSHAKE_BYTES_MAX) for message in (challenge, replace(hello, proof=b"")))
-    transcript = b"".join(hashlib.sha256(header).digest() for header in said)
+    messages = (encode(message, HANDSHAKE_BYTES_MAX) for message in (challenge, replace(hello, proof=b"")))
+    transcript = b"".join(hashlib.sha256(header).digest() for header in messages)
     secret = hmac.digest(token.encode(), _CONTEXT + transcript, hashlib.sha256)
     labels = (b"client proof", b"server proof", b"client key", b"server key")
     return Session(*(hmac.digest(secret, label, hashlib.sha256) for label in labels))

@@ -156,7 +156,7 @@ _REST = (Sent(), Gauges())
 class _Connection:
     sock: socket.socket
     target: str
-    told: Sent = field(default_factory=Sent)
+    reported: Sent = field(default_factory=Sent)
 
 
 class TcpMonitor:
@@ -181,7 +181,7 @@ class TcpMonitor:
             connection = self._open.pop(id(sock), None)
             if connection and (last := sample(sock)):
                 target = connection.target
-                self._left[target] = self._left.get(target, Sent()) + (sent(last.info) - connection.told)
+                self._left[target] = self._left.get(target, Sent()) + (sent(last.info) - connection.reported)
 
     def read(self) -> dict[str, tuple[Sent, Gauges]]:
         """Return, by target, the data sent since the last call and the current gauges. Omits targets that stay idle."""
@@ -193,10 +193,10 @@ class TcpMonitor:
                 if now is None:
                     continue
                 counters = sent(now.info)
-                counts[connection.target] = counts.get(connection.target, Sent()) + (counters - connection.told)
-                connection.told = counters
+                counts[connection.target] = counts.get(connection.target, Sent()) + (counters - connection.reported)
+                connection.reported = counters
                 samples.setdefault(connection.target, []).append(now)
             found = {target: (counts[target], gauges(samples.get(target, ()))) for target in sorted(counts)}
-            told = {target: each for target, each in found.items() if each != _REST or target in self._busy}
-            self._busy = {target for target, each in told.items() if each != _REST}
-        return told
+            reported = {target: each for target, each in found.items() if each != _REST or target in self._busy}
+            self._busy = {target for target, each in reported.items() if each != _REST}
+        return reported

@@ -67,7 +67,7 @@ class Ending(NamedTuple):
 
     keep: bool
     """True if its blocks stay allocated until the workers free them."""
-    told: dict[str, Any] | None
+    kv_transfer_params: dict[str, Any] | None
     """Transfer parameters for its decode instance."""
 
 
@@ -201,7 +201,7 @@ class Scheduler:
         digest = prompt_digest(prompt)
         self._step.holds.append(Held(name, request_id, tuple(blocks), digest))
         host, port = self._addresses[0]
-        told = KvTransferParams(
+        kv_transfer_params = KvTransferParams(
             remote_engine_id=self._engine_id,
             remote_request_id=name,
             remote_host=host,
@@ -213,7 +213,7 @@ class Scheduler:
             remote_instance=self._options.instance,
             tp_size=self._tp,
         )
-        return Ending(True, told.params())
+        return Ending(True, kv_transfer_params.params())
 
     def take(self) -> Step:
         """Return the work collected since the last call."""

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from kvroute.control.traffic import Traffic
-from kvroute.policies.conversion import (
-    Conversion,
+from kvroute.policies.role_switch import (
     Home,
     LongTerm,
+    PlannedSwitch,
     Stage,
     StageLoad,
     Verdict,
@@ -60,7 +60,7 @@ class Review(msgspec.Struct, frozen=True, kw_only=True, tag="review"):
 
     at: float
     verdict: Verdict
-    conversions: tuple[Conversion, ...]
+    role_switches: tuple[PlannedSwitch, ...]
     threshold_tokens: float | None
     """Best threshold of the present split, or the one in use if it is about as good. None while no PrfaaS site is up:
     keep the old one for its return."""
@@ -129,7 +129,7 @@ class Allocation:
         at: float,
         capacity: Capacity,
         loads: Mapping[Stage, StageLoad],
-        converting: int = 0,
+        switching: int = 0,
         base_tokens: float | None = None,
         costs_s: Mapping[str, float] | None = None,
     ) -> Review | None:
@@ -139,7 +139,7 @@ class Allocation:
             at: time in seconds, never decreasing.
             capacity: as it is now; instances in a role switch belong to neither role.
             loads: observed load of each stage; a missing stage counts as idle.
-            converting: number of role switches in progress.
+            switching: number of role switches in progress.
             base_tokens: threshold in use, kept if the best one is only slightly better; None: there is none.
             costs_s: cost of switching each instance, in seconds of one instance.
         """
@@ -161,11 +161,11 @@ class Allocation:
         if answered_per_s:  # slow prefill hides part of the arrivals from decode
             decode = loads.get("decode", StageLoad())
             loads = {**loads, "decode": replace(decode, peak=max(decode.peak, peak_per_s / answered_per_s))}
-        verdict, conversions = judge(self._spec, capacity.homes, target, gain, loads, converting, used_s, costs_s)
+        verdict, role_switches = judge(self._spec, capacity.homes, target, gain, loads, switching, used_s, costs_s)
         return Review(
             at=at,
             verdict=verdict,
-            conversions=conversions,
+            role_switches=role_switches,
             threshold_tokens=self._threshold(seen, capacity, present, base_tokens) if capacity.prfaas else None,
             rate_per_s=self.traffic.rate_per_s(at),
             lambda_max_per_s=now_per_s,

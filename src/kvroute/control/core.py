@@ -20,14 +20,12 @@ from kvroute.types import (
     BandwidthLearned,
     CapacityLearned,
     CongestionMeasured,
-    Convert,
     CopyFinished,
     Decision,
     DecodeFailed,
     Event,
     Finished,
     InputError,
-    InstanceConverted,
     InstanceDown,
     InstanceMeasured,
     InstanceUp,
@@ -39,6 +37,8 @@ from kvroute.types import (
     PrefillFinished,
     Reject,
     ReviewDue,
+    RoleSwitched,
+    SwitchRole,
     ThresholdKnown,
     TransferFinished,
     TransferMeasured,
@@ -267,15 +267,15 @@ class Control:
         self._view.set_up(self._cluster.index(event.instance), True, event.at, returned=event.returned)
         return ()
 
-    def _instance_converted(self, event: InstanceConverted) -> tuple[Decision, ...]:
+    def _role_switched(self, event: RoleSwitched) -> tuple[Decision, ...]:
         index = self._cluster.index(event.instance)
-        if self.offloading is None or not self.offloading.may_convert(index):
+        if self.offloading is None or not self.offloading.may_switch(index):
             what = f"instance {event.instance} does not change its role"
             raise InputError(what, hint="only prefill and decode instances in the sites of `offload` switch roles")
         drained = self._view.roles[index] is None
         self._view.set_role(index, event.role)
         if drained:
-            self.offloading.converted(event.at)
+            self.offloading.role_switched(event.at)
         return ()
 
     def _copy_finished(self, event: CopyFinished) -> tuple[Decision, ...]:
@@ -285,16 +285,16 @@ class Control:
 
     def _review_due(self, event: ReviewDue) -> tuple[Decision, ...]:
         # Role switches come first: an instance that is about to be drained gets no copies.
-        return (*self._convert(event.at), *self._prefixes.review(event.at))
+        return (*self._switch_roles(event.at), *self._prefixes.review(event.at))
 
-    def _convert(self, at: float) -> tuple[Convert, ...]:
+    def _switch_roles(self, at: float) -> tuple[SwitchRole, ...]:
         if self.offloading is None:
             return ()
-        conversions = self.offloading.review(at)
-        for conversion in conversions:
-            self._view.set_role(self._cluster.index(conversion.instance), None)
-        self.offloading.converting += len(conversions)
-        return tuple(Convert(conversion.instance, conversion.role) for conversion in conversions)
+        switches = self.offloading.review(at)
+        for switch in switches:
+            self._view.set_role(self._cluster.index(switch.instance), None)
+        self.offloading.switching += len(switches)
+        return tuple(SwitchRole(switch.instance, switch.role) for switch in switches)
 
     def _threshold_known(self, event: ThresholdKnown) -> tuple[Decision, ...]:
         if self.offloading is None or not self.offloading.restore_threshold(
@@ -346,7 +346,7 @@ _HANDLERS: dict[type, Callable[[Control, Any], tuple[Decision, ...]]] = {
     KvCleared: Control._kv_cleared,
     InstanceDown: Control._instance_down,
     InstanceUp: Control._instance_up,
-    InstanceConverted: Control._instance_converted,
+    RoleSwitched: Control._role_switched,
     CopyFinished: Control._copy_finished,
     ReviewDue: Control._review_due,
     ThresholdKnown: Control._threshold_known,

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvroute.control.core import Control
 from kvroute.control.spec import ControlSpec
-from kvroute.types import Convert, CopyPrefix, Decision, Decode, Event, Prefill, Reject, Terms
+from kvroute.types import CopyPrefix, Decision, Decode, Event, Prefill, Reject, SwitchRole, Terms
 
 TermsKept: TypeAlias = Literal["best", "all"]
 TERMS_ALL, TERMS_BEST = 64, 16
@@ -74,7 +74,7 @@ def trim_terms(decision: Decision) -> Decision:
     match decision:
         case Prefill(instance=chosen) | Decode(target=chosen) | CopyPrefix(target=chosen):
             order.append(terms.names.index(chosen))
-        case Reject() | Convert():
+        case Reject() | SwitchRole():
             pass
     kept = sorted(set(order))
     return msgspec.structs.replace(

@@ -20,8 +20,8 @@ from kvroute.control.stages import Stages
 from kvroute.control.threshold import scarcity_of, threshold_of
 from kvroute.control.view import ClusterView
 from kvroute.policies import PrefillCandidates
-from kvroute.policies.conversion import Conversion
 from kvroute.policies.offload import HOME, OffloadSpec, SiteCandidates, choose_site, longest
+from kvroute.policies.role_switch import PlannedSwitch
 from kvroute.types import (
     CROSS_DATACENTER,
     BoolArray,
@@ -76,7 +76,7 @@ class Offloader:
         """The same links in the other direction, used only by copies of prefixes. Their bandwidth is the same."""
         self.allocation = Allocation(spec.long_term)
         self.last_review: Review | None = None
-        self.converting = 0
+        self.switching = 0
         self._searched = spec.threshold_tokens is not None
         self._pool: PrefillPool = view.prefill[served]
         self._members = self.datacenters.members(self._pool.ids)
@@ -88,17 +88,17 @@ class Offloader:
         """Site of an instance of the cluster."""
         return int(self.datacenters.of[instance])
 
-    def may_convert(self, instance: int) -> bool:
+    def may_switch(self, instance: int) -> bool:
         """Whether an instance of the cluster may change its role."""
-        return instance in self._view.settings.convertible
+        return instance in self._view.settings.switchable
 
     def utilisation(self, site: int, at: float) -> tuple[float, float]:
         """Utilisation of a PrfaaS site's egress, by others and in total, each 0 to 1. If the telemetry cannot separate
         own traffic, it reports the total; the recent rate of own transfers is then subtracted."""
-        told, own = float(self._view.oracle.congestion(at)[CROSS_DATACENTER]), self.egress[site].own_share(at)
+        measured, own = float(self._view.oracle.congestion(at)[CROSS_DATACENTER]), self.egress[site].own_share(at)
         if self._view.oracle.separates_own_traffic:
-            return told, min(told + own, 1.0)
-        return max(told - own, 0.0), told
+            return measured, min(measured + own, 1.0)
+        return max(measured - own, 0.0), measured
 
     def wan_links(self, source: int, target: int) -> tuple[Egress, ...]:
         """The links that own bytes pass from one site to another: one link group, two between two PrfaaS sites, none
@@ -218,8 +218,8 @@ class Offloader:
         warm_s = self._warm_s(request, prefix_tokens, cached, prefill_s, order)
         transfer_s = self._transfer_s(request, cached, away, at)
         copy_s = self._copy_s(order[holder], prefix_tokens, cached, order, at)
-        if self.spec.copy_asks and holders[holder] >= 0:
-            copy_s[copy_s > 0.0] += self._ask_s(holders[holder], prefix_tokens, candidates)
+        if self.spec.copy_queues and holders[holder] >= 0:
+            copy_s[copy_s > 0.0] += self._offer_s(holders[holder], prefix_tokens, candidates)
         return SiteCandidates(
             names=tuple(self.datacenters.names[site] for site in order),
             up=up,
@@ -261,7 +261,7 @@ class Offloader:
                 )
         return seconds
 
-    def _ask_s(self, holder: int, prefix_tokens: int, candidates: PrefillCandidates) -> float:
+    def _offer_s(self, holder: int, prefix_tokens: int, candidates: PrefillCandidates) -> float:
         """Seconds until an instance offers its cached prefix: its queue and a prefill of zero tokens."""
         position = self._pool.position[holder]
         time = self._pool.times[self._pool.timing[position]]
@@ -290,9 +290,9 @@ class Offloader:
         """Record the length of a response for the reviews."""
         self.allocation.traffic.answered(at, output_tokens)
 
-    def converted(self, at: float) -> None:
+    def role_switched(self, at: float) -> None:
         """A role switch is complete: search the best threshold again."""
-        self.converting -= 1
+        self.switching -= 1
         self._search(at)
 
     def restore_threshold(self, site: str, tokens: float, base_tokens: float) -> bool:
@@ -304,7 +304,7 @@ class Offloader:
                 return True
         return False
 
-    def review(self, at: float) -> tuple[Conversion, ...]:
+    def review(self, at: float) -> tuple[PlannedSwitch, ...]:
         """Search thresholds and roles again if a review is due; return the role switches to start now."""
         self.observe(at)
         limit_tokens = self.allocation.limit_tokens(at, self._capacity(at))
@@ -316,12 +316,12 @@ class Offloader:
         output_tokens = traffic.output_tokens(at) or 0.0
         loads = self._stages.loads(at, output_tokens)
         costs_s = self._stages.costs_s(at, output_tokens, traffic.longest_tokens(at))
-        review = self.allocation.review(at, self._capacity(at), loads, self.converting, self._base_tokens(), costs_s)
+        review = self.allocation.review(at, self._capacity(at), loads, self.switching, self._base_tokens(), costs_s)
         if review is None:
             return ()
         self.last_review = review
         self._rebase(review.threshold_tokens)
-        return review.conversions
+        return review.role_switches
 
     def _search(self, at: float) -> None:
         """Search the best threshold for the present capacity, between reviews."""

@@ -30,10 +30,10 @@ class Pairing:
         """
         if self._policy is None or not self._separable[model]:
             return choice
-        turn, asked = self._view.prefill[model].decisions, dict[str, Candidates]()
+        turn, by_protocol = self._view.prefill[model].decisions, dict[str, Candidates]()
 
         def joint_path(position: int) -> JointPath | None:
-            return self._joint_path(request, model, candidates, position, at, asked)
+            return self._joint_path(request, model, candidates, position, at, by_protocol)
 
         pair = self._policy.choose(request, candidates, joint_path, turn)
         return choice if isinstance(pair, Reject) else pair.prefill
@@ -51,23 +51,23 @@ class Pairing:
         candidates: PrefillCandidates,
         position: int,
         at: float,
-        asked: dict[str, Candidates],
+        by_protocol: dict[str, Candidates],
     ) -> JointPath | None:
-        """The decode candidates for this prefill instance and the predicted network between them. `asked` caches the
-        candidates by protocol."""
+        """The decode candidates for this prefill instance and the predicted network between them. `by_protocol`
+        caches the candidates."""
         view = self._view
         source = int(view.prefill[model].ids[position])
         protocol = view.cluster.instances[source].protocol
         pool = view.decode.get((model, protocol))
         if pool is None or self._tracker is None:
             return None
-        if protocol not in asked:
-            asked[protocol] = self._asked(request, model, pool)
+        if protocol not in by_protocol:
+            by_protocol[protocol] = self._decode_candidates(request, model, pool)
         costs = view.oracle.costs(source, pool.ids, at)
         starts_s = float(candidates.pending_s[position] + candidates.prefill_s[position])
-        return JointPath(asked[protocol], costs, self._tracker.sight(source, pool.ids, costs, at, starts_s))
+        return JointPath(by_protocol[protocol], costs, self._tracker.sight(source, pool.ids, costs, at, starts_s))
 
-    def _asked(self, request: Request, model: str, pool: DecodePool) -> Candidates:
+    def _decode_candidates(self, request: Request, model: str, pool: DecodePool) -> Candidates:
         view = self._view
         usable = None if pool.open else pool.up & pool.partner
         hit_tokens = view.caches.hit_tokens(request, pool.ids, request.input_tokens)

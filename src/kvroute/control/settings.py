@@ -37,5 +37,5 @@ class ControlSettings:
     """When cached prefixes are copied ahead of demand; None: never."""
     slow_start_s: float = 0.0
     """Window over which the share of a returned instance rises, in seconds; 0: it takes its full share at once."""
-    convertible: frozenset[int] = frozenset()
+    switchable: frozenset[int] = frozenset()
     """Indices in the cluster of the instances that may switch between prefill and decode."""

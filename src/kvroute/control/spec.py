@@ -56,7 +56,7 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def build(self, cluster: Cluster) -> Control:
         """Build a fresh core. Raises InputError for an unknown policy, parameter or constraint."""
-        return Control(cluster, self._settings(self._convertible(cluster)), NetworkOracle.of(cluster, self.oracle))
+        return Control(cluster, self._settings(self._switchable(cluster)), NetworkOracle.of(cluster, self.oracle))
 
     def rehearse(self, cluster: Cluster) -> None:
         """Run one synthetic request through a separate core, to compile now what is compiled on first use."""
@@ -66,9 +66,9 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
         if len(decisions) == 1 and isinstance(decisions[0], Prefill):
             control.handle(PrefillFinished(0.0, 0))
 
-    def _convertible(self, cluster: Cluster) -> frozenset[int]:
+    def _switchable(self, cluster: Cluster) -> frozenset[int]:
         """Prefill and decode instances of the datacenters that decode, if role switches are enabled."""
-        if self.offload is None or not self.offload.long_term.conversions:
+        if self.offload is None or not self.offload.long_term.role_switches:
             return frozenset()
         homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
         return frozenset(
@@ -77,7 +77,7 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
             if instance.datacenter in homes and instance.role != "both"
         )
 
-    def _settings(self, convertible: frozenset[int]) -> ControlSettings:
+    def _settings(self, switchable: frozenset[int]) -> ControlSettings:
         return ControlSettings(
             decode_policy=decode_policy(self.decode, **self.parameters),
             prefill_policy=prefill_policy(self.prefill),
@@ -92,5 +92,5 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
             prefix_pool=self.prefix_pool,
             copies=self.copies,
             slow_start_s=self.slow_start_s,
-            convertible=convertible,
+            switchable=switchable,
         )

@@ -14,7 +14,7 @@ from kvroute.control.pool import DecodePool, PrefillPool
 from kvroute.control.traffic import Tally
 from kvroute.control.view import ClusterView
 from kvroute.llm import Model
-from kvroute.policies.conversion import Home, Stage, StageLoad
+from kvroute.policies.role_switch import Home, Stage, StageLoad
 from kvroute.policies.throughput import Curve, PrfaasCluster, kv_curve, prefill_curve
 from kvroute.timing import IterationTime
 from kvroute.types import FloatArray, IntArray, Request

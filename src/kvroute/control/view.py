@@ -74,7 +74,7 @@ class ClusterView:
         }
         self.caches = Caches(cluster.instances, self.models, settings.cache_block_tokens)
         times = {name: prefill_time(spec.prefill) for name, spec in cluster.timing.items()}
-        turns = settings.convertible
+        turns = settings.switchable
         prefills = [m for m in members if m[1].role != "decode" or m[0] in turns]
         decodes = [m for m in members if m[1].role != "prefill" or m[0] in turns]
         self.prefill = {
@@ -115,7 +115,7 @@ class ClusterView:
                     pool.slow_start.returned(pool.position[index], at)
 
     def set_role(self, index: int, role: Role | None) -> None:
-        """Set the role of a convertible instance; None: it takes no new requests while it is drained."""
+        """Set the role of a switchable instance; None: it takes no new requests while it is drained."""
         self.roles[index] = role
         self._settle(index)
 

@@ -168,8 +168,8 @@ class Completion:
         known = ask.prefix.prefill_cached_tokens if ask.prefix is not None else None
         cached_tokens = self.cached_tokens if known is None else known  # vLLM's rule, also for prefixes
         tokens = usage(sum(sequence.input_tokens for sequence in jobs), len(jobs), cached_tokens)
-        told = ask.told and self.engine.instance.traits.returns_params
-        more = {"kv_transfer_params": self._kv_params(jobs[0], handles[0].key, origin)} if told else {}
+        with_params = ask.wants_params and self.engine.instance.traits.returns_params
+        more = {"kv_transfer_params": self._kv_params(jobs[0], handles[0].key, origin)} if with_params else {}
         document = self.heading.document(choices, stream=False, usage=tokens, **more)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 

@@ -93,7 +93,7 @@ class EngineRequest:
     usage: bool
     tickets: tuple[KvHandle, ...]
     """One handle per answer. Empty without a KV transfer, and on vLLM's prefill leg: the engine generates the key."""
-    told: bool
+    wants_params: bool
     """True if the response of a prefill leg contains `kv_transfer_params`."""
     prefix: KvHandle | None = None
     """KV of a prompt prefix that a prefill leg fetches before it computes the rest."""
@@ -137,7 +137,7 @@ def read_engine_request(
         stream=bool(body.stream),
         usage=bool(body.stream_options and body.stream_options.include_usage),
         tickets=tickets,
-        told=leg == "prefill" and body.kv_transfer_params is not None,
+        wants_params=leg == "prefill" and body.kv_transfer_params is not None,
         prefix=_prefix(body.kv_transfer_params) if leg == "prefill" else None,
     )
 

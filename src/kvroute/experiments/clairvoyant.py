@@ -70,13 +70,13 @@ def descend(play: Play, starts: Sequence[ControlSpec], places: Sequence[int], ro
     best = runs[least]
     position = {index: place for place, index in enumerate(places)}
     script = [position.get(int(index), 0) for index in best.outcomes.target]
-    settled, said = 0, msgspec.structs.asdict(starts[least]) | {"decode": "round-robin", "parameters": {}}
+    settled, spec_fields = 0, msgspec.structs.asdict(starts[least]) | {"decode": "round-robin", "parameters": {}}
     for request in list(range(len(script))) * rounds_max:
         for place in range(len(places)):
             moved = (*script[:request], place, *script[request + 1 :])
             if place == script[request]:
                 continue
-            run = play(ScriptedSpec(**said, script=moved))
+            run = play(ScriptedSpec(**spec_fields, script=moved))
             if _mean_s(run) < _mean_s(best):
                 best, script, settled = run, list(moved), 0
         settled += 1

@@ -207,28 +207,28 @@ def embedded(question: Question) -> Iterator[Callable[[], Served]]:
     """
     command = [sys.executable, "-m", "kvroute.cli.app", "serve", "--embedded", str(question.cluster)]
     command += ["--policy", question.policy, "--prefill", question.prefill, "--seed", str(question.seed)]
-    with tempfile.TemporaryDirectory(prefix="kvroute-") as folder, tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryDirectory(prefix="kvroute-") as folder, tempfile.TemporaryFile() as stderr_file:
         ready = Path(folder, "ready.json")
         command += ["--port", "0", "--admin-port", "0", "--ready-file", str(ready), "--until-eof"]
         # The new session keeps Ctrl-C from reaching the gateway; this process stops it. The closed pipe stops it in any
         # case.
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr_file, start_new_session=True
         )
         try:
-            yield partial(_ready, process, ready, said)
+            yield partial(_ready, process, ready, stderr_file)
         finally:
             _end(process)
 
 
-def _ready(process: subprocess.Popen[bytes], ready: Path, said: IO[bytes]) -> Served:
+def _ready(process: subprocess.Popen[bytes], ready: Path, stderr_file: IO[bytes]) -> Served:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline and process.poll() is None:
         if ready.exists() and (text := ready.read_bytes()).endswith(b"}"):
             return msgspec.json.decode(text, type=Served)
         time.sleep(0.02)
-    said.seek(0)
-    why = said.read().decode(errors="replace").strip().removeprefix("kvroute: ")
+    stderr_file.seek(0)
+    why = stderr_file.read().decode(errors="replace").strip().removeprefix("kvroute: ")
     if "Traceback" in why:
         why = why.splitlines()[-1]
     raise InputError(f"the gateway did not start: {why or f'no output for {READY_S:g} s'}")

@@ -23,13 +23,13 @@ VARIANTS: dict[str, Variant] = {
     "no slot wait": ("foresight", {"wait_weight": 0.0}),
     "no slot price": ("foresight", {"slot_weight": 0.0}),
     "no slot wait or price": ("foresight", {"wait_weight": 0.0, "slot_weight": 0.0}),
-    "no price of others' tokens": ("foresight", {"answer_weight": 0.0, "landing_weight": 0.0}),
+    "no price of others' tokens": ("foresight", {"answer_weight": 0.0, "step_weight": 0.0}),
     "others' tokens without a bound": ("foresight", {"answer_transfers": 1e9}),
     "closed form": ("foresight-closed", {}),
     "joint": ("foresight-joint", {}),
-    "NICs told half as fast": ("foresight", {"source_nic_factor": 0.5, "target_nic_factor": 0.5}),
-    "NICs told twice as fast": ("foresight", {"source_nic_factor": 2.0, "target_nic_factor": 2.0}),
-    "NICs told four times as fast": ("foresight", {"source_nic_factor": 4.0, "target_nic_factor": 4.0}),
+    "NICs configured half as fast": ("foresight", {"source_nic_factor": 0.5, "target_nic_factor": 0.5}),
+    "NICs configured twice as fast": ("foresight", {"source_nic_factor": 2.0, "target_nic_factor": 2.0}),
+    "NICs configured four times as fast": ("foresight", {"source_nic_factor": 4.0, "target_nic_factor": 4.0}),
 }
 """foresight without each of its terms, and with wrong NIC speeds: a policy and its parameters."""
 

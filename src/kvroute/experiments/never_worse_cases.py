@@ -131,15 +131,15 @@ def _background() -> list[Case]:
 
 def _lies() -> list[Case]:
     third, second = (0.0, 0.0, 0.0, 0.5, 0.0), (0.0, 0.0, 0.5, 0.0, 0.0)
-    said = {
-        "0.5 on tier 3 told of tier 2": (third, second),
-        "0.5 on tier 2 told of tier 3": (second, third),
-        "0.6 told of tier 2 where none is": ((0.0,) * 5, (0.0, 0.0, 0.6, 0.0, 0.0)),
+    reports = {
+        "0.5 on tier 3 reported for tier 2": (third, second),
+        "0.5 on tier 2 reported for tier 3": (second, third),
+        "0.6 reported for tier 2 where none is": ((0.0,) * 5, (0.0, 0.0, 0.6, 0.0, 0.0)),
     }
     return [
-        _case("lies", fabric, name, background=there, reported=told, oracle="lying")
+        _case("lies", fabric, name, background=there, reported=claimed, oracle="lying")
         for fabric in ("paper", "nic150-flow")
-        for name, (there, told) in said.items()
+        for name, (there, claimed) in reports.items()
     ]
 
 
@@ -160,7 +160,7 @@ def _bursts() -> list[Case]:
     stale = _case(
         "bursts",
         "paper",
-        "bursts of 0.6 every 3 s told 10 s late",
+        "bursts of 0.6 every 3 s reported 10 s late",
         burst=_share(_UPLINKS, 0.6),
         burst_every_s=3.0,
         refresh_s=10.0,

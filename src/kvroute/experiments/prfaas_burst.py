@@ -26,7 +26,7 @@ from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import CapacityChange, SimSettings, Slo
 from kvroute.sim.workload import Agents, Trace
 from kvroute.topology import Cluster
-from kvroute.types import InputError, InstanceConverted, Prefill, Role
+from kvroute.types import InputError, Prefill, Role, RoleSwitched
 
 DUAL = "dual-timescale"
 THRESHOLDS = (6_000, 8_000, 12_500, 16_000, 19_600, 25_000, 32_000, 40_000)
@@ -199,7 +199,7 @@ def _moved(sites: Cluster, path: Path) -> dict[str, tuple[tuple[float, float], .
             if isinstance(decision, Prefill) and decision.offload is not None:
                 at = record.event.at
                 thresholds[at // STEP_S * STEP_S] = decision.offload.terms.get("threshold_tokens", 0.0)
-        if isinstance(record.event, InstanceConverted):
+        if isinstance(record.event, RoleSwitched):
             roles[record.event.instance] = record.event.role
             prefill.append((record.event.at, float(_at_home(sites, roles))))
     return {"threshold_tokens": tuple(sorted(thresholds.items())), "n_prefill": tuple(prefill)}

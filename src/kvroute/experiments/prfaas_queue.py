@@ -36,8 +36,8 @@ from kvroute.experiments.prfaas_case import (
 )
 from kvroute.experiments.prfaas_traffic import even, made, poisson, spread_lengths, two_lengths
 from kvroute.planner.search import Kind, Optimum, deployment, find
-from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
+from kvroute.policies.role_switch import LongTerm
 from kvroute.policies.short_term import Rule, ShortTerm
 from kvroute.sim.metrics import Outcomes
 from kvroute.sim.run import Run, simulate
@@ -106,7 +106,7 @@ def fixed(threshold_tokens: float, rule: Rule = "scarce") -> OffloadSpec:
         threshold_tokens=max(threshold_tokens, 1.0),
         rule=rule,
         short_term=still,
-        long_term=LongTerm(conversions=False),
+        long_term=LongTerm(role_switches=False),
     )
 
 

@@ -89,14 +89,14 @@ def timed_requests(trace: Iterable[Traced], model: str) -> Iterator[TimedRequest
     """Build, lazily, a streamed completion per request of a trace. Requests without output tokens are left out."""
     for number, request in enumerate(trace):
         if request.output_tokens:
-            asked = {
+            fields = {
                 "model": model,
                 "prompt": prompt_tokens(request, number),
                 "max_tokens": request.output_tokens,
                 "ignore_eos": True,
                 "stream": True,
             }
-            yield TimedRequest(request.at_s, msgspec.json.encode(asked), request_id=str(number))
+            yield TimedRequest(request.at_s, msgspec.json.encode(fields), request_id=str(number))
 
 
 async def replay_trace(

@@ -125,7 +125,7 @@ class Foresight:
     def _numbers(self, output_tokens: float) -> FloatArray:
         spec = self.spec
         load_weight = spec.arrival_load_weight if self.at_arrival else 1.0
-        load = (spec.wait_weight, spec.slot_weight, spec.landing_weight, spec.answer_weight, spec.answer_transfers)
+        load = (spec.wait_weight, spec.slot_weight, spec.step_weight, spec.answer_weight, spec.answer_transfers)
         return np.array((spec.imposed_weight, *load, load_weight, spec.step_floor_s, output_tokens))
 
 

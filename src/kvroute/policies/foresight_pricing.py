@@ -22,7 +22,7 @@ ROWS = COST + 1
 NO_CANDIDATE = -1
 
 
-class Asked(NamedTuple):
+class PricedCandidates(NamedTuple):
     """The candidates and what the request needs of them (`Candidates`, and their positions in the network)."""
 
     kv_bytes: FloatArray
@@ -38,23 +38,23 @@ class Asked(NamedTuple):
     targets: IntArray
     starts_s: float
     numbers: FloatArray
-    """imposed_weight, wait_weight, slot_weight, landing_weight, answer_weight, answer_transfers, load_weight,
+    """imposed_weight, wait_weight, slot_weight, step_weight, answer_weight, answer_transfers, load_weight,
     step_floor_s, output_tokens."""
 
 
 @compiled
-def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: FloatArray) -> float:
+def _price(i: int, transfer_s: float, imposed_s: float, candidates: PricedCandidates, terms: FloatArray) -> float:
     """Fill candidate i's terms and return its cost. All but the transfer and its imposed delay depend on the load.
 
     Queued requests count as part of the batch: they are in it by the time that this one decodes.
     """
     imposed_weight, wait_weight, slot_weight, joining, answers, transfers, load_weight, floor_s, output_tokens = (
-        asked.numbers
+        candidates.numbers
     )
-    base_s, per_request_s, batch_max = asked.base_s[i], asked.per_request_s[i], asked.batch_max[i]
-    load = asked.batch[i] + asked.queued[i]
+    base_s, per_request_s, batch_max = candidates.base_s[i], candidates.per_request_s[i], candidates.batch_max[i]
+    load = candidates.batch[i] + candidates.queued[i]
     gap_s = output_tokens * max(base_s + per_request_s * min(load, batch_max), floor_s) / batch_max
-    wait_s = max(max(load + 1 - batch_max, 0) * gap_s - asked.starts_s - transfer_s, 0.0)
+    wait_s = max(max(load + 1 - batch_max, 0) * gap_s - candidates.starts_s - transfer_s, 0.0)
     step_s = max(base_s + per_request_s * min(load + 1, batch_max), floor_s)
     taken = (load + 1) / batch_max
     slowed_s = per_request_s * load  # cost of one more request for all others together, per step
@@ -85,46 +85,52 @@ def _shared(
 
 
 @compiled
-def _closed(asked: Asked, fabric: Fabric, link: FloatArray, ceilings: FloatArray, terms: FloatArray) -> None:
+def _closed(
+    candidates: PricedCandidates, fabric: Fabric, link: FloatArray, ceilings: FloatArray, terms: FloatArray
+) -> None:
     """Price all candidates in closed form: the path's ceiling, or an even share of its most crowded link if slower.
 
     The links that instances of a rack share are evaluated once per rack; each instance has its own NIC.
     """
     path, known = np.empty(HOPS_MAX, np.int64), np.empty((len(fabric.crowd), 3))
     known_tier = np.full(len(fabric.crowd), -1, np.int64)
-    for i in range(len(asked.tier)):
-        tier, target = asked.tier[i], asked.targets[i]
+    for i in range(len(candidates.tier)):
+        tier, target = candidates.tier[i], candidates.targets[i]
         rack, own = fabric.attached[target, RACK_DOWN], fabric.attached[target, NIC_DOWN]
         if rack >= 0 and known_tier[rack] == tier:
             ceilings[i], alone, pace = known[rack, 0], known[rack, 1], known[rack, 2]
         else:
-            ceilings[i], alone, pace = _shared(asked.source, target, tier, fabric, link, path)
+            ceilings[i], alone, pace = _shared(candidates.source, target, tier, fabric, link, path)
             if rack >= 0:
                 known[rack, 0], known[rack, 1], known[rack, 2] = ceilings[i], alone, pace
                 known_tier[rack] = tier
         if own >= 0 and tier > SAME_NODE:
             capacity = link[own, flows.CAPACITY]
             alone, pace = min(alone, capacity), min(pace, capacity / (1.0 + fabric.crowd[own]))
-        latency_s, bound_s = asked.latency_s[i], -1.0
+        latency_s, bound_s = candidates.latency_s[i], -1.0
         if alone != pace:
-            bound_s = _price(i, asked.kv_bytes[i] / alone + latency_s, 0.0, asked, terms)
-        cost_s = _price(i, asked.kv_bytes[i] / pace + latency_s, 0.0, asked, terms)
+            bound_s = _price(i, candidates.kv_bytes[i] / alone + latency_s, 0.0, candidates, terms)
+        cost_s = _price(i, candidates.kv_bytes[i] / pace + latency_s, 0.0, candidates, terms)
         terms[PACE, i], terms[PLAYED, i], terms[BOUND, i] = pace, 0.0, cost_s if alone == pace else bound_s
 
 
 @compiled
-def _play(i: int, asked: Asked, fabric: Fabric, ceiling: float, near_max: int, live: State, terms: FloatArray) -> float:
+def _play(
+    i: int, candidates: PricedCandidates, fabric: Fabric, ceiling: float, near_max: int, live: State, terms: FloatArray
+) -> float:
     """Replace candidate i's closed form by the result of the fluid simulation; return its cost."""
     path = np.empty(HOPS_MAX, np.int64)
-    hops = path_of(asked.source, asked.targets[i], asked.tier[i], fabric.attached, fabric.wan, path)
-    seconds, imposed_s = asked.kv_bytes[i] / ceiling, 0.0
-    if hops > 0 and asked.kv_bytes[i] > 0.0:
-        imposed = asked.numbers[0] > 0.0
-        seconds, imposed_s = played(asked.kv_bytes[i], asked.starts_s, path[:hops], ceiling, near_max, imposed, live)
+    hops = path_of(candidates.source, candidates.targets[i], candidates.tier[i], fabric.attached, fabric.wan, path)
+    seconds, imposed_s = candidates.kv_bytes[i] / ceiling, 0.0
+    if hops > 0 and candidates.kv_bytes[i] > 0.0:
+        imposed = candidates.numbers[0] > 0.0
+        seconds, imposed_s = played(
+            candidates.kv_bytes[i], candidates.starts_s, path[:hops], ceiling, near_max, imposed, live
+        )
     if seconds > 0.0:
-        terms[PACE, i] = asked.kv_bytes[i] / seconds
+        terms[PACE, i] = candidates.kv_bytes[i] / seconds
     terms[PLAYED, i] = 1.0
-    return _price(i, seconds + asked.latency_s[i], imposed_s, asked, terms)
+    return _price(i, seconds + candidates.latency_s[i], imposed_s, candidates, terms)
 
 
 @compiled
@@ -138,7 +144,7 @@ def _first_least(cost: FloatArray, among: BoolArray) -> int:
 
 @compiled
 def _play_best(
-    asked: Asked,
+    candidates: PricedCandidates,
     fabric: Fabric,
     ceilings: FloatArray,
     width: int,
@@ -162,7 +168,7 @@ def _play_best(
         bound_s, closed_s = terms[BOUND, i], terms[COST, i]
         if bound_s >= best_s:
             continue
-        cost = _play(i, asked, fabric, ceilings[i], near_max, live, terms)
+        cost = _play(i, candidates, fabric, ceilings[i], near_max, live, terms)
         runs += 1
         best_s, shift_s = min(best_s, cost), max(shift_s, cost - closed_s)
     for i in range(len(feasible)):
@@ -212,20 +218,20 @@ def foresee(
     """Fill `feasible` [n] and `terms` [ROWS, n]. Return the feasible candidate of least cost, the first of equals, or
     NO_CANDIDATE.
 
-    Takes the arrays of `Asked`, `Fabric` and `State` one by one: a call costs half as much as with tuples.
+    Takes the arrays of `PricedCandidates`, `Fabric` and `State` one by one: a call costs half as much as with tuples.
     """
     latency_s = tier_latency_s[tier]
-    asked = Asked(
+    candidates = PricedCandidates(
         kv_bytes, batch, queued, batch_max, base_s, per_request_s, tier, latency_s, source, targets, starts_s, numbers
     )
     fabric = Fabric(attached, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
     for i in range(len(tier)):
         feasible[i] = need_bytes[i] <= free_kv_bytes[i]
     ceilings = np.empty(len(tier))
-    _closed(asked, fabric, link, ceilings, terms)
+    _closed(candidates, fabric, link, ceilings, terms)
     if width > 0:
         live = State(flow, flow_int, link, link_int, hop, lists, counts)
-        _play_best(asked, fabric, ceilings, width, near_max, live, feasible, terms)
+        _play_best(candidates, fabric, ceilings, width, near_max, live, feasible, terms)
     return _first_least(terms[COST], feasible)
 
 
@@ -244,9 +250,9 @@ def price_all(
 ) -> None:
     """Fill `terms` [ROWS, n] for given transfer times, [n]."""
     no_indices = np.empty(0, np.int64)
-    asked = Asked(
+    candidates = PricedCandidates(
         transfer_s, batch, queued, batch_max, base_s, per_request_s, tier, transfer_s, 0, no_indices, starts_s, numbers
     )
     for i in range(len(tier)):
-        terms[BOUND, i] = _price(i, transfer_s[i], 0.0, asked, terms)
+        terms[BOUND, i] = _price(i, transfer_s[i], 0.0, candidates, terms)
         terms[PLAYED, i] = 0.0

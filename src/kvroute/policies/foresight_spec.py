@@ -22,7 +22,7 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Weight of the wait for a free slot, beyond the time of the KV transfer."""
     slot_weight: float = 1.0
     """Weight of a slot's price: the mean time between two releases, times the squared share of slots in use."""
-    landing_weight: float = 3.0
+    step_weight: float = 3.0
     """Weight of the time that one more request adds to a step, per request in the batch. About as many requests arrive
     during its response, and each waits longer for the end of a step and for its own first step."""
     answer_weight: float = 0.2

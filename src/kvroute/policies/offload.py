@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import msgspec
 import numpy as np
 
-from kvroute.policies.conversion import LongTerm
+from kvroute.policies.role_switch import LongTerm
 from kvroute.policies.short_term import Rule, ShortTerm, check_band
 from kvroute.types import BoolArray, FloatArray, InputError, IntArray, Offload, Terms
 
@@ -45,7 +45,7 @@ class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     included). None: no site is skipped, as in the publication."""
     copy_min_tokens: int = 1
     """A cached prefix is copied to another site if it is longer than that site's own by at least this many tokens."""
-    copy_asks: bool = False
+    copy_queues: bool = False
     """Whether the instance that holds a prefix serves it like a prompt, as live engines do: its queue and the base time
     of a prefill come before the bytes. False: the bytes leave at once, as in the publication."""
     short_term: ShortTerm = ShortTerm()

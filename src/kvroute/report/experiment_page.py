@@ -73,8 +73,8 @@ def headline(found: Sequence[Finding]) -> str:
     parts = []
     for claim, outcomes in claims.items():
         alone = len(outcomes) == 1 and len(next(iter(outcomes.values()))) > 1
-        told = (word + (" everywhere" if alone else f" for {_and(names)}") for word, names in outcomes.items())
-        parts.append(f"{claim}: {', '.join(told)}")
+        verdicts = (word + (" everywhere" if alone else f" for {_and(names)}") for word, names in outcomes.items())
+        parts.append(f"{claim}: {', '.join(verdicts)}")
     return "; ".join(parts) + "."
 
 

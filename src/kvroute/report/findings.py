@@ -211,11 +211,11 @@ def ladder(experiment: Experiment, records: Sequence[Record]) -> tuple[str, Hold
     known = [step for step in steps if step is not None]
     if whole is None or len(known) < len(steps):
         return claim, "unclear", "Not every step of the ladder has a run with a first token."
-    told = "; ".join(f"{step.first} vs {step.second} {worth(step)}" for step in known)
+    gains = "; ".join(f"{step.first} vs {step.second} {worth(step)}" for step in known)
     if whole.mean >= 0:
-        return claim, "does not hold", f"{told}. There is no gain."
+        return claim, "does not hold", f"{gains}. There is no gain."
     share = known[0].mean / whole.mean
-    sentence = f"{told}. The first step gives {share:.0%} of the total gain of {worth(whole)}."
+    sentence = f"{gains}. The first step gives {share:.0%} of the total gain of {worth(whole)}."
     if whole.is_noise:
         return claim, "unclear", sentence
     if share >= 0.5 and all(step.mean < 0 and not step.is_noise for step in known):

@@ -186,9 +186,9 @@ def _nowhere_worse(matrix: Sequence[Record]) -> list[Finding]:
         if lied:
             most = max(lied, key=lambda each: each.ratio)
             many = sum(each.is_higher for each in lied)
-            told = f"Higher in {many} of {len(lied)} cells; the worst ratio is {most.ratio:.3f} ({most.case})."
+            details = f"Higher in {many} of {len(lied)} cells; the worst ratio is {most.ratio:.3f} ({most.case})."
             found.append(
-                _finding("lying oracle", f"mean TTFT at most 10 % above {rival}", most.ratio <= 1.1, told, lied)
+                _finding("lying oracle", f"mean TTFT at most 10 % above {rival}", most.ratio <= 1.1, details, lied)
             )
     return found
 
@@ -209,9 +209,9 @@ def _p99(matrix: Sequence[Record]) -> Finding:
     fair = [each for rival in RIVALS for each in honest(pairs(matrix, rival, p99_s))]
     worse = [each for each in fair if each.is_higher]
     share = len(worse) / max(len(fair), 1)
-    told = ", ".join(f"{each.case} against {each.second} ({each.ratio - 1:+.1%})" for each in _worst(worse))
+    details = ", ".join(f"{each.case} against {each.second} ({each.ratio - 1:+.1%})" for each in _worst(worse))
     sentence = f"Higher in {len(worse)} of {len(fair)} comparisons with {' and '.join(RIVALS)}, {share:.1%}."
-    sentence += f" The largest: {told}." if told else ""
+    sentence += f" The largest: {details}." if details else ""
     claim = f"P99 TTFT higher in at most {P99_SHARE:.0%}"
     return _finding("truthful or silent oracle", claim, share <= P99_SHARE, sentence, fair)
 
@@ -220,11 +220,11 @@ def _tbt(matrix: Sequence[Record]) -> Finding:
     fair = honest(pairs(matrix, "cla", tbt_s))
     over = [each for each in fair if each.difference > TBT_WITHIN_S]
     theirs = {each.case: each.difference for each in pairs(matrix, "cla", tbt_s, first="netkv")}
-    told = "; ".join(
+    details = "; ".join(
         f"{each.case} {each.difference * 1e3:+.2f} ms (netkv {theirs.get(each.case, 0.0) * 1e3:+.2f})"
         for each in sorted(over, key=lambda each: -each.difference)[:6]
     )
-    sentence = f"More than 1 ms above in {len(over)} of {len(fair)} cells" + (f": {told}." if told else ".")
+    sentence = f"More than 1 ms above in {len(over)} of {len(fair)} cells" + (f": {details}." if details else ".")
     return _finding("truthful or silent oracle", "TBT within 1 ms of cla", not over, sentence, fair)
 
 
@@ -252,9 +252,9 @@ def _seen(seen: Sequence[Record]) -> list[Finding]:
     means = {name: mean for name, some in ratios.items() if (mean := geometric_mean(some)) is not None}
     if OURS not in means:
         return []
-    told = ", ".join(f"{name} {mean - 1:+.1%}" for name, mean in means.items())
+    details = ", ".join(f"{name} {mean - 1:+.1%}" for name, mean in means.items())
     sentence = (
-        f"Over {len(ratios[OURS])} cells, geometric means: {told}; foresight at most {max(ratios[OURS]) - 1:+.1%}."
+        f"Over {len(ratios[OURS])} cells, geometric means: {details}; foresight at most {max(ratios[OURS]) - 1:+.1%}."
     )
     holds = means[OURS] - 1 <= SEEN_WITHIN
     return [
@@ -269,5 +269,5 @@ def _worst(found: Sequence[Pairing]) -> list[Pairing]:
 def _finding(profile: str, claim: str, holds: bool, sentence: str, some: Sequence[Pairing]) -> Finding:
     if not some or any(each.error is None for each in some):
         return Finding(profile, claim, "unclear", sentence + " One seed cannot show significance.")
-    said: Holds = "holds" if holds else "does not hold"
-    return Finding(profile, claim, said, sentence)
+    verdict: Holds = "holds" if holds else "does not hold"
+    return Finding(profile, claim, verdict, sentence)

@@ -70,16 +70,16 @@ def write_never_worse(
 def verdict(matrix: Sequence[Record]) -> str:
     """Summarize all cells in one sentence."""
     lost = {each.case for each in losses(matrix)}
-    told = []
+    gaps = []
     for rival in ("netkv", "cla"):
         mean = geometric_mean(each.ratio for each in honest(pairs(matrix, rival)))
         if mean is not None:
             gap = f"{abs(1 - mean):.1%}"
-            told.append(f"equal to {rival}'s" if gap == "0.0%" else f"{gap} {'below' if mean < 1 else 'above'} {rival}")
+            gaps.append(f"equal to {rival}'s" if gap == "0.0%" else f"{gap} {'below' if mean < 1 else 'above'} {rival}")
     cells = {record.cell.profile for record in matrix if record.cell.policy == OURS}
     lying = sum(CASES[case].oracle == "lying" for case in lost)
     where = f"{len(lost)} of {len(cells)} cells" + (f" ({lying} of them with a lying oracle)" if lying else "")
-    return f"foresight's mean TTFT is {' and '.join(told)} in the geometric mean, and above one or both in {where}."
+    return f"foresight's mean TTFT is {' and '.join(gaps)} in the geometric mean, and above one or both in {where}."
 
 
 def _pictures(matrix: Sequence[Record], ablation: Sequence[Record], out: Path) -> list[Picture]:

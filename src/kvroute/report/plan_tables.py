@@ -73,13 +73,13 @@ def _link(report: PlanReport) -> str:
     used_gbps = report.deployments["prfaas"].egress_gbps
     available_gbps = sum(each.available_gbps for each in report.egress_need)
     needed_gbps = sum(each.offloaded_gbps for each in report.egress_need)
-    told = f"The KV cache takes {used_gbps:.3g} of {available_gbps:.4g} Gbps."
+    usage = f"The KV cache takes {used_gbps:.3g} of {available_gbps:.4g} Gbps."
     busy = used_gbps / needed_gbps if needed_gbps else 1.0
     if busy > 1 - _WORTH:
-        return told
+        return usage
     gpus = sum(each.gpus for each in report.egress_need)
     return (
-        f"{told} The {gpus:,} remote GPUs would send {needed_gbps:.4g} Gbps if they prefilled without pause; "
+        f"{usage} The {gpus:,} remote GPUs would send {needed_gbps:.4g} Gbps if they prefilled without pause; "
         f"the plan uses them {busy:.0%} of the time."
     )
 

@@ -160,7 +160,7 @@ def _agreement(profile: str, gaps: Sequence[Gap], records: Sequence[Record]) -> 
     """Compare formula and simulation. If lengths vary, a convex prefill time makes the mean cost of a request higher
     than the cost of the mean length. With prefixes, the formula has one unlimited cache, not one per instance."""
     certain = profile == "no-variance"
-    told = "; ".join(
+    details = "; ".join(
         f"{gap.policy} {gap.saturation.mean:.2f}/s, formula {gap.formula_per_s:.2f} ({gap.off:+.1%}"
         + ("" if certain else f"; {gap.off_exact:+.1%} of {gap.exact_per_s:.2f} with E[T(L)]")
         + ")"
@@ -168,7 +168,7 @@ def _agreement(profile: str, gaps: Sequence[Gap], records: Sequence[Record]) -> 
     )
     worst = max(abs(gap.off) for gap in gaps)
     holds: Holds = "holds" if worst <= AGREES_WITHIN else "does not hold"
-    sentence = f"Saturation throughput: {told}."
+    sentence = f"Saturation throughput: {details}."
     if profile in (TRACE, AGENTS):
         hits = {gap.policy: estimate(r.summary.prefill_cache_hit for r in at(records, gap.policy)) for gap in gaps}
         shares = ", ".join(f"{policy} {known.mean:.1%}" for policy, known in hits.items() if known is not None)
@@ -184,13 +184,13 @@ def _order(profile: str, gaps: Sequence[Gap]) -> Finding:
     if "prfaas" not in by_name or len(by_name) < 2:
         return Finding(profile, claim, "unclear", "Some deployments were not run.")
     ours = by_name.pop("prfaas")
-    told = "; ".join(
+    details = "; ".join(
         f"{ours.saturation.mean / gap.saturation.mean - 1:+.1%} against {gap.policy} "
         f"(formula {ours.formula_per_s / gap.formula_per_s - 1:+.1%})"
         for gap in by_name.values()
     )
     wins = all(ours.saturation.mean > gap.saturation.mean for gap in by_name.values())
-    return Finding(profile, claim, "holds" if wins else "does not hold", f"At saturation {told}.")
+    return Finding(profile, claim, "holds" if wins else "does not hold", f"At saturation {details}.")
 
 
 def _waiting(profile: str, records: Sequence[Record], load: float = 0.9) -> list[Finding]:
@@ -204,13 +204,13 @@ def _waiting(profile: str, records: Sequence[Record], load: float = 0.9) -> list
     if ttft is None or service is None or p90 is None:
         return []
     waits = {name: known for key, name in STAGES.items() if (known := figure(there, key)) is not None}
-    told = ", ".join(f"{name} {known.mean:.2f} s" for name, known in waits.items())
+    details = ", ".join(f"{name} {known.mean:.2f} s" for name, known in waits.items())
     most = max(waits, key=lambda name: waits[name].mean)
     model = there[0].figures
     sentence = (
         f"PrfaaS-PD at {load:.0%} of the formula's throughput: mean TTFT {ttft.mean:.2f} s, P90 {p90.mean:.2f} s. "
         f"Prefill only, as published: {service.mean:.2f} s (formula {model['model_ttft_mean_s']:.2f}, "
-        f"P90 {model['model_ttft_p90_s']:.2f}). Mean wait of the requests at each stage: {told}; longest: {most}."
+        f"P90 {model['model_ttft_p90_s']:.2f}). Mean wait of the requests at each stage: {details}; longest: {most}."
     )
     share = service.mean / ttft.mean
     return [Finding(profile, "TTFT is the prefill's time", "holds" if share >= 0.9 else "does not hold", sentence)]

@@ -145,7 +145,7 @@ def _leads(records: Sequence[Record], planned: str) -> Grid:
             *_other(some, old),
             *_other(some, planned if planned in statics(some) else None),
             Entry(_p95(some, DUAL), _p95(some, best or "")),
-            _entry(estimate(float(record.summary.conversions) for record in dual), 1),
+            _entry(estimate(float(record.summary.role_switches) for record in dual), 1),
             _entry(estimate(float(record.summary.failed_transfers.transfers) for record in dual), 1),
         ))  # fmt: skip
     return Grid("Goodput", headings, tuple(rows), "Mean over seeds ± 95 % interval; differences ± standard error.")

@@ -13,10 +13,10 @@ def sweep_options(experiment: Experiment, cells: Sequence[Cell]) -> str:
     """Return profiles (unless all ran) and seeds as options, with a leading blank."""
     ran = {cell.profile for cell in cells}
     profiles = [name for name in experiment.profiles if name in ran]
-    told = (
+    command = (
         "" if len(profiles) == len(experiment.profiles) else "".join(f" --profile {shlex.quote(p)}" for p in profiles)
     )
-    return told + seed_options(cells)
+    return command + seed_options(cells)
 
 
 def seed_options(cells: Sequence[Cell]) -> str:

@@ -57,7 +57,7 @@ class Fleet:
         self.memory = KvMemory(PrefixIndex(len(capacity), capacity), capacity, [0] * len(capacity))
         self._busy = [0] * len(capacity)
         self._becoming: dict[int, Role] = {}
-        self.conversions = 0
+        self.role_switches = 0
 
     def free_bytes(self, index: int) -> float:
         """KV memory available to a new request, in bytes."""
@@ -79,13 +79,13 @@ class Fleet:
         self._becoming[index] = role
         return fresh and not self._busy[index]
 
-    def convert(self, index: int) -> Role:
+    def switch_role(self, index: int) -> Role:
         """Switch an idle instance to its new role, with an empty cache; return the role."""
         assert not self._busy[index], "the instance still has work"
         role = self._becoming.pop(index)
         self.memory.index.clear(index)
         self._equip(index, role)
-        self.conversions += 1
+        self.role_switches += 1
         return role
 
     def _equip(self, index: int, role: Role) -> None:

@@ -142,7 +142,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Cached prefixes copied between instances for a prefill in the whole run."""
     copied_ahead: Moved = NOTHING
     """Cached prefixes copied in the whole run before a request needed them at the target."""
-    conversions: int = 0
+    role_switches: int = 0
     """Completed role switches in the whole run."""
     threshold_tokens: float | None = None
     """Median of the lowest routing threshold over the whole run; None if nothing is offloaded."""
@@ -173,7 +173,7 @@ def summarise(
     failed: Moved = NOTHING,
     copied: Moved = NOTHING,
     copied_ahead: Moved = NOTHING,
-    conversions: int = 0,
+    role_switches: int = 0,
     thresholds: Sequence[float] = (),
     decision_s: float | None,
     wall_s: float,
@@ -213,7 +213,7 @@ def summarise(
         failed_transfers=failed,
         copied_prefixes=copied,
         copied_ahead=copied_ahead,
-        conversions=conversions,
+        role_switches=role_switches,
         threshold_tokens=float(np.median(thresholds)) if thresholds else None,
         decision_s=decision_s,
         wall_s=wall_s,

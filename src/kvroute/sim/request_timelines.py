@@ -48,15 +48,15 @@ class RequestTimelines:
         outcomes: Outcomes,
         arrivals: Arrivals,
         prefill_cache: bool,
-        copy_asks: bool = False,
+        copy_queues: bool = False,
     ) -> None:
-        """`prefill_cache`: prefill instances keep the KV of their prompts. `copy_asks`: a request for a cached prefix
+        """`prefill_cache`: prefill instances keep the KV of their prompts. `copy_queues`: a request for a cached prefix
         takes a place in the prefill queue of the instance that has it, as a prompt does."""
         self._cluster, self._trace, self._settings = cluster, trace.requests, settings
         self._agenda, self._router, self._fleet = agenda, router, fleet
         self._delivery, self._copies = delivery, copies
         self._telemetry, self._outcomes = telemetry, outcomes
-        self._arrivals, self._prefill_cache, self._copy_asks = arrivals, prefill_cache, copy_asks
+        self._arrivals, self._prefill_cache, self._copy_queues = arrivals, prefill_cache, copy_queues
         self._booked: set[int] = set()
         """Requests whose target is already known while they are in prefill."""
         self._produced_bytes_per_s: dict[int, float] = {}
@@ -117,7 +117,7 @@ class RequestTimelines:
         self._awaiting_copy[request] = prefill
         if begun == "refused":
             self._go_without(request)
-        if begun == "held" and self._copy_asks:
+        if begun == "held" and self._copy_queues:
             tokens = prefill.cached_tokens
             _, held_s = self._fleet.prefill[holder].submit(self._agenda.now, tokens, tokens)
             self._agenda.at(held_s, self._held_out, request)

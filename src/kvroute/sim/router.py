@@ -8,7 +8,7 @@ from kvroute.prefix import Evicted
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.fleet import Fleet
 from kvroute.topology import Cluster
-from kvroute.types import Convert, Decision, Event, InstanceConverted, KvCleared, KvEvicted, KvStored
+from kvroute.types import Decision, Event, KvCleared, KvEvicted, KvStored, RoleSwitched, SwitchRole
 
 
 class Router:
@@ -22,11 +22,11 @@ class Router:
         agenda: Agenda,
         log: EventLog | None,
         *,
-        convert_s: float,
+        role_switch_s: float,
     ) -> None:
-        """`convert_s`: time from the end of an instance's last request to its new role."""
+        """`role_switch_s`: time from the end of an instance's last request to its new role."""
         self._control, self._cluster, self._fleet, self._agenda = control, cluster, fleet, agenda
-        self._log, self._convert_s = log, convert_s
+        self._log, self._role_switch_s = log, role_switch_s
 
     @property
     def in_flight(self) -> int:
@@ -47,28 +47,28 @@ class Router:
         if self._log is not None:
             self._log.write(event, decisions)
         for decision in decisions:
-            if isinstance(decision, Convert):
+            if isinstance(decision, SwitchRole):
                 return self._drained(decisions)
         return decisions
 
     def _drained(self, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
         """Start to drain the instances that switch their role; return the other decisions."""
         for decision in decisions:
-            if isinstance(decision, Convert):
+            if isinstance(decision, SwitchRole):
                 index = self._cluster.index(decision.instance)
                 if self._fleet.drain(index, decision.role):
-                    self._agenda.at(self._agenda.now + self._convert_s, self._converted, index)
-        return tuple(decision for decision in decisions if not isinstance(decision, Convert))
+                    self._agenda.at(self._agenda.now + self._role_switch_s, self._switched, index)
+        return tuple(decision for decision in decisions if not isinstance(decision, SwitchRole))
 
     def give_back(self, index: int) -> None:
         """Remove one request from an instance; if a drain ends, schedule the role switch."""
         if self._fleet.give_back(index):
-            self._agenda.at(self._agenda.now + self._convert_s, self._converted, index)
+            self._agenda.at(self._agenda.now + self._role_switch_s, self._switched, index)
 
-    def _converted(self, index: int, _: int) -> None:
-        now, name, role = self._agenda.now, self._cluster.instances[index].name, self._fleet.convert(index)
+    def _switched(self, index: int, _: int) -> None:
+        now, name, role = self._agenda.now, self._cluster.instances[index].name, self._fleet.switch_role(index)
         self.tell(KvCleared(now, name))
-        self.tell(InstanceConverted(now, name, role))
+        self.tell(RoleSwitched(now, name, role))
 
     def stored(self, index: int, blocks: tuple[int, ...], evicted: list[Evicted]) -> None:
         """Report a chain that is now cached, as far as it fits, and the blocks evicted for it."""

@@ -106,7 +106,7 @@ class Simulation:
         control = spec.build(cluster)
         self._fabric = _fabric(cluster, settings, seed)
         self._fleet = Fleet(cluster, block_tokens=_block_tokens(trace), prefill_queueing=settings.prefill_queueing)
-        self._router = Router(control, cluster, self._fleet, self._agenda, log, convert_s=settings.convert_s)
+        self._router = Router(control, cluster, self._fleet, self._agenda, log, role_switch_s=settings.role_switch_s)
         self._delivery = Delivery(
             cluster, self._fabric, self._fleet, self._outcomes, self._trace, decode_cache=settings.decode_cache
         )
@@ -125,7 +125,7 @@ class Simulation:
             outcomes=self._outcomes,
             arrivals=self._arrivals,
             prefill_cache=spec.prefill_cache,
-            copy_asks=spec.offload is not None and spec.offload.copy_asks,
+            copy_queues=spec.offload is not None and spec.offload.copy_queues,
         )
 
     def run(self) -> Run:
@@ -214,7 +214,7 @@ class Simulation:
             failed=self._fabric.failed,
             copied=self._fabric.copied,
             copied_ahead=self._fabric.copied_ahead,
-            conversions=self._fleet.conversions,
+            role_switches=self._fleet.role_switches,
             thresholds=timeline.threshold_tokens,
             decision_s=float(np.median(decisions_s)) if decisions_s else None,
             wall_s=wall_s,

@@ -143,7 +143,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     fluctuations: tuple[Fluctuation, ...] = ()
     stall_s: float | None = None
     """Time after which a transfer without progress fails and its request starts again; None: it waits."""
-    convert_s: float = 30.0
+    role_switch_s: float = 30.0
     """Time from an instance's last request in its old role to its first in the new one; it restarts with an empty
     cache."""
     review_s: float | None = None
@@ -170,7 +170,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name, period_s in (("stall_s", self.stall_s), ("review_s", self.review_s)):
             if period_s is not None and not 0 < period_s < float("inf"):
                 raise InputError(f"{name} is {period_s}", hint="give finite seconds above 0, or null")
-        if not 0 <= self.convert_s < float("inf"):
-            raise InputError(f"convert_s is {self.convert_s}", hint="give finite seconds, 0 or more")
+        if not 0 <= self.role_switch_s < float("inf"):
+            raise InputError(f"role_switch_s is {self.role_switch_s}", hint="give finite seconds, 0 or more")
         if self.until_s is not None and not self.until_s >= 0:
             raise InputError(f"until_s is {self.until_s}", hint="give seconds, 0 or more")

@@ -48,8 +48,8 @@ def run(*command: str, text: str | None = None) -> str:
     """
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if not line.startswith("Warning")] or ["no error output"]
-        raise Unavailable(f"`{' '.join(command)}` failed: {'; '.join(said[:2])}", hint="use a recent Linux")
+        errors = [line for line in done.stderr.splitlines() if not line.startswith("Warning")] or ["no error output"]
+        raise Unavailable(f"`{' '.join(command)}` failed: {'; '.join(errors[:2])}", hint="use a recent Linux")
     return done.stdout
 
 
@@ -163,9 +163,9 @@ def batch(name: str, tool: str, lines: Iterable[str]) -> None:
 
 def links(prefix: str) -> dict[str, tuple[str, ...]]:
     """Return the devices outside all namespaces whose names begin with `prefix`, with their IPv4 addresses."""
-    told: list[Mapping[str, object]] = json.loads(run("ip", "-json", "address", "show") or "[]")
+    devices: list[Mapping[str, object]] = json.loads(run("ip", "-json", "address", "show") or "[]")
     found = {}
-    for device in told:
+    for device in devices:
         addresses = device.get("addr_info")
         assert isinstance(addresses, list)
         if str(device["ifname"]).startswith(prefix):

@@ -22,12 +22,12 @@ END_S = 5.0
 
 def begin(command: Sequence[str], mark: str, log: Path) -> subprocess.Popen[bytes]:
     """Start a process that outlives this one. Its output goes to `log`."""
-    with log.open("ab") as said:
+    with log.open("ab") as output:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
             env={**os.environ, MARK: mark},
         )

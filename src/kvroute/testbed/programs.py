@@ -41,8 +41,8 @@ class Programs:
                 return word
             time.sleep(0.02)
         log = ready.with_suffix(".log")
-        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
-        why = said[-1].removeprefix("kvroute: ") if said else f"no output for {READY_S:g} s"
+        output = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
+        why = output[-1].removeprefix("kvroute: ") if output else f"no output for {READY_S:g} s"
         raise InputError(f"{ready.stem} of testbed {self.run.name} did not become ready: {why}")
 
     def end(self, child: subprocess.Popen[bytes]) -> None:

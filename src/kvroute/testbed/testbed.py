@@ -69,8 +69,8 @@ class Testbed:
             waits[ready] = self._programs.begin(command, host.program)
         found: dict[str, Endpoint] = {}
         for ready, process in waits.items():
-            said = self._programs.heard(process, ready)
-            found |= msgspec.json.decode(said, type=dict[str, dict[str, Endpoint]])["instances"]
+            answer = self._programs.heard(process, ready)
+            found |= msgspec.json.decode(answer, type=dict[str, dict[str, Endpoint]])["instances"]
         return found
 
     def start_gateway(self, endpoints: Mapping[str, Endpoint], options: Sequence[str] = ()) -> State:
@@ -79,8 +79,8 @@ class Testbed:
         file.write_text(served(self.cluster, endpoints).to_yaml(), encoding="utf-8")
         ports = ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--ready-file", str(ready)]
         self._gateway = self._programs.begin([*_kvroute("serve"), str(file), *ports, *options], "gateway")
-        said = self._programs.heard(self._gateway, ready)
-        found = msgspec.json.decode(said, type=dict[str, str])
+        answer = self._programs.heard(self._gateway, ready)
+        found = msgspec.json.decode(answer, type=dict[str, str])
         state = State(
             run=self.run.name,
             url=found["url"],

@@ -42,7 +42,9 @@ def tier_bytes_per_s(
         says.datacenter_bytes_per_s,
         says.wan_bytes_per_s,
     )
-    return _filled([float(said) if said is not None else found for said, found in zip(declared, derived, strict=True)])
+    return _filled(
+        [float(stated) if stated is not None else found for stated, found in zip(declared, derived, strict=True)]
+    )
 
 
 def _occurring(places: Places, first_nodes: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

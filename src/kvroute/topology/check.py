@@ -188,7 +188,7 @@ def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
 
 def _setting_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     """Yield faults of models, timings and memory; a wrong or missing value in `defaults` is reported once."""
-    told: set[Key] = set()
+    reported: set[Key] = set()
     written = file.instances
     entries: Sequence[tuple[Key, InstanceEntry | InstanceCounts]] = (
         [(("instances",), written)]
@@ -201,13 +201,13 @@ def _setting_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
             own, inherited = getattr(entry, attribute), getattr(file.defaults, attribute)
             place: Key = (*key, setting) if own is not None else ("defaults", setting)
             known = lines.sure(*key, setting) and (own is not None or lines.sure("defaults", setting))
-            if place not in told and known:
+            if place not in reported and known:
                 value = inherited if own is None else own
                 if setting == "timing" and not lines.sure("timing"):
                     continue
                 fault = _setting_fault(setting, value, file)
                 if fault is not None:
-                    told.add(place)
+                    reported.add(place)
                     missing = own is None and inherited is None
                     yield lines.error(fault.what, key if missing else place, fault.hint)
 
@@ -287,7 +287,7 @@ def reach_faults(file: ClusterFile, places: Places, lines: Lines) -> Iterator[Fi
     level = CROSS_DATACENTER - sum(
         (code[k][source_ids][:, None] == code[k][target_ids][None, :]).astype(np.int8) for k in range(len(code))
     )
-    told: set[Key] = set()
+    reported: set[Key] = set()
     for short, end in (
         (level > places.reach[source_ids][:, None], 0),
         (level > places.reach[target_ids][None, :], 1),
@@ -297,11 +297,11 @@ def reach_faults(file: ClusterFile, places: Places, lines: Lines) -> Iterator[Fi
             source, target = (int(position), other) if end == 0 else (other, int(position))
             pair = (int(source_ids[source]), int(target_ids[target]))
             key, what, hint = _missing_link(file, places, pair[end])
-            if key not in told:
-                told.add(key)
+            if key not in reported:
+                reported.add(key)
                 between = f"{targets[pair[1]]} cannot be reached from {sources[pair[0]]}"
                 yield lines.error(f"{what}, so {between}", key, hint)
-    if not told:
+    if not reported:
         yield from _route_faults(file, places, sources, targets, lines)
 
 

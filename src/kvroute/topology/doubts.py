@@ -32,7 +32,7 @@ def unit_doubts(file: ClusterFile, written: ClusterFile, lines: Lines) -> Iterat
 
 
 def _memory_doubts(file: ClusterFile, written: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    told: set[Key] = set()
+    reported: set[Key] = set()
     assert isinstance(file.instances, list), "expand first"
     for index, entry in enumerate(file.instances):
         own: InstanceEntry | InstanceCounts = entry
@@ -42,10 +42,10 @@ def _memory_doubts(file: ClusterFile, written: ClusterFile, lines: Lines) -> Ite
         place = (*key, "kv_capacity") if own.kv_capacity_bytes is not None else ("defaults", "kv_capacity")
         kv_bytes = entry.kv_capacity_bytes or file.defaults.kv_capacity_bytes or 0.0
         model = llm.model(entry.model or file.defaults.model or "")
-        if place in told:
+        if place in reported:
             continue
         if doubt := plausibility.of_kv_memory(kv_bytes, len(gpu_list(entry.gpus)), model.kv_bytes_per_token):
-            told.add(place)
+            reported.add(place)
             yield lines.error(doubt.what, place, doubt.cause)
 
 

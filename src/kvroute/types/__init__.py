@@ -4,7 +4,7 @@ Units are seconds and bytes. msgspec Structs are sent, logged or read from a fil
 """
 
 from kvroute.types.arrays import BoolArray, FloatArray, IntArray, TierArray
-from kvroute.types.decisions import Convert, CopyPrefix, Decision, Decode, Offload, Prefill, Reject, Shadowed
+from kvroute.types.decisions import CopyPrefix, Decision, Decode, Offload, Prefill, Reject, Shadowed, SwitchRole
 from kvroute.types.errors import InputError, InputErrors, cannot_listen
 from kvroute.types.events import (
     Admitted,
@@ -16,7 +16,6 @@ from kvroute.types.events import (
     DecodeFailed,
     Event,
     Finished,
-    InstanceConverted,
     InstanceDown,
     InstanceMeasured,
     InstanceUp,
@@ -28,6 +27,7 @@ from kvroute.types.events import (
     PrefillFinished,
     RatioLearned,
     ReviewDue,
+    RoleSwitched,
     ThresholdKnown,
     TransferFinished,
     TransferMeasured,
@@ -69,7 +69,6 @@ __all__ = [
     "CapacityLearned",
     "Choice",
     "CongestionMeasured",
-    "Convert",
     "CopyFinished",
     "CopyPrefix",
     "Decision",
@@ -83,7 +82,6 @@ __all__ = [
     "InputError",
     "InputErrors",
     "Instance",
-    "InstanceConverted",
     "InstanceDown",
     "InstanceMeasured",
     "InstanceUp",
@@ -108,7 +106,9 @@ __all__ = [
     "Request",
     "ReviewDue",
     "Role",
+    "RoleSwitched",
     "Shadowed",
+    "SwitchRole",
     "Terms",
     "ThresholdKnown",
     "TierArray",

@@ -74,8 +74,8 @@ class Decode(msgspec.Struct, frozen=True, tag="decode", omit_defaults=True):
     shadow: Shadowed | None = None
 
 
-class Convert(msgspec.Struct, frozen=True, tag="convert"):
-    """Drain `instance`, then switch it to `role`; the driver reports InstanceConverted when it serves the new role."""
+class SwitchRole(msgspec.Struct, frozen=True, tag="switch_role"):
+    """Drain `instance`, then switch it to `role`; the driver reports RoleSwitched when it serves the new role."""
 
     instance: str
     role: Role
@@ -101,4 +101,4 @@ class CopyPrefix(msgspec.Struct, frozen=True, tag="copy"):
     """Tokens of cached prefixes read recently, by instance."""
 
 
-Decision: TypeAlias = Prefill | Decode | Reject | Convert | CopyPrefix
+Decision: TypeAlias = Prefill | Decode | Reject | SwitchRole | CopyPrefix

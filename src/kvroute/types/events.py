@@ -82,7 +82,7 @@ class InstanceUp(msgspec.Struct, frozen=True, tag="instance_up", omit_defaults=T
     """True if it was unhealthy or unreachable: its share of requests rises over the slow-start window."""
 
 
-class InstanceConverted(msgspec.Struct, frozen=True, tag="instance_converted"):
+class RoleSwitched(msgspec.Struct, frozen=True, tag="role_switched"):
     """`instance` has been drained and serves `role` from now on."""
 
     at: float
@@ -225,7 +225,7 @@ Event: TypeAlias = (
     | DecodeFailed
     | InstanceDown
     | InstanceUp
-    | InstanceConverted
+    | RoleSwitched
     | CopyFinished
     | ReviewDue
     | ThresholdKnown

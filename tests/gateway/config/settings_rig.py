@@ -50,7 +50,7 @@ gateway:
     short_term: {{enabled: false, utilisation_high: 0.9, queue_low: 0 s, step: 1.5, dwell: 1 s, threshold_max: 2M}}
     long_term: {{review: 5 s, window: 1 min, requests_min: 7, gain_min: 0.1, at_once: 2, prefill_min: 0}}
     wan_path: {{failures: 9, open: 1 s}}
-    role_switch: {{url: "http://hook:8000/convert", drain: 1 s, timeout: 2 s, back_off: 3 s}}
+    role_switch: {{url: "http://hook:8000/role", drain: 1 s, timeout: 2 s, back_off: 3 s}}
 """
 ENVIRON = {"ENGINE_KEY": "x", "WITH_NEWLINE": "x\n"}
 MACHINES = """\

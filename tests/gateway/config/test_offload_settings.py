@@ -11,20 +11,20 @@ from tests.gateway.config.settings_rig import ENVIRON, FULL, LIVE, ROOT, file_er
 
 from kvroute.gateway.config.offload import OffloadSection, RoleSwitchSection
 from kvroute.gateway.config.preflight import deployment_of, settings_of
-from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
+from kvroute.policies.role_switch import LongTerm
 from kvroute.policies.short_term import ShortTerm
 
 SERVE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
-OFFLOADED, OBSERVED, CONVERTED, SALTED = re.findall(r"```yaml\n(gateway:\n.*?)```", SERVE, re.S)
+OFFLOADED, OBSERVED, SWITCHED, SALTED = re.findall(r"```yaml\n(gateway:\n.*?)```", SERVE, re.S)
 
 
 def test_the_core_receives_the_offload_settings_of_the_file(tmp_path: Path) -> None:
-    program = "gateway: {offload: {role_switch: {command: [./convert, now]}}}"
+    program = "gateway: {offload: {role_switch: {command: [./switch, now]}}}"
     named = settings_of(program, str(tmp_path / "cluster.yaml")).offload
     assert named is not None
     assert named.role_switch is not None
-    assert named.role_switch.command == [str(tmp_path / "convert"), "now"]
+    assert named.role_switch.command == [str(tmp_path / "switch"), "now"]
     read = settings_of(FULL, "f", ENVIRON)
     spec = read.control_spec().offload
     assert spec is not None
@@ -48,16 +48,16 @@ def test_the_documented_defaults_of_offloading_are_the_defaults() -> None:
     assert read is not None
     assert msgspec.structs.replace(read, short_term=OffloadSection().short_term) == OffloadSection()
     assert msgspec.to_builtins(read.spec()) == msgspec.to_builtins(
-        OffloadSpec(rule="scarce", layerwise=False, long_term=LongTerm(conversions=False))
+        OffloadSpec(rule="scarce", layerwise=False, long_term=LongTerm(role_switches=False))
     )
     assert settings_of(SALTED, "f", None).cache_salt == "per-tenant"
     assert settings_of(OBSERVED, "f").oracle.prometheus is not None
-    converted = settings_of(CONVERTED, "f")
-    assert converted.offload is not None
-    assert converted.offload.role_switch == RoleSwitchSection(url="http://10.0.0.9:8000/convert")
-    spec = converted.control_spec().offload
+    switched = settings_of(SWITCHED, "f")
+    assert switched.offload is not None
+    assert switched.offload.role_switch == RoleSwitchSection(url="http://10.0.0.9:8000/role")
+    spec = switched.control_spec().offload
     assert spec is not None
-    assert spec.long_term.conversions
+    assert spec.long_term.role_switches
 
 
 OFFLOAD_ERRORS = {
@@ -129,7 +129,7 @@ def test_a_decode_instance_that_may_switch_to_prefill_needs_a_bootstrap_address(
 
     text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", reached, text)
     assert deployment_of(text, "f", environ={})
-    problems = file_errors(text + "    role_switch: {command: [convert]}\n")
+    problems = file_errors(text + "    role_switch: {command: [switch]}\n")
     assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7, 12)}
     assert all("bootstrap" in str(problem) for problem in problems)
 

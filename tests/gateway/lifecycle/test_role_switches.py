@@ -22,24 +22,24 @@ from kvroute.control import decisions_equal, replay
 from kvroute.event_log import read_log
 from kvroute.gateway.config.offload import RoleSwitchSection, hook_url
 from kvroute.gateway.gateway import Deployment
-from kvroute.gateway.lifecycle.role_hook import convert
+from kvroute.gateway.lifecycle.role_hook import switch_role
 from kvroute.topology import parse
 from kvroute.topology.units import Duration
-from kvroute.types import Endpoint, InstanceConverted
+from kvroute.types import Endpoint, RoleSwitched
 
 FREQUENT_REVIEWS = "review: 50 ms, requests_min: 5, window: 10 s, busy_above: 0.01, prefill_min: 1, decode_min: 1"
 ONCE = FREQUENT_REVIEWS.replace("prefill_min: 1, decode_min: 1", "prefill_min: 2, decode_min: 2")
-"""One conversion, after which every instance keeps its role."""
+"""One role switch, after which every instance keeps its role."""
 OUTCOMES = "kvroute_role_switches_total"
 
 
-def offload(conversion: str = "", long_term: str = FREQUENT_REVIEWS) -> str:
+def offload(role_switch: str = "", long_term: str = FREQUENT_REVIEWS) -> str:
     """Return settings under which no prompt is offloaded; the home site has one prefill and three decode instances, too
     few prefill instances for long prompts."""
-    hook = f"    role_switch: {conversion}\n" if conversion else ""
+    section = f"    role_switch: {role_switch}\n" if role_switch else ""
     return (
         "  offload:\n    threshold: 100K\n    check_interval: 20 ms\n    short_term: {enabled: false}\n"
-        f"    long_term: {{{long_term}}}\n{hook}"
+        f"    long_term: {{{long_term}}}\n{section}"
     )
 
 
@@ -60,7 +60,7 @@ async def hook(statuses: list[int], gate: asyncio.Event | None = None) -> AsyncI
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/convert", told
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/role", told
     finally:
         if gate is not None:
             gate.set()
@@ -98,7 +98,7 @@ def _check_replay(log: Path) -> bool:
 
 def _role_switches(log: Path) -> list[tuple[str, str]]:
     events = [record.event for record in read_log(log)[1]]
-    return [(event.instance, event.role) for event in events if isinstance(event, InstanceConverted)]
+    return [(event.instance, event.role) for event in events if isinstance(event, RoleSwitched)]
 
 
 def test_emulated_engines_switch_roles_under_load(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_emulated_engines_switch_roles_under_load(tmp_path: Path) -> None:
     async def run() -> None:
         async with two_sites(offload() + f"  log: {{events: {log}}}\n") as gate:
             load = LoadGenerator(gate)
-            await wait_for_counter(gate, OUTCOMES, 1, outcome="converted")
+            await wait_for_counter(gate, OUTCOMES, 1, outcome="switched")
             (name,) = [n for n, s in gate.fleet.servers.items() if n.startswith("decode") and s.role == "prefill"][:1]
             engines = gate.gateway.runtime.engines
             assert engines[name].role == "prefill"
@@ -133,9 +133,9 @@ def test_a_hook_is_called_after_the_drain_with_instance_and_role() -> None:
         async with hook([204], gone) as (url, told):
             section = offload(f'{{url: "{url}"}}') + "  policy: round-robin\n"
             async with two_sites(section) as gate:
-                await converted(gate, told, gone)
+                await check_role_switch(gate, told, gone)
 
-    async def converted(gate: Rig, told: list[Any], gone: asyncio.Event) -> None:
+    async def check_role_switch(gate: Rig, told: list[Any], gone: asyncio.Event) -> None:
         for name in ("decode0", "decode1", "decode2"):
             await gate.command(name, "slow", factor=10)
         load = LoadGenerator(gate, clients=9, tokens=30)  # two thirds of a second each, on every decode instance
@@ -147,10 +147,10 @@ def test_a_hook_is_called_after_the_drain_with_instance_and_role() -> None:
         before = load.answers
         await until(lambda: load.answers > before + 10)
         assert engines[name].in_flight == 0
-        assert engines[name].availability.reason == "converting"
+        assert engines[name].availability.reason == "switching"
         assert await metric(gate, "kvroute_role_switches_in_progress") == 1
         gone.set()
-        await wait_for_counter(gate, OUTCOMES, 1, outcome="converted")
+        await wait_for_counter(gate, OUTCOMES, 1, outcome="switched")
         await until(lambda: engines[name].in_flight > 0)
         await load.end()
         assert await gate.becomes_idle(), gate.held_resources()
@@ -220,7 +220,7 @@ def test_an_engine_that_dies_during_a_role_switch_stays_down_until_it_recovers()
                 await gate.stop_engine(name)
                 await until(lambda: not availability.healthy)
                 gone.set()
-                await wait_for_counter(gate, OUTCOMES, 1, outcome="converted")
+                await wait_for_counter(gate, OUTCOMES, 1, outcome="switched")
                 assert not availability.up
                 await gate.restart_engine(name)
                 await until(lambda: availability.up)
@@ -253,9 +253,9 @@ def test_a_reload_during_a_role_switch(tmp_path: Path, change: str) -> None:
                     endpoints[name] = Endpoint(url="http://127.0.0.1:9")
                 assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
                 each = gate.gateway.runtime.engines[name]
-                assert each.availability.reason.endswith("converting") is (change == "same")
+                assert each.availability.reason.endswith("switching") is (change == "same")
                 gone.set()
-                await wait_for_counter(gate, OUTCOMES, 1, outcome="converted" if change == "same" else "abandoned")
+                await wait_for_counter(gate, OUTCOMES, 1, outcome="switched" if change == "same" else "abandoned")
                 assert each.role == ("prefill" if change == "same" else "decode")
                 await load.end()
                 assert await gate.becomes_idle(), gate.held_resources()
@@ -274,7 +274,7 @@ def test_a_reload_keeps_switched_roles(tmp_path: Path) -> None:
     async def run() -> None:
         async with two_sites(section) as gate:
             load = LoadGenerator(gate)
-            await wait_for_counter(gate, OUTCOMES, 1, outcome="converted")
+            await wait_for_counter(gate, OUTCOMES, 1, outcome="switched")
             await load.end()
             roles = {name: each.role for name, each in gate.gateway.runtime.engines.items()}
             endpoints = gate.fleet.ready().instances
@@ -350,13 +350,13 @@ def test_a_program_can_be_the_hook(code: str, why: str) -> None:
     )
     timeout_s = Duration(0.5 if "took" in why else 60.0)
     section = msgspec.structs.replace(RoleSwitchSection(command=[sys.executable, "-c", code]), timeout_s=timeout_s)
-    assert uvloop.run(convert(section, instance, "decode", "prefill")) == why
+    assert uvloop.run(switch_role(section, instance, "decode", "prefill")) == why
 
 
 def test_a_missing_hook_is_reported() -> None:
     instance = msgspec.structs.replace(parse(TEXT).instances[0], endpoint=Endpoint(url="http://127.0.0.1:9/"))
-    missing = uvloop.run(convert(RoleSwitchSection(command=["/no/such/program"]), instance, "decode", "prefill"))
+    missing = uvloop.run(switch_role(RoleSwitchSection(command=["/no/such/program"]), instance, "decode", "prefill"))
     assert missing == "/no/such/program cannot be run (No such file or directory)"
-    unreachable = uvloop.run(convert(RoleSwitchSection(url="{endpoint}/convert"), instance, "decode", "prefill"))
+    unreachable = uvloop.run(switch_role(RoleSwitchSection(url="{endpoint}/role"), instance, "decode", "prefill"))
     assert unreachable.startswith("the hook cannot be reached (")
-    assert hook_url("{endpoint}/convert", "http://a:1/") == "http://a:1/convert"
+    assert hook_url("{endpoint}/role", "http://a:1/") == "http://a:1/role"

@@ -31,7 +31,7 @@ from kvroute.gateway.observe.view import (
     Ttft,
 )
 from kvroute.policies import TierLearned
-from kvroute.types import Convert, Decode, Offload, Prefill, Reject
+from kvroute.types import Decode, Offload, Prefill, Reject, SwitchRole
 
 ROOT = Path(__file__).parents[3]
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; q=0.5, text/plain;version=0.0.4;q=0.2"
@@ -55,12 +55,12 @@ OFFLOAD = OffloadLoad(
             backlog_s=2.5,
         ),
     ),
-    converts=True,
+    switches_roles=True,
     role_switches=(RoleSwitchLoad(instance="decode0", role="prefill", stage="hook"),),
     roles={"decode1": "prefill"},
     review=ReviewLoad(
         at=1.0,
-        verdict="convert",
+        verdict="switch_role",
         rate_per_s=3.0,
         lambda_max_per_s=2.5,
         best_per_s=3.25,
@@ -258,14 +258,14 @@ def test_prefill_across_datacenters_is_counted() -> None:
     for reason in ("long", "long", "home_down"):
         metrics.decided(Prefill(1, "prefill0", offload=Offload("far", reason)), 1e-5)
     metrics.decided(Prefill(1, "prefill0"), 1e-5)
-    metrics.decided(Convert("decode0", "prefill"), 1e-5)
-    metrics.reviewed("convert")
-    metrics.converted("failed")
+    metrics.decided(SwitchRole("decode0", "prefill"), 1e-5)
+    metrics.reviewed("switch_role")
+    metrics.role_switch_ended("failed")
     expected: list[tuple[float, str, dict[str, str]]] = [
         (2, "kvroute_offload_decisions_total", {"site": "far", "reason": "long"}),
         (1, "kvroute_offload_decisions_total", {"site": "far", "reason": "home_down"}),
-        (1, "kvroute_decisions_total", {"kind": "convert", "engine": "decode0"}),
-        (1, "kvroute_reviews_total", {"verdict": "convert"}),
+        (1, "kvroute_decisions_total", {"kind": "switch_role", "engine": "decode0"}),
+        (1, "kvroute_reviews_total", {"verdict": "switch_role"}),
         (1, "kvroute_role_switches_total", {"outcome": "failed"}),
         (24_000, "kvroute_offload_threshold_tokens", {"site": "far"}),
         (19_400, "kvroute_offload_base_tokens", {"site": "far"}),

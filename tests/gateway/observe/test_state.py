@@ -27,7 +27,7 @@ from kvroute.gateway.observe.state import (
 )
 from kvroute.gateway.observe.view import GatewayStatus, InstanceLoad, Snapshot, Ttft
 from kvroute.topology import Cluster, InstanceCounts, build, fat_tree, two_datacenters
-from kvroute.types import Arrived, Convert, Decode, Offload, Prefill, PrefillFinished, Reject, Request, Terms
+from kvroute.types import Arrived, Decode, Offload, Prefill, PrefillFinished, Reject, Request, SwitchRole, Terms
 
 CLUSTER = build(
     fat_tree(
@@ -227,7 +227,7 @@ def test_reasons_of_offloads_and_role_switches_are_shown() -> None:
     decisions show neither."""
     offload = Offload("away-site", "long", {"incremental_tokens": 9000.0, "away-site.finish_s": 1.5})
     left = judgement_of(1, 0.0, "netkv", Prefill(1, "far0", offload=offload))
-    turned = judgement_of(2, 0.0, "netkv", Convert("decode0", "prefill"))
+    turned = judgement_of(2, 0.0, "netkv", SwitchRole("decode0", "prefill"))
     stayed = judgement_of(3, 0.0, "netkv", Prefill(1, "prefill0"))
     assert (left.offload, left.role) == (offload, None)
     assert (turned.offload, turned.role) == (None, "prefill")

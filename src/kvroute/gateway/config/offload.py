@@ -12,8 +12,8 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from kvroute.gateway.config.field_types import Limit, LimitOrNone, Share, Tokens, Wait, tokens
-from kvroute.policies.conversion import LongTerm
 from kvroute.policies.offload import OffloadSpec
+from kvroute.policies.role_switch import LongTerm
 from kvroute.policies.short_term import Rule, ShortTerm
 from kvroute.policies.throughput import Reading
 from kvroute.topology.schema import Entry
@@ -25,7 +25,7 @@ _SHORT, _LONG, _OFFLOAD = ShortTerm(), LongTerm(), OffloadSpec()
 """The defaults are those of the policy."""
 Factor = Annotated[float, Meta(gt=0, le=1e6)]
 HookUrl = Annotated[
-    str, Meta(pattern=r"^(\{endpoint\}|https?://[^\s/?#{}]+)[^\s{}]*\Z", examples=["http://10.0.0.9:8000/convert"])
+    str, Meta(pattern=r"^(\{endpoint\}|https?://[^\s/?#{}]+)[^\s{}]*\Z", examples=["http://10.0.0.9:8000/role"])
 ]
 EMULATED_HOOK = f"{_ENDPOINT}/emulator/role"
 
@@ -80,7 +80,7 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
     def spec(self, *, role_switches: bool) -> LongTerm:
         """Return the policy's form of the section. Raises InputError for values that contradict each other."""
         return LongTerm(
-            conversions=role_switches,
+            role_switches=role_switches,
             review_s=float(self.review_s),
             window_s=float(self.window_s),
             start_requests=self.start_requests,
@@ -170,7 +170,7 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
             rule=self.rule,
             scarce_above=self.scarce_above,
             abundant_below=self.abundant_below,
-            copy_asks=self.copy is not None,
+            copy_queues=self.copy is not None,
             copy_min_tokens=math.ceil(tokens(self.copy.min)) if self.copy is not None else 1,
             layerwise=self.layerwise,
             stay_factor=self.stay_factor,

@@ -22,9 +22,9 @@ def offload_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
         offload.spec()
     except InputError as error:
         yield lines.error(error.what, (_SECTION, *written(error.where)), error.hint)
-    conversion = offload.role_switch
-    if conversion is not None and (conversion.url is None) == (conversion.command is None):
-        what = "`role_switch` requires a URL or a command" + (", not both" if conversion.url else ", but has neither")
+    hook = offload.role_switch
+    if hook is not None and (hook.url is None) == (hook.command is None):
+        what = "`role_switch` requires a URL or a command" + (", not both" if hook.url else ", but has neither")
         hint = "give `url: http://...` or `command: [PROGRAM, ...]`"
         yield lines.error(what, (_SECTION, "offload", "role_switch"), hint)
 
@@ -58,14 +58,14 @@ def _early_faults(
     """Yield instances whose KV cache cannot be requested before it is computed, although `layerwise` requires it."""
     homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
     offload = settings.offload
-    converts = offload is not None and offload.role_switch is not None
+    switches_roles = offload is not None and offload.role_switch is not None
     for instance in cluster.instances:
         at_home, endpoint = instance.datacenter in homes, instance.endpoint
         early = settings.layerwise if at_home else settings.layerwise or (offload is not None and offload.layerwise)
         if (
             endpoint is None
             or not early
-            or not (instance.role == "prefill" or (converts and instance.role == "decode"))
+            or not (instance.role == "prefill" or (switches_roles and instance.role == "decode"))
         ):
             continue
         place, traits = (*places[instance.name], "endpoint"), instance.traits

@@ -177,10 +177,10 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
     def files(tls: TlsSettings | None) -> TlsSettings | None:
         return tls and replace(tls, certificate=path(tls.certificate), key=path(tls.key))
 
-    conversion = offload.role_switch if offload is not None else None
-    if offload is not None and conversion is not None and conversion.command and os.sep in conversion.command[0]:
-        program, *rest = conversion.command
-        offload = replace(offload, role_switch=replace(conversion, command=[path(program), *rest]))
+    hook = offload.role_switch if offload is not None else None
+    if offload is not None and hook is not None and hook.command and os.sep in hook.command[0]:
+        program, *rest = hook.command
+        offload = replace(offload, role_switch=replace(hook, command=[path(program), *rest]))
     return replace(
         settings,
         listen=replace(listen, tls=files(listen.tls)),

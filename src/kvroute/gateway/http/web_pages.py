@@ -77,8 +77,8 @@ def answer_other_site(pages: WebPages, exchange: Exchange) -> bool:
     if origin is None or not pages.allows(origin):
         return False
     exchange.add_header_lines(_CORS % origin)
-    asked = exchange.header(b"access-control-request-method")
-    if exchange.method != b"OPTIONS" or asked is None:
+    requested_method = exchange.header(b"access-control-request-method")
+    if exchange.method != b"OPTIONS" or requested_method is None:
         return False
     headers = [(b"access-control-allow-methods", b"GET, POST"), (b"access-control-max-age", b"600")]
     wanted = exchange.header(b"access-control-request-headers")

@@ -73,7 +73,7 @@ class Deployment:
         """Do the same from the file's text; `source` is its name in errors."""
         cluster, settings = deployment_of(text, source, embedded=endpoints is not None)
         if endpoints is not None:
-            cluster, settings = _emulated(cluster, endpoints, source), _convertible(settings)
+            cluster, settings = _emulated(cluster, endpoints, source), _switchable(settings)
         return cls(text, cluster, adjust(settings))
 
     @classmethod
@@ -88,7 +88,7 @@ class Deployment:
         """
         cluster, settings = deployment_of(read_text(path), str(path), embedded=True)
         _check_emulated(cluster, str(path))
-        check_places(adjust(_convertible(settings)))
+        check_places(adjust(_switchable(settings)))
 
     @property
     def control_spec(self) -> ControlSpec:
@@ -160,13 +160,13 @@ class Deployment:
                 yield name
 
 
-def _convertible(settings: GatewaySettings) -> GatewaySettings:
+def _switchable(settings: GatewaySettings) -> GatewaySettings:
     """Return the settings with the emulated engines' own hook for role switches, unless the file names a hook."""
     offload = settings.offload
     if offload is None or offload.role_switch is not None:
         return settings
-    conversion = RoleSwitchSection(url=EMULATED_HOOK)
-    return msgspec.structs.replace(settings, offload=msgspec.structs.replace(offload, role_switch=conversion))
+    role_switch = RoleSwitchSection(url=EMULATED_HOOK)
+    return msgspec.structs.replace(settings, offload=msgspec.structs.replace(offload, role_switch=role_switch))
 
 
 def _check_emulated(cluster: Cluster, source: str) -> None:

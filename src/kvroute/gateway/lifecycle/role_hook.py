@@ -20,7 +20,7 @@ _TERMINATE_S = 5.0
 """Time between SIGTERM and SIGKILL when a program is ended, in seconds."""
 
 
-async def convert(section: RoleSwitchSection, instance: Instance, before: Role, role: Role) -> str:
+async def switch_role(section: RoleSwitchSection, instance: Instance, before: Role, role: Role) -> str:
     """Call the hook to switch an instance's role; return the reason if that fails, empty on success.
 
     On a timeout, or if the caller is cancelled, a program is ended together with its child processes.
@@ -30,30 +30,30 @@ async def convert(section: RoleSwitchSection, instance: Instance, before: Role, 
         async with asyncio.timeout(float(section.timeout_s)):
             if section.url is not None:
                 return await _post(hook_url(section.url, instance.endpoint.url), instance.name, before, role)
-            told = {"INSTANCE": instance.name, "ENDPOINT": instance.endpoint.url, "ROLE": role, "FROM": before}
-            return await _run(section.command or [], told)
+            message = {"INSTANCE": instance.name, "ENDPOINT": instance.endpoint.url, "ROLE": role, "FROM": before}
+            return await _run(section.command or [], message)
     except TimeoutError:
         return f"the hook took longer than {float(section.timeout_s):g} s"
 
 
 async def _post(url: str, instance: str, before: Role, role: Role) -> str:
-    told = {"instance": instance, "role": role, "from": before}
+    message = {"instance": instance, "role": role, "from": before}
     patient = aiohttp.ClientTimeout(total=None)
     try:
         async with (
             aiohttp.ClientSession(timeout=patient) as session,
-            session.post(url, json=told, allow_redirects=False) as answer,
+            session.post(url, json=message, allow_redirects=False) as answer,
         ):
             return "" if 200 <= answer.status < 300 else f"the hook returned status {answer.status}"
     except (aiohttp.ClientError, OSError) as error:
         return f"the hook cannot be reached ({type(error).__name__})"
 
 
-async def _run(command: list[str], told: dict[str, str]) -> str:
+async def _run(command: list[str], message: dict[str, str]) -> str:
     null = asyncio.subprocess.DEVNULL
     try:
         program = await asyncio.create_subprocess_exec(
-            *command, stdin=null, stdout=null, env={**os.environ, **told}, start_new_session=True
+            *command, stdin=null, stdout=null, env={**os.environ, **message}, start_new_session=True
         )
     except OSError as error:
         return f"{command[0]} cannot be run ({error.strerror})"

@@ -10,21 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kvroute.gateway.lifecycle.role_hook import convert
+from kvroute.gateway.lifecycle.role_hook import switch_role
 from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.proxy.runtime import same_engine
-from kvroute.types import Convert, Event, InstanceConverted, KvCleared, ReviewDue, Role
+from kvroute.types import Event, KvCleared, ReviewDue, Role, RoleSwitched, SwitchRole
 
 if TYPE_CHECKING:
     from kvroute.control.allocation import Review
     from kvroute.gateway.config.offload import RoleSwitchSection
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
-Outcome: TypeAlias = Literal["converted", "failed", "declined", "abandoned"]
+Outcome: TypeAlias = Literal["switched", "failed", "declined", "abandoned"]
 """`declined`: not tried, because there is no hook or an earlier switch failed a short time ago; `abandoned`: the
 gateway shuts down or the file has changed."""
 
-CONVERTING = "converting"
+SWITCHING = "switching"
 """Reason for giving an instance no requests while its role is switched."""
 _DOUBLINGS = 4
 
@@ -84,11 +84,11 @@ class RoleSwitches:
             runtime.metrics.reviewed(review.verdict)
             _tell(review, offload.role_switch is not None)
         for decision in decisions:
-            if isinstance(decision, Convert):
+            if isinstance(decision, SwitchRole):
                 runtime.state.decided(decision, now)
                 self._begin(decision, offload.role_switch, now)
 
-    def _begin(self, decision: Convert, section: RoleSwitchSection | None, now: float) -> None:
+    def _begin(self, decision: SwitchRole, section: RoleSwitchSection | None, now: float) -> None:
         engine = self._runtime.engines[decision.instance]
         drain_s = float(section.drain_s) if section is not None else 0.0
         switch = RoleSwitch(decision.instance, decision.role, engine.role, now + drain_s)
@@ -97,7 +97,7 @@ class RoleSwitches:
             self._end(switch, "declined")
             return
         log_event("info", "role_switch_started", instance=decision.instance, role=decision.role)
-        engine.availability.hold(CONVERTING, now)
+        engine.availability.hold(SWITCHING, now)
 
     async def _call(self, switch: RoleSwitch) -> None:
         runtime = self._runtime
@@ -106,7 +106,7 @@ class RoleSwitches:
         why = "the configuration no longer has a hook"
         try:
             if section is not None:
-                why = await convert(section, instance, switch.before, switch.role)
+                why = await switch_role(section, instance, switch.before, switch.role)
         except asyncio.CancelledError:
             self._end(switch, "abandoned")
             raise
@@ -117,23 +117,23 @@ class RoleSwitches:
         elif section is not None:
             self._backs_off_until = runtime.now() + float(section.back_off_s) * 2 ** min(self._failures, _DOUBLINGS)
             self._failures += 1
-        self._end(switch, "failed" if why else "converted", why)
+        self._end(switch, "failed" if why else "switched", why)
 
     def _end(self, switch: RoleSwitch, outcome: Outcome, why: str = "") -> None:
         """Finish a role switch: the instance serves again, in the new role or the old one."""
         name, runtime = switch.instance, self._runtime
         if self.in_progress.pop(name, None) is not switch:
             return
-        runtime.metrics.converted(outcome)
+        runtime.metrics.role_switch_ended(outcome)
         reason = {"reason": why} if why else {}
         log_event("error" if why else "info", f"role_switch_{outcome}", instance=name, role=switch.role, **reason)
         engine, now = runtime.engines[name], runtime.now()
-        if outcome == "converted":
+        if outcome == "switched":
             engine.role = switch.role
             self._heard(KvCleared(now, name))  # the engine has most likely restarted
-        if _may_convert(runtime, name):
-            runtime.notify(InstanceConverted(now, name, engine.role))
-        engine.availability.release(CONVERTING, now)
+        if _may_switch(runtime, name):
+            runtime.notify(RoleSwitched(now, name, engine.role))
+        engine.availability.release(SWITCHING, now)
 
     def take_over(self, old: ClusterRuntime, new: ClusterRuntime) -> None:
         """Carry over roles and role switches at a reload, for each instance that the new file keeps unchanged and
@@ -142,7 +142,7 @@ class RoleSwitches:
         for name, before in old.engines.items():
             switch, after = self.in_progress.get(name), new.engines.get(name)
             same = same_engine(name, old, new) and after is not None and before.instance.role == after.instance.role
-            if not (same and after is not None and _may_convert(new, name)):
+            if not (same and after is not None and _may_switch(new, name)):
                 if switch is not None:
                     self._abandon(switch)
                 if after is not None and before.role != after.role:
@@ -150,17 +150,17 @@ class RoleSwitches:
                 continue
             if before.role != after.role:
                 after.role = before.role
-                new.notify(InstanceConverted(now, name, before.role))
+                new.notify(RoleSwitched(now, name, before.role))
             if switch is not None:
                 switch.inherited = True
-                after.availability.hold(CONVERTING, now)
+                after.availability.hold(SWITCHING, now)
 
     def _abandon(self, switch: RoleSwitch) -> None:
         """End a role switch without an event to the core: the new file defines the instance's role."""
         self.in_progress.pop(switch.instance, None)
         if switch.hook is not None:
             switch.hook.cancel()
-        self._runtime.metrics.converted("abandoned")
+        self._runtime.metrics.role_switch_ended("abandoned")
         log_event("warning", "role_switch_abandoned", instance=switch.instance, role=switch.role)
 
     def stop(self) -> None:
@@ -179,9 +179,9 @@ class RoleSwitches:
         await asyncio.gather(*hooks, return_exceptions=True)
 
 
-def _may_convert(runtime: ClusterRuntime, name: str) -> bool:
+def _may_switch(runtime: ClusterRuntime, name: str) -> bool:
     offloading = runtime.control.offloading
-    return offloading is not None and offloading.may_convert(runtime.cluster.index(name))
+    return offloading is not None and offloading.may_switch(runtime.cluster.index(name))
 
 
 def _needed(name: str, clusters: Sequence[ClusterRuntime]) -> bool:
@@ -195,7 +195,7 @@ def _needed(name: str, clusters: Sequence[ClusterRuntime]) -> bool:
     return False
 
 
-def _tell(review: Review, converts: bool) -> None:
+def _tell(review: Review, switches_roles: bool) -> None:
     best = "; ".join(f"{p} prefill, {d} decode" for p, d in zip(review.n_prefill, review.n_decode, strict=True))
     log_event(
         "info",
@@ -205,5 +205,5 @@ def _tell(review: Review, converts: bool) -> None:
         gain=round(review.gain, 4),
         rate_per_s=round(review.rate_per_s, 4),
         lambda_max_per_s=round(review.lambda_max_per_s, 4),
-        reason=f"best split: {best}" + ("" if converts else " (no hook: roles do not change)"),
+        reason=f"best split: {best}" + ("" if switches_roles else " (no hook: roles do not change)"),
     )

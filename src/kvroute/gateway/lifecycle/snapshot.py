@@ -80,7 +80,7 @@ def _offload(runtime: ClusterRuntime, role_switches: RoleSwitches | None, now: f
     engines = runtime.engines.values()
     return OffloadLoad(
         sites=tuple(_site(runtime, offloading, site, now) for site in offloading.datacenters.prfaas),
-        converts=section.role_switch is not None,
+        switches_roles=section.role_switch is not None,
         role_switches=tuple(RoleSwitchLoad(instance=c.instance, role=c.role, stage=c.stage) for c in in_progress),
         roles={engine.name: engine.role for engine in engines if engine.role != engine.instance.role},
         review=_review(offloading.last_review),

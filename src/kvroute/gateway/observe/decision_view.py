@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvroute.types import Convert, CopyPrefix, Decision, Decode, Offload, Prefill, Reject, Role, Shadowed, Terms
+from kvroute.types import CopyPrefix, Decision, Decode, Offload, Prefill, Reject, Role, Shadowed, SwitchRole, Terms
 
 CANDIDATES_MOST = 8
 
@@ -58,15 +58,15 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Dec
             kind = "decode"
         case Reject():
             kind = "reject"
-        case Convert(instance=chosen):
-            kind = "convert"
+        case SwitchRole(instance=chosen):
+            kind = "switch_role"
         case CopyPrefix(target=chosen):
             kind = "copy"
     candidates = _candidates(terms, chosen) if terms is not None else ()
     return DecisionView(
         id=number,
         at=round(at, 3),
-        request_id=-1 if isinstance(decision, Convert | CopyPrefix) else decision.request_id,
+        request_id=-1 if isinstance(decision, SwitchRole | CopyPrefix) else decision.request_id,
         kind=kind,
         policy=policy,
         chosen=chosen,
@@ -80,7 +80,7 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Dec
         shadow=decision.shadow if isinstance(decision, Decode) else None,
         others=len(terms.names) - len(candidates) if terms is not None else 0,
         offload=decision.offload if isinstance(decision, Prefill) else None,
-        role=decision.role if isinstance(decision, Convert) else None,
+        role=decision.role if isinstance(decision, SwitchRole) else None,
     )
 
 
@@ -88,7 +88,7 @@ def _hit_tokens(decision: Decision) -> int:
     match decision:
         case Prefill(cached_tokens=tokens) | Decode(hit_tokens=tokens):
             return tokens
-        case Reject() | Convert() | CopyPrefix():
+        case Reject() | SwitchRole() | CopyPrefix():
             return 0
 
 

@@ -15,12 +15,12 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from kvroute.gateway.observe.exposition import Counter, Exemplar, Histogram, lines
 from kvroute.gateway.observe.load_gauges import TIER_LABELS, load_gauges
 from kvroute.gateway.observe.view import GatewayStatus, Ttft
-from kvroute.types import TIER_COUNT, Convert, Decision, Decode, Prefill, Role, Shadowed
+from kvroute.types import TIER_COUNT, Decision, Decode, Prefill, Role, Shadowed, SwitchRole
 
 Leg: TypeAlias = Literal["copy", "prefill", "decode", "passthrough"]
 
 _TIER_KEYS = [(label,) for label in TIER_LABELS]
-_PREFILL, _DECODE, _REJECT, _CONVERT = ("prefill",), ("decode",), ("reject",), ("convert",)
+_PREFILL, _DECODE, _REJECT, _SWITCH_ROLE = ("prefill",), ("decode",), ("reject",), ("switch_role",)
 _QUEUE, _TRANSFER, _FIRST_STEP = ("queue",), ("transfer",), ("first_step",)
 _REQUEST_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
@@ -124,9 +124,9 @@ class Metrics:
             self._hit_tokens.add(kind, decision.hit_tokens)
             if decision.shadow is not None:
                 self._shadow(decision, decision.shadow)
-        elif type(decision) is Convert:
-            kind = _CONVERT
-            self._decisions.add(("convert", decision.instance))
+        elif type(decision) is SwitchRole:
+            kind = _SWITCH_ROLE
+            self._decisions.add(("switch_role", decision.instance))
         else:
             kind = _REJECT
             self._decisions.add(("reject", ""))
@@ -257,7 +257,7 @@ class Metrics:
         """Count a search for threshold and roles; `verdict` is one of a few fixed words."""
         self._reviews.add((verdict,))
 
-    def converted(self, outcome: Literal["converted", "failed", "declined", "abandoned"]) -> None:
+    def role_switch_ended(self, outcome: Literal["switched", "failed", "declined", "abandoned"]) -> None:
         """Count a finished role switch."""
         self._role_switches.add((outcome,))
 

@@ -8,7 +8,7 @@ from kvroute.gateway.observe.exposition import Family, Key
 from kvroute.gateway.observe.view import BreakerState, OffloadLoad, SiteLoad
 
 _WAN_PATH_STATE: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
-_CONVERTING = Family("gauge", "kvroute_role_switches_in_progress", "Instances that are switching their role.")
+_SWITCHING = Family("gauge", "kvroute_role_switches_in_progress", "Instances that are switching their role.")
 _LAMBDA = Family(
     "gauge",
     "kvroute_review_requests_per_second",
@@ -77,9 +77,9 @@ def offload_gauges(offload: OffloadLoad | None) -> Iterator[tuple[Family, Iterab
     """Yield families with their samples; no samples if the settings have no `offload` section."""
     sites = offload.sites if offload is not None else ()
     for family, value in _SITE_GAUGES:
-        told = [(site.name, value(site)) for site in sites]
-        yield family, [((name,), sample) for name, sample in told if sample is not None]
-    yield _CONVERTING, [((), len(offload.role_switches))] if offload is not None else []
+        samples = [(site.name, value(site)) for site in sites]
+        yield family, [((name,), sample) for name, sample in samples if sample is not None]
+    yield _SWITCHING, [((), len(offload.role_switches))] if offload is not None else []
     review = offload.review if offload is not None else None
     limits = [] if review is None else [("present", review.lambda_max_per_s), ("best", review.best_per_s)]
     yield _LAMBDA, [((split, review.binding), limit) for split, limit in limits if review is not None]

@@ -116,7 +116,7 @@ class OffloadLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of prefill across datacenters."""
 
     sites: tuple[SiteLoad, ...]
-    converts: bool
+    switches_roles: bool
     """Whether a hook for role switches is configured."""
     role_switches: tuple[RoleSwitchLoad, ...] = ()
     roles: dict[str, Role] = {}

@@ -72,10 +72,10 @@ def read_fields(body: bytes) -> Fields:
         RequestError: 400, the body is not a JSON object in UTF-8, is nested too deeply, or has more than VALUES_MAX
             values.
     """
-    return read_fields_told(body)[0]
+    return read_and_strip_fields(body)[0]
 
 
-def read_fields_told(body: bytes) -> tuple[Fields, bool]:
+def read_and_strip_fields(body: bytes) -> tuple[Fields, bool]:
     """Return the same as `read_fields`, and whether the body has any of `ENGINE_FIELDS`."""
     check_size(body)
     if not body:
@@ -99,12 +99,12 @@ def read_fields_told(body: bytes) -> tuple[Fields, bool]:
         ) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply; send flatter JSON", code="invalid_json") from None
-    told = ENGINE_FIELDS.intersection(fields)
-    for name in told:
+    removed = ENGINE_FIELDS.intersection(fields)
+    for name in removed:
         del fields[name]
     if "vllm_xargs" in fields:
         _check_extra(fields["vllm_xargs"])
-    return fields, bool(told)
+    return fields, bool(removed)
 
 
 def check_utf8(body: bytes) -> None:

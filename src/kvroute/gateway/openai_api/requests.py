@@ -19,8 +19,8 @@ from kvroute.gateway.openai_api.json_fields import (
     count,
     flag,
     given,
+    read_and_strip_fields,
     read_fields,
-    read_fields_told,
     shown,
     string,
     token_ids,
@@ -162,16 +162,16 @@ def read_passthrough(path: bytes, body: bytes) -> PassthroughBody:
     Raises:
         RequestError: 400, the body is not a JSON object, its `model` is not a string, or it has too many values.
     """
-    fields, told = read_fields_told(body)
-    return PassthroughBody(string(fields, "model") or "", _encode(fields) if told else body, fields)
+    fields, stripped = read_and_strip_fields(body)
+    return PassthroughBody(string(fields, "model") or "", _encode(fields) if stripped else body, fields)
 
 
-def passthrough_with_salt(asked: PassthroughBody, salt: Callable[[str], str]) -> PassthroughBody:
+def passthrough_with_salt(passthrough: PassthroughBody, salt: Callable[[str], str]) -> PassthroughBody:
     """Return the same request with the `cache_salt` that `salt` derives from the client's. The body, which may be
     long, is not parsed again."""
-    own = bytes(asked.fields.get("cache_salt", b"null"))
-    fields = {**asked.fields, "cache_salt": Raw(_encode(salt("" if own == b"null" else own.decode())))}
-    return PassthroughBody(asked.model, _encode(fields), fields)
+    own = bytes(passthrough.fields.get("cache_salt", b"null"))
+    fields = {**passthrough.fields, "cache_salt": Raw(_encode(salt("" if own == b"null" else own.decode())))}
+    return PassthroughBody(passthrough.model, _encode(fields), fields)
 
 
 def _too_many_answers(param: str, what: str) -> RequestError:

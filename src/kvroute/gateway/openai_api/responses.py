@@ -94,8 +94,8 @@ def cached_tokens(body: bytes) -> int | None:
         answer = _PREFILLED.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    told = answer.kv_transfer_params
-    if told and told.remote_prefill_cached_tokens is not None:
-        return told.remote_prefill_cached_tokens
+    params = answer.kv_transfer_params
+    if params and params.remote_prefill_cached_tokens is not None:
+        return params.remote_prefill_cached_tokens
     details = answer.usage.prompt_tokens_details if answer.usage else None
     return details.cached_tokens if details else None

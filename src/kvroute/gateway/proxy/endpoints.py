@@ -228,10 +228,10 @@ class Endpoints:
         exchange.respond(status, body)
         self._admission_queue.log_finished(exchange, "models", status, 0.0, key)
 
-    def _passthrough(self, exchange: Exchange, key: str | None, asked: PassthroughBody, received_at: float) -> None:
+    def _passthrough(self, exchange: Exchange, key: str | None, content: PassthroughBody, received_at: float) -> None:
         salts = self.serving.salts
         if salts is not None and key is not None and exchange.path == b"/v1/embeddings":
-            asked = passthrough_with_salt(asked, partial(salts.salt, key))
+            content = passthrough_with_salt(content, partial(salts.salt, key))
         request_id = self._request_id(exchange)
         self._turn += 1
 
@@ -244,7 +244,7 @@ class Endpoints:
                 )
                 self._admission_queue.release(ticket)
 
-            PassthroughRequest(runtime, exchange, asked, self._turn, request_id, end).begin()
+            PassthroughRequest(runtime, exchange, content, self._turn, request_id, end).begin()
 
         self._admission_queue.submit(exchange, "passthrough", key, start)
 

@@ -16,7 +16,7 @@ from kvroute.gateway.http.deadlines import NEVER_S
 from kvroute.topology import Cluster
 from kvroute.types import Decode
 
-_LOOK_S = 0.05
+_TIMER_MIN_S = 0.05
 """Shortest interval between two runs of the timer."""
 
 
@@ -97,7 +97,7 @@ class ExpectedTransfers:
             self._arm(now)
         return end
 
-    def look(self, now: float) -> None:
+    def report_due(self, now: float) -> None:
         """Report due transfers to the core."""
         due = self._due
         while due and due[0][0] <= now:
@@ -113,11 +113,11 @@ class ExpectedTransfers:
             self._timer = None
 
     def _arm(self, now: float) -> None:
-        delay_s = max(self.due_at - now, _LOOK_S)
+        delay_s = max(self.due_at - now, _TIMER_MIN_S)
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring, now + delay_s)
 
     def _ring(self, now: float) -> None:
         self._timer = None
-        self.look(now)
+        self.report_due(now)
         if self._due:
             self._arm(now)

@@ -47,18 +47,18 @@ class PassthroughRequest:
         self,
         runtime: ClusterRuntime,
         exchange: Exchange,
-        asked: PassthroughBody,
+        content: PassthroughBody,
         turn: int,
         request_id: bytes,
         on_end: Callable[[int], None],
     ) -> None:
         """
         Args:
-            asked: the model and the body.
+            content: the model and the body.
             turn: increases by one with each request, so that instances take turns.
             on_end: called once with the status of the response.
         """
-        self._runtime, self._exchange, self._asked, self._turn = runtime, exchange, asked, turn
+        self._runtime, self._exchange, self._content, self._turn = runtime, exchange, content, turn
         self._engines: Iterator[EngineClient] = iter(())
         self._trace: RequestTrace | None = None
         self._request_id, self._on_end = request_id, on_end
@@ -78,7 +78,7 @@ class PassthroughRequest:
         try:
             exchange.on_gone = self._client_gone
             self._trace = runtime.tracer.request(exchange.headers, PASSTHROUGH)
-            model = runtime.models.name(self._asked.model) if self._asked.model else ""
+            model = runtime.models.name(self._content.model) if self._content.model else ""
             self._engines = answerers(runtime.engines.values(), model, self._turn)
             runtime.budget.request(runtime.now())
             self._next("no instance is up", 503)
@@ -107,7 +107,7 @@ class PassthroughRequest:
         # Engines do not support HEAD; the exchange omits the body of the response.
         method = b"GET" if exchange.method == b"HEAD" else exchange.method
         # An engine would read a body without a length as a second request: a GET is sent without its body.
-        body = self._asked.body if method == b"POST" else b""
+        body = self._content.body if method == b"POST" else b""
         length = b"content-length: %d\r\n" % len(body) if method == b"POST" else b""
         start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, engine.pool.host)
         request = b"".join((start, head, length, b"\r\n", body))

@@ -44,7 +44,7 @@ class CopyOwner(LegOwner, Protocol):
 class PrefixCopyLeg(Leg):
     """The request to the instance that has the prefix, and the result of the copy, which the prefill leg reports."""
 
-    __slots__ = ("_asked", "_expected_end", "_on_end", "_over", "decision", "owner", "prefix_tokens")
+    __slots__ = ("_expected_end", "_on_end", "_over", "_sent", "decision", "owner", "prefix_tokens")
     kind = "copy"
     owner: CopyOwner
 
@@ -66,7 +66,7 @@ class PrefixCopyLeg(Leg):
         """None once it has been called or the copy is over, to break the reference cycle with the prefill leg."""
         self._over = False
         """The outcome is counted."""
-        self._asked = False
+        self._sent = False
         """The prefill instance fetches the prefix, or is about to."""
 
     def begin(self, ids: Sequence[int] | None, now: float) -> None:
@@ -137,7 +137,7 @@ class PrefixCopyLeg(Leg):
     def _fetched(self, now: float) -> None:
         """Record the start of the transfer, just before the prefill leg is sent, and schedule its expected end."""
         runtime, decision = self.state.runtime, self.decision
-        self._asked = True
+        self._sent = True
         offload = decision.offload
         expected_s = offload.terms.get(f"{offload.site}.copy_s", 0.0) if offload is not None else 0.0
         tier = self._tier()
@@ -155,7 +155,7 @@ class PrefixCopyLeg(Leg):
 
     def computed(self, cached_tokens: int | None, now: float) -> None:
         """Record that the prompt is computed. Args: `cached_tokens` of it, None if the engine does not report them."""
-        if self._asked:
+        if self._sent:
             landed = cached_tokens is None or cached_tokens > self.decision.cached_tokens - self.decision.copy_tokens
             self._report(now, landed=landed)
             self._end("landed" if landed else "missed", now)
@@ -171,7 +171,7 @@ class PrefixCopyLeg(Leg):
             runtime, decision, landed = self.state.runtime, self.decision, outcome == "landed"
             tier = self._tier()
             runtime.metrics.copied(outcome, tier, decision.copy_bytes)
-            if self._asked:
+            if self._sent:
                 runtime.metrics.transfer_ended(tier, decision.copy_bytes, landed)
                 runtime.state.transfer_ended(-decision.copy_id, now, landed=landed)
 
@@ -185,5 +185,5 @@ def copy_body(completion: Completion, tokens: Sequence[int]) -> bytes:
     another engine."""
     kept = {name: completion.fields[name] for name in _KEPT if name in completion.fields}
     params = {"do_remote_decode": True, "do_remote_prefill": False}
-    asked = {"prompt": list(tokens), "stream": False, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": params}
-    return msgspec.json.encode({**kept, **asked})
+    added = {"prompt": list(tokens), "stream": False, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": params}
+    return msgspec.json.encode({**kept, **added})

@@ -138,7 +138,7 @@ class ProxiedRequest:
         runtime.metrics.prompt_read(prompt.input_tokens)
         runtime.budget.request(now)
         if runtime.expected_transfers.due_at <= now:
-            runtime.expected_transfers.look(now)
+            runtime.expected_transfers.report_due(now)
         self._apply(runtime.report.arrived(request, now), now)
 
     def _apply(self, decisions: tuple[Decision, ...], now: float) -> None:
@@ -196,7 +196,7 @@ class ProxiedRequest:
         if engine.approximate and request.blocks:
             runtime.report.prefix_stored(engine.name, request, now)
         if runtime.expected_transfers.due_at <= now:
-            runtime.expected_transfers.look(now)
+            runtime.expected_transfers.report_due(now)
         if decode is not None and not decode.aggregated:
             decode.transfer_started(now)
             decode.expect_transfer(now)

@@ -109,8 +109,8 @@ class EngineBlocks:
     def clear(self) -> None:
         """Drop all blocks, because the engine has cleared its cache or its state is unknown."""
         self.counts.cleared += 1
-        told = self._telling or len(self._blocks) > len(self._new) or bool(self._gone)
-        self._cleared = self._cleared or told
+        changed = self._telling or len(self._blocks) > len(self._new) or bool(self._gone)
+        self._cleared = self._cleared or changed
         self._telling = False
         self._blocks.clear()
         self._gone.clear()
@@ -118,9 +118,9 @@ class EngineBlocks:
 
     def changes(self, at: float) -> list[Event]:
         """Return the events from the last reported state to the present one; blocks of one chain share one event."""
-        return [event for event in self.told(lambda: at, Meter(SLICE_UNITS)) if event is not None]
+        return [event for event in self.event_slices(lambda: at, Meter(SLICE_UNITS)) if event is not None]
 
-    def told(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
+    def event_slices(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
         """Yield the events of `changes` in slices, and None where other tasks may run. Before its end, only `clear` may
         be called."""
         self._telling = True

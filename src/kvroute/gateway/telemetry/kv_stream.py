@@ -93,7 +93,7 @@ class KvStream:
         while True:
             while self._queue:
                 yield from self._apply_batch(self._queue.popleft(), meter)
-            yield from self.blocks.told(lambda: self._now, meter)
+            yield from self.blocks.event_slices(lambda: self._now, meter)
             if not self._queue:
                 return
 

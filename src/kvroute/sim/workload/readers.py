@@ -103,19 +103,19 @@ def read_any(
     if first is None:
         raise InputError("the file is empty", where=str(path), hint=_CONTENT_HINT)
     limit = math.inf if skip_bad else _SHOWN_FAULTS
-    requests, sessions, said = list[TracedRequest](), list[Session](), list[str]()
+    requests, sessions, notes = list[TracedRequest](), list[Session](), list[str]()
     if path.is_dir() or is_session(first[1]):
         faults = _taken(itertools.chain([first], rows), lambda line: sessions.append(_session(line)), limit)
     else:
-        requests, faults, said = _requests(first, rows, block_tokens, limit)
+        requests, faults, notes = _requests(first, rows, block_tokens, limit)
     if faults and not skip_bad:
         raise InputErrors(faults)
     for fault in faults:
         on_skip(fault)
     if not (requests or sessions):
         raise InputError("the file has no requests", where=str(path), hint=_CONTENT_HINT)
-    said += _left_out(len(faults))
-    return Agents(_name(path), tuple(sessions), tuple(said)) if sessions else _in_order(_name(path), requests, said)
+    notes += _left_out(len(faults))
+    return Agents(_name(path), tuple(sessions), tuple(notes)) if sessions else _in_order(_name(path), requests, notes)
 
 
 def write(trace: Trace, path: str | Path) -> None:
@@ -316,8 +316,8 @@ def _left_out(bad_lines: int) -> list[str]:
     return [f"{bad_lines} invalid line{'s' if bad_lines > 1 else ''} skipped"] if bad_lines else []
 
 
-def _in_order(name: str, requests: list[TracedRequest], said: list[str]) -> Trace:
-    remarks = list(said)
+def _in_order(name: str, requests: list[TracedRequest], notes: list[str]) -> Trace:
+    remarks = list(notes)
     backwards = sum(b.at_s < a.at_s for a, b in itertools.pairwise(requests))
     if backwards:
         remarks.append(

@@ -221,7 +221,7 @@ export class Panels {
     setText(when, clock(decision.at));
     setText(request, decision.request_id < 0 ? "" : `#${decision.request_id}`);
     setText(kind, decision.kind);
-    setText(path, decision.kind === "reject" ? decision.reason : decision.kind === "convert" ? `${decision.chosen} → ${decision.role}` : decision.source ? `${decision.source} → ${decision.chosen}` : decision.chosen);
+    setText(path, decision.kind === "reject" ? decision.reason : decision.kind === "switch_role" ? `${decision.chosen} → ${decision.role}` : decision.source ? `${decision.source} → ${decision.chosen}` : decision.chosen);
     setText(terms, winner && decision.unit === "s" ? summands(winner.terms) : "");
     setText(badge, decision.tier === null ? "" : this.layout.tiers[decision.tier]);
     badge.style.borderColor = decision.tier === null ? "transparent" : TIER_COLOURS[decision.tier];
@@ -238,13 +238,13 @@ export class Panels {
   why() {
     const decision = this.chosen, box = $("why");
     $("why-panel").hidden = false;
-    const whose = decision.kind === "convert" ? "review of roles" : `request #${decision.request_id}: ${decision.kind}${decision.kind === "reject" ? "" : ` by ${decision.policy}`}`;
+    const whose = decision.kind === "switch_role" ? "review of roles" : `request #${decision.request_id}: ${decision.kind}${decision.kind === "reject" ? "" : ` by ${decision.policy}`}`;
     setText($("why-note"), `${whose}, ${clock(decision.at)}`);
     box.replaceChildren();
     if (decision.reason) box.append(element("p", "", decision.reason));
     if (decision.offload) box.append(...this.offloaded(decision.offload));
     if (!decision.candidates.length) {
-      box.append(element("p", "empty", decision.kind === "convert" ? `${decision.chosen} is drained and will serve ${decision.role}: the review under Datacenters gives the reason.` : decision.chosen ? `${decision.chosen}; no cost terms were stored.` : "No candidates."));
+      box.append(element("p", "empty", decision.kind === "switch_role" ? `${decision.chosen} is drained and will serve ${decision.role}: the review under Datacenters gives the reason.` : decision.chosen ? `${decision.chosen}; no cost terms were stored.` : "No candidates."));
       return;
     }
     const names = Object.keys(decision.candidates[0].terms), times = decision.unit === "s" ? names.filter(isTime) : [];
@@ -365,10 +365,10 @@ const BINDING = {
   prfaas_compute: "offloaded prefill", prfaas_egress: "the WAN path", pd_p: "prefill at home", pd_d: "decode at home",
 };
 const VERDICT = {
-  convert: "roles are switched towards the best split",
+  switch_role: "roles are switched towards the best split",
   relieve: "one role has a queue and the other can spare an instance",
   off: "role switches are off",
-  converting: "earlier role switches are in progress",
+  switching: "earlier role switches are in progress",
   no_gain: "no other split gains enough",
   not_busy: "another split is better, but the role that would grow is not busy",
   no_room: "another split is better, but the role that would shrink is needed",
@@ -504,7 +504,7 @@ class Offloading {
       ...offload.role_switches.map(({ instance, role, stage }) => `⇄ ${instance} becomes ${role}: ${stage === "draining" ? "draining" : "its hook is running"}`),
       ...this.over,
       ...(changed.length ? [`Different from the cluster file: ${changed.map(([name, role]) => `${name} serves ${role}`).join(", ")}`] : []),
-      ...(offload.converts ? [] : ["No hook: roles do not change."]),
+      ...(offload.switches_roles ? [] : ["No hook: roles do not change."]),
     ];
     while (this.roles.children.length > lines.length) this.roles.lastChild.remove();
     while (this.roles.children.length < lines.length) this.roles.append(element("li"));

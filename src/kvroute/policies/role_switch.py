@@ -20,10 +20,10 @@ Stage = Literal["prfaas", "prefill", "decode"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 READINGS: tuple[Reading, ...] = get_args(Reading)
 Role = Literal["prefill", "decode"]
-Verdict = Literal["convert", "relieve", "off", "converting", "no_gain", "not_busy", "no_room", "costly"]
-"""Result of a review about role switches. `convert`: switch towards the best split. `relieve`: by the model the split
-is about the best, but one role has a queue while the other can spare an instance, so the model must be wrong. The
-others mean no switch: `off`, disabled; `converting`, earlier switches are in progress; `no_gain`, the best split is
+Verdict = Literal["switch_role", "relieve", "off", "switching", "no_gain", "not_busy", "no_room", "costly"]
+"""Result of a review about role switches. `switch_role`: switch towards the best split. `relieve`: by the model the
+split is about the best, but one role has a queue while the other can spare an instance, so the model must be wrong. The
+others mean no switch: `off`, disabled; `switching`, earlier switches are in progress; `no_gain`, the best split is
 hardly better; `not_busy`, the role that would grow is not busy; `no_room`, the role that would shrink would be too busy
 with one instance less; `costly`, the switch costs more than it gains."""
 
@@ -31,7 +31,7 @@ with one instance less; `costly`, the switch costs more than it gains."""
 class LongTerm(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration of role switches."""
 
-    conversions: bool = True
+    role_switches: bool = True
     """False: roles do not change; the threshold is still searched."""
     review_s: float = 60.0
     """Time between reviews, in seconds; the first review takes place once `requests_min` requests have arrived."""
@@ -131,7 +131,7 @@ class StageLoad:
 _IDLE = StageLoad()
 
 
-class Conversion(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedSwitch(msgspec.Struct, frozen=True, kw_only=True):
     """One instance, and the role that it takes once it is drained."""
 
     instance: str
@@ -153,10 +153,10 @@ def judge(
     target: IntArray,
     gain: float,
     loads: Mapping[Stage, StageLoad],
-    converting: int,
+    switching: int,
     used_s: float = 0.0,
     costs_s: Mapping[str, float] | None = None,
-) -> tuple[Verdict, tuple[Conversion, ...]]:
+) -> tuple[Verdict, tuple[PlannedSwitch, ...]]:
     """Whether instances switch roles, and which: at most `at_once`, cheapest first, ties in the order of a home's list.
 
     Gain and cost are in seconds of one instance. A split with a shortfall of `gain` keeps its limiting stage busy that
@@ -169,19 +169,19 @@ def judge(
         target: [homes] prefill instances of the best split.
         gain: share of the best split's throughput that the present split does not reach.
         loads: as observed; a missing stage counts as idle.
-        converting: number of role switches in progress.
+        switching: number of role switches in progress.
         used_s: seconds that the present traffic is expected to last, times its peak arrival rate as a share of the
             present split's throughput, 1 at most.
         costs_s: cost of switching each instance; 0 if missing.
     """
-    if not spec.conversions:
+    if not spec.role_switches:
         return "off", ()
-    if converting:
-        return "converting", ()
+    if switching:
+        return "switching", ()
     costs_s = costs_s or {}
     if gain < spec.gain_min:
-        conversions = _relief(spec, homes, loads, used_s, costs_s)
-        return ("relieve" if conversions else "no_gain"), conversions
+        role_switches = _relief(spec, homes, loads, used_s, costs_s)
+        return ("relieve" if role_switches else "no_gain"), role_switches
     busy = busy_stages(spec, loads)
     wanted = [each for each in _towards(homes, target, costs_s) if _would_help(each.role, busy)]
     if not wanted:
@@ -192,10 +192,10 @@ def judge(
     gain_s = gain * used_s * sum(home.instances for home in homes)
     if gain_s < sum(_there_and_back_s(homes, each, costs_s) for each in wanted):
         return "costly", ()
-    return "convert", spared
+    return "switch_role", spared
 
 
-def _there_and_back_s(homes: Sequence[Home], each: Conversion, costs_s: Mapping[str, float]) -> float:
+def _there_and_back_s(homes: Sequence[Home], each: PlannedSwitch, costs_s: Mapping[str, float]) -> float:
     """Cost of switching this instance now, plus the mean cost of switching one instance of the role that it joins back
     when the traffic has changed again."""
     joined = [name for home in homes for name in (home.prefill if each.role == "prefill" else home.decode)]
@@ -204,11 +204,11 @@ def _there_and_back_s(homes: Sequence[Home], each: Conversion, costs_s: Mapping[
 
 
 def _spared(
-    spec: LongTerm, homes: Sequence[Home], loads: Mapping[Stage, StageLoad], wanted: Sequence[Conversion]
-) -> tuple[Conversion, ...]:
+    spec: LongTerm, homes: Sequence[Home], loads: Mapping[Stage, StageLoad], wanted: Sequence[PlannedSwitch]
+) -> tuple[PlannedSwitch, ...]:
     """The wanted switches that leave the shrinking role enough capacity: for its peak in the window or, if the growing
     role has a queue, for its recent utilisation. A present shortage counts more than a peak that may return."""
-    spared: list[Conversion] = []
+    spared: list[PlannedSwitch] = []
     for each in wanted:
         giver: Role = "decode" if each.role == "prefill" else "prefill"
         instances = sum(len(home.decode if giver == "decode" else home.prefill) for home in homes)
@@ -225,17 +225,17 @@ def _would_help(role: Role, busy: tuple[Stage, ...]) -> bool:
     return "decode" in busy if role == "decode" else "prefill" in busy or "prfaas" in busy
 
 
-def _towards(homes: Sequence[Home], target: IntArray, costs_s: Mapping[str, float]) -> list[Conversion]:
+def _towards(homes: Sequence[Home], target: IntArray, costs_s: Mapping[str, float]) -> list[PlannedSwitch]:
     """All role switches from the present split to `target`, [homes]; the home that needs most comes first."""
     missing = [int(count) - len(home.prefill) for count, home in zip(target, homes, strict=True)]
     order = sorted(range(len(missing)), key=lambda index: (-abs(missing[index]), index))
     return [each for index in order for each in _of_home(homes[index], missing[index], costs_s)]
 
 
-def _of_home(home: Home, more_prefill: int, costs_s: Mapping[str, float]) -> list[Conversion]:
+def _of_home(home: Home, more_prefill: int, costs_s: Mapping[str, float]) -> list[PlannedSwitch]:
     role: Role = "prefill" if more_prefill >= 0 else "decode"
     cheapest = _cheapest(home.decode if role == "prefill" else home.prefill, costs_s)
-    return [Conversion(instance=name, role=role) for name in cheapest[: abs(more_prefill)]]
+    return [PlannedSwitch(instance=name, role=role) for name in cheapest[: abs(more_prefill)]]
 
 
 def _cheapest(names: Sequence[str], costs_s: Mapping[str, float]) -> list[str]:
@@ -244,7 +244,7 @@ def _cheapest(names: Sequence[str], costs_s: Mapping[str, float]) -> list[str]:
 
 def _relief(
     spec: LongTerm, homes: Sequence[Home], loads: Mapping[Stage, StageLoad], used_s: float, costs_s: Mapping[str, float]
-) -> tuple[Conversion, ...]:
+) -> tuple[PlannedSwitch, ...]:
     """One instance for the role that has a queue, or none.
 
     The other role must not be busy without it, and its share of the role's work must be worth the cost of the switch.
@@ -262,6 +262,6 @@ def _relief(
     if giver.without(1, count, at_peak=False) >= spec.spare_below:
         return ()
     name = _cheapest(max(spare, key=len), costs_s)[0]
-    conversion, there = Conversion(instance=name, role=grows), sum(home.instances for home in homes) - count
+    switch, there = PlannedSwitch(instance=name, role=grows), sum(home.instances for home in homes) - count
     gain_s = used_s * there / (there + 1)
-    return (conversion,) if gain_s >= _there_and_back_s(homes, conversion, costs_s) else ()
+    return (switch,) if gain_s >= _there_and_back_s(homes, switch, costs_s) else ()
