@@ -20,7 +20,7 @@ from kvroute.gateway.http.server import HttpServer, ServerHooks
 from kvroute.gateway.http.web_pages import WebPages
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.lifecycle.exposure import log_exposures
-from kvroute.gateway.lifecycle.reload import ClusterManager, Prepared, SharedServices
+from kvroute.gateway.lifecycle.reload import ClusterManager, Prepared
 from kvroute.gateway.lifecycle.snapshot import status_snapshot
 from kvroute.gateway.observe.admin import Admin, AdminParts
 from kvroute.gateway.observe.logs import Logs, log_accept_paused, log_event
@@ -33,7 +33,7 @@ from kvroute.gateway.openai_api.api_keys import Keys
 from kvroute.gateway.proxy.admission import AdmissionController
 from kvroute.gateway.proxy.admission_queue import AdmissionQueue
 from kvroute.gateway.proxy.endpoints import Endpoints
-from kvroute.gateway.proxy.runtime import ClusterRuntime
+from kvroute.gateway.proxy.runtime import ClusterRuntime, SharedServices
 from kvroute.types import InputError, cannot_listen
 
 __all__ = ["Deployment", "Gateway"]
@@ -67,7 +67,7 @@ class Gateway:
         self._budget = RetryBudget(share=settings.retries.share, floor_per_s=settings.retries.floor_per_s)
         self._admission = AdmissionController(deployment.admission_limits)
         self._admission_queue = AdmissionQueue(self._admission, self.metrics, self.state, self.now)
-        self._common = SharedServices(
+        self._shared = SharedServices(
             now=self.now,
             metrics=self.metrics,
             state=self.state,
@@ -115,7 +115,7 @@ class Gateway:
         self._lag.start()
         deployment = self._first
         settings, listen = deployment.settings, deployment.settings.listen
-        manager = self._clusters = ClusterManager(deployment, self._common)
+        manager = self._clusters = ClusterManager(deployment, self._shared)
         self._endpoints = Endpoints(
             manager.runtime,
             self._admission_queue,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,49 +12,19 @@ from pathlib import Path
 
 from kvroute.control import Control, LogHashing, LogHeader
 from kvroute.gateway.config.preflight import tls_context
-from kvroute.gateway.engines.factory import engine_clients
-from kvroute.gateway.engines.panic import Panics
-from kvroute.gateway.engines.retry_budget import RetryBudget
-from kvroute.gateway.http.callbacks import weakly
-from kvroute.gateway.http.deadlines import Deadlines
-from kvroute.gateway.http.loop_lag import LoopLag
 from kvroute.gateway.lifecycle.carry_over import StateCarryOver
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.lifecycle.role_switches import RoleSwitches
 from kvroute.gateway.observe.event_log import EventLogWriter
 from kvroute.gateway.observe.logs import log_event
-from kvroute.gateway.observe.metrics import Metrics
-from kvroute.gateway.observe.state import DashboardState
-from kvroute.gateway.observe.tracing import Tracer
 from kvroute.gateway.openai_api.api_keys import Keys
-from kvroute.gateway.openai_api.cache_salt import CacheSalts
 from kvroute.gateway.openai_api.prompt import Prompts
-from kvroute.gateway.proxy.runtime import ClusterRuntime
+from kvroute.gateway.proxy.runtime import ClusterRuntime, Secrets, SharedServices
 from kvroute.gateway.telemetry.collectors import Collectors
-from kvroute.gateway.wan.paths import WanPaths
 from kvroute.types import Event, InputError
 
 _FREE_S, _FREE_PAUSE_S = 1e-3, 4e-3
 """Duration of one step in freeing the memory of closed clusters, and of the pause after it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedServices:
-    """Services that consecutive clusters share."""
-
-    now: Callable[[], float]
-    metrics: Metrics
-    state: DashboardState
-    tracer: Tracer
-    budget: RetryBudget
-    rooms: random.Random
-    jitter: random.Random
-    """Random generator for the jitter of health checks and circuit breakers."""
-    deadlines: Deadlines
-    lag: LoopLag
-    salt_secret: bytes
-    """The secret of cache salts if the settings give none."""
-    on_end: Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +50,10 @@ def _log_header(deployment: Deployment) -> LogHeader | None:
 class ClusterManager:
     """Starts with one cluster; `prepare`, `next` and `switch` change to another."""
 
-    def __init__(self, deployment: Deployment, common: SharedServices) -> None:
+    def __init__(self, deployment: Deployment, shared: SharedServices) -> None:
         """Raises InputError if the tokenizer cannot be read or the event log cannot be created."""
         self.deployment = deployment
-        self._common = common
+        self._shared = shared
         self._prompts = deployment.prompts()
         try:
             keys, core = Keys.of(deployment.settings.keys), deployment.core()
@@ -166,7 +135,7 @@ class ClusterManager:
 
     def refresh(self) -> None:
         """Apply the changes that depend on time alone."""
-        now = self._common.now()
+        now = self._shared.now()
         for runtime in self.clusters:
             for engine in runtime.engines.values():
                 engine.availability.refresh(now)
@@ -230,39 +199,21 @@ class ClusterManager:
         log = deployment.settings.log
         if log.events is None or header is None:
             return None
-        lost = self._common.metrics.log_lost
+        lost = self._shared.metrics.log_lost
         return EventLogWriter(Path(log.events), header, log.terms, deployment.log_bounds, lost)
 
     def _made(self, prepared: Prepared, first_number: int) -> ClusterRuntime:
         deployment, prompts, control = prepared.deployment, prepared.prompts, prepared.control
-        cluster, settings, common = deployment.cluster, deployment.settings, self._common
+        cluster, settings, shared = deployment.cluster, deployment.settings, self._shared
         key = os.environ.get(settings.upstream_key_env or "", "").encode()
-        runtime = ClusterRuntime(
+        salt = os.environ.get(settings.cache_salt_secret_env or "", "").encode() or shared.salt_secret
+        return ClusterRuntime(
             cluster,
             control,
             settings,
-            now=common.now,
+            shared,
             prompts=prompts,
-            budget=common.budget,
-            metrics=common.metrics,
-            state=common.state,
-            tracer=common.tracer,
             events=self._recording(prepared),
-            rooms=common.rooms,
-            lag=common.lag,
-            jitter=common.jitter,
-            engine_key=key if prepared.keys.required else None,
-            on_end=common.on_end,
+            secrets=Secrets(key if prepared.keys.required else None, salt),
             first_number=first_number,
         )
-        secret = os.environ.get(settings.cache_salt_secret_env or "", "").encode() or common.salt_secret
-        runtime.salts = CacheSalts.of(settings.cache_salt, settings.keys, secret)
-        exact, deadlines = prompts.exact, common.deadlines
-        runtime.engines = engine_clients(
-            cluster, settings, weakly(runtime.on_availability), deadlines, exact=exact, draw=common.jitter.random
-        )
-        runtime.panics = Panics(runtime.engines, settings.health.panic, weakly(runtime.panicked))
-        if settings.offload is not None:
-            scrape_s = float(settings.scrape.interval_s)
-            runtime.wan_paths = WanPaths(cluster, runtime.engines, settings.offload.wan_path, scrape_s=scrape_s)
-        return runtime

@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvroute.control import Control
 from kvroute.gateway.engines.client import EngineClient
+from kvroute.gateway.engines.factory import engine_clients
 from kvroute.gateway.engines.panic import Panics, PanicSet
 from kvroute.gateway.engines.retry_budget import RetryBudget
+from kvroute.gateway.http.callbacks import weakly
+from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.headers import FORWARDED
 from kvroute.gateway.http.loop_lag import LoopLag
 from kvroute.gateway.observe.file_descriptors import OpenFiles
@@ -22,6 +26,7 @@ from kvroute.gateway.observe.metrics import Leg, Metrics
 from kvroute.gateway.observe.state import DashboardState
 from kvroute.gateway.observe.tracing import Tracer
 from kvroute.gateway.observe.view import Ttft
+from kvroute.gateway.openai_api.cache_salt import CacheSalts
 from kvroute.gateway.openai_api.prompt import Prompts
 from kvroute.gateway.proxy.constraint_log import ConstraintFallbackLog
 from kvroute.gateway.proxy.expected_transfers import ExpectedTransfers
@@ -45,7 +50,6 @@ from kvroute.types import (
 if TYPE_CHECKING:
     from kvroute.gateway.config.settings import GatewaySettings
     from kvroute.gateway.observe.event_log import EventLogWriter
-    from kvroute.gateway.openai_api.cache_salt import CacheSalts
 
 
 class RequestInProgress(Protocol):
@@ -78,6 +82,35 @@ class EndedRequest(NamedTuple):
     """Size of the relayed response body."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedServices:
+    """Services that consecutive clusters share."""
+
+    now: Callable[[], float]
+    metrics: Metrics
+    state: DashboardState
+    tracer: Tracer
+    budget: RetryBudget
+    rooms: random.Random
+    """Random generator for SGLang's bootstrap rooms and for request ids."""
+    jitter: random.Random
+    """Random generator for the jitter of health checks and circuit breakers."""
+    deadlines: Deadlines
+    lag: LoopLag
+    salt_secret: bytes
+    """The secret of cache salts if the settings give none."""
+    on_end: Callable[[int], None]
+    """Called with the ticket of each request that ends."""
+
+
+class Secrets(NamedTuple):
+    """Secrets from the environment, which the settings name."""
+
+    engine_key: bytes | None
+    """Key for all engines; empty: none is sent. None: the client's own key is forwarded."""
+    cache_salt: bytes
+
+
 class ClusterRuntime:
     """What a request needs: decisions, engine clients and receivers of reports. Nothing here blocks."""
 
@@ -86,31 +119,43 @@ class ClusterRuntime:
         cluster: Cluster,
         control: Control,
         settings: GatewaySettings,
+        shared: SharedServices,
         *,
-        now: Callable[[], float],
         prompts: Prompts,
-        budget: RetryBudget,
-        metrics: Metrics,
-        state: DashboardState,
-        tracer: Tracer,
         events: EventLogWriter | None,
-        rooms: random.Random,
-        lag: LoopLag,
-        jitter: random.Random,
-        engine_key: bytes | None,
-        on_end: Callable[[int], None],
+        secrets: Secrets,
         first_number: int = 0,
     ) -> None:
-        """Args: `on_end` is called with the ticket of each request that ends; other arguments are attributes."""
-        self.cluster, self.settings, self.now = cluster, settings, now
-        self.prompts, self.budget, self.metrics, self.state = prompts, budget, metrics, state
-        self.tracer, self.events, self.lag, self.jitter = tracer, events, lag, jitter
-        self.engines: dict[str, EngineClient] = {}
-        self.panics = Panics({}, 0.0, lambda _: None)
+        """
+        Args:
+            cluster: of the file.
+            control: the core that decides for it.
+            settings: of its `gateway` section.
+            shared: services that it shares with the clusters before and after it.
+            prompts: reads prompts as the settings say.
+            events: the event log; None: events are not logged.
+            secrets: what the settings refer to and do not contain.
+            first_number: of its first request.
+        """
+        self.cluster, self.settings, self.now = cluster, settings, shared.now
+        self.prompts, self.budget, self.metrics, self.state = prompts, shared.budget, shared.metrics, shared.state
+        self.tracer, self.events, self.lag, self.jitter = shared.tracer, events, shared.lag, shared.jitter
+        self.engines = engine_clients(
+            cluster,
+            settings,
+            weakly(self.on_availability),
+            shared.deadlines,
+            exact=prompts.exact,
+            draw=shared.jitter.random,
+        )
+        self.panics = Panics(self.engines, settings.health.panic, weakly(self.panicked))
         """Panic state of each model and role; in a panic, health checks and breakers are ignored."""
         self.wan_paths: WanPaths | None = None
         """WAN paths of prefills; None: the settings have no `offload` section."""
-        self.salts: CacheSalts | None = None
+        if settings.offload is not None:
+            scrape_s = float(settings.scrape.interval_s)
+            self.wan_paths = WanPaths(cluster, self.engines, settings.offload.wan_path, scrape_s=scrape_s)
+        self.salts = CacheSalts.of(settings.cache_salt, settings.keys, secrets.cache_salt)
         """Salts by client key; None: clients share the engines' prefix caches."""
         self.requests: dict[int, RequestInProgress] = {}
         self.callers: dict[int, Caller] = {}
@@ -119,23 +164,24 @@ class ClusterRuntime:
         """Last load measurement of each engine."""
         self.telemetry: CongestionMeasured | LinksMeasured | None = None
         """Last measurement of the network."""
-        self.open_files = OpenFiles(metrics)
+        self.open_files = OpenFiles(shared.metrics)
         self.expected_transfers = ExpectedTransfers(cluster)
         self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
         self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
         """Time limit for an instance to offer a cached prefix; 0: no copies."""
-        own = tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
+        engine_key = secrets.engine_key
+        own = shared.tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
         self.forward_headers = FORWARDED.union(name.lower().encode() for name in settings.forward_headers) - own
         """Request headers forwarded to engines. The client's key is not forwarded if the engines have their own key."""
         self.added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""
         """Additional header lines for engines."""
         self.control = control
         """The core; only `report` changes it."""
-        self._rooms, self._on_end = rooms, on_end
+        self._rooms, self._on_end = shared.rooms, shared.on_end
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = first_number - 1
         fallbacks = ConstraintFallbackLog(settings.constraint) if settings.constraint else None
-        self.report = RequestEvents(control, metrics, events, self.callers, fallbacks)
+        self.report = RequestEvents(control, shared.metrics, events, self.callers, fallbacks)
         """Passes the steps of requests to the core."""
         self.models = ServedModels(cluster, settings.models)
 
