@@ -62,7 +62,8 @@ class Control:
         self.oracle = oracle
         self._cluster = cluster
         self._view = ClusterView(cluster, settings, oracle)
-        self.offloading = Offloader(settings.offload, self._view) if settings.offload else None
+        offload = settings.options.offload
+        self.offloading = Offloader(offload, self._view) if offload else None
         """Sites, thresholds and traffic, if prefills may be offloaded to another datacenter; read by displays."""
         self._prefixes = PrefixCopies(self._view, self.offloading)
         self._dispatcher = Dispatcher(self._view, self.offloading, self._prefixes)

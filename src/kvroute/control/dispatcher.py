@@ -120,7 +120,7 @@ class Dispatcher:
     def _leaves_early(self, away: bool) -> bool:
         """Whether the KV cache is sent layer by layer during the prefill. Args: `away`: another datacenter prefills."""
         offloads_so = away and self._offloader is not None and self._offloader.spec.layerwise
-        return self._view.settings.layerwise or offloads_so
+        return self._view.options.layerwise or offloads_so
 
     def _jointly(
         self, booking: Booking, at: float, candidates: PrefillCandidates, choice: Choice
@@ -191,7 +191,7 @@ class Dispatcher:
         pool, request = self._view.decode[key], booking.request
         hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
         model = self._view.models[booking.model]
-        candidates = pool.candidates(request, model, hit_tokens, self._view.settings.reserve_bytes, None)
+        candidates = pool.candidates(request, model, hit_tokens, self._view.options.reserve_bytes, None)
         candidates.kv_bytes[:] = 0.0
         return self._book(booking, at, pool, pool.position[index], candidates, 0, None)
 
@@ -216,7 +216,7 @@ class Dispatcher:
     ) -> Decode:
         pool.decisions += 1
         booking.pool, booking.position, booking.target = pool, position, int(pool.ids[position])
-        reserve_bytes = self._view.settings.reserve_bytes
+        reserve_bytes = self._view.options.reserve_bytes
         booking.need_bytes = float(candidates.need_bytes[position]) - reserve_bytes
         booking.kv_bytes = float(candidates.kv_bytes[position])
         pool.book(position, booking.need_bytes)

@@ -71,4 +71,4 @@ class Pairing:
         view = self._view
         usable = None if pool.open else pool.up & pool.partner
         hit_tokens = view.caches.hit_tokens(request, pool.ids, request.input_tokens)
-        return pool.candidates(request, view.models[model], hit_tokens, view.settings.reserve_bytes, usable)
+        return pool.candidates(request, view.models[model], hit_tokens, view.options.reserve_bytes, usable)

@@ -20,12 +20,12 @@ class PrefixCopies:
     """Copies of cached prefixes: for a request from another site or from a sibling, and ahead of demand."""
 
     def __init__(self, view: ClusterView, offloader: Offloader | None) -> None:
-        settings = view.settings
+        options = view.options
         self._view = view
         self._copies = Copies(view, offloader)
-        self._pool = SiblingCaches(view) if settings.prefix_pool and settings.prefill_cache else None
+        self._pool = SiblingCaches(view) if options.prefix_pool and options.prefill_cache else None
         self._rebalancing = (
-            Rebalancing(settings.copies, view, offloader, self._copies) if settings.copies is not None else None
+            Rebalancing(options.copies, view, offloader, self._copies) if options.copies is not None else None
         )
 
     def with_fetches(

@@ -67,12 +67,13 @@ class ClusterView:
 
     def __init__(self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle) -> None:
         self.oracle, self.cluster, self.settings = oracle, cluster, settings
+        self.options = settings.options
         self.states = PolicyStates(settings.decode_policy, settings.shadow_policy, cluster, oracle)
         members = list(enumerate(cluster.instances))
         self.models: dict[str, Model] = {
             name: llm.model(name) for name in sorted({instance.model for _, instance in members})
         }
-        self.caches = Caches(cluster.instances, self.models, settings.cache_block_tokens)
+        self.caches = Caches(cluster.instances, self.models, settings.options.cache_block_tokens)
         times = {name: prefill_time(spec.prefill) for name, spec in cluster.timing.items()}
         turns = settings.switchable
         prefills = [m for m in members if m[1].role != "decode" or m[0] in turns]
@@ -87,7 +88,7 @@ class ClusterView:
         }
         pools: list[PrefillPool | DecodePool] = [*self.prefill.values(), *self.decode.values()]
         for pool in pools:
-            pool.slow_start.window_s = settings.slow_start_s
+            pool.slow_start.window_s = settings.options.slow_start_s
         self._healthy = [True] * len(members)
         self.roles: list[Role | None] = [instance.role for _, instance in members]
         """Role that each instance serves now; None: it is being drained before a role switch."""
@@ -178,7 +179,7 @@ class ClusterView:
         """The prefill pool as the candidates of a request. Instances to avoid are allowed only if no other is left,
         beginning with the one that failed first."""
         pool = self.prefill[model]
-        if self.settings.prefill_cache and request.blocks:
+        if self.options.prefill_cache and request.blocks:
             # The last token is always computed: its output is the first logits.
             hit_tokens = self.caches.reusable_tokens(request, model, pool.ids, max(request.input_tokens - 1, 0))
         else:
@@ -213,7 +214,7 @@ class ClusterView:
         if usable is not None and not usable.any():
             return Reject(request.id, "no decode instance is up")
         hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
-        reserve_bytes = self.settings.reserve_bytes
+        reserve_bytes = self.options.reserve_bytes
         refused: Reject | None = None
         for mask in self._slowly(pool, usable, at) if pool.slow_start.started else (usable,):
             candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, mask)
@@ -270,7 +271,7 @@ class ClusterView:
                 continue
             hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
             for mask in self._slowly(pool, usable, at) if pool.slow_start.started else (usable,):
-                candidates = pool.candidates(request, self.models[model], hit_tokens, self.settings.reserve_bytes, mask)
+                candidates = pool.candidates(request, self.models[model], hit_tokens, self.options.reserve_bytes, mask)
                 if mask is not usable and not (candidates.need_bytes <= candidates.free_kv_bytes).any():
                     continue
                 candidates = msgspec.structs.replace(candidates, kv_bytes=np.zeros(len(pool.ids)))
@@ -313,7 +314,7 @@ class ClusterView:
         if required and inside.any() and usable is not None and not (inside & usable).any():
             where = f"in the prefill instance's {constraint.level}"
             return Reject(request.id, f"no decode instance {where} is up, and {constraint} allows no other")
-        if not self.settings.overcommit:
+        if not self.options.overcommit:
             return choice
         room = _with_room(candidates, usable)
         return constrain(policy, constraint, request, room, costs, turn)
@@ -328,7 +329,7 @@ class ClusterView:
         usable: BoolArray | None,
     ) -> Choice | Reject:
         choice = policy.choose(request, candidates, costs, turn)
-        if not isinstance(choice, Reject) or not self.settings.overcommit:
+        if not isinstance(choice, Reject) or not self.options.overcommit:
             return choice
         return policy.choose(request, _with_room(candidates, usable), costs, turn)
 
