@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from kvroute.gateway.engines.availability import NOT_COUNTED
 from kvroute.gateway.engines.breaker import is_failure
-from kvroute.gateway.proxy.retry import LegFailure
+from kvroute.gateway.proxy.retry import LegFailure, LegKind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvroute.gateway.engines.breaker import Attempt
     from kvroute.gateway.engines.client import EngineClient
+    from kvroute.gateway.engines.fault_attribution import FaultAttribution
     from kvroute.gateway.http.call import Call, Failure
     from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.observe.tracing import LegTrace
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
 
 ANSWER_BYTES_MAX = 64 * 2**20
 """A longer collected response counts as a failure of its engine."""
-TIMEOUT_STATUS = {"timeout": 504}
+FAILURE_STATUS = {"timeout": 504, "out_of_files": 503}
+"""Status of the response by kind of failure; others: 502."""
 FULL = frozenset((429, 503))
 """Statuses of an engine that is full or starting up; it has not touched the KV cache."""
 _VERBS = {
@@ -30,6 +34,35 @@ _VERBS = {
     "timeout": "did not respond in time",
     "malformed": "sent an invalid HTTP response",
 }
+
+
+def blame_engine(
+    engine: EngineClient,
+    attempt: Attempt,
+    leg: LegKind,
+    failure: str,
+    status: int,
+    faults: Callable[[], FaultAttribution],
+    now: float,
+) -> None:
+    """Report a failed attempt to the availability of its instance. An instance that is full (429) has responded, and a
+    missing file descriptor is no fault of the engine.
+
+    Args:
+        engine: the instance.
+        attempt: as its availability counts it.
+        leg: kind of the call.
+        failure: kind of the failure, see `LegFailure`.
+        status: status of the response, for `failure` "status".
+        faults: returns the attribution of the request's failures.
+        now: time, gateway clock.
+    """
+    if failure == "out_of_files":
+        engine.availability.cancelled(attempt, now)
+    elif failure == "status" and status == 429:
+        engine.availability.succeeded(attempt, now)
+    else:
+        faults().failed(engine.availability, attempt, leg, now, error=failure == "status")
 
 
 class LegOwner(Protocol):
@@ -153,14 +186,10 @@ class Leg:
 
     def blame(self, kind: str, now: float) -> None:
         """Report a failure, which ends the attempt."""
-        availability = self.engine.availability
-        if kind == "status" and self.status == 429:
-            availability.succeeded(self.attempt, now)
-        else:
-            faults = self.state.fault_attribution()
-            faults.failed(availability, self.attempt, self.kind, now, error=kind == "status")
-            if self.state.over:  # the client has its response
-                faults.ended(200, now)
+        state = self.state
+        blame_engine(self.engine, self.attempt, self.kind, kind, self.status, state.fault_attribution, now)
+        if state.over and state.faults is not None:  # the client has its response
+            state.faults.ended(200, now)
 
     def not_sent(self, now: float) -> None:
         """Start the attempt for a call that fails before it is sent; it will be reported as failed."""
@@ -207,7 +236,7 @@ class Leg:
                 self.out_of_files()
                 return
             why = f"{self.kind} instance {self.engine.name} {_VERBS[failure.kind]}"
-            status = TIMEOUT_STATUS.get(failure.kind, 502)
+            status = FAILURE_STATUS.get(failure.kind, 502)
             self.on_failed(LegFailure(failure.kind, why, status, sent=failure.phase != "connect"))
         except Exception as error:
             self.owner.internal_error(error)
@@ -218,7 +247,7 @@ class Leg:
         self.engine.availability.cancelled(self.attempt, now)
         self.outcome_reported = True
         why = f"the gateway has no file descriptor left to connect to {self.kind} instance {self.engine.name}"
-        failure = LegFailure("out_of_files", why, 503, sent=False)
+        failure = LegFailure("out_of_files", why, FAILURE_STATUS["out_of_files"], sent=False)
         self.close(why)
         self.state.runtime.leg_failed(self.kind, self.engine.name, failure.kind, why, self.state.request_id)
         self.owner.on_leg_failed(self, failure, now)

@@ -13,7 +13,7 @@ from kvroute.gateway.engines.fault_attribution import FaultAttribution
 from kvroute.gateway.http.headers import answered, forwarded, header_lines
 from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.responses import error_body
-from kvroute.gateway.proxy.leg import FULL
+from kvroute.gateway.proxy.leg import FAILURE_STATUS, FULL, blame_engine
 from kvroute.gateway.proxy.retry import EndStream, LegFailure, Progress, Retry, decide
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
 PASSTHROUGH: Literal["passthrough"] = "passthrough"
-_STATUS = {"timeout": 504, "out_of_files": 503}
 
 
 def answerers(engines: Iterable[EngineClient], model: str, turn: int) -> Iterator[EngineClient]:
@@ -172,11 +171,10 @@ class PassthroughRequest:
         assert self._engine is not None
         try:
             kind, name = failure.kind, self._engine.name
-            status = _STATUS.get(kind, 502)
             why = f"instance {name} sent no response ({kind})"
             if kind == "out_of_files":
                 why = f"the gateway has no file descriptor left to connect to instance {name}"
-            self._on_failed(LegFailure(kind, why, status, sent=failure.phase != "connect"))
+            self._on_failed(LegFailure(kind, why, FAILURE_STATUS.get(kind, 502), sent=failure.phase != "connect"))
         except Exception as error:
             self._broke(error)
 
@@ -188,14 +186,7 @@ class PassthroughRequest:
         engine, runtime = self._engine, self._runtime
         assert engine is not None
         now = runtime.now()
-        if failure.kind == "out_of_files":
-            engine.availability.cancelled(self._attempt, now)
-        elif failure.kind == "status" and self._status == 429:
-            engine.availability.succeeded(self._attempt, now)
-        else:
-            self._faults = self._faults or FaultAttribution()
-            error = failure.kind == "status"
-            self._faults.failed(engine.availability, self._attempt, PASSTHROUGH, now, error=error)
+        blame_engine(engine, self._attempt, PASSTHROUGH, failure.kind, self._status, self._fault_attribution, now)
         self._leave(failure.reason)
         runtime.leg_failed(PASSTHROUGH, engine.name, failure.kind, failure.reason, self._request_id)
         match decide(PASSTHROUGH, failure, Progress(response_started=self._exchange.started)):
@@ -207,6 +198,10 @@ class PassthroughRequest:
                 self._next(failure.reason, failure.status)
             case _:
                 self._refuse(failure.status, failure.reason)
+
+    def _fault_attribution(self) -> FaultAttribution:
+        self._faults = self._faults or FaultAttribution()
+        return self._faults
 
     def _start(self) -> None:
         exchange, call = self._exchange, self._call
