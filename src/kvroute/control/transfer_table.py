@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvroute.control.learned_capacity import Answers, Learned
-from kvroute.flows import arrays, kernels
+from kvroute.flows import arrays, kernels, state
 from kvroute.oracle.telemetry import CONGESTION_MAX
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_paths import HOPS_MAX, ceiling_of, path_of
@@ -198,12 +198,12 @@ class InFlight:
     def left_bytes(self, at: float) -> dict[int, float]:
         """Remaining bytes of each transfer in flight in the model, by its number."""
         self._pass(at)
-        return {each: float(self._state.flow[under.slot, kernels.LEFT]) for each, under in self._under.items()}
+        return {each: float(self._state.flow[under.slot, state.LEFT]) for each, under in self._under.items()}
 
     @property
     def rates_bytes_per_s(self) -> dict[int, float]:
         """Model rate of each transfer in flight, by its number."""
-        return {each: float(self._state.flow[under.slot, kernels.RATE]) for each, under in self._under.items()}
+        return {each: float(self._state.flow[under.slot, state.RATE]) for each, under in self._under.items()}
 
     def _pass(self, at: float) -> float:
         """Move the model's bytes up to `at`; return the mean rate of a hashed path."""

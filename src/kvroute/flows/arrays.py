@@ -1,4 +1,4 @@
-"""Arrays of the kernels: allocated for a number of slots, and copied to larger ones when flows or paths need more.
+"""Arrays of the state: allocated for a number of slots, and copied to larger ones when flows or paths need more.
 
 After the rows of the network's own links, each slot has one row for a private link. A flow with a ceiling uses the
 private link of its slot; no other flow does. The next flow of the slot reuses it.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvroute.flows import kernels
-from kvroute.flows.kernels import State
+from kvroute.flows import state
+from kvroute.flows.state import State
 from kvroute.types import FloatArray, IntArray
 
 
@@ -17,8 +17,8 @@ def idle(capacity_bytes_per_s: FloatArray, slots: int, longest: int) -> State:
     """Return the state without flows, with space for `slots` flows of `longest` links each, private links included."""
     links = len(capacity_bytes_per_s)
     link, link_int = np.zeros((links + slots, 6)), np.zeros((links + slots, 6), np.int64)
-    link[:links, kernels.CAPACITY] = capacity_bytes_per_s
-    link_int[:, kernels.HEAD] = -1
+    link[:links, state.CAPACITY] = capacity_bytes_per_s
+    link_int[:, state.HEAD] = -1
     return State(
         flow=np.zeros((slots, 8)),
         flow_int=np.zeros((slots, 3), np.int64),
@@ -34,7 +34,7 @@ def widened(old: State, slots: int) -> State:
     """Return the same flows in `slots` slots; flows and links keep their row numbers."""
     before = len(old.flow)
     links = len(old.link) - before
-    new = idle(old.link[:links, kernels.CAPACITY], slots, len(old.hop) // before)
+    new = idle(old.link[:links, state.CAPACITY], slots, len(old.hop) // before)
     for was, grown in zip(old, new, strict=True):
         if was.ndim == 2 and was is not old.lists:
             grown[: len(was)] = was
@@ -50,9 +50,9 @@ def lengthened(old: State, longest: int) -> State:
     narrow = old.hop.reshape(-1, before, 4)
     wide = np.full((len(narrow), longest, 4), -1, np.int64)
     wide[:, :before] = narrow
-    for column in (kernels.NEXT, kernels.PREV):
+    for column in (state.NEXT, state.PREV):
         wide[:, :before, column] = _renumbered(narrow[:, :, column], before, longest)
-    heads = old.link_int[:, kernels.HEAD]
+    heads = old.link_int[:, state.HEAD]
     heads[:] = _renumbered(heads, before, longest)
     return old._replace(hop=wide.reshape(-1, 4))
 

@@ -2,81 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from kvroute.compiled import compiled
+from kvroute.flows.solver import solve
+from kvroute.flows.state import (
+    ACTIVE,
+    BEGUN,
+    CAPACITY,
+    CARRIED,
+    DIRTIES,
+    FINISH,
+    HOPS,
+    LEFT,
+    LIMIT,
+    LINK,
+    MARK,
+    ORDER,
+    RATE,
+    SINCE,
+    SIZE,
+    WEIGHT,
+    State,
+    chain,
+    touch,
+    unchain,
+)
 from kvroute.types import FloatArray, IntArray
-
-FINISH, LEFT, RATE, SINCE, WEIGHT, SIZE, BEGUN, TRIAL = range(8)
-"""Columns of `flow`: finish time (inf: stalled), bytes left at SINCE, rate since then, weight, size, start, new
-rate."""
-HOPS, MARK, LIMIT = range(3)
-"""Columns of `flow_int`: path length, solver's mark, bottleneck link (-1: new)."""
-CAPACITY, CARRIED, ROOM, RISING, SHARE, TOP = range(6)
-"""Columns of `link`: bytes per second, bytes of departed flows; in a solve: rest, rising weight, share, top level."""
-HEAD, QUEUED, SEEN, COUNT, OTHERS, FULL = range(6)
-"""Columns of `link_int`: first hop, dirty flag; in a solve: mark, rising flows, unchanged flows, limiting flag."""
-LINK, SLOT, NEXT, PREV = range(4)
-"""Columns of `hop`: link, slot, next hop on that link, previous one (-1: none)."""
-ORDER, GROUP, DIRTY, HEAP = range(4)
-"""Rows of `lists`: slots of active flows by start, slots being solved; dirty links, links being solved."""
-ACTIVE, DIRTIES, EPOCH = range(3)
-"""Entries of `counts`: active flows, dirty links, last mark used."""
-TOLERANCE = 1e-11
-"""Relative difference below which two shares are equal: sums over some thousand flows have this rounding error."""
-
-
-class State(NamedTuple):
-    """A flow has a slot (a row of `flow`), a link has a row of `link`.
-
-    Hop `slot * P + k` is the k-th link of a slot's path, in a doubly linked list of the flows on that link. The last
-    rows of `link`, one for each slot, are private: a flow with a ceiling uses the private link of its slot as its last
-    hop.
-    """
-
-    flow: FloatArray
-    flow_int: IntArray
-    link: FloatArray
-    link_int: IntArray
-    hop: IntArray
-    lists: IntArray
-    counts: IntArray
-
-
-@compiled
-def _touch(link: int, net: State) -> None:
-    if net.link_int[link, QUEUED] == 0:
-        net.link_int[link, QUEUED] = 1
-        net.lists[DIRTY, net.counts[DIRTIES]] = link
-        net.counts[DIRTIES] += 1
-
-
-@compiled
-def _chain(hop: int, slot: int, link: int, net: State) -> None:
-    """Add a hop of a slot's path to its link."""
-    after = net.link_int[link, HEAD]
-    net.hop[hop, LINK], net.hop[hop, SLOT], net.hop[hop, NEXT], net.hop[hop, PREV] = link, slot, after, -1
-    if after >= 0:
-        net.hop[after, PREV] = hop
-    net.link_int[link, HEAD] = hop
-    _touch(link, net)
-
-
-@compiled
-def _unchain(hop: int, net: State) -> int:
-    """Remove a hop from its link; return the link."""
-    link, before, after = net.hop[hop, LINK], net.hop[hop, PREV], net.hop[hop, NEXT]
-    if before >= 0:
-        net.hop[before, NEXT] = after
-    else:
-        net.link_int[link, HEAD] = after
-    if after >= 0:
-        net.hop[after, PREV] = before
-    _touch(link, net)
-    left: int = link
-    return left
 
 
 @compiled
@@ -104,7 +56,7 @@ def _insert(
         net.lists[ORDER, net.counts[ACTIVE]] = slot
         net.counts[ACTIVE] += 1
         for j in range(length):
-            _chain(slot * longest + j, slot, si[at + 2 + j], net)
+            chain(slot * longest + j, slot, si[at + 2 + j], net)
         at += 2 + si[at + 1]
 
 
@@ -113,212 +65,7 @@ def _remove(slot: int, sent: float, net: State) -> None:
     """Remove a flow from its links, which carried `sent` bytes of it; the caller removes it from ORDER."""
     longest = net.hop.shape[0] // net.flow.shape[0]
     for hop in range(slot * longest, slot * longest + net.flow_int[slot, HOPS]):
-        net.link[_unchain(hop, net), CARRIED] += sent
-
-
-@compiled
-def _sink(at: int, size: int, net: State) -> None:
-    """Sift heap[at] down below every link of smaller share; ties by link number."""
-    heap = net.lists[HEAP]
-    link = heap[at]
-    key = net.link[link, SHARE]
-    while True:
-        child = 2 * at + 1
-        if child >= size:
-            break
-        other = child + 1
-        if other < size:
-            a, b = heap[child], heap[other]
-            if net.link[b, SHARE] < net.link[a, SHARE] or (net.link[b, SHARE] == net.link[a, SHARE] and b < a):
-                child = other
-        least = heap[child]
-        if net.link[least, SHARE] > key or (net.link[least, SHARE] == key and least > link):
-            break
-        heap[at] = least
-        at = child
-    heap[at] = link
-
-
-@compiled
-def _give(now: float, slot: int, net: State) -> None:
-    """Set a flow's rate to its trial rate from `now` on; an equal rate leaves its finish time exactly unchanged."""
-    rate = net.flow[slot, TRIAL]
-    if rate == net.flow[slot, RATE]:
-        return
-    left = max(net.flow[slot, LEFT] - net.flow[slot, RATE] * (now - net.flow[slot, SINCE]), 0.0)
-    net.flow[slot, LEFT], net.flow[slot, SINCE], net.flow[slot, RATE] = left, now, rate
-    if rate > 0.0:
-        net.flow[slot, FINISH] = now + left / rate
-    else:
-        net.flow[slot, FINISH] = now if left <= 1e-12 * net.flow[slot, SIZE] else np.inf
-
-
-@compiled
-def _seed(net: State) -> int:
-    """Put into GROUP the flows whose rates a dirty link may change: new flows, flows that it limits, and all flows of
-    an overloaded link."""
-    net.counts[EPOCH] += 2
-    size = 0
-    for k in range(net.counts[DIRTIES]):
-        link = net.lists[DIRTY, k]
-        net.link_int[link, QUEUED] = 0
-        load, hop = 0.0, net.link_int[link, HEAD]
-        while hop >= 0:
-            load += net.flow[net.hop[hop, SLOT], RATE]
-            hop = net.hop[hop, NEXT]
-        crowded = load > net.link[link, CAPACITY] * (1.0 + TOLERANCE)
-        hop = net.link_int[link, HEAD]
-        while hop >= 0:
-            slot = net.hop[hop, SLOT]
-            limit = net.flow_int[slot, LIMIT]
-            if net.flow_int[slot, MARK] < net.counts[EPOCH] and (crowded or limit == link or limit < 0):
-                net.flow_int[slot, MARK] = net.counts[EPOCH]
-                net.lists[GROUP, size] = slot
-                size += 1
-            hop = net.hop[hop, NEXT]
-    net.counts[DIRTIES] = 0
-    return size
-
-
-@compiled
-def _open(link: int, epoch: int, net: State) -> None:
-    """Prepare a link for a solve: the capacity that flows outside the group leave, and the group's count and weight."""
-    rising, others, weight, room = 0, 0, 0.0, net.link[link, CAPACITY]
-    hop = net.link_int[link, HEAD]
-    while hop >= 0:
-        slot = net.hop[hop, SLOT]
-        hop = net.hop[hop, NEXT]
-        if net.flow_int[slot, MARK] == epoch:
-            rising += 1
-            weight += net.flow[slot, WEIGHT]
-        else:
-            others += 1
-            room -= net.flow[slot, RATE]
-    room = max(room, 0.0)
-    net.link_int[link, SEEN] = epoch
-    net.link_int[link, COUNT] = rising
-    net.link_int[link, OTHERS] = others
-    net.link_int[link, FULL] = 0
-    net.link[link, ROOM] = room
-    net.link[link, RISING] = weight
-    net.link[link, SHARE] = room / weight
-    net.link[link, TOP] = 0.0
-
-
-@compiled
-def _gather(size: int, net: State) -> int:
-    """Mark the group and list its links in HEAP for `_fill`; return the number of links."""
-    longest = net.hop.shape[0] // net.flow.shape[0]
-    net.counts[EPOCH] += 2
-    epoch = net.counts[EPOCH]
-    for k in range(size):
-        net.flow_int[net.lists[GROUP, k], MARK] = epoch
-    n_links = 0
-    for k in range(size):
-        slot = net.lists[GROUP, k]
-        for hop in range(slot * longest, slot * longest + net.flow_int[slot, HOPS]):
-            link = net.hop[hop, LINK]
-            if net.link_int[link, SEEN] != epoch:
-                _open(link, epoch, net)
-                net.lists[HEAP, n_links] = link
-                n_links += 1
-    return n_links
-
-
-@compiled
-def _fill(size: int, net: State) -> None:
-    """Solve weighted max-min of the group in the remaining capacity: the link of least share freezes its flows,
-    repeatedly.
-
-    A link's share never falls while other flows freeze, so a stale heap key is a lower bound and is updated when it
-    reaches the top.
-    """
-    longest = net.hop.shape[0] // net.flow.shape[0]
-    epoch = net.counts[EPOCH]
-    heap, level = net.lists[HEAP], 0.0
-    for k in range(size // 2 - 1, -1, -1):
-        _sink(k, size, net)
-    while size > 0:
-        link = heap[0]
-        if net.link_int[link, COUNT] > 0:
-            rest = net.link[link, ROOM] / net.link[link, RISING]
-            if rest > net.link[link, SHARE]:
-                net.link[link, SHARE] = rest
-                _sink(0, size, net)
-                continue
-            level = max(level, rest)
-            net.link_int[link, FULL] = 1
-            hop = net.link_int[link, HEAD]
-            while hop >= 0:
-                slot = net.hop[hop, SLOT]
-                hop = net.hop[hop, NEXT]
-                if net.flow_int[slot, MARK] != epoch:
-                    continue
-                net.flow_int[slot, MARK] = epoch + 1
-                net.flow_int[slot, LIMIT] = link
-                weight = net.flow[slot, WEIGHT]
-                rate = weight * level
-                net.flow[slot, TRIAL] = rate
-                for other in range(slot * longest, slot * longest + net.flow_int[slot, HOPS]):
-                    crossed = net.hop[other, LINK]
-                    net.link[crossed, ROOM] = max(net.link[crossed, ROOM] - rate, 0.0)
-                    net.link[crossed, RISING] -= weight
-                    net.link[crossed, TOP] = level
-                    net.link_int[crossed, COUNT] -= 1
-        size -= 1
-        heap[0], heap[size] = heap[size], link
-        if size > 0:
-            _sink(0, size, net)
-
-
-@compiled
-def _widen(
-    size: int,
-    n_links: int,
-    net: State,
-) -> int:
-    """Add to the group the other flows that the group's new rates make unfair; return the group's size.
-
-    On a link of the group, another flow joins in two cases: the link was its bottleneck and is no longer full or now
-    gives a higher share; or the link limits flows of the group and this flow has a higher share than they have.
-    """
-    for k in range(n_links):
-        link = net.lists[HEAP, k]
-        if net.link_int[link, OTHERS] == 0:
-            continue
-        top, full = net.link[link, TOP], net.link[link, ROOM] <= TOLERANCE * net.link[link, CAPACITY]
-        hop = net.link_int[link, HEAD]
-        while hop >= 0:
-            slot = net.hop[hop, SLOT]
-            hop = net.hop[hop, NEXT]
-            if net.flow_int[slot, MARK] >= net.counts[EPOCH]:
-                continue
-            rate, fair = net.flow[slot, RATE], net.flow[slot, WEIGHT] * top
-            freed = net.flow_int[slot, LIMIT] == link and (not full or fair > rate * (1.0 + TOLERANCE))
-            if freed or (net.link_int[link, FULL] == 1 and rate > fair * (1.0 + TOLERANCE)):
-                net.flow_int[slot, MARK] = net.counts[EPOCH]
-                net.lists[GROUP, size] = slot
-                size += 1
-    return size
-
-
-@compiled
-def _solve(now: float, net: State) -> None:
-    """Restore weighted max-min rates after changes on the dirty links.
-
-    Flows have max-min rates if and only if each has a bottleneck: a full link where no flow has more per weight. It is
-    therefore enough to solve a group of flows around the change with all other rates fixed, and to add every flow that
-    loses its bottleneck, until no flow does.
-    """
-    size = _seed(net)
-    solved = 0
-    while size > solved:
-        solved = size
-        n_links = _gather(solved, net)
-        _fill(n_links, net)
-        size = _widen(solved, n_links, net)
-    for k in range(size):
-        _give(now, net.lists[GROUP, k], net)
+        net.link[unchain(hop, net), CARRIED] += sent
 
 
 @compiled
@@ -374,7 +121,7 @@ def _drive(now: float, to: float, net: State, si: IntArray, sf: FloatArray, out:
     done = 0
     while True:
         if net.counts[DIRTIES] > 0:
-            _solve(now, net)
+            solve(now, net)
         at, first = _earliest(net)
         if first < 0 or at > to:
             return done, at, first
@@ -428,7 +175,7 @@ def set_capacities(links: IntArray, values: FloatArray, net: State) -> None:
     for k in range(links.shape[0]):
         if net.link[links[k], CAPACITY] != values[k]:
             net.link[links[k], CAPACITY] = values[k]
-            _touch(links[k], net)
+            touch(links[k], net)
 
 
 @compiled
@@ -439,19 +186,19 @@ def set_ceiling(now: float, slot: int, bytes_per_s: float, net: State) -> None:
     private, last = net.link.shape[0] - net.flow.shape[0] + slot, slot * longest + hops - 1
     held = hops > 0 and net.hop[last, LINK] == private
     if held and bytes_per_s == np.inf:
-        _unchain(last, net)
+        unchain(last, net)
         net.flow_int[slot, HOPS], net.flow_int[slot, LIMIT] = hops - 1, -1
         if hops == 1:
             net.flow[slot, FINISH] = now
         else:
-            _touch(net.hop[last - 1, LINK], net)
+            touch(net.hop[last - 1, LINK], net)
     elif bytes_per_s < np.inf:
         net.link[private, CAPACITY] = bytes_per_s
         if held:
-            _touch(private, net)
+            touch(private, net)
         else:
             net.flow_int[slot, HOPS] = hops + 1
-            _chain(last + 1, slot, private, net)
+            chain(last + 1, slot, private, net)
 
 
 @compiled

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvroute.flows import arrays, kernels
+from kvroute.flows import arrays, kernels, state
 from kvroute.types import FloatArray, InputError, IntArray
 
 LinkId: TypeAlias = int
@@ -120,7 +120,7 @@ class FlowNetwork:
         slot = self._known(flow)
         _check_ceiling(bytes_per_s)
         self._flush()
-        if int(self._state.flow_int[slot, kernels.HOPS]) == self._longest:
+        if int(self._state.flow_int[slot, state.HOPS]) == self._longest:
             self._lengthen(self._longest + 1)
         kernels.set_ceiling(self.now, slot, bytes_per_s, self._state)
         self._next_slot = _UNKNOWN
@@ -190,14 +190,14 @@ class FlowNetwork:
         """Return a flow's current rate in bytes per second. Raises InputError when it is not in flight."""
         slot = self._known(flow)
         self.next_finish()
-        return float(self._state.flow[slot, kernels.RATE])
+        return float(self._state.flow[slot, state.RATE])
 
     def sent_bytes(self, flow: FlowId) -> float:
         """Return the bytes of a flow sent until `now`. Raises InputError when it is not in flight."""
         slot = self._known(flow)
         self._flush()
         size, left, rate, since = (
-            float(self._state.flow[slot, row]) for row in (kernels.SIZE, kernels.LEFT, kernels.RATE, kernels.SINCE)
+            float(self._state.flow[slot, row]) for row in (state.SIZE, state.LEFT, state.RATE, state.SINCE)
         )
         return size - max(left - rate * (self.now - since), 0.0)
 
@@ -205,13 +205,13 @@ class FlowNetwork:
     def active(self) -> tuple[FlowId, ...]:
         """Flows in flight, in start order."""
         self._flush()
-        slots = self._state.lists[kernels.ORDER, : self._state.counts[kernels.ACTIVE]].tolist()
+        slots = self._state.lists[state.ORDER, : self._state.counts[state.ACTIVE]].tolist()
         return tuple(self._ids[slot] for slot in slots)
 
     @property
     def capacity_bytes_per_s(self) -> FloatArray:
         """Current capacity of each link in bytes per second (a copy)."""
-        return self._state.link[: self._links, kernels.CAPACITY].copy()
+        return self._state.link[: self._links, state.CAPACITY].copy()
 
     @property
     def link_rate_bytes_per_s(self) -> FloatArray:
@@ -290,7 +290,7 @@ class FlowNetwork:
         _check_ceiling(bytes_per_s)
         self._make_room(len(links) + 1)
         private = self._links + self._free[-1]
-        self._state.link[private, kernels.CAPACITY] = bytes_per_s
+        self._state.link[private, state.CAPACITY] = bytes_per_s
         return (*links, private)
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvroute.compiled import compiled
-from kvroute.flows import kernels as flows
-from kvroute.flows.kernels import State
+from kvroute.flows import state as flows
+from kvroute.flows.state import State
 from kvroute.policies.foresight_paths import HOPS_MAX, NIC_DOWN, RACK_DOWN, Fabric, path_ceiling, path_of
 from kvroute.policies.foresight_whatif import played
 from kvroute.types import SAME_NODE, BoolArray, FloatArray, IntArray, TierArray

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvroute.flows.kernels import State
+from kvroute.flows.state import State
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.types import FloatArray, IntArray
 

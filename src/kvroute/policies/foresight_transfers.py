@@ -1,6 +1,6 @@
 """Compiled kernels on the table of transfers in flight: move all of them to a time, and start one.
 
-The rates come from `flows.kernels`; there is no second solver.
+The rates come from `flows.solver`; there is no second solver.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvroute.compiled import compiled
-from kvroute.flows import kernels as flows
+from kvroute.flows import state as flows
+from kvroute.flows.kernels import drive
 from kvroute.policies.foresight_paths import HOPS_MAX, TAIL, Fabric, path_ceiling, path_of
 from kvroute.types import FloatArray, IntArray
 
@@ -97,5 +98,5 @@ def set_off(
     ints[0], ints[1] = slot, hops
     predicted[slot] = limited[slot] = 0.0
     staged, floats = ints[: 2 + hops], np.array([kv_bytes, 1.0])
-    flows.drive(now, -np.inf, flow, flow_int, link, link_int, hop, lists, counts, staged, floats, out)
+    drive(now, -np.inf, flow, flow_int, link, link_int, hop, lists, counts, staged, floats, out)
     return count

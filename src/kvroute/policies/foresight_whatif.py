@@ -1,6 +1,6 @@
 """Compiled kernels of the fluid what-if: simulate one transfer among the transfers nearest to its path.
 
-The rates come from `flows.kernels`; there is no second solver.
+The rates come from `flows.solver`; there is no second solver.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvroute.compiled import compiled
-from kvroute.flows import kernels as flows
-from kvroute.flows.kernels import State
+from kvroute.flows import state as flows
+from kvroute.flows.kernels import drive
+from kvroute.flows.state import State
 from kvroute.policies.foresight_paths import HOPS_MAX
 from kvroute.types import FloatArray, IntArray
 
@@ -80,9 +81,7 @@ def _idle(slots: int, links: int) -> State:
 def _run(now: float, to: float, net: State, ints: IntArray, floats: FloatArray) -> None:
     """Start the staged flows at `now` and advance the network to `to`; a flow that has ended keeps its finish time."""
     out = np.empty(net.flow.shape[0], np.int64)
-    flows.drive(
-        now, to, net.flow, net.flow_int, net.link, net.link_int, net.hop, net.lists, net.counts, ints, floats, out
-    )
+    drive(now, to, net.flow, net.flow_int, net.link, net.link_int, net.hop, net.lists, net.counts, ints, floats, out)
 
 
 @compiled
