@@ -47,6 +47,20 @@ def doubled(x):
 print(doubled(1), sum(doubled.stats.cache_hits.values()))
 """
 
+RECORD = """
+from typing import NamedTuple
+from kvroute.compiled import compiled
+
+class {name}(NamedTuple):
+    x: int
+
+@compiled
+def read(record):
+    return record.x + 2
+
+print(read({name}(1)), sum(read.stats.cache_hits.values()))
+"""
+
 
 def run_script(folder: Path, *callees: str, limit: int = resource.RLIM_INFINITY) -> tuple[list[str], str]:
     """Run the caller of each of `callees` in a new process that can write files of at most `limit` bytes; return the
@@ -94,6 +108,16 @@ def test_a_change_reaches_callers_of_callers(tmp_path: Path) -> None:
     assert run_script(tmp_path, "of_inner")[0] == ["2004 1", "4008 1"]
     written(tmp_path, "inner", term="3 * x")
     assert run_script(tmp_path, "of_inner")[0] == ["2012 0", "4024 0"]
+
+
+def test_a_cache_of_another_version_is_not_an_error(tmp_path: Path) -> None:
+    """The cached index names a class that the new version of the module does not have any more."""
+    module = tmp_path / "of_record.py"
+    module.write_text(RECORD.format(name="Old"), encoding="utf-8")
+    assert run_script(tmp_path, "record") == (["3 0"], "")
+    assert run_script(tmp_path, "record") == (["3 1"], "")
+    module.write_text(RECORD.format(name="New"), encoding="utf-8")
+    assert run_script(tmp_path, "record") == (["3 0"], "")
 
 
 def test_a_read_only_cache_causes_one_warning(tmp_path: Path) -> None:

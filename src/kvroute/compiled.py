@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import stat
 import sys
 import tempfile
@@ -99,6 +100,17 @@ class _KernelCacheImpl(caching.CompileResultCacheImpl):
     ]
 
 
+class _KernelCacheFile(caching.IndexDataCacheFile):
+    """Index and data files of one kernel. numba reads a whole index before it checks whether it is stale."""
+
+    def _load_index(self) -> dict[Any, Any]:
+        try:
+            found: dict[Any, Any] = super()._load_index()
+            return found
+        except (AttributeError, ImportError, EOFError, ValueError, pickle.UnpicklingError):
+            return {}  # another version of kvroute wrote it, with classes that do not exist any more, or it is damaged
+
+
 class _KernelCache(caching.FunctionCache):
     """numba's cache of one kernel; a folder that fails later costs compile time but does not end the process."""
 
@@ -106,7 +118,11 @@ class _KernelCache(caching.FunctionCache):
 
     def __init__(self, function: Callable[..., object], stamp: str) -> None:
         super().__init__(function)
-        self._cache_file._source_stamp = (self._cache_file._source_stamp, stamp)
+        self._cache_file = _KernelCacheFile(
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=(self._cache_file._source_stamp, stamp),
+        )
         if isinstance(self._impl.locator, _TemporaryLocator):
             _warn(
                 f"compiled kernels are cached in {temporary_folder()}, because this user has no other writable folder"
