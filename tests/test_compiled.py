@@ -120,6 +120,17 @@ def test_a_cache_of_another_version_is_not_an_error(tmp_path: Path) -> None:
     assert run_script(tmp_path, "record") == (["3 0"], "")
 
 
+def test_a_damaged_cache_is_compiled_again(tmp_path: Path) -> None:
+    """The index is cut off, or holds bytes that are no index; both are replaced without a message."""
+    (tmp_path / "of_record.py").write_text(RECORD.format(name="Own"), encoding="utf-8")
+    assert run_script(tmp_path, "record") == (["3 0"], "")
+    [index] = (tmp_path / "cache").rglob("*.nbi")
+    for damaged in (index.read_bytes()[:-20], b"", b"no index at all"):
+        index.write_bytes(damaged)
+        assert run_script(tmp_path, "record") == (["3 0"], "")
+        assert run_script(tmp_path, "record") == (["3 1"], "")
+
+
 def test_a_read_only_cache_causes_one_warning(tmp_path: Path) -> None:
     """The folder exists but takes no data, as on a full disk."""
     written(tmp_path, "callee")

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 import stat
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -107,7 +107,7 @@ class _KernelCacheFile(caching.IndexDataCacheFile):
         try:
             found: dict[Any, Any] = super()._load_index()
             return found
-        except (AttributeError, ImportError, EOFError, ValueError, pickle.UnpicklingError):
+        except (AttributeError, ImportError, EOFError, ValueError, UnpicklingError):
             return {}  # another version of kvroute wrote it, with classes that do not exist any more, or it is damaged
 
 
