@@ -11,6 +11,9 @@ from kvroute.llm import Model
 from kvroute.prefix import PrefixIndex, StateIndex
 from kvroute.types import Instance, IntArray, Request
 
+_INT64 = np.dtype(np.int64)
+"""numpy takes a dtype in half the time of its scalar type."""
+
 
 class Caches:
     """Cached block prefixes by instance and, for hybrid models, the positions where cached prompts end. A hybrid model
@@ -67,6 +70,6 @@ class Caches:
         """Longest cached prefix on each of `ids`, at most `most` tokens."""
         if not request.blocks:
             return np.zeros(len(ids), dtype=np.int64)
-        hit_tokens: IntArray = np.empty(len(ids), dtype=np.int64)
+        hit_tokens: IntArray = np.empty(len(ids), _INT64)
         cached_tokens(self.prefix.match(request.blocks), ids, request.block_tokens, most, hit_tokens)
         return hit_tokens

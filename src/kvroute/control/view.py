@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -52,7 +51,7 @@ class Load:
     """Prefill work ahead, in seconds."""
 
 
-class DecodePick(NamedTuple):
+class DecodePick(msgspec.Struct, frozen=True, gc=False):
     """A chosen decode instance, and the candidates it was chosen from."""
 
     choice: Choice

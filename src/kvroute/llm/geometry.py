@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, overload
 
 import numpy as np
 
+from kvroute.llm.kernels import kv_bytes_each
 from kvroute.types import FloatArray, InputError, IntArray
 
 _NONE: IntArray = np.array(0)
@@ -64,6 +65,8 @@ class Model:
     request_state_bytes: float = field(init=False)
     """Bytes of request-level state of the linear-attention layers, independent of the length."""
     _windows: tuple[tuple[int, float], ...] = field(init=False, repr=False)
+    _window_arrays: tuple[IntArray, FloatArray] = field(init=False, repr=False, compare=False)
+    """The same as two arrays, for compiled code."""
 
     def __post_init__(self) -> None:
         assert self.layers, "a model has layers"
@@ -75,6 +78,8 @@ class Model:
         put(self, "kv_bytes_per_token", self.kv_bytes_per_token_shard(1))
         put(self, "request_state_bytes", self.request_state_bytes_shard(1))
         put(self, "_windows", tuple(sorted(windows.items())))
+        arrays = np.array([*sorted(windows)], np.int64), np.array([windows[tokens] for tokens in sorted(windows)])
+        put(self, "_window_arrays", arrays)
 
     @overload
     def kv_bytes(self, tokens: int, cached_tokens: int = 0) -> float: ...
@@ -91,6 +96,11 @@ class Model:
         kv_bytes(0) == request_state_bytes. More cached than tokens counts as all cached. Numbers give a float; arrays
         are broadcast and give an array.
         """
+        if isinstance(tokens, int) and isinstance(cached_tokens, np.ndarray) and cached_tokens.ndim == 1:
+            nbytes: FloatArray = np.empty(len(cached_tokens))
+            state_bytes, windows = self.request_state_bytes, self._window_arrays
+            kv_bytes_each(tokens, cached_tokens, self.kv_bytes_per_token, state_bytes, *windows, nbytes)
+            return nbytes
         new = tokens - cached_tokens
         if isinstance(new, np.ndarray):
             new = np.maximum(new, _NONE)

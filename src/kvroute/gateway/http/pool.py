@@ -131,7 +131,7 @@ class UpstreamPool:
         if self._closed or len(self._idle) >= self._idle_max:
             connection.close()
             return
-        connection.park(asyncio.get_running_loop().time() + self._keep_s)
+        connection.park(self._keep_s)
         self._idle.append(connection)
 
     def opened(self, connection: UpstreamConnection) -> None:

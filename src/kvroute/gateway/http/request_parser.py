@@ -93,6 +93,7 @@ class RequestParser:
         self.fault: HttpError | None = None
         """Applies to the request after those in `ready`."""
         self._limits = limits
+        self._header_bytes_max, self._header_count_max = limits.header_bytes, limits.header_count
         self._pages = pages
         self._parser = httptools.HttpRequestParser(self)
         self._clear()
@@ -196,24 +197,26 @@ class RequestParser:
     def on_url(self, url: bytes) -> None:
         if self.phase != BODY:
             self._url += url
-            self._count(len(url))
+            self._head_bytes += len(url)
+            if self._head_bytes > self._header_bytes_max:
+                self._reject_long_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_lines += 1
-        self._count(len(name) + len(value) + 4)
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > self._header_bytes_max or self._head_lines > self._header_count_max:
+            self._reject_long_head()
         if self.phase == BODY:  # a trailer, which is ignored
             return
-        name = name.lower()
-        value = value.rstrip()
+        name, value = name.lower(), value.rstrip()
         self._headers.append((name, value))
         if name in _FRAMING:
             self._on_framing(name, value)
 
-    def _count(self, nbytes: int) -> None:
-        self._head_bytes += nbytes
-        if self._head_bytes > self._limits.header_bytes or self._head_lines > self._limits.header_count:
-            self.fault = self._too_long()
-            raise ValueError
+    def _reject_long_head(self) -> None:
+        """Stop the parser with an exception."""
+        self.fault = self._too_long()
+        raise ValueError
 
     def _on_framing(self, name: bytes, value: bytes) -> None:
         if name == b"host":

@@ -87,9 +87,9 @@ class UpstreamConnection(asyncio.Protocol):
         if call.paused:
             self.pause()
 
-    def park(self, until_s: float) -> None:
-        """Keep the connection idle for the next call, until this time at most."""
-        self.deadline_s = until_s
+    def park(self, seconds: float) -> None:
+        """Keep the connection idle for the next call, for this time at most."""
+        self.deadline_s = self._now() + seconds
 
     def close(self) -> None:
         """Close the connection at once, even if it is not open yet."""

@@ -134,7 +134,7 @@ class AdmissionController:
             return []
         self._drop_key(self._in_flight.pop(ticket))
         self._count_departure(now)
-        return self._admit()
+        return self._admit() if self._queue else []
 
     def cancel(self, ticket: Ticket) -> None:
         """Remove a waiting request whose client has left. Does nothing if the request does not wait."""

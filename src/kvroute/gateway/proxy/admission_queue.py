@@ -74,7 +74,9 @@ class AdmissionQueue:
 
     def release(self, ticket: int) -> None:
         """Release the place of a request that is over; waiting requests are admitted."""
-        self._admit(self.admission.release(ticket, self._now()))
+        admitted = self.admission.release(ticket, self._now())
+        if admitted:
+            self._admit(admitted)
 
     def change(self, limits: AdmissionLimits) -> None:
         """Set new limits; waiting requests are admitted as far as the limits allow."""

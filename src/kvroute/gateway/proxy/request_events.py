@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvroute.types import (
@@ -45,10 +45,29 @@ class Caller(NamedTuple):
     """Name of its key, if keys are required."""
 
 
+class LoggedControl:
+    """A control core and the event log of what it receives and decides."""
+
+    __slots__ = ("_control", "_log", "_metrics")
+
+    def __init__(self, control: Control, log: EventLogWriter, metrics: Metrics) -> None:
+        self._control, self._log, self._metrics = control, log, metrics
+
+    def handle(self, event: Event) -> Decisions:
+        """Pass an event to the core and log it with the decisions."""
+        decisions = self._control.handle(event)
+        self.write(event, decisions)
+        return decisions
+
+    def write(self, event: Event, decisions: Decisions, request_id: str = "") -> None:
+        """Log an event that the core has handled. Args: `request_id`: value of the X-Request-Id header."""
+        self._metrics.logged(self._log.write(event, decisions, request_id))
+
+
 class RequestEvents:
     """The way from the gateway into one control core, with one method for each step of a request."""
 
-    __slots__ = ("_callers", "_control", "_fallbacks", "_log", "_metrics")
+    __slots__ = ("_callers", "_control", "_fallbacks", "_logged", "_metrics", "notify")
 
     def __init__(
         self,
@@ -66,8 +85,11 @@ class RequestEvents:
             callers: the client of each request, by number.
             fallbacks: logs decisions that violate the preferred constraint; None: there is no constraint.
         """
-        self._control, self._metrics, self._log = control, metrics, log
+        self._control, self._metrics = control, metrics
         self._callers, self._fallbacks = callers, fallbacks
+        self._logged = LoggedControl(control, log, metrics) if log is not None else None
+        self.notify: Callable[[Event], Decisions] = (control if self._logged is None else self._logged).handle
+        """Passes an event that requires no decision to the core, directly if there is no log."""
 
     def decide(self, event: Event) -> Decisions:
         """Pass an event that requires a decision to the core."""
@@ -79,17 +101,10 @@ class RequestEvents:
                 self._metrics.decided(decision, took_s)
             if self._fallbacks is not None:
                 self._fallbacks.decided(event.at, decisions[-1])
-        if self._log is not None:
+        if self._logged is not None:
             caller = self._callers.get(event.request.id) if type(event) is Arrived else None
-            self._metrics.logged(self._log.write(event, decisions, caller.request_id if caller else ""))
+            self._logged.write(event, decisions, caller.request_id if caller else "")
         return decisions
-
-    def notify(self, event: Event) -> None:
-        """Pass an event that requires no decision to the core."""
-        decisions = self._control.handle(event)
-        assert not decisions
-        if self._log is not None:
-            self._metrics.logged(self._log.write(event, decisions))
 
     def arrived(self, request: Request, now: float) -> Decisions:
         """Report a new request."""

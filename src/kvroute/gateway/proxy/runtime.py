@@ -11,6 +11,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import msgspec
+
 from kvroute.control import Control
 from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.engines.factory import engine_clients
@@ -65,7 +67,7 @@ class RequestInProgress(Protocol):
         """Return whether the KV cache of the request crosses from one instance to the other."""
 
 
-class EndedRequest(NamedTuple):
+class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     """A proxied request that has ended."""
 
     number: int
@@ -301,16 +303,16 @@ class ClusterRuntime:
 
     def ended(self, ended: EndedRequest, now: float) -> None:
         """Report the end of a request."""
-        number, ticket, kind, status, seconds, relayed_bytes = ended
+        number, kind, status, seconds = ended.number, ended.kind, ended.status, ended.seconds
         try:
-            self.metrics.finished(kind, status, seconds, relayed_bytes)
+            self.metrics.finished(kind, status, seconds, ended.relayed_bytes)
             self.state.finished(now, status)
             if self.callers and (caller := self.callers.pop(number, None)) is not None:
                 name, client, key = caller
                 access(name, kind, status, seconds, number=number, client=client, key_name=key)
         finally:
             self.requests.pop(number, None)
-            self._on_end(ticket)
+            self._on_end(ended.ticket)
 
     @property
     def idle(self) -> bool:
