@@ -85,6 +85,9 @@ def test_every_command_and_api_path_is_documented(site: Path) -> None:
     commands = (site / "cli.html").read_text()
     for name in COMMANDS:
         assert re.search(rf"<h2[^>]*><code>kvroute {name}</code>", commands), name
+    summaries = re.findall(r'<li><a href="#[^"]+"><code>kvroute [^<]+</code></a>: (.+)', commands)
+    assert len(summaries) >= len(COMMANDS)
+    assert [summary for summary in summaries if not summary.removesuffix("</li>").endswith(".")] == []
     paths = (site / "http-api.html").read_text()
     for path in document(__version__)["paths"]:
         assert f" {path}</code>" in paths, path

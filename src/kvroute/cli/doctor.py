@@ -55,8 +55,9 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON document and nothing else to stdout.")
     ] = False,
 ) -> None:
-    """Check the state of each engine in a cluster file, send one request through each prefill/decode pair, and report
-    whether the KV cache was transferred, and how fast. The gateway need not run.
+    """Check each engine of a cluster file, and send one request through each prefill/decode pair.
+
+    Reports whether the KV cache was transferred, and how fast. The gateway need not run.
 
     Exit code: 0 no findings, 1 there are findings, 2 the cluster file or an option is wrong.
 

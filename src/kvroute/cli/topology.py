@@ -43,9 +43,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 
 @app.command()
 def check(file: File, as_json: AsJson = False) -> None:
-    """Report every error of a cluster file with its line and field, including its gateway section; exit with 2 if there
-    is one. The files that this section names, the environment and the engines' endpoints are checked by `kvroute
-    serve`.
+    """Report every error of a cluster file with its line and field, including its `gateway` section.
+
+    Exit code: 0 no error, 2 there is one. The files that this section names, the environment and the engines' endpoints
+    are checked by `kvroute serve`.
 
     Example: [bold]kvroute topology check examples/fat-tree-64gpu.yaml[/bold]
     """
