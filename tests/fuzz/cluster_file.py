@@ -15,7 +15,10 @@ from kvroute.types import InputError, InputErrors
 INSTRUMENTED = (
     *("kvroute.topology.document", "kvroute.topology.form", "kvroute.topology.units", "kvroute.topology.place"),
     *("kvroute.topology.expansion", "kvroute.topology.assembly", "kvroute.topology.check"),
-    *(f"kvroute.gateway.config.{name}" for name in ("preflight", "field_types", "offload_checks")),
+    *(
+        f"kvroute.gateway.config.{name}"
+        for name in ("preflight", "settings_checks", "instance_checks", "field_types", "offload_checks")
+    ),
 )
 RUNS = 2_000
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvroute import __version__
-from kvroute.gateway.config.preflight import tls_context
+from kvroute.gateway.config.settings_checks import tls_context
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.loop_lag import LoopLag

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.gateway.config.settings_rig import LIVE, MACHINES, file_errors
 
-from kvroute.gateway.config.preflight import deployment_of, settings_of, tls_context
+from kvroute.gateway.config.preflight import deployment_of, settings_of
 from kvroute.gateway.config.settings import TlsSettings
+from kvroute.gateway.config.settings_checks import tls_context
 from kvroute.gateway.openai_api.api_keys import hash_text
 from kvroute.types import InputErrors
 

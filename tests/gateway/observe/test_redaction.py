@@ -12,8 +12,7 @@ from msgspec import inspect
 from tests.gateway.every_setting import SECRETS, every_setting, leaves
 from tests.gateway.rig import CLUSTER
 
-from kvroute.gateway.config.preflight import SECTION
-from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.gateway.config.settings import SECTION, GatewaySettings
 from kvroute.gateway.observe.redaction import STRUCK, is_secret, names_secret, redacted, redacted_file
 from kvroute.topology import parse
 

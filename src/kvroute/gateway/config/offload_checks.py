@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kvroute.gateway.config.offload import written
-from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.gateway.config.settings import SECTION, GatewaySettings
 from kvroute.topology import Cluster, FileError
 from kvroute.topology.form import Key, Lines
 from kvroute.types import InputError
-
-_SECTION = "gateway"
 
 
 def offload_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
@@ -21,12 +19,12 @@ def offload_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
     try:
         offload.spec()
     except InputError as error:
-        yield lines.error(error.what, (_SECTION, *written(error.where)), error.hint)
+        yield lines.error(error.what, (SECTION, *written(error.where)), error.hint)
     hook = offload.role_switch
     if hook is not None and (hook.url is None) == (hook.command is None):
         what = "`role_switch` requires a URL or a command" + (", not both" if hook.url else ", but has neither")
         hint = "give `url: http://...` or `command: [PROGRAM, ...]`"
-        yield lines.error(what, (_SECTION, "offload", "role_switch"), hint)
+        yield lines.error(what, (SECTION, "offload", "role_switch"), hint)
 
 
 def site_faults(
@@ -40,7 +38,7 @@ def site_faults(
     try:
         settings.control_spec().build(cluster)
     except InputError as error:
-        yield lines.error(error.what, (_SECTION, "offload"), error.hint)
+        yield lines.error(error.what, (SECTION, "offload"), error.hint)
     if settings.offload.role_switch is None:
         return
     for instance in cluster.instances:

@@ -40,6 +40,8 @@ from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.topology.schema import Entry
 from kvroute.topology.units import Size
 
+SECTION = "gateway"
+"""Key of the settings in a cluster file."""
 Tier: TypeAlias = Literal["node", "rack", "pod", "datacenter", "wan"]
 TIERS: tuple[Tier, ...] = ("node", "rack", "pod", "datacenter", "wan")
 """In the order of the tiers 0 to 4."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvroute.control import Control, LogHashing, LogHeader
-from kvroute.gateway.config.preflight import tls_context
+from kvroute.gateway.config.settings_checks import tls_context
 from kvroute.gateway.lifecycle.carry_over import StateCarryOver
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.lifecycle.role_switches import RoleSwitches

@@ -13,14 +13,13 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.gateway.config.settings import SECTION, GatewaySettings
 from kvroute.topology.document import read_plain
 from kvroute.topology.schema import yaml_text
 from kvroute.topology.units import quantity_text
 
 STRUCK = "***"
 """Replacement for a secret; no secret setting accepts it as a value."""
-_SECTION = "gateway"
 _SECRET_NAME = re.compile(r"token|secret|password|hash|authorization|(^|_)keys?(_|$)", re.IGNORECASE)
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
@@ -41,8 +40,8 @@ def redacted_file(text: str, source: str) -> str:
         InputErrors: the text is not a cluster file.
     """
     plain = read_plain(text, source)
-    if _SECTION in plain:
-        plain[_SECTION] = _redacted(plain[_SECTION], inspect.type_info(GatewaySettings), secret=False)
+    if SECTION in plain:
+        plain[SECTION] = _redacted(plain[SECTION], inspect.type_info(GatewaySettings), secret=False)
     return yaml_text(plain)
 
 

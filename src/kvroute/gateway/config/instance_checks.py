@@ -1,0 +1,74 @@
+"""Checks a cluster's instances against the `gateway:` section: models, endpoints and partners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvroute.gateway.config.settings import SECTION, GatewaySettings
+from kvroute.topology import Cluster, FileError, InstanceEntry
+from kvroute.topology.form import Key, Lines, nearest
+from kvroute.types import Instance
+
+
+def model_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
+    """Yield aliases of models that the cluster does not have."""
+    known = sorted({instance.model for instance in cluster.instances})
+    for alias, model in settings.models.items():
+        if model not in known:
+            yield lines.error(f"no instance serves {model!r}", (SECTION, "models", alias), nearest(model, known))
+
+
+def live_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
+    """Yield what prevents real engines from being served: endpoints, bootstrap servers, partners for each protocol."""
+    places = places_of(cluster, lines)
+    if ("instances", 0) not in lines.of and not any(instance.endpoint for instance in cluster.instances):
+        hint = "list the instances, each with `endpoint: {url: ...}`, or serve emulated engines with --embedded"
+        yield lines.error("instances made by a shorthand have no endpoint", ("instances",), hint)
+        return
+    first: dict[str, str] = {}
+    for instance in sorted(cluster.instances, key=lambda instance: places[instance.name][1:]):
+        yield from _endpoint_faults(instance, settings, places[instance.name], first, lines)
+    yield from _partner_faults(cluster, places, lines)
+
+
+def places_of(cluster: Cluster, lines: Lines) -> dict[str, Key]:
+    """Return the position of each instance in the file, by name."""
+    entries = cluster.file.instances
+    assert isinstance(entries, list), "a Cluster keeps its file without shorthands"
+    return {entry.name: ("instances", index) for index, entry in enumerate(entries) if isinstance(entry, InstanceEntry)}
+
+
+def _endpoint_faults(
+    instance: Instance, settings: GatewaySettings, key: Key, first: dict[str, str], lines: Lines
+) -> Iterator[FileError]:
+    endpoint, place = instance.endpoint, (*key, "endpoint")
+    if endpoint is None:
+        hint = "add `endpoint: {url: http://HOST:PORT}`, or serve emulated engines with --embedded"
+        yield lines.error(f"{instance.name} has no endpoint", key, hint)
+        return
+    other = first.setdefault(endpoint.url.rstrip("/").lower(), instance.name)
+    if other != instance.name:
+        yield lines.error(
+            f"{endpoint.url} is already the endpoint of {other}", (*place, "url"), "give each instance its own endpoint"
+        )
+    if instance.role == "prefill" and instance.traits.needs_bootstrap and not endpoint.bootstrap:
+        what = f"{endpoint.protocol} needs the prefill engine's bootstrap server"
+        yield lines.error(what, place, "add `bootstrap: HOST:PORT`")
+    if endpoint.kv_replay and not endpoint.kv_events:
+        yield lines.error("`kv_replay` requires `kv_events`", (*place, "kv_replay"), "add `kv_events: tcp://...`")
+    if settings.prefix == "events" and not endpoint.kv_events:
+        hint = "add `kv_events: tcp://HOST:PORT`, or write `prefix: auto`"
+        yield lines.error(f"`prefix: events` needs the KV events of {instance.name}", place, hint)
+
+
+def _partner_faults(cluster: Cluster, places: Mapping[str, Key], lines: Lines) -> Iterator[FileError]:
+    """Yield prefill without decode and decode without prefill, once for each model and protocol."""
+    groups: dict[tuple[str, str, str], list[Instance]] = {}
+    for instance in cluster.instances:
+        groups.setdefault((instance.model, instance.protocol, instance.role), []).append(instance)
+    for (model, protocol, role), members in groups.items():
+        partner = {"prefill": "decode", "decode": "prefill"}.get(role)
+        if partner is not None and (model, protocol, partner) not in groups:
+            what = f"{members[0].name} has no {partner} instance to work with: none for {model} uses {protocol}"
+            hint = f"give it a partner with `protocol: {protocol}`, or make it `role: both`"
+            yield lines.error(what, places[members[0].name], hint)
