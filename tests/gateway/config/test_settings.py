@@ -38,10 +38,10 @@ def test_the_documented_examples_are_read(tmp_path: Path) -> None:
     (tmp_path / "gateway.keys").write_text(f"alice: {hash_text('a')}\n", encoding="utf-8")
     keyed = settings_of(KEYED, str(tmp_path / "cluster.yaml"), ENVIRON)
     assert keyed.keys.file == str(tmp_path / "gateway.keys")
-    asked = settings_of(QUERIED, "f").oracle
-    assert asked.prometheus is not None
-    assert asked.prometheus.per_tier is not None
-    assert asked.prometheus.per_tier["rack"] == 'max(uplink_utilisation{level="rack"})'
+    oracle = settings_of(QUERIED, "f").oracle
+    assert oracle.prometheus is not None
+    assert oracle.prometheus.per_tier is not None
+    assert oracle.prometheus.per_tier["rack"] == 'max(uplink_utilisation{level="rack"})'
 
 
 def test_every_field_of_a_full_section_is_read() -> None:

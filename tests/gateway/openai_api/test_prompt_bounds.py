@@ -244,10 +244,10 @@ def test_the_error_gives_the_limit_that_was_exceeded(folder: Path) -> None:
                 ({"prompt": "word " * 100_000, "model": "llama-3-70b"}, COMPLETIONS, "prompt"),
                 ({"messages": [{"role": "user", "content": "word " * 400}]}, CHAT, "messages"),
             ):
-                answer = await gate.post(body, path)
-                assert answer.status == 400
-                assert answer.json["error"]["code"] == "context_length_exceeded"
-                assert answer.json["error"]["param"] == param
+                response = await gate.post(body, path)
+                assert response.status == 400
+                assert response.json["error"]["code"] == "context_length_exceeded"
+                assert response.json["error"]["param"] == param
             assert (await gate.ask("word", tokens=1)).status == 200
             assert await gate.becomes_idle()
 
