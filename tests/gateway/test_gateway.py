@@ -26,11 +26,11 @@ def test_a_response_over_two_legs_equals_that_of_one_engine() -> None:
     async def run() -> None:
         async with rig() as gate:
             for prompt in ("hi", PROMPT, PROMPT * 40, [1, 2, 3] * 500):
-                alone = await gate.direct("decode0", prompt, 6)
+                expected = await gate.direct("decode0", prompt, 6)
                 whole = await gate.ask(prompt, tokens=6)
                 streamed = await gate.ask(prompt, tokens=6, stream=True)
                 assert whole.status == streamed.status == 200
-                assert whole.text == streamed.text == alone
+                assert whole.text == streamed.text == expected
             named = await gate.post(
                 {"model": MODEL, "prompt": "hi", "max_tokens": 2}, headers={"X-Request-Id": "mine-17"}
             )
@@ -78,11 +78,11 @@ def test_a_leg_that_fails_before_the_first_token_is_retried(leg: str, status: An
         # Timeouts are short only for an engine that hangs, because a busy machine may make others look the same.
         hangs = "  timeouts: {prefill: 1 s, first_token: 1 s, answer: 1 s}\n  retries: {attempts: 8}\n"
         async with rig(hangs if status == "hang" else "") as gate:
-            alone = await gate.direct("decode0", PROMPT)
+            expected = await gate.direct("decode0", PROMPT)
             for name in (f"{leg}0", f"{leg}1"):
                 await gate.command(name, fail_next=1, status=status, leg=leg)
             response = await gate.ask(PROMPT, stream=stream)
-            assert (response.status, response.text) == (200, alone)
+            assert (response.status, response.text) == (200, expected)
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
@@ -127,11 +127,11 @@ def test_a_broken_non_streaming_response_is_retried() -> None:
 
     async def run() -> None:
         async with rig() as gate:
-            alone = await gate.direct("decode0", PROMPT, 8)
+            expected = await gate.direct("decode0", PROMPT, 8)
             await gate.command("decode0", fail_next=1, status="reset", leg="decode", after_tokens=3)
             await gate.command("decode1", fail_next=1, status="reset", leg="decode", after_tokens=3)
             response = await gate.ask(PROMPT, tokens=8)
-            assert (response.status, response.text) == (200, alone)
+            assert (response.status, response.text) == (200, expected)
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())

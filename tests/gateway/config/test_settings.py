@@ -218,7 +218,7 @@ def test_each_error_gives_its_line_and_a_fix(fault: str) -> None:
     text, field, sentence = SECTION_ERRORS[fault]
     found = {(problem.field, str(problem)) for problem in section_errors(section(text))}
     place = f"gateway.{field}" if field else "gateway"
-    assert any(where.startswith(place) and sentence in what for where, what in found), found
+    assert any(problem_field.startswith(place) and sentence in message for problem_field, message in found), found
 
 
 @pytest.mark.parametrize("text", ["admin: {push_token: short-secret}", "keys: {known: {alice: kvr_short-secret}}"])

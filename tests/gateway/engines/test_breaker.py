@@ -144,16 +144,16 @@ TestBreaker = BreakerMachine.TestCase
 
 @given(st.lists(st.booleans(), min_size=200, max_size=200), st.sampled_from([0.3, 0.5, 0.9]))
 @settings(max_examples=60, deadline=None)
-def test_the_error_rate_opens_the_breaker_without_consecutive_failures(good: list[bool], share: float) -> None:
+def test_the_error_rate_opens_the_breaker_without_consecutive_failures(outcomes: list[bool], share: float) -> None:
     """At ten requests a second, the share is recomputed from all outcomes of the window."""
     breaker = Breaker(failures=5, window_s=10.0, share=share)
-    for index, success in enumerate(good):
+    for index, success in enumerate(outcomes):
         at = index * 0.1
         attempt = breaker.started(at)
         (breaker.succeeded if success else breaker.failed)(attempt, at)
-        seen = [g for i, g in enumerate(good[: index + 1]) if int(i * 0.1) > int(at) - 10]
-        run = not any(good[max(0, index - 4) : index + 1]) and index >= 4
-        bad = not success and ((len(seen) >= 20 and seen.count(False) >= share * len(seen)) or run)
+        recent = [outcome for i, outcome in enumerate(outcomes[: index + 1]) if int(i * 0.1) > int(at) - 10]
+        run = not any(outcomes[max(0, index - 4) : index + 1]) and index >= 4
+        bad = not success and ((len(recent) >= 20 and recent.count(False) >= share * len(recent)) or run)
         assert (breaker.state(at) == "open") == bad
         if bad:
             return

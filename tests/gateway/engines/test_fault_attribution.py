@@ -170,7 +170,7 @@ def test_ten_concurrent_poison_requests_fail_no_other_request(path: str, failing
 @pytest.mark.parametrize("section", ["{}", "{attempts: 1}", "{share: 0, floor_per_s: 0}"])
 @pytest.mark.parametrize("status", [500, 503])
 def test_an_engine_that_always_fails_is_soon_excluded(section: str, status: int) -> None:
-    """The engine is alone or has another one beside it; retries are on, off, or not covered by the budget."""
+    """The engine is the only one or one of two; retries are on, off, or not covered by the budget."""
 
     async def main(count: int) -> None:
         engines = [Engine(f"engine{number}", "both") for number in range(count)]

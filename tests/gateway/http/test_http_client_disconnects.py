@@ -87,7 +87,7 @@ def test_a_client_that_half_closes_gets_its_responses(how: str) -> None:
             asyncio.get_running_loop().call_later(0.05, ended.set)
             received = await reader.read()
             if responding is not None:
-                responding.cancel()  # without a cancellation it waits for ever if the connection was broken off
+                responding.cancel()  # without the cancellation it waits forever if the connection was closed
                 await asyncio.gather(responding, return_exceptions=True)
             return received
 

@@ -238,11 +238,11 @@ def test_old_tls_versions_are_rejected(tmp_path: Path, port: str) -> None:
     command = ["openssl", "req", "-x509", *key, "-out", "cert.pem", "-days", "2", *names]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     files = f"tls: {{certificate: {tmp_path}/cert.pem, key: {tmp_path}/key.pem}}"
-    made = {"listen": "{port: 0}", "admin": "{port: 0}"} | {port: f"{{port: 0, {files}}}"}
+    ports = {"listen": "{port: 0}", "admin": "{port: 0}"} | {port: f"{{port: 0, {files}}}"}
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
-        async with stub_rig(prefill + decode, **made) as front:
+        async with stub_rig(prefill + decode, **ports) as front:
             number = front.gateway.port if port == "listen" else front.gateway.admin_port
             for version, accepted in (("TLSv1", False), ("TLSv1_1", False), ("TLSv1_2", True), ("TLSv1_3", True)):
                 context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))

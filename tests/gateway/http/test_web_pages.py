@@ -180,8 +180,8 @@ def test_a_reload_that_adds_keys_closes_metrics_and_accepts_all_host_names() -> 
         async with rig() as gate:
             endpoints = gate.fleet.ready().instances
             for section, expected in (("", [200, 403]), (KEYS, [404, 200]), ("", [200, 403])):
-                made = Deployment.of(CLUSTER + section, "test.yaml", endpoints=endpoints)
-                assert await gate.gateway.reload(lambda made=made: made)  # type: ignore[misc]
+                deployment = Deployment.of(CLUSTER + section, "test.yaml", endpoints=endpoints)
+                assert await gate.gateway.reload(lambda deployment=deployment: deployment)  # type: ignore[misc]
                 assert await statuses(gate) == expected
 
     run(main())

@@ -424,7 +424,7 @@ def test_each_tier_has_one_label() -> None:
 
 
 def test_a_decaying_share_reaches_zero() -> None:
-    """A mean that halves for ever is not shown as 5e-56."""
+    """A mean that halves repeatedly is shown as 0, not as 5e-56."""
     idle = msgspec.structs.replace(OFFLOAD, sites=(msgspec.structs.replace(OFFLOAD.sites[0], utilisation=5.17e-56),))
     samples = {family.name: list(found) for family, found in offload_gauges(idle)}
     assert samples["kvroute_egress_used_ratio"] == [(("far",), 0.0)]

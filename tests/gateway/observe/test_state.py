@@ -91,9 +91,9 @@ def test_statistics_per_policy_cover_the_last_minute(
         assert sum(split.part_mean_s.values()) == pytest.approx(sum(totals) / len(own), rel=1e-4, abs=1e-9)
         assert split.local == sum(tier is None for _, _, tier, _, _ in own)
         for tier in range(5):
-            there = [kv_bytes for _, _, where, kv_bytes, _ in own if where == tier]
-            assert split.tier_requests[tier] == len(there)
-            assert split.tier_bytes[tier] == pytest.approx(sum(there))
+            bytes_of_tier = [kv_bytes for _, _, where, kv_bytes, _ in own if where == tier]
+            assert split.tier_requests[tier] == len(bytes_of_tier)
+            assert split.tier_bytes[tier] == pytest.approx(sum(bytes_of_tier))
 
 
 def test_a_non_streaming_response_counts_for_tiers_and_not_for_times() -> None:

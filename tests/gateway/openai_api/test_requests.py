@@ -478,6 +478,6 @@ def test_engine_fields_are_removed_from_other_requests_and_nothing_else_changes(
     body = json.dumps(sent, separators=(" ,", ": ")).encode()
     if escaped:
         body = body.replace(b'"kv_', b'"k\\u0076_').replace(b'"rid', b'"r\\u0069d')
-    there = read_passthrough(b"/tokenize", body).body
-    assert json.loads(there) == {name: value for name, value in sent.items() if name not in ENGINE_FIELDS}
-    assert there == body or not ENGINE_FIELDS.isdisjoint(sent)
+    forwarded = read_passthrough(b"/tokenize", body).body
+    assert json.loads(forwarded) == {name: value for name, value in sent.items() if name not in ENGINE_FIELDS}
+    assert forwarded == body or not ENGINE_FIELDS.isdisjoint(sent)

@@ -1,4 +1,4 @@
-"""The public port beside completions: pages, HEAD, Expect, rejections in OpenAI's form, and requests that are passed
+"""The public port without completions: pages, HEAD, Expect, rejections in OpenAI's form, and requests that are passed
 through."""
 
 from __future__ import annotations
@@ -329,13 +329,13 @@ def test_metrics_can_be_served_on_the_admin_port_only() -> None:
 def test_a_metrics_page_is_generated_in_pieces_and_other_requests_run_in_between() -> None:
     async def main() -> None:
         async with rig() as gate:
-            gateway, happened = gate.gateway, asyncio.Event()
+            gateway, called = gate.gateway, asyncio.Event()
 
             def page(accept: str) -> tuple[str, Iterator[str]]:
                 def pieces() -> Iterator[str]:
-                    asyncio.get_running_loop().call_soon(happened.set)
+                    asyncio.get_running_loop().call_soon(called.set)
                     yield "some "
-                    assert happened.is_set()
+                    assert called.is_set()
                     yield accept
 
                 return "text/plain", pieces()

@@ -241,8 +241,8 @@ def test_a_leg_that_fails_once_only_delays_the_request(leg: str, fault: Any) -> 
 
     async def main() -> None:
         async with two_sites(EARLY) as gate:
-            where = ("far0", "far1") if leg == "prefill" else DECODERS[:2]
-            for name in where:
+            instances = ("far0", "far1") if leg == "prefill" else DECODERS[:2]
+            for name in instances:
                 await gate.command(name, leg=leg, fail_next=1, status=fault)
             responses = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=n % 2 == 0) for n in range(6)])
             assert [response.status for response in responses] == [200] * 6

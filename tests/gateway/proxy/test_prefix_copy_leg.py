@@ -122,8 +122,8 @@ def check_explain(log: Path, prefill: Prefill) -> None:
     (first, *others) = msgspec.json.decode(CliRunner().invoke(app, ["explain", str(log), "1", "--json"]).stdout)[
         "decisions"
     ]
-    what = {"id": prefill.copy_id, "from": "prefill0", "tokens": KEPT, "bytes": bytes_of(KEPT), "landed": True}
-    assert first["copy"] == what
+    expected = {"id": prefill.copy_id, "from": "prefill0", "tokens": KEPT, "bytes": bytes_of(KEPT), "landed": True}
+    assert first["copy"] == expected
     assert first["offload"]["terms"]["copied_tokens"] == KEPT
     assert [other["copy"] for other in others] == [None] * len(others)
 

@@ -295,10 +295,10 @@ def test_a_prefill_engine_without_a_bootstrap_address_is_skipped(lost: int) -> N
     async def main() -> None:
         prefill, decode = engines_of("sglang")
         async with listening(prefill + decode):
-            made = deployment(prefill + decode, "  breaker: {failures: 1000}\n")
+            original = deployment(prefill + decode, "  breaker: {failures: 1000}\n")
             names = {engine.name for engine in prefill[:lost]}
-            engines = tuple(_without_bootstrap(instance, names) for instance in made.cluster.instances)
-            async with serving(replace(made, cluster=replace(made.cluster, instances=engines))) as front:
+            engines = tuple(_without_bootstrap(instance, names) for instance in original.cluster.instances)
+            async with serving(replace(original, cluster=replace(original.cluster, instances=engines))) as front:
                 responses = [await front.post(completion(prompt=f"{n} " * 100)) for n in range(4)]
                 if lost == 1:
                     assert [response.status for response in responses] == [200] * 4

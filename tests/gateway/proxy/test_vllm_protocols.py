@@ -264,8 +264,8 @@ def test_an_instance_with_both_roles_gets_the_unchanged_request(protocol: KvProt
             sent = [completion(stream=streams, n=n, prompt=f"{n}" * 300, more={"b": n}) for n in (1, 1, 2)]
             for body in sent:
                 assert (await front.post(body)).status == 200
-            got = sorted((received.json for received in received_by(engines)), key=json.dumps)
-            assert got == sorted(sent, key=json.dumps)
+            bodies = sorted((received.json for received in received_by(engines)), key=json.dumps)
+            assert bodies == sorted(sent, key=json.dumps)
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())

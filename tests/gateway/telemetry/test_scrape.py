@@ -227,7 +227,7 @@ def test_differences_of_pages_add_up_to_the_transfers(growth: list[tuple[str, in
     counters = TransferCounters("d0")
     assert counters.measured(0.0, {}) == []
     totals: dict[str, TransferTotals] = {}
-    truth: dict[str, list[float]] = {}
+    expected: dict[str, list[float]] = {}
     reported: dict[str, list[float]] = {}
     for source, kv_bytes, seconds, transfers, restarts in growth:
         # A difference cannot reveal a restart after which the counts are already higher; real counters start low.
@@ -235,13 +235,13 @@ def test_differences_of_pages_add_up_to_the_transfers(growth: list[tuple[str, in
             totals = {}
         old = totals.get(source, TransferTotals())
         totals[source] = TransferTotals(old.kv_bytes + kv_bytes, old.seconds + seconds, old.transfers + transfers)
-        sums = truth.setdefault(source, [0, 0, 0])
-        truth[source] = [sums[0] + kv_bytes, sums[1] + seconds, sums[2] + transfers]
+        sums = expected.setdefault(source, [0, 0, 0])
+        expected[source] = [sums[0] + kv_bytes, sums[1] + seconds, sums[2] + transfers]
         for event in counters.measured(1.0, dict(totals)):
             assert event.target == "d0"
             sums = reported.setdefault(event.source, [0, 0, 0])
             reported[event.source] = [sums[0] + event.kv_bytes, sums[1] + event.seconds, sums[2] + event.transfers]
-    assert reported == truth
+    assert reported == expected
 
 
 def test_the_first_page_is_only_the_baseline() -> None:

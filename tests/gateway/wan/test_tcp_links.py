@@ -247,13 +247,15 @@ def test_missing_throughput_of_a_full_path_counts_as_other_traffic(ends: list[tu
     evidence."""
     path, pairs = PathTelemetry(NARROW_SITES, stalled_s=2.0, fresh_s=3.0), sorted(set(ends))
     for sender in ("far0", "far1"):
-        pace = share * CAPACITY / len(pairs)
-        path.heard(sender, [seen(pace, target=target, full=True) for source, target in pairs if source == sender], 0.0)
+        bytes_per_s = share * CAPACITY / len(pairs)
+        path.heard(
+            sender, [seen(bytes_per_s, target=target, full=True) for source, target in pairs if source == sender], 0.0
+        )
     state = path.sample(AWAY, 0.0)
     assert state is not None
-    lone = min(len({source for source, _ in pairs}), len({target for _, target in pairs}))
-    due = min(CAPACITY, lone * OWN_CAPACITY)
-    assert state.others == pytest.approx(max(min(1.0 - share * CAPACITY / due, OTHERS_MAX), 0.0), abs=1e-9)
+    parallel_transfers = min(len({source for source, _ in pairs}), len({target for _, target in pairs}))
+    path_bytes_per_s = min(CAPACITY, parallel_transfers * OWN_CAPACITY)
+    assert state.others == pytest.approx(max(min(1.0 - share * CAPACITY / path_bytes_per_s, OTHERS_MAX), 0.0), abs=1e-9)
     assert not math.isnan(state.queue_delay_s)
 
 
@@ -327,8 +329,8 @@ def test_a_slow_path_counts_as_other_traffic_until_it_recovers() -> None:
             assert [response.status for response in await asyncio.gather(*requests)] == [200] * 2
             shares = [event.per_tier[4] for event in events if isinstance(event, CongestionMeasured)]
             assert sorted(shares)[len(shares) // 2] == pytest.approx(half, abs=0.1)
-            paces = [e.kv_bytes / e.seconds for e in events if isinstance(e, TransferMeasured) and e.transfers == 1]
-            assert all(0 < pace <= 1.01 * half * CAPACITY for pace in paces)
+            rates = [e.kv_bytes / e.seconds for e in events if isinstance(e, TransferMeasured) and e.transfers == 1]
+            assert all(0 < rate <= 1.01 * half * CAPACITY for rate in rates)
 
     uvloop.run(main())
 
