@@ -59,11 +59,11 @@ async def tokens(engine: Engine, request: web.BaseRequest, received: ReceivedReq
     return await stream(request, [f"{engine.name} "] * count)
 
 
-async def stream(request: web.BaseRequest, words: Sequence[str]) -> web.StreamResponse:
-    """Send the words as server-sent events."""
+async def stream(request: web.BaseRequest, texts: Sequence[str]) -> web.StreamResponse:
+    """Send each text as a server-sent event."""
     response = await start_stream(request)
-    for word in words:
-        await response.write(event(word))
+    for text in texts:
+        await response.write(event(text))
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
@@ -76,9 +76,9 @@ async def start_stream(request: web.BaseRequest) -> web.StreamResponse:
     return response
 
 
-def event(word: str) -> bytes:
+def event(text: str) -> bytes:
     """Return the event of one token of a stream."""
-    return b"data: %b\n\n" % msgspec.json.encode({"choices": [{"index": 0, "text": word}]})
+    return b"data: %b\n\n" % msgspec.json.encode({"choices": [{"index": 0, "text": text}]})
 
 
 def failing(status: int, *, times: int = 1 << 30, then: Serve = tokens) -> Serve:
@@ -155,7 +155,7 @@ class Engine:
         bootstrap = f', bootstrap: "127.0.0.1:{self.port}"' if self.role == "prefill" else ""
         return f'{{url: "{url}", protocol: {self.protocol}{bootstrap}}}'
 
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
         headers = {name.lower(): value for name, value in request.headers.items()}
         received = ReceivedRequest(request.method, request.path_qs, headers, await request.read())
@@ -192,7 +192,7 @@ async def listening(engines: Sequence[Engine]) -> AsyncIterator[None]:
     """Let the engines listen while the context is open."""
     async with AsyncExitStack() as stack:
         for engine in engines:
-            runner = web.ServerRunner(web.Server(engine.answer, handler_cancellation=True), shutdown_timeout=0.1)
+            runner = web.ServerRunner(web.Server(engine.handle, handler_cancellation=True), shutdown_timeout=0.1)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             site = web.TCPSite(runner, "127.0.0.1", engine.port, ssl_context=engine.tls, reuse_address=True)

@@ -1,7 +1,8 @@
 """Chaos test in one event loop: legs fail, clients disconnect, instances restart, cluster files are reloaded.
 
-Every client gets its own complete response, or an error that says so, exactly once. A retry saves every request that it
-can save. Nothing remains held in the gateway, the core or the engines. The event log replays to the same decisions.
+Every client gets its own complete response, or an error that reports the failure, exactly once. A retry saves every
+request that it can save. Nothing remains held in the gateway, the core or the engines. The event log replays to the
+same decisions.
 """
 
 from __future__ import annotations
@@ -89,11 +90,11 @@ class LoadGenerator:
             await self._disconnect(body, self.draw.randrange(4) if streams else 0)
             self.outcomes["disconnected"] += 1
             return
-        answer = await self.gate.post(body)
-        if answer.status != 200:
-            self.outcomes[f"error {answer.status}: {answer.json['error']['message']}"] += 1
+        response = await self.gate.post(body)
+        if response.status != 200:
+            self.outcomes[f"error {response.status}: {response.json['error']['message']}"] += 1
             return
-        events = answer.events or [answer.json]
+        events = response.events or [response.json]
         text = "".join(choice["text"] for event in events for choice in event.get("choices", []))
         if "error" in events[-1]:
             assert streams
@@ -102,7 +103,7 @@ class LoadGenerator:
             self.outcomes["incomplete"] += 1
         else:
             assert text == self.expected[number]
-            assert answer.body.endswith(b"data: [DONE]\n\n") is streams
+            assert response.body.endswith(b"data: [DONE]\n\n") is streams
             self.outcomes["complete"] += 1
 
     async def _disconnect(self, body: Any, events: int) -> None:
@@ -117,19 +118,19 @@ class LoadGenerator:
         gateway, transfers = self.gate.gateway, self.draw.random() < 0.7
         proxied_requests = gateway.runtime.requests
         before = set(proxied_requests)
-        asked = asyncio.create_task(self.gate.post(body))
-        while not asked.done() and before.issuperset(proxied_requests):
+        request = asyncio.create_task(self.gate.post(body))
+        while not request.done() and before.issuperset(proxied_requests):
             await asyncio.sleep(0)
-        mine = set(proxied_requests) - before
+        own_requests = set(proxied_requests) - before
 
         def is_transferring() -> bool:
             moving = gateway.state.tick(gateway.now(), 0).transfers
-            return any(transfer.request_id in mine and transfer.took_s is None for transfer in moving)
+            return any(transfer.request_id in own_requests and transfer.took_s is None for transfer in moving)
 
-        while transfers and not asked.done() and not is_transferring():
+        while transfers and not request.done() and not is_transferring():
             await asyncio.sleep(0)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
 
 
 async def expected_responses(gate: Rig) -> list[str]:

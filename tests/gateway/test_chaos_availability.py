@@ -86,10 +86,10 @@ def test_instances_without_a_process_get_no_request_in_a_panic(role: str) -> Non
         async with rig(FEW % "", TEXT) as gate:
             generator = LoadGenerator(gate, await expected_responses(gate), random.Random(12))
             await generator.send(requests=5, clients=2)
-            gone = [f"{role}{number}" for number in range(2)]
-            for name in gone:
+            stopped = [f"{role}{number}" for number in range(2)]
+            for name in stopped:
                 gate.fleet.servers[name].restart(1e4)
-            for name in gone:
+            for name in stopped:
                 assert await gate.becomes(name, False)
             retries = metric_lines(gate, "kvroute_retries_total")
             await generator.send(requests=30, clients=4)
@@ -104,12 +104,12 @@ def test_a_stalled_event_loop_marks_no_engine_as_down() -> None:
     """Every timeout is shorter than the stalls and one failure marks an instance as down, yet no instance goes down."""
 
     async def run() -> None:
-        patience = """
+        section = """
   timeouts: {connect: 1 s, prefill: 1 s, first_token: 1 s, answer: 1 s, between_tokens: 1 s}
   health: {interval: 20 ms, timeout: 1 s, failures: 1, panic: 0}
   breaker: {failures: 1, open: 1 h}
 """
-        async with rig(patience, TEXT) as gate:
+        async with rig(section, TEXT) as gate:
             generator = LoadGenerator(gate, await expected_responses(gate), random.Random(13))
 
             def stall(ended: int) -> None:
@@ -121,10 +121,10 @@ def test_a_stalled_event_loop_marks_no_engine_as_down() -> None:
             generator.on_request_end = stall
             await generator.send(requests=40, clients=6)
             assert set(generator.outcomes) == {"complete"}, generator.outcomes
-            guards = [gate.gateway.runtime.engines[name].availability for name in NAMES]
+            availabilities = [gate.gateway.runtime.engines[name].availability for name in NAMES]
             assert all(
                 availability.healthy and availability.breaker.state(gate.gateway.now()) == "closed"
-                for availability in guards
+                for availability in availabilities
             )
             assert not metric_lines(gate, "kvroute_leg_failures_total{")
             lag = float(metric_lines(gate, "kvroute_event_loop_lag_seconds_sum")[0].split()[1])

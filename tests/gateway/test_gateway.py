@@ -26,11 +26,11 @@ def test_a_response_over_two_legs_equals_that_of_one_engine() -> None:
     async def run() -> None:
         async with rig() as gate:
             for prompt in ("hi", PROMPT, PROMPT * 40, [1, 2, 3] * 500):
-                alone = await gate.direct("decode0", prompt, 6)
+                expected = await gate.direct("decode0", prompt, 6)
                 whole = await gate.ask(prompt, tokens=6)
                 streamed = await gate.ask(prompt, tokens=6, stream=True)
                 assert whole.status == streamed.status == 200
-                assert whole.text == streamed.text == alone
+                assert whole.text == streamed.text == expected
             named = await gate.post(
                 {"model": MODEL, "prompt": "hi", "max_tokens": 2}, headers={"X-Request-Id": "mine-17"}
             )
@@ -50,8 +50,8 @@ def test_legs_go_to_prefill_and_decode_instances_and_the_log_replays(tmp_path: P
         async with rig(f"  log: {{events: {log}}}\n") as gate:
             await gate.command("prefill0", fail_next=2, status=500, leg="prefill")
             await gate.command("decode1", fail_next=2, status=503, leg="decode")
-            answers = await asyncio.gather(*[gate.ask(f"{n} {PROMPT}", stream=n % 2 == 0) for n in range(20)])
-            assert [answer.status for answer in answers] == [200] * 20
+            responses = await asyncio.gather(*[gate.ask(f"{n} {PROMPT}", stream=n % 2 == 0) for n in range(20)])
+            assert [response.status for response in responses] == [200] * 20
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
@@ -78,11 +78,11 @@ def test_a_leg_that_fails_before_the_first_token_is_retried(leg: str, status: An
         # Timeouts are short only for an engine that hangs, because a busy machine may make others look the same.
         hangs = "  timeouts: {prefill: 1 s, first_token: 1 s, answer: 1 s}\n  retries: {attempts: 8}\n"
         async with rig(hangs if status == "hang" else "") as gate:
-            alone = await gate.direct("decode0", PROMPT)
+            expected = await gate.direct("decode0", PROMPT)
             for name in (f"{leg}0", f"{leg}1"):
                 await gate.command(name, fail_next=1, status=status, leg=leg)
-            answer = await gate.ask(PROMPT, stream=stream)
-            assert (answer.status, answer.text) == (200, alone)
+            response = await gate.ask(PROMPT, stream=stream)
+            assert (response.status, response.text) == (200, expected)
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
@@ -95,10 +95,10 @@ def test_without_attempts_left_the_error_names_the_failed_leg() -> None:
         async with rig("  retries: {attempts: 2}\n") as gate:
             for name in ("prefill0", "prefill1"):
                 await gate.command(name, fail_next=5, status=500, leg="prefill")
-            answer = await gate.ask(PROMPT)
-            assert answer.status == 502
-            assert "prefill instance prefill" in answer.json["error"]["message"]
-            assert "returned status 500" in answer.json["error"]["message"]
+            response = await gate.ask(PROMPT)
+            assert response.status == 502
+            assert "prefill instance prefill" in response.json["error"]["message"]
+            assert "returned status 500" in response.json["error"]["message"]
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
@@ -111,9 +111,9 @@ def test_a_broken_stream_ends_with_an_error_event() -> None:
         async with rig() as gate:
             for name in ("decode0", "decode1"):
                 await gate.command(name, fail_next=1, status="reset", leg="decode", after_tokens=3)
-            answer = await gate.ask(PROMPT, tokens=8, stream=True)
-            assert answer.status == 200
-            *tokens, last = answer.events
+            response = await gate.ask(PROMPT, tokens=8, stream=True)
+            assert response.status == 200
+            *tokens, last = response.events
             assert 1 <= len(tokens) <= 3
             assert last["error"]["type"] == "upstream_error"
             assert "closed the connection" in last["error"]["message"]
@@ -127,11 +127,11 @@ def test_a_broken_non_streaming_response_is_retried() -> None:
 
     async def run() -> None:
         async with rig() as gate:
-            alone = await gate.direct("decode0", PROMPT, 8)
+            expected = await gate.direct("decode0", PROMPT, 8)
             await gate.command("decode0", fail_next=1, status="reset", leg="decode", after_tokens=3)
             await gate.command("decode1", fail_next=1, status="reset", leg="decode", after_tokens=3)
-            answer = await gate.ask(PROMPT, tokens=8)
-            assert (answer.status, answer.text) == (200, alone)
+            response = await gate.ask(PROMPT, tokens=8)
+            assert (response.status, response.text) == (200, expected)
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
@@ -173,9 +173,9 @@ def test_a_client_error_does_not_count_against_an_instance() -> None:
     async def run() -> None:
         async with rig("  breaker: {failures: 1}\n") as gate:
             for _ in range(3):
-                answer = await gate.ask(PROMPT, tokens=10**9)
-                assert answer.status == 400
-                assert answer.json["error"]["message"]
+                response = await gate.ask(PROMPT, tokens=10**9)
+                assert response.status == 400
+                assert response.json["error"]["message"]
             assert all(engine.availability.up for engine in gate.gateway.runtime.engines.values())
             assert await gate.becomes_idle(), gate.held_resources()
 
@@ -183,7 +183,7 @@ def test_a_client_error_does_not_count_against_an_instance() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "text"),
     [
         ({"model": MODEL}, "prompt"),
         ({"model": MODEL, "prompt": 5}, "prompt"),
@@ -192,14 +192,14 @@ def test_a_client_error_does_not_count_against_an_instance() -> None:
         ([], "object"),
     ],
 )
-def test_an_invalid_request_is_rejected_with_one_sentence(body: Any, says: str) -> None:
+def test_an_invalid_request_is_rejected_with_one_sentence(body: Any, text: str) -> None:
     """The request is rejected before anything is booked or sent."""
 
     async def run() -> None:
         async with rig() as gate:
-            answer = await gate.post(body)
-            assert answer.status == 400
-            assert says in answer.json["error"]["message"]
+            response = await gate.post(body)
+            assert response.status == 400
+            assert text in response.json["error"]["message"]
             assert not any(gate.held_resources().values())
 
     uvloop.run(run())
@@ -210,9 +210,9 @@ def test_a_request_for_several_choices_is_computed_by_one_instance() -> None:
 
     async def run() -> None:
         async with rig() as gate:
-            answer = await gate.ask(PROMPT, n=2)
-            assert answer.status == 200
-            assert len(answer.json["choices"]) == 2
+            response = await gate.ask(PROMPT, n=2)
+            assert response.status == 200
+            assert len(response.json["choices"]) == 2
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
@@ -246,8 +246,8 @@ def test_a_dead_instance_is_excluded_until_it_recovers(caplog: pytest.LogCapture
         async with rig(section) as gate:
             await gate.stop_engine("decode0")
             assert await gate.becomes("decode0", False)
-            answers = await asyncio.gather(*[gate.ask(f"{n} {PROMPT}") for n in range(6)])
-            assert [answer.status for answer in answers] == [200] * 6
+            responses = await asyncio.gather(*[gate.ask(f"{n} {PROMPT}") for n in range(6)])
+            assert [response.status for response in responses] == [200] * 6
             await gate.restart_engine("decode0")
             assert await gate.becomes("decode0", True)
             assert await gate.becomes_idle(), gate.held_resources()
@@ -266,10 +266,10 @@ def test_without_any_decode_instance_the_response_is_503_at_once() -> None:
                 await gate.stop_engine(name)
             assert await gate.becomes("decode0", False)
             assert await gate.becomes("decode1", False)
-            answer = await gate.ask(PROMPT)
-            assert answer.status == 503
-            assert "no decode instance is up" in answer.json["error"]["message"]
-            assert answer.headers["retry-after"]
+            response = await gate.ask(PROMPT)
+            assert response.status == 503
+            assert "no decode instance is up" in response.json["error"]["message"]
+            assert response.headers["retry-after"]
             assert (await gate.get("/ready")).status == 503
             assert await gate.becomes_idle(), gate.held_resources()
 
@@ -316,8 +316,8 @@ def test_which_source_measures_transfer_times(measure: str) -> None:
             assert {engine.measures for engine in engines.values()} == {measure != "engine"}
             pushed = {"source": "prefill0", "target": "decode0", "kv_bytes": 1e9, "seconds": 100.0, "transfers": 9}
             url = f"{gate.admin}/telemetry"
-            async with gate.session.post(url, data=msgspec.json.encode({"transfers": [pushed]})) as answer:
-                assert answer.status == 200
+            async with gate.session.post(url, data=msgspec.json.encode({"transfers": [pushed]})) as response:
+                assert response.status == 200
             assert engines["decode0"].measures == (measure != "engine")
             runtime.on_telemetry(TransferMeasured(at, "prefill0", "decode0", 1e9, 1e-3, 9))
             assert engines["decode0"].measures == (measure == "first-byte")
@@ -338,8 +338,8 @@ def test_a_drain_loses_no_request() -> None:
                 await asyncio.sleep(0)
             gate.slow(1)
             await gate.gateway.drain()
-            answers = [await task for task in tasks]
-            assert [(answer.status, len(answer.events)) for answer in answers] == [(200, 60)] * 12
+            responses = [await task for task in tasks]
+            assert [(response.status, len(response.events)) for response in responses] == [(200, 60)] * 12
             with pytest.raises(OSError, match="onnect"):
                 await gate.ask("late")
 

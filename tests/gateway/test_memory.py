@@ -147,8 +147,8 @@ def test_prefix_copies_and_early_transfers_leave_no_cycles() -> None:
 
 @pytest.mark.parametrize("policy", ["foresight", "round-robin"])
 def test_a_replaced_cluster_is_freed_with_its_last_request(policy: str) -> None:
-    """Freed are the cluster, its engine clients and pools, its core with all prefixes, and its collectors; requests are
-    in flight."""
+    """The cluster, its engine clients and pools, its core with all prefixes, and its collectors are freed. Requests are
+    in flight meanwhile."""
 
     async def run() -> None:
         section = f"  policy: {policy}\n  scrape: {{interval: 20 ms}}\n"
@@ -172,7 +172,7 @@ def test_a_replaced_cluster_is_freed_with_its_last_request(policy: str) -> None:
                     await until(lambda: gate.held_resources()["requests"] > 0)
                     assert await gate.gateway.reload(read)
                     assert len((await running).events) == 40
-                    await until(lambda gone=parts: not any(each() for each in gone))  # type: ignore[misc]
+                    await until(lambda references=parts: not any(each() for each in references))  # type: ignore[misc]
                 assert await gate.becomes_idle(), gate.held_resources()
                 assert cyclic() == {}
 
@@ -207,15 +207,15 @@ def test_a_prefix_index_is_freed_without_the_garbage_collector(stored: list[tupl
 def test_a_callback_does_not_keep_its_owner_alive() -> None:
     """The callback calls its owner while it exists and does nothing afterwards."""
 
-    heard: list[int] = []
+    received: list[int] = []
 
     class Owner:
         def callback(self, number: int) -> None:
-            heard.append(number)
+            received.append(number)
 
     owner = Owner()
     call = weakly(owner.callback)
     call(1)
     del owner
     call(2)
-    assert heard == [1]
+    assert received == [1]

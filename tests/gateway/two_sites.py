@@ -83,10 +83,10 @@ async def wait_for_counter(gate: Rig, name: str, least: float, **labels: str) ->
     await _until(gate, name, lambda now: now is not None and now >= least, labels)
 
 
-async def _until(gate: Rig, name: str, true: Callable[[float | None], bool], labels: dict[str, str]) -> None:
+async def _until(gate: Rig, name: str, condition: Callable[[float | None], bool], labels: dict[str, str]) -> None:
     limit = time.monotonic() + PATIENCE_S
     while time.monotonic() < limit:
-        if true(await metric(gate, name, **labels)):
+        if condition(await metric(gate, name, **labels)):
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"{name} {labels} is {await metric(gate, name, **labels)}")
@@ -95,8 +95,8 @@ async def _until(gate: Rig, name: str, true: Callable[[float | None], bool], lab
 async def metric(gate: Rig, name: str, **labels: str) -> float | None:
     """Return one sample of the gateway's metrics page."""
     pairs = ",".join(f'{label}="{value}"' for label, value in labels.items())
-    wanted = f"{name}{{{pairs}}} " if pairs else f"{name} "
+    prefix = f"{name}{{{pairs}}} " if pairs else f"{name} "
     for line in (await gate.get("/metrics")).body.decode().splitlines():
-        if line.startswith(wanted):
-            return float(line.removeprefix(wanted))
+        if line.startswith(prefix):
+            return float(line.removeprefix(prefix))
     return None

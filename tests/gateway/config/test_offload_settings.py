@@ -93,11 +93,11 @@ def test_prefix_copies_need_the_vllm_protocol(protocol: str) -> None:
     text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
     ports = iter(range(8000, 9000))
 
-    def reached(match: re.Match[str]) -> str:
+    def with_endpoint(match: re.Match[str]) -> str:
         endpoint = f'{{url: "http://h:{next(ports)}", protocol: {protocol}, bootstrap: "h:1"}}'
         return f"{match[0][:-1]}, endpoint: {endpoint}}}"
 
-    text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", reached, text) + "    copy: {}\n"
+    text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", with_endpoint, text) + "    copy: {}\n"
     assert deployment_of(text, "f", environ={})
     problems = file_errors(text + "    rule: auto\n")
     assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7)}
@@ -123,11 +123,11 @@ def test_a_decode_instance_that_may_switch_to_prefill_needs_a_bootstrap_address(
     text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
     ports = iter(range(8000, 9000))
 
-    def reached(match: re.Match[str]) -> str:
+    def with_endpoint(match: re.Match[str]) -> str:
         port, bootstrap = next(ports), ', bootstrap: "h:1"' if match[1] == "prefill" else ""
         return f'{match[0][:-1]}, endpoint: {{url: "http://h:{port}", protocol: mooncake{bootstrap}}}}}'
 
-    text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", reached, text)
+    text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", with_endpoint, text)
     assert deployment_of(text, "f", environ={})
     problems = file_errors(text + "    role_switch: {command: [switch]}\n")
     assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7, 12)}
@@ -143,18 +143,18 @@ def test_layerwise_transfers_need_bootstrap_addresses(section: str) -> None:
     assert deployment_of(text, "f", embedded=True, environ={})
     ports = iter(range(8000, 9000))
 
-    def reached(protocol: str, more: str) -> str:
-        def entry(match: re.Match[str]) -> str:
+    def with_endpoints(protocol: str, more: str) -> str:
+        def with_endpoint(match: re.Match[str]) -> str:
             return f'{match[0][:-1]}, endpoint: {{url: "http://h:{next(ports)}", protocol: {protocol}{more}}}}}'
 
-        return re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", entry, text)
+        return re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", with_endpoint, text)
 
     early = {f"instances[{k}].endpoint" for k in range(4 if "offload" in section else 7)}
-    problems = file_errors(reached("vllm", ""))
+    problems = file_errors(with_endpoints("vllm", ""))
     assert {problem.field for problem in problems} == early
     assert all("add `bootstrap: HOST:PORT`" in str(problem) for problem in problems)
-    problems = file_errors(reached("mooncake", ', bootstrap: "h:1"'))
+    problems = file_errors(with_endpoints("mooncake", ', bootstrap: "h:1"'))
     assert {problem.field for problem in problems} == early
     assert all("mooncake does not support" in str(problem) for problem in problems)
     for protocol in ("vllm", "sglang"):
-        assert deployment_of(reached(protocol, ', bootstrap: "h:1"'), "f", environ={})
+        assert deployment_of(with_endpoints(protocol, ', bootstrap: "h:1"'), "f", environ={})

@@ -56,8 +56,8 @@ SERVING_ERRORS = {
 def test_each_obstacle_to_serving_gives_its_line_and_a_fix(fault: str) -> None:
     text, line, sentence = SERVING_ERRORS[fault]
     found = [(problem.line, str(problem)) for problem in file_errors(text)]
-    assert any(where == line and sentence in what for where, what in found), found
-    assert [where for where, _ in found] == sorted(where for where, _ in found)
+    assert any(problem_line == line and sentence in message for problem_line, message in found), found
+    assert [problem_line for problem_line, _ in found] == sorted(problem_line for problem_line, _ in found)
 
 
 def test_emulated_engines_need_no_endpoint() -> None:

@@ -38,10 +38,10 @@ def test_the_documented_examples_are_read(tmp_path: Path) -> None:
     (tmp_path / "gateway.keys").write_text(f"alice: {hash_text('a')}\n", encoding="utf-8")
     keyed = settings_of(KEYED, str(tmp_path / "cluster.yaml"), ENVIRON)
     assert keyed.keys.file == str(tmp_path / "gateway.keys")
-    asked = settings_of(QUERIED, "f").oracle
-    assert asked.prometheus is not None
-    assert asked.prometheus.per_tier is not None
-    assert asked.prometheus.per_tier["rack"] == 'max(uplink_utilisation{level="rack"})'
+    oracle = settings_of(QUERIED, "f").oracle
+    assert oracle.prometheus is not None
+    assert oracle.prometheus.per_tier is not None
+    assert oracle.prometheus.per_tier["rack"] == 'max(uplink_utilisation{level="rack"})'
 
 
 def test_every_field_of_a_full_section_is_read() -> None:
@@ -218,7 +218,7 @@ def test_each_error_gives_its_line_and_a_fix(fault: str) -> None:
     text, field, sentence = SECTION_ERRORS[fault]
     found = {(problem.field, str(problem)) for problem in section_errors(section(text))}
     place = f"gateway.{field}" if field else "gateway"
-    assert any(where.startswith(place) and sentence in what for where, what in found), found
+    assert any(problem_field.startswith(place) and sentence in message for problem_field, message in found), found
 
 
 @pytest.mark.parametrize("text", ["admin: {push_token: short-secret}", "keys: {known: {alice: kvr_short-secret}}"])

@@ -13,27 +13,29 @@ FAILURES, WINDOW_S, OPEN_S, OPEN_MAX_S, PROBE_S = 3, 10.0, 4.0, 14.0, 6.0
 CAUSES: tuple[Cause, ...] = ("no_answer", "error", "unexplained")
 
 
-def breaker(share: float = 0.5) -> Breaker:
+def make_breaker(share: float = 0.5) -> Breaker:
     return Breaker(
         failures=FAILURES, window_s=WINDOW_S, open_s=OPEN_S, share=share, open_max_s=OPEN_MAX_S, probe_s=PROBE_S
     )
 
 
-def report(one: Breaker, attempt: Attempt, end: str, now: float) -> None:
+def report(breaker: Breaker, attempt: Attempt, end: str, now: float) -> None:
     """Report the end of an attempt by its name: a cause of failure or another outcome."""
     if end in CAUSES:
-        one.failed(attempt, now, end)
+        breaker.failed(attempt, now, end)
     else:
-        {"succeeded": one.succeeded, "cancelled": one.cancelled, "acquitted": one.acquitted}[end](attempt, now)
+        {"succeeded": breaker.succeeded, "cancelled": breaker.cancelled, "acquitted": breaker.acquitted}[end](
+            attempt, now
+        )
 
 
 def opened(at: float = 0.0) -> Breaker:
     """Return a breaker that opened at `at` for the first time."""
-    one = breaker()
-    for attempt in [one.started(at) for _ in range(FAILURES)]:
-        one.failed(attempt, at)
-    assert one.state(at) == "open"
-    return one
+    breaker = make_breaker()
+    for attempt in [breaker.started(at) for _ in range(FAILURES)]:
+        breaker.failed(attempt, at)
+    assert breaker.state(at) == "open"
+    return breaker
 
 
 class BreakerMachine(RuleBasedStateMachine):
@@ -41,7 +43,7 @@ class BreakerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.breaker = breaker()
+        self.breaker = make_breaker()
         self.now = 0.0
         self.state = "closed"
         self.period = 0
@@ -142,102 +144,102 @@ TestBreaker = BreakerMachine.TestCase
 
 @given(st.lists(st.booleans(), min_size=200, max_size=200), st.sampled_from([0.3, 0.5, 0.9]))
 @settings(max_examples=60, deadline=None)
-def test_the_error_rate_opens_the_breaker_without_consecutive_failures(good: list[bool], share: float) -> None:
+def test_the_error_rate_opens_the_breaker_without_consecutive_failures(outcomes: list[bool], share: float) -> None:
     """At ten requests a second, the share is recomputed from all outcomes of the window."""
-    one = Breaker(failures=5, window_s=10.0, share=share)
-    for index, success in enumerate(good):
+    breaker = Breaker(failures=5, window_s=10.0, share=share)
+    for index, success in enumerate(outcomes):
         at = index * 0.1
-        attempt = one.started(at)
-        (one.succeeded if success else one.failed)(attempt, at)
-        seen = [g for i, g in enumerate(good[: index + 1]) if int(i * 0.1) > int(at) - 10]
-        run = not any(good[max(0, index - 4) : index + 1]) and index >= 4
-        bad = not success and ((len(seen) >= 20 and seen.count(False) >= share * len(seen)) or run)
-        assert (one.state(at) == "open") == bad
+        attempt = breaker.started(at)
+        (breaker.succeeded if success else breaker.failed)(attempt, at)
+        recent = [outcome for i, outcome in enumerate(outcomes[: index + 1]) if int(i * 0.1) > int(at) - 10]
+        run = not any(outcomes[max(0, index - 4) : index + 1]) and index >= 4
+        bad = not success and ((len(recent) >= 20 and recent.count(False) >= share * len(recent)) or run)
+        assert (breaker.state(at) == "open") == bad
         if bad:
             return
 
 
 def test_a_probe_aborted_by_its_client_allows_another_probe_at_once() -> None:
-    one = opened()
-    probe = one.started(OPEN_S)
-    assert not one.allows(OPEN_S)
-    one.cancelled(probe, OPEN_S)
-    assert one.allows(OPEN_S)
-    one.succeeded(one.started(OPEN_S), OPEN_S)
-    assert one.state(OPEN_S) == "closed"
+    breaker = opened()
+    probe = breaker.started(OPEN_S)
+    assert not breaker.allows(OPEN_S)
+    breaker.cancelled(probe, OPEN_S)
+    assert breaker.allows(OPEN_S)
+    breaker.succeeded(breaker.started(OPEN_S), OPEN_S)
+    assert breaker.state(OPEN_S) == "closed"
 
 
 def test_a_probe_that_never_ends_allows_another_one_after_the_timeout() -> None:
-    one = opened()
-    one.started(OPEN_S)
-    assert one.refuses_until(OPEN_S) == OPEN_S + PROBE_S
-    assert one.allows(OPEN_S + PROBE_S)
-    one.started(OPEN_S + PROBE_S)
-    assert not one.allows(OPEN_S + PROBE_S), "only one more"
+    breaker = opened()
+    breaker.started(OPEN_S)
+    assert breaker.refuses_until(OPEN_S) == OPEN_S + PROBE_S
+    assert breaker.allows(OPEN_S + PROBE_S)
+    breaker.started(OPEN_S + PROBE_S)
+    assert not breaker.allows(OPEN_S + PROBE_S), "only one more"
 
 
 def test_a_late_probe_still_decides_and_its_abort_does_not_release_another_probe() -> None:
-    one = opened()
-    late = one.started(OPEN_S)
-    one.started(OPEN_S + PROBE_S)
-    one.cancelled(late, 11.0)
-    assert not one.allows(11.0)
-    one = opened()
-    late = one.started(OPEN_S)
-    one.started(OPEN_S + PROBE_S)
-    one.succeeded(late, 11.0)
-    assert one.state(11.0) == "closed"
+    breaker = opened()
+    late = breaker.started(OPEN_S)
+    breaker.started(OPEN_S + PROBE_S)
+    breaker.cancelled(late, 11.0)
+    assert not breaker.allows(11.0)
+    breaker = opened()
+    late = breaker.started(OPEN_S)
+    breaker.started(OPEN_S + PROBE_S)
+    breaker.succeeded(late, 11.0)
+    assert breaker.state(11.0) == "closed"
 
 
 def test_a_request_sent_despite_an_open_breaker_does_not_extend_the_probe() -> None:
-    one = opened()
-    probe = one.started(OPEN_S)
-    one.started(OPEN_S + 1)
-    assert one.refuses_until(OPEN_S + 1) == OPEN_S + PROBE_S
-    one.cancelled(probe, OPEN_S + 1)
-    assert one.allows(OPEN_S + 1)
+    breaker = opened()
+    probe = breaker.started(OPEN_S)
+    breaker.started(OPEN_S + 1)
+    assert breaker.refuses_until(OPEN_S + 1) == OPEN_S + PROBE_S
+    breaker.cancelled(probe, OPEN_S + 1)
+    assert breaker.allows(OPEN_S + 1)
 
 
 def test_older_requests_do_not_change_the_state_while_a_probe_is_in_flight() -> None:
-    one = breaker()
-    old = [one.started(0.0) for _ in range(FAILURES + 2)]
+    breaker = make_breaker()
+    old = [breaker.started(0.0) for _ in range(FAILURES + 2)]
     for attempt in old[:FAILURES]:
-        one.failed(attempt, 0.0)
-    probe = one.started(OPEN_S)
-    one.failed(old[-1], OPEN_S)
-    assert one.state(OPEN_S) == "half-open", "it does not reopen"
-    one.succeeded(old[-2], OPEN_S)
-    assert one.state(OPEN_S) == "half-open", "it does not close"
-    one.succeeded(probe, OPEN_S)
-    assert one.state(OPEN_S) == "closed"
+        breaker.failed(attempt, 0.0)
+    probe = breaker.started(OPEN_S)
+    breaker.failed(old[-1], OPEN_S)
+    assert breaker.state(OPEN_S) == "half-open", "it does not reopen"
+    breaker.succeeded(old[-2], OPEN_S)
+    assert breaker.state(OPEN_S) == "half-open", "it does not close"
+    breaker.succeeded(probe, OPEN_S)
+    assert breaker.state(OPEN_S) == "closed"
 
 
 def test_the_open_time_doubles_up_to_its_maximum_and_is_reset_after_a_success() -> None:
-    one, now, lengths = opened(), 0.0, []
+    breaker, now, lengths = opened(), 0.0, []
     for _ in range(4):
-        until = one.refuses_until(now)
+        until = breaker.refuses_until(now)
         assert until is not None
         lengths.append(until - now)
         now = until
-        one.failed(one.started(now), now)
+        breaker.failed(breaker.started(now), now)
     assert lengths == [4.0, 8.0, 14.0, 14.0]
-    until = one.refuses_until(now)
+    until = breaker.refuses_until(now)
     assert until is not None
-    one.succeeded(one.started(until), until)
-    for attempt in [one.started(until) for _ in range(FAILURES)]:
-        one.failed(attempt, until)
-    assert one.refuses_until(until) == until + OPEN_S
+    breaker.succeeded(breaker.started(until), until)
+    for attempt in [breaker.started(until) for _ in range(FAILURES)]:
+        breaker.failed(attempt, until)
+    assert breaker.refuses_until(until) == until + OPEN_S
 
 
 @given(st.lists(st.sampled_from(["succeeded", "no_answer", "acquitted"]), max_size=60))
 def test_an_attempt_of_a_poison_request_does_not_change_the_state(ends: list[str]) -> None:
     """The same sequence of outcomes without such attempts leads to the same state."""
-    one, other = breaker(), breaker()
+    breaker, other = make_breaker(), make_breaker()
     for end in ends:
-        report(one, one.started(1.0), end, 1.0)
+        report(breaker, breaker.started(1.0), end, 1.0)
         if end != "acquitted":
             report(other, other.started(1.0), end, 1.0)
-        assert one.state(1.0) == other.state(1.0)
+        assert breaker.state(1.0) == other.state(1.0)
 
 
 @st.composite
@@ -260,10 +262,10 @@ def test_poison_requests_below_the_error_rate_never_open_the_breaker(
 ) -> None:
     """The verdict on each poison request and the order of the outcomes have no effect."""
     share, ends = given_
-    one = Breaker(share=share)
+    breaker = Breaker(share=share)
     for number, end in enumerate(ends):
-        report(one, one.started(number * every_s), end, number * every_s)
-        assert one.state(number * every_s) == "closed"
+        report(breaker, breaker.started(number * every_s), end, number * every_s)
+        assert breaker.state(number * every_s) == "closed"
 
 
 @given(
@@ -276,41 +278,41 @@ def test_an_engine_that_always_fails_opens_its_breaker_soon(
 ) -> None:
     """The breaker opens after at most 4 * `failures` errors or `failures` attempts without an answer, whatever the
     history before."""
-    one = Breaker(failures=failures)
+    breaker = Breaker(failures=failures)
     for end in before:
-        report(one, one.started(0.0), end, 0.0)
-        if one.state(0.0) == "open":
+        report(breaker, breaker.started(0.0), end, 0.0)
+        if breaker.state(0.0) == "open":
             return
     for cause in after[: 4 * failures]:
-        report(one, one.started(1.0), cause, 1.0)
-    assert one.state(1.0) == "open"
-    one = Breaker(failures=failures)
-    report(one, one.started(0.0), "succeeded", 0.0)
+        report(breaker, breaker.started(1.0), cause, 1.0)
+    assert breaker.state(1.0) == "open"
+    breaker = Breaker(failures=failures)
+    report(breaker, breaker.started(0.0), "succeeded", 0.0)
     for _ in range(failures):
-        assert one.state(0.0) == "closed"
-        report(one, one.started(0.0), "no_answer", 0.0)
-    assert one.state(0.0) == "open"
+        assert breaker.state(0.0) == "closed"
+        report(breaker, breaker.started(0.0), "no_answer", 0.0)
+    assert breaker.state(0.0) == "open"
 
 
 def test_unexplained_errors_do_not_count_while_most_errors_were_caused_by_requests() -> None:
     """The retry budget cannot cover a flood of poison requests; errors that are certainly the engine's still count."""
-    one = breaker()
-    report(one, one.started(0.0), "acquitted", 0.0)
+    breaker = make_breaker()
+    report(breaker, breaker.started(0.0), "acquitted", 0.0)
     for _ in range(100):
-        report(one, one.started(0.0), "unexplained", 0.0)
-    assert one.state(0.0) == "closed"
+        report(breaker, breaker.started(0.0), "unexplained", 0.0)
+    assert breaker.state(0.0) == "closed"
     for _ in range(4 * FAILURES):
-        report(one, one.started(0.0), "error", 0.0)
-    assert one.state(0.0) == "open"
+        report(breaker, breaker.started(0.0), "error", 0.0)
+    assert breaker.state(0.0) == "open"
 
 
 def test_a_probe_by_a_poison_request_does_not_extend_the_open_time() -> None:
     """An acquitted probe makes room for another probe at once; an unexplained one leaves the open time unchanged."""
-    one = opened()
-    one.acquitted(one.started(OPEN_S), OPEN_S)
-    assert one.allows(OPEN_S)
-    report(one, one.started(OPEN_S), "unexplained", OPEN_S)
-    assert one.refuses_until(OPEN_S) == 2 * OPEN_S
+    breaker = opened()
+    breaker.acquitted(breaker.started(OPEN_S), OPEN_S)
+    assert breaker.allows(OPEN_S)
+    report(breaker, breaker.started(OPEN_S), "unexplained", OPEN_S)
+    assert breaker.refuses_until(OPEN_S) == 2 * OPEN_S
 
 
 @pytest.mark.parametrize(

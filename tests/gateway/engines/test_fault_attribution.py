@@ -37,16 +37,16 @@ OUTCOMES = st.sampled_from(["no_answer", "error", "error", "answered"])
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 2), OUTCOMES, st.sampled_from(["prefill", "decode"])), max_size=6)
 
 
-def guards(failures: int) -> list[Availability]:
+def availabilities(failures: int) -> list[Availability]:
     """Return the availability of three instances."""
     return [Availability(f"{number}", Breaker(failures=failures), lambda *_: None) for number in range(3)]
 
 
-def request(among: list[Availability], attempts: list[tuple[int, str, LegName]], status: int) -> None:
+def request(instances: list[Availability], attempts: list[tuple[int, str, LegName]], status: int) -> None:
     """Simulate one request with instance, outcome and leg of each attempt, and with its final status."""
     faults: FaultAttribution | None = None
     for number, outcome, leg in attempts:
-        availability = among[number]
+        availability = instances[number]
         attempt = availability.started(0.0) if faults is None else NOT_COUNTED
         if outcome == "answered":
             availability.succeeded(attempt, 0.0)
@@ -59,8 +59,8 @@ def request(among: list[Availability], attempts: list[tuple[int, str, LegName]],
         faults.ended(status, 0.0)
 
 
-def opened(among: list[Availability]) -> list[str]:
-    return [availability.name for availability in among if availability.breaker.state(0.0) == "open"]
+def opened(instances: list[Availability]) -> list[str]:
+    return [availability.name for availability in instances if availability.breaker.state(0.0) == "open"]
 
 
 @given(ATTEMPTS, st.sampled_from([200, 400, 499, 502, 503]))
@@ -69,56 +69,56 @@ def test_a_request_counts_at_most_once_against_all_instances_together(
 ) -> None:
     """With a breaker that opens after one failure (or four errors), four equal requests open at most one breaker: that
     of the instance that failed first."""
-    among = guards(1)
+    instances = availabilities(1)
     for _ in range(4):
-        request(among, attempts, status)
+        request(instances, attempts, status)
     first = [f"{number}" for number, outcome, _ in attempts if outcome != "answered"][:1]
-    assert opened(among) in ([], first)
+    assert opened(instances) in ([], first)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.just("error"), st.just("decode")), min_size=2, max_size=6))
 def test_a_request_that_fails_on_two_instances_counts_against_neither(
     attempts: list[tuple[int, str, LegName]],
 ) -> None:
-    among = guards(FAILURES)
+    instances = availabilities(FAILURES)
     for _ in range(100):
-        request(among, attempts, 502)
+        request(instances, attempts, 502)
     several = len({number for number, _, _ in attempts}) > 1
-    assert (opened(among) == []) == several
+    assert (opened(instances) == []) == several
 
 
 @given(st.sampled_from(["prefill", "decode"]), st.sampled_from([0, 1]))
 def test_an_instance_that_fails_requests_which_later_succeed_is_opened(leg: LegName, by: int) -> None:
     """The later answer may come from another instance or from the same one."""
-    among = guards(FAILURES)
+    instances = availabilities(FAILURES)
     for number in range(4 * FAILURES):
-        assert opened(among) == [], number
-        request(among, [(0, "error", leg), (by, "answered", "decode")], 200)
-    assert opened(among) == ["0"]
+        assert opened(instances) == [], number
+        request(instances, [(0, "error", leg), (by, "answered", "decode")], 200)
+    assert opened(instances) == ["0"]
 
 
 def test_a_suspected_poison_request_is_not_used_as_a_probe() -> None:
     """The half-open instance waits for another request as its probe."""
-    among = guards(1)
-    one = among[1]
-    one.failed(one.started(-10.0), -10.0)
-    assert one.breaker.state(0.0) == "half-open"
-    request(among, [(0, "error", "decode"), (1, "error", "decode"), (1, "answered", "decode")], 200)
-    assert one.breaker.state(0.0) == "half-open"
-    assert one.breaker.allows(0.0)
+    instances = availabilities(1)
+    instance = instances[1]
+    instance.failed(instance.started(-10.0), -10.0)
+    assert instance.breaker.state(0.0) == "half-open"
+    request(instances, [(0, "error", "decode"), (1, "error", "decode"), (1, "answered", "decode")], 200)
+    assert instance.breaker.state(0.0) == "half-open"
+    assert instance.breaker.allows(0.0)
 
 
 # Behind a gateway
 
 
-def poisonous(of: Gate | None = None) -> Serve:
+def poisonous(gate: Gate | None = None) -> Serve:
     """Return a handler that answers every request with the marker with a 500, once the gate is open."""
 
     async def serve(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         if MARKER not in received.body:
             return await tokens(engine, request, received)
-        if of is not None:
-            await of.open.wait()
+        if gate is not None:
+            await gate.open.wait()
         return await failing(500)(engine, request, received)
 
     return serve
@@ -149,8 +149,8 @@ def test_ten_concurrent_poison_requests_fail_no_other_request(path: str, failing
         async with stub_rig(prefill + decode, RARE_CHECKS) as front:
             for turn in range(3):
                 gate = Gate()
-                struck = {"prefill": prefill, "decode": decode, "both": prefill + decode}[failing_side]
-                for engine in struck:
+                failing_engines = {"prefill": prefill, "decode": decode, "both": prefill + decode}[failing_side]
+                for engine in failing_engines:
                     engine.serve = poisonous(gate)
                 for engine in prefill + decode:
                     engine.received.clear()
@@ -158,8 +158,8 @@ def test_ten_concurrent_poison_requests_fail_no_other_request(path: str, failing
                 assert await becomes_true(lambda: received(prefill + decode) >= 10)
                 gate.open.set()
                 others = [front.post(completion(prompt=f"{turn} {n}") | {"input": "x"}, path) for n in range(20)]
-                assert {answer.status for answer in await asyncio.gather(*others)} == {200}
-                statuses = {answer.status for answer in await asyncio.gather(*sent)}
+                assert {response.status for response in await asyncio.gather(*others)} == {200}
+                statuses = {response.status for response in await asyncio.gather(*sent)}
                 assert statuses <= ({200, 502} if path == EMBEDDINGS else {502})
                 assert up(front) == ["decode0", "decode1", "prefill0", "prefill1"]
             assert await front.becomes_idle(), front.held_resources()
@@ -170,7 +170,7 @@ def test_ten_concurrent_poison_requests_fail_no_other_request(path: str, failing
 @pytest.mark.parametrize("section", ["{}", "{attempts: 1}", "{share: 0, floor_per_s: 0}"])
 @pytest.mark.parametrize("status", [500, 503])
 def test_an_engine_that_always_fails_is_soon_excluded(section: str, status: int) -> None:
-    """The engine is alone or has another one beside it; retries are on, off, or not covered by the budget."""
+    """The engine is the only one or one of two; retries are on, off, or not covered by the budget."""
 
     async def main(count: int) -> None:
         engines = [Engine(f"engine{number}", "both") for number in range(count)]
@@ -209,11 +209,11 @@ def test_a_request_that_failed_on_one_instance_is_not_a_probe_of_another() -> No
                 availability.failed(attempt, now)
             assert await front.becomes("decode0", False)
             assert await front.becomes("decode0", True)
-            under_way = asyncio.create_task(front.post(completion()))
+            running = asyncio.create_task(front.post(completion()))
             await gate.entered.wait()
             assert availability.breaker.allows(front.gateway.now())
             gate.open.set()
-            assert (await under_way).status == 200
+            assert (await running).status == 200
             assert availability.breaker.state(front.gateway.now()) == "half-open"
             assert (await front.post(completion(prompt=f"{MODEL}"))).status == 200
             assert availability.breaker.state(front.gateway.now()) == "closed"

@@ -23,13 +23,13 @@ def test_health_changes_only_after_consecutive_opposite_checks(
     health = Health(failures, successes, known)
     up = known is not False
     history: list[bool] = []
-    for number, well in enumerate(results):
-        history.append(well)
+    for number, passed in enumerate(results):
+        history.append(passed)
         needed = failures if up else successes
         if known is None and number == 0:
             needed = 1
         flips = len(history) >= needed and all(each is not up for each in history[-needed:])
-        assert health.heard(well) is flips
+        assert health.heard(passed) is flips
         if flips:
             up, history = not up, []
         assert health.up is up
@@ -56,11 +56,11 @@ def test_a_server_becomes_unhealthy_stops_and_recovers() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         pool = UpstreamPool(f"http://127.0.0.1:{port}")
-        heard: asyncio.Queue[tuple[str, bool, float]] = asyncio.Queue()
+        changes: asyncio.Queue[tuple[str, bool, float]] = asyncio.Queue()
         checks = HealthChecks(
             ["a"],
             {"a": pool}.get,
-            lambda name, up, at: heard.put_nowait((name, up, at)),
+            lambda name, up, at: changes.put_nowait((name, up, at)),
             lambda: 3.0,
             PollSettings(path="/healthz", interval_s=0.01, timeout_s=30.0),
         )
@@ -70,23 +70,23 @@ def test_a_server_becomes_unhealthy_stops_and_recovers() -> None:
         while not checks.all_checked:
             await asyncio.sleep(0.001)
         status = "503 Ill"
-        assert await heard.get() == ("a", False, 3.0)
+        assert await changes.get() == ("a", False, 3.0)
         assert not checks.up("a")
         assert checks.why("a") == "HTTP status 503"
         status = "204 Fine"
-        assert await heard.get() == ("a", True, 3.0)
+        assert await changes.get() == ("a", True, 3.0)
         server.close()
         await server.wait_closed()
-        assert await heard.get() == ("a", False, 3.0)
+        assert await changes.get() == ("a", False, 3.0)
         assert "cannot connect" in checks.why("a")
         server = await asyncio.start_server(serve, "127.0.0.1", port)
-        assert await heard.get() == ("a", True, 3.0)
+        assert await changes.get() == ("a", True, 3.0)
         assert checks.why("a") == ""
         checks.close()
         pool.close()
         server.close()
         await server.wait_closed()
-        assert heard.empty()
+        assert changes.empty()
         assert paths == {b"/healthz"}
 
     async def bounded() -> None:

@@ -24,35 +24,35 @@ def test_the_open_time_of_a_breaker_lies_between_its_base_and_base_plus_jitter(
     """The bounds hold for each doubling of the open time too; the same seed gives the same times."""
 
     def times() -> list[float]:
-        one = Breaker(failures=1, open_s=4.0, open_max_s=20.0, jitter=jitter, draw=random.Random(seed).random)
-        now, lasted = 0.0, []
-        one.failed(one.started(now), now)
+        breaker = Breaker(failures=1, open_s=4.0, open_max_s=20.0, jitter=jitter, draw=random.Random(seed).random)
+        now, durations_s = 0.0, []
+        breaker.failed(breaker.started(now), now)
         for _ in range(probes):
-            until = one.refuses_until(now)
+            until = breaker.refuses_until(now)
             assert until is not None
-            lasted.append(until - now)
+            durations_s.append(until - now)
             now = until
-            one.failed(one.started(now), now)
-        return lasted
+            breaker.failed(breaker.started(now), now)
+        return durations_s
 
-    lasted = times()
-    for number, seconds in enumerate(lasted):
+    durations_s = times()
+    for number, seconds in enumerate(durations_s):
         plain_s = min(4.0 * 2**number, 20.0)
         assert plain_s - 1e-9 <= seconds <= plain_s * (1 + jitter) + 1e-9
-    assert times() == pytest.approx(lasted, abs=0)
+    assert times() == pytest.approx(durations_s, abs=0)
 
 
 def test_the_health_check_interval_is_extended_by_the_drawn_jitter() -> None:
     """The first round ends after the interval, each later one after twice the interval."""
 
     async def scenario() -> None:
-        interval_s, asked = 0.05, 0
+        interval_s, requests = 0.05, 0
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal asked
+            nonlocal requests
             try:
                 while await reader.readuntil(b"\r\n\r\n"):
-                    asked += 1
+                    requests += 1
                     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
             except (asyncio.IncompleteReadError, ConnectionError):
                 pass
@@ -68,11 +68,11 @@ def test_the_health_check_interval_is_extended_by_the_drawn_jitter() -> None:
             time.monotonic,
             PollSettings(path="/health", interval_s=interval_s, timeout_s=30.0, jitter=1.0, draw=lambda: 1.0),
         )
-        begun = time.monotonic()
+        started_s = time.monotonic()
         checks.start()
-        while asked < 6:
+        while requests < 6:
             await asyncio.sleep(0.001)
-        assert time.monotonic() - begun >= interval_s * (1 + 4 * 2) - 0.01
+        assert time.monotonic() - started_s >= interval_s * (1 + 4 * 2) - 0.01
         checks.close()
         pool.close()
         server.close()

@@ -21,7 +21,7 @@ INSTANCES = {
 }
 NAMES = tuple(INSTANCES)
 steps = st.tuples(
-    st.sampled_from(["healthy", "ill", "gone", "hold", "let_go", "fails", "answers", "time"]),
+    st.sampled_from(["healthy", "ill", "gone", "hold", "release", "fails", "answers", "time"]),
     st.sampled_from(NAMES),
     st.sampled_from([0.0, 0.5, 3.0, 8.0]),
 )
@@ -39,13 +39,13 @@ def cluster_text() -> str:
 
 @given(st.floats(0, 1), st.lists(st.tuples(st.integers(0, 9), st.floats(0.001, 20)), max_size=60))
 def test_a_panic_begins_at_once_and_ends_after_enough_instances_stay_available(
-    share: float, looks: list[tuple[int, float]]
+    share: float, samples: list[tuple[int, float]]
 ) -> None:
     """The state is recomputed from the history; it never ends twice within CALM_S, even if instances flap."""
     state, now, active = PanicState(share), 0.0, False
     enough_since: float | None = None
     ends: list[float] = []
-    for available, seconds in looks:
+    for available, seconds in samples:
         now += seconds
         few = available < share * 9
         if few:
@@ -72,35 +72,35 @@ def test_below_the_panic_threshold_all_listening_instances_get_requests(
     instances are up. Each change is reported once, and held instances get no requests."""
     cluster = topology.parse(cluster_text())
     reported: dict[str, bool] = dict.fromkeys(NAMES, True)
-    begun: list[tuple[str, bool]] = []
+    panic_changes: list[tuple[str, bool]] = []
 
     def changed(name: str, up: bool, at: float) -> None:
         assert reported[name] is not up, "each change is reported once"
         reported[name] = up
 
     def panicked(panicking: PanicSet) -> None:
-        begun.append((panicking.role, panicking.state.active))
+        panic_changes.append((panicking.role, panicking.state.active))
 
     engines = engine_clients(cluster, GatewaySettings(), changed, Deadlines(), exact=False)
     panics = Panics(engines, share, panicked)
-    now, held, gone = 0.0, set[str](), set[str]()
-    for what, name, seconds in history:
+    now, held, stopped = 0.0, set[str](), set[str]()
+    for action, name, seconds in history:
         availability = engines[name].availability
-        if what in ("healthy", "ill", "gone"):
-            (gone.add if what == "gone" else gone.discard)(name)
-            availability.set_healthy(what == "healthy", now, present=what != "gone")
-        elif what == "hold":
+        if action in ("healthy", "ill", "gone"):
+            (stopped.add if action == "gone" else stopped.discard)(name)
+            availability.set_healthy(action == "healthy", now, present=action != "gone")
+        elif action == "hold":
             held.add(name)
             availability.hold("drained", now)
-        elif what == "let_go":
+        elif action == "release":
             held.discard(name)
             availability.release("drained", now)
-        elif what == "time":
+        elif action == "time":
             now += seconds
             for engine in engines.values():
                 engine.availability.refresh(now)
             panics.refresh(now)
-        elif what == "fails":
+        elif action == "fails":
             for attempt in [availability.started(now) for _ in range(30)]:
                 availability.failed(attempt, now)
         else:
@@ -108,7 +108,7 @@ def test_below_the_panic_threshold_all_listening_instances_get_requests(
         active = {each.role: each.state.active for each in panics.sets}
         for role in ("prefill", "decode"):
             members = [n for n in NAMES if INSTANCES[n] in (role, "both")]
-            counted = [n for n in members if n not in held and n not in gone]
+            counted = [n for n in members if n not in held and n not in stopped]
             available = [
                 n
                 for n in counted
@@ -118,7 +118,7 @@ def test_below_the_panic_threshold_all_listening_instances_get_requests(
                 assert active[role]
             if active[role]:
                 assert all(reported[n] for n in counted)
-                assert not any(reported[n] for n in members if n in held | gone)
+                assert not any(reported[n] for n in members if n in held | stopped)
             else:
                 assert all(reported[n] for n in available)
         for n in NAMES:
@@ -127,10 +127,10 @@ def test_below_the_panic_threshold_all_listening_instances_get_requests(
                 availability = engines[n].availability
                 assert reported[n] == (availability.healthy and n not in held and availability.breaker.allows(now))
     for role in ("prefill", "decode"):
-        changes = [state for each, state in begun if each == role]
+        changes = [state for each, state in panic_changes if each == role]
         assert changes == [number % 2 == 0 for number in range(len(changes))], "begin and end alternate"
     if share == 0:
-        assert not begun
+        assert not panic_changes
 
 
 def test_panic_begins_below_half_of_the_instances() -> None:
@@ -140,19 +140,19 @@ def test_panic_begins_below_half_of_the_instances() -> None:
     engines = engine_clients(
         cluster, GatewaySettings(), lambda name, up, at: reported.append((name, up)), Deadlines(), exact=False
     )
-    begun: list[tuple[str, str, int, int]] = []
+    panic_changes: list[tuple[str, str, int, int]] = []
     panics = Panics(
         engines,
         0.5,
-        lambda each: begun.append((each.model, each.role, each.state.available, each.state.instances)),
+        lambda each: panic_changes.append((each.model, each.role, each.state.available, each.state.instances)),
     )
     for name in ("decode0", "decode1", "decode2"):
         engines[name].availability.set_healthy(False, 1.0)
-    assert begun == [("llama-3-70b", "decode", 1, 4)]
+    assert panic_changes == [("llama-3-70b", "decode", 1, 4)]
     assert reported == [("decode0", False), ("decode1", False), ("decode0", True), ("decode1", True)]
     engines["decode0"].availability.set_healthy(True, 2.0)
     panics.refresh(2.0 + CALM_S / 2)
-    assert len(begun) == 1
+    assert len(panic_changes) == 1
     panics.refresh(2.0 + CALM_S)
-    assert begun[1:] == [("llama-3-70b", "decode", 2, 4)]
+    assert panic_changes[1:] == [("llama-3-70b", "decode", 2, 4)]
     assert reported[4:] == [("decode1", False), ("decode2", False)]

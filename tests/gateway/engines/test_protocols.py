@@ -143,12 +143,12 @@ def test_legs_of_an_early_pull_have_the_form_that_the_connector_reads() -> None:
     until the response of the prefill leg replaces them."""
     handshake = KvHandshake(transfer_id="7f3a", bootstrap="[fd00::1]:7100", early=True, instance="prefill0")
     sent = completion()
-    asked = json.loads(vllm.prefill_body(sent, handshake))["kv_transfer_params"]
-    assert asked == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "7f3a"}
-    told = read_transfer_params(json.loads(vllm.decode_body(sent, handshake, None))["kv_transfer_params"])
-    assert isinstance(told, KvTransferParams)
-    assert (told.early, told.remote_request_id, told.port(3)) == (True, "7f3a", 7103)
-    assert (told.remote_host, told.remote_instance) == ("fd00::1", "prefill0")
+    prefill_params = json.loads(vllm.prefill_body(sent, handshake))["kv_transfer_params"]
+    assert prefill_params == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "7f3a"}
+    decode_params = read_transfer_params(json.loads(vllm.decode_body(sent, handshake, None))["kv_transfer_params"])
+    assert isinstance(decode_params, KvTransferParams)
+    assert (decode_params.early, decode_params.remote_request_id, decode_params.port(3)) == (True, "7f3a", 7103)
+    assert (decode_params.remote_host, decode_params.remote_instance) == ("fd00::1", "prefill0")
     body = vllm.decode_body(sent, handshake, vllm.transfer_params(REPLY))
     assert json.loads(body)["kv_transfer_params"] == json.loads(PARAMS)
     with pytest.raises(ProtocolError, match="not host:port"):
@@ -165,11 +165,11 @@ def test_a_prefix_copy_is_requested_by_tokens_and_fetched_by_the_prefill_leg(
     path, body = sent
     salted = json.dumps({**json.loads(body), "model": "m", **({"cache_salt": salt} if salt else {})}).encode()
     request = read_completion(path, salted)
-    asked = json.loads(copy_body(request, ids))
-    params = asked.pop("kv_transfer_params")
+    copy_fields = json.loads(copy_body(request, ids))
+    params = copy_fields.pop("kv_transfer_params")
     assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
-    one = {"prompt": ids, "stream": False, "max_tokens": 1, "min_tokens": 1, "model": "m"}
-    assert asked == one | ({"cache_salt": salt} if salt else {})
+    expected_fields = {"prompt": ids, "stream": False, "max_tokens": 1, "min_tokens": 1, "model": "m"}
+    assert copy_fields == expected_fields | ({"cache_salt": salt} if salt else {})
     handshake = KvHandshake(transfer_id="7f3a", bootstrap="h:1", early=True) if early else KvHandshake()
     held = HELD_KV.params()
     reply = msgspec.json.encode({"kv_transfer_params": {**held, "new": 1.0, "remote_prefill_cached_tokens": 7}})
@@ -180,9 +180,9 @@ def test_a_prefix_copy_is_requested_by_tokens_and_fetched_by_the_prefill_leg(
         name: plain[name] for name in plain.keys() - {"kv_transfer_params"}
     }
     both = {"do_remote_prefill": True, "do_remote_decode": True} | ({"transfer_id": "7f3a"} if early else {})
-    told = json.loads(whole["kv_transfer_params"])
-    assert told == json.loads(msgspec.json.encode(held)) | {"new": 1.0} | both
-    read = read_transfer_params(told)
+    prefill_params = json.loads(whole["kv_transfer_params"])
+    assert prefill_params == json.loads(msgspec.json.encode(held)) | {"new": 1.0} | both
+    read = read_transfer_params(prefill_params)
     assert isinstance(read, KvTransferParams)
     assert (read.early, read.remote_request_id, read.remote_num_tokens) == (False, "cmpl-1", 32)
 

@@ -83,11 +83,11 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize("way", ["leaves", "slow", "answered"])
-def test_memory_of_bodies_is_freed_without_the_garbage_collector(way: str) -> None:
+@pytest.mark.parametrize("scenario", ["leaves", "slow", "answered"])
+def test_memory_of_bodies_is_freed_without_the_garbage_collector(scenario: str) -> None:
     """The clients leave during the body, are rejected, or leave before the response."""
-    rounds = 10 if way == "slow" else 30
-    announced = 8 * MB if way == "answered" else 9 * MB
+    rounds = 10 if scenario == "slow" else 30
+    announced = 8 * MB if scenario == "answered" else 9 * MB
 
     async def main() -> int:
         taken = asyncio.Event()
@@ -95,18 +95,18 @@ def test_memory_of_bodies_is_freed_without_the_garbage_collector(way: str) -> No
         def handler(exchange: Exchange) -> None:
             exchange.on_gone = taken.set
 
-        server = HttpServer(handler, Limits(body_s=0.2 if way == "slow" else 60), deadlines=Deadlines(0.01))
+        server = HttpServer(handler, Limits(body_s=0.2 if scenario == "slow" else 60), deadlines=Deadlines(0.01))
         port = await server.listen("127.0.0.1", 0)
         before = resident_bytes()
         for _ in range(rounds):
             client = await asyncio.open_connection("127.0.0.1", port)
             client[1].write(HEAD + b"Content-Length: %d\r\n\r\n" % announced + bytes(8 * MB))
-            if way != "slow":
+            if scenario != "slow":
                 await until_counted(server, 8 * MB)
             else:
                 assert b" 408 " in await client[0].readline()
                 assert server.bodies_bytes == 0
-            await (reset if way == "answered" else close)(client)
+            await (reset if scenario == "answered" else close)(client)
             await until_counted(server, 0)
         grown = resident_bytes() - before
         await server.drain(0)
@@ -160,10 +160,10 @@ def test_the_total_size_of_bodies_is_bounded_and_small_bodies_are_always_accepte
         first = await send(600_000)
         await until_counted(server, 600_000)
         second = await send(600_000)
-        answer = await second[0].read()
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"retry-after: 1\r\n" in answer
-        assert b"bodies" in answer
+        response = await second[0].read()
+        assert response.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in response
+        assert b"bodies" in response
         small = await send(LIGHT_BYTES, LIGHT_BYTES)
         while not exchanges:
             await asyncio.sleep(0)
@@ -216,18 +216,18 @@ def test_a_stream_frees_its_request_body_at_the_first_token() -> None:
     async def main() -> None:
         async with rig() as gate:
             body = {"model": MODEL, "prompt": "word " * 40_000, "max_tokens": 60, "stream": True}
-            answer = await gate.post(body)
-            assert answer.body.count(b"data: ") == 61
+            response = await gate.post(body)
+            assert response.body.count(b"data: ") == 61
             # The second stream is much longer than the test waits.
-            answering = asyncio.create_task(gate.post(body | {"max_tokens": 20_000}))
+            streaming = asyncio.create_task(gate.post(body | {"max_tokens": 20_000}))
             await until(lambda: bool(gate.requests))
             (proxied,) = gate.requests
             assert proxied.state.exchange.body
             await until(lambda: proxied.state.exchange.body == b"")
             assert not proxied.state.completion.fields
             assert not proxied.state.over
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
+            streaming.cancel()
+            await asyncio.gather(streaming, return_exceptions=True)
             assert await gate.becomes_idle()
 
     run(main())
@@ -239,20 +239,20 @@ def test_large_bodies_are_parsed_one_at_a_time_and_small_ones_concurrently() -> 
     async def main() -> None:
         async with rig() as gate:
 
-            async def ask(number: int) -> GatewayResponse:
+            async def send(number: int) -> GatewayResponse:
                 more = {"user": "u" * (3_000_000 * (number % 2) + 200_000), "max_tokens": 2}
                 body = io.BytesIO(json.dumps({"model": MODEL, "prompt": "word" * (100 + number), **more}).encode())
-                async with gate.session.post(gate.url + COMPLETIONS, data=body) as answer:
-                    return GatewayResponse(answer.status, {}, await answer.read())
+                async with gate.session.post(gate.url + COMPLETIONS, data=body) as response:
+                    return GatewayResponse(response.status, {}, await response.read())
 
             head = HEAD + b"Content-Length: 3000002\r\n\r\n"
-            gone = await asyncio.open_connection("127.0.0.1", gate.gateway.port)
-            gone[1].write(head + b'"' + b"a" * 3_000_000 + b'"')
-            await gone[1].drain()
-            await close(gone)
-            answers = await asyncio.gather(*map(ask, range(6)))
-            assert [answer.status for answer in answers] == [200] * 6
-            tokens = [answer.json["usage"]["prompt_tokens"] for answer in answers]
+            disconnected = await asyncio.open_connection("127.0.0.1", gate.gateway.port)
+            disconnected[1].write(head + b'"' + b"a" * 3_000_000 + b'"')
+            await disconnected[1].drain()
+            await close(disconnected)
+            responses = await asyncio.gather(*map(send, range(6)))
+            assert [response.status for response in responses] == [200] * 6
+            tokens = [response.json["usage"]["prompt_tokens"] for response in responses]
             assert tokens == [100 + number for number in range(6)]
             assert await gate.becomes_idle()
 
@@ -317,10 +317,10 @@ def test_a_request_without_a_key_is_rejected_before_its_body(path: str, framing:
         async with rig(f"  keys: {{known: {{alice: '{hash_text(KEY)}'}}}}\n") as gate:
             client = await asyncio.open_connection("127.0.0.1", gate.gateway.port)
             client[1].write(head.encode() + b"Authorization: Bearer kvr_bob\r\n\r\n")
-            answer = await client[0].read()
-            assert answer.startswith(b"HTTP/1.1 401 ")
-            assert b"www-authenticate: Bearer\r\n" in answer
-            assert b'"code":"invalid_api_key"' in answer
+            response = await client[0].read()
+            assert response.startswith(b"HTTP/1.1 401 ")
+            assert b"www-authenticate: Bearer\r\n" in response
+            assert b'"code":"invalid_api_key"' in response
             await close(client)
             page = await gate.metrics()
             assert 'kvroute_rejects_total{reason="key"} 1' in page

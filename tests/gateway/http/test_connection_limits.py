@@ -88,15 +88,17 @@ def test_the_longest_idle_connection_is_closed_and_never_one_with_a_request(
         before = len(closed)
         entry = connections.enter(new, most, per_address, float(second))
         same = [held for held in counted if held.address == address]
-        rivals = same if len(same) >= per_address else counted
-        for gone in closed[before:]:
-            assert gone.state != BUSY
-            assert (gone.state, gone.deadline_s) == min((held.state, held.deadline_s) for held in rivals)
-            counted.remove(gone)
+        candidates = same if len(same) >= per_address else counted
+        for connection in closed[before:]:
+            assert connection.state != BUSY
+            assert (connection.state, connection.deadline_s) == min(
+                (held.state, held.deadline_s) for held in candidates
+            )
+            counted.remove(connection)
         if entry is Entry.TAKEN:
             counted.append(new)
         else:
-            assert all(held.state == BUSY for held in rivals)
+            assert all(held.state == BUSY for held in candidates)
         assert len(counted) <= most
         assert sum(held.address == address for held in counted) <= per_address
     for held in [*counted, *connections.all()]:
@@ -280,9 +282,9 @@ class StubListener:
         self.open.append(new)
         return Entry.TAKEN
 
-    def leave(self, gone: Connection) -> None:
-        if gone in self.open:
-            self.open.remove(gone)
+    def leave(self, connection: Connection) -> None:
+        if connection in self.open:
+            self.open.remove(connection)
 
     def accept_paused(self, reason: str, seconds: float) -> None:
         pass

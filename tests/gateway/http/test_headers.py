@@ -21,16 +21,16 @@ def test_exactly_the_hop_by_hop_headers_are_removed(sent: Headers, values: list[
     others are kept."""
     headers = sent + [(b"connection", value) for value in values]
     getattr(shuffle, "shuffle")(headers)  # noqa: B009
-    named = {word.strip().lower() for value in values for word in value.split(b",")}
+    named = {token.strip().lower() for value in values for token in value.split(b",")}
     allowed = FORWARDED | {b"x-a"}
-    there = forwarded(headers, b"id", allowed)
+    upstream = forwarded(headers, b"id", allowed)
     typed = any(name == b"content-type" for name, _ in headers)
-    assert there[0] == (b"x-request-id", b"id")
-    assert there[1 : None if typed else -1] == [header for header in headers if header[0] in allowed - named]
-    assert typed or there[-1] == (b"content-type", b"application/json")
-    _, back = answered(headers, b"id")
-    gone = named | THEIR_OWN | {b"content-type"}
-    assert back == [(b"x-request-id", b"id"), *(header for header in headers if header[0] not in gone)]
+    assert upstream[0] == (b"x-request-id", b"id")
+    assert upstream[1 : None if typed else -1] == [header for header in headers if header[0] in allowed - named]
+    assert typed or upstream[-1] == (b"content-type", b"application/json")
+    _, downstream = answered(headers, b"id")
+    removed = named | THEIR_OWN | {b"content-type"}
+    assert downstream == [(b"x-request-id", b"id"), *(header for header in headers if header[0] not in removed)]
 
 
 def test_headers_of_a_request_to_an_engine() -> None:
@@ -48,14 +48,14 @@ def test_headers_of_a_request_to_an_engine() -> None:
         (b"x-request-id", b"theirs"),
         (b"x-data-parallel-rank", b"1"),
     ]
-    there = [
+    upstream = [
         (b"x-request-id", b"id-1"),
         (b"authorization", b"Bearer secret"),
         (b"content-type", b"application/json; charset=utf-8"),
         (b"traceparent", b"00-client"),
     ]
-    assert forwarded(sent, b"id-1") == there
-    assert forwarded(sent, b"id-1", FORWARDED | {b"x-own"}) == there
+    assert forwarded(sent, b"id-1") == upstream
+    assert forwarded(sent, b"id-1", FORWARDED | {b"x-own"}) == upstream
     kept = forwarded(sent, b"id-1", FORWARDED - {b"authorization", b"traceparent"})
     assert header_lines(kept) == b"x-request-id: id-1\r\ncontent-type: application/json; charset=utf-8\r\n"
 

@@ -13,14 +13,14 @@ from kvroute.gateway.http.exchange import Exchange
 
 def test_a_disconnect_is_reported_once_and_later_writes_are_dropped() -> None:
     async def main() -> None:
-        gone = asyncio.Event()
-        begun = asyncio.Event()
+        disconnected = asyncio.Event()
+        started = asyncio.Event()
         count = 0
 
         def on_gone() -> None:
             nonlocal count
             count += 1
-            gone.set()
+            disconnected.set()
 
         exchanges: list[Exchange] = []
 
@@ -29,13 +29,13 @@ def test_a_disconnect_is_reported_once_and_later_writes_are_dropped() -> None:
             exchange.on_gone = on_gone
             exchange.start(200, [], None)
             exchange.write(b"first")
-            begun.set()
+            started.set()
 
         async with run_server(handler) as (_, port):
             async with client(port) as (_reader, writer):
                 writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
-                await begun.wait()
-            await gone.wait()
+                await started.wait()
+            await disconnected.wait()
             [exchange] = exchanges
             exchange.write(b"more")
             exchange.end()
@@ -54,13 +54,13 @@ PIPELINE = b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nGET /b HTTP/1.1\r\n" + HOST + b
 def test_a_client_that_half_closes_gets_its_responses(how: str) -> None:
     """`nc -N` does this; pipelines are included. The connection closes after the last response."""
     version = b"1.0" if how == "http10" else b"1.1"
-    asked = PIPELINE if how != "http10" else b"GET /b HTTP/1.0\r\n" + HOST + b"\r\n"
+    requests = PIPELINE if how != "http10" else b"GET /b HTTP/1.0\r\n" + HOST + b"\r\n"
 
     async def main() -> bytes:
         waiting: asyncio.Queue[Exchange] = asyncio.Queue()
 
-        async def answer() -> None:
-            for _ in range(asked.count(b"GET")):
+        async def respond() -> None:
+            for _ in range(requests.count(b"GET")):
                 exchange = await waiting.get()
                 await ended.wait()
                 await asyncio.sleep(0)
@@ -81,19 +81,19 @@ def test_a_client_that_half_closes_gets_its_responses(how: str) -> None:
 
         ended = asyncio.Event()
         async with run_server(handler) as (_, port), client(port) as (reader, writer):
-            answering = asyncio.create_task(answer()) if how != "at-once" else None
-            writer.write(asked)
+            responding = asyncio.create_task(respond()) if how != "at-once" else None
+            writer.write(requests)
             writer.write_eof()
             asyncio.get_running_loop().call_later(0.05, ended.set)
-            said = await reader.read()
-            if answering is not None:
-                answering.cancel()  # without a cancellation it waits for ever if the connection was broken off
-                await asyncio.gather(answering, return_exceptions=True)
-            return said
+            received = await reader.read()
+            if responding is not None:
+                responding.cancel()  # without the cancellation it waits forever if the connection was closed
+                await asyncio.gather(responding, return_exceptions=True)
+            return received
 
-    said = run(main())
-    assert said.count(b"HTTP/1.1 200 OK\r\n") == asked.count(b"GET")
-    assert version == b"1.0" or how == "streamed" or b'"/a"' in said.partition(b'"/b"')[0]
+    received = run(main())
+    assert received.count(b"HTTP/1.1 200 OK\r\n") == requests.count(b"GET")
+    assert version == b"1.0" or how == "streamed" or b'"/a"' in received.partition(b'"/b"')[0]
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -102,11 +102,11 @@ def test_a_half_close_long_after_the_request_counts_as_a_disconnect(started: boo
 
     async def main() -> None:
         exchanges: list[Exchange] = []
-        gone = asyncio.Event()
+        disconnected = asyncio.Event()
 
         def handler(exchange: Exchange) -> None:
             exchanges.append(exchange)
-            exchange.on_gone = gone.set
+            exchange.on_gone = disconnected.set
             if started:
                 exchange.start(200, [], 2)
 
@@ -116,7 +116,7 @@ def test_a_half_close_long_after_the_request_counts_as_a_disconnect(started: boo
             loop = asyncio.get_running_loop()
             await until(lambda: loop.time() > exchanges[0].received_s + 0.5)
             writer.write_eof()
-            await gone.wait()
+            await disconnected.wait()
 
     run(main())
 
@@ -127,18 +127,18 @@ def test_a_disconnect_is_distinguished_from_a_half_close(started: bool) -> None:
     other client gets its response when it is ready, after interim responses."""
 
     async def main() -> None:
-        gone: list[bytes] = []
+        disconnected: list[bytes] = []
         exchanges: dict[bytes, Exchange] = {}
         lost = asyncio.Event()
 
         def handler(exchange: Exchange) -> None:
             path = exchanges.setdefault(exchange.path, exchange).path
 
-            def leaves() -> None:
-                gone.append(path)
+            def on_gone() -> None:
+                disconnected.append(path)
                 lost.set()
 
-            exchange.on_gone = leaves
+            exchange.on_gone = on_gone
             if started:
                 exchange.start(200, [], 2)
 
@@ -155,10 +155,10 @@ def test_a_disconnect_is_distinguished_from_a_half_close(started: bool) -> None:
                 exchanges[b"/stays"].start(200, [], 2)
             exchanges[b"/stays"].write(b"ok")
             exchanges[b"/stays"].end()
-            said = await reader.read()
-            assert b"HTTP/1.1 200 OK\r\n" in said
-            assert said.endswith(b"ok")
-            assert gone == [b"/goes"]
+            received = await reader.read()
+            assert b"HTTP/1.1 200 OK\r\n" in received
+            assert received.endswith(b"ok")
+            assert disconnected == [b"/goes"]
 
     run(main())
 
@@ -174,14 +174,14 @@ def test_a_request_with_an_incomplete_body_is_dropped_at_the_disconnect() -> Non
 
 
 def test_a_disconnect_after_the_response_is_not_reported() -> None:
-    heard: list[str] = []
+    calls: list[str] = []
 
     def handler(exchange: Exchange) -> None:
-        exchange.on_gone = lambda: heard.append("gone")
+        exchange.on_gone = lambda: calls.append("gone")
         echo(exchange)
 
     exchange_bytes(b"GET / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n", handler)
-    assert heard == []
+    assert calls == []
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
@@ -190,14 +190,14 @@ def test_an_incomplete_response_can_be_recognised_as_incomplete(how: str, versio
     """Chunked: the last chunk is missing. With a length: bytes are missing. Until the connection closes: a reset."""
 
     async def main() -> None:
-        wrote = asyncio.Event()
+        written = asyncio.Event()
         exchanges: list[Exchange] = []
 
         def handler(exchange: Exchange) -> None:
             exchanges.append(exchange)
             exchange.start(200, [], length)
             exchange.write(b"half")
-            wrote.set()
+            written.set()
 
         async with run_server(handler) as (_, port), client(port) as (reader, writer):
             writer.write(b"GET / HTTP/" + version + b"\r\n" + HOST + b"\r\n")

@@ -76,14 +76,14 @@ def test_draining_answers_connections_that_are_not_accepted_yet() -> None:
             for waiter in waiting:
                 waiter.close()
 
-    assert all(said.startswith(b"HTTP/1.1 200 OK\r\n") for said in run(main()))
+    assert all(response.startswith(b"HTTP/1.1 200 OK\r\n") for response in run(main()))
 
 
 def test_no_connected_client_is_lost_while_the_port_closes() -> None:
     """Clients in separate threads open a new connection for each request until the port refuses them."""
-    said: list[bytes] = []
+    responses: list[bytes] = []
 
-    def ask(port: int) -> None:
+    def send_requests(port: int) -> None:
         while True:
             try:
                 client = socket.create_connection(("127.0.0.1", port))
@@ -91,35 +91,35 @@ def test_no_connected_client_is_lost_while_the_port_closes() -> None:
                 return
             with client:
                 client.sendall(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
-                said.append(client.recv(4096))
+                responses.append(client.recv(4096))
 
     async def main() -> None:
         http_server = HttpServer(echo)
         port = await http_server.listen("127.0.0.1", 0)
-        clients = [asyncio.create_task(asyncio.to_thread(ask, port)) for _ in range(4)]
-        while len(said) < 20:
+        clients = [asyncio.create_task(asyncio.to_thread(send_requests, port)) for _ in range(4)]
+        while len(responses) < 20:
             await asyncio.sleep(0)
         await http_server.drain(10, idle_s=1.0)
         await asyncio.gather(*clients)
 
     run(main())
-    assert all(answer.startswith(b"HTTP/1.1 200 OK\r\n") for answer in said)
+    assert all(response.startswith(b"HTTP/1.1 200 OK\r\n") for response in responses)
 
 
 def test_draining_aborts_requests_after_its_timeout() -> None:
     async def main() -> None:
         arrived = asyncio.Event()
-        gone = asyncio.Event()
+        disconnected = asyncio.Event()
 
         def handler(exchange: Exchange) -> None:
-            exchange.on_gone = gone.set
+            exchange.on_gone = disconnected.set
             arrived.set()
 
         async with run_server(handler) as (http_server, port), client(port) as (reader, writer):
             writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
             await arrived.wait()
             await http_server.drain(0.01)
-            assert gone.is_set()
+            assert disconnected.is_set()
             assert await reader.read() == b""
 
     run(main())

@@ -109,8 +109,8 @@ def test_the_connection_is_kept_open_if_the_client_requests_it(head: bytes, keep
     async def main() -> None:
         async with run_server(echo) as (_, port), client(port) as (reader, writer):
             writer.write(head + b"\r\n")
-            answer = await reader.readuntil(b"\r\n\r\n")
-            assert (b"connection: close" in answer) == (not keeps)
+            response = await reader.readuntil(b"\r\n\r\n")
+            assert (b"connection: close" in response) == (not keeps)
             if keeps:
                 await reader.readuntil(b"}")
                 writer.write(b"GET / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n")

@@ -101,11 +101,13 @@ def test_parsing_byte_by_byte_equals_parsing_at_once(several: list[tuple[bytes, 
 def corrupted(draw: st.DrawFn) -> bytes:
     """Draw requests with a few bytes replaced, removed, repeated or inserted."""
     raw = bytearray(b"".join(raw for raw, _ in draw(st.lists(requests(), min_size=1, max_size=3))))
-    nasty = st.sampled_from([b"\r", b"\n", b"\r\n", b"\x00", b" ", b"\t", b":", b"0", b"-", b"\xff", b";", b"chunked"])
+    special_bytes = st.sampled_from(
+        [b"\r", b"\n", b"\r\n", b"\x00", b" ", b"\t", b":", b"0", b"-", b"\xff", b";", b"chunked"]
+    )
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(raw)))
         end = min(len(raw), at + draw(st.integers(0, 3)))
-        raw[at:end] = draw(st.one_of(nasty, st.binary(max_size=3)))
+        raw[at:end] = draw(st.one_of(special_bytes, st.binary(max_size=3)))
     return bytes(raw)
 
 
@@ -160,21 +162,21 @@ async def run_server(limits: Limits) -> AsyncIterator[int]:
 async def send_and_read(port: int, parts: Sequence[bytes], *, leave: bool = False) -> bytes:
     """Send the parts, optionally close the sending side, and read until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    said = b""
+    received = b""
     try:
         for part in parts:
             writer.write(part)
             await asyncio.sleep(0)
         if leave:
             writer.write_eof()
-        said = await reader.read()
+        received = await reader.read()
     except ConnectionError:
         pass
     finally:
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
-    return said
+    return received
 
 
 async def check_still_serving(port: int) -> None:
@@ -200,19 +202,19 @@ def statuses(raw: bytes) -> list[int]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(hostile=st.lists(st.tuples(st.one_of(corrupted(), st.binary(max_size=200)), CUTS), min_size=1, max_size=6))
+@given(inputs=st.lists(st.tuples(st.one_of(corrupted(), st.binary(max_size=200)), CUTS), min_size=1, max_size=6))
 def test_after_any_input_the_server_responds_or_closes_and_serves_the_next_client(
-    hostile: list[tuple[bytes, list[int]]],
+    inputs: list[tuple[bytes, list[int]]],
 ) -> None:
     async def main() -> None:
         async with run_server(
             Limits(header_bytes=512, body_bytes=2048, header_s=0.02, body_s=0.02, keep_alive_s=0.02)
         ) as port:
-            for raw, cuts in hostile:
+            for raw, cuts in inputs:
                 if b"HEAD" in raw:
                     continue  # responses to HEAD cannot be separated from the others
-                said = await send_and_read(port, list(pieces(raw, cuts)))
-                assert all(status in (100, 200, 400, 408, 413, 431, 501, 505) for status in statuses(said))
+                received = await send_and_read(port, list(pieces(raw, cuts)))
+                assert all(status in (100, 200, 400, 408, 413, 431, 501, 505) for status in statuses(received))
 
     run(main())
 
@@ -260,21 +262,21 @@ def test_a_response_is_read_as_it_was_written(parts: list[bytes], how: str, vers
 async def flood(port: int, head: bytes, block: bytes, times: int) -> bytes:
     """Send until the server stops reading; return what it sent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    answer = asyncio.create_task(reader.read())
+    reading = asyncio.create_task(reader.read())
     writer.write(head)
     with suppress(ConnectionError):
         for _ in range(times):
             writer.write(block)
             await writer.drain()
-            if answer.done():
+            if reading.done():
                 break
-    said = b""
+    received = b""
     with suppress(ConnectionError):
-        said = await answer
+        received = await reading
     writer.close()
     with suppress(ConnectionError):
         await writer.wait_closed()
-    return said
+    return received
 
 
 MIB = 1 << 20
@@ -317,26 +319,26 @@ def test_slow_headers_delay_no_other_client() -> None:
             ]
             await asyncio.sleep(0)
             await check_still_serving(port)
-            for said in await asyncio.gather(*slow):
-                assert statuses(said) == [408]
+            for received in await asyncio.gather(*slow):
+                assert statuses(received) == [408]
 
     run(main())
 
 
 def test_clients_that_disconnect_at_any_point_leak_nothing() -> None:
     """A bounded fuzz test with a fixed seed sends valid and invalid requests of every prefix length and leaves."""
-    chance = random.Random(20)
+    generator = random.Random(20)
     good = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
     good += b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
     async def main() -> None:
         async with run_server(LIMITS) as port:
             for _ in range(150):
-                raw = bytearray(good[: chance.randrange(len(good))])
-                for _ in range(chance.randrange(3)):
-                    at = chance.randrange(len(raw) + 1)
-                    raw[at : at + 1] = chance.randbytes(1)
-                said = await send_and_read(port, [bytes(raw)], leave=True)
-                assert all(status in (200, 400, 413, 431, 501, 505) for status in statuses(said))
+                raw = bytearray(good[: generator.randrange(len(good))])
+                for _ in range(generator.randrange(3)):
+                    at = generator.randrange(len(raw) + 1)
+                    raw[at : at + 1] = generator.randbytes(1)
+                received = await send_and_read(port, [bytes(raw)], leave=True)
+                assert all(status in (200, 400, 413, 431, 501, 505) for status in statuses(received))
 
     run(main())

@@ -55,7 +55,7 @@ SOON_S = 0.02
 
 
 @pytest.mark.parametrize(
-    ("data", "limits", "told"),
+    ("data", "limits", "statuses"),
     [
         (b"", Limits(header_s=SOON_S), []),
         (b"G", Limits(header_s=SOON_S), [408]),
@@ -69,8 +69,8 @@ SOON_S = 0.02
     ],
     ids=["nothing", "letter", "second", "body", "chunks"],
 )
-def test_a_slow_client_gets_an_error_and_is_disconnected(data: bytes, limits: Limits, told: list[int]) -> None:
-    assert [status for status, _, _ in parse_responses(exchange_bytes(data, limits=limits))] == told
+def test_a_slow_client_gets_an_error_and_is_disconnected(data: bytes, limits: Limits, statuses: list[int]) -> None:
+    assert [status for status, _, _ in parse_responses(exchange_bytes(data, limits=limits))] == statuses
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_slow_bytes_do_not_extend_a_deadline(head: bytes, limits: Limits) -> Non
     async def main() -> bytes:
         async with run_server(echo, limits) as (_, port), client(port) as (reader, writer):
             writer.write(head)
-            answer = asyncio.create_task(reader.read())
-            while not answer.done():
+            reading = asyncio.create_task(reader.read())
+            while not reading.done():
                 writer.write(b"a")
                 await asyncio.sleep(0)
-            return await answer
+            return await reading
 
     assert only_error(run(main()))[0] == 408
 
@@ -106,14 +106,14 @@ def test_connections_far_beyond_the_limit_are_closed_without_a_response() -> Non
             for _ in range(65):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 readers.append((reader, writer))
-                said = await reader.readline()
-                if not said:
+                response = await reader.readline()
+                if not response:
                     break
             for _, writer in readers:
                 writer.close()
-            return [said, *[await reader.read() for reader, _ in readers[:-1]]]
+            return [response, *[await reader.read() for reader, _ in readers[:-1]]]
 
     last, *others = run(main())
     assert last == b""
     assert len(others) == 64
-    assert all(b"retry-after: 1" in said for said in others)
+    assert all(b"retry-after: 1" in response for response in others)

@@ -103,11 +103,11 @@ def test_deadlines_move_by_the_lag() -> None:
         lag.start()
         deadlines, loop = Deadlines(0.01, lag), asyncio.get_running_loop()
         due_s = loop.time() - 1.0
-        late, never, gone = Waiting(due_s), Waiting(NEVER_S), Waiting(due_s - 10_000.0)
-        for waiting in (late, never, gone):
+        late, never, overdue = Waiting(due_s), Waiting(NEVER_S), Waiting(due_s - 10_000.0)
+        for waiting in (late, never, overdue):
             deadlines.watch(waiting)
         clock[0] = 5000.01
-        while not gone.expired:
+        while not overdue.expired:
             await asyncio.sleep(0)
         assert not late.expired
         assert late.deadline_s == due_s + 5000.0
@@ -115,7 +115,7 @@ def test_deadlines_move_by_the_lag() -> None:
         late.deadline_s = due_s
         while not late.expired:
             await asyncio.sleep(0)
-        for waiting in (late, never, gone):
+        for waiting in (late, never, overdue):
             deadlines.forget(waiting)
         lag.close()
 
@@ -126,15 +126,15 @@ def test_a_stalled_loop_fails_no_health_check_and_a_silent_engine_still_fails_it
     """One stall only prolongs the check; if the loop is late by three timeouts, the check is discarded."""
 
     async def scenario() -> None:
-        speaks = True
-        asked = 0
+        responds = True
+        requests = 0
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal asked
+            nonlocal requests
             try:
                 while await reader.readuntil(b"\r\n\r\n"):
-                    asked += 1
-                    if speaks:
+                    requests += 1
+                    if responds:
                         stall(1.5 * TIMEOUT_S)
                         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
             except (asyncio.IncompleteReadError, ConnectionError):
@@ -157,11 +157,11 @@ def test_a_stalled_loop_fails_no_health_check_and_a_silent_engine_still_fails_it
             failures=1,
         )
         checks.start()
-        while asked < 5:
+        while requests < 5:
             await asyncio.sleep(0.001)
         assert checks.all_checked
         assert not changes, checks.why("a")
-        speaks = False
+        responds = False
         while not discarded:
             stall(2 * TIMEOUT_S)
             await asyncio.sleep(0)

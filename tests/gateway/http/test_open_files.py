@@ -101,7 +101,9 @@ def no_descriptor_left() -> Iterator[None]:
             os.close(number)
 
 
-async def ask(client: tuple[asyncio.StreamReader, asyncio.StreamWriter], path: str, number: int) -> tuple[bytes, bytes]:
+async def send_request(
+    client: tuple[asyncio.StreamReader, asyncio.StreamWriter], path: str, number: int
+) -> tuple[bytes, bytes]:
     """Send one request over an open connection; return the status line and the body."""
     body = msgspec.json.encode(completion(prompt=f"{number}") | {"input": f"{number}"})
     head = f"POST {path} HTTP/1.1\r\nHost: g\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -114,7 +116,7 @@ async def ask(client: tuple[asyncio.StreamReader, asyncio.StreamWriter], path: s
     return status, await client[0].readexactly(length)
 
 
-async def occupied(front: RunningGateway, engine: Engine, path: str) -> list[asyncio.Task[int]]:
+async def occupy_connections(front: RunningGateway, engine: Engine, path: str) -> list[asyncio.Task[int]]:
     """Start requests that occupy every idle connection to the engine."""
 
     async def one(number: int) -> int:
@@ -142,11 +144,11 @@ def test_running_out_of_file_descriptors_is_reported_and_blames_no_engine(
             availability = front.gateway.runtime.engines["engine"].availability
             assert await becomes_true(lambda: front.gateway.ready() == "")
             client = await asyncio.open_connection("127.0.0.1", front.gateway.port)
-            held = await occupied(front, engine, path)
+            held = await occupy_connections(front, engine, path)
             assert 'use="engine"' not in page(front)  # this page also loads what it needs
             with no_descriptor_left():
                 for number in range(5):
-                    status, body = await ask(client, path, number)
+                    status, body = await send_request(client, path, number)
                     assert b" 503 " in status
                     assert b"no file descriptor left" in body
                 assert await becomes_true(lambda: 'use="client"' in page(front))
@@ -159,7 +161,7 @@ def test_running_out_of_file_descriptors_is_reported_and_blames_no_engine(
             assert not [record for record in caplog.records if record.message == "leg_failed"]
             gate.open.set()
             assert set(await asyncio.gather(*held)) <= {200}
-            assert b" 200 " in (await ask(client, path, 99))[0]
+            assert b" 200 " in (await send_request(client, path, 99))[0]
             client[1].close()
             assert await front.becomes_idle(), front.held_resources()
 

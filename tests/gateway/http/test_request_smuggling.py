@@ -106,22 +106,22 @@ GOOD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def send_and_read(port: int, parts: list[bytes]) -> bytes:
-    """Send the parts and return everything that the gateway answers."""
+    """Send the parts and return everything that the gateway sends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    said = b""
+    received = b""
     try:
         for part in parts:
             writer.write(part)
             await asyncio.sleep(0)
         writer.write_eof()
         while more := await reader.read(1 << 16):
-            said += more
+            received += more
     except ConnectionError:
         pass
     writer.close()
     with suppress(ConnectionError):
         await writer.wait_closed()
-    return said
+    return received
 
 
 @pytest.mark.parametrize("how", ["whole", "behind-another", "in-halves"])
@@ -165,7 +165,7 @@ def test_engine_bytes_after_a_response_or_inside_headers_reach_no_client(head: b
     """Bytes that an engine sends after its response or inside its headers reach no client: neither this one nor the
     next one on the same connection to the engine."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 received = await reader.readuntil(b"\r\n\r\n")
@@ -178,19 +178,19 @@ def test_engine_bytes_after_a_response_or_inside_headers_reach_no_client(head: b
         writer.close()
 
     async def main() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
         prefill, decode = engines_of("vllm")
         # Two servers in one, because there is one engine of each role.
-        other = await asyncio.start_server(answer, "127.0.0.1", 0)
+        other = await asyncio.start_server(serve, "127.0.0.1", 0)
         engines = [prefill[0], decode[0]]
         for engine, listening in zip(engines, (server, other), strict=True):
             engine.port = listening.sockets[0].getsockname()[1]
         async with serving(deployment(engines)) as front:
             for _ in range(4):
-                said = await front.post({"input": "a"}, "/v1/embeddings")
-                assert "x-injected" not in said.headers
-                assert b"injected" not in said.body
-                assert said.status == 200 if head not in SPLIT else said.status in (200, 502, 503)
+                response = await front.post({"input": "a"}, "/v1/embeddings")
+                assert "x-injected" not in response.headers
+                assert b"injected" not in response.body
+                assert response.status == 200 if head not in SPLIT else response.status in (200, 502, 503)
         for listening in (server, other):
             listening.close()
 
@@ -205,9 +205,9 @@ def test_a_request_id_cannot_split_a_response() -> None:
         async with stub_rig(prefill + decode) as front:
             for end in (b"\r", b"\n", b"\x00"):
                 head = b"X-Request-Id: a%bX-Injected: 1\r\n" % end + LENGTH
-                said = await send_and_read(front.gateway.port, [request(head)])
-                assert statuses(said) == [400]
-                assert b"injected" not in said.lower()
+                received = await send_and_read(front.gateway.port, [request(head)])
+                assert statuses(received) == [400]
+                assert b"injected" not in received.lower()
             assert not any(engine.received for engine in prefill + decode)
 
     run(main())
@@ -221,8 +221,10 @@ def test_a_deeply_nested_body_is_a_client_error(path: str, opening: bytes) -> No
         async with stub_rig(prefill + decode) as front:
             body = b'{"model":"%b","prompt":"a","x":' % MODEL.encode() + opening * 50_000
             head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" % path.encode()
-            said = await send_and_read(front.gateway.port, [head + b"Content-Length: %d\r\n\r\n" % len(body) + body])
-            assert said.startswith(b"HTTP/1.1 400 ")
+            received = await send_and_read(
+                front.gateway.port, [head + b"Content-Length: %d\r\n\r\n" % len(body) + body]
+            )
+            assert received.startswith(b"HTTP/1.1 400 ")
             assert (await front.post(completion())).status == 200
 
     run(main())
@@ -236,13 +238,13 @@ def test_old_tls_versions_are_rejected(tmp_path: Path, port: str) -> None:
     command = ["openssl", "req", "-x509", *key, "-out", "cert.pem", "-days", "2", *names]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     files = f"tls: {{certificate: {tmp_path}/cert.pem, key: {tmp_path}/key.pem}}"
-    made = {"listen": "{port: 0}", "admin": "{port: 0}"} | {port: f"{{port: 0, {files}}}"}
+    ports = {"listen": "{port: 0}", "admin": "{port: 0}"} | {port: f"{{port: 0, {files}}}"}
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
-        async with stub_rig(prefill + decode, **made) as front:
+        async with stub_rig(prefill + decode, **ports) as front:
             number = front.gateway.port if port == "listen" else front.gateway.admin_port
-            for version, spoken in (("TLSv1", False), ("TLSv1_1", False), ("TLSv1_2", True), ("TLSv1_3", True)):
+            for version, accepted in (("TLSv1", False), ("TLSv1_1", False), ("TLSv1_2", True), ("TLSv1_3", True)):
                 context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
                 with warnings.catch_warnings(action="ignore"):
                     context.minimum_version = context.maximum_version = ssl.TLSVersion[version]
@@ -250,16 +252,16 @@ def test_old_tls_versions_are_rejected(tmp_path: Path, port: str) -> None:
                 try:
                     reader, writer = await asyncio.open_connection("127.0.0.1", number, ssl=context)
                 except (ssl.SSLError, ConnectionError):
-                    assert not spoken
+                    assert not accepted
                     continue
-                assert spoken
+                assert accepted
                 writer.write(GOOD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
                 assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
                 writer.close()
                 with suppress(ConnectionError, ssl.SSLError):
                     await writer.wait_closed()
-            said = await send_and_read(number, [GOOD])
-            assert said.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n")
-            assert b"use https://" in said
+            received = await send_and_read(number, [GOOD])
+            assert received.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n")
+            assert b"use https://" in received
 
     run(main())

@@ -46,8 +46,8 @@ def test_engines_are_reached_over_https(
         async with stub_rig(prefill + decode, "  health: {interval: 20 ms, failures: 1}\n") as front:
             if trusted:
                 for streams in (False, True):
-                    answer = await front.post(completion(stream=streams))
-                    assert (answer.status, len(answer.text.split())) == (200, 3)
+                    response = await front.post(completion(stream=streams))
+                    assert (response.status, len(response.text.split())) == (200, 3)
                 assert all(each.availability.up for each in front.gateway.runtime.engines.values())
             else:
                 assert (await front.post(completion())).status in (502, 503)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.http.upstream_rig import OK, RecordedResponse, Script, ask, closed, engine, replies, run, send
+from tests.gateway.http.upstream_rig import OK, RecordedResponse, Script, closed, engine, fetch, replies, run, send
 
 from kvroute.gateway.http.call import Failure
 from kvroute.gateway.http.deadlines import Deadlines
@@ -21,11 +21,11 @@ from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 from kvroute.gateway.http.upstream_connection import HEAD_BYTES_MAX, HEAD_LINES_MAX, UpstreamConnection
 
 
-def one_answer(script: Script, *, silent_s: float = 10.0, head_only: bool = False) -> RecordedResponse:
+def one_response(script: Script, *, silent_s: float = 10.0, head_only: bool = False) -> RecordedResponse:
     async def main() -> RecordedResponse:
         async with engine(script) as url:
             pool = UpstreamPool(url, deadlines=Deadlines(0.01))
-            response = await ask(pool, silent_s=silent_s, head_only=head_only)
+            response = await fetch(pool, silent_s=silent_s, head_only=head_only)
             await closed(pool)
             return response
 
@@ -53,7 +53,7 @@ def test_every_framing_is_parsed_and_the_connection_stays_usable(pieces: list[by
         async with engine(replies(*pieces)) as url:
             pool = UpstreamPool(url)
             for _ in range(2):
-                response = await ask(pool)
+                response = await fetch(pool)
                 assert (response.status, response.body, response.callbacks[-1]) == (status, body, "end")
                 assert not any(name in (b"link", b"x") for name, _ in response.headers)
             assert (pool.idle, pool.connections) == (1, 1)
@@ -63,7 +63,7 @@ def test_every_framing_is_parsed_and_the_connection_stays_usable(pieces: list[by
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "reply",
     [
         b"HTTP/1.1 200 OK\r\n\r\nok",
         b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok",
@@ -74,11 +74,11 @@ def test_every_framing_is_parsed_and_the_connection_stays_usable(pieces: list[by
     ],
     ids=["until-close", "1.0", "close", "surplus", "second-response", "half-a-response"],
 )
-def test_a_connection_in_an_uncertain_state_is_closed(answer: bytes) -> None:
+def test_a_connection_in_an_uncertain_state_is_closed(reply: bytes) -> None:
     async def main() -> None:
-        async with engine(replies(answer, close=b"content-length" not in answer)) as url:
+        async with engine(replies(reply, close=b"content-length" not in reply)) as url:
             pool = UpstreamPool(url)
-            response = await ask(pool)
+            response = await fetch(pool)
             assert (response.status, response.body, response.callbacks[-1]) == (200, b"ok", "end")
             assert pool.idle == 0
             await closed(pool)
@@ -87,12 +87,12 @@ def test_a_connection_in_an_uncertain_state_is_closed(answer: bytes) -> None:
 
 
 def test_a_response_to_a_head_call_has_no_body() -> None:
-    response = one_answer(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"), head_only=True)
+    response = one_response(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"), head_only=True)
     assert (response.callbacks, dict(response.headers)[b"content-length"]) == (["head", "end"], b"99")
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "phase"),
+    ("reply", "kind", "phase"),
     [
         (b"", "reset", "first_byte"),
         (b"HTTP/1.1 200 OK\r\ncontent-", "reset", "first_byte"),
@@ -122,14 +122,14 @@ def test_a_response_to_a_head_call_has_no_body() -> None:
         "020",
     ],
 )
-def test_an_incomplete_response_is_a_failure_with_its_phase(answer: bytes, kind: str, phase: str) -> None:
-    failure = one_answer(replies(answer, close=True)).failure
+def test_an_incomplete_response_is_a_failure_with_its_phase(reply: bytes, kind: str, phase: str) -> None:
+    failure = one_response(replies(reply, close=True)).failure
     assert failure is not None
     assert (failure.kind, failure.phase) == (kind, phase)
 
 
 @pytest.mark.parametrize(
-    ("answer", "phase"),
+    ("reply", "phase"),
     [
         (b"", "first_byte"),
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", "first_byte"),
@@ -137,8 +137,8 @@ def test_an_incomplete_response_is_a_failure_with_its_phase(answer: bytes, kind:
     ],
     ids=["nothing", "head", "body"],
 )
-def test_an_engine_that_sends_nothing_causes_a_timeout(answer: bytes, phase: str) -> None:
-    failure = one_answer(replies(answer), silent_s=0.02).failure
+def test_an_engine_that_sends_nothing_causes_a_timeout(reply: bytes, phase: str) -> None:
+    failure = one_response(replies(reply), silent_s=0.02).failure
     assert failure is not None
     assert (failure.kind, failure.phase) == ("timeout", phase)
 
@@ -148,7 +148,7 @@ def test_a_closed_port_is_reported_as_connection_refused() -> None:
         async with engine(replies(OK)) as url:
             pass
         pool = UpstreamPool(url)
-        response = await ask(pool)
+        response = await fetch(pool)
         await closed(pool)
         return response.failure
 
@@ -166,7 +166,7 @@ def test_connect_and_tls_handshake_have_a_timeout() -> None:
     async def main() -> Failure | None:
         async with engine(script) as url:
             pool = UpstreamPool(url.replace("http:", "https:"), connect_s=0.05)
-            response = await ask(pool)
+            response = await fetch(pool)
             await closed(pool)
             return response.failure
 
@@ -182,7 +182,7 @@ def test_an_aborted_call_gets_no_callback_and_closes_its_connection(when: str) -
 
         async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
-            asked.set()
+            requested.set()
             if when in ("body", "inside"):
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok")
             try:
@@ -190,7 +190,7 @@ def test_an_aborted_call_gets_no_callback_and_closes_its_connection(when: str) -
             finally:
                 left.set()
 
-        asked = asyncio.Event()
+        requested = asyncio.Event()
         async with engine(script) as url:
             pool = UpstreamPool(url)
 
@@ -203,7 +203,7 @@ def test_an_aborted_call_gets_no_callback_and_closes_its_connection(when: str) -
             response = Aborting()
             call = send(pool, response)
             if when == "waiting":
-                await asked.wait()
+                await requested.wait()
             elif when != "connecting":
                 await response.started.wait()
             callbacks = list(response.callbacks)
@@ -244,7 +244,7 @@ def test_a_paused_call_reads_nothing_and_does_not_time_out() -> None:
             call = send(pool, paused, request_bytes(b"GET", b"/paused", b"engine", [], b""), silent_s=0.3)
             await paused.started.wait()
             for _ in range(2):
-                other = await ask(pool, silent_s=0.3)
+                other = await fetch(pool, silent_s=0.3)
                 assert other.failure is not None
                 assert other.failure.kind == "timeout"
             assert not paused.ended.is_set()
@@ -254,7 +254,7 @@ def test_a_paused_call_reads_nothing_and_does_not_time_out() -> None:
             await paused.ended.wait()
             assert (paused.body, paused.callbacks[-1]) == (b"abcd", "end")
             assert pool.idle == 1
-            assert (await ask(pool, silent_s=0.05)).failure is not None, "the connection reads again"
+            assert (await fetch(pool, silent_s=0.05)).failure is not None, "the connection reads again"
             await closed(pool)
 
     run(main())
@@ -282,14 +282,14 @@ def test_https_works_and_an_unknown_certificate_is_rejected(tmp_path: Path) -> N
         async with engine(replies(OK), server) as url:
             trusting = UpstreamPool(url, tls=ssl.create_default_context(cafile=str(tmp_path / "cert.pem")))
             for _ in range(2):
-                assert (await ask(trusting)).body == b"ok"
+                assert (await fetch(trusting)).body == b"ok"
             assert trusting.connections == 1
             await closed(trusting)
-            wary = UpstreamPool(url)
-            failure = (await ask(wary)).failure
+            untrusting = UpstreamPool(url)
+            failure = (await fetch(untrusting)).failure
             assert failure is not None
             assert (failure.kind, failure.phase) == ("refused", "connect")
-            await closed(wary)
+            await closed(untrusting)
 
     run(main())
 
@@ -333,18 +333,18 @@ def test_a_parsed_response_does_not_depend_on_how_the_bytes_are_split(
 
     async def main() -> None:
         pool, response = UpstreamPool("http://engine:1"), RecordedResponse()
-        line, wire = UpstreamConnection(pool), Wire()
-        line.connection_made(wire)
-        pool.keep(line)
+        connection, wire = UpstreamConnection(pool), Wire()
+        connection.connection_made(wire)
+        pool.keep(connection)
         send(pool, response)
         edges = sorted({0, len(raw), *(cut for cut in cuts if cut < len(raw))})
         for start, end in pairwise(edges):
-            line.data_received(raw[start:end])
+            connection.data_received(raw[start:end])
         response.check()
         assert (response.status, response.body, response.callbacks[-1]) == (200, body, "end")
         assert response.headers[0] == (b"a", b"b")
         assert (pool.busy, pool.idle, wire.closing) == (0, 1, False)
-        line.connection_lost(None)
+        connection.connection_lost(None)
         assert pool.connections == 0
 
     asyncio.run(main())
@@ -370,25 +370,25 @@ def test_response_heads_trailers_and_chunk_extensions_have_a_size_limit(begin: b
 
     async def main() -> None:
         pool, response = UpstreamPool("http://engine:1"), RecordedResponse()
-        line, wire = UpstreamConnection(pool), Wire()
-        line.connection_made(wire)
-        pool.keep(line)
+        connection, wire = UpstreamConnection(pool), Wire()
+        connection.connection_made(wire)
+        pool.keep(connection)
         send(pool, response)
-        line.data_received(begin or more)
+        connection.data_received(begin or more)
         pieces = 0
         while response.failure is None and pieces * len(more) < 4 * HEAD_BYTES_MAX:
-            line.data_received(more)
+            connection.data_received(more)
             pieces += 1
         response.check()
         assert response.failure is not None
         assert (response.failure.kind, response.failure.phase) == ("malformed", phase)
         assert pieces * len(more) <= HEAD_BYTES_MAX + len(more)
-        line.connection_lost(None)
+        connection.connection_lost(None)
 
     asyncio.run(main())
 
 
 def test_a_response_has_a_bounded_number_of_header_lines() -> None:
     for lines, kind in ((HEAD_LINES_MAX - 1, ""), (HEAD_LINES_MAX, "malformed")):
-        response = one_answer(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n" + b"x: y\r\n" * lines + b"\r\nok"))
+        response = one_response(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n" + b"x: y\r\n" * lines + b"\r\nok"))
         assert (response.failure.kind if response.failure else "") == kind

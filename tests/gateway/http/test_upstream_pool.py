@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gateway.http.upstream_rig import OK, RecordedResponse, ask, closed, engine, replies, run, send
+from tests.gateway.http.upstream_rig import OK, RecordedResponse, closed, engine, fetch, replies, run, send
 
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
@@ -26,7 +26,7 @@ def test_the_most_recently_used_connection_is_reused_first() -> None:
                 await response.ended.wait()
             assert (pool.busy, pool.idle, pool.connections) == (0, 2, 2)
             for _ in range(3):
-                assert (await ask(pool)).body == b"ok"
+                assert (await fetch(pool)).body == b"ok"
             assert (pool.busy, pool.idle, pool.connections) == (0, 2, 2)
             await closed(pool)
 
@@ -70,7 +70,7 @@ def test_a_dead_kept_alive_connection_is_replaced_once() -> None:
         async with engine(script) as url:
             pool = UpstreamPool(url)
             for _ in range(3):
-                assert (await ask(pool)).callbacks == ["head", "body", "end"]
+                assert (await fetch(pool)).callbacks == ["head", "body", "end"]
             assert connections == 3
             await closed(pool)
 
@@ -91,8 +91,8 @@ def test_a_new_connection_that_closes_is_not_retried() -> None:
     async def main() -> None:
         async with engine(script) as url:
             pool = UpstreamPool(url)
-            assert (await ask(pool)).callbacks[-1] == "end"
-            assert (await ask(pool)).callbacks == ["failure"]
+            assert (await fetch(pool)).callbacks[-1] == "end"
+            assert (await fetch(pool)).callbacks == ["failure"]
             assert connections == 2
             await closed(pool)
 
@@ -125,7 +125,7 @@ def test_a_request_released_after_it_was_sent_is_not_sent_again() -> None:
     async def main() -> None:
         async with engine(script) as url:
             pool, response = UpstreamPool(url), RecordedResponse()
-            assert (await ask(pool)).callbacks[-1] == "end"
+            assert (await fetch(pool)).callbacks[-1] == "end"
             send(pool, response).forget_request()
             await response.ended.wait()
             assert response.failure is not None
@@ -145,15 +145,15 @@ def test_a_request_is_not_sent_again_after_its_response_has_begun() -> None:
     async def main() -> None:
         async with engine(script) as url:
             pool = UpstreamPool(url)
-            assert (await ask(pool)).callbacks[-1] == "end"
-            assert (await ask(pool)).callbacks == ["failure"]
+            assert (await fetch(pool)).callbacks[-1] == "end"
+            assert (await fetch(pool)).callbacks == ["failure"]
             await closed(pool)
 
     run(main())
 
 
-@pytest.mark.parametrize("word", [b"", OK], ids=["close", "unsolicited"])
-def test_an_idle_connection_that_closes_or_sends_data_is_dropped(word: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", OK], ids=["close", "unsolicited"])
+def test_an_idle_connection_that_closes_or_sends_data_is_dropped(data: bytes) -> None:
     async def main() -> None:
         answered = asyncio.Event()
 
@@ -161,13 +161,13 @@ def test_an_idle_connection_that_closes_or_sends_data_is_dropped(word: bytes) ->
             await reader.readuntil(b"\r\n\r\n")
             writer.write(OK)
             await answered.wait()
-            writer.write(word)
-            if word:
+            writer.write(data)
+            if data:
                 await reader.read()
 
         async with engine(script) as url:
             pool = UpstreamPool(url)
-            await ask(pool)
+            await fetch(pool)
             assert pool.idle == 1
             answered.set()
             while pool.connections:
@@ -243,8 +243,8 @@ def test_every_call_ends_exactly_once_and_nothing_leaks(plan: list[tuple[str, st
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             request = await reader.readuntil(b"\r\n\r\n")
-            answer, close = BEHAVIOURS[request.split(b" ")[1][1:].decode()]
-            writer.write(answer)
+            reply, close = BEHAVIOURS[request.split(b" ")[1][1:].decode()]
+            writer.write(reply)
             if close:
                 return
 

@@ -47,10 +47,10 @@ async def status_of(port: int, host: str, *, method: str = "GET", path: str = "/
     data = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{length}{lines}\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data.encode() + (b"{}" if method == "POST" else b""))
-    said = await reader.read()
+    response = await reader.read()
     writer.close()
     await writer.wait_closed()
-    return int(said[9:12])
+    return int(response[9:12])
 
 
 def listening(settings: str, section: str = "") -> tuple[str, str]:
@@ -129,19 +129,19 @@ def test_host_names_and_origins_can_be_allowed() -> None:
             port = gate.gateway.port
             assert await status_of(port, "gateway.example:8080") == 200
             assert await status_of(port, "other.example") == 403
-            preflight = {
+            preflight_headers = {
                 "Origin": "https://app.example",
                 "Access-Control-Request-Method": "POST",
                 "Access-Control-Request-Headers": "authorization, content-type",
             }
-            async with gate.session.options(gate.url + COMPLETIONS, headers=preflight) as response:
-                assert response.status == 204
-                assert response.headers["Access-Control-Allow-Origin"] == "https://app.example"
-                assert response.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
-                assert "POST" in response.headers["Access-Control-Allow-Methods"]
-            answer = await gate.post(completion(stream=True), headers={"Origin": "https://app.example"})
-            assert answer.status == 200
-            assert answer.headers["access-control-allow-origin"] == "https://app.example"
+            async with gate.session.options(gate.url + COMPLETIONS, headers=preflight_headers) as preflight_response:
+                assert preflight_response.status == 204
+                assert preflight_response.headers["Access-Control-Allow-Origin"] == "https://app.example"
+                assert preflight_response.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
+                assert "POST" in preflight_response.headers["Access-Control-Allow-Methods"]
+            response = await gate.post(completion(stream=True), headers={"Origin": "https://app.example"})
+            assert response.status == 200
+            assert response.headers["access-control-allow-origin"] == "https://app.example"
             assert (await gate.post(completion(), headers={"Origin": "https://other.example"})).status == 403
             assert "access-control-allow-origin" not in (await gate.post(completion())).headers
 
@@ -180,8 +180,8 @@ def test_a_reload_that_adds_keys_closes_metrics_and_accepts_all_host_names() -> 
         async with rig() as gate:
             endpoints = gate.fleet.ready().instances
             for section, expected in (("", [200, 403]), (KEYS, [404, 200]), ("", [200, 403])):
-                made = Deployment.of(CLUSTER + section, "test.yaml", endpoints=endpoints)
-                assert await gate.gateway.reload(lambda made=made: made)  # type: ignore[misc]
+                deployment = Deployment.of(CLUSTER + section, "test.yaml", endpoints=endpoints)
+                assert await gate.gateway.reload(lambda deployment=deployment: deployment)  # type: ignore[misc]
                 assert await statuses(gate) == expected
 
     run(main())
@@ -234,7 +234,7 @@ def test_the_sources_use_no_parser_that_can_run_code() -> None:
     ]
     for path in Path("src/kvroute").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        assert not [word for word in forbidden if word in text], path
+        assert not [pattern for pattern in forbidden if pattern in text], path
         assert not [line for line in text.splitlines() if line.lstrip().startswith(("eval(", "exec("))], path
         assert " eval(" not in text, path
         assert "=exec(" not in text.replace(" ", ""), path

@@ -63,7 +63,7 @@ class RecordedResponse:
 
     def check(self) -> None:
         """Check the order of calls that is guaranteed to every response handler."""
-        ends = [word for word in self.callbacks if word in ("end", "failure")]
+        ends = [name for name in self.callbacks if name in ("end", "failure")]
         assert len(ends) == 1
         assert self.callbacks[-1] == ends[0]
         assert self.callbacks.count("head") <= 1
@@ -116,7 +116,7 @@ def send(
     return call
 
 
-async def ask(
+async def fetch(
     pool: UpstreamPool, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False
 ) -> RecordedResponse:
     response = RecordedResponse()

@@ -73,13 +73,13 @@ def test_a_reload_that_opens_a_port_warns_once(caplog: pytest.LogCaptureFixture)
             assert len(opened()) == 1
 
     def opened() -> list[tuple[str, str]]:
-        told = [record.__dict__["fields"] for record in caplog.records if record.message == "port_open_to_all"]
-        return [(fields["field"], fields["address"]) for fields in told]
+        logged = [record.__dict__["fields"] for record in caplog.records if record.message == "port_open_to_all"]
+        return [(fields["field"], fields["address"]) for fields in logged]
 
     run(main())
 
 
-def ask_until_refused(port: int, statuses: list[int], faults: list[str]) -> None:
+def send_until_refused(port: int, statuses: list[int], faults: list[str]) -> None:
     """Send one request after the other, each on a new connection, until the port is closed."""
     body = msgspec.json.encode({"model": MODEL, "prompt": "a" * 400, "max_tokens": 8})
     while True:
@@ -90,9 +90,9 @@ def ask_until_refused(port: int, statuses: list[int], faults: list[str]) -> None
             return
         try:
             client.request("POST", COMPLETIONS, body, {"Content-Type": "application/json"})
-            answer = client.getresponse()
-            answer.read()
-            statuses.append(answer.status)
+            response = client.getresponse()
+            response.read()
+            statuses.append(response.status)
         except OSError as error:
             faults.append(repr(error))
         finally:
@@ -117,7 +117,7 @@ def test_sigterm_under_load_loses_no_request_and_stderr_contains_the_warning(tmp
             port = int(msgspec.json.decode(ready.read_bytes())["url"].rpartition(":")[2])
             statuses: list[int] = []
             faults: list[str] = []
-            clients = [threading.Thread(target=ask_until_refused, args=(port, statuses, faults)) for _ in range(4)]
+            clients = [threading.Thread(target=send_until_refused, args=(port, statuses, faults)) for _ in range(4)]
             for client in clients:
                 client.start()
             while len(statuses) < 40:
@@ -126,12 +126,14 @@ def test_sigterm_under_load_loses_no_request_and_stderr_contains_the_warning(tmp
             process.send_signal(signal.SIGTERM)
             for client in clients:
                 client.join()
-            _, said = process.communicate(timeout=PATIENCE_S)
+            _, stderr = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
     assert process.returncode == 0
     assert not faults
     assert set(statuses) == {200}
-    assert b"warning: gateway.listen.host is 0.0.0.0: every machine that reaches this port may use the engines" in said
-    assert b"port_open_to_all" in said
-    assert b"Traceback" not in said
+    assert (
+        b"warning: gateway.listen.host is 0.0.0.0: every machine that reaches this port may use the engines" in stderr
+    )
+    assert b"port_open_to_all" in stderr
+    assert b"Traceback" not in stderr

@@ -140,8 +140,8 @@ def test_the_prefix_index_is_carried_over(tmp_path: Path) -> None:
             after = gate.gateway.runtime.control.prefix
             assert after is not before
             for index, chains in enumerate(held):  # engines' last KV events may arrive after the reload and add blocks
-                now_held = list(after.chains(index))
-                assert all(any(each[: len(chain)] == chain for each in now_held) for chain in chains)
+                current_chains = list(after.chains(index))
+                assert all(any(each[: len(chain)] == chain for each in current_chains) for chain in chains)
             assert (await gate.ask(f"0 {PROMPT}")).status == 200
             assert await gate.becomes_idle(), gate.held_resources()
             assert await gate.gateway.reload(_reader(gate, "  prompt: {block_tokens: 32}\n"))
@@ -153,14 +153,14 @@ def test_the_prefix_index_is_carried_over(tmp_path: Path) -> None:
 
 
 def test_learned_values_of_foresight_are_carried_over(tmp_path: Path) -> None:
-    """The new core and its log contain it, both for foresight as policy and as shadow policy. Nothing is carried over
+    """The new core and its log contain them, both for foresight as policy and as shadow policy. Nothing is carried over
     for a tier whose capacity differs in the new file."""
     log = tmp_path / "events.log"
     section = f"  log: {{events: {log}}}\n"
-    faster = CLUSTER.replace(
+    changed = CLUSTER.replace(
         "pod1, uplinks: {count: 4, capacity: 100 Gbps}", "pod1, uplinks: {count: 1, capacity: 10 Gbps}"
     )
-    faster = faster.replace(
+    changed = changed.replace(
         "pod0, uplinks: {count: 4, capacity: 100 Gbps}", "pod0, uplinks: {count: 1, capacity: 10 Gbps}"
     )
 
@@ -176,17 +176,17 @@ def test_learned_values_of_foresight_are_carried_over(tmp_path: Path) -> None:
                 assert await gate.gateway.reload(_reader(gate, section + policy))
                 after, now = gate.gateway.runtime.control, gate.gateway.now()
                 assert after is not before
-                known, was = after.learned(now), before.learned(now)
+                known, previous = after.learned(now), before.learned(now)
                 assert known is not None
-                assert was is not None
-                assert [tier.transfers for tier in known] == [tier.transfers for tier in was]
+                assert previous is not None
+                assert [tier.transfers for tier in known] == [tier.transfers for tier in previous]
                 assert known[3].transfers >= 3
-                assert [tier.factor for tier in known] == pytest.approx([tier.factor for tier in was])
+                assert [tier.factor for tier in known] == pytest.approx([tier.factor for tier in previous])
                 assert known[3].factor < 0.9
                 assert after.oracle.learned_ratio(now) == before.oracle.learned_ratio(now)
                 assert any(after.oracle.learned_ratio(now))
                 assert (await gate.ask(PROMPT)).status == 200
-            assert await gate.gateway.reload(_reader(gate, section, faster))
+            assert await gate.gateway.reload(_reader(gate, section, changed))
             known = gate.gateway.runtime.control.learned(gate.gateway.now())
             assert known is not None
             assert known[2].weight > 0
@@ -212,9 +212,9 @@ def test_the_kv_event_stream_continues_without_a_gap() -> None:
                 return sum(prefix.used_blocks(index) for index in range(4))
 
             # Events published before the gateway subscribes become known only with the next event.
-            for asked in itertools.count(1):
-                assert (await gate.ask(list(range(10_000 * asked, 10_000 * asked + 1_600)))).status == 200
-                if await becomes_true(partial(lambda least: known() >= least, asked * 2 * 99), patience_s=5):
+            for number in itertools.count(1):
+                assert (await gate.ask(list(range(10_000 * number, 10_000 * number + 1_600)))).status == 200
+                if await becomes_true(partial(lambda least: known() >= least, number * 2 * 99), patience_s=5):
                     break
             before = known()
             for policy in ("round-robin", "netkv"):
@@ -274,15 +274,15 @@ def test_an_instance_that_recovers_around_a_reload_is_marked_up() -> None:
 
 def test_concurrent_reloads_run_one_after_the_other() -> None:
     """A collector that takes some time to stop is running."""
-    inside: list[str] = []
+    active: list[str] = []
     most: list[int] = []
 
     def one_by_one(reader: Callable[[], Deployment], policy: str) -> Callable[[], Deployment]:
         def read() -> Deployment:
-            inside.append(policy)
+            active.append(policy)
             time.sleep(0.05)  # long enough to detect another one
-            most.append(len(inside))
-            inside.remove(policy)
+            most.append(len(active))
+            active.remove(policy)
             return reader()
 
         return read
@@ -316,16 +316,16 @@ def test_after_any_error_while_reading_the_old_configuration_is_kept(
             def broken() -> Deployment:
                 raise KeyError("name")
 
-            strange = CLUSTER.replace("name: decode1", "name: decode7")
+            unknown_instance = CLUSTER.replace("name: decode1", "name: decode7")
             taken = f"  log: {{events: {notes}}}\n"
             before = gate.gateway.runtime
-            for reader in (broken, _reader(gate, "", strange), _reader(gate, taken)):
+            for reader in (broken, _reader(gate, "", unknown_instance), _reader(gate, taken)):
                 assert not await gate.gateway.reload(reader)
             assert gate.gateway.runtime is before
             assert (await gate.ask(PROMPT)).status == 200
 
     uvloop.run(run())
-    reasons = [said["reason"] for said in _logged(caplog, "reload_refused")]
+    reasons = [entry["reason"] for entry in _logged(caplog, "reload_refused")]
     assert reasons[0] == "KeyError: 'name'"
     assert "instance decode7 has no emulated engine" in reasons[1]
     assert "notes: exists and is not a kvroute log" in reasons[2]
@@ -339,18 +339,18 @@ def test_settings_are_applied_or_reported_as_needing_a_restart(caplog: pytest.Lo
         headers = {"Authorization": f"Bearer {shown}", "Host": host}
         async with gate.session.post(
             f"{gate.admin}/telemetry", data=b'{"per_tier": {"rack": 0.5}}', headers=headers
-        ) as answer:
-            return answer.status
+        ) as response:
+            return response.status
 
     async def run() -> None:
         push_source = "  oracle: {source: push}\n"
         async with rig(push_source) as gate:
             assert await push(gate, token, "localhost") == 200
-            told = gate.gateway.runtime.control.oracle.congestion(gate.gateway.now())
-            assert told[1] > 0
+            congestion = gate.gateway.runtime.control.oracle.congestion(gate.gateway.now())
+            assert congestion[1] > 0
             plain = CLUSTER.replace("admin: {port: 0}", f"admin: {{port: 0, push_token: {token}, hosts: [ops]}}")
             assert await gate.gateway.reload(_reader(gate, push_source, plain))
-            assert list(gate.gateway.runtime.control.oracle.congestion(gate.gateway.now())) == list(told)
+            assert list(gate.gateway.runtime.control.oracle.congestion(gate.gateway.now())) == list(congestion)
             assert [await push(gate, shown, "ops") for shown in (token, other)] == [200, 401]
             assert await gate.gateway.reload(_reader(gate, push_source, plain.replace(token, other)))
             assert [await push(gate, shown, "ops") for shown in (token, other)] == [401, 200]
@@ -373,7 +373,7 @@ def test_settings_are_applied_or_reported_as_needing_a_restart(caplog: pytest.Lo
             for _ in range(2):
                 caplog.clear()
                 assert await gate.gateway.reload(_reader(gate, "  tracing: {share: 0.5}\n", moved))
-                fields = [said["field"] for said in _logged(caplog, "reload_needs_restart")]
+                fields = [entry["field"] for entry in _logged(caplog, "reload_needs_restart")]
                 assert fields == ["gateway.listen.port", "gateway.admin.port", "gateway.tracing.share"]
 
     uvloop.run(run())
@@ -464,10 +464,10 @@ def test_sighup_reloads_the_cluster_file(tmp_path: Path) -> None:
                     assert process.poll() is None
                     time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
-            _, said = process.communicate(timeout=60)
+            _, stderr = process.communicate(timeout=60)
             assert process.returncode == 0
-            assert b"reload_refused" in said
-            assert b"square-robin" in said
+            assert b"reload_refused" in stderr
+            assert b"square-robin" in stderr
         finally:
             process.kill()
 
@@ -481,14 +481,14 @@ def _replace(file: Path, text: str) -> None:
 
 def _until_serving(process: subprocess.Popen[bytes], ready: Path) -> str:
     """Wait until the process serves and return its URL; send SIGHUP repeatedly as soon as the process handles it."""
-    told = 0
+    sent = 0
     while not (ready.exists() and (text := ready.read_bytes()).endswith(b"}")):
         assert process.poll() is None
         if _handles_sighup(process.pid):
             process.send_signal(signal.SIGHUP)
-            told += 1
+            sent += 1
         time.sleep(0.01)
-    assert told > 10
+    assert sent > 10
     return str(msgspec.json.decode(text)["url"])
 
 
@@ -501,7 +501,7 @@ def _handles_sighup(pid: int) -> bool:
 def _get(url: str, status: bool = False) -> str:
     """Return a page or its status; empty if there is no response."""
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return str(answer.status) if status else str(answer.read().decode())
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return str(response.status) if status else str(response.read().decode())
     except (urllib.error.URLError, ConnectionError):
         return ""

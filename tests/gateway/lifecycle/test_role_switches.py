@@ -44,26 +44,26 @@ def offload(role_switch: str = "", long_term: str = FREQUENT_REVIEWS) -> str:
 
 
 @asynccontextmanager
-async def hook(statuses: list[int], gate: asyncio.Event | None = None) -> AsyncIterator[tuple[str, list[Any]]]:
-    """Run a hook and yield its URL and the bodies that it received. It answers with `statuses` in turn, repeats the
-    last one, and waits for `gate` before each response."""
-    told: list[Any] = []
+async def hook(statuses: list[int], released: asyncio.Event | None = None) -> AsyncIterator[tuple[str, list[Any]]]:
+    """Run a hook and yield its URL and the bodies that it received. It responds with `statuses` in turn, repeats the
+    last one, and waits for `released` before each response."""
+    bodies: list[Any] = []
 
-    async def answer(request: web.BaseRequest) -> web.Response:
-        told.append(await request.json())
-        if gate is not None:
-            await gate.wait()
-        return web.Response(status=statuses[min(len(told), len(statuses)) - 1])
+    async def handle(request: web.BaseRequest) -> web.Response:
+        bodies.append(await request.json())
+        if released is not None:
+            await released.wait()
+        return web.Response(status=statuses[min(len(bodies), len(statuses)) - 1])
 
-    runner = web.ServerRunner(web.Server(answer))
+    runner = web.ServerRunner(web.Server(handle))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/role", told
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/role", bodies
     finally:
-        if gate is not None:
-            gate.set()
+        if released is not None:
+            released.set()
         await runner.cleanup()
 
 
@@ -72,16 +72,16 @@ class LoadGenerator:
 
     def __init__(self, gate: Rig, clients: int = 4, tokens: int = 4) -> None:
         self._gate, self._over, self._count = gate, False, tokens
-        self.answers = 0
+        self.responses = 0
         self._tasks = [asyncio.create_task(self._client(number)) for number in range(clients)]
 
     async def _client(self, number: int) -> None:
         turn = 0
         while not self._over:
-            answer = await self._gate.ask(f"{number} {turn} {LONG}", stream=True, tokens=self._count)
-            assert answer.status == 200, answer.body
-            assert len(answer.events) == self._count
-            self.answers, turn = self.answers + 1, turn + 1
+            response = await self._gate.ask(f"{number} {turn} {LONG}", stream=True, tokens=self._count)
+            assert response.status == 200, response.body
+            assert len(response.events) == self._count
+            self.responses, turn = self.responses + 1, turn + 1
 
     async def end(self) -> None:
         """Stop new requests and wait for the running ones."""
@@ -129,27 +129,27 @@ def test_emulated_engines_switch_roles_under_load(tmp_path: Path) -> None:
 
 def test_a_hook_is_called_after_the_drain_with_instance_and_role() -> None:
     async def run() -> None:
-        gone = asyncio.Event()
-        async with hook([204], gone) as (url, told):
+        released = asyncio.Event()
+        async with hook([204], released) as (url, bodies):
             section = offload(f'{{url: "{url}"}}') + "  policy: round-robin\n"
             async with two_sites(section) as gate:
-                await check_role_switch(gate, told, gone)
+                await check_role_switch(gate, bodies, released)
 
-    async def check_role_switch(gate: Rig, told: list[Any], gone: asyncio.Event) -> None:
+    async def check_role_switch(gate: Rig, bodies: list[Any], released: asyncio.Event) -> None:
         for name in ("decode0", "decode1", "decode2"):
             await gate.command(name, "slow", factor=10)
         load = LoadGenerator(gate, clients=9, tokens=30)  # two thirds of a second each, on every decode instance
-        await until(lambda: bool(told))
-        name = told[0]["instance"]
+        await until(lambda: bool(bodies))
+        name = bodies[0]["instance"]
         engines = gate.gateway.runtime.engines
         assert engines[name].in_flight == 0
-        assert told == [{"instance": name, "role": "prefill", "from": "decode"}]
-        before = load.answers
-        await until(lambda: load.answers > before + 10)
+        assert bodies == [{"instance": name, "role": "prefill", "from": "decode"}]
+        before = load.responses
+        await until(lambda: load.responses > before + 10)
         assert engines[name].in_flight == 0
         assert engines[name].availability.reason == "switching"
         assert await metric(gate, "kvroute_role_switches_in_progress") == 1
-        gone.set()
+        released.set()
         await wait_for_counter(gate, OUTCOMES, 1, outcome="switched")
         await until(lambda: engines[name].in_flight > 0)
         await load.end()
@@ -187,39 +187,39 @@ def test_a_failed_hook_leaves_the_role_and_delays_the_next_switch(
     log = tmp_path / "events.log"
 
     async def run() -> None:
-        async with hook([500]) as (url, told):
+        async with hook([500]) as (url, bodies):
             section = offload(f'{{url: "{url}", back_off: 1 h}}') + f"  log: {{events: {log}}}\n"
             async with two_sites(section) as gate:
                 load = LoadGenerator(gate)
                 await wait_for_counter(gate, OUTCOMES, 1, outcome="failed")
-                name = told[0]["instance"]
+                name = bodies[0]["instance"]
                 engines = gate.gateway.runtime.engines
                 assert (engines[name].role, engines[name].availability.reason) == ("decode", "")
                 await wait_for_counter(gate, OUTCOMES, 1, outcome="declined")
-                assert len(told) == 1
+                assert len(bodies) == 1
                 await load.end()
                 assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
-    (said,) = [record.__dict__["fields"] for record in caplog.records if record.message == "role_switch_failed"]
-    assert said["reason"] == "the hook returned status 500"
+    (fields,) = [record.__dict__["fields"] for record in caplog.records if record.message == "role_switch_failed"]
+    assert fields["reason"] == "the hook returned status 500"
     assert {role for _, role in _role_switches(log)} == {"decode"}
     assert _check_replay(log)
 
 
 def test_an_engine_that_dies_during_a_role_switch_stays_down_until_it_recovers() -> None:
     async def run() -> None:
-        gone = asyncio.Event()
-        async with hook([200], gone) as (url, told):
+        released = asyncio.Event()
+        async with hook([200], released) as (url, bodies):
             section = offload(f'{{url: "{url}"}}') + "  health: {interval: 20 ms, timeout: 1 s, failures: 1}\n"
             async with two_sites(section) as gate:
                 load = LoadGenerator(gate)
-                await until(lambda: bool(told))
-                name = told[0]["instance"]
+                await until(lambda: bool(bodies))
+                name = bodies[0]["instance"]
                 availability = gate.gateway.runtime.engines[name].availability
                 await gate.stop_engine(name)
                 await until(lambda: not availability.healthy)
-                gone.set()
+                released.set()
                 await wait_for_counter(gate, OUTCOMES, 1, outcome="switched")
                 assert not availability.up
                 await gate.restart_engine(name)
@@ -239,14 +239,14 @@ def test_a_reload_during_a_role_switch(tmp_path: Path, change: str) -> None:
     log = tmp_path / "events.log"
 
     async def run() -> str:
-        gone = asyncio.Event()
-        async with hook([200], gone) as (url, told):
+        released = asyncio.Event()
+        async with hook([200], released) as (url, bodies):
             logged = f"  log: {{events: {log}}}\n"
             section = offload(f'{{url: "{url}"}}') + logged
             async with two_sites(section) as gate:
                 load = LoadGenerator(gate)
-                await until(lambda: bool(told))
-                name = str(told[0]["instance"])
+                await until(lambda: bool(bodies))
+                name = str(bodies[0]["instance"])
                 endpoints = dict(gate.fleet.ready().instances)
                 text = TEXT + (logged if change == "no-hook" else section)
                 if change == "another-engine":
@@ -254,7 +254,7 @@ def test_a_reload_during_a_role_switch(tmp_path: Path, change: str) -> None:
                 assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
                 each = gate.gateway.runtime.engines[name]
                 assert each.availability.reason.endswith("switching") is (change == "same")
-                gone.set()
+                released.set()
                 await wait_for_counter(gate, OUTCOMES, 1, outcome="switched" if change == "same" else "abandoned")
                 assert each.role == ("prefill" if change == "same" else "decode")
                 await load.end()
@@ -293,15 +293,15 @@ def test_a_draining_gateway_starts_no_role_switch() -> None:
 
     async def run() -> None:
         never = asyncio.Event()
-        async with hook([200], never) as (url, told), two_sites(offload(f'{{url: "{url}"}}')) as gate:
+        async with hook([200], never) as (url, bodies), two_sites(offload(f'{{url: "{url}"}}')) as gate:
             load = LoadGenerator(gate)
-            await until(lambda: bool(told))
+            await until(lambda: bool(bodies))
             await load.end()
             await gate.gateway.drain()
             await gate.gateway.close()
             metrics = "".join(gate.gateway.metrics.page()[1])
             assert f'{OUTCOMES}{{outcome="abandoned"}} 1\n' in metrics
-            assert len(told) == 1
+            assert len(bodies) == 1
 
     uvloop.run(run())
 
@@ -327,13 +327,13 @@ def test_without_a_hook_a_review_only_reports_the_best_split(caplog: pytest.LogC
             assert all(each.role == each.instance.role for each in gate.gateway.runtime.engines.values())
 
     uvloop.run(run())
-    said = [record.__dict__["fields"]["reason"] for record in caplog.records if record.message == "review"]
-    assert "best split: 3 prefill, 1 decode (no hook: roles do not change)" in said
+    reasons = [record.__dict__["fields"]["reason"] for record in caplog.records if record.message == "review"]
+    assert "best split: 3 prefill, 1 decode (no hook: roles do not change)" in reasons
 
 
 COMMANDS = {
     "done": ("import os; assert os.environ['ROLE'] == 'prefill' and os.environ['FROM'] == 'decode'", ""),
-    "told who": (
+    "environment": (
         "import os; assert os.environ['INSTANCE'] + os.environ['ENDPOINT'] == 'decode0http://127.0.0.1:1'",
         "",
     ),

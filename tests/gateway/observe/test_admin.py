@@ -85,14 +85,14 @@ class Port:
     session: aiohttp.ClientSession
 
     async def get(self, path: str, **headers: str) -> tuple[int, bytes]:
-        return await self._ask("GET", path, b"", headers)
+        return await self._request("GET", path, b"", headers)
 
     async def post(self, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
-        return await self._ask("POST", path, body, headers)
+        return await self._request("POST", path, body, headers)
 
-    async def _ask(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
-        async with self.session.request(method, self.url + path, data=io.BytesIO(body), headers=headers) as answer:
-            return answer.status, await answer.read()
+    async def _request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+        async with self.session.request(method, self.url + path, data=io.BytesIO(body), headers=headers) as response:
+            return response.status, await response.read()
 
 
 @asynccontextmanager
@@ -114,10 +114,10 @@ def _run(gateway: Gateway, drive: Callable[[Port], Awaitable[None]], **changes: 
     asyncio.run(main())
 
 
-async def _event(answer: aiohttp.ClientResponse) -> tuple[str, Any]:
-    kind = (await answer.content.readline()).removeprefix(b"event: ").strip().decode()
-    data = json.loads((await answer.content.readline()).removeprefix(b"data: "))
-    assert await answer.content.readline() == b"\n"
+async def _event(response: aiohttp.ClientResponse) -> tuple[str, Any]:
+    kind = (await response.content.readline()).removeprefix(b"event: ").strip().decode()
+    data = json.loads((await response.content.readline()).removeprefix(b"data: "))
+    assert await response.content.readline() == b"\n"
     return kind, data
 
 
@@ -125,11 +125,11 @@ def test_all_files_of_the_page_are_served_and_no_other_origin_is_used() -> None:
     """Every file that the page names is served; the page forbids scripts of other origins and names none."""
 
     async def drive(port: Port) -> None:
-        async with port.session.get(port.url + "/") as answer:
-            page = await answer.text()
-            policy = answer.headers["Content-Security-Policy"]
-            assert answer.headers["X-Content-Type-Options"] == "nosniff"
-            assert "Access-Control-Allow-Origin" not in answer.headers
+        async with port.session.get(port.url + "/") as response:
+            page = await response.text()
+            policy = response.headers["Content-Security-Policy"]
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+            assert "Access-Control-Allow-Origin" not in response.headers
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
         assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
@@ -160,12 +160,12 @@ def test_state_events_and_snapshots_of_new_versions() -> None:
         assert snapshot["tick"]["load"]["in_flight"] == 5
         assert snapshot["tick"]["decisions"][0]["reason"] == "no room"
         assert json.loads((await port.get("/version"))[1]) == {"version": "1.2", "policy": "netkv"}
-        async with port.session.get(port.url + "/events") as answer:
-            assert answer.headers["Content-Type"] == "text/event-stream"
-            kinds = [(await _event(answer))[0] for _ in range(3)]
+        async with port.session.get(port.url + "/events") as response:
+            assert response.headers["Content-Type"] == "text/event-stream"
+            kinds = [(await _event(response))[0] for _ in range(3)]
             assert kinds == ["snapshot", "tick", "tick"]
             gateway.state.replace(CLUSTER)
-            while (event := await _event(answer))[0] == "tick":
+            while (event := await _event(response))[0] == "tick":
                 assert event[1]["layout_id"] == 1
             assert event[1]["layout"]["id"] == 2
 
@@ -177,16 +177,16 @@ def test_event_streams_are_bounded_and_end_when_the_port_closes() -> None:
     gateway = Gateway()
 
     async def drive(port: Port) -> None:
-        answers = [await port.session.get(port.url + "/events") for _ in range(WATCHERS_MOST)]
+        responses = [await port.session.get(port.url + "/events") for _ in range(WATCHERS_MOST)]
         assert port.admin.watchers == WATCHERS_MOST
         status, body = await port.get("/events")
         assert (status, json.loads(body)) == (503, {"error": f"{WATCHERS_MOST} dashboards are open already"})
-        answers.pop().close()
+        responses.pop().close()
         while port.admin.watchers == WATCHERS_MOST:
             await asyncio.sleep(0)
         await port.admin.close()
-        for answer in answers:
-            assert (await answer.content.read()).endswith(b"\n\n")
+        for response in responses:
+            assert (await response.content.read()).endswith(b"\n\n")
         assert port.admin.watchers == 0
 
     _run(gateway, drive)
@@ -372,12 +372,12 @@ def test_a_configured_token_is_required_for_reading(path: str) -> None:
     async def drive(port: Port) -> None:
         wrong = ("", "Bearer ", f"Bearer {READ}x", READ, _basic("a", "b"), _basic(READ, ""), "Basic ???", "Basic")
         for shown in wrong:
-            async with port.session.get(port.url + path, headers={"Authorization": shown} if shown else {}) as answer:
-                assert answer.status == 401
-                assert answer.headers["WWW-Authenticate"].startswith("Basic ")
+            async with port.session.get(port.url + path, headers={"Authorization": shown} if shown else {}) as response:
+                assert response.status == 401
+                assert response.headers["WWW-Authenticate"].startswith("Basic ")
         for shown in (f"Bearer {READ}", f"Bearer {TOKEN}", _basic("any", READ), _basic("", TOKEN)):
-            async with port.session.get(port.url + path, headers={"Authorization": shown}) as answer:
-                assert answer.status == 200
+            async with port.session.get(port.url + path, headers={"Authorization": shown}) as response:
+                assert response.status == 200
 
     _run(Gateway(), drive, token=TOKEN, read_token=READ)
 
@@ -414,12 +414,12 @@ def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(sent)
             await until(lambda: len(connections) == 1)
-            answer = asyncio.create_task(reader.read())
-            while not answer.done():
+            reading = asyncio.create_task(reader.read())
+            while not reading.done():
                 writer.write(b"a" if sent else b"")
                 await asyncio.sleep(0.001)
             with suppress(ConnectionError):
-                await answer
+                await reading
             writer.close()
             await until(lambda: not len(connections))
 
@@ -437,8 +437,8 @@ def test_idle_connections_block_no_operator_and_dashboards_stay_connected() -> N
             async with aiohttp.ClientSession() as session:
                 while True:  # the flood may not have been accepted yet
                     try:
-                        async with session.get(f"http://127.0.0.1:{port}/state") as answer:
-                            if answer.status == 200:
+                        async with session.get(f"http://127.0.0.1:{port}/state") as response:
+                            if response.status == 200:
                                 break
                     except aiohttp.ClientError:
                         continue
@@ -455,9 +455,9 @@ def test_a_client_that_half_closes_gets_its_page() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(port.url.rpartition(":")[2]))
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         writer.write_eof()
-        said = await reader.read()
-        assert said.startswith(b"HTTP/1.1 200 ")
-        assert b"kvroute_requests_in_flight" in said
+        response = await reader.read()
+        assert response.startswith(b"HTTP/1.1 200 ")
+        assert b"kvroute_requests_in_flight" in response
         writer.close()
         await writer.wait_closed()
 

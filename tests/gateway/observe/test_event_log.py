@@ -138,8 +138,8 @@ def test_a_full_disk_ends_the_log_and_fails_no_request(tmp_path: Path, caplog: p
             with files_no_longer_than(20_000):
                 page = ""
                 while "kvroute_logs_lost_total 1" not in page:
-                    answers = await asyncio.gather(*[gate.ask(f"{n} " * 2_000) for n in range(8)])
-                    assert [answer.status for answer in answers] == [200] * 8
+                    responses = await asyncio.gather(*[gate.ask(f"{n} " * 2_000) for n in range(8)])
+                    assert [response.status for response in responses] == [200] * 8
                     page = (await gate.get("/metrics")).body.decode()
             assert (await gate.ask("after")).status == 200
             assert await gate.becomes_idle(), gate.held_resources()
@@ -326,10 +326,10 @@ def test_a_live_log_contains_no_secret_and_no_prompt(tmp_path: Path, monkeypatch
         header, records = read_log(file)
         control = header.spec.build(parse(header.cluster))
         assert all(decisions_equal(record.decisions, again) for record, again in replay(control, records))
-        asked = [record.event.request for record in read_log(file)[1] if isinstance(record.event, Arrived)]
-        assert len(asked) == 2
-        assert asked[0].blocks == asked[1].blocks
-        shown.add(asked[0].blocks)
+        requests = [record.event.request for record in read_log(file)[1] if isinstance(record.event, Arrived)]
+        assert len(requests) == 2
+        assert requests[0].blocks == requests[1].blocks
+        shown.add(requests[0].blocks)
         assert len(read_trace(file).requests) == 2
         monkeypatch.setattr(sys, "argv", ["kvroute", "replay", str(file)])
         with pytest.raises(SystemExit) as ended:

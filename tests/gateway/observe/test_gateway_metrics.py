@@ -373,10 +373,10 @@ def test_the_grafana_dashboard_queries_existing_metrics() -> None:
         variable["query"]["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"
     ]
     assert all(panel["targets"] for panel in panels)
-    asked = {name for query in queries for name in re.findall(r"\bkvroute_\w+", query)}
+    queried = {name for query in queries for name in re.findall(r"\bkvroute_\w+", query)}
     known = _families() | {f"{name}{end}" for name in _families() for end in ("_bucket", "_sum", "_count")}
-    assert asked
-    assert asked <= known
+    assert queried
+    assert queried <= known
     [errors] = [panel for panel in panels if panel["title"] == "Errors"]
     assert "kvroute_stream_errors_total" in errors["targets"][0]["expr"], "a broken stream's code is 200"
     identifiers = [panel["id"] for panel in dashboard["panels"]]
@@ -396,12 +396,12 @@ def test_alert_rules_use_existing_metrics_and_labels() -> None:
     assert len(rules) >= 15
     documented = _labels()
     for rule in rules:
-        asked = re.findall(r"\b(kvroute_\w+?)(?:_bucket|_sum|_count)?\b(?:\{([^}]*)\})?", rule["expr"])
-        assert asked or rule["alert"] == "KvrouteDown"
-        for name, matchers in asked:
+        queried = re.findall(r"\b(kvroute_\w+?)(?:_bucket|_sum|_count)?\b(?:\{([^}]*)\})?", rule["expr"])
+        assert queried or rule["alert"] == "KvrouteDown"
+        for name, matchers in queried:
             assert name in _families(), rule["alert"]
             assert set(re.findall(r"(\w+)=", matchers)) <= documented[name], rule["alert"]
-        known = {"instance", "job"}.union(*(documented[name] for name, _ in asked))
+        known = {"instance", "job"}.union(*(documented[name] for name, _ in queried))
         grouped = re.findall(r"\bby \(([^)]*)\)", rule["expr"])
         if grouped:
             known &= set(re.findall(r"\w+", grouped[0]))
@@ -424,7 +424,7 @@ def test_each_tier_has_one_label() -> None:
 
 
 def test_a_decaying_share_reaches_zero() -> None:
-    """A mean that halves for ever is not shown as 5e-56."""
+    """A mean that halves repeatedly is shown as 0, not as 5e-56."""
     idle = msgspec.structs.replace(OFFLOAD, sites=(msgspec.structs.replace(OFFLOAD.sites[0], utilisation=5.17e-56),))
     samples = {family.name: list(found) for family, found in offload_gauges(idle)}
     assert samples["kvroute_egress_used_ratio"] == [(("far",), 0.0)]

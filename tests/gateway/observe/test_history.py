@@ -15,8 +15,8 @@ from kvroute.topology import InstanceCounts, build, fat_tree
 
 CLUSTER = build(fat_tree(pods=1, racks_per_pod=2, nodes_per_rack=2, instances=InstanceCounts(prefill=2, decode=2)))
 FIRST_TOKEN = Ttft(queue_s=0.1, prefill_s=0.2, transfer_s=0.3, first_step_s=0.4)
-answers = st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 1e12))
-steps = st.lists(st.tuples(st.floats(STEP_S, 60.0), st.integers(0, 50), st.lists(answers, max_size=20)), max_size=30)
+responses = st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 1e12))
+steps = st.lists(st.tuples(st.floats(STEP_S, 60.0), st.integers(0, 50), st.lists(responses, max_size=20)), max_size=30)
 
 
 def _state() -> DashboardState:

@@ -29,12 +29,12 @@ def test_settings_with_the_name_of_a_secret_are_marked_as_secret() -> None:
     ]
     marked = {name for name, known in texts if is_secret(known)}
     assert {"admin.push_token", "keys.known.*"} <= marked
-    sounding = {name for name, _ in texts if names_secret(name.removesuffix(".*").rpartition(".")[2])}
-    assert sounding - marked <= NO_SECRETS
+    secret_names = {name for name, _ in texts if names_secret(name.removesuffix(".*").rpartition(".")[2])}
+    assert secret_names - marked <= NO_SECRETS
 
 
 def test_untyped_values_are_removed_by_name() -> None:
-    """Removed are values with the name of a secret, hashes of keys, and passwords and queries in URLs; all others
+    """Values with the name of a secret, hashes of keys, and passwords and queries in URLs are removed; all others
     stay."""
     shown = redacted(
         {
@@ -72,13 +72,13 @@ def test_a_redacted_file_describes_the_same_cluster() -> None:
     section = yaml.safe_dump({SECTION: every_setting()})
     assert all(secret in section for secret in SECRETS)
     text = CLUSTER.partition(f"{SECTION}:")[0] + f"# once push_token: {SECRETS[0]}\n" + section
-    struck = redacted_file(text, "f")
-    assert not any(secret in struck for secret in SECRETS)
-    assert struck.count(STRUCK) == sum(section.count(secret) for secret in SECRETS)
-    assert parse(struck).file == parse(redacted_file(struck, "f")).file
-    before, after = parse(text), parse(struck)
+    redacted_text = redacted_file(text, "f")
+    assert not any(secret in redacted_text for secret in SECRETS)
+    assert redacted_text.count(STRUCK) == sum(section.count(secret) for secret in SECRETS)
+    assert parse(redacted_text).file == parse(redacted_file(redacted_text, "f")).file
+    before, after = parse(text), parse(redacted_text)
     assert before.instances == after.instances
     assert before.links == after.links
     assert before.timing == after.timing
-    again = yaml.safe_load(struck)[SECTION]
+    again = yaml.safe_load(redacted_text)[SECTION]
     assert (again["limits"], again["offload"]) == (every_setting()["limits"], every_setting()["offload"])

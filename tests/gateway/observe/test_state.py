@@ -91,9 +91,9 @@ def test_statistics_per_policy_cover_the_last_minute(
         assert sum(split.part_mean_s.values()) == pytest.approx(sum(totals) / len(own), rel=1e-4, abs=1e-9)
         assert split.local == sum(tier is None for _, _, tier, _, _ in own)
         for tier in range(5):
-            there = [kv_bytes for _, _, where, kv_bytes, _ in own if where == tier]
-            assert split.tier_requests[tier] == len(there)
-            assert split.tier_bytes[tier] == pytest.approx(sum(there))
+            bytes_of_tier = [kv_bytes for _, _, where, kv_bytes, _ in own if where == tier]
+            assert split.tier_requests[tier] == len(bytes_of_tier)
+            assert split.tier_bytes[tier] == pytest.approx(sum(bytes_of_tier))
 
 
 def test_a_non_streaming_response_counts_for_tiers_and_not_for_times() -> None:
@@ -183,8 +183,8 @@ def test_a_transfer_is_shown_until_shortly_after_its_end() -> None:
     assert (instances[moving.source].name, instances[moving.target].name) == (PREFILLS[0], DECODES[0])
     state.transfer_ended(1, 10.2)
     state.transfer_ended(1, 10.3)
-    [landed] = state.tick(10.2).transfers
-    assert (landed.id, landed.took_s) == (moving.id, 0.2)
+    [finished] = state.tick(10.2).transfers
+    assert (finished.id, finished.took_s) == (moving.id, 0.2)
     assert state.tick(10.2).transfers_in_flight == 0
     assert state.tick(10.2 + LINGER_S + 0.01).transfers == ()
 
@@ -226,12 +226,12 @@ def test_reasons_of_offloads_and_role_switches_are_shown() -> None:
     """A decision shows the reason and figures of an offload, and the new role of an instance in a role switch; other
     decisions show neither."""
     offload = Offload("away-site", "long", {"incremental_tokens": 9000.0, "away-site.finish_s": 1.5})
-    left = judgement_of(1, 0.0, "netkv", Prefill(1, "far0", offload=offload))
-    turned = judgement_of(2, 0.0, "netkv", SwitchRole("decode0", "prefill"))
-    stayed = judgement_of(3, 0.0, "netkv", Prefill(1, "prefill0"))
-    assert (left.offload, left.role) == (offload, None)
-    assert (turned.offload, turned.role) == (None, "prefill")
-    assert (stayed.offload, stayed.role) == (None, None)
+    offloaded = judgement_of(1, 0.0, "netkv", Prefill(1, "far0", offload=offload))
+    switched = judgement_of(2, 0.0, "netkv", SwitchRole("decode0", "prefill"))
+    unchanged = judgement_of(3, 0.0, "netkv", Prefill(1, "prefill0"))
+    assert (offloaded.offload, offloaded.role) == (offload, None)
+    assert (switched.offload, switched.role) == (None, "prefill")
+    assert (unchanged.offload, unchanged.role) == (None, None)
 
 
 @given(st.integers(1, 300), st.data())
@@ -297,7 +297,7 @@ def test_wan_bytes_are_those_of_transfers_between_its_ends(
 ) -> None:
     """Each direction counts separately: transfers in flight, and completed ones over the last full seconds."""
     state = DashboardState(TWO_SITES, GatewayStatus, policy="netkv", version="")
-    at, landed = 0.0, list[tuple[float, bool, float]]()
+    at, completed = 0.0, list[tuple[float, bool, float]]()
     moving = dict[int, tuple[bool, float]]()
     sites = [instance.datacenter for instance in TWO_SITES.instances]
     for number, (step_s, source, target, kv_bytes, end) in enumerate(moves):
@@ -308,17 +308,19 @@ def test_wan_bytes_are_those_of_transfers_between_its_ends(
         across = sites[source] != sites[target]
         if end:
             state.transfer_ended(number, at, landed=end == "landed")
-            landed += [(at, forward, kv_bytes)] * (across and end == "landed")
+            completed += [(at, forward, kv_bytes)] * (across and end == "landed")
         elif across:
             moving[number] = (forward, kv_bytes)
     (wan,) = state.tick(at).wan
     seconds = min(RATE_S, int(at))
-    for way, forward in enumerate((True, False)):
+    for direction, forward in enumerate((True, False)):
         sizes = [size for ahead, size in moving.values() if ahead is forward]
-        assert wan.in_flight[way] == len(sizes)
-        assert wan.in_flight_bytes[way] == pytest.approx(sum(sizes))
-        recent = [size for when, ahead, size in landed if ahead is forward and int(at) - seconds <= int(when) < int(at)]
-        assert wan.utilisation[way] == pytest.approx(sum(recent) / seconds / 12.5e9 if seconds else 0.0)
+        assert wan.in_flight[direction] == len(sizes)
+        assert wan.in_flight_bytes[direction] == pytest.approx(sum(sizes))
+        recent = [
+            size for when, ahead, size in completed if ahead is forward and int(at) - seconds <= int(when) < int(at)
+        ]
+        assert wan.utilisation[direction] == pytest.approx(sum(recent) / seconds / 12.5e9 if seconds else 0.0)
 
 
 def test_the_page_receives_sites_links_and_the_offloaded_share() -> None:

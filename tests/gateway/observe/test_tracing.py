@@ -222,6 +222,6 @@ def test_a_gateway_traces_its_legs_and_passthrough_requests() -> None:
         assert _attributes(roots[name])["http.response.status_code"] == 200
         for span in own:
             engine = next(e for e in prefill + decode if e.name == _attributes(span)["kvroute.instance"])
-            told = f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
-            [received] = [received for received in engine.received if received.headers["traceparent"] == told]
+            traceparent = f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
+            [received] = [received for received in engine.received if received.headers["traceparent"] == traceparent]
             assert received.headers["tracestate"] == "vendor=1"

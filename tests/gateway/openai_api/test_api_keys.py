@@ -20,14 +20,14 @@ drawn = st.binary(min_size=32, max_size=32)
 
 @given(st.lists(drawn, min_size=1, max_size=6, unique=True), drawn, st.data())
 def test_each_key_gives_its_name_and_other_keys_are_rejected(
-    random: list[bytes], stranger: bytes, data: st.DataObject
+    random: list[bytes], other_bytes: bytes, data: st.DataObject
 ) -> None:
     """The result of a check does not depend on the order or the number of earlier checks."""
     made = {f"client{index}": new_key(each) for index, each in enumerate(random)}
     keys = Keys({name: hashed for name, (_, hashed) in made.items()})
     for name in data.draw(st.lists(st.sampled_from(sorted(made)), max_size=12)):
         assert keys.name_of(f"Bearer {made[name][0]}".encode()) == name
-        other, hashed = new_key(stranger)
+        other, hashed = new_key(other_bytes)
         known = next((name for name, (_, known) in made.items() if known == hashed), None)
         assert keys.name_of(f"Bearer {other}".encode()) == known
 
@@ -97,11 +97,11 @@ def test_errors_of_a_key_file_give_the_line_and_not_its_content(
     path.write_text(text, encoding="utf-8")
     with pytest.raises(InputErrors) as caught:
         read_key_file(path)
-    said = str(caught.value)
-    assert said.startswith(f"{path}:{line}")
-    assert sentence in said
-    assert "c2VjcmV0" not in said
-    assert "123456789" not in said
+    message = str(caught.value)
+    assert message.startswith(f"{path}:{line}")
+    assert sentence in message
+    assert "c2VjcmV0" not in message
+    assert "123456789" not in message
 
 
 def test_an_empty_or_missing_key_file_is_rejected(tmp_path: Path) -> None:

@@ -43,12 +43,12 @@ def test_two_requests_share_a_salt_if_and_only_if_owner_and_own_salt_are_equal(
     tenants = data.draw(st.dictionaries(owner, owner))
     salts = CacheSalts(tenants, SECRET)
     own = ["", *own, *(f"tenant:{key}" for key in keys)]
-    asked = [(key, text) for key in keys for text in own]
-    for (key, text), (other, its) in combinations(asked * 2, 2):
+    requests = [(key, text) for key in keys for text in own]
+    for (key, text), (other, other_text) in combinations(requests * 2, 2):
         owners = [("tenant", tenants[each]) if each in tenants else ("key", each) for each in (key, other)]
-        same = owners[0] == owners[1] and text == its
-        assert (salts.salt(key, text) == salts.salt(other, its)) is same
-    assert all(salts.salt(*each) != CacheSalts(tenants, b"another").salt(*each) for each in asked)
+        same = owners[0] == owners[1] and text == other_text
+        assert (salts.salt(key, text) == salts.salt(other, other_text)) is same
+    assert all(salts.salt(*each) != CacheSalts(tenants, b"another").salt(*each) for each in requests)
 
 
 def test_salts_are_accepted_by_engines() -> None:
@@ -83,13 +83,13 @@ def test_the_salt_replaces_the_salt_of_the_client(own: str | None) -> None:
     assert seen == ["" if own is None else json.dumps(own)]
 
 
-async def asked(gate: Rig, name: str, prompt: str = PROMPT, path: str = COMPLETIONS, **more: Any) -> int:
+async def cached_tokens(gate: Rig, name: str, prompt: str = PROMPT, path: str = COMPLETIONS, **more: Any) -> int:
     """Request a completion and return the number of cached tokens reported to the client."""
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 2, **more}
     body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
-    answer: GatewayResponse = await gate.post(body, path, {"authorization": f"Bearer {name}"})
-    assert answer.status == 200, answer.body
-    return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+    response: GatewayResponse = await gate.post(body, path, {"authorization": f"Bearer {name}"})
+    assert response.status == 200, response.body
+    return int(response.json["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 async def hits(gate: Rig) -> float:
@@ -104,15 +104,15 @@ async def hits(gate: Rig) -> float:
 def test_a_key_gets_no_prefix_hits_from_prompts_of_another_key(path: str) -> None:
     async def main() -> None:
         async with rig(PER_KEY) as gate:
-            assert await asked(gate, "alice", path=path) == 0
+            assert await cached_tokens(gate, "alice", path=path) == 0
             assert await hits(gate) == 0
-            assert await asked(gate, "bob", path=path) == 0, "the right guess looks like a wrong one"
+            assert await cached_tokens(gate, "bob", path=path) == 0, "the right guess looks like a wrong one"
             assert await hits(gate) == 0, "the gateway does not expect it to be cached either"
-            assert await asked(gate, "alice", path=path) >= BLOCKS_TOKENS - 16
+            assert await cached_tokens(gate, "alice", path=path) >= BLOCKS_TOKENS - 16
             assert await hits(gate) > 0
-            assert await asked(gate, "alice", path=path, cache_salt="mine") == 0
-            assert await asked(gate, "bob", path=path, cache_salt="mine") == 0
-            assert await asked(gate, "alice", path=path, cache_salt="mine") >= BLOCKS_TOKENS - 16
+            assert await cached_tokens(gate, "alice", path=path, cache_salt="mine") == 0
+            assert await cached_tokens(gate, "bob", path=path, cache_salt="mine") == 0
+            assert await cached_tokens(gate, "alice", path=path, cache_salt="mine") >= BLOCKS_TOKENS - 16
 
     uvloop.run(main())
 
@@ -120,9 +120,9 @@ def test_a_key_gets_no_prefix_hits_from_prompts_of_another_key(path: str) -> Non
 def test_keys_of_a_tenant_share_cached_prefixes() -> None:
     async def main() -> None:
         async with rig(PER_TENANT) as gate:
-            assert await asked(gate, "alice") == 0
-            assert await asked(gate, "carol") == 0, "its tenant has the name of another key"
-            assert await asked(gate, "bob") >= BLOCKS_TOKENS - 16
+            assert await cached_tokens(gate, "alice") == 0
+            assert await cached_tokens(gate, "carol") == 0, "its tenant has the name of another key"
+            assert await cached_tokens(gate, "bob") >= BLOCKS_TOKENS - 16
 
     uvloop.run(main())
 
@@ -132,15 +132,15 @@ def test_without_the_option_prefixes_are_shared_unless_clients_send_salts() -> N
 
     async def main() -> None:
         async with rig(OFF) as gate:
-            assert await asked(gate, "alice") == 0
-            assert await asked(gate, "bob") >= BLOCKS_TOKENS - 16
-            assert await asked(gate, "bob", cache_salt="mine") == 0
-            assert await asked(gate, "bob", cache_salt="mine") >= BLOCKS_TOKENS - 16
+            assert await cached_tokens(gate, "alice") == 0
+            assert await cached_tokens(gate, "bob") >= BLOCKS_TOKENS - 16
+            assert await cached_tokens(gate, "bob", cache_salt="mine") == 0
+            assert await cached_tokens(gate, "bob", cache_salt="mine") >= BLOCKS_TOKENS - 16
             for wrong in ("", "a" * 129, "a@b", "a/b", "a\0"):
                 body = {"model": MODEL, "prompt": PROMPT, "cache_salt": wrong}
-                answer = await gate.post(body, headers={"authorization": "Bearer alice"})
-                assert answer.status == 400
-                assert answer.json["error"]["param"] == "cache_salt"
+                response = await gate.post(body, headers={"authorization": "Bearer alice"})
+                assert response.status == 400
+                assert response.json["error"]["param"] == "cache_salt"
 
     uvloop.run(main())
 
@@ -148,13 +148,13 @@ def test_without_the_option_prefixes_are_shared_unless_clients_send_salts() -> N
 def test_salts_stay_the_same_after_a_reload() -> None:
     async def main() -> None:
         async with rig(PER_KEY) as gate:
-            assert await asked(gate, "alice") == 0
+            assert await cached_tokens(gate, "alice") == 0
             engines = gate.fleet.ready().instances
             text = CLUSTER + PER_KEY + "  retries: {attempts: 2}\n"
             assert await gate.gateway.reload(lambda: Deployment.of(text, "test.yaml", endpoints=engines))
             assert gate.gateway.runtime.settings.retries.attempts == 2
-            assert await asked(gate, "bob") == 0
-            assert await asked(gate, "alice") >= BLOCKS_TOKENS - 16
+            assert await cached_tokens(gate, "bob") == 0
+            assert await cached_tokens(gate, "alice") >= BLOCKS_TOKENS - 16
 
     uvloop.run(main())
 
@@ -165,8 +165,8 @@ def test_embeddings_are_salted_too() -> None:
     async def main() -> None:
         async with rig(PER_KEY) as gate:
             body = {"model": MODEL, "input": "hi", "cache_salt": {"odd": "a/b"}}
-            answer = await gate.post(body, "/v1/embeddings", {"authorization": "Bearer alice"})
-            assert answer.status == 200
+            response = await gate.post(body, "/v1/embeddings", {"authorization": "Bearer alice"})
+            assert response.status == 200
 
     uvloop.run(main())
 

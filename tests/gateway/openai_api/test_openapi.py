@@ -56,7 +56,7 @@ class ThreadedGateway:
             await self._end.wait()
 
     def becomes_idle(self) -> bool:
-        """See Front."""
+        """See RunningGateway."""
         return asyncio.run_coroutine_threadsafe(self.front.becomes_idle(), self._loop).result()
 
     def post(self, path: str, body: bytes) -> tuple[int, str, bytes]:
@@ -198,14 +198,14 @@ def bodies(draw: st.DrawFn) -> bytes:
 @example(path=CHAT, body=b"\xff\xfe")
 def test_any_json_gets_a_response_and_leaks_nothing(emulated_gateway: ThreadedGateway, path: str, body: bytes) -> None:
     """The response is a success or a client error in OpenAI's form, never a server error."""
-    status, kind, answer = emulated_gateway.post(path, body)
-    assert status in (200, 400, 404, 413, 422, 501), (status, answer)
+    status, kind, content = emulated_gateway.post(path, body)
+    assert status in (200, 400, 404, 413, 422, 501), (status, content)
     if kind.startswith("text/event-stream"):
         assert status == 200
-        assert answer.startswith(b"data: ")
-        assert answer.endswith(b"data: [DONE]\n\n")
-        assert b'"error"' not in answer
+        assert content.startswith(b"data: ")
+        assert content.endswith(b"data: [DONE]\n\n")
+        assert b'"error"' not in content
     else:
-        read = msgspec.json.decode(answer)
+        read = msgspec.json.decode(content)
         assert read["choices"] if status == 200 else read["error"]["message"]
     assert emulated_gateway.becomes_idle(), emulated_gateway.front.held_resources()

@@ -35,17 +35,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a byte-level tokenizer that puts <s> before a plain prompt and truncates at 8 tokens, as
     some files do."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator([WORDS * 5], trainer)
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    made.enable_truncation(8)
-    made.save(str(folder / "tokenizer.json"))
+    bpe.train_from_iterator([WORDS * 5], trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    bpe.enable_truncation(8)
+    bpe.save(str(folder / "tokenizer.json"))
     config = {"bos_token": {"content": "<s>"}, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -119,9 +119,9 @@ def test_equal_text_prefixes_have_equal_blocks(one: str, other: str, rough: Prom
     first, second = (read(rough, plain(text.decode())) for text in texts)
     assert first.input_tokens == -(-len(texts[0]) // 2)
     assert len(first.blocks) == len(texts[0]) // 8
-    for index, (ours, theirs) in enumerate(zip(first.blocks, second.blocks, strict=False)):
+    for index, (first_hash, second_hash) in enumerate(zip(first.blocks, second.blocks, strict=False)):
         end = 8 * (index + 1)
-        assert (ours == theirs) == (texts[0][:end] == texts[1][:end])
+        assert (first_hash == second_hash) == (texts[0][:end] == texts[1][:end])
 
 
 @given(text=st.text())
@@ -195,10 +195,10 @@ def test_no_other_field_reaches_the_template(tmp_path: Path) -> None:
 
 def slow_prompts(folder: Path, tmp_path: Path, wait_max_s: float) -> tuple[Prompts, threading.Event]:
     """Return a reader whose large chats take until the event is set, because their template calls a blocking clock."""
-    over = threading.Event()
+    released = threading.Event()
 
     def clock() -> datetime:
-        assert over.wait(60)
+        assert released.wait(60)
         return datetime(2024, 7, 26)
 
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
@@ -206,11 +206,11 @@ def slow_prompts(folder: Path, tmp_path: Path, wait_max_s: float) -> tuple[Promp
         "{% if messages[0].content | length > 70000 %}{{ strftime_now('%Y') }}{% endif %}{{ messages[0].content }}"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
-    return Prompts(tmp_path, wait_max_s=wait_max_s, clock=clock), over
+    return Prompts(tmp_path, wait_max_s=wait_max_s, clock=clock), released
 
 
 def test_small_prompts_do_not_wait_for_large_ones(folder: Path, tmp_path: Path) -> None:
-    prompts, over = slow_prompts(folder, tmp_path, 60)
+    prompts, released = slow_prompts(folder, tmp_path, 60)
 
     async def main() -> None:
         larges = [asyncio.ensure_future(prompts.blocks(chat("a" * 100_000))) for _ in range(6)]
@@ -218,7 +218,7 @@ def test_small_prompts_do_not_wait_for_large_ones(folder: Path, tmp_path: Path) 
             for _ in range(5):
                 assert (await prompts.blocks(chat("b" * 5_000))).input_tokens
             assert not any(large.done() for large in larges)
-            over.set()
+            released.set()
             assert len({prompt.blocks for prompt in await asyncio.gather(*larges)}) == 1
 
     asyncio.run(main())
@@ -227,17 +227,17 @@ def test_small_prompts_do_not_wait_for_large_ones(folder: Path, tmp_path: Path) 
 
 def test_close_does_not_wait_for_a_prompt_in_progress(folder: Path, tmp_path: Path) -> None:
     """After a reload the event loop closes the previous reader; the thread continues although its client has left."""
-    prompts, over = slow_prompts(folder, tmp_path, 60)
+    prompts, released = slow_prompts(folder, tmp_path, 60)
 
     async def main() -> None:
         large = asyncio.ensure_future(prompts.blocks(chat("a" * 100_000)))
         await asyncio.sleep(0)
-        in_time = threading.Timer(10, over.set)  # `close` must return before
+        in_time = threading.Timer(10, released.set)  # `close` must return before
         in_time.start()
         prompts.close()
         in_time.cancel()
-        assert not over.is_set()
-        over.set()
+        assert not released.is_set()
+        released.set()
         assert (await large).input_tokens
 
     asyncio.run(main())
@@ -246,7 +246,7 @@ def test_close_does_not_wait_for_a_prompt_in_progress(folder: Path, tmp_path: Pa
 def test_a_cancelled_prompt_leaves_the_queue(folder: Path, tmp_path: Path) -> None:
     """A waiting prompt leaves at once, so that its bytes are freed; a thread that works on one gets no other prompt
     meanwhile."""
-    prompts, over = slow_prompts(folder, tmp_path, 0.001)
+    prompts, released = slow_prompts(folder, tmp_path, 0.001)
     large = chat("a" * 100_000)
 
     async def main() -> None:
@@ -263,7 +263,7 @@ def test_a_cancelled_prompt_leaves_the_queue(folder: Path, tmp_path: Path) -> No
             waiting = asyncio.ensure_future(prompts.blocks(large))
             await asyncio.sleep(0)
             assert not waiting.done(), "the place in the queue is free, the thread is busy"
-            over.set()
+            released.set()
             assert (await waiting) == (await busy[1])
 
     asyncio.run(main())
@@ -333,10 +333,10 @@ def test_templates_render_as_by_transformers(
 def test_content_parts_are_joined_unless_the_template_iterates_over_them(tmp_path: Path) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]
     assert rendered(tmp_path, "{{ messages[0].content }}", parts) == "a\nb"
-    walking = (
+    iterating = (
         "{% for message in messages %}{% for part in message['content'] %}[{{ part.text }}]{% endfor %}{% endfor %}"
     )
-    assert rendered(tmp_path, walking, parts) == "[a][]"
+    assert rendered(tmp_path, iterating, parts) == "[a][]"
 
 
 def test_tool_call_arguments_reach_the_template_as_objects(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ TEXT = "the network moves blocks of the cache; Grüße aus Ulm, 世界          
 CONTEXT = 100
 
 
-def made(**changes: Any) -> tokenizers.Tokenizer:
+def make_tokenizer(**changes: Any) -> tokenizers.Tokenizer:
     """Return the file of a byte-level tokenizer with `changes` of its parts."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +41,7 @@ def made(**changes: Any) -> tokenizers.Tokenizer:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bounds")
-    made().save(str(folder / "tokenizer.json"))
+    make_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": CONTEXT}))
     return folder
@@ -207,15 +207,15 @@ def no_bound(tmp_path: Path, tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def test_no_bound_is_derived_if_the_tokenizer_may_drop_text(tmp_path: Path) -> None:
-    no_bound(tmp_path, made(normalizer=normalizers.Strip()))
-    no_bound(tmp_path, made(normalizer=normalizers.Replace("   ", " ")))
-    no_bound(tmp_path, made(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed")])))
-    no_bound(tmp_path, made(pre_tokenizer=pre_tokenizers.WhitespaceSplit()))
+    no_bound(tmp_path, make_tokenizer(normalizer=normalizers.Strip()))
+    no_bound(tmp_path, make_tokenizer(normalizer=normalizers.Replace("   ", " ")))
+    no_bound(tmp_path, make_tokenizer(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed")])))
+    no_bound(tmp_path, make_tokenizer(pre_tokenizer=pre_tokenizers.WhitespaceSplit()))
     no_bound(tmp_path, tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     small = tokenizers.Tokenizer(models.BPE({"a": 0}, [], unk_token="a", fuse_unk=True))
     small.pre_tokenizer = pre_tokenizers.ByteLevel()
     no_bound(tmp_path, small)
-    stripping = made()
+    stripping = make_tokenizer()
     stripping.add_special_tokens([AddedToken("<|user|>", rstrip=True)])
     no_bound(tmp_path, stripping)
     assert longest_token_bytes(tmp_path / "none.json") is None
@@ -225,7 +225,7 @@ def test_no_bound_is_derived_if_the_tokenizer_may_drop_text(tmp_path: Path) -> N
 def test_the_bound_holds_with_unicode_composition(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "composing"
     folder.mkdir(exist_ok=True)
-    composing = made(normalizer=normalizers.Sequence([normalizers.NFC()]))
+    composing = make_tokenizer(normalizer=normalizers.Sequence([normalizers.NFC()]))
     composing.save(str(folder / "tokenizer.json"))
     longest = longest_token_bytes(folder / "tokenizer.json")
     plain_longest = max(len(token) for token in composing.get_vocab())
@@ -244,10 +244,10 @@ def test_the_error_gives_the_limit_that_was_exceeded(folder: Path) -> None:
                 ({"prompt": "word " * 100_000, "model": "llama-3-70b"}, COMPLETIONS, "prompt"),
                 ({"messages": [{"role": "user", "content": "word " * 400}]}, CHAT, "messages"),
             ):
-                answer = await gate.post(body, path)
-                assert answer.status == 400
-                assert answer.json["error"]["code"] == "context_length_exceeded"
-                assert answer.json["error"]["param"] == param
+                response = await gate.post(body, path)
+                assert response.status == 400
+                assert response.json["error"]["code"] == "context_length_exceeded"
+                assert response.json["error"]["param"] == param
             assert (await gate.ask("word", tokens=1)).status == 200
             assert await gate.becomes_idle()
 

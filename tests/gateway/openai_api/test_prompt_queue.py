@@ -30,14 +30,14 @@ class Readers:
         """Simulate arrivals, given as (seconds, bytes) in order of time."""
         queue = PromptQueue(self.pace, self.wait_max_s)
         sizes = [nbytes for _, nbytes in arrivals]
-        coming = list(enumerate(arrivals))
+        remaining = list(enumerate(arrivals))
         running: dict[int, float] = {}
-        while coming or running:
+        while remaining or running:
             end = min(((at, ticket) for ticket, at in running.items()), default=(math.inf, -1))
-            if coming and coming[0][1][0] <= end[0]:
-                ticket, (now, nbytes) = coming.pop(0)
+            if remaining and remaining[0][1][0] <= end[0]:
+                ticket, (now, nbytes) = remaining.pop(0)
                 try:
-                    begun = queue.enter(ticket, nbytes, now)
+                    started = queue.enter(ticket, nbytes, now)
                 except QueueFull:
                     self.refused.add(ticket)
                     continue
@@ -45,8 +45,8 @@ class Readers:
                 now, ticket = end
                 del running[ticket]
                 self.ended[ticket] = now
-                begun = queue.leave(ticket, now)
-            for each in begun:
+                started = queue.leave(ticket, now)
+            for each in started:
                 self.began[each] = now
                 running[each] = now + sizes[each] / self.pace
             self.most_bytes = max(self.most_bytes, sum(sizes[each] for each in running))
@@ -86,10 +86,10 @@ def test_a_prompt_waits_for_no_prompt_beyond_its_size_class(
     above the limit of its class has no effect."""
     queue = PromptQueue(1e6)
     limit = LANE_LIMITS[queue.size_class(nbytes)]
-    with_it = sorted([*plan, (at, nbytes)])
-    place = with_it.index((at, nbytes))
+    all_arrivals = sorted([*plan, (at, nbytes)])
+    place = all_arrivals.index((at, nbytes))
     readers = Readers()
-    readers.play(with_it)
+    readers.play(all_arrivals)
     work_s = sum(other for _, other in plan if other <= limit) / readers.pace
     assert readers.began[place] - at <= work_s + 1e-6
 
@@ -138,13 +138,13 @@ def test_a_prompt_that_would_wait_too_long_is_rejected_with_retry_after(plan: li
         )
         full: QueueFull | None = None
         try:
-            begun = queue.enter(ticket, nbytes, 0.0)
+            started = queue.enter(ticket, nbytes, 0.0)
         except QueueFull as error:
             full = error
         if full is not None:
             assert expected > wait_max_s
             assert 1 <= full.retry_after_s <= 60
-        elif not begun:
+        elif not started:
             assert expected <= wait_max_s
             waiting[ticket] = nbytes
     assert queue.waiting == len(waiting)

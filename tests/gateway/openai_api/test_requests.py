@@ -104,11 +104,11 @@ def test_any_bytes_are_parsed_or_rejected_in_openai_form(path: bytes, body: byte
     except RequestError as error:
         refused = error
     if refused is not None:
-        told = json.loads(refused.body())["error"]
+        fields = json.loads(refused.body())["error"]
         assert refused.status == 400
-        assert set(told) == {"message", "type", "param", "code"}
-        assert told["type"] == "invalid_request_error"
-        assert told["message"] == refused.message
+        assert set(fields) == {"message", "type", "param", "code"}
+        assert fields["type"] == "invalid_request_error"
+        assert fields["message"] == refused.message
 
 
 @st.composite
@@ -270,7 +270,7 @@ def test_which_requests_are_not_split(fields: dict[str, Any], one_leg: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "word"),
+    ("path", "body", "param", "text"),
     [
         (CHAT, b'{"messages":[{"role":"user"}],}', None, "byte 30"),
         (CHAT, b"", None, "the body is empty; send one JSON object"),
@@ -297,12 +297,12 @@ def test_which_requests_are_not_split(fields: dict[str, Any], one_leg: bool) -> 
     ],
     ids=range(22),
 )
-def test_an_error_gives_the_field_and_the_cause(path: bytes, body: bytes, param: str | None, word: str) -> None:
+def test_an_error_gives_the_field_and_the_cause(path: bytes, body: bytes, param: str | None, text: str) -> None:
     refused = refusal(path, body)
     assert refused.param == param
-    assert word in refused.message
+    assert text in refused.message
     assert refused.code is not None
-    assert ";" in refused.message  # the message says how to fix it
+    assert ";" in refused.message  # the message contains the fix
 
 
 def test_fields_between_engines_are_not_accepted_from_clients() -> None:
@@ -423,10 +423,10 @@ def test_a_body_of_too_many_values_is_rejected_before_it_is_parsed(path: bytes, 
 
 
 def test_too_many_prompts_or_token_ids_are_rejected_before_they_are_parsed() -> None:
-    def peak_bytes(body: bytes, word: str) -> int:
+    def peak_bytes(body: bytes, text: str) -> int:
         tracemalloc.start()
         try:
-            assert word in refusal(COMPLETIONS, body).message
+            assert text in refusal(COMPLETIONS, body).message
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -478,6 +478,6 @@ def test_engine_fields_are_removed_from_other_requests_and_nothing_else_changes(
     body = json.dumps(sent, separators=(" ,", ": ")).encode()
     if escaped:
         body = body.replace(b'"kv_', b'"k\\u0076_').replace(b'"rid', b'"r\\u0069d')
-    there = read_passthrough(b"/tokenize", body).body
-    assert json.loads(there) == {name: value for name, value in sent.items() if name not in ENGINE_FIELDS}
-    assert there == body or not ENGINE_FIELDS.isdisjoint(sent)
+    forwarded = read_passthrough(b"/tokenize", body).body
+    assert json.loads(forwarded) == {name: value for name, value in sent.items() if name not in ENGINE_FIELDS}
+    assert forwarded == body or not ENGINE_FIELDS.isdisjoint(sent)

@@ -102,9 +102,9 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        gone = [ticket for ticket, expires_at in self.waiting if expires_at <= self.now]
-        assert self.admission.expire(self.now) == gone
-        self.waiting = [entry for entry in self.waiting if entry[0] not in gone]
+        expired = [ticket for ticket, expires_at in self.waiting if expires_at <= self.now]
+        assert self.admission.expire(self.now) == expired
+        self.waiting = [entry for entry in self.waiting if entry[0] not in expired]
 
     @rule(limits=limits)
     def change(self, limits: AdmissionLimits) -> None:

@@ -114,11 +114,11 @@ def test_an_internal_error_fails_one_request_and_releases_its_place(caplog: pyte
         state = DashboardState(parse(CLUSTER), lambda: load, policy="netkv", version="1")
         admission = AdmissionController(AdmissionLimits(in_flight=1))
         admission_queue = AdmissionQueue(admission, metrics, state, lambda: 1.0)
-        begun: list[int] = []
+        started: list[int] = []
 
         def start(ticket: int) -> None:
-            begun.append(ticket)
-            if len(begun) in (2, 3):
+            started.append(ticket)
+            if len(started) in (2, 3):
                 raise ZeroDivisionError("on purpose")
 
         server = HttpServer(lambda exchange: admission_queue.submit(exchange, "other", None, start))
@@ -129,9 +129,9 @@ def test_an_internal_error_fails_one_request_and_releases_its_place(caplog: pyte
             clients[-1][1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             while admission.in_flight + admission.queued <= number:
                 await asyncio.sleep(0)
-        admission_queue.release(begun[0])
+        admission_queue.release(started[0])
         assert [await _status(*client) for client in clients[1:3]] == [b"500", b"500"]
-        assert (admission.in_flight, admission.queued, len(begun)) == (1, 0, 4)
+        assert (admission.in_flight, admission.queued, len(started)) == (1, 0, 4)
         clients[0][1].close()
         clients[3][1].close()
         await server.drain(10.0)

@@ -1,4 +1,4 @@
-"""The public port beside completions: pages, HEAD, Expect, rejections in OpenAI's form, and requests that are passed
+"""The public port without completions: pages, HEAD, Expect, rejections in OpenAI's form, and requests that are passed
 through."""
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ async def send_request(
         return GatewayResponse(response.status, found, await response.read())
 
 
-def error_of(answer: GatewayResponse) -> Any:
+def error_of(response: GatewayResponse) -> Any:
     """Return the error, which must have OpenAI's form."""
-    assert answer.headers["content-type"] == "application/json"
-    error = answer.json["error"]
+    assert response.headers["content-type"] == "application/json"
+    error = response.json["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert error["type"]
@@ -86,16 +86,16 @@ def test_other_methods_are_rejected_with_the_allowed_ones(method: str) -> None:
             for path in (*PAGES, "/v1/models/x?y=1") if not reads else POSTED:
                 if method == "POST" and path in POSTED:
                     continue
-                answer = await send_request(gate, method, path)
-                assert answer.status == 405
-                assert answer.headers["allow"] == ("POST" if reads else "GET, HEAD")
+                response = await send_request(gate, method, path)
+                assert response.status == 405
+                assert response.headers["allow"] == ("POST" if reads else "GET, HEAD")
                 if method != "HEAD":
-                    assert error_of(answer)["code"] == "method_not_allowed"
+                    assert error_of(response)["code"] == "method_not_allowed"
             for path in ("/", "/v1", "/v1/completions/", "/v1/nothing%00", "/%F0%9F", "/v1/model?y=1"):
-                answer = await send_request(gate, method, path)
-                assert answer.status == 404
+                response = await send_request(gate, method, path)
+                assert response.status == 404
                 if method != "HEAD":
-                    assert error_of(answer)["code"] == "not_found"
+                    assert error_of(response)["code"] == "not_found"
 
     run(main())
 
@@ -113,9 +113,9 @@ def test_a_client_that_waits_for_100_continue_receives_it(streams: bool) -> None
             writer.write(head + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body))
             assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             writer.write(body)
-            answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-            assert answer.count(b"decode") >= 3
+            response = await reader.read()
+            assert response.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert response.count(b"decode") >= 3
             writer.close()
             await writer.wait_closed()
             received = [*prefill[0].received, *prefill[1].received, *decode[0].received, *decode[1].received]
@@ -130,20 +130,20 @@ def test_passthrough_requests_and_responses_are_unchanged(path: str) -> None:
     """Body, query and headers are unchanged, and so are the engine's status, headers and body; engines take turns."""
     body = b'{"model":"%b",  "input":["a"], "x":1.0}' % MODEL.encode()
 
-    async def says(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+    async def serve(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         return web.Response(body=received.body[::-1], status=203, headers={"X-Of-Engine": engine.name})
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
-            engine.serve = says
+            engine.serve = serve
         async with stub_rig(prefill + decode, "  forward_headers: [X-Tenant]\n") as front:
             for _ in range(8):
                 sent = {"Authorization": "Bearer a", "X-Request-Id": "my-1", "X-Tenant": "b"}
-                answer = await send_request(front, "POST", f"{path}?a=%20b", body, **sent)
-                assert (answer.status, answer.body) == (203, body[::-1])
-                assert answer.headers["x-request-id"] == "my-1"
-                assert answer.headers["x-of-engine"].startswith(("prefill", "decode"))
+                response = await send_request(front, "POST", f"{path}?a=%20b", body, **sent)
+                assert (response.status, response.body) == (203, body[::-1])
+                assert response.headers["x-request-id"] == "my-1"
+                assert response.headers["x-of-engine"].startswith(("prefill", "decode"))
             # Prefill engines become idle sooner, so decode engines are used only if those fail.
             assert [len(engine.received) for engine in prefill + decode] == [4, 4, 0, 0]
             for engine in prefill:
@@ -170,10 +170,10 @@ def test_passthrough_requests_are_retried_and_fail_if_all_engines_fail() -> None
                 assert (await front.post({"input": "a"}, "/v1/embeddings")).status == 200
             for engine in engines:
                 engine.serve = failing(500)
-            answer = await front.post({"input": "a"}, "/v1/embeddings", headers={"X-Request-Id": "my-2"})
-            assert answer.status == 502
-            assert answer.headers["x-request-id"] == "my-2"
-            assert "returned status 500" in error_of(answer)["message"]
+            response = await front.post({"input": "a"}, "/v1/embeddings", headers={"X-Request-Id": "my-2"})
+            assert response.status == 502
+            assert response.headers["x-request-id"] == "my-2"
+            assert "returned status 500" in error_of(response)["message"]
             for engine in engines:
                 engine.serve = failing(422)
             assert (await front.post({"input": "a"}, "/v1/embeddings")).status == 422
@@ -194,10 +194,10 @@ def test_without_any_instance_the_response_is_503_with_retry_after(path: str) ->
                 engine.serve = failing(500)
                 assert await front.becomes(engine.name, False)
             reads = path in ("/v1/models", "/ready")
-            answer = await (front.get(path) if reads else front.post(completion(), path))
-            assert answer.status == 503
-            assert int(answer.headers["retry-after"]) >= 1
-            assert "up" in error_of(answer)["message"]
+            response = await (front.get(path) if reads else front.post(completion(), path))
+            assert response.status == 503
+            assert int(response.headers["retry-after"]) >= 1
+            assert "up" in error_of(response)["message"]
             assert not any(front.held_resources()[name] for name in ("core", "requests", "legs"))
 
     run(main())
@@ -217,28 +217,28 @@ def test_a_full_gateway_gives_503_a_key_at_its_limit_429_both_with_retry_after()
             engine.serve = gate.before(tokens)
         async with stub_rig(prefill + decode, section) as front:
 
-            async def ask(name: str) -> GatewayResponse:
+            async def send(name: str) -> GatewayResponse:
                 return await front.post(completion(), headers={"Authorization": f"Bearer {keys[name]}"})
 
             tasks = []
             for name, most in (("alice", 2), ("bob", 1)):
-                tasks += [asyncio.create_task(ask(name)) for _ in range(most)]
+                tasks += [asyncio.create_task(send(name)) for _ in range(most)]
                 while front.held_resources()["legs"] < len(tasks):
                     await asyncio.sleep(0)
-                refused = await ask(name)
+                refused = await send(name)
                 assert refused.status == 429
                 assert error_of(refused)["type"] == "rate_limit_error"
                 assert int(refused.headers["retry-after"]) >= 1
-            tasks.append(asyncio.create_task(ask("carol")))
+            tasks.append(asyncio.create_task(send("carol")))
             while front.held_resources()["legs"] < 4:
                 await asyncio.sleep(0)
-            full = await ask("carol")
+            full = await send("carol")
             assert full.status == 503
             assert error_of(full)["type"] == OWN_TYPE
             assert int(full.headers["retry-after"]) >= 1
             gate.open.set()
             assert [(await task).status for task in tasks] == [200] * 4
-            assert (await ask("bob")).status == 200
+            assert (await send("bob")).status == 200
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())
@@ -254,10 +254,10 @@ def test_if_all_engines_are_full_the_response_is_503_with_retry_after(leg: str, 
         for engine in prefill if leg == "prefill" else decode:
             engine.serve = failing(status)
         async with stub_rig(prefill + decode) as front:
-            answer = await front.post(completion())
-            assert answer.status == 503
-            assert int(answer.headers["retry-after"]) >= 1
-            assert f"{leg} instance" in error_of(answer)["message"]
+            response = await front.post(completion())
+            assert response.status == 503
+            assert int(response.headers["retry-after"]) >= 1
+            assert f"{leg} instance" in error_of(response)["message"]
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())
@@ -271,8 +271,8 @@ def test_a_model_is_found_by_its_name() -> None:
             listed = (await gate.get("/v1/models")).json["data"]
             assert [card["id"] for card in listed] == ["org/some model", "small"]
             for path, card in zip(("org%2Fsome%20model", "small"), listed, strict=True):
-                answer = await gate.get(f"/v1/models/{path}")
-                assert (answer.status, answer.json) == (200, card)
+                response = await gate.get(f"/v1/models/{path}")
+                assert (response.status, response.json) == (200, card)
             assert (await gate.get("/v1/models/org/some%20model")).status == 200
             error = error_of(missing := await gate.get("/v1/models/other"))
             assert missing.status == 404
@@ -283,13 +283,13 @@ def test_a_model_is_found_by_its_name() -> None:
 
 
 def test_without_configured_models_engines_answer_model_queries() -> None:
-    async def says(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+    async def serve(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         return web.json_response({"id": received.path})
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
         for engine in prefill + decode:
-            engine.serve = says
+            engine.serve = serve
         async with stub_rig(prefill + decode) as front:
             assert (await front.get("/v1/models/a%2Fb")).json == {"id": "/v1/models/a%2Fb"}
             assert await front.becomes_idle(), front.held_resources()
@@ -305,12 +305,12 @@ def test_engines_and_the_client_receive_the_same_request_id(path: str, given: st
     async def main() -> None:
         prefill, decode = engines_of("vllm")
         async with stub_rig(prefill + decode) as front:
-            answer = await front.post(completion(), path, headers={"X-Request-Id": given})
-            assert answer.status == 200
+            response = await front.post(completion(), path, headers={"X-Request-Id": given})
+            assert response.status == 200
             found = {
                 received.headers.get("x-request-id") for engine in prefill + decode for received in engine.received
             }
-            assert found == {answer.headers["x-request-id"]}
+            assert found == {response.headers["x-request-id"]}
             assert (found == {given}) == (0 < len(given) <= 200)
 
     run(main())
@@ -329,13 +329,13 @@ def test_metrics_can_be_served_on_the_admin_port_only() -> None:
 def test_a_metrics_page_is_generated_in_pieces_and_other_requests_run_in_between() -> None:
     async def main() -> None:
         async with rig() as gate:
-            gateway, happened = gate.gateway, asyncio.Event()
+            gateway, called = gate.gateway, asyncio.Event()
 
             def page(accept: str) -> tuple[str, Iterator[str]]:
                 def pieces() -> Iterator[str]:
-                    asyncio.get_running_loop().call_soon(happened.set)
+                    asyncio.get_running_loop().call_soon(called.set)
                     yield "some "
-                    assert happened.is_set()
+                    assert called.is_set()
                     yield accept
 
                 return "text/plain", pieces()

@@ -46,7 +46,7 @@ POSTED = (COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize")
 
 
 async def raw(port: int, data: bytes) -> bytes:
-    """Send the bytes and return everything that the gateway answers before it closes."""
+    """Send the bytes and return everything that the gateway sends before it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     try:
@@ -99,13 +99,13 @@ def test_headers_set_by_the_gateway_cannot_be_allowed(name: str) -> None:
 @pytest.mark.parametrize("path", POSTED)
 def test_engine_fields_from_clients_are_removed(path: str) -> None:
     """Every endpoint with a body removes these fields; other fields keep their values."""
-    told = {name: {"remote_host": "10.6.6.6", "remote_port": 1} for name in ENGINE_FIELDS}
+    engine_fields = {name: {"remote_host": "10.6.6.6", "remote_port": 1} for name in ENGINE_FIELDS}
     assert {"kv_transfer_params", "data_parallel_rank", "routed_dp_rank", "rid", "bootstrap_host"} <= ENGINE_FIELDS
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
         async with stub_rig(prefill + decode) as front:
-            assert (await front.post(body_for(path, priority=1, **told), path)).status == 200
+            assert (await front.post(body_for(path, priority=1, **engine_fields), path)).status == 200
             received = [each for engine in prefill + decode for each in engine.received]
             assert received
             for each in received:
@@ -141,12 +141,12 @@ def test_model_paths_with_dot_segments_reach_no_other_path(rest: str) -> None:
     async def main() -> None:
         prefill, decode = engines_of("vllm")
         async with stub_rig(prefill + decode) as front:
-            said = await raw(
+            response = await raw(
                 front.gateway.port,
                 b"GET /v1/models/%b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % rest.encode(),
             )
-            assert said.startswith(b"HTTP/1.1 404 ")
-            assert b"model_not_found" in said
+            assert response.startswith(b"HTTP/1.1 404 ")
+            assert b"model_not_found" in response
             assert not any(engine.received for engine in prefill + decode)
 
     run(main())
@@ -183,8 +183,8 @@ def test_the_body_of_a_get_request_is_not_forwarded(method: str) -> None:
             engine.serve = echo
         async with stub_rig(prefill + decode) as front:
             head = b"%b /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
-            said = await raw(front.gateway.port, head % (method.encode(), len(hidden)) + hidden)
-            assert said.startswith(b"HTTP/1.1 200 ")
+            response = await raw(front.gateway.port, head % (method.encode(), len(hidden)) + hidden)
+            assert response.startswith(b"HTTP/1.1 200 ")
             assert (await front.post({"input": "a"}, "/v1/embeddings")).status == 200
             received: list[ReceivedRequest] = [each for engine in prefill + decode for each in engine.received]
             assert sorted(each.path for each in received) == ["/v1/embeddings", "/v1/models"]

@@ -89,8 +89,8 @@ def test_transfers_within_a_datacenter_can_be_early(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with rig(EVERYWHERE + f"  log: {{events: {log}}}\n") as gate:
-            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=n % 2 == 0) for n in range(6)])
-            assert [answer.status for answer in answers] == [200] * 6
+            responses = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=n % 2 == 0) for n in range(6)])
+            assert [response.status for response in responses] == [200] * 6
             early = [await engine_metric(gate, name, "kvroute:kv_early_total") for name in ("decode0", "decode1")]
             assert sum(early) == 6
             assert await gate.becomes_idle(), gate.held_resources()
@@ -110,20 +110,20 @@ def test_the_decode_leg_does_not_wait_for_the_prefill_response() -> None:
         for engine in prefill:
             engine.serve = gate.before(tokens)
         async with early(prefill + decode) as front:
-            answer = await front.post(completion(stream=True))
-            assert (answer.status, len(answer.text.split())) == (200, 3)
+            response = await front.post(completion(stream=True))
+            assert (response.status, len(response.text.split())) == (200, 3)
             await gate.entered.wait()
-            first, second = names(prefill), names(decode)
+            first, second = transfer_ids(prefill), transfer_ids(decode)
             assert first == second != []
             gate.open.set()
             assert await front.becomes_idle(), front.held_resources()
             assert (await front.post(completion(stream=True))).status == 200
-            assert len(set(names(prefill))) == 2
+            assert len(set(transfer_ids(prefill))) == 2
 
     run(main())
 
 
-def names(engines: list[Engine]) -> list[str]:
+def transfer_ids(engines: list[Engine]) -> list[str]:
     """Return the transfer IDs of the requests."""
     return [
         received.json["kv_transfer_params"].get("transfer_id", "") for each in engines for received in each.received
@@ -145,7 +145,7 @@ def test_an_unreachable_decode_engine_does_not_repeat_the_prefill() -> None:
             engine.serve = gate.before(tokens)
 
         async def full_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
-            if len(names(decode)) == 1:
+            if len(transfer_ids(decode)) == 1:
                 await gate.entered.wait()
                 return web.json_response({"error": {"message": "busy"}}, status=503)
             return await tokens(engine, request, received)
@@ -153,10 +153,10 @@ def test_an_unreachable_decode_engine_does_not_repeat_the_prefill() -> None:
         for engine in decode:
             engine.serve = full_once
         async with early(prefill + decode) as front:
-            answer = await front.post(completion(stream=True))
-            assert (answer.status, len(answer.text.split())) == (200, 3)
+            response = await front.post(completion(stream=True))
+            assert (response.status, len(response.text.split())) == (200, 3)
             assert not gate.cancelled
-            assert names(prefill) * 2 == names(decode)
+            assert transfer_ids(prefill) * 2 == transfer_ids(decode)
             gate.open.set()
             assert await front.becomes_idle(), front.held_resources()
 
@@ -172,13 +172,13 @@ def test_after_a_failed_prefill_both_legs_are_retried(streams: bool) -> None:
         prefill, decode = engines_of("vllm")
 
         async def fails_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
-            if len(names(prefill)) > 1:
+            if len(transfer_ids(prefill)) > 1:
                 return await tokens(engine, request, received)
             await waits.entered.wait()
             return web.json_response({"error": {"message": "out of memory"}}, status=500)
 
         async def hangs_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
-            if len(names(decode)) == 1:
+            if len(transfer_ids(decode)) == 1:
                 if streams:
                     await start_stream(request)
                 await waits.wait()
@@ -189,12 +189,12 @@ def test_after_a_failed_prefill_both_legs_are_retried(streams: bool) -> None:
         for engine in decode:
             engine.serve = hangs_once
         async with early(prefill + decode) as front:
-            answer = await front.post(completion(stream=streams))
-            assert (answer.status, len(answer.text.split())) == (200, 3)
+            response = await front.post(completion(stream=streams))
+            assert (response.status, len(response.text.split())) == (200, 3)
             await waits.left.wait()
             assert waits.cancelled
-            assert sorted(names(prefill)) == sorted(names(decode))
-            assert len(set(names(prefill))) == 2
+            assert sorted(transfer_ids(prefill)) == sorted(transfer_ids(decode))
+            assert len(set(transfer_ids(prefill))) == 2
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())
@@ -219,16 +219,16 @@ def test_without_another_prefill_instance_the_decode_engine_computes_the_prompt(
 
         prefill.serve, decode.serve = fails, recomputes
         async with early([prefill, decode]) as front:
-            answer = await front.post(completion(stream=streams))
-            assert (answer.status, len(answer.text.split())) == (200, 3)
+            response = await front.post(completion(stream=streams))
+            assert (response.status, len(response.text.split())) == (200, 3)
             assert (len(prefill.received), len(decode.received)) == (1, 1)
-            assert await transfers_landed(front) == 0
+            assert await transferred_bytes(front) == 0
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())
 
 
-async def transfers_landed(front: RunningGateway) -> float:
+async def transferred_bytes(front: RunningGateway) -> float:
     """Return the bytes of KV that the gateway counts as transferred."""
     page = (await front.get("/metrics")).body.decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in page if line.startswith("kvroute_transfer_bytes_total"))
@@ -241,11 +241,11 @@ def test_a_leg_that_fails_once_only_delays_the_request(leg: str, fault: Any) -> 
 
     async def main() -> None:
         async with two_sites(EARLY) as gate:
-            where = ("far0", "far1") if leg == "prefill" else DECODERS[:2]
-            for name in where:
+            instances = ("far0", "far1") if leg == "prefill" else DECODERS[:2]
+            for name in instances:
                 await gate.command(name, leg=leg, fail_next=1, status=fault)
-            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=n % 2 == 0) for n in range(6)])
-            assert [answer.status for answer in answers] == [200] * 6
+            responses = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=n % 2 == 0) for n in range(6)])
+            assert [response.status for response in responses] == [200] * 6
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(main())
@@ -258,15 +258,15 @@ def test_a_prefill_engine_that_dies_during_the_transfer_is_replaced() -> None:
         async with two_sites(EARLY) as gate:
             for name in ("far0", "far1"):
                 await gate.command(name, "slow", factor=100)  # they die before they have computed a prompt
-            asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(2)]
+            requests = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(2)]
             engines = [gate.fleet.servers[name] for name in ("far0", "far1")]
             await until(lambda: any(each.engine.counters.sent or each.kv_server.awaited for each in engines))
             await until(lambda: any(each.engine.running for each in engines))
             for name in ("far0", "far1"):
                 await gate.stop_engine(name)
-            answers = await asyncio.gather(*asking)
-            assert [answer.status for answer in answers] == [200] * 2
-            assert all(answer.text for answer in answers)
+            responses = await asyncio.gather(*requests)
+            assert [response.status for response in responses] == [200] * 2
+            assert all(response.text for response in responses)
             assert await metric(gate, "kvroute_wan_path_state", site=AWAY) == 0
             assert await gate.becomes_idle(), gate.held_resources()
 
@@ -280,11 +280,11 @@ def test_a_wan_path_that_is_cut_during_an_early_transfer_is_blamed(stream: bool)
     async def main() -> None:
         async with two_sites(EARLY) as gate:
             await gate.command("far0", "wan", share=0)
-            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=stream) for n in range(4)])
-            assert [answer.status for answer in answers] == [200] * 4
+            responses = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=stream) for n in range(4)])
+            assert [response.status for response in responses] == [200] * 4
             assert await metric(gate, "kvroute_offload_decisions_total", site=HOME, reason="away_down") == 4
-            stations = gate.gateway.runtime.engines
-            assert all(stations[name].availability.breaker.state(1e6) == "closed" for name in stations)
+            engines = gate.gateway.runtime.engines
+            assert all(engines[name].availability.breaker.state(1e6) == "closed" for name in engines)
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(main())
@@ -295,11 +295,11 @@ def test_a_client_that_disconnects_ends_both_legs() -> None:
         async with two_sites(EARLY) as gate:
             engines = [gate.fleet.servers[name].engine for name in ("far0", "far1")]
             gate.slow(5000)  # no leg ends by itself in time
-            asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(4)]
+            requests = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(4)]
             await until(lambda: all(engine.running for engine in engines))
-            for task in asking:
+            for task in requests:
                 task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await asyncio.gather(*requests, return_exceptions=True)
             assert await gate.becomes_idle(), gate.held_resources()
             await until(lambda: not any(gate.fleet.servers[name].engine.waiting for name in DECODERS))
             assert not any(engine.held for engine in engines)
@@ -326,11 +326,11 @@ def test_after_any_failures_every_request_ends_once_and_nothing_is_held(faults: 
             for name, fault in faults.items():
                 await gate.command(name, **fault)
             prompts = [f"{n} {LONG if n % 2 else SHORT}" for n in range(6)]
-            answers = await asyncio.gather(*[gate.ask(prompt, stream=stream) for prompt in prompts])
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert answer.status in (200, 502, 503, 504)
-                if answer.status == 200:
-                    assert answer.text == await gate.direct("decode0", prompt)
+            responses = await asyncio.gather(*[gate.ask(prompt, stream=stream) for prompt in prompts])
+            for prompt, response in zip(prompts, responses, strict=True):
+                assert response.status in (200, 502, 503, 504)
+                if response.status == 200:
+                    assert response.text == await gate.direct("decode0", prompt)
             assert await gate.becomes_idle(), gate.held_resources()
             await until(lambda: not any(server.engine.waiting for server in gate.fleet.servers.values()))
 

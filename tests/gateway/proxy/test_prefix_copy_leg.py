@@ -42,13 +42,13 @@ def bytes_of(tokens: int, cached: int = 0) -> float:
 
 async def ask(gate: Rig, prompt: list[int], *, stream: bool = True) -> GatewayResponse:
     """Request a completion whose response reports its usage."""
-    told: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
-    return await gate.ask(prompt, stream=stream, **told)
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    return await gate.ask(prompt, stream=stream, **options)
 
 
-def cached(answer: GatewayResponse) -> int:
+def cached(response: GatewayResponse) -> int:
     """Return the number of cached prompt tokens that the response reports."""
-    document = answer.events[-1] if answer.events else answer.json
+    document = response.events[-1] if response.events else response.json
     return int(document["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
@@ -92,8 +92,8 @@ def test_the_home_prefix_of_an_offloaded_prompt_is_copied_first(tmp_path: Path, 
             assert engine.counters.prefill_s.sum_s == pytest.approx(1e-3 + (3_000 - KEPT) * 2e-6)
             tier = {"tier": "cross_datacenter"}
             assert await metric(gate, "kvroute_copy_bytes_total", **tier) == bytes_of(KEPT)
-            crossed = await metric(gate, "kvroute_transfer_bytes_total", **tier)
-            assert crossed == bytes_of(KEPT) + bytes_of(3_000, KEPT)
+            transferred = await metric(gate, "kvroute_transfer_bytes_total", **tier)
+            assert transferred == bytes_of(KEPT) + bytes_of(3_000, KEPT)
             assert await metric(gate, "kvroute_copy_leg_seconds_count") == 1
             shown = gate.gateway.state.snapshot(gate.gateway.now()).tick.decisions
             assert [(d.source, d.kv_bytes) for d in shown if d.kind == "prefill"] == [
@@ -117,13 +117,13 @@ def test_the_home_prefix_of_an_offloaded_prompt_is_copied_first(tmp_path: Path, 
 
 def check_explain(log: Path, prefill: Prefill) -> None:
     """`kvroute explain` shows the copy, as text and as JSON."""
-    words = CliRunner().invoke(app, ["explain", str(log), "1"])
-    assert f"prefill on {prefill.instance} with 896 cached tokens from prefill0, by" in words.stdout
+    result = CliRunner().invoke(app, ["explain", str(log), "1"])
+    assert f"prefill on {prefill.instance} with 896 cached tokens from prefill0, by" in result.stdout
     (first, *others) = msgspec.json.decode(CliRunner().invoke(app, ["explain", str(log), "1", "--json"]).stdout)[
         "decisions"
     ]
-    what = {"id": prefill.copy_id, "from": "prefill0", "tokens": KEPT, "bytes": bytes_of(KEPT), "landed": True}
-    assert first["copy"] == what
+    expected = {"id": prefill.copy_id, "from": "prefill0", "tokens": KEPT, "bytes": bytes_of(KEPT), "landed": True}
+    assert first["copy"] == expected
     assert first["offload"]["terms"]["copied_tokens"] == KEPT
     assert [other["copy"] for other in others] == [None] * len(others)
 
@@ -136,8 +136,8 @@ def test_the_remote_prefix_of_a_local_prompt_is_copied_to_the_home_site() -> Non
         async with two_sites(SERIAL) as gate:
             assert (await ask(gate, TOKENS)).status == 200
             for turn, ends in ((1, {"landed": 1}), (2, {"landed": 1})):
-                answer = await ask(gate, [*TOKENS, *range(100 * turn)])
-                assert (answer.status, cached(answer) >= 2_992, await copies(gate)) == (200, True, ends)
+                response = await ask(gate, [*TOKENS, *range(100 * turn)])
+                assert (response.status, cached(response) >= 2_992, await copies(gate)) == (200, True, ends)
             home = gate.fleet.servers["prefill0"].engine.counters
             assert [pulled.kv_bytes for pulled in home.pulled.values()] == [bytes_of(2_992)]
             await check_nothing_held(gate)
@@ -154,13 +154,13 @@ def test_the_link_booking_of_a_copy_ends_at_its_expected_time() -> None:
             await ask(gate, TOKENS[:SEEN])
             for name in REMOTE_INSTANCES:
                 await gate.command(name, "slow", factor=1_000)
-            asking = asyncio.create_task(ask(gate, TOKENS))
+            request = asyncio.create_task(ask(gate, TOKENS))
             await until(lambda: sum(backlog(gate)) == bytes_of(KEPT))
             await until(lambda: sum(backlog(gate)) == 0.0)
-            assert not asking.done()
+            assert not request.done()
             assert any(gate.fleet.servers[name].engine.running for name in REMOTE_INSTANCES) or _at_target(gate)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
             assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(main())
@@ -182,8 +182,8 @@ def test_two_requests_can_copy_the_same_prefix_concurrently() -> None:
         async with two_sites(SERIAL) as gate:
             await ask(gate, TOKENS[:SEEN])
             prompts = [[*TOKENS[:SEEN], *range(5_000 * n, 5_000 * n + 2_000)] for n in range(1, 5)]
-            answers = await asyncio.gather(*[ask(gate, prompt) for prompt in prompts])
-            assert [(answer.status, cached(answer)) for answer in answers] == [(200, KEPT)] * 4
+            responses = await asyncio.gather(*[ask(gate, prompt) for prompt in prompts])
+            assert [(response.status, cached(response)) for response in responses] == [(200, KEPT)] * 4
             assert list(await copies(gate)) == ["landed"]
             await check_nothing_held(gate)
 
@@ -224,9 +224,9 @@ def test_if_the_source_does_not_offer_the_prefix_the_whole_prompt_is_computed(fa
         async with two_sites(SHORT_COPY_TIMEOUT) as gate:
             await ask(gate, TOKENS[:SEEN])
             await gate.command("prefill0", leg="prefill", **fault)
-            answer = await ask(gate, TOKENS)
-            assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"failed": 1})
-            assert answer.text == await gate.direct("decode0", TOKENS)
+            response = await ask(gate, TOKENS)
+            assert (response.status, cached(response), await copies(gate)) == (200, 0, {"failed": 1})
+            assert response.text == await gate.direct("decode0", TOKENS)
             assert await metric(gate, "kvroute_retries_total", leg="prefill") is None
             failures = [line for line in await page(gate) if line.startswith('kvroute_leg_failures_total{leg="copy"')]
             assert len(failures) == 1
@@ -261,16 +261,16 @@ def test_a_dead_copy_source_only_loses_the_copy() -> None:
         async with two_sites(SERIAL + "  health: {interval: 60 s}\n") as gate:
             await ask(gate, TOKENS[:SEEN])
             await gate.stop_engine("prefill0")
-            await gone(gate.fleet.ready().instances["prefill0"].url)
-            answer = await ask(gate, TOKENS)
-            assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"failed": 1})
-            assert answer.text == await gate.direct("decode0", TOKENS)
+            await wait_until_closed(gate.fleet.ready().instances["prefill0"].url)
+            response = await ask(gate, TOKENS)
+            assert (response.status, cached(response), await copies(gate)) == (200, 0, {"failed": 1})
+            assert response.text == await gate.direct("decode0", TOKENS)
             await check_nothing_held(gate)
 
     uvloop.run(main())
 
 
-async def gone(url: str) -> None:
+async def wait_until_closed(url: str) -> None:
     """Wait until the port is closed."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     while True:
@@ -290,8 +290,8 @@ def test_after_an_incomplete_copy_the_whole_prompt_is_computed() -> None:
         async with two_sites(SERIAL) as gate:
             await ask(gate, TOKENS[:SEEN])
             await gate.command("prefill0", leg="transfer", fail_next=1)
-            answer = await ask(gate, TOKENS)
-            assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"missed": 1})
+            response = await ask(gate, TOKENS)
+            assert (response.status, cached(response), await copies(gate)) == (200, 0, {"missed": 1})
             assert await metric(gate, "kvroute_copy_bytes_total", tier="cross_datacenter") is None
             await check_nothing_held(gate)
 
@@ -306,8 +306,8 @@ def test_a_copy_over_a_cut_link_times_out() -> None:
         async with two_sites(SERIAL) as gate:
             await ask(gate, TOKENS)
             await gate.command("far0", "wan", share=0)
-            answer = await ask(gate, [*TOKENS, 1, 2, 3])
-            assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"missed": 1})
+            response = await ask(gate, [*TOKENS, 1, 2, 3])
+            assert (response.status, cached(response), await copies(gate)) == (200, 0, {"missed": 1})
             await check_nothing_held(gate)
 
     uvloop.run(main())
@@ -320,8 +320,8 @@ def test_a_failed_prefill_with_a_copy_is_retried_without_it() -> None:
         async with two_sites(SERIAL) as gate:
             await ask(gate, TOKENS[:SEEN])
             await gate.command("far0", leg="prefill", fail_next=1, status=500)
-            answer = await ask(gate, TOKENS)
-            assert (answer.status, cached(answer)) == (200, 0)
+            response = await ask(gate, TOKENS)
+            assert (response.status, cached(response)) == (200, 0)
             assert await copies(gate) == {"given_up": 1, "left_out": 1}
             await check_nothing_held(gate)
 
@@ -347,10 +347,10 @@ def test_a_client_that_disconnects_ends_the_copy(reached: Callable[[Rig], bool])
                 await gate.command("prefill0", leg="prefill", fail_next=1, status="hang")
             else:
                 await gate.command("far0", "wan", share=0)
-            asking = asyncio.create_task(ask(gate, TOKENS))
+            request = asyncio.create_task(ask(gate, TOKENS))
             await until(lambda: reached(gate))
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
             await check_nothing_held(gate)
             assert await copies(gate) == {"given_up": 1}
             held = [server.engine.held for server in gate.fleet.servers.values()]
@@ -389,12 +389,12 @@ def test_after_any_failures_every_request_ends_once_and_nothing_is_booked(
                 await gate.command(name, **fault)
             starts = (TOKENS[:SEEN], [7, *TOKENS])
             prompts = [[*starts[n % 2], *range(9_000, 9_000 + 20 * n + 1_500 * (n % 3))] for n in range(6)]
-            answers = await asyncio.gather(*[ask(gate, prompt, stream=stream) for prompt in prompts])
+            responses = await asyncio.gather(*[ask(gate, prompt, stream=stream) for prompt in prompts])
             await check_nothing_held(gate)
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert answer.status in (200, 400, 502, 503, 504)
-                if answer.status == 200 and not any("error" in event for event in answer.events):
-                    assert answer.text == await gate.direct("decode1", prompt)
+            for prompt, response in zip(prompts, responses, strict=True):
+                assert response.status in (200, 400, 502, 503, 504)
+                if response.status == 200 and not any("error" in event for event in response.events):
+                    assert response.text == await gate.direct("decode1", prompt)
             ends = await copies(gate)
         ordered = [
             d.copy_id for r in read_log(Path(log))[1] for d in r.decisions if isinstance(d, Prefill) and d.copy_from

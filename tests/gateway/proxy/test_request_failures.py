@@ -67,8 +67,8 @@ def test_after_a_full_decode_engine_the_kv_is_fetched_by_another_one(status: int
         for engine in decode:
             engine.serve = once
         async with stub_rig(prefill + decode, RARE_CHECKS) as front:
-            answer = await front.post(completion())
-            assert answer.status == 200
+            response = await front.post(completion())
+            assert response.status == 200
             assert (received(prefill), received(decode)) == (prefills, 2)
             assert await front.becomes_idle(), front.held_resources()
 
@@ -88,8 +88,8 @@ def test_status_429_and_501_do_not_mark_an_engine_as_down(path: str, status: int
         async with stub_rig(prefill + decode, RARE_CHECKS + STRICT_BREAKER) as front:
             for n in range(8):
                 before = received(prefill + decode)
-                answer = await front.post(completion() | {"input": f"{n}"}, path)
-                assert answer.status == (503 if status == 429 else 501)
+                response = await front.post(completion() | {"input": f"{n}"}, path)
+                assert response.status == (503 if status == 429 else 501)
                 assert received(prefill + decode) - before == (3 if status == 429 else 1)
             assert len(up(front)) == 4
             assert await front.becomes_idle(), front.held_resources()
@@ -133,8 +133,8 @@ def test_passthrough_requests_follow_the_retry_settings(section: str, calls: int
         for engine in prefill + decode:
             engine.serve = failing(500)
         async with stub_rig(prefill + decode, f"{RARE_CHECKS}  retries: {{{section}}}\n") as front:
-            answer = await front.post({"model": MODEL, "input": "x"}, EMBEDDINGS)
-            assert answer.status == 502
+            response = await front.post({"model": MODEL, "input": "x"}, EMBEDDINGS)
+            assert response.status == 502
             assert received(prefill + decode) == calls
             assert received(prefill) == min(calls, 2)
             failures = [
@@ -150,7 +150,7 @@ def test_passthrough_requests_follow_the_retry_settings(section: str, calls: int
     run(main())
 
 
-WORDS = [{"choices": [{"index": 0, "text": f"{n} \u00e4\u20ac"}]} for n in range(4)]
+CHUNKS = [{"choices": [{"index": 0, "text": f"{n} \u00e4\u20ac"}]} for n in range(4)]
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"], ids=["lf", "crlf"])
@@ -158,7 +158,7 @@ WORDS = [{"choices": [{"index": 0, "text": f"{n} \u00e4\u20ac"}]} for n in range
 def test_stream_events_split_anywhere_arrive_complete(size: int, end: str) -> None:
     """For every split of the engine's stream, the client receives the same bytes, an unterminated last event
     included."""
-    text = "".join(f"data: {msgspec.json.encode(word).decode()}{end}" for word in WORDS) + "data: [DONE]"
+    text = "".join(f"data: {msgspec.json.encode(chunk).decode()}{end}" for chunk in CHUNKS) + "data: [DONE]"
 
     async def pieces(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         response = await start_stream(request)
@@ -199,8 +199,8 @@ def test_an_engine_that_dies_within_an_event_causes_no_incomplete_event(extra: b
         for engine in decode:
             engine.serve = dying
         async with stub_rig(prefill + decode, RARE_CHECKS) as front:
-            answer = await front.post(completion(stream=True))
-            first, last = answer.events
+            response = await front.post(completion(stream=True))
+            first, last = response.events
             assert first["choices"][0]["text"] == "one"
             assert "closed the connection" in last["error"]["message"]
             assert await front.becomes_idle(), front.held_resources()
@@ -285,8 +285,8 @@ def test_an_unknown_model_is_not_found() -> None:
         other = Engine("other", "both", model="llama-3-8b")
         async with stub_rig([*prefill, *decode, other], section) as front:
             for path in (COMPLETIONS, EMBEDDINGS):
-                answer = await front.post(completion(model="nobody") | {"input": "x"}, path)
-                assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
+                response = await front.post(completion(model="nobody") | {"input": "x"}, path)
+                assert (response.status, response.json["error"]["code"]) == (404, "model_not_found")
                 assert (await front.post(completion(model="big") | {"input": "x"}, path)).status == 200
             missing = completion()
             del missing["model"]
@@ -353,33 +353,35 @@ class Failing:
         return self
 
 
-@pytest.mark.parametrize("way", ["whole", "stream", "passed-on", "sglang"])
-def test_an_internal_error_costs_only_its_request(way: str) -> None:
+@pytest.mark.parametrize("kind", ["whole", "stream", "passed-on", "sglang"])
+def test_an_internal_error_costs_only_its_request(kind: str) -> None:
     """At every place where it can occur, the client gets a 500 (or what was sent before), and all resources are
     released."""
 
     async def main() -> None:
-        prefill, decode = engines_of("sglang" if way == "sglang" else "vllm")
-        path = EMBEDDINGS if way == "passed-on" else COMPLETIONS
-        body = completion(stream=way in ("stream", "sglang")) | {"input": "x"}
+        prefill, decode = engines_of("sglang" if kind == "sglang" else "vllm")
+        path = EMBEDDINGS if kind == "passed-on" else COMPLETIONS
+        body = completion(stream=kind in ("stream", "sglang")) | {"input": "x"}
         async with stub_rig(prefill + decode, RARE_CHECKS) as front:
-            heard: list[str] = []
-            asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context["exception"])))
+            errors: list[str] = []
+            asyncio.get_running_loop().set_exception_handler(
+                lambda _, context: errors.append(str(context["exception"]))
+            )
             statuses, failures = [], 0
             for number in range(20):
                 front.gateway.runtime.tracer = tracer = Failing(number)
-                answer = await front.post(body, path)
-                statuses.append(answer.status)
-                if answer.status == 200:
-                    assert answer.body
+                response = await front.post(body, path)
+                statuses.append(response.status)
+                if response.status == 200:
+                    assert response.body
                 assert await front.becomes_idle(), (number, front.held_resources())
                 if tracer.left >= 0:
                     break
                 failures += 1
             assert statuses[0] == 500
             assert statuses[-1] == 200
-            assert failures == (4 if way == "passed-on" else 6)
-            assert heard == ["the exporter is broken"] * failures
+            assert failures == (4 if kind == "passed-on" else 6)
+            assert errors == ["the exporter is broken"] * failures
             assert len(up(front)) == 4
 
     run(main())
@@ -396,8 +398,8 @@ def test_an_internal_error_aborts_the_other_leg() -> None:
         async with stub_rig(prefill + decode, RARE_CHECKS) as front:
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
             front.gateway.runtime.tracer = Failing(3)  # the end of the decode leg
-            answer = await front.post(completion(stream=True))
-            assert answer.events[-1]["error"]["message"] == "internal error in the gateway"
+            response = await front.post(completion(stream=True))
+            assert response.events[-1]["error"]["message"] == "internal error in the gateway"
             await gate.left.wait()
             assert gate.cancelled
             assert await front.becomes_idle(), front.held_resources()
@@ -414,10 +416,10 @@ def test_an_internal_error_at_the_start_releases_its_place() -> None:
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
             for number in range(3):
                 front.gateway.runtime.tracer = Failing(number)
-                answers = await asyncio.gather(*[front.post(completion()) for _ in range(3)])
-                assert sorted(answer.status for answer in answers) == [200, 200, 500]
+                responses = await asyncio.gather(*[front.post(completion()) for _ in range(3)])
+                assert sorted(response.status for response in responses) == [200, 200, 500]
                 assert "internal error in the gateway" in next(
-                    a.json["error"]["message"] for a in answers if a.status == 500
+                    a.json["error"]["message"] for a in responses if a.status == 500
                 )
             assert await front.becomes_idle(), front.held_resources()
 

@@ -63,9 +63,9 @@ def test_the_response_does_not_wait_for_the_prefill_response(streams: bool) -> N
         prefill.serve = spare.serve = gate.before(tokens)
         async with stub_rig([prefill, spare, *decode]) as front:
             sent = completion(stream=streams, stream_options=None, unknown={"a": [1]})
-            answer = await front.post(sent)
-            assert answer.status == 200
-            assert answer.text.split() == [each.name for each in decode if each.received] * 3
+            response = await front.post(sent)
+            assert response.status == 200
+            assert response.text.split() == [each.name for each in decode if each.received] * 3
             await gate.entered.wait()
             [first], [second] = prefill.received + spare.received, decode[0].received + decode[1].received
             assert first.body == second.body
@@ -91,9 +91,9 @@ def test_each_sequence_of_a_request_has_its_own_room() -> None:
                 assert (await front.post(completion(**fields))).status == 200
                 [first], [second] = ([*side[0].received, *side[1].received] for side in (prefill, decode))
                 assert first.body == second.body
-                met = rooms(first)
-                assert all(isinstance(value, list) is (count > 1) for value in met.values())
-                numbers = met["bootstrap_room"] if count > 1 else [met["bootstrap_room"]]
+                bootstrap = rooms(first)
+                assert all(isinstance(value, list) is (count > 1) for value in bootstrap.values())
+                numbers = bootstrap["bootstrap_room"] if count > 1 else [bootstrap["bootstrap_room"]]
                 assert len(numbers) == count
                 seen += numbers
                 for engine in prefill + decode:
@@ -138,9 +138,9 @@ def test_a_failed_prefill_cancels_the_decode_leg_and_both_are_retried(streams: b
         for engine in decode:
             engine.serve = hangs_once
         async with stub_rig(prefill + decode) as front:
-            answer = await front.post(completion(stream=streams))
-            assert answer.status == 200
-            assert len(answer.text.split()) == 3
+            response = await front.post(completion(stream=streams))
+            assert response.status == 200
+            assert len(response.text.split()) == 3
             await waits.left.wait()
             assert waits.cancelled
             assert [len(engine.received) for engine in prefill] == [1, 1]
@@ -157,13 +157,13 @@ def test_a_prefill_that_fails_after_the_first_token_breaks_no_stream(status: int
     """The KV has been transferred: the stream continues to its end, and the client does not notice."""
 
     async def main() -> None:
-        relayed, goes_on = Gate(), Gate()
+        relayed, resumed = Gate(), Gate()
         prefill, decode = engines_of("sglang")
 
         async def in_two_parts(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
             response = await start_stream(request)
             await response.write(event("one "))
-            await goes_on.wait()
+            await resumed.wait()
             await response.write(event("two ") + b"data: [DONE]\n\n")
             await response.write_eof()
             return response
@@ -177,7 +177,7 @@ def test_a_prefill_that_fails_after_the_first_token_breaks_no_stream(status: int
                 assert b"one" in await response.content.readuntil(b"\n\n")
                 relayed.open.set()
                 assert await becomes_true(lambda: front.held_resources()["legs"] == 1)
-                goes_on.open.set()
+                resumed.open.set()
                 rest = await response.read()
             assert rest == event("two ") + b"data: [DONE]\n\n"
             assert await front.becomes_idle(), front.held_resources()
@@ -209,8 +209,8 @@ def test_a_decode_leg_that_fails_before_the_first_token_restarts_both_legs(strea
         for engine in decode:
             engine.serve = fails_once
         async with stub_rig(prefill + decode) as front:
-            answer = await front.post(completion(stream=streams))
-            assert (answer.status, len(answer.text.split())) == (200, 3)
+            response = await front.post(completion(stream=streams))
+            assert (response.status, len(response.text.split())) == (200, 3)
             await waits.left.wait()
             assert waits.cancelled
             assert [len(engine.received) for engine in decode] == [1, 1]
@@ -256,33 +256,33 @@ def test_a_client_that_disconnects_releases_both_engines(token: bool) -> None:
     """The connection to each of them is closed."""
 
     async def main() -> None:
-        left, right = Gate(), Gate()
+        prefill_gate, decode_gate = Gate(), Gate()
         prefill, decode = engines_of("sglang")
 
-        async def one_and_waits(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
+        async def send_one_and_wait(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
             response = await start_stream(request)
             if token:
                 await response.write(event("one "))
-            await right.wait()
+            await decode_gate.wait()
             return response
 
         for engine in prefill:
-            engine.serve = left.before(tokens)
+            engine.serve = prefill_gate.before(tokens)
         for engine in decode:
-            engine.serve = one_and_waits
+            engine.serve = send_one_and_wait
         async with stub_rig(prefill + decode) as front:
             task = asyncio.create_task(read_stream(front))
-            await left.entered.wait()
-            await right.entered.wait()
+            await prefill_gate.entered.wait()
+            await decode_gate.entered.wait()
             if token:
                 assert await becomes_true(lambda: not front.held_resources()["slots"])
                 await asyncio.sleep(0.6)  # closing the sending side within half a second does not count as leaving
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await left.left.wait()
-            await right.left.wait()
-            assert left.cancelled
-            assert right.cancelled
+            await prefill_gate.left.wait()
+            await decode_gate.left.wait()
+            assert prefill_gate.cancelled
+            assert decode_gate.cancelled
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())
@@ -295,17 +295,17 @@ def test_a_prefill_engine_without_a_bootstrap_address_is_skipped(lost: int) -> N
     async def main() -> None:
         prefill, decode = engines_of("sglang")
         async with listening(prefill + decode):
-            made = deployment(prefill + decode, "  breaker: {failures: 1000}\n")
+            original = deployment(prefill + decode, "  breaker: {failures: 1000}\n")
             names = {engine.name for engine in prefill[:lost]}
-            engines = tuple(_without_bootstrap(instance, names) for instance in made.cluster.instances)
-            async with serving(replace(made, cluster=replace(made.cluster, instances=engines))) as front:
-                answers = [await front.post(completion(prompt=f"{n} " * 100)) for n in range(4)]
+            engines = tuple(_without_bootstrap(instance, names) for instance in original.cluster.instances)
+            async with serving(replace(original, cluster=replace(original.cluster, instances=engines))) as front:
+                responses = [await front.post(completion(prompt=f"{n} " * 100)) for n in range(4)]
                 if lost == 1:
-                    assert [answer.status for answer in answers] == [200] * 4
+                    assert [response.status for response in responses] == [200] * 4
                     assert len(prefill[1].received) == sum(len(engine.received) for engine in decode) == 4
                 else:
-                    assert [answer.status for answer in answers] == [502] * 4
-                    assert "host:port" in answers[0].json["error"]["message"]
+                    assert [response.status for response in responses] == [502] * 4
+                    assert "host:port" in responses[0].json["error"]["message"]
                     assert not any(engine.received for engine in prefill + decode)
                 assert not prefill[0].received
                 assert await front.becomes_idle(), front.held_resources()

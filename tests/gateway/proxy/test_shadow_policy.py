@@ -27,7 +27,7 @@ def test_learned_values_of_foresight_are_shown(policy: str, shadow: str, learns:
     async def run() -> None:
         async with rig(f"  policy: {policy}\n  shadow: {shadow}\n" if shadow else f"  policy: {policy}\n") as gate:
             assert (await gate.ask()).status == 200
-            told = gate.gateway.state.snapshot(gate.gateway.now()).tick.load.foresight
+            foresight = gate.gateway.state.snapshot(gate.gateway.now()).tick.load.foresight
             page = (await gate.get("/metrics")).body.decode()
         found = {
             (sample.name, sample.labels["policy"], sample.labels["tier"]): sample.value
@@ -36,11 +36,11 @@ def test_learned_values_of_foresight_are_shown(policy: str, shadow: str, learns:
             if sample.name.startswith("kvroute_foresight_")
         }
         if not learns:
-            assert (told, found) == (None, {})
+            assert (foresight, found) == (None, {})
             return
-        assert told is not None
-        assert told.policy == learns
-        far = told.tiers[SAME_DATACENTER]
+        assert foresight is not None
+        assert foresight.policy == learns
+        far = foresight.tiers[SAME_DATACENTER]
         assert found == {
             ("kvroute_foresight_learned_ratio", learns, "datacenter"): far.factor,
             ("kvroute_foresight_bytes_per_second", learns, "datacenter"): far.bytes_per_s,
@@ -60,22 +60,22 @@ def test_decisions_of_a_shadow_policy_are_counted_and_not_applied(tmp_path: Path
         async with rig(section) as gate:
             for _ in range(REQUESTS):
                 assert (await gate.ask("The same prompt. " * 100)).status == 200
-            said = gate.gateway.state.snapshot(gate.gateway.now()).tick.shadow
-            assert said is not None
-            assert (said.policy, said.decisions, said.differ, said.refused) == (shadow, REQUESTS, differ, 0)
+            view = gate.gateway.state.snapshot(gate.gateway.now()).tick.shadow
+            assert view is not None
+            assert (view.policy, view.decisions, view.differ, view.refused) == (shadow, REQUESTS, differ, 0)
             page = (await gate.get("/metrics")).body.decode()
         samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
         counted = {s.labels["verdict"]: s.value for s in samples if s.name == "kvroute_shadow_decisions_total"}
         assert counted == {verdict: n for verdict, n in (("same", REQUESTS - differ), ("differs", differ)) if n}
         seconds = {s.labels["by"]: s.value for s in samples if s.name == "kvroute_shadow_seconds_total"}
-        assert seconds == ({"acting": pytest.approx(said.loss_s)} if differ else {})
+        assert seconds == ({"acting": pytest.approx(view.loss_s)} if differ else {})
 
     uvloop.run(run())
     header, records = read_log(log)
-    told = list(records)
-    decodes = [decision for record in told for decision in record.decisions if isinstance(decision, Decode)]
+    logged = list(records)
+    decodes = [decision for record in logged for decision in record.decisions if isinstance(decision, Decode)]
     assert len({decision.target for decision in decodes}) == 1
     assert sum(d.shadow is not None and d.shadow.target != d.target for d in decodes) == differ
     assert all(
-        decisions_equal(record.decisions, again) for record, again in replay(header.spec.build(parse(CLUSTER)), told)
+        decisions_equal(record.decisions, again) for record, again in replay(header.spec.build(parse(CLUSTER)), logged)
     )

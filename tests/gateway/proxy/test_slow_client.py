@@ -72,10 +72,10 @@ class Source:
 
     async def until_paused(self) -> int:
         """Wait until no more bytes are taken; return the number of bytes taken."""
-        still, before = 0, -1
-        while still < QUIET_TURNS:
+        quiet_turns, before = 0, -1
+        while quiet_turns < QUIET_TURNS:
             await asyncio.sleep(0)
-            still, before = (still + 1 if self.taken_bytes == before > 0 else 0), self.taken_bytes
+            quiet_turns, before = (quiet_turns + 1 if self.taken_bytes == before > 0 else 0), self.taken_bytes
         return self.taken_bytes
 
 

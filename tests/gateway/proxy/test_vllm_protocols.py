@@ -109,8 +109,8 @@ def test_a_prefill_response_without_kv_parameters_is_a_failure(reply: bytes, str
         for engine in prefill:
             engine.serve = no_connector
         async with stub_rig(prefill + decode) as front:
-            answer = await front.post(completion(stream=streams))
-            assert (answer.status, len(answer.text.split())) == (200, 3)
+            response = await front.post(completion(stream=streams))
+            assert (response.status, len(response.text.split())) == (200, 3)
             assert [len(engine.received) for engine in prefill] == [1, 1]
             assert len(received_by(decode)) == 1
             assert await front.becomes_idle(), front.held_resources()
@@ -153,8 +153,8 @@ def test_mooncake_legs_share_a_transfer_id_and_the_engine_id_is_queried_once() -
         prefill, decode = engines_of("mooncake")
         async with stub_rig(prefill + decode) as front:
             bodies = [completion(prompt=f"{n} " * 200, stream=n % 2 == 0) for n in range(12)]
-            answers = await asyncio.gather(*[front.post(body) for body in bodies])
-            assert [(answer.status, len(answer.text.split())) for answer in answers] == [(200, 3)] * 12
+            responses = await asyncio.gather(*[front.post(body) for body in bodies])
+            assert [(response.status, len(response.text.split())) for response in responses] == [(200, 3)] * 12
             assert [engine.queries for engine in prefill] == [1, 1]
             sources = {
                 received.json["kv_transfer_params"]["transfer_id"]: (engine, received)
@@ -237,13 +237,13 @@ def test_an_engine_without_an_engine_id_is_skipped(silent: int) -> None:
         for engine in prefill[:silent]:
             engine.engine_id = ""
         async with stub_rig(prefill + decode, "  breaker: {failures: 1000}\n") as front:
-            answers = [await front.post(completion(prompt=f"{n} " * 100)) for n in range(4)]
+            responses = [await front.post(completion(prompt=f"{n} " * 100)) for n in range(4)]
             if silent == 1:
-                assert [answer.status for answer in answers] == [200] * 4
+                assert [response.status for response in responses] == [200] * 4
                 assert not prefill[0].received
             else:
-                assert [answer.status for answer in answers] == [502] * 4
-                assert "bootstrap server of prefill instance" in answers[0].json["error"]["message"]
+                assert [response.status for response in responses] == [502] * 4
+                assert "bootstrap server of prefill instance" in responses[0].json["error"]["message"]
                 assert not received_by(prefill + decode)
             assert await front.becomes_idle(), front.held_resources()
 
@@ -264,8 +264,8 @@ def test_an_instance_with_both_roles_gets_the_unchanged_request(protocol: KvProt
             sent = [completion(stream=streams, n=n, prompt=f"{n}" * 300, more={"b": n}) for n in (1, 1, 2)]
             for body in sent:
                 assert (await front.post(body)).status == 200
-            got = sorted((received.json for received in received_by(engines)), key=json.dumps)
-            assert got == sorted(sent, key=json.dumps)
+            bodies = sorted((received.json for received in received_by(engines)), key=json.dumps)
+            assert bodies == sorted(sent, key=json.dumps)
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())
@@ -284,9 +284,9 @@ def test_an_instance_with_both_roles_is_replaced_after_a_failure(streams: bool) 
             assert engines[0].received
             assert len(engines[1].received) == 4
             engines[1].serve = failing(503)
-            answer = await front.post(bodies[0])
-            assert answer.status in (502, 503)
-            assert "instance engine" in answer.json["error"]["message"]
+            response = await front.post(bodies[0])
+            assert response.status in (502, 503)
+            assert "instance engine" in response.json["error"]["message"]
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())

@@ -48,7 +48,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.apply(self.engine.clear())
 
     @rule()
-    def tell(self) -> None:
+    def report(self) -> None:
         events = self.blocks.changes(0.0)
         feed(self.index, events)
         assert self.engine.indexed(self.index) == self.engine.within_reach()
@@ -57,10 +57,10 @@ class BlocksMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Check that nothing remains after everything is removed."""
         if hasattr(self, "engine"):
-            self.tell()
+            self.report()
             while self.engine.held:
                 self.remove(0, 1)
-            self.tell()
+            self.report()
             assert len(self.blocks) == 0
             assert self.blocks.counts.orphans == 0
 

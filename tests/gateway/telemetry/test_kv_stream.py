@@ -45,7 +45,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.index = PrefixIndex(1)
         self.stream = KvStream("p0", BLOCK_TOKENS, replays=replays, slice_units=slice_units)
         self.sequence = 0
-        self.line: list[tuple[int, bytes]] = []
+        self.in_flight: list[tuple[int, bytes]] = []
         self.buffer: list[tuple[int, bytes]] = []
         self.replay: list[tuple[int, bytes]] = []
         self.replay_round = 0
@@ -65,11 +65,11 @@ class StreamMachine(RuleBasedStateMachine):
     def publish(self, *events: dict[str, Any]) -> None:
         message = (self.sequence, batch(*events))
         self.sequence += 1
-        self.line.append(message)
+        self.in_flight.append(message)
         self.buffer = [*self.buffer, message][-self.buffer_most :]
 
-    def tell(self, events: list[Event]) -> None:
-        """Act as the driver: emit the events and request the replay that the stream wants."""
+    def handle(self, events: list[Event]) -> None:
+        """Act as the driver: emit the events and request the replay that the stream requests."""
         feed(self.index, events)
         if self.stream.wanted is None:
             self.replay = []
@@ -77,25 +77,25 @@ class StreamMachine(RuleBasedStateMachine):
             self.replay_round = self.stream.rounds
             self.replay = [message for message in self.buffer if message[0] >= self.stream.wanted]
 
-    @precondition(lambda self: self.line and not self.stream.pending)
+    @precondition(lambda self: self.in_flight and not self.stream.pending)
     @rule()
     def deliver(self) -> None:
-        self.tell(self.stream.received(0.0, *self.line.pop(0)))
+        self.handle(self.stream.received(0.0, *self.in_flight.pop(0)))
 
     @precondition(lambda self: self.stream.pending)
     @rule()
     def advance(self) -> None:
-        self.tell(self.stream.more(0.0))
+        self.handle(self.stream.more(0.0))
 
-    @precondition(lambda self: self.line)
+    @precondition(lambda self: self.in_flight)
     @rule()
     def lose(self) -> None:
-        self.line.pop(0)
+        self.in_flight.pop(0)
 
     @precondition(lambda self: self.replay and not self.stream.pending)
     @rule()
     def deliver_replay(self) -> None:
-        self.tell(self.stream.replayed(0.0, *self.replay.pop(0)))
+        self.handle(self.stream.replayed(0.0, *self.replay.pop(0)))
 
     @precondition(lambda self: self.replay)
     @rule(number=INDEXES)
@@ -105,16 +105,16 @@ class StreamMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stream.wanted is not None and not self.stream.pending)
     @rule()
     def end_replay(self) -> None:
-        self.tell(self.stream.replay_ended(0.0))
+        self.handle(self.stream.replay_ended(0.0))
 
     @rule(announced=st.booleans())
     def restart(self, announced: bool) -> None:
         """Start a new process; an external notice announces it, or its first batch shows it."""
         self.engine.clear()
-        self.sequence, self.line, self.buffer = 0, [], []
+        self.sequence, self.in_flight, self.buffer = 0, [], []
         if announced:
             self.stream.restart()
-            self.tell(self.stream.more(0.0))
+            self.handle(self.stream.more(0.0))
         else:
             self.publish(self.engine.store(0, [1], True))
             while self.stream.pending:
@@ -123,14 +123,14 @@ class StreamMachine(RuleBasedStateMachine):
 
     def settle(self) -> None:
         """Deliver everything that is in flight."""
-        while self.line or self.stream.wanted is not None or self.stream.pending:
+        while self.in_flight or self.stream.wanted is not None or self.stream.pending:
             while self.replay and not self.stream.pending:
                 self.deliver_replay()
             if self.stream.pending:
                 self.advance()
             elif self.stream.wanted is not None:
                 self.end_replay()
-            elif self.line:
+            elif self.in_flight:
                 self.deliver()
 
     @precondition(lambda self: self.sequence)
@@ -173,8 +173,8 @@ def test_a_large_batch_is_applied_in_slices() -> None:
         events += stream.more(1.0)
     assert events == [KvStored(1.0, "p0", block_hashes([7] * (count * BLOCK_TOKENS), BLOCK_TOKENS), BLOCK_TOKENS)]
     assert 0 < most < 2000
-    gone = all_of(stream, 1, batch(removed(list(range(1, count + 1)))))
-    assert [type(event) for event in gone] == [KvEvicted]
+    evicted = all_of(stream, 1, batch(removed(list(range(1, count + 1)))))
+    assert [type(event) for event in evicted] == [KvEvicted]
     assert len(stream.blocks) == 0
 
 

@@ -120,7 +120,7 @@ class Server:
     def __init__(self) -> None:
         self.replies: dict[str, bytes] = {}
         self.content_type = "application/json"
-        self.asked = 0
+        self.request_count = 0
         self.port = 0
         self._runner = web.AppRunner(self._app())
 
@@ -130,7 +130,7 @@ class Server:
         return app
 
     async def _query(self, request: web.Request) -> web.Response:
-        self.asked += 1
+        self.request_count += 1
         query = str((await request.post())["query"])
         return web.Response(body=self.replies[query], content_type=self.content_type)
 
@@ -153,9 +153,9 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     uvloop.run(bounded())
 
 
-def source_of(url: str, links: list[str], heard: asyncio.Queue[Event], **queries: Any) -> PrometheusSource:
+def source_of(url: str, links: list[str], emitted: asyncio.Queue[Event], **queries: Any) -> PrometheusSource:
     settings = PrometheusSettings(url=url, interval_s=WaitTime(0.005), timeout_s=WaitTime(20.0), **queries)
-    return PrometheusSource(settings, links, heard.put_nowait, lambda: 8.0, random.Random(1))
+    return PrometheusSource(settings, links, emitted.put_nowait, lambda: 8.0, random.Random(1))
 
 
 def test_tiers_are_queried_one_by_one_and_failures_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,22 +163,22 @@ def test_tiers_are_queried_one_by_one_and_failures_are_reported_once(caplog: pyt
     logged."""
 
     async def scenario() -> None:
-        server, heard = Server(), asyncio.Queue[Event]()
+        server, emitted = Server(), asyncio.Queue[Event]()
         url = await server.start()
         server.replies = {"rack_load": vector(({}, 0.25)), "wan_load": vector(({"a": "b"}, 0.5))}
-        source = source_of(url, [], heard, per_tier={"rack": "rack_load", "wan": "wan_load"})
+        source = source_of(url, [], emitted, per_tier={"rack": "rack_load", "wan": "wan_load"})
         source.start()
         expected = CongestionMeasured(8.0, (0.0, 0.25, 0.0, 0.0, 0.5))
-        assert await heard.get() == expected
+        assert await emitted.get() == expected
         server.replies["wan_load"] = vector()
-        asked = server.asked
-        while server.asked < asked + 8:
+        before = server.request_count
+        while server.request_count < before + 8:
             await asyncio.sleep(0.001)
         assert "wan returns 0 series" in source.failure
-        while not heard.empty():
-            assert heard.get_nowait() == expected
+        while not emitted.empty():
+            assert emitted.get_nowait() == expected
         server.replies["wan_load"] = vector(({}, 0.125))
-        assert await heard.get() == CongestionMeasured(8.0, (0.0, 0.25, 0.0, 0.0, 0.125))
+        assert await emitted.get() == CongestionMeasured(8.0, (0.0, 0.25, 0.0, 0.0, 0.125))
         assert source.failure == ""
         source.close()
         await source.closed()
@@ -194,28 +194,28 @@ def test_tiers_are_queried_one_by_one_and_failures_are_reported_once(caplog: pyt
 @pytest.mark.parametrize("fault", ["gone", "html"])
 def test_links_are_found_by_label_and_read_again_after_a_failure(fault: str) -> None:
     async def scenario() -> None:
-        server, heard = Server(), asyncio.Queue[Event]()
+        server, emitted = Server(), asyncio.Queue[Event]()
         url = await server.start()
         good = vector(({"port": "b"}, 0.5), ({"port": "a"}, 0.25))
         server.replies = {"load": good}
-        source = source_of(url, ["a", "b", "c"], heard, per_link=LinkQuery(query="load", label="port"))
+        source = source_of(url, ["a", "b", "c"], emitted, per_link=LinkQuery(query="load", label="port"))
         source.start()
-        assert await heard.get() == LinksMeasured(8.0, (0.25, 0.5, 0.0))
+        assert await emitted.get() == LinksMeasured(8.0, (0.25, 0.5, 0.0))
         if fault == "gone":
             await server.stop()
         else:
             server.content_type, server.replies["load"] = "text/html", b"<html>"
         while not source.failure:
             await asyncio.sleep(0.001)
-        while not heard.empty():
-            heard.get_nowait()
+        while not emitted.empty():
+            emitted.get_nowait()
         if fault == "gone":
             again = Server()
             again.port, again.replies, server = server.port, server.replies, again
             await server.start()
         else:
             server.content_type, server.replies["load"] = "application/json", good
-        assert await heard.get() == LinksMeasured(8.0, (0.25, 0.5, 0.0))
+        assert await emitted.get() == LinksMeasured(8.0, (0.25, 0.5, 0.0))
         source.close()
         await source.closed()
         await server.stop()

@@ -227,7 +227,7 @@ def test_differences_of_pages_add_up_to_the_transfers(growth: list[tuple[str, in
     counters = TransferCounters("d0")
     assert counters.measured(0.0, {}) == []
     totals: dict[str, TransferTotals] = {}
-    truth: dict[str, list[float]] = {}
+    expected: dict[str, list[float]] = {}
     reported: dict[str, list[float]] = {}
     for source, kv_bytes, seconds, transfers, restarts in growth:
         # A difference cannot reveal a restart after which the counts are already higher; real counters start low.
@@ -235,13 +235,13 @@ def test_differences_of_pages_add_up_to_the_transfers(growth: list[tuple[str, in
             totals = {}
         old = totals.get(source, TransferTotals())
         totals[source] = TransferTotals(old.kv_bytes + kv_bytes, old.seconds + seconds, old.transfers + transfers)
-        sums = truth.setdefault(source, [0, 0, 0])
-        truth[source] = [sums[0] + kv_bytes, sums[1] + seconds, sums[2] + transfers]
+        sums = expected.setdefault(source, [0, 0, 0])
+        expected[source] = [sums[0] + kv_bytes, sums[1] + seconds, sums[2] + transfers]
         for event in counters.measured(1.0, dict(totals)):
             assert event.target == "d0"
             sums = reported.setdefault(event.source, [0, 0, 0])
             reported[event.source] = [sums[0] + event.kv_bytes, sums[1] + event.seconds, sums[2] + event.transfers]
-    assert reported == truth
+    assert reported == expected
 
 
 def test_the_first_page_is_only_the_baseline() -> None:
@@ -259,11 +259,11 @@ class Engine:
     def __init__(self) -> None:
         self.page: bytes | None = b"vllm:num_requests_running 1\n"
         self.status = 200
-        self.asked = 0
+        self.request_count = 0
         self.at_once = 0
         self.at_once_max = 0
-        self.answering = asyncio.Event()
-        self.answering.set()
+        self.responding = asyncio.Event()
+        self.responding.set()
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -279,10 +279,10 @@ class Engine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while await reader.readuntil(b"\r\n\r\n"):
-                self.asked += 1
+                self.request_count += 1
                 self.at_once += 1
                 self.at_once_max = max(self.at_once_max, self.at_once)
-                await self.answering.wait()
+                await self.responding.wait()
                 self.at_once -= 1
                 body = self.page or b""
                 head = f"HTTP/1.1 {self.status} X\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -305,8 +305,8 @@ class EventRecorder:
         self.events.append(event)
         self._more.set()
 
-    async def until(self, wanted: Callable[[], bool]) -> None:
-        while not wanted():
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
             self._more.clear()
             await self._more.wait()
 
@@ -371,8 +371,8 @@ def test_a_scraper_emits_load_transfers_and_restarts() -> None:
         engine.page = loaded(3, 5, started=3)
         await recorder.until(lambda: len(restarts) == 2)
         engine.page = b"nothing here"
-        asked = engine.asked
-        while engine.asked < asked + 3:
+        before = engine.request_count
+        while engine.request_count < before + 3:
             await asyncio.sleep(0.001)
         engine.page = loaded(9, 5, started=3)
         await recorder.until(lambda: InstanceMeasured(4.0, "d0", 9, 2, 0.5) in recorder.events)
@@ -425,7 +425,7 @@ def test_a_slow_engine_gets_one_scrape_at_a_time_and_delays_no_other() -> None:
         slow, quick, recorder = Engine(), Engine(), EventRecorder()
         for engine in (slow, quick):
             await engine.start()
-        slow.answering.clear()
+        slow.responding.clear()
         pools = {
             "a": UpstreamPool(f"http://127.0.0.1:{slow.port}"),
             "b": UpstreamPool(f"http://127.0.0.1:{quick.port}"),
@@ -434,8 +434,8 @@ def test_a_slow_engine_gets_one_scrape_at_a_time_and_delays_no_other() -> None:
         scraper.start()
         await recorder.until(lambda: len(recorder.events) >= 5)
         assert {event.instance for event in recorder.events if isinstance(event, InstanceMeasured)} == {"b"}
-        assert (slow.asked, slow.at_once_max) == (1, 1)
-        slow.answering.set()
+        assert (slow.request_count, slow.at_once_max) == (1, 1)
+        slow.responding.set()
         await recorder.until(
             lambda: any(isinstance(e, InstanceMeasured) and e.instance == "a" for e in recorder.events)
         )
@@ -462,7 +462,7 @@ def test_an_engine_that_recovers_is_scraped_again(fault: str) -> None:
         await recorder.until(lambda: bool(recorder.events))
         good = engine.page
         if fault == "silent":
-            engine.answering.clear()
+            engine.responding.clear()
         elif fault == "endless":
             engine.page = b"#" * (9 << 20)
         elif fault == "status":
@@ -472,7 +472,7 @@ def test_an_engine_that_recovers_is_scraped_again(fault: str) -> None:
         while scraper.failure("a") == "":
             await asyncio.sleep(0.001)
         engine.status, engine.page = 200, good
-        engine.answering.set()
+        engine.responding.set()
         if fault == "refused":
             await engine.start()
         reported = len(recorder.events)

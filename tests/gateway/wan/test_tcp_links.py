@@ -218,21 +218,21 @@ def test_the_state_of_a_path_is_within_bounds_and_expires(pages: Mapping[str, li
     for source, links in pages.items():
         path.heard(source, links, 0.0)
     state = path.sample(AWAY, age_s)
-    crossing = [
+    between_sites = [
         each
         for source, links in pages.items()
         if source != "prefill0"
         for each in links
         if each.target in ("decode0", "decode1", "prefill0")
     ]
-    assert (state is None) == (not crossing or age_s > 3.0)
+    assert (state is None) == (not between_sites or age_s > 3.0)
     if state is None:
         return
-    assert state.bytes_per_s == sum(each.arrived_bytes for each in crossing)
-    assert state.stalled == (not state.bytes_per_s and any(each.stalled_s == 2.0 for each in crossing))
+    assert state.bytes_per_s == sum(each.arrived_bytes for each in between_sites)
+    assert state.stalled == (not state.bytes_per_s and any(each.stalled_s == 2.0 for each in between_sites))
     assert (state.others is None) == (state.bytes_per_s == 0.0)
     assert 0.0 <= (state.others or 0.0) <= OTHERS_MAX
-    if not any(each.congested for each in crossing):
+    if not any(each.congested for each in between_sites):
         assert not state.others
 
 
@@ -247,13 +247,15 @@ def test_missing_throughput_of_a_full_path_counts_as_other_traffic(ends: list[tu
     evidence."""
     path, pairs = PathTelemetry(NARROW_SITES, stalled_s=2.0, fresh_s=3.0), sorted(set(ends))
     for sender in ("far0", "far1"):
-        pace = share * CAPACITY / len(pairs)
-        path.heard(sender, [seen(pace, target=target, full=True) for source, target in pairs if source == sender], 0.0)
+        bytes_per_s = share * CAPACITY / len(pairs)
+        path.heard(
+            sender, [seen(bytes_per_s, target=target, full=True) for source, target in pairs if source == sender], 0.0
+        )
     state = path.sample(AWAY, 0.0)
     assert state is not None
-    lone = min(len({source for source, _ in pairs}), len({target for _, target in pairs}))
-    due = min(CAPACITY, lone * OWN_CAPACITY)
-    assert state.others == pytest.approx(max(min(1.0 - share * CAPACITY / due, OTHERS_MAX), 0.0), abs=1e-9)
+    parallel_transfers = min(len({source for source, _ in pairs}), len({target for _, target in pairs}))
+    path_bytes_per_s = min(CAPACITY, parallel_transfers * OWN_CAPACITY)
+    assert state.others == pytest.approx(max(min(1.0 - share * CAPACITY / path_bytes_per_s, OTHERS_MAX), 0.0), abs=1e-9)
     assert not math.isnan(state.queue_delay_s)
 
 
@@ -270,11 +272,11 @@ def record_events(gate: Rig) -> list[Event]:
     """Record the events that collectors send to the core from now on."""
     events: list[Event] = []
     runtime = gate.gateway.runtime
-    tell = runtime.notify
+    notify = runtime.notify
 
     def record(event: Event) -> None:
         events.append(event)
-        tell(event)
+        notify(event)
 
     runtime.notify = record  # type: ignore[method-assign]
     return events
@@ -298,7 +300,7 @@ def test_a_cut_path_is_closed_before_any_engine_times_out(layerwise: bool) -> No
             assert "kvroute_leg_failures_total{" not in (await gate.get("/metrics")).body.decode()
             await gate.command("far0", "wan", share=1)
             await wait_for_metric(gate, "kvroute_wan_path_state", 0, site=AWAY)
-            assert [answer.status for answer in await asyncio.gather(*waiting)] == [200] * 2
+            assert [response.status for response in await asyncio.gather(*waiting)] == [200] * 2
             assert (await gate.ask(f"last {LONG}", stream=True)).status == 200
             assert await gate.becomes_idle(), gate.held_resources()
 
@@ -314,7 +316,7 @@ def test_a_slow_path_counts_as_other_traffic_until_it_recovers() -> None:
         async with two_sites(WATCHED + SCRAPED, kv_timeout_s=LONG_TIMEOUT_S) as gate:
             events = record_events(gate)
             await gate.command("far0", "wan", share=half)
-            asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(2)]
+            requests = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(2)]
             await until(lambda: any(isinstance(event, CongestionMeasured) for event in events))
             await until(lambda: any(isinstance(event, TransferMeasured) for event in events))
             first = next(event for event in events if isinstance(event, CongestionMeasured))
@@ -324,11 +326,11 @@ def test_a_slow_path_counts_as_other_traffic_until_it_recovers() -> None:
             others, _ = offloading.utilisation(0, gate.gateway.runtime.now())
             assert others > 0.0
             assert (await metric(gate, "kvroute_wan_path_other_traffic_ratio", site=AWAY) or 0.0) > 0.0
-            assert [answer.status for answer in await asyncio.gather(*asking)] == [200] * 2
+            assert [response.status for response in await asyncio.gather(*requests)] == [200] * 2
             shares = [event.per_tier[4] for event in events if isinstance(event, CongestionMeasured)]
             assert sorted(shares)[len(shares) // 2] == pytest.approx(half, abs=0.1)
-            paces = [e.kv_bytes / e.seconds for e in events if isinstance(e, TransferMeasured) and e.transfers == 1]
-            assert all(0 < pace <= 1.01 * half * CAPACITY for pace in paces)
+            rates = [e.kv_bytes / e.seconds for e in events if isinstance(e, TransferMeasured) and e.transfers == 1]
+            assert all(0 < rate <= 1.01 * half * CAPACITY for rate in rates)
 
     uvloop.run(main())
 
@@ -339,9 +341,9 @@ def test_a_path_full_of_own_traffic_has_no_other_traffic() -> None:
     async def main() -> None:
         async with two_sites(WATCHED + SCRAPED, kv_timeout_s=LONG_TIMEOUT_S) as gate:
             events = record_events(gate)
-            asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(4)]
+            requests = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(4)]
             await until(lambda: any(isinstance(event, TransferMeasured) for event in events))
-            assert [answer.status for answer in await asyncio.gather(*asking)] == [200] * 4
+            assert [response.status for response in await asyncio.gather(*requests)] == [200] * 4
             shares = sorted(event.per_tier[4] for event in events if isinstance(event, CongestionMeasured))
             assert not shares or shares[len(shares) // 2] < 0.1
 

@@ -121,9 +121,9 @@ def test_a_cut_path_loses_no_request_and_no_instance_is_blamed(tmp_path: Path, s
         async with two_sites(section) as gate:
             assert (await gate.ask(LONG)).status == 200
             await gate.command("far0", "wan", share=0)
-            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=stream) for n in range(6)])
-            assert [answer.status for answer in answers] == [200] * 6
-            assert all(answer.text for answer in answers)
+            responses = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=stream) for n in range(6)])
+            assert [response.status for response in responses] == [200] * 6
+            assert all(response.text for response in responses)
             assert await _placed(gate, HOME, "away_down") == 6
             engines = gate.gateway.runtime.engines
             assert all(engines[name].availability.breaker.state(1e6) == "closed" for name in engines)
@@ -155,8 +155,8 @@ def test_a_stopped_engine_is_blamed_and_not_the_path() -> None:
         async with two_sites() as gate:
             for name in ("decode0", "decode1", "decode2"):
                 await gate.command(name, leg="decode", fail_next=1, status="reset")
-            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(4)])
-            assert [answer.status for answer in answers] == [200] * 4
+            responses = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(4)])
+            assert [response.status for response in responses] == [200] * 4
             assert await metric(gate, PATH_STATE, site=AWAY) == 0
             assert await gate.becomes_idle(), gate.held_resources()
 
@@ -218,18 +218,18 @@ def test_a_probe_request_whose_client_disconnects_allows_the_next_probe(caplog: 
     async def run() -> None:
         async with two_sites(OFFLOAD.replace("open: 200 ms", "open: 1 ms")) as gate:
             await gate.command("far0", "wan", share=0)
-            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
-            assert [answer.status for answer in answers] == [200] * 3
+            responses = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
+            assert [response.status for response in responses] == [200] * 3
             before = await _placed(gate, AWAY, "long")
             for n in itertools.count():
-                trying = asyncio.create_task(gate.ask(f"{n} tries {LONG}", stream=True))
+                request = asyncio.create_task(gate.ask(f"{n} tries {LONG}", stream=True))
                 await until(lambda: bool(gate.requests) and all(each.decode is not None for each in gate.requests))
                 if any(each.state.path_attempt is not None for each in gate.requests):
                     break
-                await trying
+                await request
             assert await _placed(gate, AWAY, "long") == before + 1
-            trying.cancel()
-            await asyncio.gather(trying, return_exceptions=True)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
             assert await gate.becomes_idle(), gate.held_resources()
             await gate.command("far0", "wan", share=1)
             await until(lambda: gate.gateway.runtime.engines["far0"].availability.up)
@@ -247,8 +247,8 @@ def test_a_reload_keeps_a_path_closed() -> None:
     async def run() -> None:
         async with two_sites(closed_for_long) as gate:
             await gate.command("far0", "wan", share=0)
-            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
-            assert [answer.status for answer in answers] == [200] * 3
+            responses = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
+            assert [response.status for response in responses] == [200] * 3
             await wait_for_metric(gate, PATH_STATE, 2, site=AWAY)
             endpoints = gate.fleet.ready().instances
             text = TEXT + closed_for_long
