@@ -16,7 +16,9 @@ from kvroute.topology import InstanceCounts, build, fat_tree
 CLUSTER = build(fat_tree(pods=1, racks_per_pod=2, nodes_per_rack=2, instances=InstanceCounts(prefill=2, decode=2)))
 FIRST_TOKEN = Ttft(queue_s=0.1, prefill_s=0.2, transfer_s=0.3, first_step_s=0.4)
 responses = st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 1e12))
-steps = st.lists(st.tuples(st.floats(STEP_S, 60.0), st.integers(0, 50), st.lists(responses, max_size=20)), max_size=30)
+durations_s = st.integers(int(STEP_S * 16), 960).map(lambda sixteenths: sixteenths / 16)
+"""Their sums are exact, so no step is shorter than STEP_S because of rounding."""
+steps = st.lists(st.tuples(durations_s, st.integers(0, 50), st.lists(responses, max_size=20)), max_size=30)
 
 
 def _state() -> DashboardState:
