@@ -5,5 +5,5 @@ from __future__ import annotations
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-PLANS = tuple(sorted(EXAMPLES.glob("prfaas-*.yaml")))
+PLANS = tuple(sorted([*EXAMPLES.glob("prfaas-*.yaml"), *EXAMPLES.glob("dualpath-*.yaml")]))
 CLUSTERS = tuple(path for path in sorted(EXAMPLES.glob("*.yaml")) if path not in PLANS)

@@ -1,4 +1,4 @@
-"""`kvroute plan`: prompts to offload, the split of instances, and the bandwidth needed, by formula."""
+"""`kvroute plan`: prompts to offload, the split of instances, and the bandwidth of networks and storage, by formula."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import typer
 
 from kvroute.cli.output import console, make_folder, print_json, remarks
 from kvroute.llm import model as find_model
+from kvroute.planner.dualpath import plan_dualpath
 from kvroute.planner.kv_throughput import PUBLISHED_GBPS, egress_bytes_per_s, published_kv_bytes_per_s
 from kvroute.planner.plan import Plan, make_plan
 from kvroute.planner.problem import read_problem
 from kvroute.planner.search import KINDS, deployment, find, find_home
+from kvroute.report.dualpath_tables import dualpath_verdict, utilisation_grid
 from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.report.plan_tables import grids, verdict
 from kvroute.topology import duration_s
@@ -67,6 +69,31 @@ def _print(plan: Plan) -> None:
     for grid in grids(plan.report):
         shown.print(rich_table(grid, shown.width))
     for choice in plan.report.choices:
+        shown.print(f"- {choice}", highlight=False, markup=False)
+
+
+@app.command()
+def dualpath(
+    spec: Annotated[
+        Path, typer.Argument(help="Plan file (YAML): nodes, KV cache, turns, compute.", show_default=False)
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Find whether cached KV is bound by storage or by compute, and what reading through decode nodes brings.
+
+    By formula (DualPath 4.2), in general form: the load of every storage NIC, compute NIC and memory, the ratios of
+    prefill to decode nodes at which all storage NICs can read at full rate, and the pooled rate for the nodes given.
+
+    Example: [bold]kvroute plan dualpath examples/dualpath-660b.yaml[/bold]
+    """
+    plan = plan_dualpath(spec)
+    if as_json:
+        print_json(plan)
+        return
+    shown = console()
+    shown.print(dualpath_verdict(plan), highlight=False, markup=False)
+    shown.print(rich_table(utilisation_grid(plan), shown.width))
+    for choice in plan.choices:
         shown.print(f"- {choice}", highlight=False, markup=False)
 
 

@@ -29,7 +29,7 @@ from kvroute.planner.schema import (
 from kvroute.policies.throughput import Curve, Reading, decode_per_s, kv_curve, prefill_curve
 from kvroute.sim.workload import read
 from kvroute.timing import Fit, fit_prefill, fit_profile, prefill_time, read_profile
-from kvroute.topology.document import read_mapping
+from kvroute.topology.document import read_mapping_file
 from kvroute.topology.form import Key, Lines, nearest
 from kvroute.topology.schema import DecodeEntry, TimingEntry
 from kvroute.topology.units import Duration
@@ -97,13 +97,7 @@ def read_problem(path: Path) -> Problem:
     Raises:
         InputError: the file cannot be read, or a value in it is wrong or out of range; gives file and line.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", where=str(path), hint="give a YAML file") from error
-    except UnicodeDecodeError as error:
-        raise InputError("the file is not UTF-8 text", where=str(path), hint="give a YAML file") from error
-    file, lines = read_mapping(text, str(path), PlanFile, _BEGINS)
+    file, lines = read_mapping_file(path, PlanFile, _BEGINS)
     return _Reader(file, lines, path.parent).problem()
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -14,7 +15,7 @@ import yaml
 from kvroute.topology.form import FileError, Key, Lines, field_text, form_faults
 from kvroute.topology.salvage import salvaged
 from kvroute.topology.schema import ClusterFile, read_quantity
-from kvroute.types import InputErrors
+from kvroute.types import InputError, InputErrors
 
 T = TypeVar("T")
 _LONGEST_FILE = 64 * 2**20
@@ -23,6 +24,7 @@ _DEEPEST = 32
 _KINDS = (
     ("a cluster file", "kvroute topology check FILE", {"instances", "nodes", "fabric", "racks"}),
     ("a plan file", "kvroute plan prfaas FILE", {"traffic", "kv", "hardware", "clusters"}),
+    ("a plan file", "kvroute plan dualpath FILE", {"kv", "prefill", "decode", "turn", "compute"}),
     ("transfers over links", "kvroute flows FILE", {"links", "flows", "classes"}),
     ("a scenario", "kvroute simulate CLUSTER --scenario FILE", {"changes", "fluctuations", "transfer", "copies"}),
 )
@@ -80,6 +82,22 @@ def read_mapping(text: str, source: str, kind: type[T], begin: str) -> tuple[T, 
     return result, lines
 
 
+def read_mapping_file(path: Path, kind: type[T], begin: str) -> tuple[T, Lines]:
+    """Read a file as `read_mapping` does.
+
+    Raises:
+        InputError: the file cannot be read.
+        InputErrors: every fault of form, each with its line and field.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot be read ({error.strerror})", where=str(path), hint="give a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise InputError("the file is not UTF-8 text", where=str(path), hint="give a YAML file") from error
+    return read_mapping(text, str(path), kind, begin)
+
+
 def read_plain(text: str, source: str) -> dict[str, object]:
     """Read a cluster file as plain values, without checks of their form.
 
@@ -126,9 +144,9 @@ def _other_kind(value: object, kind: type) -> tuple[str, str] | None:
         return None
     keys = set(value) if isinstance(value, dict) else set()
     own = len(keys & ({field.encode_name for field in msgspec.structs.fields(kind)} - {"name"}))
-    for name, command, tells in _KINDS:
-        if len(keys & tells) > own:
-            return f"this looks like {name}", f"read it with `{command}`"
+    name, command, tells = max(_KINDS, key=lambda other: len(keys & other[2]))
+    if len(keys & tells) > own:
+        return f"this looks like {name}", f"read it with `{command}`"
     return None
 
 

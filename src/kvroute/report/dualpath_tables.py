@@ -1,0 +1,46 @@
+"""A DualPath plan as sentences and one grid: every resource and its utilisation."""
+
+from __future__ import annotations
+
+from kvroute.planner.dualpath import DualPathPlan, Interval
+from kvroute.report.grid import Entry, Grid, Heading
+
+
+def dualpath_verdict(plan: DualPathPlan) -> str:
+    """Say in sentences what limits the cluster, what reading through both sides brings, and which ratios allow it."""
+    rate, turns = plan.rate_bytes_per_s, plan.turns_per_s
+    limit = (
+        f"Storage limits this workload: it delivers the KV of {turns.storage:,.3g} turns/s, and the prefill GPUs could "
+        f"compute {turns.compute:,.3g}."
+        if plan.bound == "storage"
+        else f"Compute limits this workload: the prefill GPUs compute {turns.compute:,.3g} turns/s, and storage could "
+        f"deliver the KV of {turns.storage:,.3g}."
+    )
+    alone = turns.storage * rate.prefill_only / rate.pooled
+    gain = min(turns.storage, turns.compute) / min(alone, turns.compute) - 1.0
+    brings = f"{gain:+.1%} turns/s" if gain > 1e-9 else "no more turns/s"
+    pooled = (
+        f"Reading through both sides delivers {rate.pooled / 1e9:,.4g} GB/s instead of "
+        f"{rate.prefill_only / 1e9:,.4g} GB/s through prefill nodes alone: {brings} on these GPUs. "
+        f"The resource with the highest utilisation is {plan.binding}."
+    )
+    return f"{limit} {pooled} {_ratios(plan.pd_interval, plan.obstacles)}"
+
+
+def _ratios(found: Interval | None, obstacles: tuple[str, ...]) -> str:
+    if found is None:
+        why = ", and ".join(obstacles)
+        return f"No ratio of prefill to decode nodes lets all storage NICs read at full rate: {why}."
+    upper = "or more" if found.high is None else f"to {found.high:.3g}"
+    return f"All storage NICs can read at full rate with {found.low:.3g} {upper} prefill nodes per decode node."
+
+
+def utilisation_grid(plan: DualPathPlan) -> Grid:
+    """Return one row per resource, the most used first."""
+    rows = sorted(plan.utilisation.items(), key=lambda row: -row[1])
+    return Grid(
+        "",
+        (Heading("resource"), Heading("utilisation", "Share in use at the pooled rate")),
+        tuple((Entry(name), Entry(f"{share:.1%}")) for name, share in rows),
+        f"At the pooled rate. Cache-compute ratio: {plan.cached_bytes_per_flop * 1e6:.3g} GB of KV to read per PFLOP.",
+    )

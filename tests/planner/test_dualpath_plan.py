@@ -1,0 +1,141 @@
+"""`kvroute plan dualpath`: the published default, what changes the answer, and wrong files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvroute.planner.dualpath import DualPathPlan, plan_dualpath
+from kvroute.types import InputError, InputErrors
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dualpath-660b.yaml"
+PREFILL, DECODE = "prefill: {nodes: 2, ", "decode: {nodes: 4, "
+
+
+def write_changed(folder: Path, *changes: tuple[str, str]) -> Path:
+    """Write the example with some texts replaced; return its path."""
+    text = EXAMPLE.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    path = folder / "plan.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def changed(folder: Path, *changes: tuple[str, str]) -> DualPathPlan:
+    """Plan for the example with some texts replaced."""
+    return plan_dualpath(write_changed(folder, *changes))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `kvroute plan dualpath`."""
+    command = [sys.executable, "-m", "kvroute.cli.app", "plan", "dualpath", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_default_of_the_publication() -> None:
+    """Ratios from 1/7 to 7/2. Six storage NICs read instead of two."""
+    result = run(str(EXAMPLE), "--json")
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert found["pd_interval"] == pytest.approx({"low": 1 / 7, "high": 7 / 2})
+    assert found["rate_bytes_per_s"] == pytest.approx({"pooled": 300e9, "prefill_only": 100e9})
+    assert found["utilisation"][found["binding"]] == pytest.approx(1.0)
+    assert found["utilisation"][found["binding"]] == max(found["utilisation"].values())
+    turns = found["turns_per_s"]
+    assert turns["storage"] == pytest.approx(300e9 / (32_271 * 48_068))
+    assert turns["compute"] == pytest.approx(2 * 8 * 989e12 * 0.2 / (429 * 141e9))
+    assert found["bound"] == "compute"
+
+
+def test_a_person_reads_what_limits_the_cluster_and_what_pooling_brings(tmp_path: Path) -> None:
+    """With five times the compute, storage is the limit, and reading through both sides triples the turns."""
+    result = run(
+        str(write_changed(tmp_path, ("mfu: 0.2", "mfu: 1.0"), ("nodes: 2,", "nodes: 1,"), ("nodes: 4,", "nodes: 2,")))
+    )
+    assert result.returncode == 0, result.stderr
+    words = " ".join(result.stdout.split())
+    assert "Storage limits this workload: it delivers the KV of 96.7 turns/s" in words
+    assert "150 GB/s instead of 50 GB/s" in words
+    assert "+200.0% turns/s" in words
+    assert "0.143 to 3.5 prefill nodes per decode node" in words
+    assert "25.6 GB of KV to read per PFLOP" in words
+
+
+@pytest.mark.parametrize("tp", [4, 8])
+def test_replicated_kv_leaves_no_ratio_unless_it_is_broadcast(tp: int, tmp_path: Path) -> None:
+    """MLA on four or eight ranks: the tool names the compute NICs. Broadcast over NVLink restores the range."""
+    ranks = ((PREFILL, f"{PREFILL}tp: {tp}, "), (DECODE, f"{DECODE}tp: {tp}, "))
+    plan = changed(tmp_path, *ranks)
+    assert plan.pd_interval is None
+    assert "compute NIC" in " ".join(plan.obstacles)
+    result = run(str(write_changed(tmp_path, *ranks)))
+    assert plan.obstacles[0] in " ".join(result.stdout.split())
+    broadcast = changed(tmp_path, *((old, f"{new}broadcast: true, ") for old, new in ranks))
+    assert broadcast.pd_interval is not None
+    assert (broadcast.pd_interval.low, broadcast.pd_interval.high) == pytest.approx((1 / 7, 7 / 2))
+
+
+def test_kv_heads_are_sharded_and_then_replicated(tmp_path: Path) -> None:
+    """Eight KV heads on eight ranks are sharded; on sixteen ranks each head is on two."""
+    given = "kv: {kind: given, per_token: 48068 B, layers: 61, replicated: true}"
+    for tp, copies in ((8, "prefill 1,"), (16, "prefill 2,")):
+        plan = changed(tmp_path, (given, "kv: {kind: model, model: llama-3.3-70b}"), (PREFILL, f"{PREFILL}tp: {tp}, "))
+        assert any(copies in choice for choice in plan.choices)
+
+
+def test_all_traffic_narrows_the_range(tmp_path: Path) -> None:
+    """Appended and generated tokens load the decode nodes, whose DRAM then limits the ratio: per byte of cached KV it
+    carries 1 + 3 miss + 2 generated, and the bytes that arrive, in units of a tenth of its bandwidth."""
+    plan = changed(tmp_path, ("counts: cached", "counts: all"))
+    assert plan.pd_interval is not None
+    assert plan.pd_interval.high is not None
+    per_cached = 1 + (3 * 429 + 2 * 176) / 32_271
+    assert plan.pd_interval.high == pytest.approx((8 - per_cached) / (1 + per_cached))
+    assert plan.utilisation["decode storage write"] > 0.0
+
+
+def test_posts_and_expert_traffic_take_from_the_compute_nics(tmp_path: Path) -> None:
+    """A copy of 50 KB per microsecond just keeps up with 400 Gbps; six microseconds do not. Expert-parallel traffic is
+    subtracted."""
+    base = changed(tmp_path).utilisation["prefill compute NIC read"]
+    fast = changed(tmp_path, ("name: dualpath-660b", "name: dualpath-660b\npost: 1 us"))
+    assert fast.utilisation["prefill compute NIC read"] == pytest.approx(base)
+    slow = changed(tmp_path, ("name: dualpath-660b", "name: dualpath-660b\npost: 6 us"))
+    assert slow.pd_interval is None or slow.pd_interval.low > 1.0
+    experts = changed(tmp_path, (PREFILL, f"{PREFILL}expert_traffic: 25 GB/s, "))
+    assert experts.utilisation["prefill compute NIC read"] == pytest.approx(2 * base)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("dram: 500 GB/s}", "dram: 500 GB}", "unit of bandwidth"),
+        ("storage_read: 400 Gbps, ", "", "`storage_read` is missing"),
+        ("cached_tokens: 32271", "cached_tokens: -1", "cached_tokens"),
+        ("mfu: 0.2", "mfu: 1.5", "mfu"),
+        ("counts: cached", "counts: none", "counts"),
+        (PREFILL, f"{PREFILL}expert_traffic: 60 GB/s, ", "leaves nothing of a compute NIC"),
+        (
+            "kv: {kind: given, per_token: 48068 B, layers: 61, replicated: true}",
+            "kv: {kind: model, model: no-such-model}",
+            "no-such-model",
+        ),
+        (
+            "kv: {kind: given, per_token: 48068 B, layers: 61, replicated: true}",
+            "kv: {kind: model, model: gpt-oss-20b}",
+            "does not cover",
+        ),
+    ],
+)
+def test_wrong_files_give_one_sentence_with_the_line(old: str, new: str, sentence: str, tmp_path: Path) -> None:
+    """The error names file and line."""
+    path = write_changed(tmp_path, (old, new))
+    with pytest.raises((InputError, InputErrors), match=rf"{path}:\d+: .*{sentence}"):
+        plan_dualpath(path)
