@@ -9,30 +9,30 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvroute.planner.storage_paths import Load, Node, Turn, best_reads, loads, saturation
+from kvroute.planner.storage_paths import KvRatios, NodeBandwidth, ResourceLoad, best_reads, loads, saturation
 
 NIC = 50e9
-PUBLISHED = Turn(persisted=False)
+PUBLISHED = KvRatios(persisted=False)
 
 
-def node(storage: float = 1.0, *, replication: float = 1.0, dram: float = 500e9) -> Node:
+def node(storage: float = 1.0, *, replication: float = 1.0, dram: float = 500e9) -> NodeBandwidth:
     """Return a node with eight GPUs; `storage` in compute NICs."""
-    return Node(8 * NIC, storage * NIC, storage * NIC, dram, replication)
+    return NodeBandwidth(8 * NIC, storage * NIC, storage * NIC, dram, replication)
 
 
 nodes = st.builds(
-    Node,
+    NodeBandwidth,
     compute_nics=st.floats(50e9, 800e9),
     storage_read=st.floats(5e9, 200e9),
     storage_write=st.floats(5e9, 200e9),
     dram=st.floats(50e9, 2e12),
     replication=st.sampled_from([1.0, 2.0, 4.0, 8.0]),
 )
-turns = st.builds(Turn, miss=st.floats(0.0, 2.0), generated=st.floats(0.0, 1.0), persisted=st.booleans())
+turns = st.builds(KvRatios, miss=st.floats(0.0, 2.0), generated=st.floats(0.0, 1.0), persisted=st.booleans())
 
 
 def carried(  # one line for each hop of the publication's figure 4
-    prefill: Node, decode: Node, turn: Turn, bounce: bool, by_prefill: float, by_decode: float
+    prefill: NodeBandwidth, decode: NodeBandwidth, turn: KvRatios, bounce: bool, by_prefill: float, by_decode: float
 ) -> defaultdict[str, float]:
     """Return bytes per second on every resource if the prefill nodes read `by_prefill` and the decode nodes
     `by_decode`."""
@@ -62,7 +62,7 @@ def carried(  # one line for each hop of the publication's figure 4
 
 
 def fits(
-    found: tuple[Load, ...], used: Mapping[str, float], prefill_nodes: int, decode_nodes: int, slack: float
+    found: tuple[ResourceLoad, ...], used: Mapping[str, float], prefill_nodes: int, decode_nodes: int, slack: float
 ) -> bool:
     """Whether every load is at most its capacity times `slack`."""
     count = {"prefill": prefill_nodes, "decode": decode_nodes}
@@ -71,7 +71,7 @@ def fits(
 
 @given(nodes, nodes, turns, st.booleans(), st.floats(0.0, 1e12), st.floats(0.0, 1e12))
 def test_every_load_is_the_sum_of_its_hops(
-    prefill: Node, decode: Node, turn: Turn, bounce: bool, by_prefill: float, by_decode: float
+    prefill: NodeBandwidth, decode: NodeBandwidth, turn: KvRatios, bounce: bool, by_prefill: float, by_decode: float
 ) -> None:
     """The two coefficients of each resource give what the single hops add up to."""
     used = carried(prefill, decode, turn, bounce, by_prefill, by_decode)
@@ -83,7 +83,9 @@ def test_every_load_is_the_sum_of_its_hops(
 
 
 @given(nodes, nodes, turns, st.booleans())
-def test_the_range_of_ratios_is_that_of_a_search(prefill: Node, decode: Node, turn: Turn, bounce: bool) -> None:
+def test_the_range_of_ratios_is_that_of_a_search(
+    prefill: NodeBandwidth, decode: NodeBandwidth, turn: KvRatios, bounce: bool
+) -> None:
     """All storage NICs can read at full rate exactly at the ratios in the range."""
     found = loads(prefill, decode, turn, bounce=bounce)
     ratios = saturation(found)
@@ -101,7 +103,7 @@ def test_the_range_of_ratios_is_that_of_a_search(prefill: Node, decode: Node, tu
 @given(nodes, nodes, turns, st.booleans(), st.integers(1, 8), st.integers(1, 8))
 @example(node(replication=4.0), node(replication=4.0), PUBLISHED, True, 2, 4)
 def test_no_split_of_the_reads_beats_the_best_one(
-    prefill: Node, decode: Node, turn: Turn, bounce: bool, prefill_nodes: int, decode_nodes: int
+    prefill: NodeBandwidth, decode: NodeBandwidth, turn: KvRatios, bounce: bool, prefill_nodes: int, decode_nodes: int
 ) -> None:
     """The best reads fit, and 40 x 40 other pairs that fit read less together."""
     found = loads(prefill, decode, turn, bounce=bounce)
@@ -143,18 +145,18 @@ def test_the_published_range(storage: float) -> None:
         (1.0, PUBLISHED, True, (1 / 7, 7 / 2)),
         (1.0, PUBLISHED, False, (1 / 7, 8.0)),
         (2.0, PUBLISHED, True, (1 / 3, 2.0)),
-        (1.0, Turn(0.11, 0.03), True, (1 / 7, 2.7657)),
+        (1.0, KvRatios(0.11, 0.03), True, (1 / 7, 2.7657)),
     ],
 )
-def test_known_ranges(replication: float, turn: Turn, bounce: bool, expected: tuple[float, float]) -> None:
+def test_known_ranges(replication: float, turn: KvRatios, bounce: bool, expected: tuple[float, float]) -> None:
     """Eight GPUs, one storage NIC: the default, without the decode node's DRAM, replicated KV, and 90 % cached."""
     here = node(replication=replication)
     ratios = saturation(loads(here, here, turn, bounce=bounce))
     assert (ratios.low, ratios.high) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("replication", "turn"), [(4.0, PUBLISHED), (8.0, PUBLISHED), (1.0, Turn(1.0, 0.1))])
-def test_no_ratio_is_enough(replication: float, turn: Turn) -> None:
+@pytest.mark.parametrize(("replication", "turn"), [(4.0, PUBLISHED), (8.0, PUBLISHED), (1.0, KvRatios(1.0, 0.1))])
+def test_no_ratio_is_enough(replication: float, turn: KvRatios) -> None:
     """KV replicated on four ranks, or half of the prompt not cached: the resources that prevent it are named."""
     here = node(replication=replication)
     ratios = saturation(loads(here, here, turn))

@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvroute.llm import Model, model
 from kvroute.planner.dualpath_schema import DualPathFile, GivenKv, NodesEntry
-from kvroute.planner.storage_paths import Node, Saturation, Turn, best_reads, loads, saturation
+from kvroute.planner.storage_paths import KvRatios, NodeBandwidth, Saturation, best_reads, loads, saturation
 from kvroute.topology.document import read_mapping_file
 from kvroute.topology.form import Lines
 from kvroute.topology.units import about_bandwidth
@@ -136,7 +136,7 @@ def _kv(file: DualPathFile, lines: Lines) -> _Kv:
     return _Kv(f"the layers of {found.name}", found.kv_bytes_per_token, layers, found, False)
 
 
-def _node(file: DualPathFile, side: Literal["prefill", "decode"], kv: _Kv, lines: Lines) -> Node:
+def _node(file: DualPathFile, side: Literal["prefill", "decode"], kv: _Kv, lines: Lines) -> NodeBandwidth:
     entry: NodesEntry = getattr(file, side)
     nic = float(entry.compute_nic_bytes_per_s)
     if file.post_s:
@@ -145,7 +145,7 @@ def _node(file: DualPathFile, side: Literal["prefill", "decode"], kv: _Kv, lines
     if nic <= 0.0:
         what = f"expert-parallel traffic leaves nothing of a compute NIC that carries {about_bandwidth(carries)}"
         raise lines.error(what, (side, "expert_traffic"), "give less traffic, faster NICs or a shorter `post`")
-    return Node(
+    return NodeBandwidth(
         compute_nics=entry.gpus * nic,
         storage_read=float(entry.storage_read_bytes_per_s),
         storage_write=float(entry.storage_write_bytes_per_s or entry.storage_read_bytes_per_s),
@@ -154,11 +154,11 @@ def _node(file: DualPathFile, side: Literal["prefill", "decode"], kv: _Kv, lines
     )
 
 
-def _turn(file: DualPathFile) -> Turn:
+def _turn(file: DualPathFile) -> KvRatios:
     turn = file.turn
     if turn.counts == "cached":
-        return Turn(persisted=False)
-    return Turn(turn.appended_tokens / turn.cached_tokens, turn.generated_tokens / turn.cached_tokens)
+        return KvRatios(persisted=False)
+    return KvRatios(turn.appended_tokens / turn.cached_tokens, turn.generated_tokens / turn.cached_tokens)
 
 
 def _obstacles(found: Saturation) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ def _obstacles(found: Saturation) -> tuple[str, ...]:
     )
 
 
-def _choices(file: DualPathFile, kv: _Kv, turn: Turn) -> tuple[str, ...]:
+def _choices(file: DualPathFile, kv: _Kv, turn: KvRatios) -> tuple[str, ...]:
     counted = (
         "only KV that is read from storage counts, as in the publication (`counts: cached`)"
         if not turn.persisted

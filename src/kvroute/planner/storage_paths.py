@@ -18,7 +18,7 @@ STORAGE_READ = "storage read"
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeBandwidth:
     """Bandwidths of one node, in bytes per second."""
 
     compute_nics: float
@@ -32,7 +32,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class KvRatios:
     """Bytes of KV per byte of cached KV that is read."""
 
     miss: float = 0.0
@@ -43,8 +43,8 @@ class Turn:
     """Whether misses and generated blocks are written back to storage."""
 
 
-class Load(NamedTuple):
-    """Load of one resource, as a linear function of the two read rates."""
+class ResourceLoad(NamedTuple):
+    """ResourceLoad of one resource, as a linear function of the two read rates."""
 
     resource: str
     side: Side
@@ -61,7 +61,9 @@ class Load(NamedTuple):
         return f"{self.side} {self.resource}"
 
 
-def loads(prefill: Node, decode: Node, turn: Turn, *, bounce: bool = True) -> tuple[Load, ...]:
+def loads(
+    prefill: NodeBandwidth, decode: NodeBandwidth, turn: KvRatios, *, bounce: bool = True
+) -> tuple[ResourceLoad, ...]:
     """Return the load of every resource. The numbers in the comments are the labels of the publication's figure 4.
 
     Args:
@@ -77,15 +79,19 @@ def loads(prefill: Node, decode: Node, turn: Turn, *, bounce: bool = True) -> tu
     arrives = 1.0 if bounce else 0.0
     prefill_nics, decode_nics = prefill.compute_nics, decode.compute_nics
     return (
-        Load(STORAGE_READ, "prefill", 1.0, 0.0, prefill.storage_read),
-        Load(STORAGE_READ, "decode", 0.0, 1.0, decode.storage_read),
-        Load("storage write", "decode", written, written, decode.storage_write),
-        Load("compute NIC read", "prefill", copies + 1.0 + miss, miss, prefill_nics),  # 3 and 5; 5 of the decode path
-        Load("compute NIC write", "prefill", copies, copies, prefill_nics),  # 4; 5 of the decode path
-        Load("compute NIC read", "decode", decode_copies, copies + decode_copies, decode_nics),  # 8; 3 and 6
-        Load("compute NIC write", "decode", 1.0 + miss + decode_copies, miss + decode_copies, decode_nics),  # 7, 9
-        Load("DRAM", "prefill", 2.0, 0.0, prefill.dram),
-        Load("DRAM", "decode", arrives + decode_dram, 2.0 + decode_dram, decode.dram),
+        ResourceLoad(STORAGE_READ, "prefill", 1.0, 0.0, prefill.storage_read),
+        ResourceLoad(STORAGE_READ, "decode", 0.0, 1.0, decode.storage_read),
+        ResourceLoad("storage write", "decode", written, written, decode.storage_write),
+        ResourceLoad(
+            "compute NIC read", "prefill", copies + 1.0 + miss, miss, prefill_nics
+        ),  # 3 and 5; 5 of the decode path
+        ResourceLoad("compute NIC write", "prefill", copies, copies, prefill_nics),  # 4; 5 of the decode path
+        ResourceLoad("compute NIC read", "decode", decode_copies, copies + decode_copies, decode_nics),  # 8; 3 and 6
+        ResourceLoad(
+            "compute NIC write", "decode", 1.0 + miss + decode_copies, miss + decode_copies, decode_nics
+        ),  # 7, 9
+        ResourceLoad("DRAM", "prefill", 2.0, 0.0, prefill.dram),
+        ResourceLoad("DRAM", "decode", arrives + decode_dram, 2.0 + decode_dram, decode.dram),
     )
 
 
@@ -94,11 +100,11 @@ class Saturation:
     """The prefill nodes per decode node with which all storage NICs can read at full rate: `low` to `high`."""
 
     low: float
-    low_by: Load | None
+    low_by: ResourceLoad | None
     """The load that needs at least this many prefill nodes; None: nothing does."""
     high: float
     """Infinite if nothing limits it; negative if a resource is overloaded at every ratio."""
-    high_by: Load | None
+    high_by: ResourceLoad | None
 
     @property
     def possible(self) -> bool:
@@ -106,7 +112,7 @@ class Saturation:
         return self.low <= self.high * (1.0 + 1e-12)
 
 
-def saturation(found: tuple[Load, ...]) -> Saturation:
+def saturation(found: tuple[ResourceLoad, ...]) -> Saturation:
     """Return the range in which every resource can carry its load while all storage NICs read at full rate."""
     read = {load.side: load.capacity for load in found if load.resource == STORAGE_READ}
     result = Saturation(0.0, None, math.inf, None)
@@ -127,7 +133,7 @@ def saturation(found: tuple[Load, ...]) -> Saturation:
 
 
 def best_reads(
-    found: tuple[Load, ...], prefill_nodes: int, decode_nodes: int, *, prefill_only: bool = False
+    found: tuple[ResourceLoad, ...], prefill_nodes: int, decode_nodes: int, *, prefill_only: bool = False
 ) -> tuple[float, float]:
     """Return the rates, in bytes per second of the whole cluster, at which prefill and decode nodes together read most.
 

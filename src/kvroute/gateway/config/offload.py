@@ -1,15 +1,16 @@
 """The `gateway.offload:` section: when a prefill leaves its datacenter, and how instances switch roles.
 
-`policies.offload` defines the parameters; this module adds the units and key names of the configuration file.
+`policies` defines the parameters and their defaults; this module adds the units, bounds and key names of the
+configuration file.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from msgspec import Meta, field
+from msgspec import Meta, Struct, field
 
 from kvroute.gateway.config.field_types import Limit, LimitOrNone, Share, Tokens, Wait, tokens
 from kvroute.policies.offload import OffloadSpec
@@ -17,7 +18,7 @@ from kvroute.policies.role_switch import LongTerm
 from kvroute.policies.short_term import Rule, ShortTerm
 from kvroute.policies.throughput import Reading
 from kvroute.topology.schema import Entry
-from kvroute.topology.units import Duration
+from kvroute.topology.units import Duration, Quantity
 from kvroute.types import InputError
 
 _ENDPOINT = "{endpoint}"
@@ -28,6 +29,16 @@ HookUrl = Annotated[
     str, Meta(pattern=r"^(\{endpoint\}|https?://[^\s/?#{}]+)[^\s{}]*\Z", examples=["http://10.0.0.9:8000/role"])
 ]
 EMULATED_HOOK = f"{_ENDPOINT}/emulator/role"
+
+
+S = TypeVar("S", bound=Struct)
+
+
+def _built(kind: type[S], section: Entry, **given: object) -> S:
+    """Return the policy's form of a section: `given`, and the fields of the same name, without units."""
+    same = {name: getattr(section, name) for name in kind.__struct_fields__ if name in section.__struct_fields__}
+    plain = {name: float(value) if isinstance(value, Quantity) else value for name, value in same.items()}
+    return kind(**(plain | given))
 
 
 class ShortTermSection(Entry, frozen=True, kw_only=True):
@@ -46,15 +57,9 @@ class ShortTermSection(Entry, frozen=True, kw_only=True):
 
     def spec(self) -> ShortTerm:
         """Return the policy's form of the section. Raises InputError for values that contradict each other."""
-        return ShortTerm(
-            enabled=self.enabled,
-            utilisation_high=self.utilisation_high,
-            utilisation_low=self.utilisation_low,
-            queue_high_s=float(self.queue_high_s),
-            queue_low_s=float(self.queue_low_s),
-            step=self.step,
-            dwell_s=float(self.dwell_s),
-            remember_s=float(self.remember_s),
+        return _built(
+            ShortTerm,
+            self,
             threshold_min_tokens=tokens(self.threshold_min),
             threshold_max_tokens=tokens(self.threshold_max),
         )
@@ -79,22 +84,7 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
 
     def spec(self, *, role_switches: bool) -> LongTerm:
         """Return the policy's form of the section. Raises InputError for values that contradict each other."""
-        return LongTerm(
-            role_switches=role_switches,
-            review_s=float(self.review_s),
-            window_s=float(self.window_s),
-            start_requests=self.start_requests,
-            requests_min=self.requests_min,
-            gain_min=self.gain_min,
-            threshold_gain_min=self.threshold_gain_min,
-            reading=self.reading,
-            at_once=self.at_once,
-            prefill_min=self.prefill_min,
-            decode_min=self.decode_min,
-            busy_above=self.busy_above,
-            spare_below=self.spare_below,
-            queue_high_s=float(self.queue_high_s),
-        )
+        return _built(LongTerm, self, role_switches=role_switches)
 
 
 class WanPathSection(Entry, frozen=True, kw_only=True):
@@ -165,15 +155,12 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
             what = f"`rule: {self.rule}` copies cached prefixes between datacenters, which requires a `copy` section"
             hint = "add `copy: {}` if all prefill engines have kvroute's connector as kv_both, or write `rule: scarce`"
             raise InputError(what, where="offload.rule", hint=hint)
-        return OffloadSpec(
+        return _built(
+            OffloadSpec,
+            self,
             threshold_tokens=None if self.threshold is None else tokens(self.threshold),
-            rule=self.rule,
-            scarce_above=self.scarce_above,
-            abundant_below=self.abundant_below,
             copy_queues=self.copy is not None,
             copy_min_tokens=math.ceil(tokens(self.copy.min)) if self.copy is not None else 1,
-            layerwise=self.layerwise,
-            stay_factor=self.stay_factor,
             short_term=self.short_term.spec(),
             long_term=self.long_term.spec(role_switches=self.role_switch is not None),
         )
