@@ -1,5 +1,4 @@
-"""Whether reading cached KV is bound by storage or by compute, and what reading through decode nodes brings (DualPath
-4.2)."""
+"""Whether storage or compute limits turns that read cached KV, and what decode nodes add (DualPath 4.2)."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ class Turns:
     """Turns per second."""
 
     storage: float
-    """That reading through both sides allows."""
+    """Turns whose cached KV is read at the pooled rate."""
     compute: float
-    """That the prefill GPUs can compute."""
+    """Turns whose appended tokens the prefill GPUs compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class DualPathPlan:
 
     name: str
     pd_interval: Interval | None
-    """In which all storage NICs can read at full rate; None: no ratio allows it."""
+    """Ratios with which all storage NICs can read at full rate; None: there is no such ratio."""
     binding: str
     """The resource with the highest utilisation at the pooled rate."""
     utilisation: dict[str, float]

@@ -285,7 +285,7 @@ def test_an_unknown_model_is_not_found() -> None:
         other = Engine("other", "both", model="llama-3-8b")
         async with stub_rig([*prefill, *decode, other], section) as front:
             for path in (COMPLETIONS, EMBEDDINGS):
-                response = await front.post(completion(model="nobody") | {"input": "x"}, path)
+                response = await front.post(completion(model="unknown-model") | {"input": "x"}, path)
                 assert (response.status, response.json["error"]["code"]) == (404, "model_not_found")
                 assert (await front.post(completion(model="big") | {"input": "x"}, path)).status == 200
             missing = completion()
