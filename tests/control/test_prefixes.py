@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvroute.cachepool import CopySpec, HotspotSpec
 from kvroute.control import Control, ControlSpec
+from kvroute.control.hotspots import CopySpec, HotspotSpec
 from kvroute.policies.offload import OffloadSpec
 from kvroute.topology import Cluster, parse
 from kvroute.types import (

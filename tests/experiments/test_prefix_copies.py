@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.cachepool import CopySpec
 from kvroute.comparison.cells import Cell, Record
+from kvroute.control.hotspots import CopySpec
 from kvroute.experiments.cells import cells
 from kvroute.experiments.prefix_copies import (
     BLOCK_TOKENS,

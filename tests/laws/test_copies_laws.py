@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvroute.cachepool import CopySpec, HotspotSpec
 from kvroute.control import ControlSpec, LogHeader, LogRecord, decisions_equal, replay
+from kvroute.control.hotspots import CopySpec, HotspotSpec
 from kvroute.event_log import EventLog, read_log
 from kvroute.policies.offload import OffloadSpec
 from kvroute.policies.role_switch import LongTerm

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvroute.cachepool import CopySpec, HotspotSpec
 from kvroute.control import ControlSpec, LogHeader, LogRecord
+from kvroute.control.hotspots import CopySpec, HotspotSpec
 from kvroute.event_log import EventLog, read_log
 from kvroute.prefix import PrefixIndex
 from kvroute.sim.instances import KvMemory

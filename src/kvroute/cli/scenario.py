@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
-from kvroute.cachepool import CopySpec, HotspotSpec
+from kvroute.control.hotspots import CopySpec, HotspotSpec
 from kvroute.gateway.config.offload import OffloadSection
 from kvroute.policies.offload import OffloadSpec
 from kvroute.policies.short_term import Rule

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from kvroute.cachepool import Copy, CopySpec, Hotspots, Place
 from kvroute.control.copies import Copies
+from kvroute.control.hotspots import CacheLocation, CopySpec, Hotspots, PlannedCopy
 from kvroute.control.offloader import Offloader
 from kvroute.control.view import ClusterView
 from kvroute.types import CROSS_DATACENTER, SAME_DATACENTER, CopyPrefix, Request, Terms
@@ -24,13 +24,13 @@ class KnownPrefixes:
         self._view, self._model, self._copies = view, model, copies
         self._pool = view.prefill[model]
         instances = [view.cluster.instances[index] for index in self._pool.ids.tolist()]
-        self._place = [Place(instance.datacenter, instance.name) for instance in instances]
-        self._up, self._places = b"", tuple[Place, ...]()
+        self._place = [CacheLocation(instance.datacenter, instance.name) for instance in instances]
+        self._up, self._places = b"", tuple[CacheLocation, ...]()
         self.block_tokens = 0
         """Tokens of one block, from the latest read."""
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[CacheLocation, ...]:
         """Instances that take prefills now, ascending."""
         up = self._pool.up.tobytes()
         if up != self._up:
@@ -38,12 +38,14 @@ class KnownPrefixes:
             self._up, self._places = up, tuple(sorted(place for place, is_up in here if is_up))
         return self._places
 
-    def place(self, index: int) -> Place:
-        """Place of an instance of the cluster."""
+    def place(self, index: int) -> CacheLocation:
+        """Datacenter and name of an instance of the cluster."""
         return self._place[self._pool.position[index]]
 
-    def plan(self, blocks: tuple[int, ...], block_tokens: int, source: Place, target: Place) -> Copy | None:
-        """See `CachePools.plan`."""
+    def plan(
+        self, blocks: tuple[int, ...], block_tokens: int, source: CacheLocation, target: CacheLocation
+    ) -> PlannedCopy | None:
+        """See `CachedPrefixes.plan`."""
         cluster, caches = self._view.cluster, self._view.caches
         there, here = cluster.index(source.instance), cluster.index(target.instance)
         depths = caches.reusable_blocks(blocks, self._model, len(blocks))
@@ -55,7 +57,7 @@ class KnownPrefixes:
             return None
         held = min(caches.prefix.match_one(here, chain), depth)
         nbytes = self._view.models[self._model].kv_bytes(depth * block_tokens, held * block_tokens)
-        return Copy(source, target, chain, depth * block_tokens, float(nbytes))
+        return PlannedCopy(source, target, chain, depth * block_tokens, float(nbytes))
 
 
 class Rebalancing:
@@ -94,7 +96,7 @@ class Rebalancing:
         made = []
         for copy in spots.rebalance(budget_bytes, joined):
             source, target = cluster.index(copy.source.instance), cluster.index(copy.target.instance)
-            clusters = joined if copy.source.cluster in joined else (copy.source.cluster,)
+            datacenters = joined if copy.source.datacenter in joined else (copy.source.datacenter,)
             made.append(
                 CopyPrefix(
                     copy_id=self._copies.begin(at, source, target, copy.nbytes, copy.blocks[-1]),
@@ -103,7 +105,9 @@ class Rebalancing:
                     blocks=copy.blocks,
                     block_tokens=self._known[model].block_tokens,
                     kv_bytes=copy.nbytes,
-                    terms=Terms(names, reads, np.array([place.cluster in clusters for place in loads]), {}, "tokens"),
+                    terms=Terms(
+                        names, reads, np.array([place.datacenter in datacenters for place in loads]), {}, "tokens"
+                    ),
                 )
             )
         return made

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvroute.cachepool import CopySpec
+from kvroute.control.hotspots import CopySpec
 from kvroute.policies import DecodePolicy, PrefillPolicy, TopologyConstraint
 from kvroute.policies.offload import OffloadSpec
 

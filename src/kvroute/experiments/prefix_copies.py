@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvroute.cachepool import CopySpec
 from kvroute.comparison.cells import Cell, Record
 from kvroute.control import ControlSpec
+from kvroute.control.hotspots import CopySpec
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.prfaas_case import DECODE_POLICY, Assumptions, cluster
 from kvroute.policies.offload import OffloadSpec

@@ -24,7 +24,6 @@ MODULES = (
     "timing",
     "oracle",
     "prefix",
-    "cachepool",
     "policies",
     "control",
     "sim",

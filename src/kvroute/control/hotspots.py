@@ -6,20 +6,41 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvroute.cachepool.catalogue import Blocks
-from kvroute.cachepool.clusters import Copy, Place
 from kvroute.types import InputError
+
+Blocks = tuple[int, ...]
+"""Chained hashes of a prompt's blocks."""
+
+
+class CacheLocation(NamedTuple):
+    """An instance in a datacenter."""
+
+    datacenter: str
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCopy:
+    """A plan to make the prefix that ends with this chain reusable at `target` as it is at `source`."""
+
+    source: CacheLocation
+    target: CacheLocation
+    blocks: Blocks
+    tokens: int
+    """Length of the whole chain in tokens."""
+    nbytes: float
+    """Bytes of the part that the target lacks."""
 
 
 class CachedPrefixes(Protocol):
-    """The prefixes that each place has cached: the pools themselves (`CachePools`), or a router's view."""
+    """The prefixes that each place has cached."""
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[CacheLocation, ...]:
         """All present places, ascending."""
         ...
 
@@ -28,8 +49,11 @@ class CachedPrefixes(Protocol):
         """Tokens of one block."""
         ...
 
-    def plan(self, blocks: Blocks, block_tokens: int, source: Place, target: Place) -> Copy | None:
-        """See `CachePools.plan`."""
+    def plan(
+        self, blocks: Blocks, block_tokens: int, source: CacheLocation, target: CacheLocation
+    ) -> PlannedCopy | None:
+        """Plan the copy that makes reusable at `target` what `source` has of this chain. None if the target has as much
+        or a copy is in progress."""
         ...
 
 
@@ -79,15 +103,15 @@ class CopySpec(msgspec.Struct, frozen=True, kw_only=True):
 class _Plan:
     """The planned copies, and the state after them."""
 
-    loads: dict[Place, float]
+    loads: dict[CacheLocation, float]
     """Tokens read at every place after the planned copies."""
     budget_bytes: float
-    copies: dict[tuple[Place, int], Copy] = field(default_factory=dict)
+    copies: dict[tuple[CacheLocation, int], PlannedCopy] = field(default_factory=dict)
     """Planned copies by target and last block."""
-    left: dict[tuple[Place, int], float] = field(default_factory=dict)
+    left: dict[tuple[CacheLocation, int], float] = field(default_factory=dict)
     """Tokens of a prefix that a place would still read, by its last block."""
 
-    def add(self, copy: Copy, tokens: float) -> None:
+    def add(self, copy: PlannedCopy, tokens: float) -> None:
         """Add a copy; half of these reads of the prefix then go to the target."""
         self.copies[copy.target, copy.blocks[-1]] = copy
         self.budget_bytes -= copy.nbytes
@@ -99,24 +123,25 @@ class _Plan:
 class Hotspots:
     """The latest reads of cached prefixes, and the copies that would spread them (PrfaaS 3.2, rebalancing).
 
-    The peers of a place are the places of its cluster. If that cluster is one of the `joined` ones, which the caller
-    reports to have abundant bandwidth between them, the places of all joined clusters are its peers. The model assumes
-    that a copy draws half of the prefix's reads to the new place. Reads at a place that no longer exists do not count.
+    A place is an instance in a datacenter (`CacheLocation`). Its peers are the places of its datacenter. If that
+    datacenter is one of the `joined` ones, which the caller reports to have abundant bandwidth between them, the places
+    of all joined datacenters are its peers. The model assumes that a copy draws half of the prefix's reads to the new
+    place. Reads at a place that no longer exists do not count.
     """
 
     def __init__(self, prefixes: CachedPrefixes, spec: HotspotSpec | None = None) -> None:
         self.spec = spec or HotspotSpec()
         self._prefixes = prefixes
-        self._reads: deque[tuple[Place, Blocks, int]] = deque(maxlen=self.spec.window_reads)
+        self._reads: deque[tuple[CacheLocation, Blocks, int]] = deque(maxlen=self.spec.window_reads)
 
-    def note(self, place: Place, blocks: Blocks, tokens: int) -> None:
+    def note(self, place: CacheLocation, blocks: Blocks, tokens: int) -> None:
         """Record that a request has reused the first `tokens` tokens of this chain at `place`.
 
         Raises InputError for an unknown place and for tokens that are negative or more than the chain has.
         """
         size = self._prefixes.block_tokens
         if place not in self._prefixes.places:
-            what = f"there is no pool {place.instance!r} in {place.cluster!r}"
+            what = f"there is no instance {place.instance!r} in {place.datacenter!r}"
             raise InputError(what, where="place", hint="see `places`")
         if not 0 <= tokens <= len(blocks) * size:
             what = f"{tokens} tokens exceed the chain of {len(blocks) * size}"
@@ -124,7 +149,7 @@ class Hotspots:
         if tokens >= size:
             self._reads.append((place, blocks[: tokens // size], tokens))
 
-    def read_tokens(self) -> dict[Place, int]:
+    def read_tokens(self) -> dict[CacheLocation, int]:
         """Tokens read at every place within the window, ascending by place."""
         loads = dict.fromkeys(self._prefixes.places, 0)
         for place, _, tokens in self._reads:
@@ -132,17 +157,17 @@ class Hotspots:
                 loads[place] += tokens
         return loads
 
-    def hot(self, joined: Collection[str] = ()) -> tuple[Place, ...]:
+    def hot(self, joined: Collection[str] = ()) -> tuple[CacheLocation, ...]:
         """Hot places, the hottest first, then by name."""
         return self._hot(self.read_tokens(), joined)
 
-    def rebalance(self, budget_bytes: float, joined: Collection[str] = ()) -> tuple[Copy, ...]:
+    def rebalance(self, budget_bytes: float, joined: Collection[str] = ()) -> tuple[PlannedCopy, ...]:
         """Plan copies that relieve the hot places, within `budget_bytes`; the caller decides which of them to start.
 
-        Copies within each cluster come first, then copies between the joined clusters for places that are still hot.
-        Places are handled from the hottest on, and their prefixes from the most read on, until the place is no longer
-        hot. Each prefix goes to the least read peer that lacks it. A prefix is skipped if no copy would balance the two
-        places, or if it exceeds the remaining budget.
+        Copies within each datacenter come first, then copies between the joined datacenters for places that are still
+        hot. Places are handled from the hottest on, and their prefixes from the most read on, until the place is no
+        longer hot. Each prefix goes to the least read peer that lacks it. A prefix is skipped if no copy would balance
+        the two places, or if it exceeds the remaining budget.
         """
         plan = _Plan({place: float(tokens) for place, tokens in self.read_tokens().items()}, budget_bytes)
         for scope in ((), joined) if joined else ((),):
@@ -150,7 +175,7 @@ class Hotspots:
                 self._cool(source, scope, plan)
         return tuple(plan.copies.values())
 
-    def _cool(self, source: Place, scope: Collection[str], plan: _Plan) -> None:
+    def _cool(self, source: CacheLocation, scope: Collection[str], plan: _Plan) -> None:
         """Add the copies for one place."""
         for blocks, tokens in self._read_at(source):
             if plan.loads[source] <= self._limit(source, plan.loads, scope):
@@ -160,7 +185,9 @@ class Hotspots:
             if copy is not None and copy.nbytes <= plan.budget_bytes:
                 plan.add(copy, left)
 
-    def _level(self, blocks: Blocks, left: float, source: Place, scope: Collection[str], plan: _Plan) -> Copy | None:
+    def _level(
+        self, blocks: Blocks, left: float, source: CacheLocation, scope: Collection[str], plan: _Plan
+    ) -> PlannedCopy | None:
         """The copy of a prefix to the least read peer that lacks it; None if the peer would then have more reads."""
         for target in sorted(_peers(source, plan.loads, scope), key=lambda place: (plan.loads[place], place)):
             if target == source or plan.loads[source] - plan.loads[target] < left:
@@ -170,15 +197,15 @@ class Hotspots:
                 return copy
         return None
 
-    def _hot(self, loads: Mapping[Place, float], scope: Collection[str]) -> tuple[Place, ...]:
+    def _hot(self, loads: Mapping[CacheLocation, float], scope: Collection[str]) -> tuple[CacheLocation, ...]:
         hot = [place for place in loads if loads[place] > self._limit(place, loads, scope)]
         return tuple(sorted(hot, key=lambda place: (-loads[place], place)))
 
-    def _limit(self, place: Place, loads: Mapping[Place, float], scope: Collection[str]) -> float:
+    def _limit(self, place: CacheLocation, loads: Mapping[CacheLocation, float], scope: Collection[str]) -> float:
         peers = _peers(place, loads, scope)
         return self.spec.factor * sum(loads[peer] for peer in peers) / len(peers)
 
-    def _read_at(self, place: Place) -> list[tuple[Blocks, int]]:
+    def _read_at(self, place: CacheLocation) -> list[tuple[Blocks, int]]:
         """Prefixes read often enough at a place, with their tokens; most tokens first, then shortest, then by hash."""
         chain_of: dict[int, Blocks] = {}
         tokens_of: defaultdict[int, int] = defaultdict(int)
@@ -194,7 +221,7 @@ class Hotspots:
         return sorted(prefixes, key=lambda prefix: (-prefix[1], len(prefix[0]), prefix[0][-1]))
 
 
-def _peers(place: Place, places: Collection[Place], scope: Collection[str]) -> list[Place]:
-    """Places of its own cluster, or of all clusters in `scope` if its own is one of them; includes the place itself."""
-    clusters = scope if place.cluster in scope else (place.cluster,)
-    return [peer for peer in places if peer.cluster in clusters]
+def _peers(place: CacheLocation, places: Collection[CacheLocation], scope: Collection[str]) -> list[CacheLocation]:
+    """Places of its own datacenter, or of all in `scope` if its own is one of them; includes the place itself."""
+    datacenters = scope if place.datacenter in scope else (place.datacenter,)
+    return [peer for peer in places if peer.datacenter in datacenters]
