@@ -83,10 +83,10 @@ def terms_of(decision: Decision) -> Terms:
     return decision.terms
 
 
-def placed(control: Control, asked: Request, at: float = 0.0) -> Decode:
+def placed(control: Control, arrived: Request, at: float = 0.0) -> Decode:
     """Let a request arrive and its prefill finish; return the decode decision."""
-    assert isinstance(one(control.handle(Arrived(at, asked))), Prefill)
-    decision = one(control.handle(PrefillFinished(at, asked.id)))
+    assert isinstance(one(control.handle(Arrived(at, arrived))), Prefill)
+    decision = one(control.handle(PrefillFinished(at, arrived.id)))
     assert isinstance(decision, Decode)
     return decision
 
@@ -128,12 +128,12 @@ class Lives(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, 6_000), answer=st.integers(0, 3_000))
     def arrive(self, tokens: int, answer: int) -> None:
         """Every request gets a prefill instance."""
-        asked = request(self.count, tokens, answer)
+        arrived = request(self.count, tokens, answer)
         self.count += 1
-        decision = one(self.notify(Arrived(0, asked)))
+        decision = one(self.notify(Arrived(0, arrived)))
         assert isinstance(decision, Prefill)
         assert terms_of(decision).names == ("p0", "p1")
-        self.lives[asked.id] = Life(asked, "prefill", decision.instance)
+        self.lives[arrived.id] = Life(arrived, "prefill", decision.instance)
 
     @precondition(lambda self: self.some_request_in("prefill"))
     @rule(data=st.data())
@@ -225,7 +225,7 @@ TestLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 
 @pytest.mark.parametrize(
-    ("story", "problem"),
+    ("history", "problem"),
     [
         ([Arrived(0, request(1)), Arrived(0, request(1))], "has already arrived"),
         ([PrefillFinished(0, 1)], "is not in flight"),
@@ -238,17 +238,17 @@ TestLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=
         ([KvEvicted(0, "d9", (1,))], "no instance 'd9'"),
     ],
 )
-def test_an_impossible_event_is_rejected_and_changes_nothing(story: list[Event], problem: str) -> None:
+def test_an_impossible_event_is_rejected_and_changes_nothing(history: list[Event], problem: str) -> None:
     """The last event of each history is rejected; the next request is then decided as if that event had not
     occurred."""
-    control, untroubled = core(), core()
-    for event in story[:-1]:
+    control, reference = core(), core()
+    for event in history[:-1]:
         control.handle(event)
-        untroubled.handle(event)
+        reference.handle(event)
     with pytest.raises(InputError, match=problem):
-        control.handle(story[-1])
+        control.handle(history[-1])
     for event in (Arrived(1, request(2)), PrefillFinished(2, 2)):
-        assert decisions_equal(control.handle(event), untroubled.handle(event))
+        assert decisions_equal(control.handle(event), reference.handle(event))
 
 
 def test_an_unknown_model_is_rejected_by_name() -> None:
@@ -326,14 +326,14 @@ def test_a_report_of_memory_overrides_the_estimate(step: str) -> None:
 def test_cache_hits_reduce_the_transfer_but_not_the_reserved_memory() -> None:
     """Two of three blocks are cached on d0 and one is evicted; the need remains the size of the whole prompt."""
     control = core()
-    asked = request(1, tokens=48, answer=16, blocks=(7, 8, 9), block_tokens=16)
+    arrived = request(1, tokens=48, answer=16, blocks=(7, 8, 9), block_tokens=16)
     control.handle(KvStored(0, "d0", (7, 8, 5)))
-    first = placed(control, asked)
+    first = placed(control, arrived)
     assert (first.target, first.hit_tokens, first.kv_bytes) == ("d0", 32, 16 * TOKEN_BYTES)
     assert first.need_bytes == 64 * TOKEN_BYTES
     control.handle(Finished(1, 1))
     control.handle(KvEvicted(1, "d0", (7, 8, 5), keep=1))
-    assert placed(control, asked, at=2.0).hit_tokens == 16
+    assert placed(control, arrived, at=2.0).hit_tokens == 16
 
 
 def test_the_last_prompt_token_is_always_computed() -> None:
@@ -361,7 +361,7 @@ def test_a_log_reads_back_equal_and_replays(tmp_path: Path) -> None:
     """The history has every kind of end. The log returns the same records, and a new core makes the same decisions."""
     path, spec = tmp_path / "core.log", ControlSpec(decode="cla", parameters={"cache_weight": 0.5})
     control = spec.build(parse(TEXT))
-    story: list[Event] = [
+    history: list[Event] = [
         KvStored(0, "d1", (1, 2)),
         Arrived(0, request(1, 32, blocks=(1, 2))),
         Arrived(0.5, request(2, model="other")),
@@ -370,18 +370,18 @@ def test_a_log_reads_back_equal_and_replays(tmp_path: Path) -> None:
         Admitted(3, 1),
         Finished(4, 1),
     ]
-    told: list[tuple[Event, tuple[Decision, ...]]] = []
+    handled: list[tuple[Event, tuple[Decision, ...]]] = []
     with EventLog(path, LogHeader(cluster=TEXT, spec=spec)) as log:
-        for event in story:
-            told.append((event, control.handle(event)))
-            log.write(*told[-1])
+        for event in history:
+            handled.append((event, control.handle(event)))
+            log.write(*handled[-1])
     header, records = read_log(path)
     again = list(replay(header.spec.build(parse(header.cluster)), records))
-    assert (header.spec, [record.event for record, _ in again]) == (spec, story)
-    for (_, decisions), (record, replayed) in zip(told, again, strict=True):
+    assert (header.spec, [record.event for record, _ in again]) == (spec, history)
+    for (_, decisions), (record, replayed) in zip(handled, again, strict=True):
         assert decisions_equal(decisions, record.decisions)
         assert decisions_equal(decisions, replayed)
-    names = [decision.terms.names for _, made in told for decision in made if decision.terms]
+    names = [decision.terms.names for _, made in handled for decision in made if decision.terms]
     assert names == [("p0", "p1"), ("d0", "d1", "d2")]
 
 

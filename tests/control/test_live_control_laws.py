@@ -102,7 +102,7 @@ class Lives(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.control, self.untroubled = self.fresh(), self.fresh()
+        self.control, self.reference = self.fresh(), self.fresh()
         self.records: list[LogRecord] = []
         self.now = 0.0
         self.lives: dict[int, Life] = {}
@@ -119,7 +119,7 @@ class Lives(RuleBasedStateMachine):
         self.now += 0.125
         event = msgspec.structs.replace(event, at=self.now)
         decisions = self.control.handle(event)
-        assert decisions_equal(decisions, self.untroubled.handle(event))
+        assert decisions_equal(decisions, self.reference.handle(event))
         self.records.append(LogRecord(event, decisions))
         return decisions
 
@@ -201,7 +201,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.lives))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """A request completes, fails for good or is cancelled at any step."""
+        """A request completes, fails finally or is cancelled at any step."""
         life = self.pick(data, every_request)
         assert self.notify(Finished(0, life.request.id)) == ()
         del self.lives[life.request.id]
@@ -248,7 +248,7 @@ class Lives(RuleBasedStateMachine):
     @rule(data=st.data())
     def impossible_event_is_rejected(self, data: st.DataObject) -> None:
         """The event is rejected; the other core, which does not receive it, makes the same later decisions."""
-        impossible: list[Event] = [InstanceUp(0, "nobody"), InstanceMeasured(0, "nobody", 1, 1)]
+        impossible: list[Event] = [InstanceUp(0, "no-such-instance"), InstanceMeasured(0, "no-such-instance", 1, 1)]
         for number, life in {**self.lives, self.count: Life(request(self.count))}.items():
             here = number in self.lives
             impossible += [Arrived(0, life.request)] if here else [Finished(0, number)]
@@ -303,24 +303,24 @@ class Lives(RuleBasedStateMachine):
     def check_decode(self, life: Life, decode: Decode) -> None:
         """Check that the target is up, uses the source's protocol, and has room; with `overcommit`, room is not
         required."""
-        source, target, asked = PLACE[decode.source], PLACE[decode.target], life.request
+        source, target, arrived = PLACE[decode.source], PLACE[decode.target], life.request
         tier = int(MIXED.tier[MIXED.index(source.name), MIXED.index(target.name)])
         assert decode.target not in self.down
         assert decode.tier == tier
-        assert decode.need_bytes == (asked.input_tokens + asked.max_output_tokens) * TOKEN_BYTES
+        assert decode.need_bytes == (arrived.input_tokens + arrived.max_output_tokens) * TOKEN_BYTES
         overcommits = self.spec.get("overcommit", False)
         if source is target:
             assert decode.kv_bytes == 0.0
-            if asked.one_leg:
-                able = [name for name in self.able_alone() if overcommits or self.has_room(asked, name)]
+            if arrived.one_leg:
+                able = [name for name in self.able_alone() if overcommits or self.has_room(arrived, name)]
                 assert decode.target in life.allows(able)
             else:
                 assert source.role == "both"
             return
         assert (target.role, target.protocol) == ("decode", source.protocol)
-        assert decode.kv_bytes == (asked.input_tokens - decode.hit_tokens) * TOKEN_BYTES
+        assert decode.kv_bytes == (arrived.input_tokens - decode.hit_tokens) * TOKEN_BYTES
         assert decode.target in life.allows(self.targets_of(source))
-        assert self.has_room(asked, decode.target) or overcommits
+        assert self.has_room(arrived, decode.target) or overcommits
 
     def check_reject(self, life: Life, source: str) -> None:
         """Check that no instance can serve: none is up, or none of those that are up has room."""
@@ -366,9 +366,9 @@ class Lives(RuleBasedStateMachine):
             and (place.role == "both" or (place.role == "decode" and place.protocol != "sglang"))
         ]
 
-    def has_room(self, asked: Request, name: str) -> bool:
+    def has_room(self, arrived: Request, name: str) -> bool:
         """Return whether the instance has room, by the model."""
-        need_bytes = (asked.input_tokens + asked.max_output_tokens) * TOKEN_BYTES
+        need_bytes = (arrived.input_tokens + arrived.max_output_tokens) * TOKEN_BYTES
         free_bytes = PLACE[name].kv_capacity_bytes - self.own_bytes(name) - self.others[name].kv_bytes
         return need_bytes <= free_bytes
 
@@ -413,8 +413,8 @@ class Lives(RuleBasedStateMachine):
         sizes = sorted({int(place.kv_capacity_bytes // TOKEN_BYTES) for place in PLACE.values()})
         for number, tokens in enumerate((1_000, *sizes), start=self.count):
             for one_leg in (False, True):
-                asked = request(number, tokens, one_leg=one_leg)
-                steps: list[Event] = [Arrived(self.now, asked), Finished(self.now, number)]
+                arrived = request(number, tokens, one_leg=one_leg)
+                steps: list[Event] = [Arrived(self.now, arrived), Finished(self.now, number)]
                 if not one_leg:
                     steps.insert(1, PrefillFinished(self.now, number))
                 for step in steps:
@@ -447,7 +447,7 @@ class Lives(RuleBasedStateMachine):
         return sum(life.prefill == name for life in self.lives.values())
 
     def decodes(self, name: str) -> tuple[int, int]:
-        """Return the number of this router's requests in the batch of an instance and on the way to it."""
+        """Return how many of this router's requests are in the batch of an instance, and how many are not yet in it."""
         here = [life.admitted for life in self.lives.values() if life.target == name]
         return sum(here), len(here) - sum(here)
 

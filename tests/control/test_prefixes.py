@@ -238,9 +238,9 @@ def read_often(control: Control, times: int = 8, first: int = 100) -> None:
 
 def copies(decisions: tuple[Decision, ...]) -> list[CopyPrefix]:
     """Return the decisions, which must all be copies."""
-    found = [decision for decision in decisions if isinstance(decision, CopyPrefix)]
-    assert len(found) == len(decisions)
-    return found
+    copy_decisions = [decision for decision in decisions if isinstance(decision, CopyPrefix)]
+    assert len(copy_decisions) == len(decisions)
+    return copy_decisions
 
 
 def test_a_hot_prefix_is_copied_to_near_peers_first() -> None:
@@ -253,7 +253,7 @@ def test_a_hot_prefix_is_copied_to_near_peers_first() -> None:
     assert dict(zip(first.terms.names, first.terms.cost.tolist(), strict=True)) == {"f0": 0, "p0": 160_000, "p1": 0}
     assert (second.source, second.target) == ("p0", "f0")
     assert control.handle(ReviewDue(5.0)) == (), "no review is due"
-    assert control.handle(ReviewDue(20.0)) == (), "they are on their way"
+    assert control.handle(ReviewDue(20.0)) == (), "the copies are in progress"
 
 
 def test_only_a_failed_copy_is_repeated() -> None:

@@ -60,7 +60,7 @@ class ReferenceCache:
     stored: dict[Key, int] = field(default_factory=dict)
     idle: list[Key] = field(default_factory=list)
     holds: list[Hold] = field(default_factory=list)
-    ghosts: list[Hold] = field(default_factory=list)
+    outdated: list[Hold] = field(default_factory=list)
     """Leases from before a clear: their entries use memory but cannot be reused."""
     era: int = 0
 
@@ -89,19 +89,21 @@ class ReferenceCache:
 
     def free(self) -> int:
         blanks = [self.blocks_of(key) for hold in self.holds for key in hold.blank]
-        ghosts = [self.blocks_of(key) for _, key in {(hold.era, key) for hold in self.ghosts for key in hold.stored}]
-        ghosts += [self.blocks_of(key) for hold in self.ghosts for key in hold.blank]
-        tails = [hold.tail_blocks for hold in self.holds + self.ghosts]
-        return self.capacity - sum(self.stored.values()) - sum(blanks) - sum(ghosts) - sum(tails)
+        outdated = [
+            self.blocks_of(key) for _, key in {(hold.era, key) for hold in self.outdated for key in hold.stored}
+        ]
+        outdated += [self.blocks_of(key) for hold in self.outdated for key in hold.blank]
+        tails = [hold.tail_blocks for hold in self.holds + self.outdated]
+        return self.capacity - sum(self.stored.values()) - sum(blanks) - sum(outdated) - sum(tails)
 
     def begin(self, chain: Chain, tokens: int | None, depths: list[int], most: int | None) -> list[Key] | None:
         """Return the evicted keys, or None if the request does not fit."""
         depth, reused = self.depth(chain), self.reusable(chain, most)
-        wanted = [("full", chain[:d]) for d in range(1, len(chain) + 1)] if self.full else []
-        wanted += [(group, chain[:reused]) for group in self.states if reused]
-        wanted += [(group, chain[:d]) for d in depths if d > reused for group in self.states]
-        there = [key for key in wanted if key in self.stored]
-        blank = [key for key in wanted if key not in self.stored]
+        keys = [("full", chain[:d]) for d in range(1, len(chain) + 1)] if self.full else []
+        keys += [(group, chain[:reused]) for group in self.states if reused]
+        keys += [(group, chain[:d]) for d in depths if d > reused for group in self.states]
+        there = [key for key in keys if key in self.stored]
+        blank = [key for key in keys if key not in self.stored]
         assert not self.full or sum(key[0] == "full" for key in there) == depth, "closed under prefixes"
         tail_blocks = 0
         if tokens is not None:
@@ -122,7 +124,7 @@ class ReferenceCache:
         return gone
 
     def fill(self, hold: Hold, depth: int) -> None:
-        if hold in self.ghosts:
+        if hold in self.outdated:
             return
         for key in [key for key in hold.blank if len(key[1]) <= depth]:
             hold.blank.remove(key)
@@ -132,8 +134,8 @@ class ReferenceCache:
                 self.idle.remove(key)
 
     def end(self, hold: Hold) -> None:
-        if hold in self.ghosts:
-            self.ghosts.remove(hold)
+        if hold in self.outdated:
+            self.outdated.remove(hold)
             return
         self.holds.remove(hold)
         names = ["full", *self.states]
@@ -143,7 +145,7 @@ class ReferenceCache:
 
     def clear(self) -> None:
         self.stored, self.idle = {}, []
-        self.ghosts += self.holds
+        self.outdated += self.holds
         self.holds = []
         self.era += 1
 
@@ -196,24 +198,24 @@ class PoolMachine(RuleBasedStateMachine):
         self.pairs.append((lease, hold))
 
     @precondition(lambda self: self.pairs)
-    @rule(who=INDICES, tokens=st.integers(0, 14))
-    def fill(self, who: int, tokens: int) -> None:
-        lease, hold = self.pairs[who % len(self.pairs)]
+    @rule(index=INDICES, tokens=st.integers(0, 14))
+    def fill(self, index: int, tokens: int) -> None:
+        lease, hold = self.pairs[index % len(self.pairs)]
         tokens = min(tokens, len(hold.chain) * SIZE)
         self.pool.fill(lease, tokens)
         self.reference.fill(hold, tokens // SIZE)
 
     @precondition(lambda self: self.pairs)
-    @rule(who=INDICES)
-    def sent(self, who: int) -> None:
-        lease, hold = self.pairs[who % len(self.pairs)]
+    @rule(index=INDICES)
+    def sent(self, index: int) -> None:
+        lease, hold = self.pairs[index % len(self.pairs)]
         self.pool.sent(lease)
         hold.tail_blocks = 0
 
     @precondition(lambda self: self.pairs)
-    @rule(who=INDICES, filled=st.booleans())
-    def end(self, who: int, filled: bool) -> None:
-        lease, hold = self.pairs.pop(who % len(self.pairs))
+    @rule(index=INDICES, filled=st.booleans())
+    def end(self, index: int, filled: bool) -> None:
+        lease, hold = self.pairs.pop(index % len(self.pairs))
         if filled:
             self.pool.fill(lease, len(hold.chain) * SIZE)
             self.reference.fill(hold, len(hold.chain))
@@ -362,7 +364,7 @@ def test_a_copy_is_complete_or_has_no_effect(
                 assert pools.match_each(chain, SIZE) == before
                 continue
             assert pools.match_each(chain, SIZE)[target] <= before[target]
-            assert pools.start(copy) is None, "it is under way"
+            assert pools.start(copy) is None, "the copy is in progress"
             pools.finish(entry, landed)
             after = pools.match_each(chain, SIZE)
             assert after[target] == before[source] if landed else after[target] <= before[target]

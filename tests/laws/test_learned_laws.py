@@ -84,8 +84,8 @@ def test_a_changed_capacity_is_learned(pair: tuple[int, int], factor: float, tog
 
 
 def test_a_slow_pair_is_distinguished_from_its_tier() -> None:
-    """One of two pairs of a tier has a quarter of the other's bandwidth: each value is found; a third pair gets a value
-    in between."""
+    """One of two pairs of a tier has a quarter of the other's bandwidth: each value is learned; a third pair gets a
+    value in between."""
     network = oracle()
     for at in range(100):
         transfer(network, float(at), (0, 2), 1e10, factor=0.25)

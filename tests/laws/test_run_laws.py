@@ -274,7 +274,7 @@ def _text(uplink: str) -> str:
 
 
 def test_a_prompt_too_large_for_memory_is_rejected_with_the_reason(tmp_path: Path) -> None:
-    """Memory holds 6,000 tokens and the prompt has 20,000: the decision says how much is missing."""
+    """Memory holds 6,000 tokens and the prompt has 20,000: the decision states how much is missing."""
     path = tmp_path / "run.log"
     spec = ControlSpec()
     with EventLog(path, LogHeader(cluster="", spec=spec)) as log:

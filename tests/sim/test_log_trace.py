@@ -212,8 +212,8 @@ def live_log(tmp_path: Path) -> Path:
             for leg in ("prefill", "decode"):  # no more: a request has three attempts and may meet all faults
                 await gate.command(f"{leg}0", fail_next=1, status=500, leg=leg)
             prompt = "What is a KV cache? " * 40
-            asks = [gate.ask(f"{n} {prompt}", tokens=3 + n, stream=n % 2 == 0) for n in range(6)]
-            assert [answer.status for answer in await asyncio.gather(*asks)] == [200] * 6
+            requests = [gate.ask(f"{n} {prompt}", tokens=3 + n, stream=n % 2 == 0) for n in range(6)]
+            assert [answer.status for answer in await asyncio.gather(*requests)] == [200] * 6
             assert (await gate.ask(prompt, tokens=2, n=3)).status == 200
             for name in ("prefill0", "prefill1"):
                 await gate.command(name, fail_next=9, status=500, leg="prefill")
@@ -247,8 +247,8 @@ def test_a_gateways_log_is_a_workload(live_log: Path, tmp_path: Path, kvroute: K
 
 
 def test_a_gateways_log_explains_each_attempt(live_log: Path, kvroute: Kvroute) -> None:
-    """The request found no prefill instance: it was decided again after each failure, excluding the failed instance. A
-    log that still grows can be read too."""
+    """No prefill instance served the request: the core decided again after each failure and excluded the failed
+    instance. A log that is still being written can be read too."""
     with live_log.open("ab") as log:
         log.write(b'{"event":{"type":"arr')
     assert "bit for bit" in kvroute("replay", str(live_log))[0]

@@ -154,14 +154,14 @@ def test_telemetry_includes_own_traffic_only_if_configured(
         own[tier] = rates[members].sum() / whole[members].sum() if members else 0.0
     assert own[SAME_NODE if target == "d0" else SAME_NODE + 1] > 0
     assert links.own_share() == pytest.approx(own)
-    heard = np.array(quiet) if separates else np.minimum(np.array(quiet) + own, 0.99)
-    assert links.congestion(separates) == pytest.approx(heard.tolist())
+    expected = np.array(quiet) if separates else np.minimum(np.array(quiet) + own, 0.99)
+    assert links.congestion(separates) == pytest.approx(expected.tolist())
     by_link = np.array(links.utilisation(separates))
     assert by_link.max() <= 0.99
     for tier in range(TIER_COUNT):
         members = list(cluster.links_of_tier(tier))
         if members and by_link[members].max() < 0.99:
-            assert np.average(by_link[members], weights=whole[members]) == pytest.approx(heard[tier])
+            assert np.average(by_link[members], weights=whole[members]) == pytest.approx(expected[tier])
 
 
 def test_a_burst_slows_transfers_in_flight() -> None:
