@@ -123,8 +123,8 @@ def requests(course: Course) -> Iterator[TimedRequest]:
         prompt = (f"{number:07} " + "lorem ipsum dolor sit amet " * (kinds[number % GROUP] // 6))[
             : 4 * kinds[number % GROUP]
         ]
-        asked = {"model": "prfaas-1t-hybrid", "prompt": prompt, "max_tokens": TOKENS, "stream": True}
-        yield TimedRequest(at_s, msgspec.json.encode(asked))
+        body = {"model": "prfaas-1t-hybrid", "prompt": prompt, "max_tokens": TOKENS, "stream": True}
+        yield TimedRequest(at_s, msgspec.json.encode(body))
         number += 1
 
 
@@ -312,7 +312,7 @@ def rows(outcome: Outcome) -> list[Row]:
             note="; ".join(outcome.errors),
         ),
         Row(
-            measure="link cut under load: until nothing is sent that way any more",
+            measure="link cut under load: until nothing is sent over the link any more",
             unit="s",
             better="lower",
             ours=outcome.shut_s,

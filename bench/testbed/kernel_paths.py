@@ -41,6 +41,6 @@ class KernelPaths:
         arguments = ["route", "get", target, "from", source, *(["iif", came] if came else []), "ipproto", "tcp"]
         arguments += ["sport", str(sport), "dport", str(dport)]
         output = run("ip", "-n", self._testbed.run.namespace(place), *arguments)
-        found = re.search(r" dev l(\d+)", output)
-        assert found, f"no device in {output!r}"
-        return int(found[1])
+        match = re.search(r" dev l(\d+)", output)
+        assert match, f"no device in {output!r}"
+        return int(match[1])
