@@ -167,7 +167,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
             note=note,
         ),
         Row(
-            measure="requests that failed meanwhile",
+            measure="requests that failed during the reloads",
             unit="requests",
             better="lower",
             ours=float(sum(outcome.failed.values())),

@@ -116,12 +116,12 @@ def test_no_fetch_from_another_datacenter_or_an_instance_that_is_down() -> None:
     fast = parse(
         TEXT.replace("LOCAL", "400 Gbps").replace("wan: 8 Gbps}", "wan: 400 Gbps}").replace("MODEL", "llama-3-8b")
     )
-    for gone in ("", "p0"):
+    for down in ("", "p0"):
         control = core(fast, prefix_pool=True)
         busy(control, "p0", 9)
-        control.handle(KvStored(0.0, "p0" if gone else "f0", CHAIN, BLOCK))
-        if gone:
-            control.handle(InstanceDown(0.0, gone))
+        control.handle(KvStored(0.0, "p0" if down else "f0", CHAIN, BLOCK))
+        if down:
+            control.handle(InstanceDown(0.0, down))
             control.handle(InstanceDown(0.0, "f0"))
         else:
             busy(control, "f0", 10)
@@ -193,9 +193,9 @@ def test_a_source_that_queues_copies_like_prompts_delays_them() -> None:
     assert "home.copy_s" not in prefill.offload.terms
 
 
-@pytest.mark.parametrize("ending", ["prefilled", "failed", "gone"])
+@pytest.mark.parametrize("ending", ["prefilled", "failed", "finished"])
 def test_the_end_of_a_request_releases_its_copy(ending: str) -> None:
-    """However the request ends, the link is as free as before for the next one."""
+    """For any end of the request, the link is as free as before for the next one."""
     control = offloading()
     control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
     first = arrive(control, 1, 60_000, (*CHAIN, *range(100, 140)))
@@ -204,12 +204,12 @@ def test_the_end_of_a_request_releases_its_copy(ending: str) -> None:
     events: dict[str, Event] = {
         "prefilled": PrefillFinished(1.0, 1),
         "failed": PrefillFailed(1.0, 1),
-        "gone": Finished(1.0, 1),
+        "finished": Finished(1.0, 1),
     }
     control.handle(events[ending])
     with pytest.raises(InputError, match="copy 1 is not in progress"):
         control.handle(CopyFinished(1.0, first.copy_id))
-    if ending == "gone":
+    if ending == "finished":
         again = arrive(control, 2, 60_000, (*CHAIN, *range(200, 240)))
         assert again.offload is not None
         assert again.offload.terms["away.copy_s"] == pytest.approx(20_000 * TOKEN_BYTES / 1e9)

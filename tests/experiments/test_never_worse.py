@@ -149,8 +149,8 @@ def test_results_of_another_definition_are_not_used(tmp_path: Path) -> None:
     """A redefined cell is not used for the new one; a removed cell is left out."""
     path = tmp_path / "results.jsonl"
     record = Runner(Traces())(cell(NEAR, "round-robin"))
-    gone = msgspec.structs.replace(record, cell=cell("paper/load=0.123", "round-robin"), key="gone")
-    path.write_bytes(encode(record) + b"\n" + encode(gone) + b"\n")
+    removed = msgspec.structs.replace(record, cell=cell("paper/load=0.123", "round-robin"), key="removed")
+    path.write_bytes(encode(record) + b"\n" + encode(removed) + b"\n")
     assert [each.key for each in results_of(path)] == [record.key]
     changed = record.config | {"case": record.config["case"] | {"slots": 3}}
     path.write_bytes(encode(msgspec.structs.replace(record, config=changed)) + b"\n")

@@ -116,7 +116,7 @@ def loads() -> list[Record]:
 
 
 def named(findings: list[Finding], profile: str, text: str) -> Finding:
-    """Return the one finding of a profile whose claim contains these words."""
+    """Return the one finding of a profile whose claim contains this text."""
     (one,) = [each for each in findings if each.profile == profile and text in each.claim]
     return one
 

@@ -102,9 +102,9 @@ class ReferenceCache:
         keys = [("full", chain[:d]) for d in range(1, len(chain) + 1)] if self.full else []
         keys += [(group, chain[:reused]) for group in self.states if reused]
         keys += [(group, chain[:d]) for d in depths if d > reused for group in self.states]
-        there = [key for key in keys if key in self.stored]
+        present = [key for key in keys if key in self.stored]
         blank = [key for key in keys if key not in self.stored]
-        assert not self.full or sum(key[0] == "full" for key in there) == depth, "closed under prefixes"
+        assert not self.full or sum(key[0] == "full" for key in present) == depth, "closed under prefixes"
         tail_blocks = 0
         if tokens is not None:
             beyond = max(tokens - len(chain) * SIZE, 0)
@@ -112,16 +112,16 @@ class ReferenceCache:
                 state_blocks(group, self.layers, tokens) for group in self.states
             )
         needed = sum(map(self.blocks_of, blank)) + tail_blocks
-        idle = [key for key in self.idle if key not in there]
+        idle = [key for key in self.idle if key not in present]
         if needed > self.free() + sum(map(self.blocks_of, idle)):
             return None
         self.idle = idle
-        gone: list[Key] = []
+        evicted: list[Key] = []
         while self.free() < needed:
-            gone.append(self.idle.pop(0))
-            del self.stored[gone[-1]]
-        self.holds.append(Hold(chain, there, blank, tail_blocks, reused, self.era))
-        return gone
+            evicted.append(self.idle.pop(0))
+            del self.stored[evicted[-1]]
+        self.holds.append(Hold(chain, present, blank, tail_blocks, reused, self.era))
+        return evicted
 
     def fill(self, hold: Hold, depth: int) -> None:
         if hold in self.outdated:

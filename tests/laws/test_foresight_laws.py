@@ -150,8 +150,8 @@ class ReferenceTable:
             siblings = sum((h - 1) / int(links.cables[k]) for k in hashed_onto)
             least = min(float(links.cable_bytes_per_s[k]) * (1 - self.congestion[links.link_tier[k]]) for k in cables)
             both = rivals + siblings
-            pace = (rivals * mean + siblings * least) / both if both else 0.0
-            limits.append(hashed_bytes_per_s(least, both, h, pace))
+            rival_bytes_per_s = (rivals * mean + siblings * least) / both if both else 0.0
+            limits.append(hashed_bytes_per_s(least, both, h, rival_bytes_per_s))
         return float(self.learned.factor[tier] * min(limits))
 
     def start(self, at: float, each: int, source: int, target: int, size: float) -> None:
@@ -514,7 +514,7 @@ def test_a_lone_transfer_has_the_rate_that_a_decision_expects(
 
 @given(st.integers(1, 40), st.floats(0.25, 4.0), st.integers(1, 4))
 def test_learned_factors_never_overshoot_the_true_factor(together: int, truth: float, rounds: int) -> None:
-    """Each path carries a given factor of the predicted rate, whatever number of transfers measure it at once."""
+    """Each path carries a given factor of the predicted rate, for any number of transfers that measure it at once."""
     tier: TierArray = np.full((2 * together, 2 * together), 3, dtype=np.int8)
     table, now = InFlight(LinkModel.of_tiers(tier, np.full(5, 1e9), nic_bytes_per_s=1e11)), 0.0
     for _ in range(rounds):

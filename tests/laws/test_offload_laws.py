@@ -161,7 +161,7 @@ def after(spec: ShortTerm, base: float, history: list[tuple[float, float, float]
 
 
 def most_moves(spec: ShortTerm) -> int:
-    """Return the number of changes from bound to bound, with every mistake forgotten meanwhile."""
+    """Return a limit for the number of changes: twice from bound to bound, and those until all errors are forgotten."""
     span = math.log(spec.threshold_max_tokens / spec.threshold_min_tokens) / math.log(spec.step)
     return 2 * math.ceil(span) + math.ceil(16 * spec.remember_s) + 2
 

@@ -35,23 +35,23 @@ class ReferenceCache:
 
     def make_room(self, needed: int, spared: Chain = ()) -> list[Chain]:
         """Evict the least recently touched prefix first, the deepest first among equals, one block after the other."""
-        gone: list[Chain] = []
+        evicted: list[Chain] = []
         free = [p for p in self.touched if not self.pinned(p) and spared[: len(p)] != p]
         for prefix in sorted(free, key=lambda p: (self.touched[p], -len(p))):
             if self.capacity is None or len(self.touched) + needed <= self.capacity:
                 break
             del self.touched[prefix]
-            gone.append(prefix)
-        return gone
+            evicted.append(prefix)
+        return evicted
 
     def store(self, chain: Chain, time: int) -> list[Chain]:
         depth = self.touch(chain, time)
-        gone = self.make_room(len(chain) - depth, spared=chain)
+        evicted = self.make_room(len(chain) - depth, spared=chain)
         for d in range(depth + 1, len(chain) + 1):
             if self.capacity is not None and len(self.touched) >= self.capacity:
                 break
             self.touched[chain[:d]] = time
-        return gone
+        return evicted
 
     def pin(self, chain: Chain, depth: int) -> int:
         depth = self.depth(chain[:depth])

@@ -18,7 +18,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """The command as a user starts it: exit code, stdout, stderr."""
+    """Return a function that runs the command; it returns exit code, stdout and stderr."""
 
     def started(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["kvroute", "plan", *arguments])

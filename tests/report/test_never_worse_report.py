@@ -88,7 +88,7 @@ def test_the_geometric_mean_equals_scipys(ratios: list[float]) -> None:
 
 
 def test_losses_are_sorted_and_have_a_reason() -> None:
-    """2 % above netkv and 20 % above cla under a lying oracle are losses; half a per cent is noise; a lower value is no
+    """2 % above netkv and 20 % above cla under a lying oracle are losses; half a percent is noise; a lower value is no
     loss."""
     matrix = [
         *runs(FAIR, foresight=1.02, cla=1.3, netkv=1.0),

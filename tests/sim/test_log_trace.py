@@ -117,9 +117,9 @@ def test_unknown_output_lengths_are_reported(tmp_path: Path) -> None:
     trace = read(path)
     rows = [(request.at_s, request.input_tokens, request.output_tokens) for request in trace.requests]
     assert rows == [(0.0, 100, 9), (0.5, 100, 60), (1.0, 100, 70), (2.5, 100, 1)]
-    answers, lone, models = trace.remarks
+    answers, remark, models = trace.remarks
     assert answers.startswith("the output of 3 of 4 requests was not counted")
-    assert lone.startswith("1 of 4 requests had several prompts or choices")
+    assert remark.startswith("1 of 4 requests had several prompts or choices")
     assert models == "requests use 3 models, which a trace does not distinguish: a, b, unnamed"
 
 
@@ -225,7 +225,7 @@ def live_log(tmp_path: Path) -> Path:
 
 
 def test_a_gateways_log_is_a_workload(live_log: Path, tmp_path: Path, kvroute: Kvroute) -> None:
-    """The trace has each request once at its arrival with the output that the client got, whatever was retried; the
+    """The trace has each request once at its arrival with the output that the client got, for any retries; the
     command simulates it and reports what is unknown."""
     arrivals = [record.event for record in read_log(live_log)[1] if isinstance(record.event, Arrived)]
     trace = read(live_log)
@@ -262,5 +262,5 @@ def test_a_gateways_log_explains_each_attempt(live_log: Path, kvroute: Kvroute) 
     table, _ = kvroute("explain", str(live_log), "7")
     assert f"after a failed prefill: prefill on {tries[1]['chosen']}, by cache-aware" in table
     assert f"{tries[0]['chosen']} (failed)" in table
-    lone, _ = kvroute("explain", str(live_log), "6")
-    assert ": prefill and decode on decode" in lone
+    remark, _ = kvroute("explain", str(live_log), "6")
+    assert ": prefill and decode on decode" in remark

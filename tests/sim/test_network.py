@@ -1,4 +1,4 @@
-"""KV transfers on the fabric: the time of a lone one, the effect of other traffic, and the operator's telemetry."""
+"""KV transfers on the fabric: the time of a single one, the effect of other traffic, and the operator's telemetry."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fabric(cluster: Cluster, background: Background | None = None, seed: int = 0
 
 
 def transfer_s(cluster: Cluster, links: Fabric, target: str, nbytes: float, request: int = 0) -> float:
-    """Return the time of a lone transfer until all of it has arrived."""
+    """Return the time of a single transfer until all of it has arrived."""
     links.send(request, cluster.index("p"), cluster.index(target), nbytes)
     while True:
         finish_s = links.next_finish_s()
