@@ -179,7 +179,7 @@ def test_bytes_are_conserved(case: Case) -> None:
 
 @LAW
 @given(cases(), st.floats(1.0, 100.0), st.data())
-def test_more_bandwidth_never_slows_a_lone_transfer(case: Case, factor: float, data: st.DataObject) -> None:
+def test_more_bandwidth_never_slows_a_single_transfer(case: Case, factor: float, data: st.DataObject) -> None:
     """A single transfer takes its bytes over its narrowest link, and more capacity of any link does not lengthen it."""
     net, path, size = case.network(), case.paths[0], case.sizes[0]
     before_s = net.transfer_s(path, size)

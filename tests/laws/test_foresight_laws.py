@@ -492,7 +492,7 @@ def test_reading_learned_values_changes_nothing(
 
 
 @given(tables(), sources, candidate_sets(), ends, st.floats(0, 0.99))
-def test_a_lone_transfer_has_the_rate_that_a_decision_expects(
+def test_a_single_transfer_has_the_rate_that_a_decision_expects(
     in_flight_state: tuple[InFlight, ReferenceTable],
     source: int,
     pool: Candidates,

@@ -259,7 +259,7 @@ def test_ttft_of_a_lone_request_by_hand() -> None:
     assert rows.finished_s[third] - rows.first_token_s[third] == pytest.approx(9 * 12.6e-3)
 
 
-def test_more_bandwidth_never_slows_a_lone_transfer() -> None:
+def test_more_bandwidth_never_slows_a_single_transfer() -> None:
     """On a cluster with faster uplinks, the transfer of the same request ends no later."""
     trace = Trace(name="one", requests=(_one(tokens=20_000),))
     spec = ControlSpec(decode="round-robin", prefill="round-robin")

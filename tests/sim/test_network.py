@@ -71,7 +71,7 @@ def expected_s(cluster: Cluster, links: Fabric, target: str, nbytes: float) -> f
 
 @some
 @given(ecmps, st.sampled_from(["d0", "d1", "d2", "d3"]), st.floats(1.0, 1e12), st.integers(0, 9), st.integers(0, 19))
-def test_a_lone_transfer_takes_bytes_over_the_slowest_link_plus_latency(
+def test_a_single_transfer_takes_bytes_over_the_slowest_link_plus_latency(
     ecmp: str, target: str, nbytes: float, seed: int, request: int
 ) -> None:
     """Uplinks are drawn at random, for all flows together or for each separately."""
