@@ -73,7 +73,7 @@ def run(name: str, arguments: list[str]) -> tuple[list[Row], str, bool]:
         printed = _run(name, arguments)
         if printed.returncode == 0:
             return [], printed.stdout.strip(), True
-    return [], (printed.stderr.strip().splitlines() or ["it ended without a word"])[-1], False
+    return [], (printed.stderr.strip().splitlines() or ["it ended without a message"])[-1], False
 
 
 def _run(name: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -112,9 +112,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one repeat, fewer decisions and requests")
     parser.add_argument("--no-peer", action="store_true", help="leave the peers out; nothing is installed")
     given = parser.parse_args()
-    wrong = [name for name in given.names if name not in BENCHES]
-    if wrong:
-        parser.error(f"there is no bench {wrong[0]!r}; choose from {', '.join(BENCHES)}")
+    unknown = [name for name in given.names if name not in BENCHES]
+    if unknown:
+        parser.error(f"there is no bench {unknown[0]!r}; choose from {', '.join(BENCHES)}")
     rows: list[Row] = []
     texts: dict[str, str] = {}
     broken = False
@@ -123,8 +123,8 @@ def main() -> int:
             texts[name] = "not there"
             continue
         print(f"bench {name} ...", file=sys.stderr, flush=True)
-        found, text, ended = run(name, options(name, given.quick, given.no_peer))
-        rows += found
+        bench_rows, text, ended = run(name, options(name, given.quick, given.no_peer))
+        rows += bench_rows
         if text:
             texts[name] = text
         broken = broken or not ended

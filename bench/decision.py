@@ -147,10 +147,10 @@ def decisions(decode: int, calls: int) -> dict[str, object]:
 
 def rows(sizes: tuple[int, ...], calls: int, peer: bool) -> list[Row]:
     """Return the rows of every size, ours and the peer's in turn, each in a fresh process."""
-    found = []
+    all_rows = []
     for size in sizes:
         ours = fresh("bench.decision", "--one", size, "--calls", calls)
-        theirs, reason = None, "" if peer else "not asked for"
+        theirs, reason = None, "" if peer else "not requested"
         if peer and size in PEER_SIZES:
             try:
                 theirs = fresh(
@@ -160,8 +160,8 @@ def rows(sizes: tuple[int, ...], calls: int, peer: bool) -> list[Row]:
                 reason = str(failed)
         elif peer:
             reason = f"Dynamo is run up to {max(PEER_SIZES):,} workers"
-        found += _rows(size, ours, theirs, reason)
-    return found
+        all_rows += _rows(size, ours, theirs, reason)
+    return all_rows
 
 
 def _rows(

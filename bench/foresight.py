@@ -177,7 +177,7 @@ def _plain_us(driver: Driver) -> float:
 
 def rows(calls: int) -> list[Row]:
     """Return the rows of every size and policy, each in a fresh process."""
-    found = []
+    all_rows = []
     for decode, in_flight in SIZES:
         for name in POLICIES:
             figures = fresh("bench.foresight", "--one", decode, in_flight, name, "--calls", calls)
@@ -190,11 +190,11 @@ def rows(calls: int) -> list[Row]:
             bound = {"peer": figures["plain"], "peer_name": "each candidate played"}
             target = TARGETS_US[decode] if name == "foresight" else None
             note = f"{where}: {played}" if played else ""
-            found.append(row(f"{where}, median", figures["choose"]["p50_us"], target=target, note=note, **bound))
-            found.append(row(f"{where}, p99", figures["choose"]["p99_us"]))
+            all_rows.append(row(f"{where}, median", figures["choose"]["p50_us"], target=target, note=note, **bound))
+            all_rows.append(row(f"{where}, p99", figures["choose"]["p99_us"]))
             if name == "foresight":
-                found.append(row(f"booking a start and an end, {in_flight} in flight", figures["book"]["p50_us"]))
-    return [*found, *(_arrival(decode, in_flight, calls) for decode, in_flight in SIZES)]
+                all_rows.append(row(f"booking a start and an end, {in_flight} in flight", figures["book"]["p50_us"]))
+    return [*all_rows, *(_arrival(decode, in_flight, calls) for decode, in_flight in SIZES)]
 
 
 def _arrival(decode: int, in_flight: int, calls: int) -> Row:

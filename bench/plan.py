@@ -25,9 +25,9 @@ def figures() -> dict[str, float]:
 
     start_s = time.perf_counter()
     problem = read_problem(SPEC)
-    found = [deployment(find(problem, kind), kind) for kind in KINDS]
+    deployments = [deployment(find(problem, kind), kind) for kind in KINDS]
     optimum_s = time.perf_counter() - start_s
-    assert all(each.lambda_max_per_s > 0 for each in found)
+    assert all(each.lambda_max_per_s > 0 for each in deployments)
     start_s = time.perf_counter()
     make_plan(problem)
     return {"optimum_s": optimum_s, "plan_s": time.perf_counter() - start_s, **process_figures()}

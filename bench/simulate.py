@@ -103,13 +103,13 @@ def rows(names: list[str], repeats: int, peer: bool, trace: Path) -> list[Row]:
     """Return medians of ours and the peer's, measured in turn, each in a fresh process, `repeats` times."""
     path = str(trace) if trace.exists() else ""
     source = f"trace: {trace.name}" if path else f"{trace} is not there: the trace is kvroute's own generated one"
-    found = []
+    all_rows = []
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "trace.jsonl"
         if peer:
             fresh("bench.simulate", "--write", plain, "--trace", path)
         for name in names:
-            size, ours, theirs, reason = SIZES[name], [], [], "" if peer else "not asked for"
+            size, ours, theirs, reason = SIZES[name], [], [], "" if peer else "not requested"
             for _ in range(repeats):
                 ours.append(fresh("bench.simulate", "--one", name, "--trace", path))
                 if not reason:
@@ -117,13 +117,13 @@ def rows(names: list[str], repeats: int, peer: bool, trace: Path) -> list[Row]:
                         theirs.append(_peer_once(size, plain))
                     except Failed as failed:
                         reason = str(failed)
-            found += _rows(size, ours, theirs, reason, source)
-    return found
+            all_rows += _rows(size, ours, theirs, reason, source)
+    return all_rows
 
 
 def _peer_once(size: Size, plain: Path) -> dict[str, float]:
-    asked = ["--prefill", size.peer_prefill, "--decode", size.peer_decode, "--speedup", size.speedup]
-    figures: dict[str, float] = fresh("bench.peers.dynamo_replay", plain, *asked, python=dynamo_python(), env=QUIET)
+    options = ["--prefill", size.peer_prefill, "--decode", size.peer_decode, "--speedup", size.speedup]
+    figures: dict[str, float] = fresh("bench.peers.dynamo_replay", plain, *options, python=dynamo_python(), env=QUIET)
     return {**figures, "requests_per_cpu_s": figures["requests"] / figures["cpu_s"]}
 
 

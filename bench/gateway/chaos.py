@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 import uvloop
-from bench.gateway.contenders import CONTENDERS, OTHER_CPUS, Place, answering, ask, ask_json, kvroute
+from bench.gateway.contenders import CONTENDERS, OTHER_CPUS, Place, answering, fetch, fetch_json, kvroute
 from bench.gateway.load import Plan, bodies
 from bench.gateway.program import Program
 from bench.measurement import Failed, Row, show
@@ -64,7 +64,7 @@ WATCHERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class Scenario:
     """Faults and load of a run."""
 
     requests: int = 10_000
@@ -88,7 +88,7 @@ class Weather:
 
 @dataclass(slots=True)
 class Outcome:
-    """Number of requests by kind of end, and the first few that did not end properly."""
+    """Number of requests by kind of end, and the first ten with an unexpected end."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     improper: list[str] = field(default_factory=list)
@@ -120,27 +120,27 @@ def judged(status: int, data: bytes, number: int, streams: bool) -> tuple[str, s
         return "cut short with an error event", ""
     if len(tokens) == TOKENS and events[-1] == "[DONE]":
         return "whole", ""
-    return "cut short without a word", data.decode()
+    return "cut short without an error event", data.decode()
 
 
-def asked(weather: Weather) -> Iterator[tuple[bytes, bool, float]]:
+def request_bodies(scenario: Scenario) -> Iterator[tuple[bytes, bool, float]]:
     """Yield bodies, whether they stream, and after how many seconds their client disconnects (0: never), by seed."""
-    draw, prompts = random.Random(weather.seed), bodies(Plan())
-    for number in range(weather.requests):
+    draw, prompts = random.Random(scenario.seed), bodies(Plan())
+    for number in range(scenario.requests):
         streams = draw.random() < 0.8
         fields = json.loads(prompts[number % len(prompts)])
         fields |= {"stream": streams, "max_tokens": TOKENS, "user": f"u{number}"}
-        leaves_s = draw.uniform(0.001, 0.08) if draw.random() < weather.leave_share else 0.0
+        leaves_s = draw.uniform(0.001, 0.08) if draw.random() < scenario.leave_share else 0.0
         yield msgspec.json.encode(fields), streams, leaves_s
 
 
-async def clients(url: str, weather: Weather, outcome: Outcome) -> None:
+async def clients(url: str, scenario: Scenario, outcome: Outcome) -> None:
     """Send all requests, each at its time regardless of the others."""
     client, started = Client(url), time.monotonic()
     try:
         async with asyncio.TaskGroup() as group:
-            for number, (body, streams, leaves_s) in enumerate(asked(weather)):
-                await asyncio.sleep(max(0.0, started + number / weather.rate_per_s - time.monotonic()))
+            for number, (body, streams, leaves_s) in enumerate(request_bodies(scenario)):
+                await asyncio.sleep(max(0.0, started + number / scenario.rate_per_s - time.monotonic()))
                 group.create_task(_one(client, number, body, streams, leaves_s, outcome))
     finally:
         client.close()
@@ -163,11 +163,11 @@ async def _one(client: Client, number: int, body: bytes, streams: bool, leaves_s
 class Observer:
     """Monitors the gateway from outside during the run, and restarts engines."""
 
-    def __init__(self, gateway: Program, workers: Mapping[str, Any], weather: Weather) -> None:
-        self._gateway, self._weather = gateway, weather
-        self._clerk = f"http://127.0.0.1:{workers['clerk']}"
+    def __init__(self, gateway: Program, workers: Mapping[str, Any], scenario: Scenario) -> None:
+        self._gateway, self._scenario = gateway, scenario
+        self._control = f"http://127.0.0.1:{workers['control']}"
         self._ports = [*workers["prefill"], *workers["decode"]]
-        self._draw = random.Random(weather.seed + 1)
+        self._draw = random.Random(scenario.seed + 1)
         self.rss_mb: list[float] = []
         self.sockets_max = 0
         self.restarts = 0
@@ -181,23 +181,23 @@ class Observer:
 
     async def reload(self) -> None:
         """Send SIGHUP periodically, if enabled."""
-        while self._weather.reload_every_s:
-            await asyncio.sleep(self._weather.reload_every_s)
+        while self._scenario.reload_every_s:
+            await asyncio.sleep(self._scenario.reload_every_s)
             self._gateway.send_signal(signal.SIGHUP)
 
     async def restart(self) -> None:
         """Restart one random engine after the other."""
         while True:
-            await asyncio.sleep(self._weather.restart_every_s)
+            await asyncio.sleep(self._scenario.restart_every_s)
             port = self._draw.choice(self._ports)
-            query = f"port={port}&down_s={self._weather.down_s}"
-            await asyncio.to_thread(ask_json, f"{self._clerk}/restart?{query}", "POST")
+            query = f"port={port}&down_s={self._scenario.down_s}"
+            await asyncio.to_thread(fetch_json, f"{self._control}/restart?{query}", "POST")
             self.restarts += 1
 
     def stats(self) -> dict[str, Any]:
         """Return the engines' counters."""
-        found: dict[str, Any] = ask_json(self._clerk + "/stats")
-        return found
+        counters: dict[str, Any] = fetch_json(self._control + "/stats")
+        return counters
 
     def other_sockets(self) -> int:
         """Return the number of the gateway's sockets, except those to engines."""
@@ -210,12 +210,12 @@ class Observer:
         return sum(last) / len(last) - sum(first) / len(first)
 
 
-async def storm(url: str, weather: Weather, observer: Observer) -> Outcome:
+async def run_load(url: str, scenario: Scenario, observer: Observer) -> Outcome:
     """Run all requests and faults; return the clients' results."""
     outcome = Outcome()
     beside = [asyncio.ensure_future(work) for work in (observer.watch(), observer.restart(), observer.reload())]
     try:
-        await clients(url, weather, outcome)
+        await clients(url, scenario, outcome)
     finally:
         for task in beside:
             task.cancel()
@@ -242,7 +242,7 @@ def _held(admin: str, observer: Observer, sockets: int) -> dict[str, float]:
     if not admin:
         return legs
     gauges: defaultdict[str, float] = defaultdict(float)
-    for line in ask(admin + "/metrics").decode().splitlines():
+    for line in fetch(admin + "/metrics").decode().splitlines():
         if line and not line.startswith("#"):
             series, value = line.split("#")[0].split()[:2]
             gauges[series.split("{")[0]] += float(value)
@@ -263,10 +263,10 @@ def decided_otherwise(logs: Iterable[Path]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Aftermath:
+class Result:
     """Results of a run."""
 
-    weather: Weather
+    scenario: Scenario
     outcome: Outcome
     held: dict[str, float]
     engines: dict[str, Any]
@@ -280,16 +280,16 @@ class Aftermath:
 
     def rows(self) -> list[Row]:
         """Return the checks: every request ends once, nothing is held, memory is constant."""
-        outcome, weather, asked_for = self.outcome, self.weather, self.weather.requests
-        improper = asked_for - sum(outcome.kinds[kind] for kind in PROPER)
-        stayed = max(1, asked_for - outcome.kinds["left"])
-        note = f"{self.weather.through}: memory at the end {self.rss_mb:.0f} MB; {self.restarts} restarts"
+        outcome, scenario, sent = self.outcome, self.scenario, self.scenario.requests
+        improper = sent - sum(outcome.kinds[kind] for kind in PROPER)
+        stayed = max(1, sent - outcome.kinds["left"])
+        note = f"{self.scenario.through}: memory at the end {self.rss_mb:.0f} MB; {self.restarts} restarts"
 
         def row(measure: str, ours: float | None, target: float | None, unit: str = "") -> Row:
             return Row(measure=measure, unit=unit, better="lower", ours=ours, target=target, note=note)
 
         return [
-            row(f"requests not answered exactly once, of {asked_for:,}", improper, 0),
+            row(f"requests not answered exactly once, of {sent:,}", improper, 0),
             row("errors in place of an answer, which another try could have saved", outcome.kinds["error"], 0),
             row(
                 "streams that broke off after their first token, of clients that stayed",
@@ -298,7 +298,7 @@ class Aftermath:
                 "%",
             ),
             row("held afterwards: requests, legs, transfers, connections", sum(self.held.values()), 0),
-            row(f"connections to engines {weather.calm_s:g} s later", self.kept, WATCHERS * 2 * weather.instances),
+            row(f"connections to engines {scenario.calm_s:g} s later", self.kept, WATCHERS * 2 * scenario.instances),
             row("growth of memory after the warm-up", self.growth_mb, FLAT_SHARE * self.rss_mb, "MB"),
             row("events that a replay of the log decides otherwise", self.decided_otherwise, 0),
         ]
@@ -316,37 +316,37 @@ class Aftermath:
         return {name: json.dumps(value) for name, value in figures_by_name.items()}
 
 
-def run(weather: Weather) -> Aftermath:
+def run(scenario: Scenario) -> Result:
     """Start engines and gateway, run all requests and faults, and wait for the idle time."""
-    worker = [sys.executable, "-m", "bench.gateway.mock_worker", "--fault-share", str(weather.fault_share)]
-    worker += ["--prefill", str(weather.instances), "--decode", str(weather.instances), "--seed", str(weather.seed)]
-    ours = weather.through == "kvroute"
-    command = kvroute(SECTION) if ours else CONTENDERS[weather.through]
+    worker = [sys.executable, "-m", "bench.gateway.mock_worker", "--fault-share", str(scenario.fault_share)]
+    worker += ["--prefill", str(scenario.instances), "--decode", str(scenario.instances), "--seed", str(scenario.seed)]
+    ours = scenario.through == "kvroute"
+    command = kvroute(SECTION) if ours else CONTENDERS[scenario.through]
     with tempfile.TemporaryDirectory() as scratch, Program(worker, cpus=OTHER_CPUS) as mock:
         workers = mock.document()
         place = Place.of(workers, Path(scratch))
-        with answering(command(place), weather.through, place) as gateway:
-            seen = lived_through(weather, place, gateway, Observer(gateway, workers, weather))
+        with answering(command(place), scenario.through, place) as gateway:
+            seen = measured(scenario, place, gateway, Observer(gateway, workers, scenario))
         logs = sorted(place.folder.glob("events.jsonl*"))
         return replace(seen, decided_otherwise=decided_otherwise(logs)) if ours else seen
 
 
-def lived_through(weather: Weather, place: Place, gateway: Program, observer: Observer) -> Aftermath:
+def measured(scenario: Scenario, place: Place, gateway: Program, observer: Observer) -> Result:
     """Run all requests and faults, and measure what remains."""
-    ours = weather.through == "kvroute"
+    ours = scenario.through == "kvroute"
     before, others = gateway.sockets(), observer.other_sockets()
-    outcome = uvloop.run(storm(f"http://127.0.0.1:{place.port}", weather, observer))
+    outcome = uvloop.run(run_load(f"http://127.0.0.1:{place.port}", scenario, observer))
     held = left(f"http://127.0.0.1:{place.second_port}" if ours else "", observer, others)
     engines, after = observer.stats(), gateway.sockets()
     if ours:
-        time.sleep(weather.calm_s)
-    return Aftermath(
-        weather=weather,
+        time.sleep(scenario.calm_s)
+    return Result(
+        scenario=scenario,
         outcome=outcome,
         held=held,
         engines=engines,
         sockets={"before": before, "most": observer.sockets_max, "after": after, "calm": gateway.sockets()},
-        kept=observer.stats()["connections"] if ours and weather.calm_s else None,
+        kept=observer.stats()["connections"] if ours and scenario.calm_s else None,
         rss_mb=gateway.rss_bytes() / 1e6,
         growth_mb=observer.growth_mb(),
         restarts=observer.restarts,
@@ -359,15 +359,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     for name in ("requests", "rate_per_s", "fault_share", "leave_share", "reload_every_s", "calm_s", "seed", "through"):
-        default = getattr(Weather(), name)
+        default = getattr(Scenario(), name)
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     given = vars(parser.parse_args())
     as_json = given.pop("json")
     try:
-        aftermath = run(Weather(**given))
+        result = run(Scenario(**given))
     except Failed as failed:
         sys.exit(str(failed))
-    show(aftermath.rows(), as_json, aftermath.texts())
+    show(result.rows(), as_json, result.texts())
 
 
 if __name__ == "__main__":

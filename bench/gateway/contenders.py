@@ -80,14 +80,14 @@ def answering(command: list[str], name: str, place: Place, cpus: Collection[int]
     program = Program(command, name=name, cpus=cpus)
     try:
         program.listens(place.port, READY_S)
-        _await_answer(program, f"http://127.0.0.1:{place.port}")
+        _await_response(program, f"http://127.0.0.1:{place.port}")
     except BaseException:
         program.end()
         raise
     return program
 
 
-def ask(url: str, body: bytes | None = None, timeout_s: float = 10.0, method: str | None = None) -> bytes:
+def fetch(url: str, body: bytes | None = None, timeout_s: float = 10.0, method: str | None = None) -> bytes:
     """Send one request with the standard library's client. Raises OSError without response or for an error status."""
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(url, data=body, headers=headers, method=method)
@@ -96,17 +96,17 @@ def ask(url: str, body: bytes | None = None, timeout_s: float = 10.0, method: st
         return data
 
 
-def ask_json(url: str, method: str | None = None) -> Any:
+def fetch_json(url: str, method: str | None = None) -> Any:
     """Return the JSON document at an address."""
-    return json.loads(ask(url, method=method))
+    return json.loads(fetch(url, method=method))
 
 
-def _await_answer(program: Program, url: str) -> None:
+def _await_response(program: Program, url: str) -> None:
     """Wait until the proxy has responded to one request: some routers listen before they have their workers."""
     body, deadline, why = bodies(Plan())[0], time.monotonic() + READY_S, ""
     while time.monotonic() < deadline and program.alive:
         try:
-            ask(url + CHAT, body)
+            fetch(url + CHAT, body)
             return
         except urllib.error.HTTPError as error:
             why = error.read().decode(errors="replace")
@@ -127,18 +127,18 @@ def legs(name: str, folder: Path) -> str:
     with Program(worker, cpus=OTHER_CPUS) as mock:
         workers = mock.document()
         place = Place.of(workers, folder)
-        clerk = f"http://127.0.0.1:{workers['clerk']}"
+        control = f"http://127.0.0.1:{workers['control']}"
         with started(name, place):
-            ask_json(clerk + "/capture", method="POST")
+            fetch_json(control + "/capture", method="POST")
             body = json.loads(bodies(Plan(stream_tokens=3))[1])
-            ask(f"http://127.0.0.1:{place.port}{CHAT}", json.dumps(body).encode())
-            seen = [entry for entry in ask_json(clerk + "/seen") if entry["path"].startswith(CHAT)]
+            fetch(f"http://127.0.0.1:{place.port}{CHAT}", json.dumps(body).encode())
+            seen = [entry for entry in fetch_json(control + "/seen") if entry["path"].startswith(CHAT)]
     return _described(name, {entry["role"]: entry for entry in seen}, len(seen))
 
 
 def _described(name: str, by_role: Mapping[str, Any], count: int) -> str:
     if count != 2 or len(by_role) != 2:
-        raise Failed(f"{name} sent {count} legs to {', '.join(by_role) or 'nobody'}")
+        raise Failed(f"{name} sent {count} legs to {', '.join(by_role) or 'no engine'}")
     prefill, decode = by_role["prefill"], by_role["decode"]
     if room := decode["body"].get("bootstrap_room"):
         if prefill["body"].get("bootstrap_room") != room:
@@ -146,5 +146,5 @@ def _described(name: str, by_role: Mapping[str, Any], count: int) -> str:
         return "both legs at once, one bootstrap_room"
     params = decode["body"].get("kv_transfer_params") or {}
     if params.get("remote_engine_id") != prefill["engine"] or decode["at_s"] < prefill["at_s"] + 0.015:
-        raise Failed(f"{name}: the decode leg does not carry what prefill answered")
+        raise Failed(f"{name}: the decode leg does not carry the parameters of the prefill's response")
     return "prefill, then decode with its kv_transfer_params"

@@ -102,7 +102,7 @@ def probe(port: int, result: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: over.set())
     worst = {"health_s": 0.0, "small_prompt_s": 0.0, "small_prompt_refused": 0}
 
-    def ask(figure: str, method: str, path: str, body: bytes | None) -> None:
+    def send(figure: str, method: str, path: str, body: bytes | None) -> None:
         client = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)
         while not over.is_set():
             start = time.monotonic()
@@ -116,8 +116,8 @@ def probe(port: int, result: Path) -> None:
 
     body = prompt_body(SMALL_BYTES)
     threads = [
-        threading.Thread(target=ask, args=("health_s", "GET", "/health", None)),
-        threading.Thread(target=ask, args=("small_prompt_s", "POST", COMPLETIONS, body)),
+        threading.Thread(target=send, args=("health_s", "GET", "/health", None)),
+        threading.Thread(target=send, args=("small_prompt_s", "POST", COMPLETIONS, body)),
     ]
     for thread in threads:
         thread.start()
@@ -181,25 +181,25 @@ def rows(case: Case, figures: Mapping[str, Any]) -> list[Row]:
 def main() -> None:
     """Run the named cases, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", help="words that a case's name holds; none: all cases")
+    parser.add_argument("cases", nargs="*", help="parts of the names of cases; default all cases")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--probe", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.probe:
         probe(int(options.probe[0]), Path(options.probe[1]))
         return
-    wanted = [case for case in CASES if not options.cases or any(word in case.name for word in options.cases)]
-    found: list[Row] = []
+    selected = [case for case in CASES if not options.cases or any(part in case.name for part in options.cases)]
+    all_rows: list[Row] = []
     worker = [sys.executable, "-m", "bench.gateway.mock_worker", "--prefill", "2", "--decode", "2"]
     with tempfile.TemporaryDirectory() as scratch, Program(worker) as mock:
         folder = Path(scratch)
         write_tokenizer(folder / "tokenizer.json")
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}), encoding="utf-8")
         workers = mock.document()
-        for case in wanted:
+        for case in selected:
             print(case.name, file=sys.stderr, flush=True)
-            found += rows(case, measured(case, workers, folder))
-    show(found, options.json)
+            all_rows += rows(case, measured(case, workers, folder))
+    show(all_rows, options.json)
 
 
 if __name__ == "__main__":

@@ -81,10 +81,11 @@ def by_length(ttft_s: Sequence[float | None]) -> list[float]:
     return [statistics.median(one for one in ttft_s[k :: len(TOKENS)] if one is not None) for k in range(len(TOKENS))]
 
 
-def rows(found: dict[Mode, Comparison], course: Course) -> list[Row]:
+def rows(comparisons: dict[Mode, Comparison], course: Course) -> list[Row]:
     """Return the times of both modes by length, live and simulated, and their ratio."""
     live, simulated = (
-        {mode: by_length(getattr(one, half).ttft_s) for mode, one in found.items()} for half in ("live", "predicted")
+        {mode: by_length(getattr(one, half).ttft_s) for mode, one in comparisons.items()}
+        for half in ("live", "predicted")
     )
     made = []
     for k, tokens in enumerate(TOKENS):
@@ -123,10 +124,10 @@ def main() -> None:
     course = Course(given.rounds, given.gbps, given.speed)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            found = {mode: compared(course, mode, Path(folder)) for mode in MODES}
+            comparisons = {mode: compared(course, mode, Path(folder)) for mode in MODES}
     except Failed as failed:
         sys.exit(str(failed))
-    show(rows(found, course), given.json)
+    show(rows(comparisons, course), given.json)
 
 
 if __name__ == "__main__":

@@ -47,10 +47,10 @@ def compared(question: Question) -> Comparison:
     return Comparison(question.policy, live, predicted)
 
 
-def rows(found: Sequence[Comparison]) -> list[Row]:
+def rows(comparisons: Sequence[Comparison]) -> list[Row]:
     """Return the difference of the medians by policy, and the live parts of TTFT with the predicted ones."""
     made = []
-    for one in found:
+    for one in comparisons:
         live, predicted = one.live, one.predicted
         what = f"{one.policy}, {len(live.ttft_s)} requests"
         note = f"{one.policy}: {live.answered} answered; a request's own TTFT is {100 * one.apart:.1f} % off (median)"
@@ -61,8 +61,8 @@ def rows(found: Sequence[Comparison]) -> list[Row]:
             made.append(msgspec.structs.replace(row, peer=peer, peer_name="simulated"))
         off, target = 100 * abs(one.off), 100 * WITHIN
         made.append(Row(measure=f"median TTFT, {what}: off by", unit="%", better="lower", ours=off, target=target))
-    if len(found) > 1:
-        made.append(_gain(found[0], found[-1]))
+    if len(comparisons) > 1:
+        made.append(_gain(comparisons[0], comparisons[-1]))
     return made
 
 
@@ -105,13 +105,13 @@ def main() -> None:
     )
     trace = playable(workload.of_seed(given.seed), OUTPUT_MAX)
     try:
-        found = [
+        comparisons = [
             compared(Question(given.cluster, trace, policy, given.prefill, given.seed))
             for policy in given.policy or POLICIES
         ]
     except Failed as failed:
         sys.exit(str(failed))
-    show(rows(found), given.json, {one.policy: text(one) for one in found})
+    show(rows(comparisons), given.json, {one.policy: text(one) for one in comparisons})
 
 
 if __name__ == "__main__":

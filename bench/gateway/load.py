@@ -66,13 +66,13 @@ def bodies(plan: Plan, seed: int = 0) -> list[bytes]:
     for number in range(PROMPTS):
         prefix = shared[number % GROUPS]
         text = prefix + _words(draw, plan.prompt_chars - len(prefix))
-        asked = {
+        body = {
             "model": MODEL,
             "messages": [{"role": "user", "content": text}],
             "max_tokens": plan.stream_tokens or 16,
             "stream": bool(plan.stream_tokens),
         }
-        made.append(msgspec.json.encode(asked))
+        made.append(msgspec.json.encode(body))
     draw.shuffle(made)
     return made
 

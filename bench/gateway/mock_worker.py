@@ -46,7 +46,7 @@ class KvParams(msgspec.Struct):
     do_remote_decode: bool = False
 
 
-class Asked(msgspec.Struct):
+class CompletionBody(msgspec.Struct):
     """Relevant fields of a request's body."""
 
     stream: bool = False
@@ -190,20 +190,20 @@ class Connection(asyncio.Protocol):
         if method != b"POST":  # sglang-router tries HTTP/2 first
             self.transport.close()
             return
-        asked = msgspec.json.decode(body, type=Asked) if body else Asked()
+        completion = msgspec.json.decode(body, type=CompletionBody) if body else CompletionBody()
         if self.worker.capture:
             self._keep(path, head, body)
         self.worker.open.add(self)
-        fault = self.worker.fault(asked.stream)
+        fault = self.worker.fault(completion.stream)
         if fault in ("status", "reset", "hang"):
             self._fail(fault)
             return
-        prefills = bool(asked.kv_transfer_params and asked.kv_transfer_params.do_remote_decode)
-        self._echo = asked.user.encode()
-        if asked.stream:
+        prefills = bool(completion.kv_transfer_params and completion.kv_transfer_params.do_remote_decode)
+        self._echo = completion.user.encode()
+        if completion.stream:
             # SGLang's prefill receives the client's own body and ends after its first token.
-            alone = self.engine.role == "prefill" and asked.bootstrap_room is not None
-            self._left = 1 if alone else asked.max_completion_tokens or asked.max_tokens or 16
+            alone = self.engine.role == "prefill" and completion.bootstrap_room is not None
+            self._left = 1 if alone else completion.max_completion_tokens or completion.max_tokens or 16
             self._sent, self._cut_at = 0, self._left // 2 if fault == "cut" else -1
             self.worker.streaming.add(self)
             self.send_chunk()
@@ -275,7 +275,7 @@ class Connection(asyncio.Protocol):
         return _json({})
 
 
-class Clerk(asyncio.Protocol):
+class ControlConnection(asyncio.Protocol):
     """The bench's control port: GET /stats, GET /seen, POST /capture, POST /restart?port=P&down_s=S."""
 
     def __init__(self, worker: Worker, tasks: set[asyncio.Task[None]]) -> None:
@@ -365,9 +365,9 @@ async def serve(prefill: int, decode: int, pace: Pace, seed: int) -> None:
         engine = Engine(worker, role)
         await engine.listen()
         worker.engines[engine.port] = engine
-    clerk = await asyncio.get_running_loop().create_server(lambda: Clerk(worker, tasks), "127.0.0.1", 0)
+    control = await asyncio.get_running_loop().create_server(lambda: ControlConnection(worker, tasks), "127.0.0.1", 0)
     ports = {role: [port for port, one in worker.engines.items() if one.role == role] for role in ("prefill", "decode")}
-    print(json.dumps({**ports, "clerk": clerk.sockets[0].getsockname()[1]}), flush=True)
+    print(json.dumps({**ports, "control": control.sockets[0].getsockname()[1]}), flush=True)
     await worker.tick()
 
 

@@ -55,7 +55,7 @@ class Seen:
     """Number of roles in panic at the end."""
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, number: int, statuses: Counter[int]) -> None:
+async def _send(session: aiohttp.ClientSession, url: str, number: int, statuses: Counter[int]) -> None:
     body = {"model": "llama-3-70b", "prompt": f"{number} What goes up must come down.", "max_tokens": 8}
     async with session.post(url, json=body) as response:
         await response.read()
@@ -85,7 +85,7 @@ async def play(panic: float, fail_s: float, rate_per_s: float) -> Seen:
                     await asyncio.sleep(max(0.0, started + number / rate_per_s - time.monotonic()))
                     if orders and time.monotonic() - started >= orders[0][0]:
                         await _checks(session, fleet, orders.pop(0)[1])
-                    group.create_task(_ask(session, url, number, statuses))
+                    group.create_task(_send(session, url, number, statuses))
             page = "".join(gateway.metrics.page("")[1]).splitlines()
         finally:
             await gateway.close()
@@ -104,16 +104,16 @@ def main() -> None:
     parser.add_argument("--rate-per-s", type=float, default=40.0)
     given = parser.parse_args()
     ours, without = (uvloop.run(play(panic, given.fail_s, given.rate_per_s)) for panic in (0.5, 0.0))
-    asked, refused = ours.statuses.total(), without.statuses.total() - without.statuses[200]
-    note = f"without the threshold {refused} of {asked}; panics that began: {ours.panics}"
+    total, failed = ours.statuses.total(), without.statuses.total() - without.statuses[200]
+    note = f"without the threshold {failed} of {total}; panics that began: {ours.panics}"
 
     def row(measure: str, value: float) -> Row:
         return Row(measure=measure, unit="", better="lower", ours=value, target=0, note=note)
 
     rows = [
         row(
-            f"requests refused while all health checks fail for {given.fail_s:g} s, of {asked}",
-            asked - ours.statuses[200],
+            f"requests refused while all health checks fail for {given.fail_s:g} s, of {total}",
+            total - ours.statuses[200],
         ),
         row("roles in a panic 10 s after the checks pass again", ours.in_panic_after),
     ]

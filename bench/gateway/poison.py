@@ -166,11 +166,11 @@ def main() -> None:
     parser.add_argument("--spread", action="store_true", help="poison requests evenly over each second, not at once")
     parser.add_argument("--whole", action="store_true", help="whole answers, no streams")
     given = parser.parse_args()
-    found: list[Row] = []
+    all_rows: list[Row] = []
     for rate in given.poison_per_s:
         mix = Mix(rate, given.normal_per_s, given.seconds, given.leg, given.spread, not given.whole)
-        found += rows(uvloop.run(run(mix)))
-    show(found, given.json)
+        all_rows += rows(uvloop.run(run(mix)))
+    show(all_rows, given.json)
 
 
 if __name__ == "__main__":

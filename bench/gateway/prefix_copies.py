@@ -85,10 +85,11 @@ def by_length(ttft_s: Sequence[float | None]) -> list[float]:
     return [statistics.median(one for one in second[k::step] if one is not None) for k in range(step)]
 
 
-def rows(found: dict[Mode, Comparison], course: Course) -> list[Row]:
+def rows(comparisons: dict[Mode, Comparison], course: Course) -> list[Row]:
     """Return the times of both modes by length, live and simulated, and the time saved."""
     live, simulated = (
-        {mode: by_length(getattr(one, half).ttft_s) for mode, one in found.items()} for half in ("live", "predicted")
+        {mode: by_length(getattr(one, half).ttft_s) for mode, one in comparisons.items()}
+        for half in ("live", "predicted")
     )
     made = []
     for k, tokens in enumerate(PREFIXES):
@@ -129,10 +130,10 @@ def main() -> None:
     course = Course(given.rounds, given.speed)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            found = {mode: compared(course, mode, Path(folder)) for mode in MODES}
+            comparisons = {mode: compared(course, mode, Path(folder)) for mode in MODES}
     except Failed as failed:
         sys.exit(str(failed))
-    show(rows(found, course), given.json)
+    show(rows(comparisons, course), given.json)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Program:
             if ended:
                 break
             time.sleep(0.02)
-        raise Failed(f"{self.name} did not say that it is ready: {self.errors()}")
+        raise Failed(f"{self.name} did not report that it is ready: {self.errors()}")
 
     def listens(self, port: int, timeout_s: float = 60.0) -> None:
         """Wait until the loopback port accepts connections. Raises Failed if the program ends or takes too long."""

@@ -127,8 +127,8 @@ async def _taken(program: Program, admin: str, number: int) -> None:
     deadline = time.monotonic() + TAKEN_S
     while time.monotonic() < deadline and program.alive:
         page = await asyncio.to_thread(_page, f"{admin}/metrics")
-        found = TAKEN.search(page)
-        if found is not None and int(found[1]) >= number:
+        match = TAKEN.search(page)
+        if match is not None and int(match[1]) >= number:
             return
     raise Failed(f"reload {number} was not taken: {program.errors()}")
 
@@ -143,8 +143,8 @@ def _ready(program: Program, ready: Path, timeout_s: float = 120.0) -> dict[str,
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and program.alive:
         if ready.exists() and (text := ready.read_bytes()).endswith(b"}"):
-            found: dict[str, str] = json.loads(text)
-            return found
+            addresses: dict[str, str] = json.loads(text)
+            return addresses
         time.sleep(0.05)
     raise Failed(f"the gateway did not start: {program.errors()}")
 
@@ -167,7 +167,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
             note=note,
         ),
         Row(
-            measure="requests that failed meanwhile",
+            measure="requests that failed during the reloads",
             unit="requests",
             better="lower",
             ours=float(sum(outcome.failed.values())),

@@ -63,7 +63,7 @@ def trial(name: str, workers: Mapping[str, Any], seconds: float, folder: Path) -
 
 def trials(names: Sequence[str], rounds: int, seconds: float) -> tuple[dict[str, list[Trial]], dict[str, str]]:
     """Run every contender once per round, in rotated order; return figures, and reasons for missing ones."""
-    found: dict[str, list[Trial]] = {name: [] for name in names}
+    results: dict[str, list[Trial]] = {name: [] for name in names}
     missing: dict[str, str] = {}
     worker = [sys.executable, "-m", "bench.gateway.mock_worker", "--tick-ms", str(TICK_MS)]
     worker += ["--prefill", str(INSTANCES), "--decode", str(INSTANCES)]
@@ -77,10 +77,10 @@ def trials(names: Sequence[str], rounds: int, seconds: float) -> tuple[dict[str,
                     continue
                 print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
                 try:
-                    found[name].append(trial(name, workers, seconds, folder))
+                    results[name].append(trial(name, workers, seconds, folder))
                 except Failed as failed:
                     missing[name] = str(failed)
-    return found, missing
+    return results, missing
 
 
 def described(names: Sequence[str]) -> dict[str, str]:
@@ -108,9 +108,9 @@ def figure(trials_: Sequence[Trial], load: str, *path: str) -> list[float]:
     return values
 
 
-def added_us(found: Mapping[str, Sequence[Trial]], name: str) -> list[float]:
+def added_us(results: Mapping[str, Sequence[Trial]], name: str) -> list[float]:
     """Return the median response time through the proxy minus the one without it, by round."""
-    through, direct = (figure(found[who], "paced", "answer_us", "p50") for who in (name, "direct"))
+    through, direct = (figure(results[contender], "paced", "answer_us", "p50") for contender in (name, "direct"))
     return [a - b for a, b in zip(through, direct, strict=False)]
 
 
@@ -136,20 +136,20 @@ COMPARED = {
 }
 
 
-def rows(found: Mapping[str, Sequence[Trial]], missing: Mapping[str, str]) -> list[Row]:
+def rows(results: Mapping[str, Sequence[Trial]], missing: Mapping[str, str]) -> list[Row]:
     """Return rows of ours with each peer, then rows of our other set-ups."""
-    made = [_row(found, missing, measure, OURS, peer) for measure, peers in COMPARED.items() for peer in peers]
+    made = [_row(results, missing, measure, OURS, peer) for measure, peers in COMPARED.items() for peer in peers]
     for name in VARIANTS:
-        if name in found:
+        if name in results:
             peer = SGLANG if "SGLang" in name else ""
-            made.append(_row(found, missing, "CPU per request, 32 connections", name, peer))
-            made.append(_row(found, missing, "added latency, median", name, peer))
+            made.append(_row(results, missing, "CPU per request, 32 connections", name, peer))
+            made.append(_row(results, missing, "added latency, median", name, peer))
     return made
 
 
-def _row(found: Mapping[str, Sequence[Trial]], missing: Mapping[str, str], measure: str, name: str, peer: str) -> Row:
+def _row(results: Mapping[str, Sequence[Trial]], missing: Mapping[str, str], measure: str, name: str, peer: str) -> Row:
     unit, values = MEASURES[measure]
-    ours, theirs = values(found, name), values(found, peer) if peer in found else []
+    ours, theirs = values(results, name), values(results, peer) if peer in results else []
     bound = statistics.median(theirs) if theirs else None
     if measure.startswith("delay"):
         target: float | None = CHUNK_TARGET_MS
@@ -163,22 +163,22 @@ def _row(found: Mapping[str, Sequence[Trial]], missing: Mapping[str, str], measu
         peer=bound,
         peer_name=(peer if theirs else "not available") if peer else "",
         target=target,
-        note="; ".join(f"{who}: {missing[who]}" for who in (name, peer) if who in missing),
+        note="; ".join(f"{contender}: {missing[contender]}" for contender in (name, peer) if contender in missing),
     )
 
 
-def ranges(found: Mapping[str, Sequence[Trial]], splits: Mapping[str, str]) -> str:
+def ranges(results: Mapping[str, Sequence[Trial]], splits: Mapping[str, str]) -> str:
     """Return every measure of every contender: median and range over the trials, and failed responses if any."""
-    lines = [f"{name}: {how}" for name, how in splits.items()]
+    lines = [f"{name}: {detail}" for name, detail in splits.items()]
     for measure, (unit, values) in MEASURES.items():
         lines.append(f"{measure}, {unit}")
-        for name in found:
-            series = [] if name == "direct" and measure.startswith(("CPU", "added")) else values(found, name)
+        for name in results:
+            series = [] if name == "direct" and measure.startswith(("CPU", "added")) else values(results, name)
             if series:
                 middle, low, high = statistics.median(series), min(series), max(series)
                 lines.append(f"  {name:20} {middle:9.4g}   {low:.4g} to {high:.4g}   n={len(series)}")
-    failed = [(name, load, one[load]["failed"]) for name in found for one in found[name] for load in LOADS]
-    lines += [f"{name}, {load}: failed {how}" for name, load, how in failed if how]
+    failed = [(name, load, one[load]["failed"]) for name in results for one in results[name] for load in LOADS]
+    lines += [f"{name}, {load}: failed {detail}" for name, load, detail in failed if detail]
     return "\n".join(lines)
 
 
@@ -194,14 +194,14 @@ def main() -> None:
     given = parser.parse_args()
     names = [name for name in CONTENDERS if not (given.no_peer and name in (VLLM, SGLANG))]
     names = ["direct", *(given.only or names)]
-    if wrong := [name for name in names[1:] if name not in CONTENDERS]:
-        parser.error(f"there is no contender {wrong[0]!r}; choose from {', '.join(CONTENDERS)}")
+    if unknown := [name for name in names[1:] if name not in CONTENDERS]:
+        parser.error(f"there is no contender {unknown[0]!r}; choose from {', '.join(CONTENDERS)}")
     splits = described(names[1:])
-    found, missing = trials(names, given.rounds, given.seconds)
+    results, missing = trials(names, given.rounds, given.seconds)
     if given.raw:
-        given.raw.write_text(json.dumps(found, indent=1))
-    found = {OURS: [], **found}
-    show(rows(found, missing), given.json, {"every trial": ranges(found, splits)})
+        given.raw.write_text(json.dumps(results, indent=1))
+    results = {OURS: [], **results}
+    show(rows(results, missing), given.json, {"every trial": ranges(results, splits)})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import uvloop
 from bench.gateway.clusters import reached, tree, write
-from bench.gateway.contenders import OTHER_CPUS, PROXY_CPUS, ask
+from bench.gateway.contenders import OTHER_CPUS, PROXY_CPUS, fetch
 from bench.gateway.mock_worker import MODEL
 from bench.gateway.program import Program, free_ports
 from bench.measurement import Failed, Row, show
@@ -67,8 +67,8 @@ class Load:
             group = number * 7 % GROUPS
             shared = [(group * 131 + place * 17) % 32_000 for place in range(SHARED_TOKENS)]
             own = [(number * 101 + place * 13 + 7) % 32_000 for place in range(OWN_TOKENS)]
-            asked = {"model": MODEL, "prompt": shared + own, "max_tokens": OUTPUT_TOKENS, "stream": True}
-            yield TimedRequest(number / self.rate_per_s, msgspec.json.encode(asked))
+            body = {"model": MODEL, "prompt": shared + own, "max_tokens": OUTPUT_TOKENS, "stream": True}
+            yield TimedRequest(number / self.rate_per_s, msgspec.json.encode(body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +153,11 @@ def observed(load: Load, running: Running, unscraped_share: float) -> Seen:
     """Measure the gateway idle, then under load."""
     proxy, idle_share = running.program, idle(running)
     url, metrics = f"http://127.0.0.1:{running.port}", f"http://127.0.0.1:{running.admin_port}/metrics"
-    before = ask(metrics).decode()
+    before = fetch(metrics).decode()
     busy_s, began = -proxy.cpu_s(), time.monotonic()
     answers = uvloop.run(replay_trace(url, load.plays(), timeout_s=60.0))
     busy_s, wall_s = busy_s + proxy.cpu_s(), time.monotonic() - began
-    after = ask(metrics).decode()
+    after = fetch(metrics).decode()
     first, last = histogram(before), histogram(after)
     return Seen(
         load=load,
@@ -188,11 +188,11 @@ def series(page: str, name: str) -> list[float]:
 
 def histogram(page: str) -> dict[str, dict[float, float]]:
     """Return cumulative counts of decisions by kind and upper bound."""
-    found: dict[str, dict[float, float]] = {}
+    counts: dict[str, dict[float, float]] = {}
     for labels, value in re.findall(r"^kvroute_decision_seconds_bucket\{([^}]*)\} (\S+)", page, re.M):
         fields = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        found.setdefault(fields["kind"], {})[float(fields["le"])] = float(value)
-    return found
+        counts.setdefault(fields["kind"], {})[float(fields["le"])] = float(value)
+    return counts
 
 
 def quantile(cumulative: Mapping[float, float], share: float) -> float | None:
@@ -216,8 +216,8 @@ def rows(seen: Seen) -> list[Row]:
     size = f"{instances} instances, {seen.load.policy}"
     failed = [answer for answer in seen.answers if not answer.ok]
     note = (
-        f"{size}: {len(seen.answers)} requests at {seen.load.rate_per_s:g}/s, {seen.batches:.0f} batches of KV events"
-        f" told of {seen.hit_share:.0%} of their tokens, up after {seen.start_s:.1f} s, {seen.rss_mb:.0f} MB"
+        f"{size}: {len(seen.answers)} requests at {seen.load.rate_per_s:g}/s, {seen.batches:.0f} batches of KV events,"
+        f" {seen.hit_share:.0%} of prompt tokens known as cached, up after {seen.start_s:.1f} s, {seen.rss_mb:.0f} MB"
     )
 
     def row(measure: str, unit: str, ours: float | None, target: float | None = None) -> Row:

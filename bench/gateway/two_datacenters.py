@@ -123,8 +123,8 @@ def requests(course: Course) -> Iterator[TimedRequest]:
         prompt = (f"{number:07} " + "lorem ipsum dolor sit amet " * (kinds[number % GROUP] // 6))[
             : 4 * kinds[number % GROUP]
         ]
-        asked = {"model": "prfaas-1t-hybrid", "prompt": prompt, "max_tokens": TOKENS, "stream": True}
-        yield TimedRequest(at_s, msgspec.json.encode(asked))
+        body = {"model": "prfaas-1t-hybrid", "prompt": prompt, "max_tokens": TOKENS, "stream": True}
+        yield TimedRequest(at_s, msgspec.json.encode(body))
         number += 1
 
 
@@ -179,21 +179,21 @@ async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientS
     samples: list[dict[str, float]] = []
     async with asyncio.TaskGroup() as group:
         answering = group.create_task(replay_trace(url, plays, timeout_s=300.0))
-        watching = group.create_task(_weather(course, admin, session, samples))
+        link_changes = group.create_task(_change_link(course, admin, session, samples))
     answers = answering.result()
     await asyncio.sleep(1.0)
     samples.append(await _sent(session, admin))
-    wrong = [answer.error or f"{len(answer.token_s)} tokens" for answer in answers if not _whole(answer)]
+    incomplete = [answer.error or f"{len(answer.token_s)} tokens" for answer in answers if not _whole(answer)]
     state = await _json(session, f"{admin}/state")
     page = await _metrics(session, admin)
     before_s = _median_s(answers, course.cut_at_s - course.before_s / course.speed, course.cut_at_s)
     return Outcome(
         requests=len(answers),
-        lost=len(wrong),
-        errors=tuple(error[:200] for error in wrong[:3]),
+        lost=len(incomplete),
+        errors=tuple(error[:200] for error in incomplete[:3]),
         before_s=before_s,
         during_s=_median_s(answers, course.cut_at_s, course.restored_at_s),
-        shut_s=watching.result(),
+        shut_s=link_changes.result(),
         recovered_s=_recovered_s(course, answers, before_s),
         offloaded_share={
             name: _away_share(first, last)
@@ -206,7 +206,7 @@ async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientS
     )
 
 
-async def _weather(
+async def _change_link(
     course: Course, admin: str, session: aiohttp.ClientSession, samples: list[dict[str, float]]
 ) -> float | None:
     """Cut and restore the link, and add prefill counts to `samples` at every change; return seconds to detection."""
@@ -312,7 +312,7 @@ def rows(outcome: Outcome) -> list[Row]:
             note="; ".join(outcome.errors),
         ),
         Row(
-            measure="link cut under load: until nothing is sent that way any more",
+            measure="link cut under load: until nothing is sent over the link any more",
             unit="s",
             better="lower",
             ours=outcome.shut_s,

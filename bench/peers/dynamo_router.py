@@ -28,7 +28,7 @@ def match_us(prompts: Prompts, calls: int) -> dict[str, float]:
         tree.apply_event(worker, json.dumps(event).encode())
     queries = [list(copied(chain)) for chain in prompts.long]
     depths = tree.find_matches(queries[0], False).scores
-    assert max(depths.values()) == LONG_BLOCKS, "the index does not hold what it was told"
+    assert max(depths.values()) == LONG_BLOCKS, "the index lacks blocks of an event"
     taken = []
     for call in range(calls):
         start = time.perf_counter_ns()
@@ -56,14 +56,14 @@ async def select_us(workers: int, long: list[Chain], calls: int) -> dict[str, fl
     taken = []
     for call in range(calls):
         blocks = hashes[call % len(hashes)]
-        asked = {
+        request = {
             "model_name": "llama",
             "block_hashes": blocks,
             "sequence_hashes": blocks,
             "isl_tokens": LONG_BLOCKS * BLOCK_TOKENS,
         }
         start = time.perf_counter_ns()
-        await service.select(asked)
+        await service.select(request)
         taken.append(time.perf_counter_ns() - start)
     service.shutdown()
     return quantiles_us(taken)

@@ -16,13 +16,13 @@ BOOTSTRAP_PORT = 8998
 
 def vllm_router(port: int, metrics_port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
     """Return vllm-router with vLLM's NIXL protocol: prefill first, its `kv_transfer_params` go to decode."""
-    legs = [word for one in prefill for word in ("--prefill", _url(one))]
+    legs = [argument for one in prefill for argument in ("--prefill", _url(one))]
     return _command("vllm-router", port, metrics_port, ["--vllm-pd-disaggregation", *legs], decode, "error")
 
 
 def sglang_router(port: int, metrics_port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
     """Return sglang-router with SGLang's protocol: both legs at once, connected by a bootstrap room."""
-    legs = [word for one in prefill for word in ("--prefill", _url(one), str(BOOTSTRAP_PORT))]
+    legs = [argument for one in prefill for argument in ("--prefill", _url(one), str(BOOTSTRAP_PORT))]
     return _command("sglang-router", port, metrics_port, ["--pd-disaggregation", *legs], decode, "error")
 
 
@@ -31,7 +31,7 @@ def _command(
 ) -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", str(port)]
     metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
-    targets = [word for one in decode for word in ("--decode", _url(one))]
+    targets = [argument for one in decode for argument in ("--decode", _url(one))]
     # Routers check whether workers are up; with the default of 30 s, the first check would decide the start.
     start = ["--worker-startup-check-interval", "1"]
     launch = ["launch"] if program == "sglang-router" else []

@@ -25,22 +25,33 @@ class KernelPaths:
 
     def of(self, source: Host, target: Host, source_port: int, target_port: int) -> list[int]:
         """Return link ids in order for a TCP connection between two hosts of different nodes."""
-        place, came, path = source.name, "", []
+        place, input_device, path = source.name, "", []
         while place != target.name:
             links = self._testbed.wiring.routes[place, target.name]
             link = links[0]
             if len(links) > 1:
-                link = self._link_of(place, came, str(source.address), str(target.address), source_port, target_port)
+                link = self._link_of(
+                    place, input_device, str(source.address), str(target.address), source_port, target_port
+                )
             assert link in links, "the kernel uses a link outside the routes"
             path.append(link)
             there = self._opposite[link]
-            place, came = there.place, there.device
+            place, input_device = there.place, there.device
         return path
 
-    def _query(self, place: str, came: str, source: str, target: str, sport: int, dport: int) -> int:
-        arguments = ["route", "get", target, "from", source, *(["iif", came] if came else []), "ipproto", "tcp"]
+    def _query(self, place: str, input_device: str, source: str, target: str, sport: int, dport: int) -> int:
+        arguments = [
+            "route",
+            "get",
+            target,
+            "from",
+            source,
+            *(["iif", input_device] if input_device else []),
+            "ipproto",
+            "tcp",
+        ]
         arguments += ["sport", str(sport), "dport", str(dport)]
         output = run("ip", "-n", self._testbed.run.namespace(place), *arguments)
-        found = re.search(r" dev l(\d+)", output)
-        assert found, f"no device in {output!r}"
-        return int(found[1])
+        match = re.search(r" dev l(\d+)", output)
+        assert match, f"no device in {output!r}"
+        return int(match[1])

@@ -58,9 +58,9 @@ def trial(given: argparse.Namespace) -> list[Round]:
     build = Build(queues=given.queues, seed=given.seed)
     first = given.seed % len(POLICIES)
     with course(Run(f"p{os.getpid() % 10**7}"), READINGS[given.reading], build) as up:
-        found = {name: up.play(name, PREFILL, trace) for name in (*POLICIES[first:], *POLICIES[:first])}
+        rounds = {name: up.play(name, PREFILL, trace) for name in (*POLICIES[first:], *POLICIES[:first])}
     questions = [Question(READINGS[given.reading], trace, name, PREFILL, given.seed) for name in POLICIES]
-    return [msgspec.structs.replace(found[each.policy], simulated=simulated(each)) for each in questions]
+    return [msgspec.structs.replace(rounds[each.policy], simulated=simulated(each)) for each in questions]
 
 
 def simulated(question: Question) -> Half:
@@ -92,13 +92,13 @@ def difference(one: Sequence[Half], other: Sequence[Half]) -> tuple[float, float
     return statistics.mean(blocks), error
 
 
-def rows(what: str, found: Sequence[Sequence[Round]]) -> list[Row]:
+def rows(what: str, trials: Sequence[Sequence[Round]]) -> list[Row]:
     """Return the rows of one reading: mean TTFT by policy, and the pairs of policies in the simulated order."""
-    by_policy = {name: [rounds[at] for rounds in found] for at, name in enumerate(POLICIES)}
+    by_policy = {name: [rounds[at] for rounds in trials] for at, name in enumerate(POLICIES)}
     made = []
     for name, rounds in by_policy.items():
         kernel, simulated = ([half(one) for one in rounds] for half in (_kernel, _simulated))
-        answered, asked = sum(one.answered for one in kernel), sum(len(one.ttft_s) for one in kernel)
+        answered, sent = sum(one.answered for one in kernel), sum(len(one.ttft_s) for one in kernel)
         cpu = statistics.mean(one.cpu_share for one in rounds)
         transfer = [statistics.mean(one.parts_s["transfer"] for one in halves) for halves in (kernel, simulated)]
         made.append(
@@ -109,7 +109,7 @@ def rows(what: str, found: Sequence[Sequence[Round]]) -> list[Row]:
                 ours=statistics.mean(one.ttft_mean_s for one in kernel),
                 peer=statistics.mean(one.ttft_mean_s for one in simulated),
                 peer_name="simulated",
-                note=f"{what}, {name}: {answered} of {asked} answered, transfers {transfer[0]:.3f} s (simulated "
+                note=f"{what}, {name}: {answered} of {sent} answered, transfers {transfer[0]:.3f} s (simulated "
                 f"{transfer[1]:.3f}), engines and gateway used {cpu:.0%} of the cores",
             )
         )
@@ -149,7 +149,7 @@ def order(what: str, by_policy: Mapping[str, Sequence[Round]]) -> list[Row]:
             note=note,
         ),
         Row(
-            measure=f"{what}: of those, the other way round by {APART:g} standard errors",
+            measure=f"{what}: of those, in the opposite order by {APART:g} standard errors",
             unit="",
             better="lower",
             ours=float(against),
@@ -201,10 +201,10 @@ def main() -> int:
         print(msgspec.json.encode(trial(given)).decode())
         return 0
     names = ("requests", "rate", "profile", "p_share", "output_max", "queues")
-    words = [str(word) for name in names for word in (f"--{name.replace('_', '-')}", getattr(given, name))]
-    found: dict[str, list[Sequence[Round]]] = {reading: [] for reading in readings}
+    options = [str(argument) for name in names for argument in (f"--{name.replace('_', '-')}", getattr(given, name))]
+    trials: dict[str, list[Sequence[Round]]] = {reading: [] for reading in readings}
     done = {(trial.reading, trial.seed): trial for trial in _kept(given.raw)}
-    if any(trial.options != words for trial in done.values()):
+    if any(trial.options != options for trial in done.values()):
         parser.error(f"{given.raw} is of other options; name another file")
     try:
         namespaces.check()
@@ -212,15 +212,15 @@ def main() -> int:
             for reading in readings:
                 if (reading, seed) not in done:
                     more = ["--reading", reading, "--seed", seed, "--trial"]
-                    rounds = msgspec.convert(fresh("bench.testbed.policies", *words, *more), tuple[Round, ...])
-                    done[reading, seed] = Trial(reading, seed, words, rounds)
+                    rounds = msgspec.convert(fresh("bench.testbed.policies", *options, *more), tuple[Round, ...])
+                    done[reading, seed] = Trial(reading, seed, options, rounds)
                     _keep(given.raw, done[reading, seed])
-                found[reading].append(done[reading, seed].rounds)
+                trials[reading].append(done[reading, seed].rounds)
     except (Unavailable, Failed, InputError) as error:
         what = "policies on a testbed, beside the simulator"
         show([Row(measure=what, unit="", better="higher", ours=None, note=str(error))], given.json)
         return 0 if isinstance(error, Unavailable) else 1
-    show([row for reading in readings for row in rows(f"{reading}, {given.queues}", found[reading])], given.json)
+    show([row for reading in readings for row in rows(f"{reading}, {given.queues}", trials[reading])], given.json)
     return 0
 
 

@@ -99,7 +99,7 @@ def transfers(testbed: Testbed, count: int, rate_per_s: float, median_bytes: flo
     return made
 
 
-def send(testbed: Testbed, wanted: Sequence[Transfer]) -> None:
+def send(testbed: Testbed, planned: Sequence[Transfer]) -> None:
     """Send all transfers at their times; return when the last one has ended, or after a time limit."""
     selector, listeners = selectors.DefaultSelector(), []
     for host in testbed.wiring.hosts:
@@ -110,9 +110,9 @@ def send(testbed: Testbed, wanted: Sequence[Transfer]) -> None:
         listener.listen(128)
         selector.register(listener, selectors.EVENT_READ, None)
         listeners.append(listener)
-    by_port = {FIRST_PORT + 1 + number: transfer for number, transfer in enumerate(wanted)}
-    waiting, in_flight, started = list(reversed(wanted)), 0, time.monotonic()
-    buffer, last_s = bytearray(1 << 18), wanted[-1].start_s + PATIENCE_S
+    by_port = {FIRST_PORT + 1 + number: transfer for number, transfer in enumerate(planned)}
+    waiting, in_flight, started = list(reversed(planned)), 0, time.monotonic()
+    buffer, last_s = bytearray(1 << 18), planned[-1].start_s + PATIENCE_S
     while (waiting or in_flight) and (now := time.monotonic() - started) < last_s:
         while waiting and waiting[-1].start_s <= now:
             transfer = waiting.pop()
@@ -206,13 +206,13 @@ def trial(given: argparse.Namespace) -> Figures:
     testbed.check()
     try:
         testbed.lay()
-        wanted = transfers(testbed, given.count, given.rate, given.bytes, given.sigma)
+        planned = transfers(testbed, given.count, given.rate, given.bytes, given.sigma)
         before, began = (process_s(), cpu_s(testbed.run.name), machine_s()), time.monotonic()
-        send(testbed, wanted)
+        send(testbed, planned)
         cores_s = (time.monotonic() - began) * (os.cpu_count() or 1)
         own_s = process_s() - before[0] + cpu_s(testbed.run.name) - before[1]
         busy_s = machine_s() - before[2]
-        done = [transfer for transfer in wanted if transfer.ended_s is not None]
+        done = [transfer for transfer in planned if transfer.ended_s is not None]
         real = [transfer.ended_s - transfer.began_s for transfer in done if transfer.ended_s is not None]
         both = predicted(testbed, done, slow_start=True)
         plain = predicted(testbed, done, slow_start=False)
@@ -224,7 +224,7 @@ def trial(given: argparse.Namespace) -> Figures:
         without_slow_start=[predicted_s / took - 1 for (predicted_s, _), took in zip(plain, real, strict=True)],
         nbytes=[transfer.nbytes for transfer in done],
         took_s=real,
-        lost=len(wanted) - len(done),
+        lost=len(planned) - len(done),
         cpu_share=own_s / cores_s,
         machine_share=busy_s / cores_s,
     )
@@ -259,15 +259,15 @@ def row(what: str, errors: Sequence[float], target: float | None, note: str = ""
     )
 
 
-def rows(name: str, found: Sequence[Figures], target: float | None) -> list[Row]:
+def rows(name: str, figures: Sequence[Figures], target: float | None) -> list[Row]:
     """Return the rows of one kind of testbed."""
-    lost, cpu = sum(one.lost for one in found), statistics.mean(one.cpu_share for one in found)
-    machine = statistics.mean(one.machine_share for one in found)
+    lost, cpu = sum(one.lost for one in figures), statistics.mean(one.cpu_share for one in figures)
+    machine = statistics.mean(one.machine_share for one in figures)
     note = f"; {lost} did not end; the testbed used {cpu:.0%} of the cores, the whole machine {machine:.0%}"
     return [
-        row(f"{name}, played through", [error for one in found for error in one.played], target, note),
-        row(f"{name}, foreseen at the start", [error for one in found for error in one.foreseen], None),
-        row(f"{name}, without slow start", [error for one in found for error in one.without_slow_start], None),
+        row(f"{name}, played through", [error for one in figures for error in one.played], target, note),
+        row(f"{name}, foreseen at the start", [error for one in figures for error in one.foreseen], None),
+        row(f"{name}, without slow start", [error for one in figures for error in one.without_slow_start], None),
     ]
 
 
@@ -294,24 +294,24 @@ def main() -> int:
         return 0
     kinds = [given.queues] if given.queues else list(get_args(Discipline))
     names = ("cluster", "scale", "count", "rate", "bytes", "sigma", "background")
-    words = [word for name in names for word in (f"--{name}", getattr(given, name))]
-    found: dict[str, list[Figures]] = {kind: [] for kind in kinds}
+    options = [argument for name in names for argument in (f"--{name}", getattr(given, name))]
+    figures: dict[str, list[Figures]] = {kind: [] for kind in kinds}
     try:
         namespaces.check()
         for number in range(given.rounds):
             for kind in kinds:
-                told = fresh(
-                    "bench.testbed.transfers", *words, "--queues", kind, "--seed", given.seed + number, "--trial"
+                document = fresh(
+                    "bench.testbed.transfers", *options, "--queues", kind, "--seed", given.seed + number, "--trial"
                 )
-                found[kind].append(msgspec.convert(told, Figures))
+                figures[kind].append(msgspec.convert(document, Figures))
     except (Unavailable, Failed) as error:
         what = "transfers on a testbed: predicted beside measured"
         show([Row(measure=what, unit="%", better="lower", ours=None, note=str(error))], given.json)
         return 0 if isinstance(error, Unavailable) else 1
     if given.raw:
-        given.raw.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+        given.raw.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
     targets = {"fair": 100 * WITHIN}
-    show([row for kind in kinds for row in rows(f"{kind} queues", found[kind], targets.get(kind))], given.json)
+    show([row for kind in kinds for row in rows(f"{kind} queues", figures[kind], targets.get(kind))], given.json)
     return 0
 
 

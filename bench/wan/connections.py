@@ -20,7 +20,7 @@ CONTROLS = ("cubic", "bbr")
 
 def trial(wan: Wan, nbytes: int, control: str, first: int) -> dict[str, Any]:
     """Measure payload bytes per second once for each number of fresh connections, starting at index `first`."""
-    found: dict[str, Any] = {"rates": {}, "again": {}, "rtt_s": {}}
+    figures: dict[str, Any] = {"rates": {}, "again": {}, "rtt_s": {}}
     with Network(wan) as network:
         for place in range(len(CONNECTIONS)):
             number = CONNECTIONS[(first + place) % len(CONNECTIONS)]
@@ -29,11 +29,11 @@ def trial(wan: Wan, nbytes: int, control: str, first: int) -> dict[str, Any]:
                 both.start("p")
                 result = both.wait()
                 ((sent, _),) = both.server.links().values()
-            found["rates"][str(number)] = result.nbytes / result.seconds
-            found["again"][str(number)] = sent.again_segments / sent.segments
+            figures["rates"][str(number)] = result.nbytes / result.seconds
+            figures["again"][str(number)] = sent.again_segments / sent.segments
         crossed, lost, full = network.lost()
-        found |= {"lost": lost / (crossed + lost + full), "full": full / (crossed + lost + full)}
-    return found
+        figures |= {"lost": lost / (crossed + lost + full), "full": full / (crossed + lost + full)}
+    return figures
 
 
 def rows(wan: Wan, control: str, trials: list[dict[str, Any]]) -> list[Row]:

@@ -57,7 +57,7 @@ class Ends:
         result = self.client.wait(WAIT_S)
         assert result is not None, "the transfer hangs"
         assert not result.failure, result.failure
-        assert np.array_equal(self.source, self.target), "the bytes have changed on their way"
+        assert np.array_equal(self.source, self.target), "the received bytes differ from the sent ones"
         return result
 
 

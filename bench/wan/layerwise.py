@@ -38,17 +38,17 @@ def prefill(both: Ends, name: str, prefill_s: float, tell: bool) -> float:
 
 def trial(wan: Wan, nbytes: int, connections: int, prefill_s: float) -> dict[str, float]:
     """Run both modes once, each with fresh connections; return the seconds after the end of the prefill."""
-    found = {}
+    figures = {}
     with Network(wan) as network:
         with ends(network, nbytes, connections) as both:
             began = both.start("p", wait_s=60.0)
             ended = prefill(both, "p", prefill_s, tell=True)
-            found["layerwise_s"] = began + both.wait().seconds - ended
+            figures["layerwise_s"] = began + both.wait().seconds - ended
         with ends(network, nbytes, connections) as both:
             ended = prefill(both, "p", prefill_s, tell=False)
             began = both.start("p")
-            found["afterwards_s"] = began + both.wait().seconds - ended
-    return found
+            figures["afterwards_s"] = began + both.wait().seconds - ended
+    return figures
 
 
 def main() -> int:
@@ -69,12 +69,12 @@ def main() -> int:
         print(json.dumps(trial(wan, round(given.mb * 1e6), given.connections, given.prefill_s)))
         return 0
     names = ("mb", "mbps", "rtt_ms", "loss", "connections", "prefill_s")
-    link = [word for name in names for word in (f"--{name.replace('_', '-')}", getattr(given, name))]
+    options = [argument for name in names for argument in (f"--{name.replace('_', '-')}", getattr(given, name))]
     measure = f"WAN: from the end of a prefill of {given.prefill_s:g} s to the last KV byte, layer-wise"
     try:
         with Network(wan):
             pass
-        trials = [fresh("bench.wan.layerwise", *link, "--trial") for _ in range(given.rounds)]
+        trials = [fresh("bench.wan.layerwise", *options, "--trial") for _ in range(given.rounds)]
     except (Unavailable, Failed) as error:
         show([Row(measure=measure, unit="s", better="lower", ours=None, note=str(error))], given.json)
         return 0 if isinstance(error, Unavailable) else 1

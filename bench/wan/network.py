@@ -100,13 +100,13 @@ class Network:
     def lost(self) -> tuple[int, int, int]:
         """Return the packets so far that crossed the link, that the filter dropped, and that a full queue dropped."""
         with _inside(self._middle):
-            told = _run("tc", "-s", "qdisc", "show", "dev", "right")
-        found = {}
+            output = _run("tc", "-s", "qdisc", "show", "dev", "right")
+        counters = {}
         for handle in ("20:", "30:"):
-            section = told[told.index(f"bfifo {handle}") :]
+            section = output[output.index(f"bfifo {handle}") :]
             sent, dropped = re.search(r"Sent \d+ bytes (\d+) pkt \(dropped (\d+)", section).groups()  # type: ignore[union-attr]
-            found[handle] = int(sent), int(dropped)
-        return found["20:"][0], found["30:"][1], found["20:"][1]
+            counters[handle] = int(sent), int(dropped)
+        return counters["20:"][0], counters["30:"][1], counters["20:"][1]
 
     def _join(self, name: str, namespace: int, prefix: str) -> None:
         with _inside(self._middle):

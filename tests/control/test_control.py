@@ -83,16 +83,16 @@ def terms_of(decision: Decision) -> Terms:
     return decision.terms
 
 
-def placed(control: Control, asked: Request, at: float = 0.0) -> Decode:
+def placed(control: Control, arrived: Request, at: float = 0.0) -> Decode:
     """Let a request arrive and its prefill finish; return the decode decision."""
-    assert isinstance(one(control.handle(Arrived(at, asked))), Prefill)
-    decision = one(control.handle(PrefillFinished(at, asked.id)))
+    assert isinstance(one(control.handle(Arrived(at, arrived))), Prefill)
+    decision = one(control.handle(PrefillFinished(at, arrived.id)))
     assert isinstance(decision, Decode)
     return decision
 
 
 @dataclass
-class Life:
+class RequestState:
     """The state of a request in flight, as the test tracks it."""
 
     request: Request
@@ -101,7 +101,7 @@ class Life:
     target: str = ""
 
 
-class Lives(RuleBasedStateMachine):
+class Histories(RuleBasedStateMachine):
     """Random valid request histories against a model that counts; every decode decision must be priced from the model's
     counts."""
 
@@ -109,7 +109,7 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.control = core()
         self.now = 0.0
-        self.lives: dict[int, Life] = {}
+        self.states: dict[int, RequestState] = {}
         self.count = 0
 
     def notify(self, event: Event) -> tuple[Decision, ...]:
@@ -119,21 +119,21 @@ class Lives(RuleBasedStateMachine):
 
     def pick(self, data: st.DataObject, *steps: str) -> int:
         """Draw a request at one of these steps."""
-        return data.draw(st.sampled_from([number for number, life in self.lives.items() if life.step in steps]))
+        return data.draw(st.sampled_from([number for number, state in self.states.items() if state.step in steps]))
 
     def some_request_in(self, *steps: str) -> bool:
         """Return whether a request is at one of these steps."""
-        return any(life.step in steps for life in self.lives.values())
+        return any(state.step in steps for state in self.states.values())
 
     @rule(tokens=st.integers(1, 6_000), answer=st.integers(0, 3_000))
     def arrive(self, tokens: int, answer: int) -> None:
         """Every request gets a prefill instance."""
-        asked = request(self.count, tokens, answer)
+        arrived = request(self.count, tokens, answer)
         self.count += 1
-        decision = one(self.notify(Arrived(0, asked)))
+        decision = one(self.notify(Arrived(0, arrived)))
         assert isinstance(decision, Prefill)
         assert terms_of(decision).names == ("p0", "p1")
-        self.lives[asked.id] = Life(asked, "prefill", decision.instance)
+        self.states[arrived.id] = RequestState(arrived, "prefill", decision.instance)
 
     @precondition(lambda self: self.some_request_in("prefill"))
     @rule(data=st.data())
@@ -141,12 +141,12 @@ class Lives(RuleBasedStateMachine):
         """The decode target has room and is priced with all requests in flight; a reject occurs only if no instance has
         room."""
         number = self.pick(data, "prefill")
-        life = self.lives[number]
-        need_bytes = (life.request.input_tokens + life.request.max_output_tokens) * TOKEN_BYTES
+        state = self.states[number]
+        need_bytes = (state.request.input_tokens + state.request.max_output_tokens) * TOKEN_BYTES
         decision = one(self.notify(PrefillFinished(0, number)))
         if isinstance(decision, Reject):
             assert all(need_bytes > self.free_bytes(name) for name in CAPACITY_BYTES)
-            del self.lives[number]
+            del self.states[number]
             return
         assert isinstance(decision, Decode)
         terms = terms_of(decision)
@@ -157,18 +157,18 @@ class Lives(RuleBasedStateMachine):
             waits = max(queued + batch - limit, 0) * (0.010 + 0.001 * batch)
             assert terms.parts["queue_s"][index] == pytest.approx(waits)
         rates = dict(zip(terms.names, terms.parts["effective_bytes_per_s"], strict=True))
-        assert rates["d1"] == rates["d2"] == pytest.approx(6.25e9 / (1 + self.crossing(life.source)))
+        assert rates["d1"] == rates["d2"] == pytest.approx(6.25e9 / (1 + self.crossing(state.source)))
         assert terms.feasible[terms.names.index(decision.target)]
-        life.step, life.target = "transfer", decision.target
+        state.step, state.target = "transfer", decision.target
 
     @precondition(lambda self: self.some_request_in("transfer"))
     @rule(data=st.data(), reports=st.booleans())
     def transfer_finished(self, data: st.DataObject, reports: bool) -> None:
         """The target's own report of its free memory, equal to the model's, is included or not."""
         number = self.pick(data, "transfer")
-        report = self.free_bytes(self.lives[number].target) if reports else None
+        report = self.free_bytes(self.states[number].target) if reports else None
         assert self.notify(TransferFinished(0, number, report)) == ()
-        self.lives[number].step = "landed"
+        self.states[number].step = "landed"
 
     @precondition(lambda self: self.some_request_in("landed"))
     @rule(data=st.data())
@@ -176,24 +176,24 @@ class Lives(RuleBasedStateMachine):
         """The request enters the batch even beyond its limit, because the engine decides about it."""
         number = self.pick(data, "landed")
         assert self.notify(Admitted(0, number)) == ()
-        self.lives[number].step = "decode"
+        self.states[number].step = "decode"
 
-    @precondition(lambda self: bool(self.lives))
+    @precondition(lambda self: bool(self.states))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         """A request completes, fails or is cancelled at any step."""
         number = self.pick(data, "prefill", "transfer", "landed", "decode")
         assert self.notify(Finished(0, number)) == ()
-        del self.lives[number]
+        del self.states[number]
 
     @invariant()
     def transfers_in_flight_are_counted(self) -> None:
         """The core's own count equals the model's."""
-        assert self.control.in_flight == len(self.lives)
+        assert self.control.in_flight == len(self.states)
 
     def teardown(self) -> None:
         """When all requests have left, the core decides exactly like a new one, up to the last free byte."""
-        for number in list(self.lives):
+        for number in list(self.states):
             self.notify(Finished(0, number))
         fresh = core()
         for number, tokens in enumerate((1_000, int(6e9 // TOKEN_BYTES)), start=self.count):
@@ -204,28 +204,28 @@ class Lives(RuleBasedStateMachine):
 
     def at(self, target: str, *steps: str) -> int:
         """Return the number of requests on a decode instance at these steps."""
-        return sum(life.target == target and life.step in steps for life in self.lives.values())
+        return sum(state.target == target and state.step in steps for state in self.states.values())
 
     def crossing(self, source: str) -> int:
         """Return the number of transfers in flight from `source` to the other rack."""
         return sum(
-            life.source == source and life.step == "transfer" and life.target in ("d1", "d2")
-            for life in self.lives.values()
+            state.source == source and state.step == "transfer" and state.target in ("d1", "d2")
+            for state in self.states.values()
         )
 
     def free_bytes(self, target: str) -> float:
         """Return the free memory of a decode instance, by the model."""
-        held = [life.request for life in self.lives.values() if life.target == target]
+        held = [state.request for state in self.states.values() if state.target == target]
         tokens = sum(one.input_tokens + one.max_output_tokens for one in held)
         return CAPACITY_BYTES[target] - tokens * TOKEN_BYTES
 
 
-TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize(
-    ("story", "problem"),
+    ("history", "problem"),
     [
         ([Arrived(0, request(1)), Arrived(0, request(1))], "has already arrived"),
         ([PrefillFinished(0, 1)], "is not in flight"),
@@ -238,17 +238,17 @@ TestLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=
         ([KvEvicted(0, "d9", (1,))], "no instance 'd9'"),
     ],
 )
-def test_an_impossible_event_is_rejected_and_changes_nothing(story: list[Event], problem: str) -> None:
+def test_an_impossible_event_is_rejected_and_changes_nothing(history: list[Event], problem: str) -> None:
     """The last event of each history is rejected; the next request is then decided as if that event had not
     occurred."""
-    control, untroubled = core(), core()
-    for event in story[:-1]:
+    control, reference = core(), core()
+    for event in history[:-1]:
         control.handle(event)
-        untroubled.handle(event)
+        reference.handle(event)
     with pytest.raises(InputError, match=problem):
-        control.handle(story[-1])
+        control.handle(history[-1])
     for event in (Arrived(1, request(2)), PrefillFinished(2, 2)):
-        assert decisions_equal(control.handle(event), untroubled.handle(event))
+        assert decisions_equal(control.handle(event), reference.handle(event))
 
 
 def test_an_unknown_model_is_rejected_by_name() -> None:
@@ -297,7 +297,7 @@ def test_fallback_leaves_the_domain_only_when_it_is_full() -> None:
 
 
 def test_a_constraint_without_any_domain_rejects_after_prefill_with_a_reason() -> None:
-    """No rack has both roles once d0 is gone: prefill is done anyway, because `fallback` needs it, and `fail` rejects
+    """No rack has both roles without d0: prefill is done anyway, because `fallback` needs it, and `fail` rejects
     the decode."""
     text = TEXT.replace('  - {name: d0, role: decode, gpus: "node0:2-3"}\n', "")
     control = core(text, constraint="rack:fail")
@@ -326,14 +326,14 @@ def test_a_report_of_memory_overrides_the_estimate(step: str) -> None:
 def test_cache_hits_reduce_the_transfer_but_not_the_reserved_memory() -> None:
     """Two of three blocks are cached on d0 and one is evicted; the need remains the size of the whole prompt."""
     control = core()
-    asked = request(1, tokens=48, answer=16, blocks=(7, 8, 9), block_tokens=16)
+    arrived = request(1, tokens=48, answer=16, blocks=(7, 8, 9), block_tokens=16)
     control.handle(KvStored(0, "d0", (7, 8, 5)))
-    first = placed(control, asked)
+    first = placed(control, arrived)
     assert (first.target, first.hit_tokens, first.kv_bytes) == ("d0", 32, 16 * TOKEN_BYTES)
     assert first.need_bytes == 64 * TOKEN_BYTES
     control.handle(Finished(1, 1))
     control.handle(KvEvicted(1, "d0", (7, 8, 5), keep=1))
-    assert placed(control, asked, at=2.0).hit_tokens == 16
+    assert placed(control, arrived, at=2.0).hit_tokens == 16
 
 
 def test_the_last_prompt_token_is_always_computed() -> None:
@@ -361,7 +361,7 @@ def test_a_log_reads_back_equal_and_replays(tmp_path: Path) -> None:
     """The history has every kind of end. The log returns the same records, and a new core makes the same decisions."""
     path, spec = tmp_path / "core.log", ControlSpec(decode="cla", parameters={"cache_weight": 0.5})
     control = spec.build(parse(TEXT))
-    story: list[Event] = [
+    history: list[Event] = [
         KvStored(0, "d1", (1, 2)),
         Arrived(0, request(1, 32, blocks=(1, 2))),
         Arrived(0.5, request(2, model="other")),
@@ -370,18 +370,18 @@ def test_a_log_reads_back_equal_and_replays(tmp_path: Path) -> None:
         Admitted(3, 1),
         Finished(4, 1),
     ]
-    told: list[tuple[Event, tuple[Decision, ...]]] = []
+    handled: list[tuple[Event, tuple[Decision, ...]]] = []
     with EventLog(path, LogHeader(cluster=TEXT, spec=spec)) as log:
-        for event in story:
-            told.append((event, control.handle(event)))
-            log.write(*told[-1])
+        for event in history:
+            handled.append((event, control.handle(event)))
+            log.write(*handled[-1])
     header, records = read_log(path)
     again = list(replay(header.spec.build(parse(header.cluster)), records))
-    assert (header.spec, [record.event for record, _ in again]) == (spec, story)
-    for (_, decisions), (record, replayed) in zip(told, again, strict=True):
+    assert (header.spec, [record.event for record, _ in again]) == (spec, history)
+    for (_, decisions), (record, replayed) in zip(handled, again, strict=True):
         assert decisions_equal(decisions, record.decisions)
         assert decisions_equal(decisions, replayed)
-    names = [decision.terms.names for _, made in told for decision in made if decision.terms]
+    names = [decision.terms.names for _, made in handled for decision in made if decision.terms]
     assert names == [("p0", "p1"), ("d0", "d1", "d2")]
 
 

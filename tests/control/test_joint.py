@@ -94,7 +94,7 @@ def test_the_terms_contain_the_start_and_the_cost_of_the_transfer() -> None:
 
 
 def test_instances_that_are_down_or_have_failed_the_request_are_excluded() -> None:
-    """A request whose prefill failed goes to the other instance, whatever the network costs."""
+    """A request whose prefill failed goes to the other instance, for any network cost."""
     control = core()
     control.handle(InstanceDown(0.0, "p1"))
     assert prefilled(control, 0.0, 0) == prefilled(control, 0.2, 1) == "p0"

@@ -111,7 +111,9 @@ def _costs(oracle: NetworkOracle, at: float) -> list[list[float]]:
         CapacityLearned(1.0, (float("nan"),) * TIER_COUNT, (1.0,) * TIER_COUNT, (1,) * TIER_COUNT, (0,) * TIER_COUNT),
         BandwidthLearned(1.0, (None,)),
         BandwidthLearned(1.0, (RatioLearned(0.0, 1.0, 0.0, 1.0),) * TIER_COUNT),
-        BandwidthLearned(1.0, (None,) * TIER_COUNT, (("prefill0", "nobody", RatioLearned(0.0, 1.0, 1.0, 1.0)),)),
+        BandwidthLearned(
+            1.0, (None,) * TIER_COUNT, (("prefill0", "no-such-instance", RatioLearned(0.0, 1.0, 1.0, 1.0)),)
+        ),
     ],
 )
 def test_a_learned_state_that_does_not_fit_is_rejected(event: Event) -> None:

@@ -45,10 +45,10 @@ def both_legs(decisions: tuple[Decision, ...]) -> tuple[Prefill, Decode]:
     return prefill, decode
 
 
-def decoded(control: Control, asked: Request) -> Decision:
+def decoded(control: Control, arrived: Request) -> Decision:
     """Let a request arrive and its prefill finish; return the decode decision."""
-    assert len(control.handle(Arrived(0, asked))) == 1
-    (decision,) = control.handle(PrefillFinished(0, asked.id))
+    assert len(control.handle(Arrived(0, arrived))) == 1
+    (decision,) = control.handle(PrefillFinished(0, arrived.id))
     return decision
 
 

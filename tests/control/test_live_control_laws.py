@@ -55,7 +55,7 @@ NAMES = tuple(PLACE)
 
 
 @dataclass
-class Life:
+class RequestState:
     """The state of a request in flight, as the test tracks it."""
 
     request: Request
@@ -90,7 +90,7 @@ class Others:
     kv_bytes: float = 0.0
 
 
-class Lives(RuleBasedStateMachine):
+class Histories(RuleBasedStateMachine):
     """Random histories against a model that counts. A second core receives all events except the impossible ones and
     must decide the same."""
 
@@ -102,10 +102,10 @@ class Lives(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.control, self.untroubled = self.fresh(), self.fresh()
+        self.control, self.reference = self.fresh(), self.fresh()
         self.records: list[LogRecord] = []
         self.now = 0.0
-        self.lives: dict[int, Life] = {}
+        self.states: dict[int, RequestState] = {}
         self.down: set[str] = set()
         self.others = {name: Others() for name in NAMES}
         self.count = 0
@@ -119,7 +119,7 @@ class Lives(RuleBasedStateMachine):
         self.now += 0.125
         event = msgspec.structs.replace(event, at=self.now)
         decisions = self.control.handle(event)
-        assert decisions_equal(decisions, self.untroubled.handle(event))
+        assert decisions_equal(decisions, self.reference.handle(event))
         self.records.append(LogRecord(event, decisions))
         return decisions
 
@@ -134,39 +134,39 @@ class Lives(RuleBasedStateMachine):
     def arrive(self, tokens: int, answer: int, one_leg: bool, depth: int) -> None:
         """A request arrives."""
         blocks = CHAIN[: min(depth, tokens // BLOCK_TOKENS)]
-        life = Life(request(self.count, tokens, answer, one_leg=one_leg, blocks=blocks))
+        state = RequestState(request(self.count, tokens, answer, one_leg=one_leg, blocks=blocks))
         self.count += 1
-        self.follow(life, self.notify(Arrived(0, life.request)))
+        self.follow(state, self.notify(Arrived(0, state.request)))
 
     @precondition(lambda self: self.some_request_with(prefilling))
     @rule(data=st.data())
     def prefilled(self, data: st.DataObject) -> None:
         """The decode instance is chosen now, or the transfer to the one chosen before starts."""
-        life = self.pick(data, prefilling)
-        decisions = self.notify(PrefillFinished(0, life.request.id))
-        life.prefill = ""
-        if life.target:
+        state = self.pick(data, prefilling)
+        decisions = self.notify(PrefillFinished(0, state.request.id))
+        state.prefill = ""
+        if state.target:
             assert decisions == ()
-            life.crossing = life.source != life.target
+            state.crossing = state.source != state.target
             return
-        self.follow(life, decisions)
+        self.follow(state, decisions)
 
     @precondition(lambda self: self.some_request_with(prefilling))
     @rule(data=st.data())
     def prefill_fails(self, data: st.DataObject) -> None:
-        """The prefill booking is released at once, whatever decision follows."""
-        life = self.pick(data, prefilling)
-        failed, booked_s = life.prefill, life.booked_s
+        """The prefill booking is released at once, for any decision that follows."""
+        state = self.pick(data, prefilling)
+        failed, booked_s = state.prefill, state.booked_s
         before_s = self.control.loads(self.now + 0.125)[failed].pending_s
-        decisions = self.notify(PrefillFailed(0, life.request.id))
-        life.fails(failed)
-        self.clear(life)
-        self.follow(life, decisions)
+        decisions = self.notify(PrefillFailed(0, state.request.id))
+        state.fails(failed)
+        self.clear(state)
+        self.follow(state, decisions)
         after_s = before_s - booked_s
-        if not any(one.prefill == failed for one in self.lives.values() if one is not life):
+        if not any(one.prefill == failed for one in self.states.values() if one is not state):
             after_s = 0.0
-        if life.prefill == failed:
-            after_s = max(after_s, 0.0) + life.booked_s
+        if state.prefill == failed:
+            after_s = max(after_s, 0.0) + state.booked_s
         if not any(others.prefills for others in self.others.values()):
             assert self.control.loads(self.now)[failed].pending_s == pytest.approx(max(after_s, 0.0), abs=UNITS_S)
 
@@ -175,36 +175,36 @@ class Lives(RuleBasedStateMachine):
     def decode_fails(self, data: st.DataObject, kv_lost: bool) -> None:
         """The leg fails before its first token. KV that still exists is sent to another instance; otherwise the request
         restarts."""
-        life = self.pick(data, placed)
-        source, kept = life.source, not kv_lost and self.keeps_kv(life)
-        decisions = self.notify(DecodeFailed(0, life.request.id, kv_lost))
-        life.fails(life.target)
-        self.clear(life)
-        self.follow(life, decisions, source if kept else "")
+        state = self.pick(data, placed)
+        source, kept = state.source, not kv_lost and self.keeps_kv(state)
+        decisions = self.notify(DecodeFailed(0, state.request.id, kv_lost))
+        state.fails(state.target)
+        self.clear(state)
+        self.follow(state, decisions, source if kept else "")
 
     @precondition(lambda self: self.some_request_with(crossing))
     @rule(data=st.data())
     def transfer_finished(self, data: st.DataObject) -> None:
         """The transfer is complete."""
-        life = self.pick(data, crossing)
-        assert self.notify(TransferFinished(0, life.request.id)) == ()
-        life.crossing = False
+        state = self.pick(data, crossing)
+        assert self.notify(TransferFinished(0, state.request.id)) == ()
+        state.crossing = False
 
     @precondition(lambda self: self.some_request_with(waiting))
     @rule(data=st.data())
     def admitted(self, data: st.DataObject) -> None:
         """The first token arrives."""
-        life = self.pick(data, waiting)
-        assert self.notify(Admitted(0, life.request.id)) == ()
-        life.admitted = True
+        state = self.pick(data, waiting)
+        assert self.notify(Admitted(0, state.request.id)) == ()
+        state.admitted = True
 
-    @precondition(lambda self: bool(self.lives))
+    @precondition(lambda self: bool(self.states))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """A request completes, fails for good or is cancelled at any step."""
-        life = self.pick(data, every_request)
-        assert self.notify(Finished(0, life.request.id)) == ()
-        del self.lives[life.request.id]
+        """A request completes, fails finally or is cancelled at any step."""
+        state = self.pick(data, every_request)
+        assert self.notify(Finished(0, state.request.id)) == ()
+        del self.states[state.request.id]
 
     @rule(name=st.sampled_from(NAMES))
     def instance_goes_down(self, name: str) -> None:
@@ -248,17 +248,17 @@ class Lives(RuleBasedStateMachine):
     @rule(data=st.data())
     def impossible_event_is_rejected(self, data: st.DataObject) -> None:
         """The event is rejected; the other core, which does not receive it, makes the same later decisions."""
-        impossible: list[Event] = [InstanceUp(0, "nobody"), InstanceMeasured(0, "nobody", 1, 1)]
-        for number, life in {**self.lives, self.count: Life(request(self.count))}.items():
-            here = number in self.lives
-            impossible += [Arrived(0, life.request)] if here else [Finished(0, number)]
-            if not life.prefill:
+        impossible: list[Event] = [InstanceUp(0, "no-such-instance"), InstanceMeasured(0, "no-such-instance", 1, 1)]
+        for number, state in {**self.states, self.count: RequestState(request(self.count))}.items():
+            here = number in self.states
+            impossible += [Arrived(0, state.request)] if here else [Finished(0, number)]
+            if not state.prefill:
                 impossible += [PrefillFinished(0, number), PrefillFailed(0, number)]
-            if not life.target:
+            if not state.target:
                 impossible += [DecodeFailed(0, number), DecodeFailed(0, number, kv_lost=True)]
-            if not life.crossing:
+            if not state.crossing:
                 impossible.append(TransferFinished(0, number))
-            if not life.target or life.admitted:
+            if not state.target or state.admitted:
                 impossible.append(Admitted(0, number))
         event = msgspec.structs.replace(data.draw(st.sampled_from(impossible)), at=self.now)
         with pytest.raises(InputError):
@@ -266,74 +266,74 @@ class Lives(RuleBasedStateMachine):
 
     # Conditions on decisions
 
-    def follow(self, life: Life, decisions: tuple[Decision, ...], source: str = "") -> None:
+    def follow(self, state: RequestState, decisions: tuple[Decision, ...], source: str = "") -> None:
         """Record the decisions and check that they are allowed; `source` holds the KV cache already."""
-        source = source or (life.source if life.source and not life.prefill and not life.target else "")
+        source = source or (state.source if state.source and not state.prefill and not state.target else "")
         match decisions:
             case (Reject(),):
-                self.check_reject(life, source)
-                self.lives.pop(life.request.id, None)
+                self.check_reject(state, source)
+                self.states.pop(state.request.id, None)
                 return
             case (Prefill() as prefill, *rest):
                 assert not source
-                assert not life.request.one_leg
-                self.check_prefill(life, prefill)
-                life.prefill = life.source = prefill.instance
-                life.booked_s = 0.010 + 100e-6 * (life.request.input_tokens - prefill.cached_tokens)
+                assert not state.request.one_leg
+                self.check_prefill(state, prefill)
+                state.prefill = state.source = prefill.instance
+                state.booked_s = 0.010 + 100e-6 * (state.request.input_tokens - prefill.cached_tokens)
                 instance = PLACE[prefill.instance]
                 assert len(rest) == (instance.role == "both" or instance.protocol == "sglang")
                 for decode in rest:
                     assert isinstance(decode, Decode)
-                    self.check_decode(life, decode)
+                    self.check_decode(state, decode)
                     assert (decode.target == decode.source) == (instance.role == "both")
-                    life.target = decode.target
+                    state.target = decode.target
             case (Decode() as decode,):
-                assert decode.source == (decode.target if life.request.one_leg else source)
-                self.check_decode(life, decode)
-                life.source, life.target = decode.source, decode.target
-                life.crossing = decode.source != decode.target
+                assert decode.source == (decode.target if state.request.one_leg else source)
+                self.check_decode(state, decode)
+                state.source, state.target = decode.source, decode.target
+                state.crossing = decode.source != decode.target
             case _:
                 raise AssertionError(decisions)
-        self.lives[life.request.id] = life
+        self.states[state.request.id] = state
 
-    def check_prefill(self, life: Life, prefill: Prefill) -> None:
+    def check_prefill(self, state: RequestState, prefill: Prefill) -> None:
         """Check that the instance is up and can send its KV cache on, inside its rack if any instance can."""
-        assert prefill.instance in life.allows(self.able_to_prefill())
+        assert prefill.instance in state.allows(self.able_to_prefill())
 
-    def check_decode(self, life: Life, decode: Decode) -> None:
+    def check_decode(self, state: RequestState, decode: Decode) -> None:
         """Check that the target is up, uses the source's protocol, and has room; with `overcommit`, room is not
         required."""
-        source, target, asked = PLACE[decode.source], PLACE[decode.target], life.request
+        source, target, arrived = PLACE[decode.source], PLACE[decode.target], state.request
         tier = int(MIXED.tier[MIXED.index(source.name), MIXED.index(target.name)])
         assert decode.target not in self.down
         assert decode.tier == tier
-        assert decode.need_bytes == (asked.input_tokens + asked.max_output_tokens) * TOKEN_BYTES
+        assert decode.need_bytes == (arrived.input_tokens + arrived.max_output_tokens) * TOKEN_BYTES
         overcommits = self.spec.get("overcommit", False)
         if source is target:
             assert decode.kv_bytes == 0.0
-            if asked.one_leg:
-                able = [name for name in self.able_alone() if overcommits or self.has_room(asked, name)]
-                assert decode.target in life.allows(able)
+            if arrived.one_leg:
+                able = [name for name in self.able_alone() if overcommits or self.has_room(arrived, name)]
+                assert decode.target in state.allows(able)
             else:
                 assert source.role == "both"
             return
         assert (target.role, target.protocol) == ("decode", source.protocol)
-        assert decode.kv_bytes == (asked.input_tokens - decode.hit_tokens) * TOKEN_BYTES
-        assert decode.target in life.allows(self.targets_of(source))
-        assert self.has_room(asked, decode.target) or overcommits
+        assert decode.kv_bytes == (arrived.input_tokens - decode.hit_tokens) * TOKEN_BYTES
+        assert decode.target in state.allows(self.targets_of(source))
+        assert self.has_room(arrived, decode.target) or overcommits
 
-    def check_reject(self, life: Life, source: str) -> None:
+    def check_reject(self, state: RequestState, source: str) -> None:
         """Check that no instance can serve: none is up, or none of those that are up has room."""
-        if life.request.one_leg:
+        if state.request.one_leg:
             able = self.able_alone()
         elif source:
-            able = life.allows(self.targets_of(PLACE[source]))
+            able = state.allows(self.targets_of(PLACE[source]))
         else:
-            prefill = [PLACE[name] for name in life.allows(self.able_to_prefill())]
+            prefill = [PLACE[name] for name in state.allows(self.able_to_prefill())]
             # The core chooses any other prefill instance before it considers decode instances.
             assert all((place.protocol, place.role) == ("sglang", "prefill") for place in prefill)
-            able = [taker for place in prefill for taker in life.allows(self.targets_of(place))]
-        assert not any(self.has_room(life.request, name) for name in able)
+            able = [taker for place in prefill for taker in state.allows(self.targets_of(place))]
+        assert not any(self.has_room(state.request, name) for name in able)
         assert not able or not self.spec.get("overcommit")
 
     def able_to_prefill(self) -> list[str]:
@@ -366,9 +366,9 @@ class Lives(RuleBasedStateMachine):
             and (place.role == "both" or (place.role == "decode" and place.protocol != "sglang"))
         ]
 
-    def has_room(self, asked: Request, name: str) -> bool:
+    def has_room(self, arrived: Request, name: str) -> bool:
         """Return whether the instance has room, by the model."""
-        need_bytes = (asked.input_tokens + asked.max_output_tokens) * TOKEN_BYTES
+        need_bytes = (arrived.input_tokens + arrived.max_output_tokens) * TOKEN_BYTES
         free_bytes = PLACE[name].kv_capacity_bytes - self.own_bytes(name) - self.others[name].kv_bytes
         return need_bytes <= free_bytes
 
@@ -377,7 +377,7 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def counts_are_the_models(self) -> None:
         """Requests in flight and the queue of every instance equal the model's."""
-        assert self.control.in_flight == len(self.lives)
+        assert self.control.in_flight == len(self.states)
         loads = self.control.loads(self.now)
         for name in NAMES:
             _, queued = self.decodes(name)
@@ -390,9 +390,9 @@ class Lives(RuleBasedStateMachine):
         """Transfers by source and tier, as the oracle counts them, equal the model's."""
         for index, name in enumerate(NAMES):
             tiers = [
-                int(MIXED.tier[index, MIXED.index(life.target)])
-                for life in self.lives.values()
-                if life.crossing and life.source == name
+                int(MIXED.tier[index, MIXED.index(state.target)])
+                for state in self.states.values()
+                if state.crossing and state.source == name
             ]
             counted = self.control.oracle.costs(index, np.array([index]), self.now).in_flight
             assert counted.tolist() == [min(tiers.count(tier), 16) for tier in range(len(counted))], name
@@ -402,7 +402,7 @@ class Lives(RuleBasedStateMachine):
         decides exactly like a new one, up to the last free byte."""
         for record, again in replay(self.fresh(), self.records):
             assert decisions_equal(record.decisions, again)
-        for number in list(self.lives):
+        for number in list(self.states):
             self.notify(Finished(0, number))
         for name in NAMES:
             for event in (InstanceUp(0, name), InstanceMeasured(0, name, 0, 0, 0.0), KvCleared(0, name)):
@@ -413,8 +413,8 @@ class Lives(RuleBasedStateMachine):
         sizes = sorted({int(place.kv_capacity_bytes // TOKEN_BYTES) for place in PLACE.values()})
         for number, tokens in enumerate((1_000, *sizes), start=self.count):
             for one_leg in (False, True):
-                asked = request(number, tokens, one_leg=one_leg)
-                steps: list[Event] = [Arrived(self.now, asked), Finished(self.now, number)]
+                arrived = request(number, tokens, one_leg=one_leg)
+                steps: list[Event] = [Arrived(self.now, arrived), Finished(self.now, number)]
                 if not one_leg:
                     steps.insert(1, PrefillFinished(self.now, number))
                 for step in steps:
@@ -425,77 +425,77 @@ class Lives(RuleBasedStateMachine):
 
     # Model
 
-    def clear(self, life: Life) -> None:
+    def clear(self, state: RequestState) -> None:
         """Release all bookings of the request."""
-        life.prefill = life.source = life.target = ""
-        life.crossing = life.admitted = False
+        state.prefill = state.source = state.target = ""
+        state.crossing = state.admitted = False
 
-    def keeps_kv(self, life: Life) -> bool:
+    def keeps_kv(self, state: RequestState) -> bool:
         """Return whether its KV cache survives a failed decode leg."""
-        return life.source != life.target and PLACE[life.source].protocol != "sglang"
+        return state.source != state.target and PLACE[state.source].protocol != "sglang"
 
-    def pick(self, data: st.DataObject, fits: Any) -> Life:
+    def pick(self, data: st.DataObject, fits: Any) -> RequestState:
         """Draw a request in flight that fits."""
-        return self.lives[data.draw(st.sampled_from([n for n, life in self.lives.items() if fits(life)]))]
+        return self.states[data.draw(st.sampled_from([n for n, state in self.states.items() if fits(state)]))]
 
     def some_request_with(self, fits: Any) -> bool:
         """Return whether any request fits."""
-        return any(fits(life) for life in self.lives.values())
+        return any(fits(state) for state in self.states.values())
 
     def prefills(self, name: str) -> int:
         """Return the number of this router's prefills on an instance."""
-        return sum(life.prefill == name for life in self.lives.values())
+        return sum(state.prefill == name for state in self.states.values())
 
     def decodes(self, name: str) -> tuple[int, int]:
-        """Return the number of this router's requests in the batch of an instance and on the way to it."""
-        here = [life.admitted for life in self.lives.values() if life.target == name]
+        """Return how many of this router's requests are in the batch of an instance, and how many are not yet in it."""
+        here = [state.admitted for state in self.states.values() if state.target == name]
         return sum(here), len(here) - sum(here)
 
     def own_bytes(self, name: str) -> float:
         """Return the KV memory that this router's requests hold on an instance, in bytes."""
-        held = [life.request for life in self.lives.values() if life.target == name]
+        held = [state.request for state in self.states.values() if state.target == name]
         return sum(one.input_tokens + one.max_output_tokens for one in held) * TOKEN_BYTES
 
 
-def every_request(life: Life) -> bool:
+def every_request(state: RequestState) -> bool:
     """Match every request in flight."""
     return True
 
 
-def prefilling(life: Life) -> bool:
+def prefilling(state: RequestState) -> bool:
     """Match requests whose prefill is in progress."""
-    return bool(life.prefill)
+    return bool(state.prefill)
 
 
-def placed(life: Life) -> bool:
+def placed(state: RequestState) -> bool:
     """Match requests whose decode instance is chosen."""
-    return bool(life.target)
+    return bool(state.target)
 
 
-def crossing(life: Life) -> bool:
+def crossing(state: RequestState) -> bool:
     """Match requests whose KV cache is being transferred."""
-    return life.crossing
+    return state.crossing
 
 
-def waiting(life: Life) -> bool:
+def waiting(state: RequestState) -> bool:
     """Match requests that wait for their first token."""
-    return bool(life.target) and not life.admitted
+    return bool(state.target) and not state.admitted
 
 
-class FencedLives(Lives):
+class RackHistories(Histories):
     """The KV cache must stay in its rack."""
 
     spec: ClassVar[dict[str, Any]] = {"constraint": "rack:fail"}
     inside_only = True
 
 
-class ServedLives(Lives):
+class GatewayHistories(Histories):
     """The settings of the gateway: if all instances are full by the core's count, one is chosen nevertheless."""
 
     spec: ClassVar[dict[str, Any]] = {"constraint": "rack:fallback", "overcommit": True}
 
 
-class LearningLives(Lives):
+class ForesightHistories(Histories):
     """With foresight, which also stores the transfers in flight and what it learned about each tier."""
 
     spec: ClassVar[dict[str, Any]] = {"decode": "foresight"}
@@ -503,6 +503,12 @@ class LearningLives(Lives):
 
 
 MANY = settings(max_examples=40, stateful_step_count=40, deadline=None)
-TestLives, TestFencedLives, TestServedLives = Lives.TestCase, FencedLives.TestCase, ServedLives.TestCase
-TestLearningLives = LearningLives.TestCase
-TestLives.settings = TestFencedLives.settings = TestServedLives.settings = TestLearningLives.settings = MANY
+TestHistories, TestRackHistories, TestGatewayHistories = (
+    Histories.TestCase,
+    RackHistories.TestCase,
+    GatewayHistories.TestCase,
+)
+TestForesightHistories = ForesightHistories.TestCase
+TestHistories.settings = TestRackHistories.settings = TestGatewayHistories.settings = (
+    TestForesightHistories.settings
+) = MANY

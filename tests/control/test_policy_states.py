@@ -1,4 +1,4 @@
-"""States of policies: made for those that declare a need, shared by equal policies, and told what they observe."""
+"""States of policies: created for policies that declare a need, shared by equal policies, updated with transfers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLUSTER = load(Path(__file__).resolve().parents[2] / "examples" / "small.yaml")
 
 
 def states(acting: str, shadow: str = "") -> PolicyStates:
-    """The states of fresh policies with these names."""
+    """Return the states of new policies with these names."""
     return PolicyStates(
         decode_policy(acting), decode_policy(shadow) if shadow else None, CLUSTER, NetworkOracle.of(CLUSTER)
     )

@@ -116,12 +116,12 @@ def test_no_fetch_from_another_datacenter_or_an_instance_that_is_down() -> None:
     fast = parse(
         TEXT.replace("LOCAL", "400 Gbps").replace("wan: 8 Gbps}", "wan: 400 Gbps}").replace("MODEL", "llama-3-8b")
     )
-    for gone in ("", "p0"):
+    for down in ("", "p0"):
         control = core(fast, prefix_pool=True)
         busy(control, "p0", 9)
-        control.handle(KvStored(0.0, "p0" if gone else "f0", CHAIN, BLOCK))
-        if gone:
-            control.handle(InstanceDown(0.0, gone))
+        control.handle(KvStored(0.0, "p0" if down else "f0", CHAIN, BLOCK))
+        if down:
+            control.handle(InstanceDown(0.0, down))
             control.handle(InstanceDown(0.0, "f0"))
         else:
             busy(control, "f0", 10)
@@ -193,9 +193,9 @@ def test_a_source_that_queues_copies_like_prompts_delays_them() -> None:
     assert "home.copy_s" not in prefill.offload.terms
 
 
-@pytest.mark.parametrize("ending", ["prefilled", "failed", "gone"])
+@pytest.mark.parametrize("ending", ["prefilled", "failed", "finished"])
 def test_the_end_of_a_request_releases_its_copy(ending: str) -> None:
-    """However the request ends, the link is as free as before for the next one."""
+    """For any end of the request, the link is as free as before for the next one."""
     control = offloading()
     control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
     first = arrive(control, 1, 60_000, (*CHAIN, *range(100, 140)))
@@ -204,12 +204,12 @@ def test_the_end_of_a_request_releases_its_copy(ending: str) -> None:
     events: dict[str, Event] = {
         "prefilled": PrefillFinished(1.0, 1),
         "failed": PrefillFailed(1.0, 1),
-        "gone": Finished(1.0, 1),
+        "finished": Finished(1.0, 1),
     }
     control.handle(events[ending])
     with pytest.raises(InputError, match="copy 1 is not in progress"):
         control.handle(CopyFinished(1.0, first.copy_id))
-    if ending == "gone":
+    if ending == "finished":
         again = arrive(control, 2, 60_000, (*CHAIN, *range(200, 240)))
         assert again.offload is not None
         assert again.offload.terms["away.copy_s"] == pytest.approx(20_000 * TOKEN_BYTES / 1e9)
@@ -238,9 +238,9 @@ def read_often(control: Control, times: int = 8, first: int = 100) -> None:
 
 def copies(decisions: tuple[Decision, ...]) -> list[CopyPrefix]:
     """Return the decisions, which must all be copies."""
-    found = [decision for decision in decisions if isinstance(decision, CopyPrefix)]
-    assert len(found) == len(decisions)
-    return found
+    copy_decisions = [decision for decision in decisions if isinstance(decision, CopyPrefix)]
+    assert len(copy_decisions) == len(decisions)
+    return copy_decisions
 
 
 def test_a_hot_prefix_is_copied_to_near_peers_first() -> None:
@@ -253,7 +253,7 @@ def test_a_hot_prefix_is_copied_to_near_peers_first() -> None:
     assert dict(zip(first.terms.names, first.terms.cost.tolist(), strict=True)) == {"f0": 0, "p0": 160_000, "p1": 0}
     assert (second.source, second.target) == ("p0", "f0")
     assert control.handle(ReviewDue(5.0)) == (), "no review is due"
-    assert control.handle(ReviewDue(20.0)) == (), "they are on their way"
+    assert control.handle(ReviewDue(20.0)) == (), "the copies are in progress"
 
 
 def test_only_a_failed_copy_is_repeated() -> None:

@@ -60,10 +60,10 @@ def core(**spec: Any) -> Control:
 def run_requests(control: Control, sizes: list[int]) -> list[tuple[Event, tuple[Decision, ...]]]:
     """Run requests one second apart. Each is prefilled at once, its transfer ends after the arrival of the second next
     request, and every third one is finished by then."""
-    told: list[tuple[Event, tuple[Decision, ...]]] = []
+    handled: list[tuple[Event, tuple[Decision, ...]]] = []
 
     def notify(event: Event) -> None:
-        told.append((event, control.handle(event)))
+        handled.append((event, control.handle(event)))
 
     for number, tokens in enumerate(sizes):
         at = float(number)
@@ -74,7 +74,7 @@ def run_requests(control: Control, sizes: list[int]) -> list[tuple[Event, tuple[
             if number % 3 == 0:
                 notify(Admitted(at + 0.5, number - 2))
                 notify(Finished(at + 0.75, number - 2, output_tokens=100))
-    return told
+    return handled
 
 
 def shadow_of(decision: Decode) -> Shadowed:
@@ -83,9 +83,9 @@ def shadow_of(decision: Decode) -> Shadowed:
     return decision.shadow
 
 
-def decodes(told: list[tuple[Event, tuple[Decision, ...]]]) -> list[Decode]:
+def decodes(handled: list[tuple[Event, tuple[Decision, ...]]]) -> list[Decode]:
     """Return the decode decisions in order."""
-    return [decision for _, made in told for decision in made if isinstance(decision, Decode)]
+    return [decision for _, made in handled for decision in made if isinstance(decision, Decode)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,13 +111,13 @@ def test_a_policy_compared_with_itself_never_differs(policy: str, sizes: list[in
 @given(acting=POLICIES, shadow=POLICIES, sizes=SIZES)
 def test_each_policy_rates_its_own_choice_cheapest(acting: str, shadow: str, sizes: list[int]) -> None:
     for decision in decodes(run_requests(core(decode=acting, shadow=shadow), sizes)):
-        said, terms = shadow_of(decision), decision.terms
+        record, terms = shadow_of(decision), decision.terms
         assert terms is not None
-        assert said.loss_s is None or said.loss_s >= 0.0
-        assert said.gain_s is None or said.gain_s >= 0.0
-        if said.loss_s is not None:
-            there, here = terms.names.index(said.target), terms.names.index(decision.target)
-            assert said.loss_s == float(terms.cost[there] - terms.cost[here])
+        assert record.loss_s is None or record.loss_s >= 0.0
+        assert record.gain_s is None or record.gain_s >= 0.0
+        if record.loss_s is not None:
+            there, here = terms.names.index(record.target), terms.names.index(decision.target)
+            assert record.loss_s == float(terms.cost[there] - terms.cost[here])
 
 
 @given(acting=POLICIES, shadow=POLICIES, tokens=st.integers(100, 20_000))
@@ -182,8 +182,8 @@ def test_a_log_with_a_shadow_replays(tmp_path: Path) -> None:
 
 def test_the_first_difference_between_two_policies() -> None:
     """Round-robin takes d0 and then d1; NetKV stays on the node of p0 while there is room."""
-    told = run_requests(core(decode="round-robin", shadow="netkv"), [9_000, 9_000])
-    first, second = decodes(told)
+    handled = run_requests(core(decode="round-robin", shadow="netkv"), [9_000, 9_000])
+    first, second = decodes(handled)
     assert [first.target, second.target] == ["d0", "d1"]
     assert shadow_of(first).loss_s is None  # Round-robin has no cost in seconds.
     assert shadow_of(second).target == "d0"

@@ -56,8 +56,8 @@ def place(control: Control, number: int, at: float) -> tuple[str, str]:
 
 @given(st.integers(2, 8), st.lists(st.floats(0.001, 1), min_size=1, max_size=200))
 def test_a_returned_instance_gets_at_most_its_rising_share(instances: int, gaps_s: list[float]) -> None:
-    """Whatever the policy prefers, the instance gets one request at once, then the sum of factor / n, and any share
-    after the window."""
+    """For any policy, the instance gets one request at once, then the sum of factor / n, and any share after the
+    window."""
     slow = SlowStart(WINDOW_S)
     slow.returned(0, 0.0)
     usable, sites = np.ones(instances, dtype=np.bool_), ("here",) * instances

@@ -110,10 +110,10 @@ def test_a_stale_oracle_changes_nothing_under_steady_background() -> None:
 
 def test_calibration_reproduces_the_rows_it_was_fitted_on() -> None:
     """TTFT minus transfer is within 5 ms, TBT within 0.1 ms; the transfer times of the table are not used."""
-    found = calibrate(Study(reading("paper")), seeds=(0,))
+    calibration = calibrate(Study(reading("paper")), seeds=(0,))
     for policy, row in TABLE_II.items():
-        assert found.rest_s[policy] == pytest.approx(row["ttft_s"] - row["transfer_s"], abs=5e-3)
-        assert found.tbt_s[policy] == pytest.approx(row["tbt_s"], abs=1e-4)
+        assert calibration.rest_s[policy] == pytest.approx(row["ttft_s"] - row["transfer_s"], abs=5e-3)
+        assert calibration.tbt_s[policy] == pytest.approx(row["tbt_s"], abs=1e-4)
 
 
 def test_fields_of_a_reading_can_be_changed() -> None:

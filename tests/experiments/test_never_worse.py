@@ -81,7 +81,7 @@ def test_every_cell_can_be_set_up() -> None:
 def test_policies_of_a_seed_get_the_same_requests(name: str) -> None:
     """Another seed has other requests, and so does the tuning."""
     case, traces = CASES[name], Traces()
-    asked = [
+    requests = [
         requests_of(study_of(case, traces, each, tuning=tuning), msgspec.structs.replace(each, profile=case.profile))
         for each, tuning in (
             (cell(name, "cla"), False),
@@ -90,8 +90,8 @@ def test_policies_of_a_seed_get_the_same_requests(name: str) -> None:
             (cell(name, "cla"), True),
         )
     ]
-    assert asked[0] == asked[1]
-    assert asked[2] != asked[0] != asked[3]
+    assert requests[0] == requests[1]
+    assert requests[2] != requests[0] != requests[3]
 
 
 def test_a_cell_gives_the_same_record_in_every_run() -> None:
@@ -111,15 +111,15 @@ def test_a_falsified_oracle_reports_the_configured_values(tmp_path: Path) -> Non
     """The real background stays the same."""
     cluster = build(fat_tree(pods=1, racks_per_pod=1, nodes_per_rack=2, instances=InstanceCounts(prefill=1, decode=1)))
     trace = Trace("one", (TracedRequest(at_s=0.5, input_tokens=20_000, output_tokens=2, blocks=(), block_tokens=16),))
-    said, transfer_s = (0.0, 0.25, 0.0, 0.5, 0.0), []
-    for number, reported in enumerate((None, said)):
+    falsified, transfer_s = (0.0, 0.25, 0.0, 0.5, 0.0), []
+    for number, reported in enumerate((None, falsified)):
         path, spec = tmp_path / f"{number}.log", ControlSpec()
         settings = SimSettings(background=Background.uniform(0.4), reported=reported)
         with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
             transfer_s.append(simulate(cluster, trace, spec, settings, log=log).summary.transfer_s.mean)
-        heard = [each.event for each in read_log(path)[1] if isinstance(each.event, CongestionMeasured)]
-        assert heard
-        assert {each.per_tier for each in heard} == {reported or (0.0, 0.4, 0.4, 0.4, 0.4)}
+        received = [each.event for each in read_log(path)[1] if isinstance(each.event, CongestionMeasured)]
+        assert received
+        assert {each.per_tier for each in received} == {reported or (0.0, 0.4, 0.4, 0.4, 0.4)}
     assert transfer_s[0] == transfer_s[1]
     with pytest.raises(InputError, match="reported"):
         SimSettings(reported=(0.5,))
@@ -136,11 +136,11 @@ def test_missing_traces_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(InputError, match=r"has none .* the folder of conversation_trace.jsonl or traces_rle.jsonl"):
         Traces.of(tmp_path)
     (tmp_path / "deep" / "conversation_trace.jsonl").write_text("")
-    found = Traces.of(tmp_path)
-    assert found.path(CASES[recorded[0]]) == str(tmp_path / "deep" / "conversation_trace.jsonl")
-    assert {CASES[name].trace for name in found.missing(NAMES)} == {"coding-agent"}
+    traces = Traces.of(tmp_path)
+    assert traces.path(CASES[recorded[0]]) == str(tmp_path / "deep" / "conversation_trace.jsonl")
+    assert {CASES[name].trace for name in traces.missing(NAMES)} == {"coding-agent"}
     monkeypatch.setenv("KVROUTE_TRACES", str(tmp_path))
-    assert Traces.of(None) == found
+    assert Traces.of(None) == traces
     with pytest.raises(InputError, match="the folder does not exist"):
         Traces.of(tmp_path / "nowhere")
 
@@ -149,8 +149,8 @@ def test_results_of_another_definition_are_not_used(tmp_path: Path) -> None:
     """A redefined cell is not used for the new one; a removed cell is left out."""
     path = tmp_path / "results.jsonl"
     record = Runner(Traces())(cell(NEAR, "round-robin"))
-    gone = msgspec.structs.replace(record, cell=cell("paper/load=0.123", "round-robin"), key="gone")
-    path.write_bytes(encode(record) + b"\n" + encode(gone) + b"\n")
+    removed = msgspec.structs.replace(record, cell=cell("paper/load=0.123", "round-robin"), key="removed")
+    path.write_bytes(encode(record) + b"\n" + encode(removed) + b"\n")
     assert [each.key for each in results_of(path)] == [record.key]
     changed = record.config | {"case": record.config["case"] | {"slots": 3}}
     path.write_bytes(encode(msgspec.structs.replace(record, config=changed)) + b"\n")
@@ -160,8 +160,8 @@ def test_results_of_another_definition_are_not_used(tmp_path: Path) -> None:
     path.write_bytes(encode(msgspec.structs.replace(record, config=priced)) + b"\n")
     with pytest.raises(InputError, match="another 'round-robin'"):
         results_of(path)
-    unsaid = {name: value for name, value in record.config.items() if name != "variant"}
-    unsigned = msgspec.structs.replace(record, cell=cell(NEAR, "no uplinks"), config=unsaid)
+    without_variant = {name: value for name, value in record.config.items() if name != "variant"}
+    unsigned = msgspec.structs.replace(record, cell=cell(NEAR, "no uplinks"), config=without_variant)
     path.write_bytes(encode(unsigned) + b"\n")
     assert len(results_of(path)) == 1
 
@@ -234,13 +234,23 @@ def test_the_descent_without_rounds_is_the_run_of_its_start_policy() -> None:
 
 def test_a_single_cell_runs_by_command(tmp_path: Path) -> None:
     """A single cell of a policy without weights needs no tuning; its record is printed and stays in the folder."""
-    asked = ["experiment", MATRIX.name, "--cell", f"{NEAR},foresight", "--seed", "2", "--out", str(tmp_path), "--json"]
-    outcome = CliRunner().invoke(app, asked)
+    arguments = [
+        "experiment",
+        MATRIX.name,
+        "--cell",
+        f"{NEAR},foresight",
+        "--seed",
+        "2",
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
+    outcome = CliRunner().invoke(app, arguments)
     assert outcome.exit_code == 0, outcome.output
     (record,) = json.loads(outcome.stdout)["records"]
     assert (record["cell"]["profile"], record["cell"]["seed"]) == (NEAR, 2)
     assert len(results_of(tmp_path / "never-worse" / f"{MATRIX.name}.jsonl")) == 1
-    table = CliRunner().invoke(app, asked[:-1])
+    table = CliRunner().invoke(app, arguments[:-1])
     assert table.exit_code == 0, table.output
     assert "foresight" in table.stdout
     assert "One seed." in table.stdout
@@ -248,7 +258,7 @@ def test_a_single_cell_runs_by_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--reading", "literal"], "--reading"),
         (["--trace", "x.jsonl"], "--trace"),
@@ -258,12 +268,12 @@ def test_a_single_cell_runs_by_command(tmp_path: Path) -> None:
     ids=["reading", "trace", "unknown cell", "missing trace"],
 )
 def test_invalid_options_are_rejected_before_any_run(
-    more: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVROUTE_TRACES", raising=False)
     outcome = CliRunner().invoke(app, ["experiment", MATRIX.name, *more, "--out", str(tmp_path)])
     assert isinstance(outcome.exception, InputError)
-    assert said in str(outcome.exception)
+    assert message in str(outcome.exception)
 
 
 def test_clairvoyant_cells_are_few_and_short() -> None:

@@ -92,9 +92,11 @@ def test_gains_pair_runs_of_the_same_requests(records: list[Record]) -> None:
     """The base is the run with own caches, or the same policy without copies ahead."""
     goodput = {(one.cell.policy, one.cell.seed): one.summary.goodput_per_s or 0.0 for one in records}
     for policy, base in (("exchange", OWN), ("exchange+ahead", "exchange")):
-        found = gain(records, policy)
-        assert found is not None
-        assert found.mean == pytest.approx(np.mean([goodput[policy, seed] - goodput[base, seed] for seed in (0, 1)]))
+        difference = gain(records, policy)
+        assert difference is not None
+        assert difference.mean == pytest.approx(
+            np.mean([goodput[policy, seed] - goodput[base, seed] for seed in (0, 1)])
+        )
     assert gain(records, OWN) is None
 
 

@@ -46,9 +46,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for k, size in enumerate(sizes)
         ])  # fmt: skip
     lines.append([{"t": 0.0, "in": 200_000, "out": 5, "api": 1.0, "think": 0.0, "h": [1, 3_125]}])
-    found = tmp_path_factory.mktemp("agents") / "sessions.jsonl"
-    found.write_text("".join(json.dumps({"id": str(k), "bs": BLOCK, "req": r}) + "\n" for k, r in enumerate(lines)))
-    return found
+    file = tmp_path_factory.mktemp("agents") / "sessions.jsonl"
+    file.write_text("".join(json.dumps({"id": str(k), "bs": BLOCK, "req": r}) + "\n" for k, r in enumerate(lines)))
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,9 @@ def study(path: Path) -> PrfaasStudy:
 
 def sessions(study: PrfaasStudy) -> Agents:
     """Return the sessions as the experiments use them."""
-    found = source(study.trace)
-    assert isinstance(found, Agents)
-    return found
+    recorded = source(study.trace)
+    assert isinstance(recorded, Agents)
+    return recorded
 
 
 def at_places(trace: Trace) -> dict[int, float]:
@@ -74,32 +74,32 @@ def at_places(trace: Trace) -> dict[int, float]:
 
 def test_sessions_end_at_the_longest_profiled_prompt(study: PrfaasStudy) -> None:
     """No prompt of Table 5 has more than 131,072 tokens: 20 sessions are whole, 10 have six turns, one is left out."""
-    found = sessions(study)
-    assert sorted(len(session.turns) for session in found.sessions) == [6] * 10 + [8] * 20
-    assert max(turn.input_tokens for session in found.sessions for turn in session.turns) <= MOST
+    recorded = sessions(study)
+    assert sorted(len(session.turns) for session in recorded.sessions) == [6] * 10 + [8] * 20
+    assert max(turn.input_tokens for session in recorded.sessions for turn in session.turns) <= MOST
     with pytest.raises(InputError, match="the first prompt of every session has more than 63 tokens"):
-        found.within(63)
+        recorded.within(63)
 
 
 def test_the_plan_uses_the_uncached_tokens_of_one_cache(study: PrfaasStudy) -> None:
     """The uncached tokens equal those of a cache without limit over all requests, for any order of sessions."""
-    found = sessions(study)
-    left, _ = incremental(found.open_loop(seed=0), None)
-    ours = sorted(max(each, 1) for session in found.sessions for each in session.uncached_tokens())
+    recorded = sessions(study)
+    left, _ = incremental(recorded.open_loop(seed=0), None)
+    ours = sorted(max(each, 1) for session in recorded.sessions for each in session.uncached_tokens())
     assert ours == sorted(left.tolist())
-    assert agent_lengths(found).mix.mean_tokens == pytest.approx(left.mean())
-    assert answer_tokens(found) == 40
+    assert agent_lengths(recorded).mix.mean_tokens == pytest.approx(left.mean())
+    assert answer_tokens(recorded) == 40
 
 
 def test_a_load_is_a_number_of_users(study: PrfaasStudy) -> None:
     """Little's law with a pause of 15 s before all turns but the first."""
-    found = sessions(study)
+    recorded = sessions(study)
     plan = deployment(planned(study, "prfaas", 100.0))
     turns = 20 * 8 + 10 * 6
     think_s = 15.0 * (turns - 30) / turns
-    assert cycle_s(found, plan) == pytest.approx(plan.ttft_s.mean + 40 * ITERATION_S + think_s)
-    assert users_for(found, plan, 0.5) == round(0.5 * plan.lambda_max_per_s * cycle_s(found, plan))
-    assert users_for(found, plan, 1e-9) == 1
+    assert cycle_s(recorded, plan) == pytest.approx(plan.ttft_s.mean + 40 * ITERATION_S + think_s)
+    assert users_for(recorded, plan, 0.5) == round(0.5 * plan.lambda_max_per_s * cycle_s(recorded, plan))
+    assert users_for(recorded, plan, 1e-9) == 1
 
 
 def test_the_case_study_with_agents_below_saturation(study: PrfaasStudy) -> None:
@@ -120,17 +120,17 @@ def test_the_case_study_with_agents_below_saturation(study: PrfaasStudy) -> None
 def test_additional_users_do_not_change_the_sessions_of_existing_users(study: PrfaasStudy) -> None:
     """When the load doubles, the usual users play the same sessions from the same times as in the calm scenario; a
     repeated session does not share blocks with its first run."""
-    found = sessions(study)
+    recorded = sessions(study)
     usual, more = Crowd(5, 0.0, 50.0, 400.0), Crowd(5, 100.0, 0.0, 200.0)
-    calm = played(found, (usual,), 3, places=10)
-    busy = played(found, (usual, more), 3, places=10)
+    calm = played(recorded, (usual,), 3, places=10)
+    busy = played(recorded, (usual, more), 3, places=10)
     assert at_places(calm).items() <= at_places(busy).items()
     added = set(at_places(busy)) - set(at_places(calm))
     assert added
     assert all(100.0 <= request.at_s <= 200.0 for request in busy.requests if request.blocks[0] in added)
-    assert played(found, (usual,), 4, places=10) != calm
-    whole = played(found, (Crowd(9, 0.0, 0.0, 1_000.0),), 0, places=9)
-    assert len({request.blocks[0] for request in whole.requests}) > len(found.sessions)
+    assert played(recorded, (usual,), 4, places=10) != calm
+    whole = played(recorded, (Crowd(9, 0.0, 0.0, 1_000.0),), 0, places=9)
+    assert len({request.blocks[0] for request in whole.requests}) > len(recorded.sessions)
     assert all(request.at_s <= 1_000.0 for request in whole.requests)
 
 

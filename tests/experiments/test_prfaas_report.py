@@ -115,9 +115,9 @@ def loads() -> list[Record]:
     ]  # fmt: skip
 
 
-def named(found: list[Finding], profile: str, words: str) -> Finding:
-    """Return the one finding of a profile whose claim contains these words."""
-    (one,) = [each for each in found if each.profile == profile and words in each.claim]
+def named(findings: list[Finding], profile: str, text: str) -> Finding:
+    """Return the one finding of a profile whose claim contains this text."""
+    (one,) = [each for each in findings if each.profile == profile and text in each.claim]
     return one
 
 
@@ -151,21 +151,23 @@ def test_the_best_threshold_is_chosen_even_by_a_small_lead(rate_per_s: float) ->
 def test_leads_are_paired_over_seeds() -> None:
     """All seeds differ by the same amount, so the standard error is zero."""
     some = [r for r in bursts() if r.cell.profile == "load-doubles"]
-    found = lead(some, PLANNED)
-    assert found is not None
-    assert found.mean == pytest.approx(-0.1)
-    assert standard_error(found, some) == pytest.approx(0.0, abs=1e-12)
-    assert standard_error(found, some[::3]) is None
+    gap = lead(some, PLANNED)
+    assert gap is not None
+    assert gap.mean == pytest.approx(-0.1)
+    assert standard_error(gap, some) == pytest.approx(0.0, abs=1e-12)
+    assert standard_error(gap, some[::3]) is None
 
 
 def test_the_scheduler_must_be_within_three_percent_and_beat_the_old_threshold() -> None:
-    found = prfaas_findings(BURST, bursts(), ())
-    assert named(found, "load-doubles", "best static").holds == "does not hold"
-    assert named(found, "link-30", "best static").holds == "holds"
-    assert named(found, "load-doubles", "old traffic").holds == "holds"
-    assert named(found, "load-doubles", "planner's").holds == "does not hold"
-    assert "0.990 against 1.010 good requests/s under static-32000: -2.0%" in named(found, "link-30", "best").sentence
-    assert not [each for each in found if each.profile == "calm" and "old traffic" in each.claim]
+    findings = prfaas_findings(BURST, bursts(), ())
+    assert named(findings, "load-doubles", "best static").holds == "does not hold"
+    assert named(findings, "link-30", "best static").holds == "holds"
+    assert named(findings, "load-doubles", "old traffic").holds == "holds"
+    assert named(findings, "load-doubles", "planner's").holds == "does not hold"
+    assert (
+        "0.990 against 1.010 good requests/s under static-32000: -2.0%" in named(findings, "link-30", "best").sentence
+    )
+    assert not [each for each in findings if each.profile == "calm" and "old traffic" in each.claim]
 
 
 def test_the_scheduler_need_not_beat_an_old_threshold_that_is_still_best() -> None:
@@ -182,9 +184,9 @@ def test_the_scheduler_need_not_beat_an_old_threshold_that_is_still_best() -> No
             for policy, goodput in of_policy.items()
             for seed in range(3)
         ]
-        found = named(prfaas_findings(BURST, some, ()), "link-30", "old traffic")
-        assert found.claim == "not below the static threshold of the old traffic, which is also the best one here"
-        assert found.holds == holds
+        finding = named(prfaas_findings(BURST, some, ()), "link-30", "old traffic")
+        assert finding.claim == "not below the static threshold of the old traffic, which is also the best one here"
+        assert finding.holds == holds
 
 
 def test_with_prefixes_the_gap_names_the_caching_model() -> None:
@@ -196,8 +198,8 @@ def test_with_prefixes_the_gap_names_the_caching_model() -> None:
         msgspec.structs.replace(each, summary=msgspec.structs.replace(each.summary, prefill_cache_hit=0.8))
         for each in agents
     ]
-    told = named(prfaas_findings(CASE_STUDY, cached, ()), AGENTS, "formula and queues agree").sentence
-    assert told.endswith("over all loads: prfaas 80.0%, homogeneous 80.0%, naive 80.0%.")
+    sentence = named(prfaas_findings(CASE_STUDY, cached, ()), AGENTS, "formula and queues agree").sentence
+    assert sentence.endswith("over all loads: prfaas 80.0%, homogeneous 80.0%, naive 80.0%.")
     assert "the queue never empties" in named(prfaas_findings(CASE_STUDY, loads(), ()), "poisson", "agree").sentence
 
 
@@ -206,10 +208,10 @@ def test_saturation_is_measured_at_the_highest_load() -> None:
     assert gaps["prfaas"].off == pytest.approx(-0.03)
     assert gaps["naive"].off_exact == pytest.approx(0.97 / 0.98 - 1)
     assert saturations([r for r in loads() if r.cell.settings["load"] < 1]) == []
-    found = prfaas_findings(CASE_STUDY, loads(), ())
-    assert named(found, "poisson", "agree").holds == "holds"
-    assert "+50.0% against homogeneous" in named(found, "poisson", "more than").sentence
-    assert "longest: PrfaaS" in named(found, "poisson", "TTFT").sentence
+    findings = prfaas_findings(CASE_STUDY, loads(), ())
+    assert named(findings, "poisson", "agree").holds == "holds"
+    assert "+50.0% against homogeneous" in named(findings, "poisson", "more than").sentence
+    assert "longest: PrfaaS" in named(findings, "poisson", "TTFT").sentence
 
 
 @pytest.mark.parametrize("name", ["case", "burst", "kv"])

@@ -29,11 +29,11 @@ def least(values):
 
 
 @given(st.text(st.characters(codec="ascii", categories=["L", "N", "Zs", "P"])))
-def test_comments_and_docstrings_do_not_change_the_digest(words: str) -> None:
+def test_comments_and_docstrings_do_not_change_the_digest(text: str) -> None:
     """Comments, docstrings and empty lines have no effect; only statements and names count."""
     for old, new in (
-        ("# As it always was.", f"# {words}"),
-        ('"""The least."""', repr(words)),
+        ("# As it always was.", f"# {text}"),
+        ('"""The least."""', repr(text)),
         ("LIMIT = 3", "LIMIT=3"),
     ):
         assert meaning(MODULE.replace(old, new)) == meaning(MODULE)

@@ -91,7 +91,7 @@ def test_every_cell_is_run_once_despite_interruptions(
 
 
 def test_several_processes_give_the_same_records(tmp_path: Path) -> None:
-    """With two workers, the records are in the order of the cells, whatever the order in which they end."""
+    """With two workers, the records are in the order of the cells, for any order in which they end."""
     done: list[tuple[int, int]] = []
     records = run_cells(SWEEP, record_of, tmp_path / "r.jsonl", workers=2, progress=lambda *now: done.append(now))
     assert [record.cell for record in records] == SWEEP

@@ -140,15 +140,15 @@ def test_every_flow_has_a_bottleneck_after_any_history(seed: int) -> None:
         net.start(flow, paths[flow], size, weights[flow], ceiling_bytes_per_s=ceilings[flow])
         if draw.random() < 0.3:
             net.set_capacity(draw.randrange(len(capacities)), draw.choice([0.0, 1.0, draw.uniform(0.1, 50.0)]))
-        gone = []
+        ended = []
         if draw.random() < 0.3:
-            gone.append(draw.choice(net.active))
-            net.cancel(gone[0])
+            ended.append(draw.choice(net.active))
+            net.cancel(ended[0])
         before_s = net.now
         if draw.random() < 0.7:
-            gone += net.advance(before_s + draw.choice([0.0, 0.5, draw.expovariate(0.3)]))
+            ended += net.advance(before_s + draw.choice([0.0, 0.5, draw.expovariate(0.3)]))
         assert net.now >= before_s
-        for left in gone:
+        for left in ended:
             del paths[left]
         assert set(net.active) == set(paths)
         upcoming = net.next_finish()
@@ -179,8 +179,8 @@ def test_bytes_are_conserved(case: Case) -> None:
 
 @LAW
 @given(cases(), st.floats(1.0, 100.0), st.data())
-def test_more_bandwidth_never_slows_a_lone_transfer(case: Case, factor: float, data: st.DataObject) -> None:
-    """A lone transfer takes its bytes over its narrowest link, and more capacity of any link does not lengthen it."""
+def test_more_bandwidth_never_slows_a_single_transfer(case: Case, factor: float, data: st.DataObject) -> None:
+    """A single transfer takes its bytes over its narrowest link, and more capacity of any link does not lengthen it."""
     net, path, size = case.network(), case.paths[0], case.sizes[0]
     before_s = net.transfer_s(path, size)
     assert before_s == pytest.approx(size / min(case.capacities[link] for link in path), rel=1e-12)

@@ -95,7 +95,7 @@ def hashed_bytes_per_s(cable: float, rivals: float, hashed: int, mean: float) ->
 
 
 @dataclass
-class Obvious:
+class ReferenceTable:
     """The table by its definition, with lists, and with rates from progressive filling."""
 
     links: LinkModel
@@ -108,7 +108,7 @@ class Obvious:
     paths: dict[int, list[int]] = field(default_factory=dict)
     tiers: dict[int, int] = field(default_factory=dict)
     ceilings: dict[int, float] = field(default_factory=dict)
-    believed: dict[int, float] = field(default_factory=dict)
+    assumed_factors: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     congestion: FloatArray = field(default_factory=lambda: np.zeros(5))
     learned: Learned = field(default_factory=lambda: Learned(ForesightSpec()))
@@ -139,20 +139,20 @@ class Obvious:
         mean = sum(self.rates.values()) / (len(self.rates) * h) if self.rates else 0.0
         here, there = links.attached[source].tolist(), links.attached[target].tolist()
         groups = [(here[2], there[3]), (here[4], there[5]), (int(links.wan[here[6], there[6]]),)][: tier - 1]
-        found = []
+        limits = []
         for group in groups:
             cables = [link for link in group if link >= 0]
             if not cables:
-                found.append(float(links.tier_bytes_per_s[tier]) * (1 - self.congestion[tier]))
+                limits.append(float(links.tier_bytes_per_s[tier]) * (1 - self.congestion[tier]))
                 continue
             hashed_onto = [k for k in cables if links.cables[k] > 1]
             rivals = sum(h * self.crowd(k) / int(links.cables[k]) for k in hashed_onto)
             siblings = sum((h - 1) / int(links.cables[k]) for k in hashed_onto)
             least = min(float(links.cable_bytes_per_s[k]) * (1 - self.congestion[links.link_tier[k]]) for k in cables)
             both = rivals + siblings
-            pace = (rivals * mean + siblings * least) / both if both else 0.0
-            found.append(hashed_bytes_per_s(least, both, h, pace))
-        return float(self.learned.factor[tier] * min(found))
+            rival_bytes_per_s = (rivals * mean + siblings * least) / both if both else 0.0
+            limits.append(hashed_bytes_per_s(least, both, h, rival_bytes_per_s))
+        return float(self.learned.factor[tier] * min(limits))
 
     def start(self, at: float, each: int, source: int, target: int, size: float) -> None:
         if not self.links.tier[source, target]:
@@ -160,7 +160,7 @@ class Obvious:
         self.advance(at)
         self.ceilings[each] = self.ceiling(source, target)
         self.tiers[each] = int(self.links.tier[source, target])
-        self.believed[each] = float(self.learned.factor[self.tiers[each]])
+        self.assumed_factors[each] = float(self.learned.factor[self.tiers[each]])
         self.paths[each] = path_of(self.links, source, target)
         self.left[each] = self.size[each] = size
         self.sent[each] = self.limited[each] = 0.0
@@ -172,7 +172,7 @@ class Obvious:
         self.advance(at)
         if landed:
             self.learned.ended(
-                self.tiers[each], self.size[each], self.sent[each], self.limited[each], self.believed[each]
+                self.tiers[each], self.size[each], self.sent[each], self.limited[each], self.assumed_factors[each]
             )
         for kept in (self.left, self.size, self.paths, self.ceilings, self.rates, self.tiers):
             del kept[each]
@@ -197,7 +197,7 @@ def test_the_transfer_table_equals_a_simple_reference(
 ) -> None:
     """After any sequence of calls, remaining bytes, rates and learned factors are equal."""
     links = fabric(hashed, uplinks=uplinks)
-    table, slow = InFlight(links), Obvious(links, ForesightSpec())
+    table, slow = InFlight(links), ReferenceTable(links, ForesightSpec())
     now, started = 0.0, 0
     for kind, what, more, pause_s in actions:
         now += pause_s
@@ -222,10 +222,10 @@ def test_the_transfer_table_equals_a_simple_reference(
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[InFlight, Obvious]:
+def tables(draw: st.DrawFn) -> tuple[InFlight, ReferenceTable]:
     """Draw a table with up to 16 transfers in flight, and the slow reference."""
     links = fabric(draw(st.sampled_from([1, 4])), uplinks=draw(st.booleans()))
-    table, slow = InFlight(links), Obvious(links, ForesightSpec())
+    table, slow = InFlight(links), ReferenceTable(links, ForesightSpec())
     for each, ((source, target), size) in enumerate(draw(st.lists(st.tuples(pairs, sizes), max_size=16))):
         table.started(each * 0.01, each, source, target, size)
         slow.start(each * 0.01, each, source, target, size)
@@ -254,8 +254,8 @@ def candidate_sets(draw: st.DrawFn, alike: bool = False) -> Candidates:
 
 
 def costs_of(links: LinkModel, source: int) -> NetworkCosts:
-    nobody = np.zeros(5, dtype=np.int64)
-    return NetworkCosts(links.tier[source], links.tier_bytes_per_s, LATENCY_S, np.zeros(5), nobody)
+    in_flight = np.zeros(5, dtype=np.int64)
+    return NetworkCosts(links.tier[source], links.tier_bytes_per_s, LATENCY_S, np.zeros(5), in_flight)
 
 
 def choice_of(table: InFlight, source: int, pool: Candidates, starts_s: float = 0.0, **spec: float) -> Choice | Reject:
@@ -270,10 +270,10 @@ widths = st.integers(0, 4)
 
 @given(tables(), sources, candidate_sets(), st.sampled_from([0.0, 0.3]))
 def test_the_what_if_is_the_fluid_model(
-    flying: tuple[InFlight, Obvious], source: int, pool: Candidates, starts_s: float
+    in_flight_state: tuple[InFlight, ReferenceTable], source: int, pool: Candidates, starts_s: float
 ) -> None:
     """Transfer time and imposed delay of every simulated candidate equal the definition."""
-    table, slow = flying
+    table, slow = in_flight_state
     choice = choice_of(table, source, pool, starts_s, width=N, near_max=1_000)
     assume(isinstance(choice, Choice))
     assert isinstance(choice, Choice)
@@ -301,12 +301,12 @@ def test_the_what_if_is_the_fluid_model(
 
 @given(tables(), sources, candidate_sets(), widths, st.integers(1, 20))
 def test_the_choice_follows_its_terms(
-    flying: tuple[InFlight, Obvious], source: int, pool: Candidates, width: int, near_max: int
+    in_flight_state: tuple[InFlight, ReferenceTable], source: int, pool: Candidates, width: int, near_max: int
 ) -> None:
     """The first cheapest candidate with room is chosen. Costs and parts are finite and not negative, and the parts of a
     simulated candidate add up to its cost. No transfer time is below that of an idle network. The inputs are not
     modified."""
-    table, slow = flying
+    table, slow = in_flight_state
     given_arrays = [getattr(pool, item.name) for item in fields(pool) if item.name != "names"]
     before = [array.copy() for array in given_arrays]
     choice = choice_of(table, source, pool, width=width, near_max=near_max)
@@ -333,10 +333,10 @@ def test_the_choice_follows_its_terms(
 
 @given(tables(), sources, candidate_sets(), widths, st.sampled_from([2.0**-20, 4.0, 2.0**20]))
 def test_the_choice_is_invariant_under_scaling_of_bytes(
-    flying: tuple[InFlight, Obvious], source: int, pool: Candidates, width: int, scale: float
+    in_flight_state: tuple[InFlight, ReferenceTable], source: int, pool: Candidates, width: int, scale: float
 ) -> None:
     """If all bytes and bandwidths are multiplied by the same power of two, choice and cost stay the same."""
-    table, slow = flying
+    table, slow = in_flight_state
     scaled = fabric(table.links.hashed_paths, scale, uplinks=len(table.links.cables) > 2 * N)
     large = InFlight(scaled)
     small = InFlight(table.links)
@@ -401,11 +401,11 @@ def test_the_cost_of_delayed_tokens_is_bounded_by_the_transfer(
 
 @given(tables(), candidate_sets(alike=True), sources, widths)
 def test_with_an_unbounded_network_load_decides(
-    flying: tuple[InFlight, Obvious], pool: Candidates, source: int, width: int
+    in_flight_state: tuple[InFlight, ReferenceTable], pool: Candidates, source: int, width: int
 ) -> None:
     """For any transfers in flight, with links a million times faster the least loaded candidate with room is chosen."""
-    table = InFlight(fabric(uplinks=len(flying[0].links.cables) > 2 * N, scale=1e12))
-    for each, kv_bytes in flying[1].size.items():
+    table = InFlight(fabric(uplinks=len(in_flight_state[0].links.cables) > 2 * N, scale=1e12))
+    for each, kv_bytes in in_flight_state[1].size.items():
         table.started(0.0, each, each % N, (5 * each + 7) % N, kv_bytes)
     policy = Foresight(ForesightSpec(width=width), table.sight(0.0, source, ALL))
     flat = replace(costs_of(table.links, source), latency_s=np.zeros(5))
@@ -416,10 +416,10 @@ def test_with_an_unbounded_network_load_decides(
 
 @given(tables(), sources, candidate_sets())
 def test_closed_form_and_simulation_agree_on_an_idle_network(
-    flying: tuple[InFlight, Obvious], source: int, pool: Candidates
+    in_flight_state: tuple[InFlight, ReferenceTable], source: int, pool: Candidates
 ) -> None:
     """With nothing in flight the closed form and the fluid model agree."""
-    idle = InFlight(flying[0].links)
+    idle = InFlight(in_flight_state[0].links)
     closed, fluid = choice_of(idle, source, pool, width=0), choice_of(idle, source, pool, width=4)
     if isinstance(closed, Choice):
         assert isinstance(fluid, Choice)
@@ -431,9 +431,9 @@ def test_closed_form_and_simulation_agree_on_an_idle_network(
 def test_the_collision_model_equals_the_expected_value(cable: float, rivals: float, hashed: int, share: float) -> None:
     """The value uses the expected time on the fullest of h cables, limited where nothing is left; it never exceeds h
     idle cables."""
-    found = collided(cable, rivals, hashed, share * cable)
-    assert found == pytest.approx(hashed_bytes_per_s(cable, rivals, hashed, share * cable), rel=1e-6)
-    assert found <= hashed * cable * (1 + 1e-12)
+    rate = collided(cable, rivals, hashed, share * cable)
+    assert rate == pytest.approx(hashed_bytes_per_s(cable, rivals, hashed, share * cable), rel=1e-6)
+    assert rate <= hashed * cable * (1 + 1e-12)
 
 
 ends = st.lists(st.tuples(st.sampled_from([2, 3, 4]), st.floats(1e-3, 1e3), st.floats(0, 1)), max_size=40)
@@ -453,7 +453,7 @@ def test_learned_factors_stay_within_their_bounds(transfers: list[tuple[int, flo
     assert true.factor.tolist() == [1.0] * 5
 
 
-taught = st.tuples(
+observation = st.tuples(
     st.floats(0, 90),
     st.sampled_from([2, 3, 4]),
     st.floats(1e-3, 1e3),
@@ -463,20 +463,20 @@ taught = st.tuples(
 )
 
 
-@given(st.lists(taught, max_size=30), st.floats(0, 600))
+@given(st.lists(observation, max_size=30), st.floats(0, 600))
 def test_reading_learned_values_changes_nothing(
-    told: list[tuple[float, int, float, float, bool, float]], later_s: float
+    observations: list[tuple[float, int, float, float, bool, float]], later_s: float
 ) -> None:
     """A reader sees the values that a decision would use, to the last digit, with the number of transfers used and
     their age."""
     watched, alone, at = Learned(ForesightSpec()), Learned(ForesightSpec()), 0.0
     last: dict[int, list[float]] = {2: [], 3: [], 4: []}
-    for step_s, tier, ratio, limited, looked, ahead_s in told:
+    for step_s, tier, ratio, limited, reads, ahead_s in observations:
         at += step_s
         for learned in (watched, alone):
             learned.grown_old(at)
             learned.ended(tier, 1e9 * ratio, 1e9, 1e9 * limited)
-        if looked:
+        if reads:
             watched.seen(at + ahead_s)
         if limited > 0.5 or math.log(ratio) < -0.2:
             last[tier].append(at)
@@ -492,29 +492,29 @@ def test_reading_learned_values_changes_nothing(
 
 
 @given(tables(), sources, candidate_sets(), ends, st.floats(0, 0.99))
-def test_a_lone_transfer_has_the_rate_that_a_decision_expects(
-    flying: tuple[InFlight, Obvious],
+def test_a_single_transfer_has_the_rate_that_a_decision_expects(
+    in_flight_state: tuple[InFlight, ReferenceTable],
     source: int,
     pool: Candidates,
     transfers: list[tuple[int, float, float]],
     others: float,
 ) -> None:
     """With nothing in flight, this holds for any learned factors and any other traffic."""
-    idle, congestion = InFlight(flying[0].links), np.array([0.0, 0.0, 1.0, 0.5, 0.1]) * others
+    idle, congestion = InFlight(in_flight_state[0].links), np.array([0.0, 0.0, 1.0, 0.5, 0.1]) * others
     for tier, ratio, limited in transfers:
         idle.learned.ended(tier, 1e9 * ratio, 1e9, 1e9 * limited)
     factor = idle.learned.factor.copy()
-    told = [idle.alone_bytes_per_s(source, target, congestion, factor) for target in range(N)]
+    rates = [idle.alone_bytes_per_s(source, target, congestion, factor) for target in range(N)]
     idle.congested(0.0, congestion)
     choice = choice_of(idle, source, pool, width=2)
     if isinstance(choice, Choice):
         moved = pool.kv_bytes > 0
-        assert choice.terms.parts["pace_bytes_per_s"][moved] == pytest.approx(np.array(told)[moved], rel=1e-9)
+        assert choice.terms.parts["pace_bytes_per_s"][moved] == pytest.approx(np.array(rates)[moved], rel=1e-9)
 
 
 @given(st.integers(1, 40), st.floats(0.25, 4.0), st.integers(1, 4))
 def test_learned_factors_never_overshoot_the_true_factor(together: int, truth: float, rounds: int) -> None:
-    """Each path carries a given factor of the predicted rate, whatever number of transfers measure it at once."""
+    """Each path carries a given factor of the predicted rate, for any number of transfers that measure it at once."""
     tier: TierArray = np.full((2 * together, 2 * together), 3, dtype=np.int8)
     table, now = InFlight(LinkModel.of_tiers(tier, np.full(5, 1e9), nic_bytes_per_s=1e11)), 0.0
     for _ in range(rounds):
@@ -529,11 +529,11 @@ def test_learned_factors_never_overshoot_the_true_factor(together: int, truth: f
 
 @given(tables(), st.lists(candidate_sets(), min_size=3, max_size=3), st.lists(st.floats(0, 5), min_size=3, max_size=3))
 def test_the_pair_is_the_cheapest_of_those_simulated(
-    flying: tuple[InFlight, Obvious], pools: list[Candidates], start_s: list[float]
+    in_flight_state: tuple[InFlight, ReferenceTable], pools: list[Candidates], start_s: list[float]
 ) -> None:
     """With every prefill instance simulated, the pair is the cheapest of all; it is rejected only if no instance has
     room."""
-    table, spec = flying[0], ForesightSpec(joint_width=3)
+    table, spec = in_flight_state[0], ForesightSpec(joint_width=3)
     nothing = np.zeros(3, dtype=np.int64)
     prefill = PrefillCandidates(("p0", "p1", "p2"), np.array(start_s), nothing, np.zeros(3), None)
     paths = [
@@ -541,18 +541,18 @@ def test_the_pair_is_the_cheapest_of_those_simulated(
         for each, pool in enumerate(pools)
     ]
     pair = ForesightJoint(spec).choose(REQUEST, prefill, paths.__getitem__, 0)
-    found = [
+    choices = [
         Foresight(spec, path.sight, at_arrival=True).choose(REQUEST, path.candidates, path.costs, 0) for path in paths
     ]
     paid = [
         (start_s[each] + float(choice.terms.cost[choice.index]), each)
-        for each, choice in enumerate(found)
+        for each, choice in enumerate(choices)
         if isinstance(choice, Choice)
     ]
     assert isinstance(pair, Pair) == bool(paid)
     if isinstance(pair, Pair):
         assert (float(pair.prefill.terms.cost[pair.prefill.index]), pair.prefill.index) == min(paid)
-        chosen = found[pair.prefill.index]
+        chosen = choices[pair.prefill.index]
         assert isinstance(chosen, Choice)
         assert pair.decode.index == chosen.index
         msgspec.json.encode({part: values.tolist() for part, values in pair.prefill.terms.parts.items()})

@@ -70,12 +70,12 @@ def test_a_changed_capacity_is_learned(pair: tuple[int, int], factor: float, tog
     network = oracle()
     network.congestion_measured(0.0, [congested] * 5)
     source, target = pair
-    believed = []
+    predicted = []
     for at in range(60):
         transfer(network, float(at), pair, 1e11, factor=factor, together=together)
-        believed.append(idle_bandwidth(network, source)[target] / BYTES_PER_S[TIER[pair]])
-    assert believed[-1] == pytest.approx(factor, rel=0.01)
-    assert abs(math.log(believed[9])) >= abs(math.log(factor)) / 2 - 1e-9
+        predicted.append(idle_bandwidth(network, source)[target] / BYTES_PER_S[TIER[pair]])
+    assert predicted[-1] == pytest.approx(factor, rel=0.01)
+    assert abs(math.log(predicted[9])) >= abs(math.log(factor)) / 2 - 1e-9
     others = TIER[source] != TIER[pair]
     assert (idle_bandwidth(network, source)[others] == BYTES_PER_S[TIER[source]][others]).all()
     unheard = idle_bandwidth(network, (source + 1) % 4)
@@ -84,8 +84,8 @@ def test_a_changed_capacity_is_learned(pair: tuple[int, int], factor: float, tog
 
 
 def test_a_slow_pair_is_distinguished_from_its_tier() -> None:
-    """One of two pairs of a tier has a quarter of the other's bandwidth: each value is found; a third pair gets a value
-    in between."""
+    """One of two pairs of a tier has a quarter of the other's bandwidth: each value is learned; a third pair gets a
+    value in between."""
     network = oracle()
     for at in range(100):
         transfer(network, float(at), (0, 2), 1e10, factor=0.25)

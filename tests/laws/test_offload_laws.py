@@ -109,7 +109,7 @@ def test_only_sites_that_are_up_get_work_and_terms_add_up(
     assert record.site == sites.names[choice.index]
     assert all(math.isfinite(value) for value in record.terms.values())
     if choice.copy_from is not None:
-        assert sites.up[choice.copy_from], "nothing is copied from who is down"
+        assert sites.up[choice.copy_from], "no site that is down is a source of copies"
 
 
 @given(situations())
@@ -161,7 +161,7 @@ def after(spec: ShortTerm, base: float, history: list[tuple[float, float, float]
 
 
 def most_moves(spec: ShortTerm) -> int:
-    """Return the number of changes from bound to bound, with every mistake forgotten meanwhile."""
+    """Return a limit for the number of changes: twice from bound to bound, and those until all errors are forgotten."""
     span = math.log(spec.threshold_max_tokens / spec.threshold_min_tokens) / math.log(spec.step)
     return 2 * math.ceil(span) + math.ceil(16 * spec.remember_s) + 2
 
@@ -326,9 +326,9 @@ def test_traffic_statistics_equal_those_of_a_list(steps: list[tuple[float, int, 
     answered = traffic.output_tokens(at)
     assert answered is not None
     assert math.isclose(answered, sum(output for _, _, output in kept) / len(kept))
-    found = traffic.mix(at)
-    assert found is not None
-    mix, thresholds = found
+    estimate = traffic.mix(at)
+    assert estimate is not None
+    mix, thresholds = estimate
     assert math.isclose(mix.mean_tokens, lengths.mean(), rel_tol=1e-9, abs_tol=1e-9)
     for threshold, share in zip(thresholds, mix.cut(thresholds).long_share, strict=True):
         assert math.isclose(share, (lengths > threshold).mean(), abs_tol=1e-9)

@@ -35,23 +35,23 @@ class ReferenceCache:
 
     def make_room(self, needed: int, spared: Chain = ()) -> list[Chain]:
         """Evict the least recently touched prefix first, the deepest first among equals, one block after the other."""
-        gone: list[Chain] = []
+        evicted: list[Chain] = []
         free = [p for p in self.touched if not self.pinned(p) and spared[: len(p)] != p]
         for prefix in sorted(free, key=lambda p: (self.touched[p], -len(p))):
             if self.capacity is None or len(self.touched) + needed <= self.capacity:
                 break
             del self.touched[prefix]
-            gone.append(prefix)
-        return gone
+            evicted.append(prefix)
+        return evicted
 
     def store(self, chain: Chain, time: int) -> list[Chain]:
         depth = self.touch(chain, time)
-        gone = self.make_room(len(chain) - depth, spared=chain)
+        evicted = self.make_room(len(chain) - depth, spared=chain)
         for d in range(depth + 1, len(chain) + 1):
             if self.capacity is not None and len(self.touched) >= self.capacity:
                 break
             self.touched[chain[:d]] = time
-        return gone
+        return evicted
 
     def pin(self, chain: Chain, depth: int) -> int:
         depth = self.depth(chain[:depth])
@@ -97,115 +97,117 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(instances=st.sampled_from([1, 2, 3, 20]), capacity=st.none() | st.integers(0, 16))
     def start(self, instances: int, capacity: int | None) -> None:
         self.index = PrefixIndex(instances, capacity)
-        self.shelves = [ReferenceCache(capacity) for _ in range(instances)]
+        self.references = [ReferenceCache(capacity) for _ in range(instances)]
         self.uniform = capacity
         self.time = 0
         self.seen: dict[Chain, None] = {(): None}
 
-    def pick(self, who: int, tokens: Chain) -> tuple[int, ReferenceCache, Chain]:
+    def pick(self, instance: int, tokens: Chain) -> tuple[int, ReferenceCache, Chain]:
         self.time += 1
         chain = self.chain(tokens)
         self.seen[chain] = None
-        who %= len(self.shelves)
-        return who, self.shelves[who], chain
+        instance %= len(self.references)
+        return instance, self.references[instance], chain
 
-    @rule(who=INDICES, tokens=TOKENS, pin=st.booleans())
-    def store(self, who: int, tokens: Chain, pin: bool) -> None:
-        who, reference, chain = self.pick(who, tokens)
-        before = self.index.used_blocks(who)
-        assert blocks_lost(self.index.store(who, chain, pin)) == reference.store(chain, self.time)
-        assert reference.capacity is None or self.index.used_blocks(who) <= max(before, reference.capacity)
+    @rule(instance=INDICES, tokens=TOKENS, pin=st.booleans())
+    def store(self, instance: int, tokens: Chain, pin: bool) -> None:
+        instance, reference, chain = self.pick(instance, tokens)
+        before = self.index.used_blocks(instance)
+        assert blocks_lost(self.index.store(instance, chain, pin)) == reference.store(chain, self.time)
+        assert reference.capacity is None or self.index.used_blocks(instance) <= max(before, reference.capacity)
         if pin:
             reference.pin(chain, len(chain))
 
     @rule(tokens=TOKENS, step=st.integers(1, 3))
     def store_widely(self, tokens: Chain, step: int) -> None:
-        for who in range(0, len(self.shelves), step):
-            self.store(who, tokens, False)
+        for instance in range(0, len(self.references), step):
+            self.store(instance, tokens, False)
 
-    @rule(who=INDICES, tokens=TOKENS)
-    def touch(self, who: int, tokens: Chain) -> None:
-        who, reference, chain = self.pick(who, tokens)
-        assert self.index.touch(who, chain) == reference.touch(chain, self.time)
+    @rule(instance=INDICES, tokens=TOKENS)
+    def touch(self, instance: int, tokens: Chain) -> None:
+        instance, reference, chain = self.pick(instance, tokens)
+        assert self.index.touch(instance, chain) == reference.touch(chain, self.time)
 
-    @rule(who=INDICES, tokens=TOKENS, depth=DEPTH)
-    def pin(self, who: int, tokens: Chain, depth: int) -> None:
-        who, reference, chain = self.pick(who, tokens)
-        assert self.index.pin(who, chain, depth) == reference.pin(chain, depth)
+    @rule(instance=INDICES, tokens=TOKENS, depth=DEPTH)
+    def pin(self, instance: int, tokens: Chain, depth: int) -> None:
+        instance, reference, chain = self.pick(instance, tokens)
+        assert self.index.pin(instance, chain, depth) == reference.pin(chain, depth)
 
-    @rule(who=INDICES, tokens=TOKENS, depth=DEPTH)
-    def unpin(self, who: int, tokens: Chain, depth: int) -> None:
-        who, reference, chain = self.pick(who, tokens)
-        assert self.index.unpin(who, chain, depth) == reference.unpin(chain, depth)
+    @rule(instance=INDICES, tokens=TOKENS, depth=DEPTH)
+    def unpin(self, instance: int, tokens: Chain, depth: int) -> None:
+        instance, reference, chain = self.pick(instance, tokens)
+        assert self.index.unpin(instance, chain, depth) == reference.unpin(chain, depth)
 
-    @precondition(lambda self: any(reference.pins for reference in self.shelves))
+    @precondition(lambda self: any(reference.pins for reference in self.references))
     @rule(which=INDICES, deeper=st.integers(0, 2))
     def release_pin(self, which: int, deeper: int) -> None:
-        pins = [(who, pin) for who, reference in enumerate(self.shelves) for pin in reference.pins]
-        who, chain = pins[which % len(pins)]
+        pins = [(instance, pin) for instance, reference in enumerate(self.references) for pin in reference.pins]
+        instance, chain = pins[which % len(pins)]
         depth = len(chain) + deeper
-        assert self.index.unpin(who, chain, depth)
-        assert self.shelves[who].unpin(chain, depth)
+        assert self.index.unpin(instance, chain, depth)
+        assert self.references[instance].unpin(chain, depth)
 
-    @rule(who=INDICES, needed=st.integers(0, 8))
-    def make_room(self, who: int, needed: int) -> None:
-        who, reference, _ = self.pick(who, ())
-        assert blocks_lost(self.index.make_room(who, needed)) == reference.make_room(needed)
-        self.check_room(who, needed)
+    @rule(instance=INDICES, needed=st.integers(0, 8))
+    def make_room(self, instance: int, needed: int) -> None:
+        instance, reference, _ = self.pick(instance, ())
+        assert blocks_lost(self.index.make_room(instance, needed)) == reference.make_room(needed)
+        self.check_room(instance, needed)
 
-    @rule(who=INDICES, capacity=st.none() | st.integers(0, 20))
-    def set_capacity(self, who: int, capacity: int | None) -> None:
-        who, reference, _ = self.pick(who, ())
+    @rule(instance=INDICES, capacity=st.none() | st.integers(0, 20))
+    def set_capacity(self, instance: int, capacity: int | None) -> None:
+        instance, reference, _ = self.pick(instance, ())
         reference.capacity = capacity
-        assert blocks_lost(self.index.set_capacity(who, capacity)) == reference.make_room(0)
-        self.check_room(who, 0)
+        assert blocks_lost(self.index.set_capacity(instance, capacity)) == reference.make_room(0)
+        self.check_room(instance, 0)
 
-    def check_room(self, who: int, needed: int) -> None:
+    def check_room(self, instance: int, needed: int) -> None:
         """Check that there is room, unless pins alone occupy it."""
-        used, capacity = self.index.used_blocks(who), self.shelves[who].capacity
-        assert capacity is None or used + needed <= capacity or used == self.index.pinned_blocks(who)
+        used, capacity = self.index.used_blocks(instance), self.references[instance].capacity
+        assert capacity is None or used + needed <= capacity or used == self.index.pinned_blocks(instance)
 
-    @rule(who=INDICES, tokens=TOKENS, keep=DEPTH)
-    def evict(self, who: int, tokens: Chain, keep: int) -> None:
-        who, reference, chain = self.pick(who, tokens)
-        self.index.evict(who, chain, keep)
+    @rule(instance=INDICES, tokens=TOKENS, keep=DEPTH)
+    def evict(self, instance: int, tokens: Chain, keep: int) -> None:
+        instance, reference, chain = self.pick(instance, tokens)
+        self.index.evict(instance, chain, keep)
         reference.evict(chain, keep)
 
-    @precondition(lambda self: any(reference.touched for reference in self.shelves))
+    @precondition(lambda self: any(reference.touched for reference in self.references))
     @rule(which=INDICES, up=st.integers(1, 3))
     def evict_cached_block(self, which: int, up: int) -> None:
-        held = [(who, prefix) for who, reference in enumerate(self.shelves) for prefix in reference.touched]
-        who, chain = held[which % len(held)]
+        held = [
+            (instance, prefix) for instance, reference in enumerate(self.references) for prefix in reference.touched
+        ]
+        instance, chain = held[which % len(held)]
         keep = max(0, len(chain) - up)
-        self.index.evict(who, chain, keep)
-        self.shelves[who].evict(chain, keep)
+        self.index.evict(instance, chain, keep)
+        self.references[instance].evict(chain, keep)
 
-    @rule(who=INDICES)
-    def clear(self, who: int) -> None:
-        who, reference, _ = self.pick(who, ())
-        self.index.clear(who)
+    @rule(instance=INDICES)
+    def clear(self, instance: int) -> None:
+        instance, reference, _ = self.pick(instance, ())
+        self.index.clear(instance)
         reference.touched, reference.pins = {}, []
 
-    @precondition(lambda self: len(self.shelves) < 40)
+    @precondition(lambda self: len(self.references) < 40)
     @rule()
     def add_instance(self) -> None:
-        assert self.index.add_instance() == len(self.shelves)
-        self.shelves.append(ReferenceCache(self.uniform))
+        assert self.index.add_instance() == len(self.references)
+        self.references.append(ReferenceCache(self.uniform))
 
     def teardown(self) -> None:
         """After any history, all blocks can be evicted in the right order once no pin is left, and no node remains."""
-        for who, reference in enumerate(getattr(self, "shelves", ())):
+        for instance, reference in enumerate(getattr(self, "references", ())):
             for pin in reference.pins:
-                assert self.index.unpin(who, pin, len(pin))
+                assert self.index.unpin(instance, pin, len(pin))
             reference.pins, reference.capacity = [], 0
-            assert blocks_lost(self.index.set_capacity(who, 0)) == reference.make_room(0)
-            assert self.index.used_blocks(who) == self.index.pinned_blocks(who) == 0
+            assert blocks_lost(self.index.set_capacity(instance, 0)) == reference.make_room(0)
+            assert self.index.used_blocks(instance) == self.index.pinned_blocks(instance) == 0
 
     @invariant()
     def counts_are_the_models(self) -> None:
-        for who, reference in enumerate(self.shelves):
-            assert self.index.used_blocks(who) == len(reference.touched)
-            assert self.index.pinned_blocks(who) == sum(map(reference.pinned, reference.touched))
+        for instance, reference in enumerate(self.references):
+            assert self.index.used_blocks(instance) == len(reference.touched)
+            assert self.index.pinned_blocks(instance) == sum(map(reference.pinned, reference.touched))
 
     @invariant()
     def depths_are_the_models(self) -> None:
@@ -215,8 +217,8 @@ class IndexMachine(RuleBasedStateMachine):
     def check_match(self, chain: Chain) -> None:
         depths = self.index.match(chain)
         assert depths.dtype == np.int64
-        assert depths.tolist() == [reference.depth(chain) for reference in self.shelves]
-        assert depths.tolist() == [self.index.match_one(who, chain) for who in range(len(self.shelves))]
+        assert depths.tolist() == [reference.depth(chain) for reference in self.references]
+        assert depths.tolist() == [self.index.match_one(instance, chain) for instance in range(len(self.references))]
 
 
 class MalformedMachine(IndexMachine):
@@ -227,8 +229,10 @@ class MalformedMachine(IndexMachine):
 
     def check_match(self, chain: Chain) -> None:
         depths = self.index.match(chain).tolist()
-        assert all(reference.depth(chain) <= d <= len(chain) for d, reference in zip(depths, self.shelves, strict=True))
-        assert depths == [self.index.match_one(who, chain) for who in range(len(self.shelves))]
+        assert all(
+            reference.depth(chain) <= d <= len(chain) for d, reference in zip(depths, self.references, strict=True)
+        )
+        assert depths == [self.index.match_one(instance, chain) for instance in range(len(self.references))]
 
 
 TestIndex = IndexMachine.TestCase

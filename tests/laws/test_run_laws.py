@@ -259,7 +259,7 @@ def test_ttft_of_a_lone_request_by_hand() -> None:
     assert rows.finished_s[third] - rows.first_token_s[third] == pytest.approx(9 * 12.6e-3)
 
 
-def test_more_bandwidth_never_slows_a_lone_transfer() -> None:
+def test_more_bandwidth_never_slows_a_single_transfer() -> None:
     """On a cluster with faster uplinks, the transfer of the same request ends no later."""
     trace = Trace(name="one", requests=(_one(tokens=20_000),))
     spec = ControlSpec(decode="round-robin", prefill="round-robin")
@@ -274,7 +274,7 @@ def _text(uplink: str) -> str:
 
 
 def test_a_prompt_too_large_for_memory_is_rejected_with_the_reason(tmp_path: Path) -> None:
-    """Memory holds 6,000 tokens and the prompt has 20,000: the decision says how much is missing."""
+    """Memory holds 6,000 tokens and the prompt has 20,000: the decision states how much is missing."""
     path = tmp_path / "run.log"
     spec = ControlSpec()
     with EventLog(path, LogHeader(cluster="", spec=spec)) as log:

@@ -259,7 +259,7 @@ def one(tokens: int, answer: int = 4, at_s: float = 0.0) -> TracedRequest:
     return TracedRequest(at_s=at_s, input_tokens=tokens, output_tokens=answer, blocks=(), block_tokens=512)
 
 
-def lone(
+def single_transfer(
     trace: Trace, cluster: Cluster, assumed: SimSettings, log: EventLog | None = None
 ) -> tuple[float, float, float]:
     """Return start and end of the only request's prefill, which is at the remote site, and the end of its transfer."""
@@ -302,7 +302,7 @@ def test_the_layerwise_transfer_model_equals_layer_by_layer_transfers(
     trace = Trace(name="one", requests=(one(tokens),))
     transport = WanTransport(connections=connections)
     assumed = SimSettings(transfer="layerwise", wan=transport, changes=changes)
-    begin_s, end_s, landed_s = lone(trace, cluster, assumed)
+    begin_s, end_s, landed_s = single_transfer(trace, cluster, assumed)
     latency_s = cluster.latency_s(cluster.index("fast0"), cluster.index("d0"))
     by_connections = connections * transport.ceiling_bytes_per_s(latency_s)
     link = next(link.bytes_per_s for link in cluster.links if link.tier == CROSS_DATACENTER)
@@ -312,4 +312,6 @@ def test_the_layerwise_transfer_model_equals_layer_by_layer_transfers(
     slack_s = kv_bytes / LAYERS / rates[-1][1] if slower else 0.0
     assert landed_s == pytest.approx(expected_s, rel=1e-9, abs=slack_s)
     assert landed_s >= end_s + latency_s
-    assert landed_s <= lone(trace, cluster, msgspec.structs.replace(assumed, transfer="serial"))[2] * (1 + 1e-9)
+    assert landed_s <= single_transfer(trace, cluster, msgspec.structs.replace(assumed, transfer="serial"))[2] * (
+        1 + 1e-9
+    )

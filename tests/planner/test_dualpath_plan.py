@@ -43,29 +43,29 @@ def test_the_default_of_the_publication() -> None:
     """Ratios from 1/7 to 7/2. Six storage NICs read instead of two."""
     result = run(str(EXAMPLE), "--json")
     assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    assert found["pd_interval"] == pytest.approx({"low": 1 / 7, "high": 7 / 2})
-    assert found["rate_bytes_per_s"] == pytest.approx({"pooled": 300e9, "prefill_only": 100e9})
-    assert found["utilisation"][found["binding"]] == pytest.approx(1.0)
-    assert found["utilisation"][found["binding"]] == max(found["utilisation"].values())
-    turns = found["turns_per_s"]
+    document: dict[str, Any] = json.loads(result.stdout)
+    assert document["pd_interval"] == pytest.approx({"low": 1 / 7, "high": 7 / 2})
+    assert document["rate_bytes_per_s"] == pytest.approx({"pooled": 300e9, "prefill_only": 100e9})
+    assert document["utilisation"][document["binding"]] == pytest.approx(1.0)
+    assert document["utilisation"][document["binding"]] == max(document["utilisation"].values())
+    turns = document["turns_per_s"]
     assert turns["storage"] == pytest.approx(300e9 / (32_271 * 48_068))
     assert turns["compute"] == pytest.approx(2 * 8 * 989e12 * 0.2 / (429 * 141e9))
-    assert found["bound"] == "compute"
+    assert document["bound"] == "compute"
 
 
-def test_a_person_reads_what_limits_the_cluster_and_what_pooling_brings(tmp_path: Path) -> None:
-    """With five times the compute, storage is the limit, and reading through both sides triples the turns."""
+def test_the_text_names_the_limit_and_the_gain_of_pooling(tmp_path: Path) -> None:
+    """With five times the compute, storage is the bottleneck, and reading through both sides triples the turns."""
     result = run(
         str(write_changed(tmp_path, ("mfu: 0.2", "mfu: 1.0"), ("nodes: 2,", "nodes: 1,"), ("nodes: 4,", "nodes: 2,")))
     )
     assert result.returncode == 0, result.stderr
-    words = " ".join(result.stdout.split())
-    assert "Storage limits this workload: it delivers the KV of 96.7 turns/s" in words
-    assert "150 GB/s instead of 50 GB/s" in words
-    assert "+200.0% turns/s" in words
-    assert "0.143 to 3.5 prefill nodes per decode node" in words
-    assert "25.6 GB of KV to read per PFLOP" in words
+    text = " ".join(result.stdout.split())
+    assert "Storage limits this workload: it delivers the KV of 96.7 turns/s" in text
+    assert "150 GB/s instead of 50 GB/s" in text
+    assert "+200.0% turns/s" in text
+    assert "0.143 to 3.5 prefill nodes per decode node" in text
+    assert "25.6 GB of KV to read per PFLOP" in text
 
 
 @pytest.mark.parametrize("tp", [4, 8])

@@ -18,7 +18,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """The command as a user starts it: exit code, stdout, stderr."""
+    """Return a function that runs the command; it returns exit code, stdout and stderr."""
 
     def started(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["kvroute", "plan", *arguments])
@@ -37,9 +37,9 @@ def document(run: Run, *arguments: str) -> Any:
 
 
 def test_json_contains_only_the_deployments(run: Run) -> None:
-    found = document(run, "prfaas", EXAMPLE)
-    assert list(found) == ["prfaas", "homogeneous", "naive", "home"]
-    for each in found.values():
+    deployments = document(run, "prfaas", EXAMPLE)
+    assert list(deployments) == ["prfaas", "homogeneous", "naive", "home"]
+    for each in deployments.values():
         assert set(each) == {
             "threshold_tokens",
             "n_prfaas",
@@ -54,10 +54,10 @@ def test_json_contains_only_the_deployments(run: Run) -> None:
         }
         assert set(each["stage_per_s"]) == {"prfaas", "pd_p", "pd_d"}
         assert set(each["ttft_s"]) == {"mean", "p90"}
-    assert isinstance(found["prfaas"]["threshold_tokens"], int)
-    assert found["homogeneous"]["threshold_tokens"] is None
-    assert found["home"]["n_prefill"] + found["home"]["n_decode"] == 8
-    assert (found["home"]["n_prfaas"], found["home"]["offloaded_share"]) == (0, 0)
+    assert isinstance(deployments["prfaas"]["threshold_tokens"], int)
+    assert deployments["homogeneous"]["threshold_tokens"] is None
+    assert deployments["home"]["n_prefill"] + deployments["home"]["n_decode"] == 8
+    assert (deployments["home"]["n_prfaas"], deployments["home"]["offloaded_share"]) == (0, 0)
 
 
 def test_the_text_shows_optimum_bottleneck_and_assumptions(run: Run) -> None:
@@ -100,10 +100,10 @@ def test_the_advice_follows_from_the_numbers(
     """The advice is against offloading if it serves no more than the GPUs at home, or less than the same number of GPUs
     in one place."""
     file = changed(tmp_path, *changes)
-    found = document(run, "prfaas", file)
+    deployments = document(run, "prfaas", file)
     out = " ".join(run("prfaas", file)[1].split())
     assert out.startswith(advice)
-    rate = {kind: each["lambda_max_per_s"] for kind, each in found.items()}
+    rate = {kind: each["lambda_max_per_s"] for kind, each in deployments.items()}
     no_gain = rate["prfaas"] < 1.005 * rate.get("home", 0)
     assert no_gain == advice.startswith("Do not offload: ")
     assert (rate["prfaas"] < 0.995 * rate["homogeneous"] and not no_gain) == ("if you can choose" in advice)
@@ -120,10 +120,10 @@ def test_unused_egress_is_explained(run: Run, tmp_path: Path) -> None:
 
 
 def test_out_writes_a_page_with_its_figures_and_all_numbers(run: Run, tmp_path: Path) -> None:
-    found = run("prfaas", EXAMPLE, "--json", "--out", str(tmp_path / "plan"))
-    assert found[0] == 0
+    result = run("prfaas", EXAMPLE, "--json", "--out", str(tmp_path / "plan"))
+    assert result[0] == 0
     numbers = json.loads((tmp_path / "plan" / "plan.json").read_text())
-    assert numbers["deployments"] == json.loads(found[1])
+    assert numbers["deployments"] == json.loads(result[1])
     assert {"egress", "price", "lengths", "spread", "break_even_factor"} <= set(numbers["sensitivity"])
     page = (tmp_path / "plan" / "report.html").read_text()
     assert "kvroute plan prfaas" in page
@@ -136,13 +136,13 @@ def test_out_writes_a_page_with_its_figures_and_all_numbers(run: Run, tmp_path: 
 
 def test_egress_of_the_published_models(run: Run) -> None:
     """Eq. 2: 64 instances of 8 GPUs times Table 3, for every model or for those given."""
-    found = document(run, "egress", "--gpus", "512", "--tokens", "32K")
-    assert (found["gpus"], found["gpus_per_instance"], found["tokens"]) == (512, 8, 32_768)
-    assert len(found["models"]) == 6
-    for each in found["models"]:
+    result = document(run, "egress", "--gpus", "512", "--tokens", "32K")
+    assert (result["gpus"], result["gpus_per_instance"], result["tokens"]) == (512, 8, 32_768)
+    assert len(result["models"]) == 6
+    for each in result["models"]:
         assert each["egress_gbps"] == pytest.approx(64 * each["kv_gbps"])
     named = document(run, "egress", "--gpus", "512", "--model", "MiniMaxAI/MiniMax-M2.5", "--tokens", "32768")
-    assert named["models"] == [each for each in found["models"] if each["model"] == "minimax-m2.5"]
+    assert named["models"] == [each for each in result["models"] if each["model"] == "minimax-m2.5"]
     code, out, _ = run("egress", "--gpus", "512")
     assert code == 0
     assert "3,835.5" in out
@@ -150,10 +150,10 @@ def test_egress_of_the_published_models(run: Run) -> None:
 
 def test_egress_of_a_measured_prefill(run: Run) -> None:
     """S_kv of the preset, 173.9 MiB and 17,280 bytes per token, over the measured time; four instances."""
-    found = document(run, "egress", "--gpus", "32", "--model", "prfaas-1t-hybrid", "--prefill", "1.84 s")
+    result = document(run, "egress", "--gpus", "32", "--model", "prfaas-1t-hybrid", "--prefill", "1.84 s")
     each = (173.9 * 2**20 + 32_768 * 17_280) * 8 / 1.84 / 1e9
-    assert found["models"][0]["kv_gbps"] == pytest.approx(each)
-    assert found["models"][0]["egress_gbps"] == pytest.approx(4 * each)
+    assert result["models"][0]["kv_gbps"] == pytest.approx(each)
+    assert result["models"][0]["egress_gbps"] == pytest.approx(4 * each)
 
 
 REFUSED = {

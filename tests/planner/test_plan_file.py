@@ -132,8 +132,8 @@ def test_kv_sizes_may_be_measured_fitted_or_of_a_model(tmp_path: Path) -> None:
     measured = problem(tmp_path)
     exact = model("prfaas-1t-hybrid").kv_bytes(tokens.astype(np.int64))
     assert preset.kv_bytes(tokens).tolist() == exact.tolist()
-    for found in (fitted, measured):
-        assert found.kv_bytes(tokens) == pytest.approx(exact, rel=0.02)
+    for form in (fitted, measured):
+        assert form.kv_bytes(tokens) == pytest.approx(exact, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -145,17 +145,19 @@ def test_a_plan_reports_prompts_outside_the_measured_lengths(
     """A quarter of the prompts is outside. H20 was measured from 10,200 to 62,400 tokens, H200 from 1,024 to
     131,072."""
     table = f"{{kind: table, tokens: [20000, {tokens}], shares: [3, 1]}}"
-    told = [line for line in problem(tmp_path, (LENGTHS, table)).choices if "25.0% of the requests lie outside" in line]
-    assert [line.split(":")[0] for line in told] == [f"prefill on {name}" for name in unmeasured]
+    reported = [
+        line for line in problem(tmp_path, (LENGTHS, table)).choices if "25.0% of the requests lie outside" in line
+    ]
+    assert [line.split(":")[0] for line in reported] == [f"prefill on {name}" for name in unmeasured]
 
 
 def test_lengths_may_be_constant_or_a_table(tmp_path: Path) -> None:
     """Without variance the threshold selects all prompts or none, and the time to first token is one prefill."""
     constant = problem(tmp_path, (LENGTHS, "{kind: constant, tokens: 32768}"))
     assert constant.lengths.thresholds.tolist() == [32_700, 32_768]
-    found = deployment(find(constant))
-    assert (found.offloaded_share, found.threshold_tokens) == (1.0, 32_700)
-    assert (found.ttft_s.mean, found.ttft_s.p90) == pytest.approx((1.84, 1.84))
+    result = deployment(find(constant))
+    assert (result.offloaded_share, result.threshold_tokens) == (1.0, 32_700)
+    assert (result.ttft_s.mean, result.ttft_s.p90) == pytest.approx((1.84, 1.84))
     table = problem(tmp_path, (LENGTHS, "{kind: table, tokens: [30000, 1000], shares: [1, 3]}"))
     assert table.lengths.mix.mean_tokens == pytest.approx(8_250)
     unpaired = (LENGTHS, "{kind: table, tokens: [30000, 1000], shares: [1]}")
@@ -174,15 +176,15 @@ def test_lengths_of_a_trace_exclude_cached_tokens(tmp_path: Path) -> None:
     ]
     assert means[0] < means[1] < means[2]
     assert means[2] == pytest.approx(np.mean([request.input_tokens for request in trace.requests]))
-    said = "\n".join(problem(tmp_path, (LENGTHS, entry.format("infinite"))).choices)
-    assert "300 requests of requests," in said
-    assert "cache: infinite" in said
+    choices = "\n".join(problem(tmp_path, (LENGTHS, entry.format("infinite"))).choices)
+    assert "300 requests of requests," in choices
+    assert "cache: infinite" in choices
 
 
 def test_the_default_alternative_has_the_same_number_of_gpus(tmp_path: Path) -> None:
-    found = problem(tmp_path, ("homogeneous: {hardware: h20, gpus: 96}\n", ""))
-    assert (found.homogeneous.gpus, found.homogeneous.instances) == (96, 12)
-    assert found.homogeneous.hardware.name == "h20"
+    plan = problem(tmp_path, ("homogeneous: {hardware: h20, gpus: 96}\n", ""))
+    assert (plan.homogeneous.gpus, plan.homogeneous.instances) == (96, 12)
+    assert plan.homogeneous.hardware.name == "h20"
 
 
 def test_two_halves_of_a_prefill_cluster_give_the_same_plan(tmp_path: Path) -> None:
@@ -200,6 +202,6 @@ def test_the_example_of_the_docs_page_can_be_planned(tmp_path: Path) -> None:
     page = (EXAMPLE.parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
     (tmp_path / "plan.yaml").write_text(page.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
     (tmp_path / "fast.csv").write_text("tokens,seconds\n1024,0.3\n8192,0.5\n32768,1.3\n131072,6.0\n")
-    found = read_problem(tmp_path / "plan.yaml")
-    assert (found.prfaas[0].price, found.pd[0].price) == pytest.approx((32 * 3.5, 64 * 1.2))
-    assert deployment(find(found)).lambda_max_per_s > deployment(find(found, "homogeneous")).lambda_max_per_s
+    plan = read_problem(tmp_path / "plan.yaml")
+    assert (plan.prfaas[0].price, plan.pd[0].price) == pytest.approx((32 * 3.5, 64 * 1.2))
+    assert deployment(find(plan)).lambda_max_per_s > deployment(find(plan, "homogeneous")).lambda_max_per_s

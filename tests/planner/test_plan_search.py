@@ -148,12 +148,12 @@ def test_every_instance_is_counted_once(problem: Problem) -> None:
     """There may be several clusters; a stage without requests has no rate."""
     for kind in KINDS:
         best = find(problem, kind)
-        found = deployment(best, kind)
-        assert found.n_prefill + found.n_decode == sum(site.instances for site in best.pd)
-        assert found.n_prfaas == sum(site.instances for site in best.prfaas)
+        result = deployment(best, kind)
+        assert result.n_prefill + result.n_decode == sum(site.instances for site in best.pd)
+        assert result.n_prfaas == sum(site.instances for site in best.prfaas)
         assert best.gpus == sum(site.gpus for site in (*best.prfaas, *best.pd))
-        assert (found.stage_per_s["prfaas"] > 0) == (found.offloaded_share > 0)
-        assert (found.stage_per_s["pd_p"] > 0) == (found.offloaded_share < 1)
+        assert (result.stage_per_s["prfaas"] > 0) == (result.offloaded_share > 0)
+        assert (result.stage_per_s["pd_p"] > 0) == (result.offloaded_share < 1)
 
 
 @settings(max_examples=15)
@@ -186,20 +186,22 @@ def test_a_report_describes_its_optimum(problem: Problem) -> None:
 def test_sensitivity_is_a_search_of_the_changed_problem(problem: Problem) -> None:
     """Without a change the result is the plan; keeping the plan is never better than a new search."""
     plan = make_plan(problem)
-    best, found = plan.optima["prfaas"], plan.report.sensitivity
-    for egress in found.egress:
+    best, sensitivity = plan.optima["prfaas"], plan.report.sensitivity
+    for egress in sensitivity.egress:
         changed = with_egress(problem, egress.factor)
         assert egress.lambda_max_per_s == find(changed).lambda_max_per_s
         assert egress.kept_per_s == kept(changed, best).lambda_max_per_s[0, 0]
     mean_tokens = problem.lengths.mix.mean_tokens
-    longer = [(with_lengths(problem, each.factor), each, each.factor * mean_tokens) for each in found.lengths]
-    for changed, each, tokens in longer + [(with_spread(problem, p.factor), p, mean_tokens) for p in found.spread]:
+    longer = [(with_lengths(problem, each.factor), each, each.factor * mean_tokens) for each in sensitivity.lengths]
+    for changed, each, tokens in longer + [
+        (with_spread(problem, p.factor), p, mean_tokens) for p in sensitivity.spread
+    ]:
         assert each.lambda_max_per_s == pytest.approx(find(changed).lambda_max_per_s)
         assert each.kept_per_s == pytest.approx(kept(changed, best).lambda_max_per_s[0, 0])
         assert each.homogeneous_per_s == pytest.approx(find(changed, "homogeneous").lambda_max_per_s)
         assert each.mean_tokens == pytest.approx(tokens)
-    same = [(each.lambda_max_per_s, each.kept_per_s) for each in found.egress if each.factor == 1]
-    same += [(each.lambda_max_per_s, each.kept_per_s) for each in found.lengths if each.factor == 1]
+    same = [(each.lambda_max_per_s, each.kept_per_s) for each in sensitivity.egress if each.factor == 1]
+    same += [(each.lambda_max_per_s, each.kept_per_s) for each in sensitivity.lengths if each.factor == 1]
     assert same == [(best.lambda_max_per_s, best.lambda_max_per_s)] * 2
 
 
@@ -272,12 +274,20 @@ def test_the_case_study_is_balanced(case: Problem) -> None:
     row = int(np.searchsorted(case.lengths.thresholds, best.threshold_tokens))
     assert rates.prfaas_bound_per_s[row - 1] < rates.pd_p_bound_per_s[row - 1, 0]
     assert rates.prfaas_bound_per_s[row + 1] > rates.pd_p_bound_per_s[row + 1, 0]
-    found = {kind: deployment(find(case, kind), kind) for kind in KINDS}
-    assert found["prfaas"].lambda_max_per_s > found["naive"].lambda_max_per_s > found["homogeneous"].lambda_max_per_s
-    assert found["prfaas"].n_prefill + found["prfaas"].n_decode == 8
-    assert found["homogeneous"].n_prefill + found["homogeneous"].n_decode == 12
-    assert (found["naive"].n_prfaas, found["naive"].n_decode, found["naive"].offloaded_share) == (4, 8, 1)
-    assert 0 < found["prfaas"].egress_gbps < 100
+    deployments = {kind: deployment(find(case, kind), kind) for kind in KINDS}
+    assert (
+        deployments["prfaas"].lambda_max_per_s
+        > deployments["naive"].lambda_max_per_s
+        > deployments["homogeneous"].lambda_max_per_s
+    )
+    assert deployments["prfaas"].n_prefill + deployments["prfaas"].n_decode == 8
+    assert deployments["homogeneous"].n_prefill + deployments["homogeneous"].n_decode == 12
+    assert (deployments["naive"].n_prfaas, deployments["naive"].n_decode, deployments["naive"].offloaded_share) == (
+        4,
+        8,
+        1,
+    )
+    assert 0 < deployments["prfaas"].egress_gbps < 100
     assert over_splits(make_plan(case)).lambda_max_per_s.max() == best.lambda_max_per_s
 
 
@@ -318,13 +328,13 @@ def test_longer_prompts_of_ring_need_less_egress() -> None:
 def test_the_mean_kv_throughput_is_total_bytes_over_total_seconds(problem: Problem, threshold: int) -> None:
     """The first form of Eq. 2, request by request."""
     mix, site = problem.lengths.mix, problem.prfaas[0]
-    found = mean_kv_bytes_per_s(mix, threshold, problem.kv_bytes, site.hardware.prefill_s, "exact")
+    throughput = mean_kv_bytes_per_s(mix, threshold, problem.kv_bytes, site.hardware.prefill_s, "exact")
     kept = mix.tokens > threshold
     if not kept.any():
-        assert found == 0
+        assert throughput == 0
         return
     nbytes = (problem.kv_bytes(mix.tokens) * mix.share)[kept].sum()
-    assert found == pytest.approx(nbytes / (site.hardware.prefill_s(mix.tokens) * mix.share)[kept].sum())
+    assert throughput == pytest.approx(nbytes / (site.hardware.prefill_s(mix.tokens) * mix.share)[kept].sum())
 
 
 def test_the_second_form_is_the_kv_throughput_of_the_mean_length(case: Problem) -> None:
@@ -332,22 +342,22 @@ def test_the_second_form_is_the_kv_throughput_of_the_mean_length(case: Problem) 
     mix, prefill_s = case.lengths.mix, case.prfaas[0].hardware.prefill_s
     kept = mix.tokens > 1_000
     mean = np.array([mix.tokens[kept] @ mix.share[kept] / mix.share[kept].sum()])
-    found, exact = (
+    representative, exact = (
         mean_kv_bytes_per_s(mix, 1_000, case.kv_bytes, prefill_s, reading) for reading in ("representative", "exact")
     )
-    assert found == pytest.approx(case.kv_bytes(mean)[0] / prefill_s(mean)[0])
-    assert found != pytest.approx(exact, rel=1e-3)
+    assert representative == pytest.approx(case.kv_bytes(mean)[0] / prefill_s(mean)[0])
+    assert representative != pytest.approx(exact, rel=1e-3)
 
 
 @given(st.lists(st.integers(1, 5_000), min_size=1, max_size=60), st.integers(1, 700))
 def test_grouping_keeps_the_mean_and_every_share(tokens: list[int], step: int) -> None:
     """At every threshold, groups and lengths are divided equally."""
     drawn = np.array(tokens, dtype=float)
-    found = grouped(drawn, np.ones(len(tokens)), step, "drawn")
-    assert found.mix.mean_tokens == pytest.approx(drawn.mean())
-    assert (np.diff(found.thresholds) > 0).all()
-    longer = (drawn[None, :] > found.thresholds[:, None]).mean(axis=1)
-    assert found.mix.cut(found.thresholds).long_share == pytest.approx(longer)
+    groups = grouped(drawn, np.ones(len(tokens)), step, "drawn")
+    assert groups.mix.mean_tokens == pytest.approx(drawn.mean())
+    assert (np.diff(groups.thresholds) > 0).all()
+    longer = (drawn[None, :] > groups.thresholds[:, None]).mean(axis=1)
+    assert groups.mix.cut(groups.thresholds).long_share == pytest.approx(longer)
     assert (longer[0], longer[-1]) == (1, 0)
 
 
@@ -361,11 +371,13 @@ def test_the_log_normal_is_exact_for_any_step(mu: float, sigma: float, least: in
     assume(mass > 1e-3)
     fine, coarse = log_normal(mu, sigma, least, most, 100), log_normal(mu, sigma, least, most, 1_000)
     mean = quad(lambda z: np.exp(mu + sigma * z) * norm.pdf(z), low, high)[0] / mass
-    for found in (fine, coarse):
-        assert found.mix.mean_tokens == pytest.approx(mean, rel=1e-5)
-        middle = found.thresholds[(len(found.thresholds) - 1) // 2]  # not the last one, above which no prompt is
+    for distribution in (fine, coarse):
+        assert distribution.mix.mean_tokens == pytest.approx(mean, rel=1e-5)
+        middle = distribution.thresholds[
+            (len(distribution.thresholds) - 1) // 2
+        ]  # not the last one, above which no prompt is
         tail = (norm.cdf(high) - norm.cdf((np.log(middle) - mu) / sigma)) / mass
-        assert found.mix.cut(np.array([middle])).long_share[0] == pytest.approx(tail, abs=1e-6)
+        assert distribution.mix.cut(np.array([middle])).long_share[0] == pytest.approx(tail, abs=1e-6)
 
 
 def test_an_unlimited_cache_hits_as_the_trace_statistics_report() -> None:

@@ -62,11 +62,15 @@ def carried(  # one line for each hop of the publication's figure 4
 
 
 def fits(
-    found: tuple[ResourceLoad, ...], used: Mapping[str, float], prefill_nodes: int, decode_nodes: int, slack: float
+    resource_loads: tuple[ResourceLoad, ...],
+    used: Mapping[str, float],
+    prefill_nodes: int,
+    decode_nodes: int,
+    slack: float,
 ) -> bool:
-    """Whether every load is at most its capacity times `slack`."""
+    """Return whether every load is at most its capacity times `slack`."""
     count = {"prefill": prefill_nodes, "decode": decode_nodes}
-    return all(used[load.name] <= load.capacity * count[load.side] * slack for load in found)
+    return all(used[load.name] <= load.capacity * count[load.side] * slack for load in resource_loads)
 
 
 @given(nodes, nodes, turns, st.booleans(), st.floats(0.0, 1e12), st.floats(0.0, 1e12))
@@ -75,9 +79,9 @@ def test_every_load_is_the_sum_of_its_hops(
 ) -> None:
     """The two coefficients of each resource give what the single hops add up to."""
     used = carried(prefill, decode, turn, bounce, by_prefill, by_decode)
-    found = loads(prefill, decode, turn, bounce=bounce)
-    assert {load.name for load in found} >= set(used)
-    for load in found:
+    resource_loads = loads(prefill, decode, turn, bounce=bounce)
+    assert {load.name for load in resource_loads} >= set(used)
+    for load in resource_loads:
         linear = load.per_prefill_read * by_prefill + load.per_decode_read * by_decode
         assert linear == pytest.approx(used[load.name], rel=1e-9, abs=1e-3)
 
@@ -87,16 +91,16 @@ def test_the_range_of_ratios_is_that_of_a_search(
     prefill: NodeBandwidth, decode: NodeBandwidth, turn: KvRatios, bounce: bool
 ) -> None:
     """All storage NICs can read at full rate exactly at the ratios in the range."""
-    found = loads(prefill, decode, turn, bounce=bounce)
-    ratios = saturation(found)
+    resource_loads = loads(prefill, decode, turn, bounce=bounce)
+    ratios = saturation(resource_loads)
     for count in range(1, 13):
         for others in (1, 2, 5, 12):
             ratio = count / others
             used = carried(prefill, decode, turn, bounce, count * prefill.storage_read, others * decode.storage_read)
-            if fits(found, used, count, others, 1.0 - 1e-9):
+            if fits(resource_loads, used, count, others, 1.0 - 1e-9):
                 assert ratios.possible
                 assert ratios.low * (1 - 1e-6) <= ratio <= ratios.high * (1 + 1e-6)
-            elif not fits(found, used, count, others, 1.0 + 1e-9):
+            elif not fits(resource_loads, used, count, others, 1.0 + 1e-9):
                 assert not ratios.low * (1 + 1e-6) < ratio < ratios.high * (1 - 1e-6)
 
 
@@ -106,26 +110,26 @@ def test_no_split_of_the_reads_beats_the_best_one(
     prefill: NodeBandwidth, decode: NodeBandwidth, turn: KvRatios, bounce: bool, prefill_nodes: int, decode_nodes: int
 ) -> None:
     """The best reads fit, and 40 x 40 other pairs that fit read less together."""
-    found = loads(prefill, decode, turn, bounce=bounce)
-    reads = best_reads(found, prefill_nodes, decode_nodes)
+    resource_loads = loads(prefill, decode, turn, bounce=bounce)
+    reads = best_reads(resource_loads, prefill_nodes, decode_nodes)
     used = carried(prefill, decode, turn, bounce, *reads)
-    assert fits(found, used, prefill_nodes, decode_nodes, 1 + 1e-6)
-    alone, nothing = best_reads(found, prefill_nodes, decode_nodes, prefill_only=True)
+    assert fits(resource_loads, used, prefill_nodes, decode_nodes, 1 + 1e-6)
+    alone, nothing = best_reads(resource_loads, prefill_nodes, decode_nodes, prefill_only=True)
     assert nothing == 0.0
     assert alone <= sum(reads) * (1 + 1e-6)
     most = prefill_nodes * prefill.storage_read, decode_nodes * decode.storage_read
     for i in range(41):
         for j in range(41):
             other = most[0] * i / 40, most[1] * j / 40
-            if fits(found, carried(prefill, decode, turn, bounce, *other), prefill_nodes, decode_nodes, 1.0):
+            if fits(resource_loads, carried(prefill, decode, turn, bounce, *other), prefill_nodes, decode_nodes, 1.0):
                 assert sum(other) <= sum(reads) * (1 + 1e-6)
                 assert j > 0 or other[0] <= alone * (1 + 1e-6)
 
 
 def test_equally_good_splits_use_the_storage_nics_evenly() -> None:
     """The prefill nodes' compute NICs limit the sum; the storage NICs of both sides then have the same share."""
-    found = loads(node(replication=4.0), node(), PUBLISHED)
-    by_prefill, by_decode = best_reads(found, 2, 4)
+    resource_loads = loads(node(replication=4.0), node(), PUBLISHED)
+    by_prefill, by_decode = best_reads(resource_loads, 2, 4)
     assert by_prefill + by_decode == pytest.approx(200e9)
     assert by_prefill / 2 == pytest.approx(by_decode / 4)
 

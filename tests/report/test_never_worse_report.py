@@ -68,17 +68,17 @@ def test_a_difference_is_significant_beyond_two_standard_errors(values: list[tup
     """The standard error equals SciPy's; at most one of the two directions counts, and exchanging the pair reverses
     it."""
     records = [record(FAIR, name, seed, both[k]) for seed, both in enumerate(values) for k, name in enumerate("ab")]
-    found, turned = pair(records[::-1], FAIR, "a", "b"), pair(records, FAIR, "b", "a")
-    assert found is not None
-    assert turned is not None
+    forward, backward = pair(records[::-1], FAIR, "a", "b"), pair(records, FAIR, "b", "a")
+    assert forward is not None
+    assert backward is not None
     gaps = [a - b for a, b in values]
     mean, error = sum(gaps) / len(gaps), float(sem(gaps))
-    assert found.difference == pytest.approx(mean, abs=1e-12)
-    assert found.error == pytest.approx(error, abs=1e-12)
+    assert forward.difference == pytest.approx(mean, abs=1e-12)
+    assert forward.error == pytest.approx(error, abs=1e-12)
     if abs(abs(mean) - 2 * error) > 1e-6:
-        assert found.is_higher == (mean > 2 * error)
-        assert found.is_lower == (-mean > 2 * error)
-    assert (turned.is_lower, turned.is_higher) == (found.is_higher, found.is_lower)
+        assert forward.is_higher == (mean > 2 * error)
+        assert forward.is_lower == (-mean > 2 * error)
+    assert (backward.is_lower, backward.is_higher) == (forward.is_higher, forward.is_lower)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20))
@@ -88,7 +88,7 @@ def test_the_geometric_mean_equals_scipys(ratios: list[float]) -> None:
 
 
 def test_losses_are_sorted_and_have_a_reason() -> None:
-    """2 % above netkv and 20 % above cla under a lying oracle are losses; half a per cent is noise; a lower value is no
+    """2 % above netkv and 20 % above cla under a lying oracle are losses; half a percent is noise; a lower value is no
     loss."""
     matrix = [
         *runs(FAIR, foresight=1.02, cla=1.3, netkv=1.0),
@@ -111,13 +111,13 @@ def test_falsified_oracles_are_reported_separately() -> None:
         *runs(OTHER, foresight=1.0, cla=1.25, netkv=1.25),
         *runs(LYING, foresight=3.0, cla=1.0, netkv=1.0),
     ]
-    said = {(each.profile, each.claim): each for each in matrix_findings(matrix, [])}
-    lead = said["truthful or silent oracle", "at least 8% below netkv"]
+    findings = {(each.profile, each.claim): each for each in matrix_findings(matrix, [])}
+    lead = findings["truthful or silent oracle", "at least 8% below netkv"]
     assert lead.holds == "holds"
     assert f"{sqrt(1.0005**2 / 2.5):.3f}"[:4] in lead.sentence
-    assert said["truthful or silent oracle", "mean TTFT not above cla in any cell"].holds == "holds"
-    assert said["lying oracle", "mean TTFT at most 10 % above cla"].holds == "does not hold"
-    assert said["truthful or silent oracle", "TBT within 1 ms of cla"].holds == "holds"
+    assert findings["truthful or silent oracle", "mean TTFT not above cla in any cell"].holds == "holds"
+    assert findings["lying oracle", "mean TTFT at most 10 % above cla"].holds == "does not hold"
+    assert findings["truthful or silent oracle", "TBT within 1 ms of cla"].holds == "holds"
     slower = [*runs(FAIR, cla=1.0, netkv=1.0), *(record(FAIR, "foresight", s, 0.9, tbt_s=0.0145) for s in range(4))]
     (tbt,) = (each for each in matrix_findings(slower, []) if each.claim.startswith("TBT"))
     assert tbt.holds == "does not hold"
@@ -129,8 +129,8 @@ def test_falsified_oracles_are_reported_separately() -> None:
 def test_lost_goodput_is_reported_in_requests() -> None:
     """A large relative loss of a very small goodput is a small loss."""
     matrix = [*runs(FAIR, foresight=9.96, cla=9.92, netkv=9.92), *runs(OTHER, foresight=2.0, cla=1.0, netkv=3.0)]
-    said = {each.claim: each for each in matrix_findings(matrix, []) if "goodput" in each.claim}
-    lost = said["goodput not below cla in any cell"]
+    findings = {each.claim: each for each in matrix_findings(matrix, []) if "goodput" in each.claim}
+    lost = findings["goodput not below cla in any cell"]
     assert lost.holds == "does not hold"
     assert f"lower in 2, by at most 50.63% ({FAIR}: 0.04/s instead of 0.08/s)." in lost.sentence
 
@@ -157,11 +157,11 @@ def test_the_value_of_a_term_is_the_loss_without_it() -> None:
 
 def test_results_are_compared_with_the_descent() -> None:
     seen = runs(FAIR, FORESEEN.name, foresight=1.04, cla=1.3, netkv=1.2, clairvoyant=1.0)
-    (found,) = (
+    (finding,) = (
         each for each in matrix_findings(runs(FAIR, foresight=1.0, cla=1.0, netkv=1.0), seen) if "descent" in each.claim
     )
-    assert found.holds == "holds"
-    assert "foresight +4.0%, netkv +20.0%, cla +30.0%" in found.sentence
+    assert finding.holds == "holds"
+    assert "foresight +4.0%, netkv +20.0%, cla +30.0%" in finding.sentence
     assert seen_grid(seen).rows[0][1].text == "1,000"
 
 
@@ -174,10 +174,10 @@ def test_tables_show_every_cell_including_those_not_run() -> None:
     assert grid.rows[0][3].text.startswith("0.45")
     assert grid.rows[0][3].best
     assert [row[0].text for row in headline_grid(matrix).rows] == ["round-robin", "cla", "netkv"]
-    found = pair(matrix, FAIR, "foresight", "cla", p99_s)
-    assert found is not None
-    assert found.ours == pytest.approx(1.801)
-    assert pair(matrix, FAIR, "foresight", "nobody") is None
+    gap = pair(matrix, FAIR, "foresight", "cla", p99_s)
+    assert gap is not None
+    assert gap.ours == pytest.approx(1.801)
+    assert pair(matrix, FAIR, "foresight", "no-such-policy") is None
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["no loss", "a loss"])
@@ -209,18 +209,20 @@ def test_rejections_are_shown_with_the_times() -> None:
     assert (lost[-2].text, lost[-2].detail) == ("10.0%", "50.0%")
 
 
-def with_rejections(each: Record, refused: int) -> Record:
+def with_rejections(each: Record, rejected: int) -> Record:
     """Return the same run with ten requests, of which this number is rejected for lack of room."""
-    counts = Counts(arrived=10, finished=10 - refused, rejected=refused, in_flight=0)
+    counts = Counts(arrived=10, finished=10 - rejected, rejected=rejected, in_flight=0)
     return msgspec.structs.replace(each, summary=msgspec.structs.replace(each.summary, requests=counts))
 
 
 def test_the_page_names_results_of_unknown_code(tmp_path: Path) -> None:
     matrix = runs(FAIR, foresight=0.9, cla=1.0, netkv=1.2)
     signed = [msgspec.structs.replace(each, code="0123456789abcdef") for each in matrix]
-    said = "do not record their code version"
-    assert f"4 of 12 results {said}" in write_never_worse([*signed[4:], *matrix[:4]], [], [], tmp_path, {}).read_text()
-    assert said not in write_never_worse(signed, [], [], tmp_path, {}).read_text()
+    message = "do not record their code version"
+    assert (
+        f"4 of 12 results {message}" in write_never_worse([*signed[4:], *matrix[:4]], [], [], tmp_path, {}).read_text()
+    )
+    assert message not in write_never_worse(signed, [], [], tmp_path, {}).read_text()
 
 
 def test_a_page_without_results_is_rejected(tmp_path: Path) -> None:
@@ -233,8 +235,8 @@ def test_a_run_without_a_first_token_is_left_out() -> None:
     """The seed of such a run is in no pair."""
     records: Sequence[Record] = runs(FAIR, foresight=1.0, cla=1.0)
     empty = msgspec.structs.replace(records[0].summary, ttft_s=Spread())
-    found = pair([msgspec.structs.replace(records[0], summary=empty), *records[1:]], FAIR, "foresight", "cla")
-    assert found is not None
-    assert found.seeds == 3
-    assert found.error is not None
-    assert found.error < inf
+    gap = pair([msgspec.structs.replace(records[0], summary=empty), *records[1:]], FAIR, "foresight", "cla")
+    assert gap is not None
+    assert gap.seeds == 3
+    assert gap.error is not None
+    assert gap.error < inf

@@ -50,13 +50,13 @@ class Ids:
 
 def runs(chain: list[int]) -> list[int]:
     """Return run lengths: first ID, count, first ID, count, ..."""
-    found: list[int] = []
+    lengths: list[int] = []
     for one in chain:
-        if found and found[-2] + found[-1] == one:
-            found[-1] += 1
+        if lengths and lengths[-2] + lengths[-1] == one:
+            lengths[-1] += 1
         else:
-            found += [one, 1]
-    return found
+            lengths += [one, 1]
+    return lengths
 
 
 def turn(at: float, chain: list[int], *, out: int = 5, api: float | None = 1.0, think: float | None = 0.0) -> Any:
@@ -114,9 +114,9 @@ def written(path: Path, *sessions: Any) -> Path:
 
 def agents(path: Path) -> Agents:
     """Return the content of a file."""
-    found = read_any(path)
-    assert isinstance(found, Agents)
-    return found
+    source = read_any(path)
+    assert isinstance(source, Agents)
+    return source
 
 
 def calls(line: Any) -> int:
@@ -146,10 +146,10 @@ def test_prefixes_are_as_recorded_and_never_shared_between_sessions(
 ) -> None:
     """In both modes, two prompts of a session share as many first blocks as their recorded IDs; prompts of different
     sessions share no block."""
-    found = agents(written(tmp_path_factory.getbasetemp() / "prefixes.jsonl", *sessions))
-    for trace in (found.open_loop(seed=seed, think_max_s=think_max_s), found.closed_loop(2, seed=seed)):
+    source = agents(written(tmp_path_factory.getbasetemp() / "prefixes.jsonl", *sessions))
+    for trace in (source.open_loop(seed=seed, think_max_s=think_max_s), source.closed_loop(2, seed=seed)):
         chains = {request.blocks for request in trace.requests}
-        recorded = [{tuple(_ids(each.runs)) for each in session.turns} for session in found.sessions]
+        recorded = [{tuple(_ids(each.runs)) for each in session.turns} for session in source.sessions]
         assert len({chain for chain in chains if chain}) == sum(len(each - {()}) for each in recorded)
         pairs = itertools.combinations(sorted(chains), 2)
         known = Counter(
@@ -166,7 +166,7 @@ def _ids(pairs: tuple[tuple[int, int], ...]) -> list[int]:
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     depth = len(list(alike))
-    assert not set(one[depth:]) & set(other[depth:]), "after a difference nothing is alike"
+    assert not set(one[depth:]) & set(other[depth:]), "chains share no block after their first difference"
     return depth
 
 
@@ -186,13 +186,13 @@ def test_a_turn_starts_after_all_responses_that_it_needs(
 ) -> None:
     """Each turn comes once, at its pause after the last response that it waits for; there are never more sessions than
     users."""
-    found = agents(written(tmp_path_factory.getbasetemp() / "waits.jsonl", *sessions))
-    trace = found.closed_loop(users, seed=seed, think_max_s=think_max_s, ramp_s=3.0)
+    source = agents(written(tmp_path_factory.getbasetemp() / "waits.jsonl", *sessions))
+    trace = source.closed_loop(users, seed=seed, think_max_s=think_max_s, ramp_s=3.0)
     rows = simulate(SMALL, trace, ControlSpec(), SimSettings(), seed=seed).outcomes
     assert set(rows.state.tolist()) <= {FINISHED, REJECTED}
-    assert len(trace.requests) == found.turns
+    assert len(trace.requests) == source.turns
     assert Counter(request.input_tokens for request in trace.requests) == Counter(
-        each.input_tokens for session in found.sessions for each in session.turns
+        each.input_tokens for session in source.sessions for each in session.turns
     )
     loop, ended_s = trace.loop, np.where(rows.state == REJECTED, rows.arrived_s, rows.finished_s)
     assert loop is not None
@@ -209,16 +209,16 @@ def test_an_open_loop_keeps_the_recorded_intervals(
     tmp_path_factory: pytest.TempPathFactory, sessions: list[Any], seed: int
 ) -> None:
     """All turns are there, at the times of their own session; the first session starts at once."""
-    found = agents(written(tmp_path_factory.getbasetemp() / "schedule.jsonl", *sessions))
-    trace = found.open_loop(seed=seed, think_max_s=math.inf)
-    expected = {session.name: session.starts_s(math.inf, answered=True) for session in found.sessions}
-    for session in found.sessions:
+    source = agents(written(tmp_path_factory.getbasetemp() / "schedule.jsonl", *sessions))
+    trace = source.open_loop(seed=seed, think_max_s=math.inf)
+    expected = {session.name: session.starts_s(math.inf, answered=True) for session in source.sessions}
+    for session in source.sessions:
         for number, each in enumerate(session.turns):
             ends = [expected[session.name][one] + session.turns[one].answer_s for one in each.after]
             assert all(one < number for one in each.after)
             assert expected[session.name][number] >= max(ends, default=0.0)
     assert trace.requests[0].at_s == 0.0
-    assert len(trace.requests) == found.turns
+    assert len(trace.requests) == source.turns
     spans = sorted(max(times) - min(times) for times in expected.values())
     assert trace.duration_s >= spans[-1] - 1e-6
 
@@ -259,13 +259,13 @@ def test_users_start_and_stop_at_their_times(tmp_path: Path) -> None:
     ids = Ids()
     chains = list(itertools.accumulate([2, 1, 1, 1], ids.after, initial=list[int]()))
     turns = [turn(2.0 * k, chain, think=1.0) for k, chain in enumerate(chains[1:])]
-    found = agents(written(tmp_path / "x", *({"id": n, "bs": BLOCK, "req": turns} for n in "ab")))
-    trace = found.played([User(0.0, (0,), until_s=3.0), User(10.0, (1,))], think_max_s=1.0)
+    source = agents(written(tmp_path / "x", *({"id": n, "bs": BLOCK, "req": turns} for n in "ab")))
+    trace = source.played([User(0.0, (0,), until_s=3.0), User(10.0, (1,))], think_max_s=1.0)
     rows = simulate(SMALL, trace, ControlSpec(), SimSettings()).outcomes
-    came = rows.state != NOT_ARRIVED
-    assert rows.arrived_s[came & (rows.arrived_s < 10.0)].max() <= 3.0
-    assert 0 < (came & (rows.arrived_s < 10.0)).sum() < 4
-    assert (came & (rows.arrived_s >= 10.0)).sum() == 4
+    arrived = rows.state != NOT_ARRIVED
+    assert rows.arrived_s[arrived & (rows.arrived_s < 10.0)].max() <= 3.0
+    assert 0 < (arrived & (rows.arrived_s < 10.0)).sum() < 4
+    assert (arrived & (rows.arrived_s >= 10.0)).sum() == 4
 
 
 @pytest.mark.parametrize(
@@ -287,14 +287,14 @@ def test_a_broken_session_is_named(tmp_path: Path, change: dict[str, Any], named
     lines = [{"id": name, "bs": BLOCK, "req": [turn(0.0, [1, 2, 3, 4]), turn(1.0, [1, 2, 3])]} for name in "abc"]
     lines[1]["req"][1] |= change  # type: ignore[index]
     path = written(tmp_path / "x.jsonl", *lines)
-    with pytest.raises(InputErrors) as found:
+    with pytest.raises(InputErrors) as caught:
         read(path)
-    assert str(found.value).startswith(f"{path}:2: ")
-    assert named in str(found.value)
-    found_ones = read_any(path, skip_bad=True)
-    assert isinstance(found_ones, Agents)
-    assert [session.name for session in found_ones.sessions] == ["a", "c"]
-    assert found_ones.remarks == ("1 invalid line skipped",)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert named in str(caught.value)
+    source = read_any(path, skip_bad=True)
+    assert isinstance(source, Agents)
+    assert [session.name for session in source.sessions] == ["a", "c"]
+    assert source.remarks == ("1 invalid line skipped",)
 
 
 @pytest.mark.parametrize(
@@ -341,8 +341,8 @@ def test_a_closed_loop_drops_no_turn(tmp_path: Path) -> None:
 def test_sessions_are_a_workload(tmp_path: Path) -> None:
     """Seeds give different traces; incompatible settings are reported."""
     path, _ = closed(tmp_path)
-    asked = Workload(trace=str(path), requests=3)
-    assert len(asked.of_seed(0).requests) == 3
+    workload = Workload(trace=str(path), requests=3)
+    assert len(workload.of_seed(0).requests) == 3
     looped = Workload(trace=str(path), agents=1, requests=3, p_share=1.0, input_tokens=300)
     assert len(looped.of_seed(0).requests) == 4  # whole sessions
     assert {request.input_tokens for request in looped.of_seed(0).requests} == {300}
@@ -357,17 +357,17 @@ def test_sessions_are_a_workload(tmp_path: Path) -> None:
 def test_the_rate_is_the_long_run_rate_of_all_sessions(tmp_path: Path) -> None:
     """400 sessions of two turns: at 4 turns a second about 2 sessions start per second."""
     lines = [{"id": str(k), "bs": BLOCK, "req": [turn(0.0, [1]), turn(3.0, [1, 2], think=2.0)]} for k in range(400)]
-    found = agents(written(tmp_path / "x", *lines))
-    assert found.open_loop(seed=1, rate_per_s=4.0).rate_per_s == pytest.approx(4.0, rel=0.15)
-    assert found.open_loop(seed=1).rate_per_s == pytest.approx(2.0 / 30.0, rel=0.15)
+    source = agents(written(tmp_path / "x", *lines))
+    assert source.open_loop(seed=1, rate_per_s=4.0).rate_per_s == pytest.approx(4.0, rel=0.15)
+    assert source.open_loop(seed=1).rate_per_s == pytest.approx(2.0 / 30.0, rel=0.15)
 
 
 def test_simulate_runs_sessions_in_open_and_closed_loop(tmp_path: Path) -> None:
     path, _ = closed(tmp_path)
     cluster = str(ROOT / "examples" / "small.yaml")
     for options in (["--agents", "2", "--think-max", "0"], ["--rate", "2"]):
-        asked = ["simulate", cluster, "--trace", str(path), "--policy", "netkv", "--seeds", "1", "--json", *options]
-        result = CliRunner().invoke(app, asked, catch_exceptions=False)
+        arguments = ["simulate", cluster, "--trace", str(path), "--policy", "netkv", "--seeds", "1", "--json", *options]
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         (run,) = json.loads(result.stdout)["runs"]
         assert run["requests"]["finished"] == 6
 
@@ -377,13 +377,13 @@ def test_simulate_runs_sessions_in_open_and_closed_loop(tmp_path: Path) -> None:
 )
 def test_recorded_sessions_of_coding_agents_have_the_published_statistics() -> None:
     """There are 710 sessions with 49,334 calls and 63 sub-agents. 4 of these continue beside their session, and the
-    session ends with the results of 2. A cache without limit finds the given share of 3,000 calls."""
-    found = agents(RECORDED)
-    assert (len(found.sessions), found.turns) == (710, 49_334)
-    joins = [len(each.after) - 1 for session in found.sessions for each in session.turns if each.after]
+    session ends with the results of 2. A cache without limit has the given share of the tokens of 3,000 calls."""
+    source = agents(RECORDED)
+    assert (len(source.sessions), source.turns) == (710, 49_334)
+    joins = [len(each.after) - 1 for session in source.sessions for each in session.turns if each.after]
     assert sum(joins) == 63 - 4 - 2
-    assert found.remarks == ()
-    statistics = found.closed_loop(20, seed=0, turns=3_000).statistics()
+    assert source.remarks == ()
+    statistics = source.closed_loop(20, seed=0, turns=3_000).statistics()
     assert 3_000 <= statistics.requests < 3_600
     assert statistics.block_tokens == BLOCK
     assert statistics.reused_token_share == pytest.approx(0.96, abs=0.02)

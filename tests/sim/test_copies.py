@@ -187,7 +187,7 @@ def test_a_prompt_does_not_use_memory_reserved_for_a_copy() -> None:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["landed", "failed"])
 def test_copies_leave_no_memory_reserved(tmp_path: Path, fails: bool) -> None:
-    """Each instance has room for one document: after the copies, whatever their outcome, another document fits."""
+    """Each instance has room for one document: after the copies, for any outcome, another document fits."""
     cut = (CapacityChange(at_s=14.5, link="wan", share=0.0), CapacityChange(at_s=50.0, link="wan", share=1.0))
     others = tuple(prompt(60.0, document=number) for number in (1, 2, 3))
     assumed = SimSettings(review_s=1.0, stall_s=2.0, telemetry="tier", changes=cut if fails else ())

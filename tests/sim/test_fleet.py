@@ -30,7 +30,7 @@ def fleet(text: str = TEXT) -> Fleet:
 
 @given(st.lists(st.sampled_from(["take", "give back", "prefill", "decode", "switch_role"]), max_size=40))
 def test_an_instance_switches_its_role_only_when_drained(steps: list[str]) -> None:
-    """The end of draining is reported exactly once, whatever roles are requested meanwhile; the last one applies."""
+    """The end of draining is reported exactly once, for any roles requested during it; the last one applies."""
     engines, busy, due = fleet(), 0, False
     wanted: Role | None = None
     for step in steps:

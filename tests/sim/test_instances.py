@@ -131,9 +131,9 @@ operations = st.lists(
 
 
 @given(operations)
-def test_memory_is_never_overcommitted_and_all_is_released(asked: list[tuple[int, int, int, int]]) -> None:
-    """Requests that fit are booked, transferred and finished, or cancelled on the way; the memory used stays within 32
-    blocks, and no reservation remains."""
+def test_memory_is_never_overcommitted_and_all_is_released(requests: list[tuple[int, int, int, int]]) -> None:
+    """Requests that fit are booked, transferred and finished, or cancelled before the transfer ends; the memory used
+    stays within 32 blocks, and no reservation remains."""
     index = PrefixIndex(1, [32])
     memory = KvMemory(index, [32], [0])
     dispatched: list[tuple[tuple[int, ...], int, int]] = []
@@ -144,7 +144,7 @@ def test_memory_is_never_overcommitted_and_all_is_released(asked: list[tuple[int
         memory.transfer_done(0, blocks, hit)
         landed.append((blocks, total))
 
-    for number, (group, shared, length, answer) in enumerate(asked):
+    for number, (group, shared, length, answer) in enumerate(requests):
         blocks = tuple(group * 100 + k if k < shared else 1_000 * (number + 1) + k for k in range(length))
         total = len(blocks) + answer
         if total <= memory.free_blocks(0):

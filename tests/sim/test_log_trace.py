@@ -117,9 +117,9 @@ def test_unknown_output_lengths_are_reported(tmp_path: Path) -> None:
     trace = read(path)
     rows = [(request.at_s, request.input_tokens, request.output_tokens) for request in trace.requests]
     assert rows == [(0.0, 100, 9), (0.5, 100, 60), (1.0, 100, 70), (2.5, 100, 1)]
-    answers, lone, models = trace.remarks
+    answers, remark, models = trace.remarks
     assert answers.startswith("the output of 3 of 4 requests was not counted")
-    assert lone.startswith("1 of 4 requests had several prompts or choices")
+    assert remark.startswith("1 of 4 requests had several prompts or choices")
     assert models == "requests use 3 models, which a trace does not distinguish: a, b, unnamed"
 
 
@@ -212,8 +212,8 @@ def live_log(tmp_path: Path) -> Path:
             for leg in ("prefill", "decode"):  # no more: a request has three attempts and may meet all faults
                 await gate.command(f"{leg}0", fail_next=1, status=500, leg=leg)
             prompt = "What is a KV cache? " * 40
-            asks = [gate.ask(f"{n} {prompt}", tokens=3 + n, stream=n % 2 == 0) for n in range(6)]
-            assert [answer.status for answer in await asyncio.gather(*asks)] == [200] * 6
+            requests = [gate.ask(f"{n} {prompt}", tokens=3 + n, stream=n % 2 == 0) for n in range(6)]
+            assert [answer.status for answer in await asyncio.gather(*requests)] == [200] * 6
             assert (await gate.ask(prompt, tokens=2, n=3)).status == 200
             for name in ("prefill0", "prefill1"):
                 await gate.command(name, fail_next=9, status=500, leg="prefill")
@@ -225,7 +225,7 @@ def live_log(tmp_path: Path) -> Path:
 
 
 def test_a_gateways_log_is_a_workload(live_log: Path, tmp_path: Path, kvroute: Kvroute) -> None:
-    """The trace has each request once at its arrival with the output that the client got, whatever was retried; the
+    """The trace has each request once at its arrival with the output that the client got, for any retries; the
     command simulates it and reports what is unknown."""
     arrivals = [record.event for record in read_log(live_log)[1] if isinstance(record.event, Arrived)]
     trace = read(live_log)
@@ -247,8 +247,8 @@ def test_a_gateways_log_is_a_workload(live_log: Path, tmp_path: Path, kvroute: K
 
 
 def test_a_gateways_log_explains_each_attempt(live_log: Path, kvroute: Kvroute) -> None:
-    """The request found no prefill instance: it was decided again after each failure, excluding the failed instance. A
-    log that still grows can be read too."""
+    """No prefill instance served the request: the core decided again after each failure and excluded the failed
+    instance. A log that is still being written can be read too."""
     with live_log.open("ab") as log:
         log.write(b'{"event":{"type":"arr')
     assert "bit for bit" in kvroute("replay", str(live_log))[0]
@@ -262,5 +262,5 @@ def test_a_gateways_log_explains_each_attempt(live_log: Path, kvroute: Kvroute) 
     table, _ = kvroute("explain", str(live_log), "7")
     assert f"after a failed prefill: prefill on {tries[1]['chosen']}, by cache-aware" in table
     assert f"{tries[0]['chosen']} (failed)" in table
-    lone, _ = kvroute("explain", str(live_log), "6")
-    assert ": prefill and decode on decode" in lone
+    remark, _ = kvroute("explain", str(live_log), "6")
+    assert ": prefill and decode on decode" in remark

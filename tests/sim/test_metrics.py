@@ -76,12 +76,12 @@ def summary_of(rows: Outcomes, assumed: SimSettings | None = None) -> Summary:
 @given(tables(), assumptions)
 def test_parts_of_the_mean_ttft_add_up_to_it(rows: Outcomes, assumed: SimSettings) -> None:
     """The parts are wait, prefill, transfer, queue and first step; either all exist or none."""
-    found = summary_of(rows, assumed)
-    parts = msgspec.structs.astuple(found.ttft_parts_s)
-    if found.ttft_s.mean is None:
+    summary = summary_of(rows, assumed)
+    parts = msgspec.structs.astuple(summary.ttft_parts_s)
+    if summary.ttft_s.mean is None:
         assert parts == (None,) * 5
     else:
-        assert sum(parts) == pytest.approx(found.ttft_s.mean)
+        assert sum(parts) == pytest.approx(summary.ttft_s.mean)
         assert all(part >= 0 for part in parts)
 
 
@@ -89,8 +89,8 @@ def test_parts_of_the_mean_ttft_add_up_to_it(rows: Outcomes, assumed: SimSetting
 @given(tables(), assumptions)
 def test_counts_and_shares_equal_a_count_by_row(rows: Outcomes, assumed: SimSettings) -> None:
     """The reference counts row by row in plain Python: measured rows, good rows, and the duration."""
-    found = summary_of(rows, assumed)
-    counts = found.requests
+    summary = summary_of(rows, assumed)
+    counts = summary.requests
     assert counts.arrived == counts.finished + counts.rejected + counts.in_flight == int((rows.state != 3).sum())
     end_s = float("inf") if assumed.measure_s is None else assumed.warmup_s + assumed.measure_s
     inside = [
@@ -98,18 +98,18 @@ def test_counts_and_shares_equal_a_count_by_row(rows: Outcomes, assumed: SimSett
         for row in range(len(rows.state))
         if assumed.warmup_s <= rows.arrived_s[row] < end_s and rows.state[row] != NOT_ARRIVED
     ]
-    assert found.measured == len(inside)
+    assert summary.measured == len(inside)
     assert np.flatnonzero(window(rows, assumed)).tolist() == inside
     good = sum(_good(rows, row, assumed.slo) for row in inside)
-    assert found.slo_attainment == (pytest.approx(good / len(inside)) if inside else None)
+    assert summary.slo_attainment == (pytest.approx(good / len(inside)) if inside else None)
     if assumed.measure_s is not None:
-        assert found.goodput_per_s == pytest.approx(good / assumed.measure_s)
+        assert summary.goodput_per_s == pytest.approx(good / assumed.measure_s)
         finished = sum(rows.state[row] == FINISHED for row in inside)
-        assert found.throughput_per_s == pytest.approx(finished / assumed.measure_s)
+        assert summary.throughput_per_s == pytest.approx(finished / assumed.measure_s)
     sent = [row for row in inside if np.isfinite(rows.landed_s[row])]
-    for tier, share in found.tier_share.items():
+    for tier, share in summary.tier_share.items():
         assert share == pytest.approx(sum(rows.tier[row] == int(tier) for row in sent) / max(len(sent), 1))
-    assert set(found.tier_share) >= {"0", "1", "2", "3"}
+    assert set(summary.tier_share) >= {"0", "1", "2", "3"}
 
 
 def _good(rows: Outcomes, row: int, slo: Slo) -> bool:
@@ -126,9 +126,9 @@ def _good(rows: Outcomes, row: int, slo: Slo) -> bool:
 @given(tables(), assumptions)
 def test_a_summary_is_json_without_nan(rows: Outcomes, assumed: SimSettings) -> None:
     """Every number is finite or null, and the summary reads back equal."""
-    found = summary_of(rows, assumed)
-    json.dumps(msgspec.to_builtins(found), allow_nan=False)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Summary) == found
+    summary = summary_of(rows, assumed)
+    json.dumps(msgspec.to_builtins(summary), allow_nan=False)
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
 
 
 def test_spread_ignores_missing_values() -> None:
@@ -147,15 +147,15 @@ def test_a_summary_of_three_requests_by_hand() -> None:
     rows.first_token_s[:2], rows.finished_s[:2] = [1.7, 7.0], [3.7, 10.0]
     rows.state[:], rows.tier[:2] = [FINISHED, FINISHED, REJECTED], [2, 3]
     rows.input_tokens[:], rows.output_tokens[:], rows.hit_tokens[:2] = 100, 11, [50, 0]
-    found = summary_of(rows)
-    assert found.ttft_s.mean == pytest.approx(3.85)
-    assert msgspec.structs.astuple(found.ttft_parts_s) == pytest.approx((0.5, 1.0, 1.75, 0.3, 0.3))
-    assert found.transfer_s.mean == pytest.approx(1.75)
-    assert found.tpot_s.mean == pytest.approx(0.25)
-    assert found.slo_attainment == pytest.approx(1 / 3)
-    assert (found.goodput_per_s, found.throughput_per_s) == pytest.approx((0.1, 0.2))
-    assert found.tier_share == {"0": 0.0, "1": 0.0, "2": 0.5, "3": 0.5}
-    assert found.cache_hit == 0.25
+    summary = summary_of(rows)
+    assert summary.ttft_s.mean == pytest.approx(3.85)
+    assert msgspec.structs.astuple(summary.ttft_parts_s) == pytest.approx((0.5, 1.0, 1.75, 0.3, 0.3))
+    assert summary.transfer_s.mean == pytest.approx(1.75)
+    assert summary.tpot_s.mean == pytest.approx(0.25)
+    assert summary.slo_attainment == pytest.approx(1 / 3)
+    assert (summary.goodput_per_s, summary.throughput_per_s) == pytest.approx((0.1, 0.2))
+    assert summary.tier_share == {"0": 0.0, "1": 0.0, "2": 0.5, "3": 0.5}
+    assert summary.cache_hit == 0.25
 
 
 def test_empty_rows_have_not_arrived() -> None:

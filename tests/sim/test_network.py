@@ -1,4 +1,4 @@
-"""KV transfers on the fabric: the time of a lone one, the effect of other traffic, and the operator's telemetry."""
+"""KV transfers on the fabric: the time of a single one, the effect of other traffic, and the operator's telemetry."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fabric(cluster: Cluster, background: Background | None = None, seed: int = 0
 
 
 def transfer_s(cluster: Cluster, links: Fabric, target: str, nbytes: float, request: int = 0) -> float:
-    """Return the time of a lone transfer until all of it has arrived."""
+    """Return the time of a single transfer until all of it has arrived."""
     links.send(request, cluster.index("p"), cluster.index(target), nbytes)
     while True:
         finish_s = links.next_finish_s()
@@ -71,7 +71,7 @@ def expected_s(cluster: Cluster, links: Fabric, target: str, nbytes: float) -> f
 
 @some
 @given(ecmps, st.sampled_from(["d0", "d1", "d2", "d3"]), st.floats(1.0, 1e12), st.integers(0, 9), st.integers(0, 19))
-def test_a_lone_transfer_takes_bytes_over_the_slowest_link_plus_latency(
+def test_a_single_transfer_takes_bytes_over_the_slowest_link_plus_latency(
     ecmp: str, target: str, nbytes: float, seed: int, request: int
 ) -> None:
     """Uplinks are drawn at random, for all flows together or for each separately."""
@@ -154,14 +154,14 @@ def test_telemetry_includes_own_traffic_only_if_configured(
         own[tier] = rates[members].sum() / whole[members].sum() if members else 0.0
     assert own[SAME_NODE if target == "d0" else SAME_NODE + 1] > 0
     assert links.own_share() == pytest.approx(own)
-    heard = np.array(quiet) if separates else np.minimum(np.array(quiet) + own, 0.99)
-    assert links.congestion(separates) == pytest.approx(heard.tolist())
+    expected = np.array(quiet) if separates else np.minimum(np.array(quiet) + own, 0.99)
+    assert links.congestion(separates) == pytest.approx(expected.tolist())
     by_link = np.array(links.utilisation(separates))
     assert by_link.max() <= 0.99
     for tier in range(TIER_COUNT):
         members = list(cluster.links_of_tier(tier))
         if members and by_link[members].max() < 0.99:
-            assert np.average(by_link[members], weights=whole[members]) == pytest.approx(heard[tier])
+            assert np.average(by_link[members], weights=whole[members]) == pytest.approx(expected[tier])
 
 
 def test_a_burst_slows_transfers_in_flight() -> None:

@@ -227,7 +227,7 @@ def test_a_source_that_queues_copies_like_prompts_sends_them_in_turn(queues: boo
     own = TracedRequest(at_s=99.9, input_tokens=2_000, output_tokens=1, blocks=(9,), block_tokens=BLOCK)
     assert OFFLOAD.offload is not None
     offload = msgspec.structs.replace(OFFLOAD.offload, copy_queues=queues)
-    trace = Trace(name="asked", requests=(BEGUN, own, LONG))
+    trace = Trace(name="queued", requests=(BEGUN, own, LONG))
     run = simulate(FOUR, trace, msgspec.structs.replace(OFFLOAD, offload=offload), SimSettings())
     rows = run.outcomes
     assert [FOUR.instances[int(source)].name for source in rows.source] == ["p1", "p1", "p0"]

@@ -135,22 +135,32 @@ def test_a_profile_keeps_lengths_within_inclusive_bounds() -> None:
 def test_statistics_of_four_requests() -> None:
     rows = [(0.0, 40, (1, 2, 3)), (0.0, 40, (1, 2, 4)), (6.0, 20, (1, 2)), (9.0, 10, (9,))]
     trace = Trace("four", tuple(TracedRequest(at_s, tokens, 5, blocks, 16) for at_s, tokens, blocks in rows))
-    found = trace.statistics()
-    assert (found.requests, found.duration_s, found.rate_per_s) == (4, 9.0, 4 / 9)
-    assert (found.distinct_arrivals, found.batch_max, found.batch_mean, found.gap_p50_s) == (3, 2, 4 / 3, 4.5)
-    assert found.gap_cv == pytest.approx(np.std([0, 6, 3]) / 3)
-    assert (found.blocks, found.unique_blocks, found.reused_block_share) == (9, 5, 4 / 9)
+    statistics = trace.statistics()
+    assert (statistics.requests, statistics.duration_s, statistics.rate_per_s) == (4, 9.0, 4 / 9)
+    assert (statistics.distinct_arrivals, statistics.batch_max, statistics.batch_mean, statistics.gap_p50_s) == (
+        3,
+        2,
+        4 / 3,
+        4.5,
+    )
+    assert statistics.gap_cv == pytest.approx(np.std([0, 6, 3]) / 3)
+    assert (statistics.blocks, statistics.unique_blocks, statistics.reused_block_share) == (9, 5, 4 / 9)
     # The third prompt reuses 20 tokens, not two blocks of 16: its last block is partial.
-    assert found.reused_token_share == pytest.approx((32 + 20) / 110)
-    assert found.reusing_request_share == 0.5
-    assert found.input_tokens is not None
-    assert (found.input_tokens.mean, found.input_tokens.min, found.input_tokens.p50) == (27.5, 10, 30.0)
+    assert statistics.reused_token_share == pytest.approx((32 + 20) / 110)
+    assert statistics.reusing_request_share == 0.5
+    assert statistics.input_tokens is not None
+    assert (statistics.input_tokens.mean, statistics.input_tokens.min, statistics.input_tokens.p50) == (27.5, 10, 30.0)
 
 
 def test_an_empty_trace_has_statistics_too() -> None:
-    found = Trace("nothing", ()).statistics()
-    assert (found.requests, found.rate_per_s, found.batch_max, found.input_tokens) == (0, 0.0, 0, None)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found
+    statistics = Trace("nothing", ()).statistics()
+    assert (statistics.requests, statistics.rate_per_s, statistics.batch_max, statistics.input_tokens) == (
+        0,
+        0.0,
+        0,
+        None,
+    )
+    assert msgspec.json.decode(msgspec.json.encode(statistics), type=type(statistics)) == statistics
 
 
 @pytest.mark.parametrize("rate_per_s", [0.0, -1.0, float("nan"), float("inf")])

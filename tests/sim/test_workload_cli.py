@@ -23,35 +23,35 @@ def test_a_generated_profile_has_its_number_rate_and_lengths(tmp_path: Path) -> 
     path = tmp_path / "rag.jsonl.zst"
     options = ("--requests", "400", "--rate", "6", "--seed", "5", "--profile", "rag")
     document, remark = run("generate", path, *options, "--json")
-    found = json.loads(document)
-    assert (found["requests"], found["rate_per_s"]) == (400, pytest.approx(6))
-    assert 4_096 <= found["input_tokens"]["min"] <= found["input_tokens"]["max"] <= 65_536
+    statistics = json.loads(document)
+    assert (statistics["requests"], statistics["rate_per_s"]) == (400, pytest.approx(6))
+    assert 4_096 <= statistics["input_tokens"]["min"] <= statistics["input_tokens"]["max"] <= 65_536
     assert "wrote 400 requests" in remark
     first = path.read_bytes()
     run("generate", path, *options)
     assert path.read_bytes() == first
     shown = json.loads(run("show", path, "--json")[0])
-    assert {**shown, "name": ""} == {**found, "name": ""}
+    assert {**shown, "name": ""} == {**statistics, "name": ""}
 
 
 def test_show_prints_the_main_statistics() -> None:
     text, remark = run("show", "--generate", "--requests", "300")
     assert remark == ""
-    for word in ("prompt", "answer", "p99", "300 in", "per second", "requests reuse one or more"):
-        assert word in " ".join(text.split()), word
+    for phrase in ("prompt", "answer", "p99", "300 in", "per second", "requests reuse one or more"):
+        assert phrase in " ".join(text.split()), phrase
 
 
 def test_show_applies_the_shaping_options(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     run("generate", path, "--requests", "300")
     options = ("--requests", "200", "--rate", "9", "--profile", "chatbot", "--p-share", "1", "--json")
-    found = json.loads(run("show", path, *options)[0])
-    assert (found["requests"], found["rate_per_s"], found["block_tokens"]) == (
+    statistics = json.loads(run("show", path, *options)[0])
+    assert (statistics["requests"], statistics["rate_per_s"], statistics["block_tokens"]) == (
         min(200, sum(request.input_tokens <= 8_192 for request in read(path).requests)),
         pytest.approx(9),
         16,
     )
-    assert found["reusing_request_share"] > 0.5
+    assert statistics["reusing_request_share"] > 0.5
 
 
 def test_skipped_lines_are_reported_on_stderr(tmp_path: Path) -> None:

@@ -96,12 +96,12 @@ def test_lengths_follow_the_published_quantiles(seed: int) -> None:
     assert prompts.mean == pytest.approx(12_040, rel=0.05)
     assert prompts.min == pytest.approx(891, abs=1)
     assert prompts.p5 == pytest.approx(901, abs=4)
-    for found, published in zip(
+    for generated_value, published in zip(
         (prompts.p25, prompts.p50, prompts.p75, prompts.p90, prompts.p95),
         (2_306, 6_909, 15_370, 27_370, 39_550),
         strict=True,
     ):
-        assert found == pytest.approx(published, rel=0.08)
+        assert generated_value == pytest.approx(published, rel=0.08)
     assert prompts.p99 == pytest.approx(85_400, rel=0.15)
     assert 110_000 < prompts.max <= 126_200
     assert answers.mean == pytest.approx(342.6, rel=0.03)
@@ -116,15 +116,15 @@ def test_lengths_follow_the_published_quantiles(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_arrivals_come_in_three_second_batches(seed: int) -> None:
-    found = statistics(seed)
+    measured = statistics(seed)
     times, sizes = np.unique([request.at_s for request in generated(seed).requests], return_counts=True)
-    assert found.duration_s == pytest.approx(3_537, abs=7)
-    assert found.distinct_arrivals == pytest.approx(1_180, abs=3)
+    assert measured.duration_s == pytest.approx(3_537, abs=7)
+    assert measured.distinct_arrivals == pytest.approx(1_180, abs=3)
     assert np.diff(times) == pytest.approx(3.0, abs=0.004)
-    assert found.batch_mean == pytest.approx(10.2, abs=0.1)
+    assert measured.batch_mean == pytest.approx(10.2, abs=0.1)
     assert float(np.std(sizes)) == pytest.approx(3.35, abs=0.35)
-    assert found.batch_p95 == pytest.approx(16, abs=1)
-    assert found.gap_cv == pytest.approx(3.034, abs=0.03)
+    assert measured.batch_p95 == pytest.approx(16, abs=1)
+    assert measured.gap_cv == pytest.approx(3.034, abs=0.03)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -144,12 +144,12 @@ def test_each_profile_resembles_its_part_of_the_real_trace(profile: str) -> None
 
 
 def test_the_real_trace_has_the_published_statistics() -> None:
-    found = real().statistics()
-    assert (found.requests, found.distinct_arrivals, found.batch_max) == (12_031, 1_180, 28)
-    assert found.duration_s == pytest.approx(3_537, abs=0.01)
-    assert found.gap_cv == pytest.approx(3.034, abs=1e-3)
-    assert found.reused_block_share == pytest.approx(0.3664, abs=1e-4)
-    assert found.reused_token_share == pytest.approx(0.3736, abs=1e-4)
+    measured = real().statistics()
+    assert (measured.requests, measured.distinct_arrivals, measured.batch_max) == (12_031, 1_180, 28)
+    assert measured.duration_s == pytest.approx(3_537, abs=0.01)
+    assert measured.gap_cv == pytest.approx(3.034, abs=1e-3)
+    assert measured.reused_block_share == pytest.approx(0.3664, abs=1e-4)
+    assert measured.reused_token_share == pytest.approx(0.3736, abs=1e-4)
     assert [len(apply_profile(real(), profile).requests) for profile in PROFILES.values()] == [6_620, 7_675, 2_731]
 
 
