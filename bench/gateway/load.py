@@ -92,7 +92,7 @@ class Loop:
         """Send requests until this time; add the figures to `tally`."""
         plan, self._tally = self._plan, tally
         every_s = plan.connections / plan.rate_per_s if plan.rate_per_s else 0.0
-        due = time.monotonic() + every_s * self._number / plan.connections
+        due = time.monotonic() + every_s * (self._number % plan.connections) / plan.connections
         while time.monotonic() < until:
             if every_s:
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
