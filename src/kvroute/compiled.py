@@ -39,8 +39,20 @@ def compiled(function: Function) -> Function:
 
     Kernels and constants from other modules must be imported above the first kernel of the file.
     """
-    kernel: Any = numba.njit(error_model="numpy")(function)
-    stamp = _stamp(function.__module__, function.__globals__)
+    return _compile(function)
+
+
+def compiled_in_place(function: Function) -> Function:
+    """Compile a function that changes arrays in place and neither creates nor returns arrays; see `compiled`.
+
+    Such a function needs no reference counts. They take most of the time of small kernels that pass on tens of arrays.
+    """
+    return _compile(function, _nrt=False, forceinline=True)
+
+
+def _compile(function: Function, **options: Any) -> Function:
+    kernel: Any = numba.njit(error_model="numpy", **options)(function)
+    stamp = f"{_stamp(function.__module__, function.__globals__)} {sorted(options)}"
     try:
         kernel._cache = _KernelCache(function, stamp)
     except RuntimeError:  # numba found no writable folder
