@@ -444,8 +444,8 @@ def test_invalid_settings_and_addresses_are_named() -> None:
         EmulatedClusterSettings(kv_scale=2)
     with pytest.raises(InputError, match="background"):
         EmulatedClusterSettings(background=(0.0, 1.0, 0.0, 0.0, 0.0))
-    with pytest.raises(InputError, match="no instance 'nobody'"):
-        EmulatedCluster(SMALL, EmulatedClusterSettings(), ["nobody"])
+    with pytest.raises(InputError, match="no instance 'unknown'"):
+        EmulatedCluster(SMALL, EmulatedClusterSettings(), ["unknown"])
 
     async def open_from_file() -> None:
         async with EmulatedCluster(SMALL, EmulatedClusterSettings(endpoints_from_file=True)):
