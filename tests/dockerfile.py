@@ -18,24 +18,24 @@ class Instruction:
     rest: str
 
     @property
-    def words(self) -> list[str]:
-        """The words of the exec form, or the parts of the shell form without options."""
+    def arguments(self) -> list[str]:
+        """The strings of the exec form, or the parts of the shell form without options."""
         start = self.rest.find("[")
         if start >= 0:
-            return [str(word) for word in json.loads(self.rest[start:])]
-        return [word for word in self.rest.split() if not word.startswith("--")]
+            return [str(argument) for argument in json.loads(self.rest[start:])]
+        return [part for part in self.rest.split() if not part.startswith("--")]
 
 
 def stages(path: Path = ROOT / "Dockerfile") -> list[list[Instruction]]:
     """Return the instructions of each stage, FROM first."""
-    found: list[list[Instruction]] = []
+    stages_read: list[list[Instruction]] = []
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     for line in re.sub(r"\\\n *", "", "\n".join(lines)).splitlines():
         keyword, rest = line.split(maxsplit=1)
         if keyword == "FROM":
-            found.append([])
-        found[-1].append(Instruction(keyword, rest))
-    return found
+            stages_read.append([])
+        stages_read[-1].append(Instruction(keyword, rest))
+    return stages_read
 
 
 def of(stage: list[Instruction], keyword: str) -> list[Instruction]:

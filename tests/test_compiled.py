@@ -31,18 +31,18 @@ from {callee} import FACTOR, scaled
 from kvroute.types import TIER_COUNT
 
 @compiled
-def asked(x):
+def combined(x):
     return {callee}.scaled(x) + scaled(x) + FACTOR * 1000
 
-print(asked(1), sum(asked.stats.cache_hits.values()))
+print(combined(1), sum(combined.stats.cache_hits.values()))
 """
 OUTER = """
 from kvroute.compiled import compiled
-from of_inner import asked
+from of_inner import combined
 
 @compiled
 def doubled(x):
-    return 2 * asked(x)
+    return 2 * combined(x)
 
 print(doubled(1), sum(doubled.stats.cache_hits.values()))
 """

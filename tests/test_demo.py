@@ -55,15 +55,15 @@ class Ended:
 
 def running(mark: str) -> list[int]:
     """Return the IDs of the processes with this text in their command line."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             line = (entry / "cmdline").read_bytes()
         except OSError:  # it has just ended
             continue
         if mark.encode() in line:
-            found.append(int(entry.name))
-    return found
+            pids.append(int(entry.name))
+    return pids
 
 
 def demo_of(folder: Path, *more: str) -> tuple[Path, list[str]]:
@@ -155,13 +155,13 @@ def test_an_interrupted_demo_leaves_nothing_running(
     """Ctrl-C ends it without a stack trace; gateway and engines end even if the command is killed."""
     process, cluster = running_demo
     assert process.stderr
-    begun = next(line for line in process.stderr if "live dashboard" in line)
-    assert begun.startswith("1/1 netkv")
+    status = next(line for line in process.stderr if "live dashboard" in line)
+    assert status.startswith("1/1 netkv")
     assert len(running(cluster)) == 3  # the command, the gateway, the engines
     process.send_signal(number)
-    said = process.stderr.read()
+    message = process.stderr.read()
     assert process.wait(60) != 0
-    assert "Traceback" not in said
+    assert "Traceback" not in message
     for _ in range(POLLS if number == signal.SIGKILL else 1):
         if not running(cluster):
             break
@@ -187,8 +187,8 @@ def test_without_the_extra_the_demo_names_what_to_install(
     """One sentence and exit code 2."""
     monkeypatch.setitem(sys.modules, "uvloop", None)
     monkeypatch.delitem(sys.modules, "kvroute.experiments.live")
-    said = error_of(demo_of(tmp_path)[1], monkeypatch, capfd)
-    assert said == "kvroute: uvloop is not installed; pip install 'kvroute[serve]'"
+    message = error_of(demo_of(tmp_path)[1], monkeypatch, capfd)
+    assert message == "kvroute: uvloop is not installed; pip install 'kvroute[serve]'"
 
 
 @pytest.mark.parametrize(
@@ -217,12 +217,12 @@ def test_invalid_arguments_are_found_before_anything_starts(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 90)), max_size=30),
     st.integers(1, 50),
 )
-def test_both_sides_get_the_same_requests_at_distinct_times(asked: list[tuple[int, int, int]], output_max: int) -> None:
+def test_both_sides_get_the_same_requests_at_distinct_times(drawn: list[tuple[int, int, int]], output_max: int) -> None:
     """Requests with output tokens are kept in order, with increasing times within their steps; prompts keep their
     length."""
-    wanted = sorted(asked)
+    ordered = sorted(drawn)
     requests = tuple(
-        TracedRequest(3.0 * step, 1 + prompt, output, blocks=(), block_tokens=512) for step, prompt, output in wanted
+        TracedRequest(3.0 * step, 1 + prompt, output, blocks=(), block_tokens=512) for step, prompt, output in ordered
     )
     made = playable(Trace("drawn", requests), output_max).requests
     kept = [request for request in requests if request.output_tokens]
@@ -251,19 +251,23 @@ def test_each_request_draws_its_own_path(requests: list[int], seed: int) -> None
             assert all(link in group for link, group in zip(path, cluster.hops(source, target, shard), strict=True))
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_the_simulated_router_gets_transfer_measurements_if_configured(tmp_path: Path, told: bool) -> None:
+@pytest.mark.parametrize("measures_transfers", [False, True])
+def test_the_simulated_router_gets_transfer_measurements_if_configured(
+    tmp_path: Path, measures_transfers: bool
+) -> None:
     """The reported bytes and transfers equal the completed ones, as with engines' counters; without the setting none is
     reported."""
     cluster, log = load(EXAMPLES / "small.yaml"), tmp_path / "run.log"
     trace = playable(Workload(generated_requests=20, rate_per_s=4.0, profile="chatbot").of_seed(1), 8)
-    assumed = SimSettings(telemetry="none", measures_transfers=told, oracle_refresh_s=0.01)
+    assumed = SimSettings(telemetry="none", measures_transfers=measures_transfers, oracle_refresh_s=0.01)
     with EventLog(log, LogHeader(cluster=LINES, spec=ControlSpec())) as records:
         run = simulate(cluster, trace, ControlSpec(), assumed, seed=1, log=records)
-    heard = [record.event for record in read_log(log)[1] if isinstance(record.event, TransferMeasured)]
-    assert sum(event.transfers for event in heard) == (len(trace.requests) if told else 0)
-    assert sum(event.kv_bytes for event in heard) == pytest.approx(run.outcomes.kv_bytes.sum() if told else 0)
-    assert all(event.seconds > 0 for event in heard)
+    measured = [record.event for record in read_log(log)[1] if isinstance(record.event, TransferMeasured)]
+    assert sum(event.transfers for event in measured) == (len(trace.requests) if measures_transfers else 0)
+    assert sum(event.kv_bytes for event in measured) == pytest.approx(
+        run.outcomes.kv_bytes.sum() if measures_transfers else 0
+    )
+    assert all(event.seconds > 0 for event in measured)
 
 
 def test_comparison_of_two_runs_by_hand() -> None:

@@ -18,15 +18,15 @@ UNIT = ROOT / "deploy/systemd/kvroute.service"
 PAGE = ROOT / "docs/deploy.md"
 
 
-def _assert_command_exists(words: list[str]) -> None:
-    """Check that the first word is the command `kvroute` and that its subcommand has every option."""
+def _assert_command_exists(command: list[str]) -> None:
+    """Check that the first argument is the command `kvroute` and that its subcommand has every option."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert Path(words[0]).name in scripts
+    assert Path(command[0]).name in scripts
     shown = subprocess.run(
-        [PROGRAM, words[1], "--help"], capture_output=True, text=True, env={"COLUMNS": "200", "PATH": "/usr/bin"}
+        [PROGRAM, command[1], "--help"], capture_output=True, text=True, env={"COLUMNS": "200", "PATH": "/usr/bin"}
     )
     assert shown.returncode == 0, shown.stdout + shown.stderr
-    for option in words[2:]:
+    for option in command[2:]:
         assert not option.startswith("--") or re.search(rf"{option}\b", shown.stdout), option
 
 
@@ -35,7 +35,7 @@ def test_every_file_copied_into_the_image_exists_and_is_not_ignored() -> None:
     lines = (ROOT / ".dockerignore").read_text().split("\n")
     assert "*" in lines
     allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    copied = [source for stage in stages() for step in of(stage, "COPY") for source in step.words[:-1]]
+    copied = [source for stage in stages() for step in of(stage, "COPY") for source in step.arguments[:-1]]
     from_context = {source for source in copied if not source.startswith("/")}
     assert {source.split("/")[0] for source in from_context} == allowed
     assert all((ROOT / source).exists() for source in from_context)
@@ -59,7 +59,7 @@ def test_the_final_stage_runs_the_gateway_as_an_unprivileged_user() -> None:
     assert gid > 0
     assert of(final, "STOPSIGNAL")[0].rest == "SIGTERM"
     assert of(final, "HEALTHCHECK")
-    _assert_command_exists(entry.words + default.words)
+    _assert_command_exists(entry.arguments + default.arguments)
     volume = of(final, "VOLUME")[0].rest
     assert f"NUMBA_CACHE_DIR={volume}" in of(final, "ENV")[0].rest
     [made] = re.findall(r"install --directory --owner=(\d+) --group=(\d+) (\S+)", of(final, "RUN")[0].rest)
@@ -76,12 +76,12 @@ def _unit() -> configparser.SectionProxy:
 
 def test_the_unit_starts_the_command_that_the_docs_page_installs() -> None:
     service = _unit()
-    words = service["ExecStart"].split()
-    _assert_command_exists(words)
-    installed = str(Path(words[0]).parents[1])
+    command = service["ExecStart"].split()
+    _assert_command_exists(command)
+    installed = str(Path(command[0]).parents[1])
     page = PAGE.read_text()
     assert f"python3 -m venv {installed}" in page
-    assert words[2] in page
+    assert command[2] in page
     assert service["SupplementaryGroups"] in page
     assert service["EnvironmentFile"].removeprefix("-") in page
 

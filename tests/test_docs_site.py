@@ -135,27 +135,27 @@ def _printed_commands() -> Iterator[tuple[str, list[str]]]:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text().replace("\\\n", " ")
         for line in re.findall(r"^(?: {4}|)(?:\$ |sudo )?(kvroute .*)$", text, re.MULTILINE):
-            words = line.split("  #")[0].split()
-            if len(words) > 1 and words[1] in COMMANDS:
-                yield page.name, words[1:]
+            arguments = line.split("  #")[0].split()
+            if len(arguments) > 1 and arguments[1] in COMMANDS:
+                yield page.name, arguments[1:]
 
 
 def test_every_option_that_a_page_prints_exists() -> None:
-    """Only words that look like options are checked; other text after a command is ignored."""
+    """Only arguments that look like options are checked; other text after a command is ignored."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     commands = list(_printed_commands())
     assert len(commands) > 60
     context = typer.Context(group)
-    for page, words in commands:
-        command: Any = group.get_command(context, words[0])
-        rest = words[1:]
+    for page, arguments in commands:
+        command: Any = group.get_command(context, arguments[0])
+        rest = arguments[1:]
         while isinstance(command, TyperGroup) and rest and rest[0] in command.commands:
             command, rest = command.commands[rest[0]], rest[1:]
         known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
-        for word in rest:
-            option = word.strip("[],`").split("=")[0]
-            assert option in known or not re.fullmatch(r"--[a-z][a-z-]+", option), (page, " ".join(words))
+        for argument in rest:
+            option = argument.strip("[],`").split("=")[0]
+            assert option in known or not re.fullmatch(r"--[a-z][a-z-]+", option), (page, " ".join(arguments))
 
 
 def test_the_glossary_is_in_alphabetical_order() -> None:

@@ -175,8 +175,8 @@ def test_sequential_capped_flows_reuse_memory() -> None:
 )
 def test_throughput_of_one_connection_by_hand(rtt_s: float, window_bytes: float, loss: float, gbps: float) -> None:
     """By hand: 1.25 MB per 20 ms is 0.5 Gbps; 1460 bytes * 1.22 / sqrt(0.001) per 20 ms is 22.5 Mbps."""
-    found = connection_bytes_per_s(rtt_s, window_bytes, loss)
-    assert found * 8 / 1e9 == pytest.approx(gbps, rel=2e-3)
+    rate_bytes_per_s = connection_bytes_per_s(rtt_s, window_bytes, loss)
+    assert rate_bytes_per_s * 8 / 1e9 == pytest.approx(gbps, rel=2e-3)
 
 
 def test_a_flow_without_bytes_finishes_at_once() -> None:
@@ -234,7 +234,7 @@ def test_a_flow_id_can_be_reused_after_its_flow() -> None:
 def test_the_network_rejects_invalid_input() -> None:
     """A wrong number or name gives one sentence and leaves the network unchanged."""
     net = FlowNetwork(np.array([1.0]))
-    for path, nbytes, weight, traffic_class, words in [
+    for path, nbytes, weight, traffic_class, message in [
         ([1], 1.0, 1.0, "kv", "has a link outside 0 to 0"),
         ([-1], 1.0, 1.0, "kv", "has a link outside 0 to 0"),
         ([0], -1.0, 1.0, "kv", "a transfer of -1.0 bytes"),
@@ -243,7 +243,7 @@ def test_the_network_rejects_invalid_input() -> None:
         ([0], 1.0, float("nan"), "kv", "weight nan is not between"),
         ([0], 1.0, 1.0, "video", "class 'video' is unknown; choose one of kv"),
     ]:
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(InputError, match=message):
             net.start(1, path, nbytes, weight, traffic_class)
     with pytest.raises(InputError, match="flow 9 is not in flight"):
         net.rate(9)
@@ -282,7 +282,7 @@ FLOW = '{"id": 1, "links": ["a"], "size_B": 8, "start_s": 1}'
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("{" + LINK + ',\n"flows": [,]}', "line 2: bad JSON"),
         ("", "the file is empty; give a JSON object with `links` and `flows`"),
@@ -317,9 +317,9 @@ FLOW = '{"id": 1, "links": ["a"], "size_B": 8, "start_s": 1}'
         ('{"classes": {"kv": -1}, ' + LINK + ', "flows": []}', "classes.kv: weight -1 is out of range"),
     ],
 )
-def test_a_scenario_rejects_invalid_input(text: str, words: str) -> None:
+def test_a_scenario_rejects_invalid_input(text: str, message: str) -> None:
     """Every error of a scenario is reported with its place."""
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=message):
         parse_scenario(text)
 
 

@@ -225,19 +225,19 @@ def test_the_weight_of_rival_transfers_is_configurable() -> None:
         link_tier=table[:, 3].astype(np.int64),
         hashed_paths=1,
     )
-    paces = {}
+    sights = {}
     for weight in (0.0, 0.5, 1.0):
         spec = ForesightSpec(rival_weight=weight, width=0)
         flying = InFlight(model, spec)
         for each in range(2):
             flying.started(0.0, each, 1, 2 + each, 9e9)
-        paces[weight] = flying.sight(0.0, 0, DECODERS)
-    found = [
+        sights[weight] = flying.sight(0.0, 0, DECODERS)
+    paces = [
         float(chosen_by(ForesightSpec(rival_weight=weight, width=0), sight).terms.parts["pace_bytes_per_s"][0])
-        for weight, sight in paces.items()
+        for weight, sight in sights.items()
     ]
-    assert found[0] == pytest.approx(2 * NIC / 3)
-    assert found[0] > found[1] > found[2]
+    assert paces[0] == pytest.approx(2 * NIC / 3)
+    assert paces[0] > paces[1] > paces[2]
 
 
 def test_without_a_transfer_table_costs_are_by_tier() -> None:
@@ -254,11 +254,11 @@ def test_without_a_transfer_table_costs_are_by_tier() -> None:
     assert isinstance(choice, Choice)
     assert choice.terms.parts["transfer_s"].tolist() == pytest.approx([4.5, 0.5])
     assert choice.terms.parts["tier"].tolist() == [3.0, 1.0]
-    nobody = pool()
-    nobody.free_kv_bytes[:] = 0.0
-    refused = Foresight().choose(REQUEST, nobody, seen, 0)
-    assert isinstance(refused, Reject)
-    assert "no decode instance has room" in refused.reason
+    without_room = pool()
+    without_room.free_kv_bytes[:] = 0.0
+    rejection = Foresight().choose(REQUEST, without_room, seen, 0)
+    assert isinstance(rejection, Reject)
+    assert "no decode instance has room" in rejection.reason
 
 
 def test_completed_transfers_update_the_factor_of_their_tier() -> None:

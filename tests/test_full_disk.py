@@ -151,10 +151,10 @@ def test_a_full_stdout_gives_one_sentence(line: str) -> None:
     Python at exit."""
     with open("/dev/full", "wb") as full:
         ended = subprocess.run([*KVROUTE, *line.split()], stdout=full, stderr=subprocess.PIPE, cwd=EXAMPLES, text=True)
-    said = (
+    message = (
         "kvroute: the output cannot be written (No space left on device); send stdout and files to a disk with room\n"
     )
-    assert (ended.returncode, ended.stderr) == (2, said)
+    assert (ended.returncode, ended.stderr) == (2, message)
 
 
 @pytest.mark.parametrize("line", ["llm", "llm --json", "--version", "--help", "topology check small.yaml"])
@@ -162,8 +162,8 @@ def test_a_closed_stdout_gives_one_sentence(line: str) -> None:
     """`kvroute ... >&-` has this effect."""
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *KVROUTE, *line.split()]
     ended = subprocess.run(command, stderr=subprocess.PIPE, cwd=EXAMPLES, text=True)
-    said = "kvroute: the output cannot be written (stdout is closed); send stdout to a file or a terminal\n"
-    assert (ended.returncode, ended.stderr) == (2, said)
+    message = "kvroute: the output cannot be written (stdout is closed); send stdout to a file or a terminal\n"
+    assert (ended.returncode, ended.stderr) == (2, message)
 
 
 def test_a_silent_command_works_without_standard_streams(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_help_alone_lists_topics_and_commands(kvroute: Kvroute) -> None:
 
 @pytest.mark.parametrize("name", topics())
 def test_a_topic_is_printed_whole(kvroute: Kvroute, name: str) -> None:
-    """All words are there at 80 columns, without markup, and the page that it names exists."""
+    """The text is complete at 80 columns, without markup, and the page that it names exists."""
     topic = topics()[name]()
     code, out, err = kvroute("help", name)
     assert (code, err) == (0, "")
@@ -65,37 +65,37 @@ def test_a_topic_is_printed_whole(kvroute: Kvroute, name: str) -> None:
     assert (ROOT / "docs" / topic.page).is_file()
 
 
-@pytest.mark.parametrize("words", ["unit", "nothing at all", "units bandwidth"])
-def test_an_unknown_topic_is_one_sentence_with_the_list(kvroute: Kvroute, words: str) -> None:
+@pytest.mark.parametrize("arguments", ["unit", "nothing at all", "units bandwidth"])
+def test_an_unknown_topic_is_one_sentence_with_the_list(kvroute: Kvroute, arguments: str) -> None:
     """The exit code is 2."""
-    code, out, err = kvroute("help", *words.split())
+    code, out, err = kvroute("help", *arguments.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"kvroute: there is no help topic {words!r}; ")
+    assert err.startswith(f"kvroute: there is no help topic {arguments!r}; ")
     assert ", ".join(topics()) in err
-    assert ("did you mean 'units'?" in err) == words.startswith("unit")
+    assert ("did you mean 'units'?" in err) == arguments.startswith("unit")
 
 
-@pytest.mark.parametrize("words", ["simulate", "topology", "topology check"])
-def test_help_of_a_command_is_its_own(kvroute: Kvroute, words: str) -> None:
+@pytest.mark.parametrize("arguments", ["simulate", "topology", "topology check"])
+def test_help_of_a_command_is_its_own(kvroute: Kvroute, arguments: str) -> None:
     """`kvroute help COMMAND` and `kvroute COMMAND --help` print the same."""
-    assert kvroute("help", *words.split()) == kvroute(*words.split(), "--help")
+    assert kvroute("help", *arguments.split()) == kvroute(*arguments.split(), "--help")
 
 
 def test_every_command_of_a_topic_exists() -> None:
-    """Its options too; words in capitals are placeholders."""
+    """The same holds for its options; text in capitals is a placeholder."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     shown = [line for make in topics().values() for line, _ in make().commands]
     assert len(shown) > 10
     for line in shown:
-        program, *words = line.split()
+        program, *arguments = line.split()
         command: Any = group
         while isinstance(command, TyperGroup):
-            command = command.get_command(typer.Context(command), words.pop(0))
+            command = command.get_command(typer.Context(command), arguments.pop(0))
             assert command is not None, line
         assert program == "kvroute"
         known = {option for parameter in command.params for option in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= known, line
+        assert {argument for argument in arguments if argument.startswith("--")} <= known, line
 
 
 def test_units_are_those_of_the_page() -> None:
@@ -168,10 +168,10 @@ def _environment_keys(node: ast.AST) -> list[ast.expr]:
 def test_every_fixed_exit_code_is_in_the_list() -> None:
     """Codes above 128 are those of signals."""
     cli = [path for path in SOURCES if path.parent.name == "cli"]
-    found = {int(code) for path in cli for code in re.findall(r"(?:\bExit|sys\.exit)\((\d+)", path.read_text())}
-    assert {1, 2, 130} <= found
+    codes = {int(code) for path in cli for code in re.findall(r"(?:\bExit|sys\.exit)\((\d+)", path.read_text())}
+    assert {1, 2, 130} <= codes
     listed = {int(code) for code, _ in topics()["exit-codes"]().rows if code.isdecimal()}
-    assert {code for code in found if code < 128} <= listed
+    assert {code for code in codes if code < 128} <= listed
 
 
 def test_an_error_has_the_exit_code_of_the_list(kvroute: Kvroute) -> None:

@@ -76,10 +76,10 @@ def test_parsed_events_do_not_depend_on_chunk_boundaries(tokens: int, end: bytes
 def test_requests_without_output_tokens_are_not_sent() -> None:
     requests = [traced((1,), 8), msgspec.structs.replace(traced((2,), 8), output_tokens=0)]
     (only,) = timed_requests(requests, "m")
-    asked = msgspec.json.decode(only.body)
-    assert asked["max_tokens"] == 3
-    assert asked["prompt"] == prompt_tokens(requests[0], 0)
-    assert asked["stream"] is True
+    body = msgspec.json.decode(only.body)
+    assert body["max_tokens"] == 3
+    assert body["prompt"] == prompt_tokens(requests[0], 0)
+    assert body["stream"] is True
 
 
 def replayed(replies: list[bytes], timeout_s: float = 30.0) -> list[Answer]:
@@ -129,7 +129,7 @@ def test_every_request_gets_its_own_response_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "said", "tokens"),
+    ("reply", "reason", "tokens"),
     [
         pytest.param(streamed(TOKEN, ERROR), "gone", 1, id="error event"),
         pytest.param(streamed(TOKEN), "without [DONE]", 1, id="no done"),
@@ -138,10 +138,10 @@ def test_every_request_gets_its_own_response_in_order() -> None:
         pytest.param(b"nonsense\r\n\r\n", "malformed", 0, id="malformed"),
     ],
 )
-def test_a_failed_response_has_a_reason(reply: bytes, said: str, tokens: int) -> None:
+def test_a_failed_response_has_a_reason(reply: bytes, reason: str, tokens: int) -> None:
     (answer,) = replayed([reply])
     assert not answer.ok
-    assert said in answer.error
+    assert reason in answer.error
     assert len(answer.token_s) == tokens
 
 

@@ -111,8 +111,8 @@ def test_a_site_that_is_down_gets_no_requests() -> None:
     north_down = replace(sites(50_000, 0, 0), up=np.array([True, False, True]))
     next_one = choose_site(SPEC, 60_000, replace(north_down, threshold_tokens=np.array([0.0, 20_000.0, 30_000.0])))
     assert (next_one.index, next_one.decisive, next_one.threshold_tokens) == (0, 2, 30_000)
-    nobody = choose_site(SPEC, 60_000, replace(dead, up=np.zeros(2, dtype=np.bool_)))
-    assert (nobody.index, nobody.reason) == (0, "no_instance_up")
+    all_down = choose_site(SPEC, 60_000, replace(dead, up=np.zeros(2, dtype=np.bool_)))
+    assert (all_down.index, all_down.reason) == (0, "no_instance_up")
     alone = choose_site(SPEC, 60_000, sites(0))
     assert (alone.index, alone.reason, alone.threshold_tokens) == (0, "away_down", 0.0)
 

@@ -66,7 +66,7 @@ def test_generated_traces_cause_no_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "warning"),
     [
         ("180 GB", "440 TB", "16: defaults.kv_capacity: 440 TB of KV memory on 4 GPUs are 110 TB per GPU"),
         ("180 GB", "120 MB", "16: defaults.kv_capacity: 120 MB of KV memory hold 366 tokens of this model"),
@@ -76,7 +76,7 @@ def test_generated_traces_cause_no_warning(tmp_path: Path) -> None:
     ],
 )
 def test_warnings_about_a_cluster_file_name_line_and_field(
-    tmp_path: Path, old: str, new: str, said: str | None
+    tmp_path: Path, old: str, new: str, warning: str | None
 ) -> None:
     """There is one warning for all instances; the file is read nevertheless."""
     path = tmp_path / "a.yaml"
@@ -84,8 +84,8 @@ def test_warnings_about_a_cluster_file_name_line_and_field(
     result = CliRunner().invoke(app, ["topology", "check", str(path)])
     assert result.exit_code == 0
     lines = result.stderr.splitlines()
-    assert len(lines) == (said is not None)
-    assert not lines or lines[0].startswith(f"{path}:{said}")
+    assert len(lines) == (warning is not None)
+    assert not lines or lines[0].startswith(f"{path}:{warning}")
 
 
 def test_a_warning_about_an_instances_memory_names_the_instance() -> None:
@@ -101,10 +101,10 @@ def test_a_trace_in_seconds_causes_a_warning(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     result = CliRunner().invoke(app, ["trace", "show", str(path)])
     assert result.exit_code == 0
-    said = (
+    warning = (
         f"{path}: field timestamp: 4,000 requests in 0.499 s are 8,016 per second; timestamps must be in milliseconds"
     )
-    assert result.stderr.startswith(said)
+    assert result.stderr.startswith(warning)
 
 
 def test_a_profile_in_milliseconds_causes_a_warning(tmp_path: Path) -> None:

@@ -203,11 +203,11 @@ def test_prefill_policies_by_hand() -> None:
     assert chosen(prefill_policy("cache-aware").choose(REQUEST, behind, 0)) == 1
     assert [chosen(prefill_policy("round-robin").choose(REQUEST, pool, turn)) for turn in range(4)] == [0, 1, 2, 0]
     ruled_out = replace(pool, allowed=np.array([True, False, False]))
-    nobody = replace(pool, allowed=np.zeros(3, dtype=np.bool_))
+    none_allowed = replace(pool, allowed=np.zeros(3, dtype=np.bool_))
     empty = PrefillCandidates((), np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0))
     for name in PREFILL_POLICIES:
         assert chosen(prefill_policy(name).choose(REQUEST, ruled_out, 1)) == 0
-        assert "topology constraint" in rejection_reason(prefill_policy(name).choose(REQUEST, nobody, 1))
+        assert "topology constraint" in rejection_reason(prefill_policy(name).choose(REQUEST, none_allowed, 1))
         assert "no prefill instance exists" in rejection_reason(prefill_policy(name).choose(REQUEST, empty, 1))
 
 

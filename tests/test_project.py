@@ -73,7 +73,7 @@ def test_ci_run_calls_only_targets_and_files_that_exist() -> None:
     """The workflow runs all of these through the script."""
     script = (ROOT / ".ci/run").read_text()
     named = {
-        target for words in re.findall(r"\bmake ([a-z ]+)", re.sub(r"#.*", "", script)) for target in words.split()
+        target for targets in re.findall(r"\bmake ([a-z ]+)", re.sub(r"#.*", "", script)) for target in targets.split()
     }
     assert {"test", "lint", "types", "layers", "live"} <= named <= _targets()
     files = re.findall(r"python3 (\S+\.py)", script)
@@ -115,7 +115,9 @@ def test_the_citation_names_this_version() -> None:
     assert citation["version"] == METADATA["version"]
     assert citation["license"] == METADATA["license"]
     assert citation["repository-code"] == METADATA["urls"]["Source"]
-    assert [author["name"] for author in citation["authors"]] == [who["name"] for who in METADATA["maintainers"]]
+    assert [author["name"] for author in citation["authors"]] == [
+        maintainer["name"] for maintainer in METADATA["maintainers"]
+    ]
 
 
 def test_paths_and_links_of_the_pages_for_contributors_exist() -> None:

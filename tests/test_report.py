@@ -244,8 +244,8 @@ def test_missing_values_are_dashes() -> None:
 
 def test_columns_dropped_in_a_narrow_terminal_are_named() -> None:
     runs = summaries(comparison(("round-robin", "netkv")))
-    lines = (printed(comparison_table(runs, width=width), width) for width in (120, 72))
-    wide, narrow = (" ".join(" ".join(found).split()) for found in lines)
+    outputs = (printed(comparison_table(runs, width=width), width) for width in (120, 72))
+    wide, narrow = (" ".join(" ".join(lines).split()) for lines in outputs)
     assert "Too narrow" not in wide
     assert "Bold" not in wide, "nothing is bold where this is no terminal"
     assert "Too narrow for: P50 ms" in narrow
@@ -348,9 +348,9 @@ def test_sentences_for_differences() -> None:
     runs = [summary("a", seed, 1.0 + 0.01 * seed) for seed in range(4)]
     runs += [summary("b", seed, 1.2 + 0.012 * seed) for seed in range(4)]
     runs += [summary("c", seed, 1.0 + 0.1 * (seed % 2)) for seed in range(4)]
-    words = {row[0].text: row[-1].text for row in differences_grid(runs).rows}
-    assert "excludes zero" in words["a - b"]
-    assert "Noise" in words["a - c"]
+    sentences = {row[0].text: row[-1].text for row in differences_grid(runs).rows}
+    assert "excludes zero" in sentences["a - b"]
+    assert "Noise" in sentences["a - c"]
     assert "one seed" in differences_grid([run for run in runs if run.seed == 0]).rows[0][-1].text.lower()
 
 
@@ -420,17 +420,17 @@ def pair(first_s: Sequence[Sequence[float]], second_s: Sequence[Sequence[float]]
 
 
 def outcome(name: str, records: Sequence[Record], claim: str) -> Finding:
-    (found,) = [each for each in findings(EXPERIMENTS[name], records) if claim in each.claim]
-    return found
+    (finding,) = [each for each in findings(EXPERIMENTS[name], records) if claim in each.claim]
+    return finding
 
 
 def test_a_loss_beyond_noise_is_named_with_its_place() -> None:
-    found = outcome(
+    finding = outcome(
         "netkv-load", pair([(1.0, 1.1, 1.2), (1.3, 1.41, 1.5)], [(1.2, 1.3, 1.41), (1.0, 1.1, 1.2)]), "netkv below cla"
     )
-    assert found.holds == "holds in part"
-    assert "at 1 of 2 points, 1 of them significant" in found.sentence
-    assert re.search(r"Its mean TTFT is higher: \+27\.\d% ±\d\.\d% at load=2\.$", found.sentence)
+    assert finding.holds == "holds in part"
+    assert "at 1 of 2 points, 1 of them significant" in finding.sentence
+    assert re.search(r"Its mean TTFT is higher: \+27\.\d% ±\d\.\d% at load=2\.$", finding.sentence)
 
 
 @given(st.lists(st.lists(st.floats(0.5, 2), min_size=3, max_size=3), min_size=1, max_size=3), st.floats(1.05, 3))
@@ -479,9 +479,9 @@ def test_the_ladder_reports_the_share_of_the_first_step() -> None:
         for policy, value in times.items()
         for seed in range(3)
     ]
-    found = outcome("netkv-ablation", records, "the first step")
-    assert found.holds == "holds"
-    assert "The first step gives 67% of the total gain" in found.sentence
+    finding = outcome("netkv-ablation", records, "the first step")
+    assert finding.holds == "holds"
+    assert "The first step gives 67% of the total gain" in finding.sentence
 
 
 def test_the_headline_groups_profiles() -> None:

@@ -32,26 +32,26 @@ def chain(*steps: int) -> tuple[int, ...]:
 
 @given(STEPS, CHAINS, st.lists(st.integers(0, 6), min_size=INSTANCES, max_size=INSTANCES))
 def test_a_match_is_the_deepest_stored_state(
-    steps: list[tuple[str, int, tuple[int, ...], int]], asked: tuple[int, ...], limits: list[int]
+    steps: list[tuple[str, int, tuple[int, ...], int]], query: tuple[int, ...], limits: list[int]
 ) -> None:
     """The match equals that of a plain set of whole prefixes, for any stores, evictions and clears."""
     index, kept = StateIndex(INSTANCES), [set[tuple[int, ...]]() for _ in range(INSTANCES)]
-    for what, instance, blocks, keep in steps:
-        if what == "store":
+    for action, instance, blocks, keep in steps:
+        if action == "store":
             index.store(instance, blocks)
             kept[instance] |= {blocks} - {()}
-        elif what == "evict":
+        elif action == "evict":
             index.evict(instance, blocks, keep)
             kept[instance] -= {blocks[:depth] for depth in range(keep + 1, len(blocks) + 1)}
         else:
             index.clear(instance)
             kept[instance].clear()
-    depths = np.minimum(np.array(limits), len(asked))
+    depths = np.minimum(np.array(limits), len(query))
     deepest = [
-        max((len(ended) for ended in each if ended == asked[: len(ended)] and len(ended) <= depth), default=0)
+        max((len(prefix) for prefix in each if prefix == query[: len(prefix)] and len(prefix) <= depth), default=0)
         for each, depth in zip(kept, depths.tolist(), strict=True)
     ]
-    assert index.match(asked, depths).tolist() == deepest
+    assert index.match(query, depths).tolist() == deepest
 
 
 def core(model: str) -> tuple[Control, str]:

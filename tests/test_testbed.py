@@ -142,18 +142,18 @@ def test_two_sites_are_connected_by_the_wan_link() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("flows_per_transfer: 1", "flows_per_transfer: tp", "one connection"),
         ("name: testbed-small", "name: testbed-small\n\ndatacenters: [{name: rack0}]", "the same name as a rack"),
     ],
     ids=["several-flows", "one-name-twice"],
 )
-def test_unsupported_topologies_are_rejected_with_a_hint(old: str, new: str, said: str) -> None:
+def test_unsupported_topologies_are_rejected_with_a_hint(old: str, new: str, message: str) -> None:
     """The error says how to fix it."""
     text = (EXAMPLES / "testbed-small.yaml").read_text()
     assert old in text
-    with pytest.raises(InputError, match=said) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         wire(parse(text.replace(old, new, 1), "test.yaml"), NETWORK)
     assert "; " in str(caught.value)
 
@@ -196,21 +196,21 @@ def test_guaranteed_queue_rates_do_not_exceed_the_link(
 ) -> None:
     """The guaranteed rates of all leaves are at most the link's rate; every leaf may use what others leave."""
     limit = Limit.of(bits_per_s / 8, 1e-3, others)
-    said = list(lines("l1", limit, "fair" if discipline == "fair" else "fifo", leaves=leaves_of(equal)))
+    commands = list(lines("l1", limit, "fair" if discipline == "fair" else "fifo", leaves=leaves_of(equal)))
     assert LEAVES_MIN <= leaves_of(equal) <= LEAVES_MAX
-    (whole,) = [number(line, "rate") for line in said if " classid 1:1 " in line]
-    leaves = [line for line in said if line.startswith("class") and " parent 1:1 " in line]
+    (whole,) = [number(line, "rate") for line in commands if " classid 1:1 " in line]
+    leaves = [line for line in commands if line.startswith("class") and " parent 1:1 " in line]
     assert sum(number(line, "rate") for line in leaves) <= whole * 1.001
-    queues = [line for line in said if line.startswith("qdisc") and "bfifo" in line]
+    queues = [line for line in commands if line.startswith("qdisc") and "bfifo" in line]
     assert (len(leaves), len(queues)) == ((1, 1) if discipline == "fifo" else (leaves_of(equal) + 2, 1))
     lent = [line for line in leaves if " 1:2 " not in line.partition("classid")[2]]
     assert all(number(line, "ceil") == whole for line in lent)
 
 
 def number(line: str, key: str) -> float:
-    """Return the number after a word, in bits."""
-    words = line.split()
-    return float(words[words.index(key) + 1].removesuffix("bit"))
+    """Return the number after a key, in bits."""
+    fields = line.split()
+    return float(fields[fields.index(key) + 1].removesuffix("bit"))
 
 
 def test_a_link_carries_the_modelled_payload() -> None:
@@ -382,9 +382,9 @@ def test_marked_processes_are_found_and_ended(tmp_path: Path) -> None:
     try:
         while log.read_bytes() != b"up\n":
             assert stubborn.poll() is None
-        found = processes.marked(mark)
-        assert stubborn.pid in found
-        assert len(found) == 2
+        pids = processes.marked(mark)
+        assert stubborn.pid in pids
+        assert len(pids) == 2
         assert processes.cpu_s(mark) >= 0
         assert processes.end(mark, patience_s=0.2) == 2
         assert stubborn.wait(timeout=30) == -9
@@ -418,7 +418,7 @@ def test_missing_tools_and_rights_are_reported(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["up", SMALL, "--policy", "netkw"], "unknown decode policy 'netkw'; did you mean 'netkv'?"),
         (["up", SMALL, "--prefill", "nope"], "unknown prefill policy 'nope'"),
@@ -429,10 +429,10 @@ def test_missing_tools_and_rights_are_reported(arguments: list[str]) -> None:
     ids=["policy", "prefill", "down-what", "down-all-and-name", "down-all-and-file"],
 )
 def test_options_are_checked_before_the_machine(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the machine cannot run a testbed, a wrong option is still reported first; nothing is removed by a guess."""
     monkeypatch.setenv("PATH", "/nowhere")
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, InputError)
-    assert str(done.exception).startswith(said)
+    assert str(done.exception).startswith(message)

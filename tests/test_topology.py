@@ -440,8 +440,8 @@ def test_a_cluster_of_ten_thousand_instances() -> None:
 
 
 def test_an_unknown_instance_is_rejected() -> None:
-    with pytest.raises(InputError, match="no instance 'nobody'"):
-        load(EXAMPLES / "small.yaml").index("nobody")
+    with pytest.raises(InputError, match="no instance 'unknown'"):
+        load(EXAMPLES / "small.yaml").index("unknown")
 
 
 def test_the_documented_sections_make_valid_files() -> None:

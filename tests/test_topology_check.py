@@ -82,13 +82,13 @@ def corrupted_twice(draw: st.DrawFn) -> tuple[str, list[int]]:
     for _ in range(2):
         kinds = [*VALUES, (LEAF, ["kye", "nam"]), (REFERENCE, UNKNOWN)]
         places = [
-            (*match.span(), news)
-            for pattern, news in kinds
+            (*match.span(), replacements)
+            for pattern, replacements in kinds
             for match in pattern.finditer(code)
             if all(text.count("\n", 0, match.start()) != text.count("\n", 0, edit[0]) for edit in edits)
         ]
-        start, end, news = draw(st.sampled_from(places))
-        edits.append((start, end, draw(st.sampled_from(news))))
+        start, end, replacements = draw(st.sampled_from(places))
+        edits.append((start, end, draw(st.sampled_from(replacements))))
     # A reference to an unknown name may mean the entry whose name is missing; it is reported only once that entry has a
     # name.
     assume(all(code[start:end] != "name" for start, end, _ in edits) or all(new not in UNKNOWN for _, _, new in edits))
@@ -103,9 +103,9 @@ def corrupted_twice(draw: st.DrawFn) -> tuple[str, list[int]]:
 def test_two_errors_are_both_reported(drawn: tuple[str, list[int]]) -> None:
     """Neither hides the other, for errors of form and of meaning; errors are sorted by line."""
     text, lines = drawn
-    told = [problem.line for problem in problems_of(text)]
-    assert told == sorted(told)
-    assert set(lines) <= set(told), [str(problem) for problem in problems_of(text)]
+    reported = [problem.line for problem in problems_of(text)]
+    assert reported == sorted(reported)
+    assert set(lines) <= set(reported), [str(problem) for problem in problems_of(text)]
 
 
 @given(st.data())
@@ -115,9 +115,9 @@ def test_consequences_of_an_error_of_form_are_not_reported(data: st.DataObject) 
     text = TEXTS[data.draw(st.sampled_from(sorted(TEXTS)))]
     code = OTHERS.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     kinds = [(QUANTITY, ["100 Gb", "fast", "[]"]), (KEY, ["kye", "zzz"])]
-    places = [(*match.span(), news) for pattern, news in kinds for match in pattern.finditer(code)]
-    start, end, news = data.draw(st.sampled_from(places))
-    changed = text[:start] + data.draw(st.sampled_from(news)) + text[end:]
+    places = [(*match.span(), replacements) for pattern, replacements in kinds for match in pattern.finditer(code)]
+    start, end, replacements = data.draw(st.sampled_from(places))
+    changed = text[:start] + data.draw(st.sampled_from(replacements)) + text[end:]
     problems = problems_of(changed)
     missing = [problem for problem in problems if "is missing" in problem.what]
     here = text.count("\n", 0, start) + 1
@@ -224,7 +224,7 @@ FAULTS = {
     "descending": (edited(LINEAR, PIECES % ("2, 1", "1 s, 2 s")), "timing.default.prefill.tokens", "do not ascend"),
     "endpoint with a path": (reached("url: 'http://a:1/v1'"), f"{ENDPOINT}.url", "text such as 'http://10.0.0.1:8000'"),
     "endpoint's port": (reached("url: 'http://a:99999'"), f"{ENDPOINT}.url", "port 99999 is not between 1 and 65535"),
-    "endpoint's word": (reached("url: 'http://[::1]:x'"), f"{ENDPOINT}.url", "port x is not between 1 and 65535"),
+    "no number as port": (reached("url: 'http://[::1]:x'"), f"{ENDPOINT}.url", "port x is not between 1 and 65535"),
     "endpoint of no host": (reached("url: 'a:1'"), f"{ENDPOINT}.url", "text such as 'http://10.0.0.1:8000'"),
     "endpoint key": (reached("uri: 'http://a:1'"), f"{ENDPOINT}.uri", "did you mean 'url'"),
     "no url": (reached("protocol: vllm"), ENDPOINT, "`url` is missing"),
@@ -246,8 +246,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_error_names_its_place_and_a_fix(fault: str) -> None:
     text, field, sentence = FAULTS[fault]
-    found = {(problem.field, str(problem)) for problem in problems_of(text)}
-    assert any(place == field and sentence in said for place, said in found), found
+    reported = {(problem.field, str(problem)) for problem in problems_of(text)}
+    assert any(place == field and sentence in message for place, message in reported), reported
 
 
 def test_all_errors_are_reported_at_once() -> None:

@@ -184,9 +184,9 @@ def test_show_draws_a_picture(tmp_path: Path, ending: str, magic: bytes) -> None
 
 def test_show_rejects_an_unknown_file_type_and_an_unwritable_path(tmp_path: Path) -> None:
     assert isinstance(runner.invoke(app, ["show", NETKV, "--png", str(tmp_path / "a.jpg")]).exception, InputError)
-    for wrong, said in (("a.jpg", "does not end in .png"), ("none/a.png", "--png: ")):
+    for wrong, message in (("a.jpg", "does not end in .png"), ("none/a.png", "--png: ")):
         both = runner.invoke(app, ["show", NETKV, "--svg", str(tmp_path / "a.svg"), "--png", str(tmp_path / wrong)])
-        assert said in str(both.exception)
+        assert message in str(both.exception)
         assert (both.stderr, list(tmp_path.iterdir())) == ("", []), "nothing is drawn if not all can be"
     with pytest.raises(InputError, match="not a picture format"):
         draw_topology(load(NETKV), tmp_path / "a.gif")

@@ -71,15 +71,15 @@ def test_the_script_turns_vllms_results_into_profiles(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     [script] = _blocks("python")
     exec(script, {})
-    found, _ = fit_profile(read_profile(Path("prefill.csv")))
-    _, step = fit_profile(read_profile(Path("decode.csv")))
-    assert found is not None
-    assert step is not None
-    assert isinstance(found.spec, LinearPrefill)
-    assert found.spec.per_token_s == pytest.approx(prefill.per_token_s)
-    assert found.spec.base_s == pytest.approx(prefill.base_s)
-    assert step.spec.base_s == pytest.approx(decode.base_s)
-    assert step.spec.per_request_s == pytest.approx(decode.per_request_s)
+    prompt_fit, _ = fit_profile(read_profile(Path("prefill.csv")))
+    _, step_fit = fit_profile(read_profile(Path("decode.csv")))
+    assert prompt_fit is not None
+    assert step_fit is not None
+    assert isinstance(prompt_fit.spec, LinearPrefill)
+    assert prompt_fit.spec.per_token_s == pytest.approx(prefill.per_token_s)
+    assert prompt_fit.spec.base_s == pytest.approx(prefill.base_s)
+    assert step_fit.spec.base_s == pytest.approx(decode.base_s)
+    assert step_fit.spec.per_request_s == pytest.approx(decode.per_request_s)
     assert read_profile(Path("decode.csv")).context_tokens.tolist() == [batch * 1088 for batch in batches]  # type: ignore[union-attr]
 
 

@@ -37,7 +37,7 @@ OPTION = re.compile(r"--[a-z][a-z0-9-]*")
 @pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_complete_in_a_narrow_terminal(kvroute: Kvroute, command: str, width: int, monkeypatch: Any) -> None:
-    """No option name and no sentence is cut, and no line is too long: the words are the same as in a wide terminal."""
+    """No text is cut, no line exceeds the width, and the options are those of a wide terminal."""
     wide = kvroute(*command.split(), "--help").out
     monkeypatch.setenv("COLUMNS", str(width))
     narrow = kvroute(*command.split(), "--help").out
@@ -90,10 +90,10 @@ def test_a_command_group_alone_shows_its_help(kvroute: Kvroute, line: str) -> No
 def test_one_cell_of_an_experiment_runs_alone_and_once(kvroute: Kvroute) -> None:
     """NetKV has no weights to tune; a second start reads the record from the folder, equal to the last bit."""
     arguments = ("experiment", "netkv-load", "--cell", "rag,1.0,netkv", "--seed", "3", "--out", "res", "--json")
-    found = document(kvroute(*arguments))
-    (record,) = found["records"]
+    output = document(kvroute(*arguments))
+    (record,) = output["records"]
     assert record["key"] == "netkv-load/paper/rag/load=1/netkv/3"
-    assert (record["summary"]["policy"], record["summary"]["seed"], found["cla_weights"]) == ("netkv", 3, [])
+    assert (record["summary"]["policy"], record["summary"]["seed"], output["cla_weights"]) == ("netkv", 3, [])
     assert [path.name for path in Path("res").rglob("*.jsonl")] == ["netkv-load.jsonl"]
     assert document(kvroute(*arguments))["records"] == [record]
 

@@ -101,7 +101,7 @@ WRONG = [
 @pytest.mark.parametrize(("line", "problem"), WRONG, ids=[line.replace(str(EXAMPLES), "examples") for line, _ in WRONG])
 def test_invalid_input_gives_one_sentence_and_exit_code_2(kvroute: Kvroute, line: str, problem: str) -> None:
     """The sentence is on stderr; stdout stays empty, also with `--json`."""
-    Path("file").write_text("in the way\n")
+    Path("file").write_text("not a folder\n")
     Path("empty").write_text("")
     Path("object").write_text("{}")
     Path("octets").write_bytes(bytes([0xFF, 0xFE, 0x00, 0x93]) * 20)
@@ -122,7 +122,7 @@ def test_a_missing_ray_is_reported_before_any_other_output(kvroute: Kvroute, lin
 
 
 @pytest.mark.parametrize("option", ["--port", "--admin-port"])
-def test_a_port_in_use_is_found_before_engines_start(kvroute: Kvroute, option: str) -> None:
+def test_a_port_in_use_is_reported_before_engines_start(kvroute: Kvroute, option: str) -> None:
     """The error names the section and the fix, and it is the only output, because no engine has started."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

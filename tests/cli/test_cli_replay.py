@@ -15,9 +15,9 @@ from kvroute.types import Decode, Terms
 
 def test_a_log_replays_bit_for_bit(kvroute: Kvroute, log: Path) -> None:
     """19 requests have two decisions each, and one needs no decode."""
-    found = document(kvroute("replay", str(log), "--json"))
-    assert (found["decisions"], found["equal"], found["first_difference_line"]) == (39, True, None)
-    assert found["events"] == len(log.read_bytes().splitlines()) - 1
+    output = document(kvroute("replay", str(log), "--json"))
+    assert (output["decisions"], output["equal"], output["first_difference_line"]) == (39, True, None)
+    assert output["events"] == len(log.read_bytes().splitlines()) - 1
     assert "bit for bit" in kvroute("replay", str(log)).out
 
 
@@ -45,12 +45,12 @@ def test_a_skipped_line_is_reported_without_a_hint(kvroute: Kvroute, trace: str)
 
 def test_a_log_is_replayed_with_another_policy(kvroute: Kvroute, log: Path) -> None:
     """The recorded run is unchanged; the policy of the log itself makes equal decisions."""
-    found = document(kvroute("replay", str(log), "--shadow", "round-robin", "--json"))
-    assert found["equal"]
-    assert found["shadow"]["policy"] == "round-robin"
-    assert 0 < found["shadow"]["differ"] < found["shadow"]["decisions"] == 19
-    spoken = kvroute("replay", str(log), "--shadow", "round-robin").out
-    assert f"differs from netkv in {found['shadow']['differ']} of 19 decode decisions" in " ".join(spoken.split())
+    output = document(kvroute("replay", str(log), "--shadow", "round-robin", "--json"))
+    assert output["equal"]
+    assert output["shadow"]["policy"] == "round-robin"
+    assert 0 < output["shadow"]["differ"] < output["shadow"]["decisions"] == 19
+    printed = kvroute("replay", str(log), "--shadow", "round-robin").out
+    assert f"differs from netkv in {output['shadow']['differ']} of 19 decode decisions" in " ".join(printed.split())
     assert "agrees with netkv in all 19" in " ".join(kvroute("replay", str(log), "--shadow", "netkv").out.split())
     wrong = kvroute("replay", str(log), "--shadow", "netkw")
     assert (wrong.code, wrong.out) == (2, "")
@@ -108,7 +108,9 @@ def test_explain_shows_the_terms_in_the_log(kvroute: Kvroute, log: Path) -> None
         assert [row[part] for row in last["candidates"]] == values.tolist()
     table = kvroute("explain", str(log), str(decision.request_id)).out
     assert all(f"{cost * 1e3:,.2f}" in table for cost in terms.cost.tolist())
-    assert all(word in table for part in terms.parts for word in part.removesuffix("_bytes_per_s").split("_")[:-1])
+    assert all(
+        heading in table for part in terms.parts for heading in part.removesuffix("_bytes_per_s").split("_")[:-1]
+    )
 
 
 def test_an_invalid_option_does_not_change_an_older_log(kvroute: Kvroute, log: Path, trace: str) -> None:

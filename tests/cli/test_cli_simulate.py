@@ -17,8 +17,8 @@ def test_simulate_prints_one_document_of_runs(kvroute: Kvroute, trace: str) -> N
         "simulate", CLUSTER, "--trace", trace, "--policy", "round-robin", "--policy", "netkv",
         "--seeds", "2", "--workers", "1", "--json",
     )  # fmt: skip
-    found = document(ended)
-    runs = found["runs"]
+    output = document(ended)
+    runs = output["runs"]
     assert [(run["policy"], run["seed"]) for run in runs] == [
         ("round-robin", 0), ("round-robin", 1), ("netkv", 0), ("netkv", 1),
     ]  # fmt: skip
@@ -30,7 +30,7 @@ def test_simulate_prints_one_document_of_runs(kvroute: Kvroute, trace: str) -> N
         assert {"mean", "p95"} <= set(run["tbt_s"])
         assert (run["slo_attainment"], run["tier_share"]) == (1.0, {"0": 0.0, "1": 1.0, "2": 0.0, "3": 0.0})
         assert all(run[name] > 0 for name in ("goodput_per_s", "wall_s", "cpu_s"))
-    assert found["verdict"]["winner"] in ("round-robin", "netkv")
+    assert output["verdict"]["winner"] in ("round-robin", "netkv")
 
 
 def test_stdout_contains_only_the_document(trace: str) -> None:
@@ -98,7 +98,7 @@ def test_a_run_over_several_datacenters_shows_what_was_offloaded(kvroute: Kvrout
     )
     assert ended.code == 0, ended.err
     headings = " ".join(ended.out.split())
-    assert all(word in headings for word in ("threshold", "remote", "KV %", "failed", "copied"))
+    assert all(heading in headings for heading in ("threshold", "remote", "KV %", "failed", "copied"))
     record = json.loads(Path("o/results.jsonl").read_text())
     summary, timeline = record["summary"], record["timeline"]
     assert len(timeline["threshold_tokens"]) == len(timeline["at_s"]) > 0
@@ -125,9 +125,9 @@ def test_options_without_effect_are_reported(kvroute: Kvroute, trace: str) -> No
     uneven = kvroute("llm", "llama-3-70b", "--tp", "3")
     assert (uneven.code, "cannot share the KV heads evenly" in uneven.err) == (0, True)
     assert kvroute("llm", "llama-3-70b", "--tp", "4").err == ""
-    said = kvroute(*once)
-    assert said.err == "Simulating: 1 runs\n"
-    assert "warm-up" not in said.out
+    ended = kvroute(*once)
+    assert ended.err == "Simulating: 1 runs\n"
+    assert "warm-up" not in ended.out
 
 
 def test_text_output_is_a_table_and_a_verdict(kvroute: Kvroute, trace: str) -> None:

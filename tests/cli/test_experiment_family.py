@@ -55,7 +55,9 @@ def run_cell(cell: Cell) -> Record:
 GUESSES = plain_family("guesses", {MODEL.name: MODEL}, run_cell)
 
 
-def asked(out: Path, *, cell: str | None = None, as_json: bool = False, changes: tuple[str, ...] = ()) -> RunOptions:
+def options_for(
+    out: Path, *, cell: str | None = None, as_json: bool = False, changes: tuple[str, ...] = ()
+) -> RunOptions:
     return RunOptions(
         reading="paper", changes=changes, profiles=("small",), trace=None, cell=cell, seeds=(0, 1), on="local",
         workers=1, out=out, as_json=as_json,
@@ -64,7 +66,7 @@ def asked(out: Path, *, cell: str | None = None, as_json: bool = False, changes:
 
 def test_a_family_needs_only_data_and_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The general table and page show the selected profile; a second call runs no cell and prints the same table."""
-    run_family(GUESSES, [MODEL], asked(tmp_path))
+    run_family(GUESSES, [MODEL], options_for(tmp_path))
     first = capsys.readouterr()
     folder = tmp_path / "paper" / "generated"
     assert len((folder / "guess.jsonl").read_text().splitlines()) == 2 * 2 * 2
@@ -72,13 +74,13 @@ def test_a_family_needs_only_data_and_a_function(tmp_path: Path, capsys: pytest.
     assert "small" in first.out
     assert "large" not in first.out
     stored = (folder / "guess.jsonl").read_bytes()
-    run_family(GUESSES, [MODEL], asked(tmp_path))
+    run_family(GUESSES, [MODEL], options_for(tmp_path))
     assert (capsys.readouterr().out, (folder / "guess.jsonl").read_bytes()) == (first.out, stored)
 
 
 def test_a_single_cell_gets_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--json` prints its records for every seed."""
-    run_family(GUESSES, [MODEL], asked(tmp_path, cell="small,1,slow", as_json=True))
+    run_family(GUESSES, [MODEL], options_for(tmp_path, cell="small,1,slow", as_json=True))
     records = json.loads(capsys.readouterr().out)["records"]
     assert [record["summary"]["ttft_s"]["mean"] for record in records] == [2.0, 2.02]
     assert [path.name for path in (tmp_path / "paper" / "generated").iterdir()] == ["guess.jsonl"]
@@ -87,5 +89,5 @@ def test_a_single_cell_gets_no_page(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_options_of_other_families_are_rejected_before_any_run(tmp_path: Path) -> None:
     """The message names the family, and no folder is created."""
     with pytest.raises(InputError, match="guesses does not support --reading, --set and --trace"):
-        run_family(GUESSES, [MODEL], asked(tmp_path / "new", changes=("ecmp=flow",)))
+        run_family(GUESSES, [MODEL], options_for(tmp_path / "new", changes=("ecmp=flow",)))
     assert not (tmp_path / "new").exists()

@@ -35,9 +35,9 @@ def test_permission_is_needed_only_for_models_on_cpus_with_tiles(
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="arch_prctl is a system call of x86-64")
-@pytest.mark.parametrize(("device", "asked"), [("cpu", True), ("cuda", False)])
+@pytest.mark.parametrize(("device", "is_requested"), [("cpu", True), ("cuda", False)])
 def test_the_kernels_response_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, device: str, asked: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, device: str, is_requested: bool
 ) -> None:
     """If the CPU has no tiles the kernel refuses; this gives a warning and has no other effect."""
     cpuinfo = tmp_path / "cpuinfo"
@@ -46,10 +46,10 @@ def test_the_kernels_response_is_logged(
     allow_amx(device, cpuinfo)
     refusal = request_permission()
     expected = [("WARNING", refusal)] if refusal else [("INFO", "may use the CPU's AMX tiles")]
-    found = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert len(found) == asked
-    for (level, part), (logged, message) in zip(expected, found, strict=False):
-        assert level == logged
+    logged = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert len(logged) == is_requested
+    for (level, part), (logged_level, message) in zip(expected, logged, strict=False):
+        assert level == logged_level
         assert part in message
 
 

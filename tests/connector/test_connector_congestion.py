@@ -100,8 +100,8 @@ def test_gauges_aggregate_several_connections() -> None:
     fresh = Sample(TcpInfo(snd_mss=1000, rtt_us=0, snd_cwnd=10, min_rtt_us=2**32 - 1), 1)
     assert gauges([fresh]).min_rtt_s == 0.0
     assert gauges([busy, fresh]).min_rtt_s == 0.02
-    found = gauges([busy, resting, other])
-    assert astuple(found) == pytest.approx((2, 0.04, 0.02, 12_000.0, 701.0, 11.0, 9.0, 0.0))
+    aggregate = gauges([busy, resting, other])
+    assert astuple(aggregate) == pytest.approx((2, 0.04, 0.02, 12_000.0, 701.0, 11.0, 9.0, 0.0))
     assert gauges([resting]) == gauges([]) == Gauges()
 
 
@@ -114,12 +114,12 @@ def test_gauges_aggregate_several_connections() -> None:
 def test_counters_are_complete_whenever_they_are_read(actions: list[tuple[str, int, int]]) -> None:
     """Connections are opened and closed between two reads; the sums per target equal the bytes sent. Idle connections
     report nothing."""
-    links, moved, told = TcpMonitor(), {"d0": 0, "d1": 0}, {"d0": Sent(), "d1": Sent()}
+    links, moved, reported = TcpMonitor(), {"d0": 0, "d1": 0}, {"d0": Sent(), "d1": Sent()}
     targets = sorted(moved)
 
     def read() -> None:
         for target, (sent, _) in links.read().items():
-            told[target] += sent
+            reported[target] += sent
 
     with pair() as first, pair() as second:
         pairs = [first, second]
@@ -139,7 +139,7 @@ def test_counters_are_complete_whenever_they_are_read(actions: list[tuple[str, i
         read()
         read()
         assert links.read() == {}
-    assert {target: sent.nbytes - sent.again_bytes for target, sent in told.items()} == moved
+    assert {target: sent.nbytes - sent.again_bytes for target, sent in reported.items()} == moved
 
 
 def sent_so_far(sock: socket.socket) -> int:

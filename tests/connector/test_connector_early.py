@@ -45,8 +45,8 @@ class Pair:
         """Let the decode instance pull a prompt that its partner should compute."""
         assert self.prefill.address is not None
         host, port = self.prefill.address
-        told = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": host, "remote_port": port}
-        self.here.arrived("d", told | {"remote_instance": "prefill0"}, prompt)
+        params = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": host, "remote_port": port}
+        self.here.arrived("d", params | {"remote_instance": "prefill0"}, prompt)
         self.here.allocated("d", 40, [10, 11, 12], self.here.matched("d", 40, 0))
         self.decode.begin(self.here.take())
 

@@ -321,8 +321,8 @@ def test_a_session_depends_on_every_field_of_the_handshake(token: str, change: s
     hello = Hello(version=VERSION, nonce=b"c", host="10.0.0.1", port=1, layout=LAYOUT, traffic_class="kv", instance="d")
 
     def values(token: str, challenge: Challenge, hello: Hello) -> set[bytes]:
-        found = session(token, challenge, hello)
-        return {found.client_proof, found.server_proof, found.client_key, found.server_key}
+        keys = session(token, challenge, hello)
+        return {keys.client_proof, keys.server_proof, keys.client_key, keys.server_key}
 
     plain = values(token, challenge, hello)
     assert len(plain) == 4

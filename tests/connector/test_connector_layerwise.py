@@ -44,11 +44,11 @@ def ended(client: Client) -> Result:
 @given(
     layers=st.integers(1, 4),
     chunks=st.lists(st.integers(1, BLOCKS), min_size=1, max_size=3, unique=True).map(sorted),
-    asked_first=st.booleans(),
+    fetched_first=st.booleans(),
     checksum=st.booleans(),
 )
 def test_blocks_that_are_not_computed_are_never_sent(
-    layers: int, chunks: list[int], asked_first: bool, checksum: bool
+    layers: int, chunks: list[int], fetched_first: bool, checksum: bool
 ) -> None:
     """A block's bytes are written just before it is reported as computed; a reader that is too early would get zeros.
 
@@ -60,7 +60,7 @@ def test_blocks_that_are_not_computed_are_never_sent(
         chunks = [*chunks, BLOCKS]
     with ends(source, target, Options(), Options()) as (server, client, peer):
         transfer = Transfer("d", peer, "p", 0, ALL, checksum, wait_s=WAIT_S)
-        if asked_first:
+        if fetched_first:
             client.start(transfer)
         done = 0
         for chunk in chunks:
@@ -68,7 +68,7 @@ def test_blocks_that_are_not_computed_are_never_sent(
                 source.memory[layer, done * 64 : chunk * 64] = wanted[layer, done * 64 : chunk * 64]
                 server.computed(Computing("p", "vllm-p", ALL[:chunk], chunk), [layer])
             done = chunk
-        if not asked_first:
+        if not fetched_first:
             client.start(transfer)
         server.hold("p", ALL, "vllm-p")
         result = ended(client)
@@ -267,10 +267,10 @@ def test_bytes_sent_are_reported_after_the_connection_is_closed() -> None:
         with pulling(target, Options(connections=1, instance="decode0")) as client:
             server.hold("p", ALL)
             assert pull(client, peer, ALL).failure == ""
-        told, deadline = Sent(), time.monotonic() + WAIT_S
-        while told.nbytes - told.again_bytes < source.memory.size and time.monotonic() < deadline:
-            told = sum((sent for sent, _ in server.links().values()), told)
-    assert told.nbytes - told.again_bytes >= source.memory.size
+        sent, deadline = Sent(), time.monotonic() + WAIT_S
+        while sent.nbytes - sent.again_bytes < source.memory.size and time.monotonic() < deadline:
+            sent = sum((link_sent for link_sent, _ in server.links().values()), sent)
+    assert sent.nbytes - sent.again_bytes >= source.memory.size
 
 
 class TcpProxy:

@@ -34,7 +34,7 @@ from kvroute.types import InputError
 
 BLOCK_TOKENS = 16
 REQUESTS = st.sampled_from(["a", "b", "c"])
-ASK = {"do_remote_decode": True}
+REMOTE_DECODE = {"do_remote_decode": True}
 NOTHING = Ending(False, None)
 """The ending of a request that no peer fetches."""
 
@@ -49,13 +49,13 @@ def scheduler(**arguments: Any) -> Scheduler:
 def params_for(tokens: list[int], **arguments: Any) -> dict[str, Any]:
     """Return the transfer parameters of a computed prompt, as they pass through the router."""
     blocks = range(100, 100 - (-len(tokens) // BLOCK_TOKENS))
-    told = (
+    params = (
         scheduler(**arguments)
-        .finished("p", ASK, tokens, completed=True, computed_tokens=len(tokens), blocks=list(blocks))
+        .finished("p", REMOTE_DECODE, tokens, completed=True, computed_tokens=len(tokens), blocks=list(blocks))
         .kv_transfer_params
     )
-    crossed: dict[str, Any] = json.loads(json.dumps(told))
-    return crossed
+    decoded: dict[str, Any] = json.loads(json.dumps(params))
+    return decoded
 
 
 @given(tokens=st.integers(1, 200), cached_blocks=st.integers(0, 12))
@@ -102,7 +102,7 @@ def test_every_transfer_request_ends_in_one_pull_or_one_release(data: st.DataObj
         assert decode.finished(request, {}, [], completed=True, computed_tokens=40, blocks=[1]) == NOTHING
     steps.append(decode.take())
     ended = [pull.request_id for step in steps for pull in step.pulls]
-    ended += [handed.remote_request_id for step in steps for handed in step.releases]
+    ended += [release.remote_request_id for step in steps for release in step.releases]
     assert sorted(ended) == sorted(arrived)
 
 
@@ -110,15 +110,15 @@ def test_a_partly_cached_prompt_by_hand() -> None:
     """40 tokens are three blocks, the last one half full; the decode instance has the first one cached."""
     prompt = list(range(40))
     prefill = scheduler()
-    keep, told = prefill.finished("p", ASK, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2])
+    keep, params = prefill.finished("p", REMOTE_DECODE, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2])
     assert prefill.take().holds == [Held("p", "p", (4, 9, 2), prompt_digest(prompt))]
     assert keep
-    assert told is not None
-    assert (told["do_remote_prefill"], told["do_remote_decode"]) == (True, False)
-    assert (told["remote_host"], told["remote_port"], told["remote_instance"]) == ("10.0.0.1", 7001, "prefill0")
-    assert (told["remote_block_ids"], told["remote_num_tokens"]) == (((4, 9, 2),), 40)
+    assert params is not None
+    assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
+    assert (params["remote_host"], params["remote_port"], params["remote_instance"]) == ("10.0.0.1", 7001, "prefill0")
+    assert (params["remote_block_ids"], params["remote_num_tokens"]) == (((4, 9, 2),), 40)
     decode = scheduler()
-    decode.arrived("d", told, prompt)
+    decode.arrived("d", params, prompt)
     assert decode.matched("d", 40, 16) == 24
     decode.allocated("d", 40, [30, 31, 32], 24)
     (pull,) = decode.take().pulls
@@ -184,7 +184,7 @@ def test_a_held_prefix_is_pulled_and_the_whole_prompt_is_held(
         pytest.param({"remote_prompt": ""}, id="no-tokens"),
         pytest.param({"tp_size": 2}, id="other-tp"),
         pytest.param({"remote_port": "x"}, id="malformed"),
-        pytest.param({"do_remote_prefill": False}, id="not-asked"),
+        pytest.param({"do_remote_prefill": False}, id="not-requested"),
     ],
 )
 def test_implausible_transfer_parameters_cause_no_pull(change: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ def test_implausible_transfer_parameters_cause_no_pull(change: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("params", "completed", "producer"),
     [
-        pytest.param(None, True, True, id="not-asked"),
+        pytest.param(None, True, True, id="not-requested"),
         pytest.param({"do_remote_decode": True}, False, True, id="aborted"),
         pytest.param({"do_remote_decode": True}, True, False, id="no-producer"),
     ],
@@ -215,15 +215,15 @@ def test_blocks_are_held_only_if_a_fetch_is_expected(
 def test_every_rank_has_its_own_port() -> None:
     """With tensor parallelism, a rank pulls from the same rank of the peer."""
     prompt = [1, 2, 3]
-    told = params_for(prompt, tp=2)
-    assert (told["tp_size"], told["remote_ports"]) == (2, [7001, 7002])
+    params = params_for(prompt, tp=2)
+    assert (params["tp_size"], params["remote_ports"]) == (2, [7001, 7002])
     decode = scheduler(tp=2)
-    decode.arrived("d", told, prompt)
+    decode.arrived("d", params, prompt)
     decode.allocated("d", 3, [8], decode.matched("d", 3, 0))
     (pull,) = decode.take().pulls
     assert [pull.transfer_params.port(rank) for rank in (0, 1)] == [7001, 7002]
     one = scheduler(tp=2)
-    one.arrived("d", told | {"remote_ports": [7001]}, prompt)
+    one.arrived("d", params | {"remote_ports": [7001]}, prompt)
     assert one.matched("d", 3, 0) == 0
 
 
@@ -242,7 +242,7 @@ def test_every_named_prompt_is_held_or_dropped_once(
     """For any order of its calls, vLLM keeps exactly the blocks of these prompts; a pull of another one is refused."""
     prefill = layerwise()
     for request in ("a", "b", "c"):
-        prefill.arrived(request, ASK | {"transfer_id": f"t-{request}"}, list(range(40)))
+        prefill.arrived(request, REMOTE_DECODE | {"transfer_id": f"t-{request}"}, list(range(40)))
     kept, begun, over = set(), set(), set[str]()
     steps: list[Step] = []
     everything = [*actions, *(("abort", request, 1) for request in ("a", "b", "c"))]
@@ -259,7 +259,12 @@ def test_every_named_prompt_is_held_or_dropped_once(
                 begun.discard(request)
             case _:
                 ending = prefill.finished(
-                    request, ASK, range(40), completed=action == "finish", computed_tokens=40, blocks=[5, 6, 7]
+                    request,
+                    REMOTE_DECODE,
+                    range(40),
+                    completed=action == "finish",
+                    computed_tokens=40,
+                    blocks=[5, 6, 7],
                 )
                 over.add(request)
                 if ending.keep:
@@ -305,16 +310,18 @@ def test_a_prompt_can_be_requested_before_it_is_computed() -> None:
         16,
     )
     assert pull.transfer_params.port(1) == 7002
-    prefill.arrived("p", ASK | {"transfer_id": "t"}, prompt)
+    prefill.arrived("p", REMOTE_DECODE | {"transfer_id": "t"}, prompt)
     prefill.scheduled("p", [4, 9], 20)
     (first,) = prefill.take().computing
     prefill.scheduled("p", [4, 9, 2], 40)
     (second,) = prefill.take().computing
     assert [(one.name, one.owner, one.ready) for one in (first, second)] == [("t", "p", 1), ("t", "p", 3)]
     assert first.prompt == second.prompt == pull.prompt != ""
-    told = prefill.finished("p", ASK, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2]).kv_transfer_params
-    assert told is not None
-    assert told["remote_request_id"] == "t"
+    params = prefill.finished(
+        "p", REMOTE_DECODE, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2]
+    ).kv_transfer_params
+    assert params is not None
+    assert params["remote_request_id"] == "t"
     assert prefill.take().holds == [Held("t", "p", (4, 9, 2), prompt_digest(prompt))]
     decode.finished("d", EARLY, prompt, completed=True, computed_tokens=40, blocks=[30, 31, 32])
     assert decode.take().cancels == ["d"]
@@ -323,20 +330,20 @@ def test_a_prompt_can_be_requested_before_it_is_computed() -> None:
 def test_a_transfer_name_is_used_once() -> None:
     """A second prompt with the same ID could be confused with the first; it is held under vLLM's request ID."""
     prefill = layerwise()
-    prefill.arrived("p", ASK | {"transfer_id": "t"}, [1])
-    prefill.arrived("q", ASK | {"transfer_id": "t"}, [2])
+    prefill.arrived("p", REMOTE_DECODE | {"transfer_id": "t"}, [1])
+    prefill.arrived("q", REMOTE_DECODE | {"transfer_id": "t"}, [2])
     assert prefill.watched({"p": 1, "q": 1}) == [("p", 1)]
-    told = prefill.finished("q", ASK, [2], completed=True, computed_tokens=1, blocks=[3]).kv_transfer_params
-    assert told is not None
-    assert told["remote_request_id"] == "q"
+    params = prefill.finished("q", REMOTE_DECODE, [2], completed=True, computed_tokens=1, blocks=[3]).kv_transfer_params
+    assert params is not None
+    assert params["remote_request_id"] == "q"
 
 
 def test_without_the_option_a_named_prompt_is_held_after_its_prefill() -> None:
     """A waiting peer gets it then."""
     prefill = scheduler()
-    prefill.arrived("p", ASK | {"transfer_id": "t"}, [1])
+    prefill.arrived("p", REMOTE_DECODE | {"transfer_id": "t"}, [1])
     assert prefill.watched({"p": 1}) == []
-    assert prefill.finished("p", ASK, [1], completed=True, computed_tokens=1, blocks=[3]).keep
+    assert prefill.finished("p", REMOTE_DECODE, [1], completed=True, computed_tokens=1, blocks=[3]).keep
     assert prefill.take().holds == [Held("t", "p", (3,), prompt_digest([1]))]
 
 
@@ -491,10 +498,10 @@ def test_computed_blocks_stay_computed(steps: list[tuple[int, int]]) -> None:
     ],
 )
 def test_invalid_options_are_rejected_with_a_hint(extra: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as caught:
         read_options(extra)
-    assert message in str(told.value)
-    assert "kv_connector_extra_config" in str(told.value)
+    assert message in str(caught.value)
+    assert "kv_connector_extra_config" in str(caught.value)
 
 
 def test_options_have_the_documented_meaning() -> None:
@@ -506,8 +513,8 @@ def test_options_have_the_documented_meaning() -> None:
     with pytest.raises(InputError, match="T is not set"):
         options.secret({})
     texts = ("corrupt-layer-2\n", "corrupt-layer-2-block-10", "stall-layer-0", "corrupt-layer", "")
-    told = [fault_of(text) for text in texts]
-    assert told == [("corrupt", 2, None), ("corrupt", 2, 10), ("stall", 0, None), None, None]
+    faults = [fault_of(text) for text in texts]
+    assert faults == [("corrupt", 2, None), ("corrupt", 2, 10), ("stall", 0, None), None, None]
 
 
 COUNTS = st.lists(
@@ -530,16 +537,19 @@ def test_counts_add_up_for_any_grouping(parts: list[list[tuple[str, str, int]]])
         assert is_empty(counts) == (not part)
         add(total, counts)
     assert total == single
-    told = summary(total)
+    reported = summary(total)
     each = {kind: [n for part in parts for _, one, n in part if one == kind] for kind in ("", "early", "link")}
-    assert (told["transfers"], told["bytes"], told["bytes_per_s"]) == (
+    assert (reported["transfers"], reported["bytes"], reported["bytes_per_s"]) == (
         len(each[""]),
         sum(each[""]),
         8 if each[""] else 0,
     )
-    assert told["early"] == len(each["early"])
-    assert (told["sent_bytes"], told["sent_again_bytes"]) == (sum(each["link"]), sum(n // 2 for n in each["link"]))
-    assert told["failures"] == sum(map(len, parts)) - sum(map(len, each.values()))
+    assert reported["early"] == len(each["early"])
+    assert (reported["sent_bytes"], reported["sent_again_bytes"]) == (
+        sum(each["link"]),
+        sum(n // 2 for n in each["link"]),
+    )
+    assert reported["failures"] == sum(map(len, parts)) - sum(map(len, each.values()))
 
 
 def count(counts: Counts, source: str, kind: str, nbytes: int) -> None:

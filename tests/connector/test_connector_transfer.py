@@ -137,7 +137,7 @@ def client_result(client: Client, peer: Peer, remote: str, checksum: bool = Fals
 
 
 @pytest.mark.parametrize(
-    ("server", "client", "change", "word"),
+    ("server", "client", "change", "failure"),
     [
         pytest.param(TOKEN, Options(token="guess"), {}, "token", id="wrong-token"),
         pytest.param(TOKEN, Options(), {}, "token", id="no-token"),
@@ -147,14 +147,14 @@ def client_result(client: Client, peer: Peer, remote: str, checksum: bool = Fals
     ],
 )
 def test_unauthenticated_clients_are_rejected(
-    server: Options, client: Options, change: dict[str, Any], word: str
+    server: Options, client: Options, change: dict[str, Any], failure: str
 ) -> None:
     """Such clients are rejected before any byte of KV is sent, and the blocks stay held for other peers."""
     source, target = Cache(2, 64, seed=4), Cache(2, 64)
     target.layout = msgspec.structs.replace(target.layout, **change)
     with ends(source, target, server, client) as (serving, pulling, peer):
         serving.hold("p", [1])
-        assert pull(pulling, peer, [0]).failure == word
+        assert pull(pulling, peer, [0]).failure == failure
         assert serving.held == 1
     assert not target.memory.any()
 
@@ -189,17 +189,17 @@ def test_a_client_without_the_token_gets_an_error_and_is_disconnected() -> None:
 def test_a_server_without_the_token_gets_no_data() -> None:
     """The server gets neither the token nor any data."""
     target = Cache(1, 64)
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     def peer_without_token(channel: FramedSocket) -> None:
         channel.send(Challenge(VERSION, b"n" * 16))
         hello = channel.expect(Hello)
-        heard.append(msgspec.msgpack.encode(hello))
+        received.append(msgspec.msgpack.encode(hello))
         channel.send(Welcome(hello.proof))
 
     with scripted_peer(peer_without_token) as peer, pulling(target, TOKEN) as client:
         assert pull(client, peer, [0]).failure == "token"
-    assert b"secret" not in heard[0]
+    assert b"secret" not in received[0]
     assert not target.memory.any()
 
 
@@ -355,8 +355,8 @@ def test_blocks_are_freed_by_a_release_or_a_timeout() -> None:
         assert server.freed() == []
 
 
-@pytest.mark.parametrize(("asked", "failure"), [("digest1", ""), ("digest2", "prompt")])
-def test_two_prompts_under_one_name_are_not_mixed(caplog: pytest.LogCaptureFixture, asked: str, failure: str) -> None:
+@pytest.mark.parametrize(("digest", "failure"), [("digest1", ""), ("digest2", "prompt")])
+def test_two_prompts_under_one_name_are_not_mixed(caplog: pytest.LogCaptureFixture, digest: str, failure: str) -> None:
     """The second hold is rejected with a log line, and its blocks are freed. A fetch of the first prompt succeeds, a
     fetch of the second one is refused."""
     source, target = Cache(1, 64, seed=13), Cache(1, 64)
@@ -368,7 +368,7 @@ def test_two_prompts_under_one_name_are_not_mixed(caplog: pytest.LogCaptureFixtu
         assert prefill.ended()[0] == {"second"}
         assert prefill.address is not None
         with pulling(target, Options()) as client:
-            client.start(Transfer("d", Peer(*prefill.address), "t", 0, (0,), prompt=asked))
+            client.start(Transfer("d", Peer(*prefill.address), "t", 0, (0,), prompt=digest))
             result = client.wait(WAIT_S)
     finally:
         prefill.close()
@@ -408,10 +408,10 @@ def test_random_bytes_do_not_stop_the_server(noise: bytes, framed: bool) -> None
 
 @given(blocks=st.lists(st.integers(0, 12)), joined=st.booleans())
 def test_runs_expand_to_the_same_blocks(blocks: list[int], joined: bool) -> None:
-    found = list(runs(blocks, joined))
-    assert [block for first, count in found for block in range(first, first + count)] == blocks
+    block_runs = list(runs(blocks, joined))
+    assert [block for first, count in block_runs for block in range(first, first + count)] == blocks
     if joined:
-        assert all(a + n != b for (a, n), (b, _) in pairwise(found))
+        assert all(a + n != b for (a, n), (b, _) in pairwise(block_runs))
 
 
 @pytest.mark.parametrize(
@@ -465,12 +465,12 @@ def test_a_transfer_between_two_instances_end_to_end(tokens: int, cached_blocks:
         assert prefill.address is not None
         there = Scheduler(options, engine_id="p", block_tokens=16)
         there.listening({0: prefill.address})
-        told = there.finished(
+        params = there.finished(
             "p", {"do_remote_decode": True}, prompt, completed=True, computed_tokens=tokens, blocks=held
         ).kv_transfer_params
         prefill.begin(there.take())
         here = Scheduler(options, engine_id="d", block_tokens=16)
-        here.arrived("d", msgspec.json.decode(msgspec.json.encode(told)), prompt)
+        here.arrived("d", msgspec.json.decode(msgspec.json.encode(params)), prompt)
         matched = here.matched("d", tokens, cached)
         here.allocated("d", tokens, mine, matched)
         decode.begin(here.take())

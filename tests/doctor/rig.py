@@ -41,14 +41,14 @@ def role_of(name: str) -> str:
 def cluster_text(endpoints: Mapping[str, Endpoint], *, head: str = HEAD, gateway: str = "", tp: int = 2) -> str:
     """Return a cluster file with prefill engines on node0 and the others on node1."""
     lines = []
-    places = {"node0": 0, "node1": 0}
+    next_gpus = {"node0": 0, "node1": 0}
     for name, endpoint in endpoints.items():
         node = "node0" if role_of(name) == "prefill" else "node1"
-        first = places[node]
-        places[node] += tp
-        told = msgspec.json.encode(endpoint).decode()
+        first = next_gpus[node]
+        next_gpus[node] += tp
+        address = msgspec.json.encode(endpoint).decode()
         gpus = f'"{node}:{first}-{first + tp - 1}"' if tp > 1 else f'"{node}:{first}"'
-        lines.append(f"  - {{name: {name}, role: {role_of(name)}, tp: {tp}, gpus: {gpus}, endpoint: {told}}}\n")
+        lines.append(f"  - {{name: {name}, role: {role_of(name)}, tp: {tp}, gpus: {gpus}, endpoint: {address}}}\n")
     return head + "".join(lines) + gateway
 
 

@@ -42,20 +42,20 @@ async def started(file: Path, *options: str) -> asyncio.subprocess.Process:
     )
 
 
-def file_of(found: DoctorRig, folder: Path) -> Path:
+def file_of(rig: DoctorRig, folder: Path) -> Path:
     path = folder / "clinic.yaml"
-    path.write_text(cluster_text(found.endpoints), encoding="utf-8")
+    path.write_text(cluster_text(rig.endpoints), encoding="utf-8")
     return path
 
 
 def test_a_healthy_cluster_exits_with_0_and_fits_80_columns(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running_rig() as found:
-            ended = await doctor(file_of(found, tmp_path))
+        async with running_rig() as rig:
+            ended = await doctor(file_of(rig, tmp_path))
         assert ended.code == 0, ended.out + ended.err
         lines = ended.out.splitlines()
         assert max(map(len, lines)) <= 80
-        for name in found.endpoints:
+        for name in rig.endpoints:
             assert sum(line.split()[:1] == [name] for line in lines if "->" not in line) == 1
         for source in (0, 1):
             for target in (0, 1):
@@ -68,9 +68,9 @@ def test_a_healthy_cluster_exits_with_0_and_fits_80_columns(tmp_path: Path) -> N
 
 def test_findings_are_sentences_and_exit_with_1(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running_rig(names=("prefill0", "decode0")) as found:
-            await found.order("decode0", share=1, leg="recompute")
-            ended = await doctor(file_of(found, tmp_path))
+        async with running_rig(names=("prefill0", "decode0")) as rig:
+            await rig.order("decode0", share=1, leg="recompute")
+            ended = await doctor(file_of(rig, tmp_path))
         assert ended.code == 1
         assert "1 finding:" in ended.out
         assert " ".join(ended.out.split("1 finding:")[1].split()).startswith(
@@ -83,8 +83,8 @@ def test_findings_are_sentences_and_exit_with_1(tmp_path: Path) -> None:
 
 def test_json_output_is_one_document(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running_rig() as found:
-            ended = await doctor(file_of(found, tmp_path), "--json", "--pairs", "3")
+        async with running_rig() as rig:
+            ended = await doctor(file_of(rig, tmp_path), "--json", "--pairs", "3")
         document = json.loads(ended.out)
         assert (ended.code, document["ok"], document["findings"]) == (0, True, [])
         assert (len(document["engines"]), len(document["pairs"]), document["pairs_possible"]) == (4, 3, 4)
@@ -105,8 +105,8 @@ def test_json_output_is_one_document(tmp_path: Path) -> None:
 )
 def test_bad_input_exits_with_2(tmp_path: Path, options: tuple[str, ...], text: str, sentence: str) -> None:
     async def main() -> None:
-        async with running_rig(names=("prefill0", "decode0")) as found:
-            path = file_of(found, tmp_path)
+        async with running_rig(names=("prefill0", "decode0")) as rig:
+            path = file_of(rig, tmp_path)
         if text:
             path.write_text(text, encoding="utf-8")
         process = await started(path, *options)
@@ -123,11 +123,11 @@ def test_an_interrupted_command_leaves_no_request_running(tmp_path: Path, number
     """The prompt would take minutes: its request exists until the command ends, and then it is gone."""
 
     async def main() -> None:
-        async with running_rig(names=("prefill0", "decode0")) as found:
-            for server in found.fleet.servers.values():
+        async with running_rig(names=("prefill0", "decode0")) as rig:
+            for server in rig.fleet.servers.values():
                 server.engine.slow(1000.0)
-            engine = found.fleet.servers["decode0"].engine
-            process = await started(file_of(found, tmp_path), "--timeout", "10 min")
+            engine = rig.fleet.servers["decode0"].engine
+            process = await started(file_of(rig, tmp_path), "--timeout", "10 min")
             await until(lambda: engine.running > 0)
             process.send_signal(number)
             _, err = await process.communicate()

@@ -27,8 +27,8 @@ PAIR = ("prefill0", "decode0")
 @pytest.mark.parametrize("protocol", ["vllm", "mooncake", "sglang"])
 def test_healthy_engines_have_no_findings(protocol: KvProtocol) -> None:
     async def main() -> None:
-        async with running_rig(protocol) as found:
-            report = await found.examine()
+        async with running_rig(protocol) as rig:
+            report = await rig.examine()
         assert [finding.sentence for finding in report.findings] == []
         assert report.well
         assert [engine.health for engine in report.engines] == ["ok"] * 4
@@ -53,37 +53,37 @@ def test_healthy_engines_have_no_findings(protocol: KvProtocol) -> None:
     run(main())
 
 
-async def no_fault(found: DoctorRig) -> None:
+async def no_fault(rig: DoctorRig) -> None:
     """Change nothing."""
 
 
-async def is_down(found: DoctorRig) -> None:
+async def is_down(rig: DoctorRig) -> None:
     """Set a port other than the engine's, where nothing listens."""
-    found.change("decode0", url=f"http://127.0.0.1:{closed_port()}")
+    rig.change("decode0", url=f"http://127.0.0.1:{closed_port()}")
 
 
-async def is_unhealthy(found: DoctorRig) -> None:
-    await found.order("decode0", share=1, status=503, leg="health")
+async def is_unhealthy(rig: DoctorRig) -> None:
+    await rig.order("decode0", share=1, status=503, leg="health")
 
 
-async def events_closed(found: DoctorRig) -> None:
-    found.change("prefill0", kv_events=f"tcp://127.0.0.1:{closed_port()}")
+async def events_closed(rig: DoctorRig) -> None:
+    rig.change("prefill0", kv_events=f"tcp://127.0.0.1:{closed_port()}")
 
 
-async def replay_closed(found: DoctorRig) -> None:
-    found.change("prefill0", kv_replay=f"tcp://127.0.0.1:{closed_port()}")
+async def replay_closed(rig: DoctorRig) -> None:
+    rig.change("prefill0", kv_replay=f"tcp://127.0.0.1:{closed_port()}")
 
 
-async def recomputes(found: DoctorRig) -> None:
-    await found.order("decode0", share=1, leg="recompute")
+async def recomputes(rig: DoctorRig) -> None:
+    await rig.order("decode0", share=1, leg="recompute")
 
 
-async def transfer_breaks(found: DoctorRig) -> None:
-    await found.order("prefill0", share=1, leg="transfer")
+async def transfer_breaks(rig: DoctorRig) -> None:
+    await rig.order("prefill0", share=1, leg="transfer")
 
 
-async def reject_requests(found: DoctorRig) -> None:
-    await found.order("prefill0", share=1, status=503, leg="prefill")
+async def reject_requests(rig: DoctorRig) -> None:
+    await rig.order("prefill0", share=1, status=503, leg="prefill")
 
 
 def closed_port() -> int:
@@ -96,7 +96,7 @@ def closed_port() -> int:
 class Case:
     """One fault, and the one finding that names it."""
 
-    wrong: Callable[[DoctorRig], Awaitable[None]]
+    inject: Callable[[DoctorRig], Awaitable[None]]
     where: str
     what: str
     hint: str
@@ -148,9 +148,9 @@ def test_each_fault_gives_exactly_its_own_finding(name: str) -> None:
     case = CASES[name]
 
     async def main() -> None:
-        async with running_rig(names=PAIR, head=case.head) as found:
-            await case.wrong(found)
-            report = await found.examine(**case.file)
+        async with running_rig(names=PAIR, head=case.head) as rig:
+            await case.inject(rig)
+            report = await rig.examine(**case.file)
         sentences = [
             finding.sentence for finding in report.findings if finding.where != "decode0" or case.where == "decode0"
         ]
@@ -165,8 +165,8 @@ def test_each_fault_gives_exactly_its_own_finding(name: str) -> None:
 
 def test_an_engine_that_serves_another_model_is_found() -> None:
     async def main() -> None:
-        async with running_rig(names=PAIR) as found:
-            report = await found.examine(head=HEAD.replace(MODEL, "llama-3-8b"))
+        async with running_rig(names=PAIR) as rig:
+            report = await rig.examine(head=HEAD.replace(MODEL, "llama-3-8b"))
         sentences = [finding.sentence for finding in report.findings]
         assert len(sentences) == 2, sentences
         assert all("serves llama-3-70b, but clients request llama-3-8b" in sentence for sentence in sentences)
@@ -179,8 +179,8 @@ def test_an_alias_counts_as_the_name_of_the_model() -> None:
     """Clients use the alias, so the engine must serve it; emulated engines use those of their own file."""
 
     async def main() -> None:
-        async with running_rig(names=PAIR) as found:
-            report = await found.examine(gateway=f"gateway: {{models: {{chat: {MODEL}}}}}\n")
+        async with running_rig(names=PAIR) as rig:
+            report = await rig.examine(gateway=f"gateway: {{models: {{chat: {MODEL}}}}}\n")
         assert all("clients request chat" in finding.what for finding in report.findings)
         assert len(report.findings) == 2
 
@@ -193,9 +193,9 @@ def test_an_engine_without_kv_events_for_its_prompt_is_found() -> None:
         publisher = context.socket(zmq.PUB)
         try:
             port = publisher.bind_to_random_port("tcp://127.0.0.1")
-            async with running_rig(names=PAIR) as found:
-                found.change("prefill0", kv_events=f"tcp://127.0.0.1:{port}")
-                report = await found.examine()
+            async with running_rig(names=PAIR) as rig:
+                rig.change("prefill0", kv_events=f"tcp://127.0.0.1:{port}")
+                report = await rig.examine()
         finally:
             publisher.close(linger=0)
             context.term()
@@ -208,9 +208,9 @@ def test_an_engine_without_kv_events_for_its_prompt_is_found() -> None:
 
 def test_transfers_counted_under_another_name_are_found() -> None:
     async def main() -> None:
-        async with running_rig(names=("prefill1", "decode0")) as found:
-            found.endpoints = {"prefill0": found.endpoints["prefill1"], "decode0": found.endpoints["decode0"]}
-            report = await found.examine()
+        async with running_rig(names=("prefill1", "decode0")) as rig:
+            rig.endpoints = {"prefill0": rig.endpoints["prefill1"], "decode0": rig.endpoints["decode0"]}
+            report = await rig.examine()
         assert [finding.where for finding in report.findings] == ["prefill0 -> decode0"]
         assert "for source 'prefill1'" in report.findings[0].what
         assert "set `instance` to prefill0" in report.findings[0].hint
@@ -222,8 +222,8 @@ def test_kv_of_the_wrong_size_is_found() -> None:
     """The engines' model has 2.5 times as many bytes per token as the file's, under the same alias."""
 
     async def main() -> None:
-        async with running_rig(names=PAIR) as found:
-            report = await found.examine(
+        async with running_rig(names=PAIR) as rig:
+            report = await rig.examine(
                 head=HEAD.replace(MODEL, "llama-3-8b"), gateway=f"gateway: {{models: {{{MODEL}: llama-3-8b}}}}\n"
             )
         assert [finding.where for finding in report.findings] == ["prefill0 -> decode0"]
@@ -234,8 +234,8 @@ def test_kv_of_the_wrong_size_is_found() -> None:
 
 def test_engines_without_kv_events_cause_no_finding() -> None:
     async def main() -> None:
-        async with running_rig(names=PAIR, settings=EmulatedClusterSettings(kv_events=False)) as found:
-            report = await found.examine()
+        async with running_rig(names=PAIR, settings=EmulatedClusterSettings(kv_events=False)) as rig:
+            report = await rig.examine()
         assert report.well
         assert all(engine.events is None for engine in report.engines)
 
@@ -244,51 +244,51 @@ def test_engines_without_kv_events_cause_no_finding() -> None:
 
 def test_an_examination_ends_in_time_if_an_engine_hangs() -> None:
     async def main() -> None:
-        async with running_rig() as found:
-            await found.order("prefill0", share=1, status="hang", leg="prefill")
+        async with running_rig() as rig:
+            await rig.order("prefill0", share=1, status="hang", leg="prefill")
             options = Options(prompt_tokens=TOKENS, timeout_s=3.0, seed=1)
-            report = await found.examine(options)
+            report = await rig.examine(options)
             moved = {pair.name: pair.moved for pair in report.pairs}
             assert moved["prefill0 -> decode0"] == "failed"
             assert any("no complete response" in finding.what for finding in report.findings)
-            assert await idle(found)
+            assert await idle(rig)
 
     run(main())
 
 
-async def idle(found: DoctorRig) -> bool:
+async def idle(rig: DoctorRig) -> bool:
     """Return whether no engine has a request."""
-    engines = [server.engine for server in found.fleet.servers.values()]
+    engines = [server.engine for server in rig.fleet.servers.values()]
     await until(lambda: not any(engine.running or engine.waiting for engine in engines))
     return True
 
 
 def test_pairs_that_were_not_examined_in_time_are_a_finding() -> None:
     async def main() -> None:
-        async with running_rig() as found:
-            report = await found.examine(Options(prompt_tokens=TOKENS, timeout_s=1e-3))
+        async with running_rig() as rig:
+            report = await rig.examine(Options(prompt_tokens=TOKENS, timeout_s=1e-3))
         assert "use a longer --timeout" in report.findings[-1].sentence
         assert {pair.moved for pair in report.pairs} == {"not tried"}
 
     run(main())
 
 
-# Engines of other makes
+# Stub engines, which have no emulator
 
 
 @dataclass(frozen=True)
-class Manners:
+class StubBehaviour:
     """How a stub engine answers requests other than completions."""
 
     key: str = ""
     """The key that it requires; empty: none."""
     gate: Gate | None = None
     """Gate at which its completions wait."""
-    tells_key: bool = False
+    leaks_key: bool = False
     """True if its completions fail with a message that contains the key."""
 
     async def serve(self, engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
-        """See `foreign.Serve`."""
+        """See `stub_engines.Serve`."""
         if self.key and received.headers.get("authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": f"wrong key, try {self.key}"}}, status=401)
         if received.path == "/v1/models":
@@ -297,7 +297,7 @@ class Manners:
             return web.Response(status=404)
         if self.gate is not None:
             await self.gate.wait()
-        if self.tells_key:
+        if self.leaks_key:
             return web.json_response({"error": {"message": f"the key {self.key} may not do this"}}, status=500)
         return await tokens(engine, request, received)
 
@@ -316,8 +316,8 @@ def test_metrics_missing_from_an_engines_page_are_found() -> None:
 
     async def main() -> None:
         engines = [
-            Engine("prefill0", "prefill", serve=Manners().serve),
-            Engine("decode0", "decode", serve=Manners().serve),
+            Engine("prefill0", "prefill", serve=StubBehaviour().serve),
+            Engine("decode0", "decode", serve=StubBehaviour().serve),
         ]
         async with listening(engines):
             report = await examined(engines)
@@ -333,7 +333,7 @@ def test_metrics_missing_from_an_engines_page_are_found() -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_an_api_key_reaches_the_engines_and_is_never_shown(known: bool) -> None:
     async def main() -> None:
-        serve = Manners(key="a-secret-key").serve
+        serve = StubBehaviour(key="a-secret-key").serve
         engines = [Engine("prefill0", "prefill", serve=serve), Engine("decode0", "decode", serve=serve)]
         async with listening(engines):
             report = await examined(engines, key="a-secret-key" if known else "wrong-key")
@@ -348,7 +348,7 @@ def test_an_api_key_reaches_the_engines_and_is_never_shown(known: bool) -> None:
 
 def test_an_api_key_in_an_engines_error_message_is_hidden() -> None:
     async def main() -> None:
-        serve = Manners(key="a-secret-key", tells_key=True).serve
+        serve = StubBehaviour(key="a-secret-key", leaks_key=True).serve
         engines = [Engine("prefill0", "prefill", serve=serve), Engine("decode0", "decode", serve=serve)]
         async with listening(engines):
             report = await examined(engines, key="a-secret-key")
@@ -364,8 +364,8 @@ def test_a_cancelled_examination_leaves_no_request_running() -> None:
     async def main() -> None:
         gate = Gate()
         engines = [
-            Engine("prefill0", "prefill", serve=Manners(gate=gate).serve),
-            Engine("decode0", "decode", serve=Manners().serve),
+            Engine("prefill0", "prefill", serve=StubBehaviour(gate=gate).serve),
+            Engine("decode0", "decode", serve=StubBehaviour().serve),
         ]
         async with listening(engines):
             options = Options(prompt_tokens=TOKENS, timeout_s=3600.0, seed=1)  # no timeout ends the request
@@ -375,6 +375,6 @@ def test_a_cancelled_examination_leaves_no_request_running() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             await gate.left.wait()
-        assert gate.cancelled, "the engine has seen its caller leave"
+        assert gate.cancelled, "the engine did not see that its caller disconnected"
 
     run(main())

@@ -62,16 +62,16 @@ def test_an_invalid_date_gives_no_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset_s", "error_s", "found"),
+    ("offset_s", "error_s", "is_wrong"),
     [(0.0, 0.5, False), (1.4, 0.5, False), (-1.4, 0.5, False), (35.0, 1.0, True), (-35.0, 1.0, True)],
 )
-def test_a_clock_is_wrong_only_if_its_bounds_exclude_zero(offset_s: float, error_s: float, found: bool) -> None:
+def test_a_clock_is_wrong_only_if_its_bounds_exclude_zero(offset_s: float, error_s: float, is_wrong: bool) -> None:
     clock = ClockReport(offset_s, error_s)
-    assert wrong(clock) is found
+    assert wrong(clock) is is_wrong
     report = EngineReport(name="p", role="prefill", protocol="vllm", url="", tp=1, model="m", health="ok", clock=clock)
     sentences = [finding.sentence for finding in engine_findings(report, GatewaySettings())]
-    assert len(sentences) == found
-    if found:
+    assert len(sentences) == is_wrong
+    if is_wrong:
         assert ("behind" if offset_s < 0 else "ahead of") in sentences[0]
         assert abs(offset_s) > OFFSET_MAX_S
 
@@ -124,10 +124,10 @@ kvroute:kv_transfer_seconds_total{source="p0"} %f
 def test_the_counters_of_each_connector_are_read(
     before: bytes, after: bytes, source: str, nbytes: float, seconds: float
 ) -> None:
-    found = movement(read_counters(before), read_counters(after))
-    assert found is not None
-    assert (found.source, found.totals.kv_bytes) == (source, nbytes)
-    assert found.seconds == pytest.approx(seconds)
+    moved = movement(read_counters(before), read_counters(after))
+    assert moved is not None
+    assert (moved.source, moved.totals.kv_bytes) == (source, nbytes)
+    assert moved.seconds == pytest.approx(seconds)
     assert movement(read_counters(after), read_counters(after)) is None
 
 

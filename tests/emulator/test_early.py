@@ -90,15 +90,15 @@ class Sites:
     async def prefill(self, key: str, prompt: str = PROMPT) -> tuple[int, Any]:
         """Run the leg that computes."""
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": key}
-        asked = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
-        return await self.post(AWAY, "/v1/completions", asked)
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+        return await self.post(AWAY, "/v1/completions", body)
 
     async def decode(self, key: str, prompt: str = PROMPT) -> tuple[int, Any]:
         """Run the leg that pulls early."""
         host, _, port = self.fleet.ready().instances[AWAY].bootstrap.rpartition(":")
         params = {"do_remote_prefill": True, "transfer_id": key, "remote_host": host, "remote_port": int(port)}
-        asked = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "kv_transfer_params": params}
-        return await self.post(DECODE, "/v1/completions", asked)
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "kv_transfer_params": params}
+        return await self.post(DECODE, "/v1/completions", body)
 
     def held(self) -> int:
         """Return the number of KV caches held at the source."""
@@ -137,8 +137,8 @@ def test_concurrent_legs_start_in_any_order(first: str) -> None:
         answers = dict(zip(order, await asyncio.gather(*(legs[name]("k", prompt) for name in order)), strict=True))
         assert [status for status, _ in answers.values()] == [200, 200]
         assert answers["decode"][1]["choices"][0]["text"] == alone["choices"][0]["text"]
-        told = answers["prefill"][1]["kv_transfer_params"]
-        assert (told["remote_request_id"], told["remote_num_tokens"]) == ("k", len(prompt) // 4 + 1)
+        params = answers["prefill"][1]["kv_transfer_params"]
+        assert (params["remote_request_id"], params["remote_num_tokens"]) == ("k", len(prompt) // 4 + 1)
         source = f'{{source="{AWAY}"}}'
         assert await sites.metric(DECODE, f"kvroute:kv_early_total{source}") == 1
         assert await sites.metric(DECODE, f"kvroute:kv_transfers_total{source}") == 0
@@ -182,15 +182,15 @@ def test_a_cancelled_prompt_ends_the_pull(stage: str) -> None:
             await until(lambda: engine.computing_sequence("ahead") is not None)
         pulling = asyncio.create_task(sites.decode("k"))
         await until(lambda: sites.waits("k"))
-        asked = asyncio.create_task(sites.prefill("k"))
+        request = asyncio.create_task(sites.prefill("k"))
         await until(lambda: engine.waiting > 0 if ahead else engine.computing_sequence("k") is not None)
-        asked.cancel()
-        status, told = await pulling
-        assert (status, told["error"]["type"]) == (500, "InternalServerError")
+        request.cancel()
+        status, error = await pulling
+        assert (status, error["error"]["type"]) == (500, "InternalServerError")
         assert not sites.waits("k")
         for task in ahead:
             task.cancel()
-        await asyncio.gather(asked, *ahead, return_exceptions=True)
+        await asyncio.gather(request, *ahead, return_exceptions=True)
         await sites.post(AWAY, "/emulator/slow", {"factor": 1})
         answers = await asyncio.gather(sites.decode("k"), sites.prefill("k"))
         assert [status for status, _ in answers] == [200, 200]

@@ -39,7 +39,7 @@ QUICK = TimingSpec(
 )
 MODEL = "llama-3-70b"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
-ASKED: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6}
+BODY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6}
 PREFILL = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}}
 POLLS = 2000
 
@@ -82,8 +82,8 @@ class Client:
 
     async def prefilled(self, **more: Any) -> dict[str, Any]:
         """Run the prefill leg; return the body of the decode leg."""
-        answer = await self.post_json("prefill0", ASKED | PREFILL | {"max_tokens": 1})
-        return ASKED | {"kv_transfer_params": answer["kv_transfer_params"]} | more
+        answer = await self.post_json("prefill0", BODY | PREFILL | {"max_tokens": 1})
+        return BODY | {"kv_transfer_params": answer["kv_transfer_params"]} | more
 
 
 def quick(cluster: Cluster = SMALL) -> Cluster:
@@ -115,7 +115,7 @@ def test_two_legs_give_the_response_of_a_single_instance() -> None:
     """Streamed or not, the tokens follow from the prompt; transferred bytes are counted once and unscaled."""
 
     async def check(client: Client) -> None:
-        alone = await client.post_json("decode0", ASKED)
+        alone = await client.post_json("decode0", BODY)
         text = alone["choices"][0]["text"]
         assert len(text.split()) == 6
         assert alone["usage"]["prompt_tokens"] == len(PROMPT) / 4
@@ -139,11 +139,11 @@ def test_kv_is_fetched_once() -> None:
     """A second fetch fails: status 500, or an error event if the stream has started."""
 
     async def check(client: Client) -> None:
-        asked = await client.prefilled()
-        await client.post_json("decode0", asked)
-        status, data = await client.post("decode0", "/v1/completions", asked)
+        body = await client.prefilled()
+        await client.post_json("decode0", body)
+        status, data = await client.post("decode0", "/v1/completions", body)
         assert (status, msgspec.json.decode(data)["error"]["type"]) == (500, "InternalServerError")
-        status, data = await client.post("decode0", "/v1/completions", asked | {"stream": True})
+        status, data = await client.post("decode0", "/v1/completions", body | {"stream": True})
         assert status == 200
         assert b'"code":500' in data
         assert stream_text(data.replace(b'{"error"', b'{"choices":[],"error"')) == ""
@@ -156,18 +156,18 @@ def test_mooncake_and_sglang_legs_share_the_kv_port() -> None:
     """The router generates the key. SGLang's two legs start at once, in any order, with one room per choice."""
 
     async def check(client: Client) -> None:
-        text = (await client.post_json("decode0", ASKED))["choices"][0]["text"]
+        text = (await client.post_json("decode0", BODY))["choices"][0]["text"]
         bootstrap = client.endpoint("prefill1").bootstrap
         async with client.session.get(f"http://{bootstrap}/query") as response:
             engine = msgspec.json.decode(await response.read())["0"]["engine_id"]
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t1"}
-        await client.post_json("prefill1", ASKED | {"max_tokens": 1, "kv_transfer_params": params})
+        await client.post_json("prefill1", BODY | {"max_tokens": 1, "kv_transfer_params": params})
         params = {"do_remote_prefill": True, "transfer_id": "t1", "remote_engine_id": engine}
-        asked = ASKED | {"kv_transfer_params": params | {"remote_bootstrap_addr": f"http://{bootstrap}"}}
-        assert (await client.post_json("decode0", asked))["choices"][0]["text"] == text
+        body = BODY | {"kv_transfer_params": params | {"remote_bootstrap_addr": f"http://{bootstrap}"}}
+        assert (await client.post_json("decode0", body))["choices"][0]["text"] == text
         host, _, port = bootstrap.rpartition(":")
         rooms = {"bootstrap_host": [host] * 2, "bootstrap_port": [int(port)] * 2, "bootstrap_room": [2**62, 2**62 + 1]}
-        both = ASKED | rooms | {"n": 2}
+        both = BODY | rooms | {"n": 2}
         answers = await asyncio.gather(client.post_json("decode1", both), client.post_json("prefill1", both))
         texts = [choice["text"] for choice in answers[0]["choices"]]
         assert (texts[0], len(texts)) == (text, 2)
@@ -282,17 +282,17 @@ def test_faults_occur_as_configured_and_no_more(status: int | str, after_tokens:
 
     async def check(client: Client) -> None:
         await client.post_json("decode0", order, "/emulator/fault")
-        asked = ASKED | {"stream": stream}
+        body = BODY | {"stream": stream}
         for _ in range(2):
             if status == "reset":
                 with pytest.raises(aiohttp.ClientError):
-                    await client.post("decode0", "/v1/completions", asked)
+                    await client.post("decode0", "/v1/completions", body)
             else:
-                got, data = await client.post("decode0", "/v1/completions", asked)
+                got, data = await client.post("decode0", "/v1/completions", body)
                 late = stream and after_tokens
                 assert got == (200 if late else 503)
                 assert b'"code":503' in data
-        got, data = await client.post("decode0", "/v1/completions", asked)
+        got, data = await client.post("decode0", "/v1/completions", body)
         assert (got, b"error" in data) == (200, False)
         assert await client.becomes_idle("decode0")
 
@@ -304,10 +304,10 @@ def test_a_configured_share_of_prefills_fails_and_no_decode() -> None:
 
     async def check(client: Client) -> None:
         await client.post_json("prefill0", {"share": 0.3, "leg": "prefill"}, "/emulator/fault")
-        codes = [(await client.post("prefill0", "/v1/completions", ASKED | PREFILL))[0] for _ in range(100)]
+        codes = [(await client.post("prefill0", "/v1/completions", BODY | PREFILL))[0] for _ in range(100)]
         assert 15 <= codes.count(500) <= 45
         assert codes.count(500) + codes.count(200) == 100
-        await client.post_json("prefill0", ASKED)
+        await client.post_json("prefill0", BODY)
 
     on_fleet(check)
 
@@ -316,11 +316,11 @@ def test_a_poison_request_always_fails_and_others_do_not() -> None:
     """The fault is bound to the marker in the prompt; a newer order removes it."""
 
     async def check(client: Client) -> None:
-        poison = ASKED | {"prompt": "say POISON now"}
+        poison = BODY | {"prompt": "say POISON now"}
         await client.post_json("prefill0", {"prompt_contains": "POISON", "status": 503}, "/emulator/fault")
         for _ in range(3):
             assert (await client.post("prefill0", "/v1/completions", poison))[0] == 503
-            assert (await client.post("prefill0", "/v1/completions", ASKED))[0] == 200
+            assert (await client.post("prefill0", "/v1/completions", BODY))[0] == 200
         await client.post_json("prefill0", {}, "/emulator/fault")
         assert (await client.post("prefill0", "/v1/completions", poison))[0] == 200
 
@@ -332,10 +332,10 @@ def test_a_failed_transfer_leaves_the_kv_at_its_source() -> None:
 
     async def check(client: Client) -> None:
         await client.post_json("prefill0", {"fail_next": 1, "leg": "transfer"}, "/emulator/fault")
-        asked = await client.prefilled()
-        status, data = await client.post("decode0", "/v1/completions", asked)
+        body = await client.prefilled()
+        status, data = await client.post("decode0", "/v1/completions", body)
         assert (status, b" ended with" in data) == (500, True)
-        await client.post_json("decode1", asked)
+        await client.post_json("decode1", body)
         assert await client.metric("decode0", "vllm:nixl_num_failed_transfers_total") == 1
         for name in ("prefill0", "decode0", "decode1"):
             assert await client.becomes_idle(name)
@@ -350,11 +350,11 @@ def test_a_client_that_disconnects_frees_its_resources() -> None:
 
     async def check(client: Client) -> None:
         url = client.endpoint("decode0").url + "/v1/completions"
-        async with client.session.post(url, json=ASKED | {"stream": True, "max_tokens": 100_000}) as response:
+        async with client.session.post(url, json=BODY | {"stream": True, "max_tokens": 100_000}) as response:
             assert await response.content.readany()
-        tasks = [asyncio.create_task(client.post("decode0", "/v1/completions", ASKED)) for _ in range(3)]
+        tasks = [asyncio.create_task(client.post("decode0", "/v1/completions", BODY)) for _ in range(3)]
         await client.post_json("decode1", {"fail_next": 1, "status": "hang"}, "/emulator/fault")
-        tasks.append(asyncio.create_task(client.post("decode1", "/v1/completions", ASKED)))
+        tasks.append(asyncio.create_task(client.post("decode1", "/v1/completions", BODY)))
         assert await client.get("decode1", "/health") == ""
         for task in tasks:
             task.cancel()
@@ -374,11 +374,11 @@ def test_a_restarted_instance_is_empty_and_keeps_its_ports() -> None:
     """Streams break, KV and counters are gone, the process start time is later, and event numbers start at 0."""
 
     async def check(client: Client) -> None:
-        asked = await client.prefilled()
-        await client.post_json("decode0", ASKED)
+        body = await client.prefilled()
+        await client.post_json("decode0", BODY)
         born = await client.metric("prefill0", "process_start_time_seconds")
         url = client.endpoint("prefill0").url + "/v1/completions"
-        async with client.session.post(url, json=ASKED | {"stream": True, "max_tokens": 10**6 // 4}) as response:
+        async with client.session.post(url, json=BODY | {"stream": True, "max_tokens": 10**6 // 4}) as response:
             assert await response.content.readany()
             await client.post_json("prefill0", {"down_s": 0.05}, "/emulator/restart")
             with pytest.raises(aiohttp.ClientError):
@@ -393,7 +393,7 @@ def test_a_restarted_instance_is_empty_and_keeps_its_ports() -> None:
                 await asyncio.sleep(0)
         assert reborn > born
         assert await client.metric("prefill0", "vllm:prompt_tokens_total") == 0
-        status, data = await client.post("decode0", "/v1/completions", asked)
+        status, data = await client.post("decode0", "/v1/completions", body)
         assert (status, b"holds no KV" in data) == (500, True)
         await client.post_json("decode0", await client.prefilled())
 
@@ -415,13 +415,13 @@ def test_no_request_is_faster_than_in_the_simulator() -> None:
 
     async def send_request(client: Client, start: float, number: int) -> None:
         loop, request = asyncio.get_running_loop(), requests[number]
-        asked = {"prompt": [number, *range(request.input_tokens - 1)], "max_tokens": 5, "stream": True}
+        fields = {"prompt": [number, *range(request.input_tokens - 1)], "max_tokens": 5, "stream": True}
         source, target = (names[side[number]] for side in (outcomes.source, outcomes.target))
         due = start + request.at_s
         await asyncio.sleep(max(due - loop.time(), 0.0))
         began = loop.time()
-        first = await client.post_json(source, asked | PREFILL | {"stream": False, "max_tokens": 1})
-        body = asked | {"kv_transfer_params": first["kv_transfer_params"]}
+        first = await client.post_json(source, fields | PREFILL | {"stream": False, "max_tokens": 1})
+        body = fields | {"kv_transfer_params": first["kv_transfer_params"]}
         async with client.session.post(client.endpoint(target).url + "/v1/completions", json=body) as response:
             assert b"data: " in await response.content.readany()
             measured_s[number] = loop.time() - min(began, due)
@@ -444,8 +444,8 @@ def test_invalid_settings_and_addresses_are_named() -> None:
         EmulatedClusterSettings(kv_scale=2)
     with pytest.raises(InputError, match="background"):
         EmulatedClusterSettings(background=(0.0, 1.0, 0.0, 0.0, 0.0))
-    with pytest.raises(InputError, match="no instance 'nobody'"):
-        EmulatedCluster(SMALL, EmulatedClusterSettings(), ["nobody"])
+    with pytest.raises(InputError, match="no instance 'unknown'"):
+        EmulatedCluster(SMALL, EmulatedClusterSettings(), ["unknown"])
 
     async def open_from_file() -> None:
         async with EmulatedCluster(SMALL, EmulatedClusterSettings(endpoints_from_file=True)):
@@ -480,9 +480,9 @@ def test_engines_accept_the_model_names_that_the_gateway_gives_clients() -> None
         assert [card["id"] for card in listed] == [MODEL, "big", "big-latest"]
         assert {card["root"] for card in listed} == {MODEL}
         for name in (MODEL, "big", "big-latest"):
-            answer = await client.post_json("decode0", ASKED | {"model": name})
+            answer = await client.post_json("decode0", BODY | {"model": name})
             assert answer["model"] == name
-        status, data = await client.post("decode0", "/v1/completions", ASKED | {"model": "bigger"})
+        status, data = await client.post("decode0", "/v1/completions", BODY | {"model": "bigger"})
         assert status == 404
         assert b"big-latest" in data
 

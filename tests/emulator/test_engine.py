@@ -100,13 +100,13 @@ def prompt_of(*tokens: int) -> Prompt:
 def whole(engine: Engine, job: EngineSequence) -> None:
     """Run a request through the stages of a single instance."""
 
-    def on_news() -> None:
+    def on_change() -> None:
         if job.stage == "prefilled":
             engine.reserve(job)
         elif job.stage == "reserved":
             engine.transfer_done(job)
 
-    job.on_change = on_news
+    job.on_change = on_change
     engine.prefill(job)
 
 
@@ -162,13 +162,13 @@ def run_arrivals(arrivals: list[Arrival], clock: VirtualClock) -> dict[int, list
             prompt = prompt_of(number, *range(arrival.input_tokens - 1))
             job = engine.arrive(prompt, arrival.output_tokens, streaming=arrival.streaming)
 
-            def on_news() -> None:
+            def on_change() -> None:
                 if job.stage == "reserved":
                     engine.transfer_done(job)
                 while len(tokens[number]) < job.emitted:
                     tokens[number].append(clock.now())
 
-            job.on_change = on_news
+            job.on_change = on_change
             engine.reserve(job)
 
         clock.call(arrival.at, start)
@@ -232,7 +232,7 @@ PROMPTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(
 @example([(0, 60, 0), (1, 60, 1), (2, 60, 1), (3, 60, 1)], 20)
 @example([(0, 60, 0), (1, 60, 90), (2, 40, 10), (3, 60, 40)], 30)
 @settings(deadline=None, max_examples=60)
-def test_cache_events_describe_the_cache(asked: list[tuple[int, int, int]], capacity_blocks: int) -> None:
+def test_cache_events_describe_the_cache(requests: list[tuple[int, int, int]], capacity_blocks: int) -> None:
     """A listener that receives only the events can predict the cached prefix of every next prompt."""
     clock, known = VirtualClock(), set[int]()
 
@@ -259,11 +259,11 @@ def test_cache_events_describe_the_cache(asked: list[tuple[int, int, int]], capa
         assert jobs[-1].cached_tokens == min(depth * BLOCK_TOKENS, len(prompt.tokens) - 1)
 
     at_s = 0.0
-    for family, tokens, gap_ms in asked:
+    for family, tokens, gap_ms in requests:
         at_s += gap_ms / 1000
         clock.call(at_s, partial(arrive_prompt, prompt_of(family, *range(tokens - 1))))
     clock.run()
-    assert [job.stage for job in jobs] == ["answered"] * len(asked)
+    assert [job.stage for job in jobs] == ["answered"] * len(requests)
 
 
 IMPORTS = st.lists(
@@ -276,7 +276,7 @@ IMPORTS = st.lists(
 @example([(0, 60, 30)], [(0, 32, 0, True)], 30)
 @settings(deadline=None, max_examples=60)
 def test_an_imported_prefix_is_cached_once_complete(
-    asked: list[tuple[int, int, int]], imports: list[tuple[int, int, int, bool]], capacity_blocks: int
+    requests: list[tuple[int, int, int]], imports: list[tuple[int, int, int, bool]], capacity_blocks: int
 ) -> None:
     """Otherwise nothing of it is cached, among any other requests: events report it, memory is reserved for it and
     released, and never more than the capacity is used."""
@@ -316,13 +316,13 @@ def test_an_imported_prefix_is_cached_once_complete(
         clock.call(clock.now() + ms / 1000, end)
 
     at_s = 0.0
-    for family, tokens, gap_ms in asked:
+    for family, tokens, gap_ms in requests:
         at_s += gap_ms / 1000
         clock.call(at_s, partial(arrive_prompt, prompt_of(family, *range(tokens - 1))))
     for number, (family, tokens, ms, completes) in enumerate(imports):
         clock.call(number * 0.02, partial(import_prefix, prompt_of(family, *range(tokens - 1)), ms, completes))
     clock.run()
-    assert [job.stage for job in jobs] == ["answered"] * len(asked)
+    assert [job.stage for job in jobs] == ["answered"] * len(requests)
     assert (engine.running, engine.waiting, engine.kv_used_share) == (0, 0, 0.0)
 
 
@@ -410,13 +410,13 @@ def test_a_slow_engine_multiplies_all_times(factor: float) -> None:
     engine = engine_on(clock)
     job = engine.arrive(prompt_of(1), 10, streaming=True)
 
-    def on_news() -> None:
+    def on_change() -> None:
         if job.stage == "reserved":
             engine.transfer_done(job)
         while len(times) < job.emitted:
             times.append(clock.now())
 
-    job.on_change = on_news
+    job.on_change = on_change
     engine.reserve(job)
     clock.call(0.0501, lambda: engine.slow(factor))
     clock.run()

@@ -140,8 +140,8 @@ def test_a_name_in_use_is_rejected() -> None:
 
     async def check(sites: Sites) -> None:
         assert (await sites.prefill("k"))[0] == 200
-        status, told = await sites.prefill("k", PROMPT + "and another end")
-        assert (status, "held under k" in told["error"]["message"]) == (409, True)
+        status, answer = await sites.prefill("k", PROMPT + "and another end")
+        assert (status, "held under k" in answer["error"]["message"]) == (409, True)
         assert (await sites.prefill("k"))[0] == 200
         assert sites.held() == 1
         assert (await sites.decode("k"))[0] == 200

@@ -24,8 +24,8 @@ from kvroute.types import DecodeSpec, InputError, LinearPrefill, TimingSpec
 
 SITES = build(two_datacenters(prefill_nodes=1, local_prefill_nodes=1, decode_nodes=1))
 AWAY, HOME_PREFILL, DECODE = (
-    next(i.name for i in SITES.instances if (i.datacenter, i.role) == who)
-    for who in (("prefill-site", "prefill"), ("local-site", "prefill"), ("local-site", "decode"))
+    next(i.name for i in SITES.instances if (i.datacenter, i.role) == site_and_role)
+    for site_and_role in (("prefill-site", "prefill"), ("local-site", "prefill"), ("local-site", "decode"))
 )
 WAN_PATH = "prefill-site/local-site"
 MODEL = SITES.instances[0].model
@@ -143,16 +143,16 @@ class Sites:
 
     async def prefill(self, prompt: str = PROMPT) -> Any:
         """Run the prefill leg; return the parameters of the decode leg."""
-        asked = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
         params = {"do_remote_decode": True, "do_remote_prefill": False}
-        status, answer = await self.post(AWAY, "/v1/completions", {**asked, "kv_transfer_params": params})
+        status, answer = await self.post(AWAY, "/v1/completions", {**body, "kv_transfer_params": params})
         assert status == 200
         return answer["kv_transfer_params"]
 
     async def decode(self, params: Any, prompt: str = PROMPT) -> tuple[int, Any]:
         """Run the decode leg."""
-        asked = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "kv_transfer_params": params}
-        return await self.post(DECODE, "/v1/completions", asked)
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "kv_transfer_params": params}
+        return await self.post(DECODE, "/v1/completions", body)
 
 
 @asynccontextmanager
@@ -203,9 +203,9 @@ def test_an_engine_aborts_a_stalled_transfer_and_the_source_keeps_the_kv() -> No
 def test_invalid_requests_to_the_wan_endpoint_are_rejected() -> None:
     async def run() -> None:
         async with sites() as both:
-            status, said = await both.post(AWAY, "/emulator/wan", {"wan_path": "moon/mars", "share": 0.5})
-            assert (status, said["error"]["param"]) == (400, "wan_path")
-            assert WAN_PATH in said["error"]["message"]
+            status, answer = await both.post(AWAY, "/emulator/wan", {"wan_path": "moon/mars", "share": 0.5})
+            assert (status, answer["error"]["param"]) == (400, "wan_path")
+            assert WAN_PATH in answer["error"]["message"]
             status, _ = await both.post(AWAY, "/emulator/wan", {"share": 2})
             assert status == 400
             status, _ = await both.post(DECODE, "/emulator/role", {"role": "oracle"})
@@ -218,20 +218,20 @@ def test_only_an_idle_engine_switches_its_role_and_its_cache_is_empty() -> None:
     async def run() -> None:
         async with sites() as both:
             server = both.fleet.servers[HOME_PREFILL]
-            asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
-            assert (await both.post(HOME_PREFILL, "/v1/completions", asked))[0] == 200
+            body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+            assert (await both.post(HOME_PREFILL, "/v1/completions", body))[0] == 200
             assert server.engine.kv_used_share == 0.0
             order = {"role": "decode", "instance": HOME_PREFILL, "from": "prefill"}
             assert await both.post(HOME_PREFILL, "/emulator/role", order) == (200, {"role": "decode"})
             assert server.role == "decode"
-            status, document = await both.post(HOME_PREFILL, "/v1/completions", asked)
+            status, document = await both.post(HOME_PREFILL, "/v1/completions", body)
             assert (status, document["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 0)
             await both.post(HOME_PREFILL, "/emulator/slow", {"factor": 1000})
-            busy = asyncio.create_task(both.post(HOME_PREFILL, "/v1/completions", {**asked, "max_tokens": 5_000}))
+            busy = asyncio.create_task(both.post(HOME_PREFILL, "/v1/completions", {**body, "max_tokens": 5_000}))
             await until(lambda: bool(server.engine.running or server.engine.waiting))
-            status, said = await both.post(HOME_PREFILL, "/emulator/role", {"role": "prefill"})
+            status, answer = await both.post(HOME_PREFILL, "/emulator/role", {"role": "prefill"})
             assert (status, server.role) == (409, "decode")
-            assert "drain" in said["error"]["message"]
+            assert "drain" in answer["error"]["message"]
             busy.cancel()
             await asyncio.gather(busy, return_exceptions=True)
 

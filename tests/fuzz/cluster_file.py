@@ -63,13 +63,13 @@ def check(data: bytes) -> str:
 
 
 def _edited(script: bytes) -> str:
-    """Replace some words of a valid file: the first byte selects the file, each three of the rest select a word and its
+    """Replace some parts of a valid file: the first byte selects the file, each three of the rest select a part and its
     replacement. Random bytes rarely get past the first syntax error."""
-    words = _FILES[script[0] % len(_FILES)].copy() if script else _FILES[0]
+    parts = _FILES[script[0] % len(_FILES)].copy() if script else _FILES[0]
     for at in range(1, len(script) - 2, 3):
-        place = (script[at] << 8 | script[at + 1]) % len(words)
-        words[place] = _VALUES[script[at + 2] % len(_VALUES)] if words[place].strip() else words[place]
-    return "".join(words)
+        place = (script[at] << 8 | script[at + 1]) % len(parts)
+        parts[place] = _VALUES[script[at + 2] % len(_VALUES)] if parts[place].strip() else parts[place]
+    return "".join(parts)
 
 
 def _check_text(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Shared by the fuzzing targets: one way to split an input into pieces, and a count of the work that an input
+"""Shared by the fuzzing targets: a function that splits an input into pieces, and a count of the work that an input
 causes."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Fuzzing target: an engine's bytes through `gateway.upstream.Line`, and the values that the gateway reads from the
-body."""
+"""Fuzzing target: an engine's bytes through `UpstreamConnection`, and the values read from the body."""
 
 from __future__ import annotations
 
@@ -52,66 +51,70 @@ class Received:
     headers: Headers = field(default_factory=list)
     body: bytes = b""
     end: tuple[str, str] = ("", "")
-    told: list[str] = field(default_factory=list, compare=False)
+    calls: list[str] = field(default_factory=list, compare=False)
 
     def on_head(self, status: int, headers: Headers) -> None:
         """See Sink."""
-        self.told.append("head")
+        self.calls.append("head")
         self.status, self.headers = status, headers
 
     def on_body(self, data: bytes) -> None:
         """See Sink."""
-        self.told.append("body")
+        self.calls.append("body")
         self.body += data
 
     def on_end(self) -> None:
         """See Sink."""
-        self.told.append("end")
+        self.calls.append("end")
         self.end = ("end", "")
 
     def on_failure(self, failure: Failure) -> None:
         """See Sink."""
-        self.told.append("failure")
+        self.calls.append("failure")
         self.end = (failure.kind, failure.phase)
 
 
 def check(data: bytes) -> str:
     """For every split of the bytes, the calls are the same and in the guaranteed order. For every body, the gateway
     reads numbers within their bounds or rejects it."""
-    heard = bounded(lambda: _receive([data]), 5_000 + 60 * len(data))
-    assert _receive(list(pieces(data))) == heard
-    ends = [word for word in heard.told if word in ("end", "failure")]
+    received = bounded(lambda: _receive([data]), 5_000 + 60 * len(data))
+    assert _receive(list(pieces(data))) == received
+    ends = [call for call in received.calls if call in ("end", "failure")]
     assert len(ends) == 1
-    assert heard.told[-1] == ends[0]
-    assert heard.told.count("head") <= 1
-    assert "body" not in heard.told or heard.told[0] == "head"
-    assert len(heard.body) <= len(data)
-    assert len(heard.headers) <= HEAD_LINES_MAX
-    if heard.end[0] == "end":
-        head = b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (heard.status, len(heard.body))
-        again = _receive([head + heard.body])
-        assert (again.status, again.body, again.end) == (heard.status, heard.body, heard.end) or heard.status in (
+    assert received.calls[-1] == ends[0]
+    assert received.calls.count("head") <= 1
+    assert "body" not in received.calls or received.calls[0] == "head"
+    assert len(received.body) <= len(data)
+    assert len(received.headers) <= HEAD_LINES_MAX
+    if received.end[0] == "end":
+        head = b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (received.status, len(received.body))
+        again = _receive([head + received.body])
+        assert (again.status, again.body, again.end) == (
+            received.status,
+            received.body,
+            received.end,
+        ) or received.status in (
             204,
             304,
         )
-    for name, value in answered(heard.headers, b"1")[1]:
+    for name, value in answered(received.headers, b"1")[1]:
         assert not any(c in b"\r\n\0" for c in name + value)
-    _read_body(heard.body or data)
-    return "accepted" if heard.end[0] == "end" else "refused"
+    _read_body(received.body or data)
+    return "accepted" if received.end[0] == "end" else "refused"
 
 
-def _receive(some: list[bytes]) -> Received:
+def _receive(parts: list[bytes]) -> Received:
     async def main() -> Received:
-        pool, heard = UpstreamPool("http://engine:1"), Received()
-        line = UpstreamConnection(pool)
-        line.connection_made(cast(asyncio.BaseTransport, _Wire()))
-        pool.keep(line)
-        pool.send(b"", heard, first_byte_s=1e6, idle_s=1e6)
-        for piece in some:
-            if not heard.end[0]:
-                line.data_received(piece)
-        line.connection_lost(None)
-        return heard
+        pool, received = UpstreamPool("http://engine:1"), Received()
+        connection = UpstreamConnection(pool)
+        connection.connection_made(cast(asyncio.BaseTransport, _Wire()))
+        pool.keep(connection)
+        pool.send(b"", received, first_byte_s=1e6, idle_s=1e6)
+        for part in parts:
+            if not received.end[0]:
+                connection.data_received(part)
+        connection.connection_lost(None)
+        return received
 
     return _LOOP.run_until_complete(main())
 

@@ -77,8 +77,8 @@ def _lines(data: bytes) -> None:
     if is_complete(data) and not isinstance(first, str):
         assert read_order(data + b"more\n") == first
     for read in (read_order, read_pull_header):
-        found = read(data.partition(b"\n")[0])
-        if isinstance(found, str):
-            assert found
+        request = read(data.partition(b"\n")[0])
+        if isinstance(request, str):
+            assert request
         else:
-            assert read(msgspec.json.encode(found)) == found
+            assert read(msgspec.json.encode(request)) == request

@@ -219,7 +219,7 @@ def test_a_request_for_several_choices_is_computed_by_one_instance() -> None:
 
 
 def test_kv_events_make_later_requests_prefix_hits() -> None:
-    """The prompts are token IDs; engines and gateway hash their blocks in the same way."""
+    """The prompts are token IDs; engines and gateway compute the same block hashes."""
 
     async def run() -> None:
         async with rig("  prefix: events\n") as gate:

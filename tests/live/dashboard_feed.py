@@ -298,12 +298,12 @@ async def serve(feed: Feed) -> None:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    acting = words.pop(0) if words[0] == "foresight" else "netkv"
-    if words[0] == "two":
-        away, prefill, decode = (int(text) for text in words[1:4])
+    arguments = sys.argv[1:]
+    acting = arguments.pop(0) if arguments[0] == "foresight" else "netkv"
+    if arguments[0] == "two":
+        away, prefill, decode = (int(text) for text in arguments[1:4])
         file = two_datacenters(prefill_nodes=away, local_prefill_nodes=prefill, decode_nodes=decode)
-        asyncio.run(serve(Feed(file, float(words[4]), acting)))
+        asyncio.run(serve(Feed(file, float(arguments[4]), acting)))
     else:
-        pods, racks, nodes = (int(text) for text in words[:3])
-        asyncio.run(serve(Feed(simulated_cluster(pods, racks, nodes, *words[4:5]), float(words[3]), acting)))
+        pods, racks, nodes = (int(text) for text in arguments[:3])
+        asyncio.run(serve(Feed(simulated_cluster(pods, racks, nodes, *arguments[4:5]), float(arguments[3]), acting)))

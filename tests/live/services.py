@@ -43,11 +43,11 @@ def missing(what: str) -> None:
 
 def required(program: str, package: str) -> str:
     """Return the path of a program of Debian's package."""
-    found = shutil.which(program)
-    if found is None:
+    path = shutil.which(program)
+    if path is None:
         missing(f"there is no {program}; install Debian's package {package}")
-    assert found is not None
-    return found
+    assert path is not None
+    return path
 
 
 def free_port() -> int:

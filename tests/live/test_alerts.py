@@ -73,8 +73,8 @@ def test_prometheus_scrapes_a_gateway_with_a_token_and_reports_it_not_ready(tmp_
     (tmp_path / "prometheus.yml").write_text(f"global: {{evaluation_interval: 1s}}\n{config}")
 
     def pending(url: str) -> dict[str, Any]:
-        found = _get_json(f"{url}/api/v1/alerts") or {"alerts": []}
-        return {alert["labels"]["alertname"]: alert for alert in found["alerts"]}
+        page = _get_json(f"{url}/api/v1/alerts") or {"alerts": []}
+        return {alert["labels"]["alertname"]: alert for alert in page["alerts"]}
 
     with (
         started([str(PROGRAM), "serve", str(tmp_path / "cluster.yaml"), "--port", "0"], "dashboard and metrics"),

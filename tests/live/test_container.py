@@ -42,7 +42,7 @@ def image() -> Iterator[Path]:
 
 
 def _copy(instruction: Instruction, folder: Path) -> None:
-    *sources, target = instruction.words
+    *sources, target = instruction.arguments
     for source in sources:
         if (ROOT / source).is_dir():
             shutil.copytree(ROOT / source, folder / target, ignore=shutil.ignore_patterns("__pycache__"))
@@ -82,25 +82,25 @@ def test_the_gateway_serves_and_its_health_check_passes(image: Path) -> None:
         shutil.copyfile(EXAMPLES / "small.yaml", writable / "cluster.yaml")
         (writable / "cluster.yaml").chmod(0o644)
         [entry], [default] = of(FINAL, "ENTRYPOINT"), of(FINAL, "CMD")
-        words = [str(image / "opt/kvroute/bin" / word) for word in entry.words]
-        words += [word.replace("/etc/kvroute", name) for word in default.words]
+        command = [str(image / "opt/kvroute/bin" / program) for program in entry.arguments]
+        command += [argument.replace("/etc/kvroute", name) for argument in default.arguments]
         user = [*SERVICE_USER, f"TMPDIR={name}", f"NUMBA_CACHE_DIR={name}/cache"]
         sealed = [*SEALED, str(image), *user]
-        tried = subprocess.run([*sealed, words[0], "--version"], capture_output=True, text=True)
-        if tried.returncode:
-            missing(f"no read-only tree can be made here: {tried.stderr.strip()[-200:]}")
-        command = [*sealed, *words, "--embedded", "--port", "0", "--admin-port", "0"]
-        with started(command, "kvroute serves") as ready:
+        version = subprocess.run([*sealed, command[0], "--version"], capture_output=True, text=True)
+        if version.returncode:
+            missing(f"no read-only tree can be made here: {version.stderr.strip()[-200:]}")
+        serve = [*sealed, *command, "--embedded", "--port", "0", "--admin-port", "0"]
+        with started(serve, "kvroute serves") as ready:
             assert completed(ready) == 3
             port = re.findall(r":(\d+)/v1", ready)[0]
             [check] = of(FINAL, "HEALTHCHECK")
             assert _checked(image, check, port) == 0
-        assert _checked(image, check, port) != 0, "nothing listens any more"
+        assert _checked(image, check, port) != 0, "the health check passes although the gateway has stopped"
         assert list((writable / "cache").rglob("*.nbi")), "compiled kernels are cached in the volume"
 
 
 def _checked(image: Path, check: Instruction, port: str) -> int:
     """Return the exit code of the health check for that port."""
-    words = [word.replace("8080", port) for word in check.words]
-    words[0] = str(image / "opt/kvroute/bin" / words[0])
-    return subprocess.run(words, capture_output=True).returncode
+    command = [argument.replace("8080", port) for argument in check.arguments]
+    command[0] = str(image / "opt/kvroute/bin" / command[0])
+    return subprocess.run(command, capture_output=True).returncode

@@ -40,7 +40,7 @@ class Browser:
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         self._session = ""
         self._session = (
-            "/session/" + self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+            "/session/" + self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
         )
 
     def open(self, url: str) -> None:
@@ -52,7 +52,7 @@ class Browser:
 
     def visit(self, url: str) -> None:
         """Load a page."""
-        self._ask("POST", "/url", {"url": url})
+        self._call("POST", "/url", {"url": url})
 
     def leave(self) -> None:
         """Go to a page without any connection."""
@@ -60,7 +60,7 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """Return the value of an expression in the page."""
-        return self._ask("POST", "/execute/sync", {"script": f"return {script}", "args": []})
+        return self._call("POST", "/execute/sync", {"script": f"return {script}", "args": []})
 
     def until(self, condition: str, timeout_s: float = 60.0) -> Any:
         """Evaluate an expression until it is true; return its value."""
@@ -72,30 +72,30 @@ class Browser:
     def key(self, key: str) -> None:
         """Press a key at the focused element."""
         actions = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
-        self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
+        self._call("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
     def click(self, selector: str) -> None:
         """Move to an element and click it."""
-        found = self._ask("POST", "/element", {"using": "css selector", "value": selector})
-        self._ask("POST", f"/element/{next(iter(found.values()))}/click", {})
+        element = self._call("POST", "/element", {"using": "css selector", "value": selector})
+        self._call("POST", f"/element/{next(iter(element.values()))}/click", {})
 
     def devtools(self, command: str, **parameters: Any) -> Any:
         """Run a Chromium command beyond WebDriver."""
-        return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+        return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def console_errors(self) -> list[str]:
         """Return the console messages: errors of scripts, of the content policy, and of the network."""
-        return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
+        return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
 
     def screenshot(self) -> bytes:
         """Return a PNG image of the window."""
-        return base64.b64decode(self._ask("GET", "/screenshot"))
+        return base64.b64decode(self._call("GET", "/screenshot"))
 
     def close(self) -> None:
         """Close the browser."""
-        self._ask("DELETE", "")
+        self._call("DELETE", "")
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._driver + self._session + path, data, method=method)
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -223,12 +223,12 @@ def test_the_last_minutes_are_lines_with_texts(browser: Browser) -> None:
         assert browser.run(_texts("#history-panel .name")) == [
             f"{name}, last 2\u00a0min" for name in ("requests / s", "TTFT", "KV transferred")
         ]
-        said = browser.run(
+        text = browser.run(
             "[...document.querySelectorAll('#history-panel svg')].map(x => x.getAttribute('aria-label'))"
         )
-        assert re.fullmatch(r"requests / s, last 2\smin: now [0-9.]+, lowest [0-9.]+, highest [0-9.]+", said[0])
-        assert re.search(r": p50 now .+, lowest .+, highest .+; p95 now ", said[1])
-        assert re.search(r": now [0-9.]+\s[KMGT]?B/s, lowest ", said[2])
+        assert re.fullmatch(r"requests / s, last 2\smin: now [0-9.]+, lowest [0-9.]+, highest [0-9.]+", text[0])
+        assert re.search(r": p50 now .+, lowest .+, highest .+; p95 now ", text[1])
+        assert re.search(r": now [0-9.]+\s[KMGT]?B/s, lowest ", text[2])
         assert browser.run("document.querySelectorAll('#history-panel path').length") == 4
         before = browser.run(points)
         browser.until(f"{points} === {before} + 1")
@@ -288,8 +288,8 @@ def test_the_shadow_policy_is_shown(browser: Browser) -> None:
         assert browser.run(LEARNED_NOTE) == "from own transfers, by the shadow policy foresight"
         assert "decode decisions differ" in browser.run("document.querySelector('#shadow').title")
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
-        said = browser.until("document.querySelector('#why .keys').textContent")
-        assert "foresight would have chosen" in said
+        text = browser.until("document.querySelector('#why .keys').textContent")
+        assert "foresight would have chosen" in text
 
 
 def test_learned_values_of_foresight_are_shown(browser: Browser) -> None:
@@ -331,9 +331,9 @@ def test_a_number_and_its_unit_are_on_one_line(browser: Browser) -> None:
     """No text has a breakable space between a number and its unit."""
     with _feed(browser, *TWO["16"]):
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
-        said = browser.until("document.querySelector('#sites .said').textContent && document.body.textContent")
-        assert re.search(r"\d\u00a0%", said)
-        assert re.findall(r"\d (?:%|ms|µs|s|min|[KMGT]?B)(?!\w)", said) == []
+        text = browser.until("document.querySelector('#sites .said').textContent && document.body.textContent")
+        assert re.search(r"\d\u00a0%", text)
+        assert re.findall(r"\d (?:%|ms|µs|s|min|[KMGT]?B)(?!\w)", text) == []
 
 
 def test_the_list_does_not_change_under_the_pointer(browser: Browser) -> None:
@@ -507,8 +507,8 @@ def test_two_datacenters_show_link_threshold_and_shares(browser: Browser, size: 
         threshold, share = browser.run(_texts("#sites .figures"))
         assert threshold == "2K tokens, base 2K"
         assert re.fullmatch(r"\d+\s% offloaded, \d+\s% at home", share)
-        said = browser.run("document.querySelector('#sites .said').textContent")
-        assert "serve 9.5/s (λ max), limited by the WAN path; the best split 11/s, gain 14\u00a0%" in said
+        text = browser.run("document.querySelector('#sites .said').textContent")
+        assert "serve 9.5/s (λ max), limited by the WAN path; the best split 11/s, gain 14\u00a0%" in text
         browser.until("document.querySelector('#sites .area').getAttribute('d').length > 9")
         assert browser.until(f"{_texts('#sites td:nth-child(3)')}[0].slice(0, 1) !== '0'")
         assert browser.console_errors() == []
@@ -571,8 +571,8 @@ def test_an_offloaded_prefill_shows_its_reason(browser: Browser) -> None:
             " && x.children[3].textContent.startsWith('prefill-site'))"
         )
         browser.until(f"{prefill} && ({prefill}.click(), true)")
-        said = browser.run("document.querySelector('#why p').textContent")
-        assert said.startswith("prefilled at prefill-site: more uncached tokens than the threshold; ")
+        text = browser.run("document.querySelector('#why p').textContent")
+        assert text.startswith("prefilled at prefill-site: more uncached tokens than the threshold; ")
         head = browser.run(
             "[...document.querySelectorAll('#why table')[0].querySelectorAll('th')].map(x => x.textContent)"
         )
@@ -586,13 +586,13 @@ def test_current_roles_are_shown(browser: Browser) -> None:
     everywhere."""
     name = "local-site-decode11"
     role = ROLE.format(json.dumps(name))
-    said = _texts("#sites li")
+    texts = _texts("#sites li")
     with _feed(browser, *TWO["16"]) as tell:
         browser.click("#table-box summary")
         assert browser.until(role) == "decode"
         browser.until("document.querySelectorAll('#decisions button').length === 14")
         tell("switch_role")
-        browser.until(f"{said}[0] === '⇄ {name} becomes prefill: draining'")
+        browser.until(f"{texts}[0] === '⇄ {name} becomes prefill: draining'")
         changes = (
             f"[...document.querySelectorAll('#decisions button')].find(x => x.textContent.includes('{name} → prefill'))"
         )
@@ -601,8 +601,8 @@ def test_current_roles_are_shown(browser: Browser) -> None:
         assert "will serve prefill" in browser.run("document.querySelector('#why').textContent")
         tell("switched")
         browser.until(f"{role} === 'prefill'")
-        assert browser.run(said)[0].startswith(f"{name} serves prefill since ")
-        assert browser.run(said)[1] == f"Different from the cluster file: {name} serves prefill"
+        assert browser.run(texts)[0].startswith(f"{name} serves prefill since ")
+        assert browser.run(texts)[1] == f"Different from the cluster file: {name} serves prefill"
 
 
 def test_a_prefill_instance_elsewhere_is_not_called_full(browser: Browser) -> None:

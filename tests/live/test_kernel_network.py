@@ -68,7 +68,7 @@ def running_testbed(run: Run, cluster: Path, queues: Discipline = "fair", build:
 def machine(run: Run) -> dict[str, object]:
     """Return everything that a testbed may leave behind: devices, queues, routes, rules; namespaces, folders and
     processes with its name. Other testbeds may come and go meanwhile."""
-    told = {
+    state = {
         what: [line for line in output(*command).splitlines() if "kvt-" not in line or run.device in line]
         for what, command in {
             "links": ["ip", "-o", "link"],
@@ -83,7 +83,7 @@ def machine(run: Run) -> dict[str, object]:
         for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
         if pid != os.getpid() and mark in environment(pid)
     ]
-    return told | {"namespaces": namespaces.named(run.device), "marked": marked, "folder": run.folder.exists()}
+    return state | {"namespaces": namespaces.named(run.device), "marked": marked, "folder": run.folder.exists()}
 
 
 def output(*command: str) -> str:
@@ -119,17 +119,17 @@ def connected(testbed: Bed, source: str, target: str, count: int) -> Iterator[tu
 
 def counted(testbed: Bed, what: str) -> dict[str, int]:
     """Return the bytes so far by link, or by link and class of its queue."""
-    found = {}
+    sent_bytes = {}
     for place in testbed.wiring.places:
         for end in testbed.wiring.ends_at(place):
-            words = ("-s", "class", "show", "dev", end.device)
-            told = namespaces.run("tc", "-n", testbed.run.namespace(place), *words)
-            for leaf, sent in re.findall(r"class htb 1:(\w+) .*\n Sent (\d+) bytes", told):
+            command = ("-s", "class", "show", "dev", end.device)
+            shown = namespaces.run("tc", "-n", testbed.run.namespace(place), *command)
+            for leaf, sent in re.findall(r"class htb 1:(\w+) .*\n Sent (\d+) bytes", shown):
                 if what == "links" and leaf == "1":
-                    found[str(end.link)] = int(sent)
+                    sent_bytes[str(end.link)] = int(sent)
                 elif what == "leaves":
-                    found[f"{end.link} {leaf}"] = int(sent)
-    return found
+                    sent_bytes[f"{end.link} {leaf}"] = int(sent)
+    return sent_bytes
 
 
 @pytest.mark.parametrize("queues", ["fair", "fifo"])
@@ -158,7 +158,7 @@ def test_connections_use_the_links_that_the_kernel_reports(run: Run, queues: Dis
             assert grown >= {f"{link} {leaf:x}" if queues == "fair" else str(link) for link, leaf in leaves.items()}
             assert len(path) == 4
             links = {key.partition(" ")[0] for key in grown}
-            assert links == {str(link) for link in path}, "a link that is not on the way has carried as much"
+            assert links == {str(link) for link in path}, "a link that is not on the path has carried as much"
         ups, _ = testbed.cluster.cables.rack["rack0"]
         assert set(ups) <= taken
 
@@ -208,8 +208,8 @@ def test_up_serves_requests_and_down_removes_everything(run: Run) -> None:
     assert again.returncode == 2
     assert "already exists" in again.stderr
     body = {"model": "llama-3-70b", "max_tokens": 3, "stream": True}
-    asked = [TimedRequest(0.1 * n, json.dumps(body | {"prompt": f"{n} {PROMPT}"}).encode()) for n in range(4)]
-    answers = uvloop.run(replay_trace(state["url"], asked))
+    requests = [TimedRequest(0.1 * n, json.dumps(body | {"prompt": f"{n} {PROMPT}"}).encode()) for n in range(4)]
+    answers = uvloop.run(replay_trace(state["url"], requests))
     assert [answer.error for answer in answers] == [""] * 4
     assert all(answer.ok for answer in answers)
     testbed = Bed(run, topology.load(SMALL), Build())

@@ -28,7 +28,7 @@ def _without_clock(record: Record) -> bytes:
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore")  # Ray's own imports cause warnings
 def test_ray_and_processes_give_equal_records(tmp_path: Path) -> None:
-    """The ablation ladder for chatbot with seed 0: both ways give equal records in the order of the cells."""
+    """For the ablation ladder, Ray and local processes give equal records in the order of the cells."""
     sweep = cells(EXPERIMENTS["netkv-ablation"], "paper", ("chatbot",), (0,))
     run = partial(run_cell, Study(reading("paper")))
     here = run_cells(sweep, run, tmp_path / "local.jsonl", workers=1)

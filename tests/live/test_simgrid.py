@@ -41,8 +41,8 @@ def _scenario(seed: int) -> dict[str, Any]:
 
 def _require_simgrid() -> None:
     try:
-        found = subprocess.run([PYTHON, "-c", "import simgrid"], capture_output=True, text=True)
-        reason = found.stderr.strip().splitlines()[-1] if found.returncode else ""
+        done = subprocess.run([PYTHON, "-c", "import simgrid"], capture_output=True, text=True)
+        reason = done.stderr.strip().splitlines()[-1] if done.returncode else ""
     except OSError as error:
         reason = str(error)
     if reason:

@@ -55,9 +55,9 @@ SERVING_ERRORS = {
 @pytest.mark.parametrize("fault", SERVING_ERRORS)
 def test_each_obstacle_to_serving_gives_its_line_and_a_fix(fault: str) -> None:
     text, line, sentence = SERVING_ERRORS[fault]
-    found = [(problem.line, str(problem)) for problem in file_errors(text)]
-    assert any(problem_line == line and sentence in message for problem_line, message in found), found
-    assert [problem_line for problem_line, _ in found] == sorted(problem_line for problem_line, _ in found)
+    errors = [(problem.line, str(problem)) for problem in file_errors(text)]
+    assert any(problem_line == line and sentence in message for problem_line, message in errors), errors
+    assert [problem_line for problem_line, _ in errors] == sorted(problem_line for problem_line, _ in errors)
 
 
 def test_emulated_engines_need_no_endpoint() -> None:

@@ -205,9 +205,9 @@ FITTING = {r"^sha256:[0-9a-f]{64}\Z": hash_text("a"), r"^[!-~]{16,1000}\Z": "012
 def test_no_text_of_a_cluster_file_ends_in_a_newline() -> None:
     """`$` matches before a final newline and `\\Z` does not; these texts become headers, file names and labels."""
     kinds = [msgspec.inspect.type_info(kind) for kind in (ClusterFile, GatewaySettings)]
-    found = {pair for kind in kinds for pair in patterns(kind) if pair[0] not in MULTILINE}
-    assert len(found) >= 8
-    for pattern, example in found:
+    examples = {pair for kind in kinds for pair in patterns(kind) if pair[0] not in MULTILINE}
+    assert len(examples) >= 8
+    for pattern, example in examples:
         fitting = FITTING.get(pattern, example)
         assert re.search(pattern, fitting), (pattern, fitting)
         assert not re.search(pattern, fitting + "\n"), pattern
@@ -216,9 +216,9 @@ def test_no_text_of_a_cluster_file_ends_in_a_newline() -> None:
 @pytest.mark.parametrize("fault", SECTION_ERRORS)
 def test_each_error_gives_its_line_and_a_fix(fault: str) -> None:
     text, field, sentence = SECTION_ERRORS[fault]
-    found = {(problem.field, str(problem)) for problem in section_errors(section(text))}
+    errors = {(problem.field, str(problem)) for problem in section_errors(section(text))}
     place = f"gateway.{field}" if field else "gateway"
-    assert any(problem_field.startswith(place) and sentence in message for problem_field, message in found), found
+    assert any(problem_field.startswith(place) and sentence in message for problem_field, message in errors), errors
 
 
 @pytest.mark.parametrize("text", ["admin: {push_token: short-secret}", "keys: {known: {alice: kvr_short-secret}}"])

@@ -25,8 +25,8 @@ def test_retries_stay_below_share_and_floor(share: float, floor_per_s: float, ta
             requests += 1
             budget.request(now)
         else:
-            wanted = 1 if step == "retry" else 30
-            retries += sum(budget.spend(now) for _ in range(wanted))
+            attempts = 1 if step == "retry" else 30
+            retries += sum(budget.spend(now) for _ in range(attempts))
         assert retries <= share * requests + floor_per_s * (now - 50.0 + 1) + 1e-6
         assert budget.left(now) >= 0
 

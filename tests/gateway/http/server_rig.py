@@ -82,15 +82,15 @@ def exchange_bytes(data: bytes, handler: Callable[[Exchange], None] = echo, limi
 
 def parse_responses(raw: bytes) -> list[tuple[int, dict[bytes, bytes], bytes]]:
     """Parse a sequence of responses with content-length into status, headers and body."""
-    found = []
+    responses = []
     while raw:
         head, _, raw = raw.partition(b"\r\n\r\n")
         first, *lines = head.split(b"\r\n")
         headers = dict(line.split(b": ", 1) for line in lines)
         length = int(headers.get(b"content-length", b"0"))
-        found.append((int(first.split()[1]), headers, raw[:length]))
+        responses.append((int(first.split()[1]), headers, raw[:length]))
         raw = raw[length:]
-    return found
+    return responses
 
 
 def only_error(raw: bytes) -> tuple[int, str]:

@@ -71,6 +71,6 @@ def test_headers_of_a_response_to_a_client(kind: bytes | None) -> None:
         (b"set-cookie", b"a"),
         (b"set-cookie", b"b"),
     ]
-    found, rest = answered([*headers, (b"content-type", kind)] if kind else headers, b"id-1")
-    assert found == (kind or b"application/json")
+    content_type, rest = answered([*headers, (b"content-type", kind)] if kind else headers, b"id-1")
+    assert content_type == (kind or b"application/json")
     assert rest == [(b"x-request-id", b"id-1"), *headers[4:]]

@@ -188,17 +188,17 @@ async def check_still_serving(port: int) -> None:
 
 def statuses(raw: bytes) -> list[int]:
     """Return the statuses of a sequence of responses with content-length; no bytes may be left over."""
-    found = []
+    codes = []
     while raw:
         assert raw.startswith(b"HTTP/1.1 ")
         head, _, raw = raw.partition(b"\r\n\r\n")
-        found.append(int(head[9:12]))
-        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]) if found[-1] >= 200 else 0
-        if found[-1] >= 400:
+        codes.append(int(head[9:12]))
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]) if codes[-1] >= 200 else 0
+        if codes[-1] >= 400:
             assert b"connection: close" in head
             assert set(json.loads(raw[:length] or b'{"error": 0}')) == {"error"}
         raw = raw[length:]
-    return found
+    return codes
 
 
 @settings(max_examples=30, deadline=None)

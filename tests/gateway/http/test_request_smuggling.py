@@ -136,11 +136,11 @@ def test_ambiguous_requests_are_rejected_and_reach_no_engine(how: str) -> None:
             for attack in ATTACKS:
                 parts = [attack[: len(attack) // 3], attack[len(attack) // 3 :]] if how == "in-halves" else [attack]
                 parts = [GOOD, *parts] if how == "behind-another" else parts
-                found = statuses(await send_and_read(port, parts))
-                assert found[: len(parts) - 1] == [200] or how != "behind-another", attack
-                assert found, attack
-                assert found[-1] in REFUSED, attack
-                assert found.count(200) == (how == "behind-another"), attack
+                answers = statuses(await send_and_read(port, parts))
+                assert answers[: len(parts) - 1] == [200] or how != "behind-another", attack
+                assert answers, attack
+                assert answers[-1] in REFUSED, attack
+                assert answers.count(200) == (how == "behind-another"), attack
             received: list[ReceivedRequest] = [each for engine in prefill + decode for each in engine.received]
             assert not received
             assert (await front.post(completion())).status == 200

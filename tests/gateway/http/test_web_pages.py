@@ -170,11 +170,11 @@ def test_a_reload_that_adds_keys_closes_metrics_and_accepts_all_host_names() -> 
     """The reverse holds too, also on connections that were open before."""
 
     async def statuses(gate: Rig) -> Sequence[int]:
-        found = []
+        codes = []
         for path, host in (("/metrics", "localhost"), ("/health", REBOUND)):
             async with gate.session.get(gate.url + path, headers={"Host": host}) as response:
-                found.append(response.status)
-        return found
+                codes.append(response.status)
+        return codes
 
     async def main() -> None:
         async with rig() as gate:

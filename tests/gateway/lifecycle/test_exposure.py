@@ -42,9 +42,9 @@ TOKEN = "admin: {host: 0.0.0.0, read_token: 0123456789abcdef}"
 def test_which_ports_are_open_to_all_machines(lines: tuple[str, ...], fields: list[str]) -> None:
     """API keys protect the client port, a token for reading protects the admin port, and loopback protects either."""
     settings = settings_of("gateway:\n" + "".join(f"  {line}\n" for line in lines or ("models: {}",)), "test.yaml")
-    found = list(exposures(settings))
-    assert [exposure.field for exposure in found] == fields
-    assert all("set gateway." in str(exposure) for exposure in found)
+    reported = list(exposures(settings))
+    assert [exposure.field for exposure in reported] == fields
+    assert all("set gateway." in str(exposure) for exposure in reported)
 
 
 def test_the_log_warns_about_open_ports(caplog: pytest.LogCaptureFixture) -> None:

@@ -141,14 +141,14 @@ def test_a_histogram_counts_each_value_once(values: list[float], label: str) -> 
     assert histogram.count((label,)) == len(values)
     for openmetrics, end in ((False, ""), (True, "# EOF\n")):
         [family] = _read(histogram.text(openmetrics) + end, openmetrics)
-        found = {(s.name.removeprefix("kvroute_time_seconds"), s.labels.get("le")): s.value for s in family.samples}
+        samples = {(s.name.removeprefix("kvroute_time_seconds"), s.labels.get("le")): s.value for s in family.samples}
         if not values:
-            assert found == {}
+            assert samples == {}
             continue
-        assert found["_count", None] == found["_bucket", "+Inf"] == len(values)
-        assert found["_sum", None] == pytest.approx(sum(values))
+        assert samples["_count", None] == samples["_bucket", "+Inf"] == len(values)
+        assert samples["_sum", None] == pytest.approx(sum(values))
         for bound in BOUNDS:
-            assert found["_bucket", str(bound)] == sum(value <= bound for value in values)
+            assert samples["_bucket", str(bound)] == sum(value <= bound for value in values)
 
 
 def test_openmetrics_has_the_latest_exemplar_of_each_bucket() -> None:
@@ -200,9 +200,9 @@ def test_all_metrics_of_one_request() -> None:
         (1, "kvroute_request_seconds_count", {"endpoint": "/v1/completions"}),
         (1, "kvroute_decode_first_byte_seconds_count", {}),
     ]
-    found = _samples(metrics)
+    samples = _samples(metrics)
     for value, name, labels in expected:
-        assert found[name, frozenset(labels.items())] == pytest.approx(value), name
+        assert samples[name, frozenset(labels.items())] == pytest.approx(value), name
 
 
 def test_only_completed_transfers_count_as_bytes() -> None:
@@ -278,8 +278,8 @@ def test_prefill_across_datacenters_is_counted() -> None:
         (3.25, "kvroute_review_requests_per_second", {"split": "best", "binding": "pd_p"}),
         (0.25, "kvroute_review_gain_ratio", {}),
     ]
-    found = _samples(metrics)
-    assert [(found.get((name, frozenset(labels.items()))), name) for _, name, labels in expected] == [
+    samples = _samples(metrics)
+    assert [(samples.get((name, frozenset(labels.items()))), name) for _, name, labels in expected] == [
         (value, name) for value, name, _ in expected
     ]
 
@@ -318,10 +318,10 @@ def test_learned_values_of_foresight_are_gauges() -> None:
     far = TierLearned(factor=0.5, weight=7.25, transfers=40, age_s=2.0, bytes_per_s=1e9)
     nowhere = TierLearned(factor=0.9, weight=0.0, transfers=0, age_s=None)
     load = GatewayStatus(foresight=ForesightLoad(policy="foresight-joint", tiers=(rest, rest, pod, nowhere, far)))
-    found = _samples(Metrics(lambda: load, {}, version="1", policy="netkv"))
+    samples = _samples(Metrics(lambda: load, {}, version="1", policy="netkv"))
     learned = {
         (name.removeprefix("kvroute_foresight_"), dict(labels)["policy"], dict(labels)["tier"]): value
-        for (name, labels), value in found.items()
+        for (name, labels), value in samples.items()
         if name.startswith("kvroute_foresight_")
     }
     expected = {"learned_ratio": (0.8, 0.5), "bytes_per_second": (8e9, 1e9), "learned_transfers": (0.0, 7.25)}
@@ -426,5 +426,5 @@ def test_each_tier_has_one_label() -> None:
 def test_a_decaying_share_reaches_zero() -> None:
     """A mean that halves repeatedly is shown as 0, not as 5e-56."""
     idle = msgspec.structs.replace(OFFLOAD, sites=(msgspec.structs.replace(OFFLOAD.sites[0], utilisation=5.17e-56),))
-    samples = {family.name: list(found) for family, found in offload_gauges(idle)}
+    samples = {family.name: list(values) for family, values in offload_gauges(idle)}
     assert samples["kvroute_egress_used_ratio"] == [(("far",), 0.0)]

@@ -41,9 +41,9 @@ def test_a_line_of_each_style() -> None:
             log_event("warning", "instance_down", instance="decode 3", reason='said "no"', age_s=1.5)
         [line] = stream.getvalue().splitlines()
         if style == "json":
-            found = json.loads(line)
-            assert found.pop("at").endswith("Z")
-            assert found == {
+            record = json.loads(line)
+            assert record.pop("at").endswith("Z")
+            assert record == {
                 "level": "warning",
                 "event": "instance_down",
                 "instance": "decode 3",

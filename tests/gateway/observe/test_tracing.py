@@ -127,17 +127,17 @@ def test_a_request_with_two_legs_and_a_retry() -> None:
 
 def test_without_a_client_context_a_new_trace_begins() -> None:
     """Two requests are two unrelated traces."""
-    found: list[str] = []
+    trace_ids: list[str] = []
 
     def drive(tracer: Tracer) -> None:
         for _ in range(2):
             request = _traced(tracer, [])
-            found.append(request.trace_id)
+            trace_ids.append(request.trace_id)
             request.end(503, "no room")
 
     server = _exported(1.0, drive)
-    assert len(set(found)) == 2
-    assert {span.trace_id.hex() for span in server.spans} == set(found)
+    assert len(set(trace_ids)) == 2
+    assert {span.trace_id.hex() for span in server.spans} == set(trace_ids)
     assert all(not span.parent_span_id and span.status.message == "no room" for span in server.spans)
 
 

@@ -188,8 +188,8 @@ def test_no_other_field_reaches_the_template(tmp_path: Path) -> None:
     """A template cannot see fields outside `TEMPLATE_FIELDS`, so they do not count as work."""
     names = ("metadata", "chat_template", "user", "x", "documents")
     shown = "".join(f"{{{{ {name} is defined }}}}" for name in names)
-    found = rendered(tmp_path, shown, [{"role": "user", "content": "hi"}], **dict.fromkeys(names, "seen"))
-    assert found == "FalseFalseFalseFalseTrue"
+    text = rendered(tmp_path, shown, [{"role": "user", "content": "hi"}], **dict.fromkeys(names, "seen"))
+    assert text == "FalseFalseFalseFalseTrue"
     assert "documents" in TEMPLATE_FIELDS
 
 

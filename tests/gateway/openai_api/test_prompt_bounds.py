@@ -93,9 +93,9 @@ def test_a_prompt_is_rejected_if_and_only_if_it_exceeds_the_context(
     tokens = len(loaded.encode(f"<user>{text}" if chats else text).ids)
     completion = chat(text) if chats else plain(text)
     if tokens <= CONTEXT:
-        found = prompts.blocks_now(completion)
-        assert found is not None
-        assert found.input_tokens == max(1, tokens)
+        sized = prompts.blocks_now(completion)
+        assert sized is not None
+        assert sized.input_tokens == max(1, tokens)
     else:
         error = refusal(prompts, completion)
         assert error.code == "context_length_exceeded"
@@ -127,18 +127,18 @@ def test_a_text_that_cannot_fit_is_rejected_before_it_is_tokenized(folder: Path,
 def test_token_ids_are_counted_with_and_without_a_tokenizer(folder: Path, prompts: Prompts) -> None:
     rough = Prompts(context_tokens=CONTEXT)
     for each in (prompts, rough):
-        found = each.blocks_now(plain([1] * CONTEXT))
-        assert found is not None
-        assert found.input_tokens == CONTEXT
+        sized = each.blocks_now(plain([1] * CONTEXT))
+        assert sized is not None
+        assert sized.input_tokens == CONTEXT
         assert refusal(each, plain([1] * (CONTEXT + 1))).code == "context_length_exceeded"
         assert refusal(each, plain([1] * 100_000)).code == "context_length_exceeded"
     rough.close()
 
 
 def test_a_prompt_that_the_engine_truncates_is_not_rejected(prompts: Prompts) -> None:
-    found = prompts.blocks_now(plain("word " * 500, truncate_prompt_tokens=50))
-    assert found is not None
-    assert found.input_tokens > CONTEXT
+    sized = prompts.blocks_now(plain("word " * 500, truncate_prompt_tokens=50))
+    assert sized is not None
+    assert sized.input_tokens > CONTEXT
     assert refusal(prompts, plain("word " * 500, truncate_prompt_tokens=None)).code == "context_length_exceeded"
 
 

@@ -168,7 +168,7 @@ def test_the_published_schema_accepts_what_the_gateway_accepts(path: bytes, body
 def test_the_description_is_valid_openapi() -> None:
     described = schemathesis.openapi.from_dict(DESCRIPTION)
     described.validate()
-    operations = [found for found in described.get_all_operations() if isinstance(found, Ok)]
+    operations = [operation for operation in described.get_all_operations() if isinstance(operation, Ok)]
     assert len(operations) == len(list(described.get_all_operations())) == 9
 
 

@@ -44,8 +44,8 @@ async def send_request(
 ) -> GatewayResponse:
     """Send a request of any method to any path."""
     async with front.session.request(method, front.url + path, data=data, headers=headers) as response:
-        found = {name.lower(): value for name, value in response.headers.items()}
-        return GatewayResponse(response.status, found, await response.read())
+        lowercase = {name.lower(): value for name, value in response.headers.items()}
+        return GatewayResponse(response.status, lowercase, await response.read())
 
 
 def error_of(response: GatewayResponse) -> Any:
@@ -307,11 +307,11 @@ def test_engines_and_the_client_receive_the_same_request_id(path: str, given: st
         async with stub_rig(prefill + decode) as front:
             response = await front.post(completion(), path, headers={"X-Request-Id": given})
             assert response.status == 200
-            found = {
+            request_ids = {
                 received.headers.get("x-request-id") for engine in prefill + decode for received in engine.received
             }
-            assert found == {response.headers["x-request-id"]}
-            assert (found == {given}) == (0 < len(given) <= 200)
+            assert request_ids == {response.headers["x-request-id"]}
+            assert (request_ids == {given}) == (0 < len(given) <= 200)
 
     run(main())
 

@@ -45,10 +45,10 @@ def received(engines: Sequence[Engine]) -> int:
 
 
 async def value(front: RunningGateway, line: str) -> float | None:
-    """Return a sample of the metrics page, found by the beginning of its line."""
+    """Return a sample of the metrics page, selected by the beginning of its line."""
     page = (await front.get("/metrics")).body.decode()
-    found = [text for text in page.splitlines() if text.startswith(line)]
-    return float(found[0].rpartition(" ")[2]) if found else None
+    samples = [text for text in page.splitlines() if text.startswith(line)]
+    return float(samples[0].rpartition(" ")[2]) if samples else None
 
 
 @pytest.mark.parametrize(("status", "prefills"), [(429, 1), (503, 1), (500, 2)])
@@ -143,7 +143,7 @@ def test_passthrough_requests_follow_the_retry_settings(section: str, calls: int
                 )
                 for engine in prefill + decode
             ]
-            assert sum(found or 0 for found in failures) == calls
+            assert sum(count or 0 for count in failures) == calls
             assert (await value(front, 'kvroute_retries_total{leg="passthrough"}') or 0) == calls - 1
             assert await front.becomes_idle(), front.held_resources()
 

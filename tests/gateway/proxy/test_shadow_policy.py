@@ -29,19 +29,19 @@ def test_learned_values_of_foresight_are_shown(policy: str, shadow: str, learns:
             assert (await gate.ask()).status == 200
             foresight = gate.gateway.state.snapshot(gate.gateway.now()).tick.load.foresight
             page = (await gate.get("/metrics")).body.decode()
-        found = {
+        samples = {
             (sample.name, sample.labels["policy"], sample.labels["tier"]): sample.value
             for family in text_string_to_metric_families(page)
             for sample in family.samples
             if sample.name.startswith("kvroute_foresight_")
         }
         if not learns:
-            assert (foresight, found) == (None, {})
+            assert (foresight, samples) == (None, {})
             return
         assert foresight is not None
         assert foresight.policy == learns
         far = foresight.tiers[SAME_DATACENTER]
-        assert found == {
+        assert samples == {
             ("kvroute_foresight_learned_ratio", learns, "datacenter"): far.factor,
             ("kvroute_foresight_bytes_per_second", learns, "datacenter"): far.bytes_per_s,
             ("kvroute_foresight_learned_transfers", learns, "datacenter"): pytest.approx(far.weight, abs=1e-6),

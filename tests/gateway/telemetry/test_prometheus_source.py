@@ -268,7 +268,7 @@ def test_an_invalid_push_is_reported(cluster: Cluster, body: bytes, where: str) 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("source", "nobody"), ("target", "nobody"), ("kv_bytes", 0), ("seconds", -1), ("seconds", 0), ("transfers", 0)],
+    [("source", "unknown"), ("target", "unknown"), ("kv_bytes", 0), ("seconds", -1), ("seconds", 0), ("transfers", 0)],
 )
 def test_an_invalid_pushed_transfer_is_reported(cluster: Cluster, field: str, value: object) -> None:
     with pytest.raises(InputError, match=rf"^transfers\[1\]\.{field}: "):

@@ -262,7 +262,7 @@ def test_a_reload_keeps_a_path_closed() -> None:
     uvloop.run(run())
 
 
-def test_a_reload_continues_with_the_threshold_found(tmp_path: Path) -> None:
+def test_a_reload_continues_with_the_current_threshold(tmp_path: Path) -> None:
     """A base threshold in the file replaces it; the log that begins with the reload replays to the same decisions."""
     log = tmp_path / "events.log"
     searched = OFFLOAD.replace("    threshold: 1000 tokens\n", "    long_term: {requests_min: 5, review: 50 ms}\n")

@@ -80,8 +80,8 @@ class Server:
         request = urllib.request.Request(f"{self.url}{path}", data, headers)
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             text = answer.read()
-        found: dict[str, Any] = json.loads(text) if text else {}
-        return found
+        content: dict[str, Any] = json.loads(text) if text else {}
+        return content
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have `labels`."""
@@ -250,11 +250,11 @@ def wait_ready(servers: list[Server]) -> None:
 
 def free_ports(count: int) -> list[int]:
     """Return ports that are free now and outside the range that the kernel assigns while a server starts."""
-    given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
-    found: list[int] = []
-    for port in random.sample(range(10_000, given_away), 100):
+    first_assigned = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    ports: list[int] = []
+    for port in random.sample(range(10_000, first_assigned), 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(port)
-            if len(found) == count:
-                return found
+            ports.append(port)
+            if len(ports) == count:
+                return ports
     raise AssertionError("no free ports")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.vllm.conftest import BLOCK_TOKENS, LAYER_BYTES, MODEL, start_member, wait_ready
-from tests.live.vllm.test_vllm_pair import ASK, prompt, pulled
+from tests.live.vllm.test_vllm_pair import REMOTE_DECODE, prompt, pulled
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server
@@ -68,15 +68,15 @@ def answer(server: Server, tokens: list[int], params: dict[str, Any] | None = No
         "return_tokens_as_token_ids": True,
     }
     reply = server.post("/v1/completions", body | ({"kv_transfer_params": params} if params else {}))
-    found = reply["choices"][0]["logprobs"]
-    return Scored(found["tokens"], found["token_logprobs"], found["top_logprobs"])
+    logprobs = reply["choices"][0]["logprobs"]
+    return Scored(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"])
 
 
 def fetched(half: Half, tokens: list[int]) -> Scored:
     """Return a response that was prefilled by one server and decoded by the other."""
-    body = {"model": MODEL, "prompt": tokens, "max_tokens": 1, "kv_transfer_params": ASK}
-    told = half.prefill.post("/v1/completions", body)["kv_transfer_params"]
-    return answer(half.decode, tokens, told)
+    body = {"model": MODEL, "prompt": tokens, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
+    params = half.prefill.post("/v1/completions", body)["kv_transfer_params"]
+    return answer(half.decode, tokens, params)
 
 
 def alone(half: Half, tokens: list[int]) -> Scored:
@@ -112,17 +112,17 @@ def test_the_first_step_of_a_process_may_be_a_decode(half: Half) -> None:
 @pytest.mark.parametrize("tokens", [45, 1000, 2100])
 def test_probabilities_agree_with_those_of_one_server(half: Half, tokens: int) -> None:
     """Tokens may differ where two are almost equally likely."""
-    asked = prompt(tokens, seed=91_000 + tokens)
-    assert distance(fetched(half, asked), alone(half, asked)) < TOLERANCE
+    prompt_ids = prompt(tokens, seed=91_000 + tokens)
+    assert distance(fetched(half, prompt_ids), alone(half, prompt_ids)) < TOLERANCE
 
 
 def test_a_damaged_block_changes_the_probabilities(half: Half) -> None:
     """The negative control of the tests above."""
-    asked = prompt(300, seed=92_000)
+    prompt_ids = prompt(300, seed=92_000)
     half.prefill.fault_file.write_text("corrupt-layer-2", encoding="utf-8")
-    damaged = fetched(half, asked)
+    damaged = fetched(half, prompt_ids)
     half.prefill.fault_file.unlink()
-    assert distance(damaged, alone(half, asked)) > TOLERANCE
+    assert distance(damaged, alone(half, prompt_ids)) > TOLERANCE
 
 
 @pytest.mark.parametrize("flags", ["fpu amx_tile avx2", "fpu avx2"], ids=["amx", "none"])
@@ -131,6 +131,6 @@ def test_a_worker_requests_amx_before_its_first_step(pair: Pair, tmp_path: Path,
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"flags\t: {flags}\n", encoding="utf-8")
     command = [pair.python, HERE / "check_amx.py", cpuinfo]
-    told = subprocess.run(command, env=pair.environment(), capture_output=True, text=True, timeout=300)
-    assert told.returncode == 0, told.stderr
-    assert ("AMX tiles" in told.stdout) == ("amx_tile" in flags), told.stdout
+    done = subprocess.run(command, env=pair.environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert ("AMX tiles" in done.stdout) == ("amx_tile" in flags), done.stdout

@@ -83,18 +83,18 @@ def test_tokens_equal_those_of_one_server(pair: Pair, gateway: Gateway, tokens: 
 
 def test_a_corrupted_block_changes_the_tokens(pair: Pair, gateway: Gateway) -> None:
     """The negative control of the test above: one block of one layer, on the same path, without a checksum."""
-    asked = prompt(300, seed=36_000)
+    prompt_ids = prompt(300, seed=36_000)
     transfers, _ = early(pair)
     pair.prefill.fault_file.write_text("corrupt-layer-2-block-4", encoding="utf-8")
     with gateway.client() as client:
-        reply = client.completions.create(model="tiny", prompt=asked, extra_body=TOKENS, **GREEDY)
+        reply = client.completions.create(model="tiny", prompt=prompt_ids, extra_body=TOKENS, **GREEDY)
     until(lambda: early(pair)[0] == transfers + 1)
-    assert token_ids(reply.choices[0]) != alone(pair, asked)
+    assert token_ids(reply.choices[0]) != alone(pair, prompt_ids)
 
 
 def test_a_decode_server_that_dies_mid_pull_is_replaced(pair: Pair, gateway: Gateway) -> None:
     """The other server requests the same transfer ID and pulls all KV; the prompt is prefilled once."""
-    asked = prompt(600, seed=37_000)
+    prompt_ids = prompt(600, seed=37_000)
     begun = len(decisions(gateway, "prefill_failed"))
 
     def kill() -> None:
@@ -104,8 +104,8 @@ def test_a_decode_server_that_dies_mid_pull_is_replaced(pair: Pair, gateway: Gat
             pair.prefill.fault_file.unlink()
 
     pair.prefill.fault_file.write_text("stall-layer-1", encoding="utf-8")
-    got = during_request(gateway, kill, stream=True, prompt=asked, max_tokens=ANSWER_TOKENS)
-    assert got == alone(pair, asked)
+    got = during_request(gateway, kill, stream=True, prompt=prompt_ids, max_tokens=ANSWER_TOKENS)
+    assert got == alone(pair, prompt_ids)
     until(lambda: decisions(gateway, "decode_failed")[-1:] == [["decode"]])  # the log is flushed from time to time
     assert len(decisions(gateway, "prefill_failed")) == begun
     wait_until_idle(gateway)
@@ -114,7 +114,7 @@ def test_a_decode_server_that_dies_mid_pull_is_replaced(pair: Pair, gateway: Gat
 def test_the_death_of_a_prefill_server_mid_pull_only_delays_the_response(pair: Pair, gateway: Gateway) -> None:
     """There is no other prefill server: the decode server computes the prompt whose KV is incomplete, and the client
     gets a later first token."""
-    asked = prompt(3500, seed=38_000)
+    prompt_ids = prompt(3500, seed=38_000)
     failed = sum(server.metric(FAILURES) for server in (pair.decode, pair.other))
 
     def kill() -> None:
@@ -122,9 +122,9 @@ def test_the_death_of_a_prefill_server_mid_pull_only_delays_the_response(pair: P
         pair.prefill.kill()
 
     pair.prefill.fault_file.write_text("stall-layer-1", encoding="utf-8")
-    got = during_request(gateway, kill, stream=True, prompt=asked, max_tokens=ANSWER_TOKENS)
+    got = during_request(gateway, kill, stream=True, prompt=prompt_ids, max_tokens=ANSWER_TOKENS)
     pair.prefill.fault_file.unlink()
-    assert got == alone(pair, asked)
+    assert got == alone(pair, prompt_ids)
     until(lambda: sum(server.metric(FAILURES) for server in (pair.decode, pair.other)) == failed + 1)
     assert gateway.metric("kvroute_retries_total") == 1  # from the previous test
     wait_until_idle(gateway)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent
 ANSWER_TOKENS = 32
-ASK = {"do_remote_decode": True, "do_remote_prefill": False}
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -53,7 +53,7 @@ def answer(reply: dict[str, Any]) -> list[int]:
 
 def params_for(pair: Pair, tokens: list[int]) -> dict[str, Any]:
     """Let the prefill server compute the prompt; return its transfer parameters."""
-    params: dict[str, Any] = complete(pair.prefill, tokens, 1, ASK)["kv_transfer_params"]
+    params: dict[str, Any] = complete(pair.prefill, tokens, 1, REMOTE_DECODE)["kv_transfer_params"]
     return params
 
 
@@ -73,25 +73,25 @@ def pulled(server: Server) -> tuple[float, float, float]:
 @pytest.mark.parametrize("tokens", [20, 32, 45, 200, 1000, 2100, 3500])
 def test_tokens_equal_those_of_one_server(pair: Pair, tokens: int, checksum: bool) -> None:
     """The lengths cover part of a block, whole blocks, and more than one chunk of prefill (2,048 tokens)."""
-    asked = prompt(tokens, seed=2 * tokens + checksum)
+    prompt_ids = prompt(tokens, seed=2 * tokens + checksum)
     before, seconds = (
         pulled(pair.decode),
         pair.decode.metric("kvroute:kv_transfer_seconds_total", source="prefill0"),
     )
-    reply = complete(pair.decode, asked, ANSWER_TOKENS, params_for(pair, asked) | {"checksum": checksum})
+    reply = complete(pair.decode, prompt_ids, ANSWER_TOKENS, params_for(pair, prompt_ids) | {"checksum": checksum})
     blocks = -(-tokens // BLOCK_TOKENS)
     transfers, nbytes, failures = (now - then for now, then in zip(pulled(pair.decode), before, strict=True))
     assert (transfers, nbytes, failures) == (1, 4 * blocks * LAYER_BYTES, 0)
     assert pair.decode.metric("kvroute:kv_transfer_seconds_total", source="prefill0") > seconds
-    assert answer(reply) == alone(pair, asked)
+    assert answer(reply) == alone(pair, prompt_ids)
 
 
 def announced(pair: Pair, name: str) -> dict[str, Any]:
     """Return the parameters that a router sends to the decode server while the prompt is computed."""
     other = prompt(8, seed=1)
-    told = params_for(pair, other)
-    complete(pair.decode, other, 1, told)  # nothing of it stays held
-    where = {field: told[field] for field in ("remote_host", "remote_port", "remote_instance")}
+    params = params_for(pair, other)
+    complete(pair.decode, other, 1, params)  # the prefill server holds none of its blocks
+    where = {field: params[field] for field in ("remote_host", "remote_port", "remote_instance")}
     return {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name, **where}
 
 
@@ -99,16 +99,16 @@ def announced(pair: Pair, name: str) -> dict[str, Any]:
 def test_a_prompt_is_pulled_while_it_is_computed(pair: Pair, tokens: int) -> None:
     """Both servers get their requests at once; the tokens are those of one server, and no transfer is measured, because
     it waited."""
-    asked, name = prompt(tokens, seed=10_000 + tokens), f"early-{tokens}"
-    told, before = announced(pair, name), pulled(pair.decode)
-    early = [pair.decode.metric(f"kvroute:kv_early{what}_total", source="prefill0") for what in ("", "_bytes")]
+    prompt_ids, name = prompt(tokens, seed=10_000 + tokens), f"early-{tokens}"
+    params, before = announced(pair, name), pulled(pair.decode)
+    early = [pair.decode.metric(f"kvroute:kv_early{unit}_total", source="prefill0") for unit in ("", "_bytes")]
     with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(complete, pair.decode, asked, ANSWER_TOKENS, told)
-        complete(pair.prefill, asked, 1, ASK | {"transfer_id": name})
+        reply = pool.submit(complete, pair.decode, prompt_ids, ANSWER_TOKENS, params)
+        complete(pair.prefill, prompt_ids, 1, REMOTE_DECODE | {"transfer_id": name})
         tokens_decoded = answer(reply.result())
-    assert tokens_decoded == alone(pair, asked)
+    assert tokens_decoded == alone(pair, prompt_ids)
     blocks = -(-tokens // BLOCK_TOKENS)
-    after = [pair.decode.metric(f"kvroute:kv_early{what}_total", source="prefill0") for what in ("", "_bytes")]
+    after = [pair.decode.metric(f"kvroute:kv_early{unit}_total", source="prefill0") for unit in ("", "_bytes")]
     assert [now - then for now, then in zip(after, early, strict=True)] == [1, 4 * blocks * LAYER_BYTES]
     assert pulled(pair.decode) == before
     complete(pair.prefill, prompt(8, seed=2), 1)  # an idle engine does not report the bytes that it has sent
@@ -117,24 +117,24 @@ def test_a_prompt_is_pulled_while_it_is_computed(pair: Pair, tokens: int) -> Non
 
 def test_a_layer_is_sent_before_the_prompt_is_computed(pair: Pair) -> None:
     """3,500 tokens are two chunks; when the prefill server answers, most blocks of the first one have been sent."""
-    asked = prompt(3500, seed=20_000)
-    told = announced(pair, "overlap")
+    prompt_ids = prompt(3500, seed=20_000)
+    params = announced(pair, "overlap")
     with ThreadPoolExecutor(1) as pool, packet_socket() as device:
-        reply = pool.submit(complete, pair.decode, asked, ANSWER_TOKENS, told)
-        complete(pair.prefill, asked, 1, ASK | {"transfer_id": "overlap"})
-        crossed = sum(packet.payload for packet in packets(device) if packet.source == told["remote_port"])
+        reply = pool.submit(complete, pair.decode, prompt_ids, ANSWER_TOKENS, params)
+        complete(pair.prefill, prompt_ids, 1, REMOTE_DECODE | {"transfer_id": "overlap"})
+        sent_bytes = sum(packet.payload for packet in packets(device) if packet.source == params["remote_port"])
         tokens = answer(reply.result())
-    assert crossed > 2048 // BLOCK_TOKENS * 4 * LAYER_BYTES / 2
-    assert tokens == alone(pair, asked)
+    assert sent_bytes > 2048 // BLOCK_TOKENS * 4 * LAYER_BYTES / 2
+    assert tokens == alone(pair, prompt_ids)
 
 
 def test_a_prompt_that_the_prefill_server_never_starts_is_computed(pair: Pair) -> None:
     """The decode server waits for `hold_s` and then computes the prompt itself."""
-    asked = prompt(150, seed=20_001)
+    prompt_ids = prompt(150, seed=20_001)
     failed = pair.decode.metric("kvroute:kv_transfer_failures_total", reason="unknown")
-    reply = complete(pair.decode, asked, ANSWER_TOKENS, announced(pair, "never-begun"))
+    reply = complete(pair.decode, prompt_ids, ANSWER_TOKENS, announced(pair, "never-begun"))
     assert pair.decode.metric("kvroute:kv_transfer_failures_total", reason="unknown") == failed + 1
-    assert answer(reply) == alone(pair, asked)
+    assert answer(reply) == alone(pair, prompt_ids)
 
 
 def test_only_missing_blocks_are_pulled(pair: Pair) -> None:
@@ -155,46 +155,46 @@ def test_a_damaged_block_changes_the_tokens_and_a_checksum_prevents_it(pair: Pai
     pair.prefill.fault_file.write_text("corrupt-layer-2-block-4", encoding="utf-8")
     damaged = answer(complete(pair.decode, bare, ANSWER_TOKENS, params_for(pair, bare)))
     failed = pair.decode.metric("kvroute:kv_transfer_failures_total", reason="checksum")
-    healed = answer(complete(pair.decode, checked, ANSWER_TOKENS, params_for(pair, checked) | {"checksum": True}))
+    recomputed = answer(complete(pair.decode, checked, ANSWER_TOKENS, params_for(pair, checked) | {"checksum": True}))
     assert pair.decode.metric("kvroute:kv_transfer_failures_total", reason="checksum") == failed + 1
     assert damaged != alone(pair, bare)
-    assert healed == alone(pair, checked)
+    assert recomputed == alone(pair, checked)
 
 
 @pytest.mark.parametrize(
     ("change", "fault", "reason"),
     [
-        pytest.param({"remote_request_id": "nobody else"}, "", "unknown", id="unknown-request"),
-        pytest.param({"remote_port": 1}, "", "refused", id="nobody-listens"),
-        pytest.param({}, "stall-layer-1", "timeout", id="stands-still"),
+        pytest.param({"remote_request_id": "another request"}, "", "unknown", id="unknown-request"),
+        pytest.param({"remote_port": 1}, "", "refused", id="no-listener"),
+        pytest.param({}, "stall-layer-1", "timeout", id="stalled"),
     ],
 )
 def test_blocks_that_cannot_be_pulled_are_computed(pair: Pair, change: dict[str, Any], fault: str, reason: str) -> None:
     """The request takes more time, and its response is correct."""
-    asked = prompt(150, seed=5 + len(reason))
+    prompt_ids = prompt(150, seed=5 + len(reason))
     failed = pair.decode.metric("kvroute:kv_transfer_failures_total", reason=reason)
-    told = params_for(pair, asked)
+    params = params_for(pair, prompt_ids)
     pair.prefill.fault_file.write_text(fault, encoding="utf-8")
-    reply = complete(pair.decode, asked, ANSWER_TOKENS, told | change)
+    reply = complete(pair.decode, prompt_ids, ANSWER_TOKENS, params | change)
     pair.prefill.fault_file.unlink()
     assert pair.decode.metric("kvroute:kv_transfer_failures_total", reason=reason) == failed + 1
-    complete(pair.decode, asked, 1, told)  # now it has all blocks and releases them on the prefill server
-    assert answer(reply) == alone(pair, asked)
+    complete(pair.decode, prompt_ids, 1, params)  # now it has all blocks and releases them on the prefill server
+    assert answer(reply) == alone(pair, prompt_ids)
 
 
 def test_blocks_that_are_not_fetched_expire(pair: Pair) -> None:
     """The prefill server gets its blocks back; a late fetch is refused, and the prompt is computed."""
-    asked = prompt(150, seed=30)
+    prompt_ids = prompt(150, seed=30)
     expired = pair.prefill.metric("kvroute:kv_expired_total")
     late = pair.decode.metric("kvroute:kv_transfer_failures_total", reason="gone")
-    told = params_for(pair, asked)
+    params = params_for(pair, prompt_ids)
     deadline = time.monotonic() + 6 * pair.hold_s
     while pair.prefill.metric("kvroute:kv_expired_total") == expired:
-        assert time.monotonic() < deadline, "held for ever"
+        assert time.monotonic() < deadline, "the blocks never expired"
         complete(pair.prefill, prompt(8, seed=31), 1)  # an idle engine does not check its timeouts
-    reply = complete(pair.decode, asked, ANSWER_TOKENS, told)
+    reply = complete(pair.decode, prompt_ids, ANSWER_TOKENS, params)
     assert pair.decode.metric("kvroute:kv_transfer_failures_total", reason="gone") == late + 1
-    assert answer(reply) == alone(pair, asked)
+    assert answer(reply) == alone(pair, prompt_ids)
 
 
 @dataclass(frozen=True)
@@ -211,23 +211,23 @@ class Packet:
 
 def packets(device: socket.socket) -> list[Packet]:
     """Return the packets captured so far."""
-    found = []
+    captured = []
     with suppress(BlockingIOError):
         while data := device.recv(1 << 17):
             if data[9] == socket.IPPROTO_TCP:
                 tcp = data[(data[0] & 15) * 4 :]
                 source, target = struct.unpack_from("!HH", tcp)
-                found.append(Packet(data[1], source, target, len(tcp) - (tcp[12] >> 4) * 4))
-    return found
+                captured.append(Packet(data[1], source, target, len(tcp) - (tcp[12] >> 4) * 4))
+    return captured
 
 
 def packet_socket() -> socket.socket:
-    """Open a capture socket on the loopback device, which needs root."""
+    """Open a capture socket on the loopback device; root is required."""
     ipv4, force = 0x0800, 33
     try:
         device = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ipv4))
     except PermissionError:
-        message = "only root may look at packets"
+        message = "capturing packets needs root"
         if os.environ.get("KVROUTE_REQUIRE_LIVE") == "1":
             pytest.fail(message)
         pytest.skip(message)
@@ -244,16 +244,16 @@ def test_packets_of_the_transfer_are_marked_and_share_several_connections(pair: 
     """
     shared_by = 0
     for seed in range(40, 45):
-        asked = prompt(3500, seed)
-        told = params_for(pair, asked)
+        prompt_ids = prompt(3500, seed)
+        params = params_for(pair, prompt_ids)
         with packet_socket() as device:
-            complete(pair.decode, asked, 1, told)
-            heard = packets(device)
-        port = told["remote_port"]
-        blocks = [packet for packet in heard if packet.source == port and packet.payload > 1000]
+            complete(pair.decode, prompt_ids, 1, params)
+            captured = packets(device)
+        port = params["remote_port"]
+        blocks = [packet for packet in captured if packet.source == port and packet.payload > 1000]
         assert {packet.mark for packet in blocks} == {10 << 2}
-        assert {packet.mark for packet in heard if packet.target == port and packet.payload} == {10 << 2}
-        assert {packet.mark for packet in heard if packet.target == pair.decode.ports[0]} == {0}
+        assert {packet.mark for packet in captured if packet.target == port and packet.payload} == {10 << 2}
+        assert {packet.mark for packet in captured if packet.target == pair.decode.ports[0]} == {0}
         shared_by = len({packet.target for packet in blocks})
         if shared_by > 1:
             break
@@ -262,16 +262,16 @@ def test_packets_of_the_transfer_are_marked_and_share_several_connections(pair: 
 
 def test_blocks_of_another_prompt_are_not_pulled(pair: Pair) -> None:
     """Transfer parameters of other tokens are detected before a byte is pulled."""
-    asked, other = prompt(100, seed=20), prompt(100, seed=21)
+    prompt_ids, other = prompt(100, seed=20), prompt(100, seed=21)
     before = pulled(pair.decode)
-    reply = complete(pair.decode, asked, ANSWER_TOKENS, params_for(pair, other))
+    reply = complete(pair.decode, prompt_ids, ANSWER_TOKENS, params_for(pair, other))
     assert pulled(pair.decode) == before
-    assert answer(reply) == alone(pair, asked)
+    assert answer(reply) == alone(pair, prompt_ids)
 
 
 def test_cache_tensors_of_every_layout_become_regions(pair: Pair) -> None:
     """Six layouts, each straight from memory and through a host buffer, and two that are rejected."""
-    told = subprocess.run(
+    done = subprocess.run(
         [pair.python, HERE / "check_regions.py"], env=pair.environment(), capture_output=True, text=True
     )
-    assert told.stdout.strip() == "14", told.stderr
+    assert done.stdout.strip() == "14", done.stderr

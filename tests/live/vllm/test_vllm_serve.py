@@ -166,7 +166,7 @@ def until(condition: Callable[[], bool]) -> None:
     """Wait for an effect in another process."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.05)
 
 
@@ -180,8 +180,8 @@ def alone(pair: Pair, tokens: list[int], count: int = ANSWER_TOKENS) -> list[int
     """Return the tokens of a server without a connector."""
     body = {"model": "tiny", "prompt": tokens, "temperature": 0, "max_tokens": count, **TOKENS}
     reply = pair.alone.post("/v1/completions", body)
-    found: list[int] = reply["choices"][0]["token_ids"]
-    return found
+    tokens_out: list[int] = reply["choices"][0]["token_ids"]
+    return tokens_out
 
 
 def token_ids(choice: Any) -> list[int]:
@@ -214,13 +214,13 @@ def pulled(pair: Pair) -> float:
 
 def test_a_corrupted_block_changes_the_tokens(pair: Pair, gateway: Gateway) -> None:
     """The negative control of the test above: one block of one layer, on the same path, without a checksum."""
-    asked = prompt(300, seed=60)
+    prompt_ids = prompt(300, seed=60)
     moved = pulled(pair)
     pair.prefill.fault_file.write_text("corrupt-layer-2-block-4", encoding="utf-8")
     with gateway.client() as client:
-        reply = client.completions.create(model="tiny", prompt=asked, extra_body=TOKENS, **GREEDY)
+        reply = client.completions.create(model="tiny", prompt=prompt_ids, extra_body=TOKENS, **GREEDY)
     until(lambda: pulled(pair) == moved + 1)
-    assert token_ids(reply.choices[0]) != alone(pair, asked)
+    assert token_ids(reply.choices[0]) != alone(pair, prompt_ids)
 
 
 def test_transfers_update_the_learned_bandwidth(pair: Pair, gateway: Gateway) -> None:
@@ -265,13 +265,13 @@ def test_concurrent_transfers_are_not_mixed(pair: Pair, gateway: Gateway) -> Non
 
 def test_chat_responses_equal_those_of_one_server(pair: Pair, gateway: Gateway) -> None:
     """The chat template gives the same result on both servers; unknown fields and the model list pass through."""
-    said: list[Any] = [{"role": "user", "content": "network aware control plane? " * 20}]
+    messages: list[Any] = [{"role": "user", "content": "network aware control plane? " * 20}]
     moved = pulled(pair)
     with gateway.client() as client:
-        reply = client.chat.completions.create(model="tiny", messages=said, extra_body=TOKENS, **GREEDY)
+        reply = client.chat.completions.create(model="tiny", messages=messages, extra_body=TOKENS, **GREEDY)
         models = [model.id for model in client.models.list()]
     until(lambda: pulled(pair) == moved + 1)
-    body = {"model": "tiny", "messages": said, **GREEDY, **TOKENS}
+    body = {"model": "tiny", "messages": messages, **GREEDY, **TOKENS}
     expected = pair.alone.post("/v1/chat/completions", body)["choices"][0]
     assert reply.choices[0].message.content == expected["message"]["content"]
     assert token_ids(reply.choices[0]) == expected["token_ids"]
@@ -281,18 +281,18 @@ def test_chat_responses_equal_those_of_one_server(pair: Pair, gateway: Gateway) 
 def test_kv_events_route_the_second_request_to_the_cached_prefix(pair: Pair, gateway: Gateway) -> None:
     """The first request fills the index by the engines' events alone; the second one is routed to the instance with its
     prefix."""
-    asked = prompt(640, seed=77)
+    prompt_ids = prompt(640, seed=77)
     hits = {leg: gateway.metric("kvroute_prefix_hit_tokens_total", leg=leg) for leg in ("prefill", "decode")}
     with gateway.client() as client:
-        client.completions.create(model="tiny", prompt=asked, extra_body=TOKENS, **GREEDY)
-        until(lambda: {"prefill", "decode"} <= holders(gateway, asked))
+        client.completions.create(model="tiny", prompt=prompt_ids, extra_body=TOKENS, **GREEDY)
+        until(lambda: {"prefill", "decode"} <= holders(gateway, prompt_ids))
         nbytes = pulled_bytes(pair)
-        again = client.completions.create(model="tiny", prompt=[*asked, 5, 6, 7], extra_body=TOKENS, **GREEDY)
+        again = client.completions.create(model="tiny", prompt=[*prompt_ids, 5, 6, 7], extra_body=TOKENS, **GREEDY)
     for leg, before in hits.items():
         assert gateway.metric("kvroute_prefix_hit_tokens_total", leg=leg) - before == 640
     # Of 643 tokens only the last block is transferred, in 4 layers.
     until(lambda: pulled_bytes(pair) - nbytes == 4 * LAYER_BYTES)
-    assert token_ids(again.choices[0]) == alone(pair, [*asked, 5, 6, 7])
+    assert token_ids(again.choices[0]) == alone(pair, [*prompt_ids, 5, 6, 7])
 
 
 def holders(gateway: Gateway, prompt: list[int]) -> set[str]:
@@ -312,14 +312,14 @@ def fetching(server: Server) -> bool:
 
 def server_that_is(pair: Pair, busy: Callable[[Server], bool]) -> Server:
     """Wait for the decode server that is `busy` and return it."""
-    found: list[Server] = []
+    chosen: list[Server] = []
 
-    def is_found() -> bool:
-        found.extend(server for server in (pair.decode, pair.other) if busy(server))
-        return bool(found)
+    def is_chosen() -> bool:
+        chosen.extend(server for server in (pair.decode, pair.other) if busy(server))
+        return bool(chosen)
 
-    until(is_found)
-    return found[0]
+    until(is_chosen)
+    return chosen[0]
 
 
 def kill_decoding(pair: Pair, gateway: Gateway, earlier: int) -> Server:
@@ -362,12 +362,12 @@ def during_request(gateway: Gateway, act: Callable[[], None], stream: bool, **bo
             for part in answer if stream else [answer]:
                 got.extend(token for choice in part.choices for token in token_ids(choice))
 
-    asking = threading.Thread(target=send_prompt)
-    asking.start()
+    sender = threading.Thread(target=send_prompt)
+    sender.start()
     try:
         act()
     finally:
-        asking.join(2 * WAIT_S)
+        sender.join(2 * WAIT_S)
     return got
 
 
@@ -379,7 +379,7 @@ def last_request(gateway: Gateway, kind: str) -> int:
 
 def test_a_decode_server_that_dies_mid_transfer_is_replaced(pair: Pair, gateway: Gateway) -> None:
     """The client sees only its stream, from the other server, which pulls the same KV; the prompt is prefilled once."""
-    asked = prompt(600, seed=88)
+    prompt_ids = prompt(600, seed=88)
     victims: list[Server] = []
     failed = {server.name: server.metric(FAILURES) for server in (pair.decode, pair.other)}
 
@@ -391,8 +391,8 @@ def test_a_decode_server_that_dies_mid_transfer_is_replaced(pair: Pair, gateway:
             pair.prefill.fault_file.unlink()
 
     pair.prefill.fault_file.write_text("stall-layer-1", encoding="utf-8")
-    got = during_request(gateway, kill, stream=True, prompt=asked, max_tokens=ANSWER_TOKENS)
-    assert got == alone(pair, asked)
+    got = during_request(gateway, kill, stream=True, prompt=prompt_ids, max_tokens=ANSWER_TOKENS)
+    assert got == alone(pair, prompt_ids)
     (survivor,) = (server for server in (pair.decode, pair.other) if server.alive)
     until(lambda: last_request(gateway, "decode_failed") == 1)  # the log is flushed from time to time
     assert last_request(gateway, "prefill_finished") == 1
@@ -406,21 +406,21 @@ def test_a_decode_server_that_dies_mid_transfer_is_replaced(pair: Pair, gateway:
 def test_a_decode_server_that_dies_during_decode(pair: Pair, gateway: Gateway) -> None:
     """A non-streaming response comes from the other server instead; a started stream ends with a proper error event;
     without any server there is a proper 503."""
-    asked, errors = prompt(50, seed=95), gateway.metric("kvroute_stream_errors_total")
+    prompt_ids, errors = prompt(50, seed=95), gateway.metric("kvroute_stream_errors_total")
     long = 3900  # tokens: many seconds, because a machine may be slow to show that the engine decodes
     earlier = len(gateway.events("arrived"))
 
     def kill() -> None:
         kill_decoding(pair, gateway, earlier)
 
-    got = during_request(gateway, kill, stream=False, prompt=asked, max_tokens=long)
-    assert got == alone(pair, asked, long)
+    got = during_request(gateway, kill, stream=False, prompt=prompt_ids, max_tokens=long)
+    assert got == alone(pair, prompt_ids, long)
     until(lambda: last_request(gateway, "decode_failed") == 1)  # the log is flushed from time to time
     broken_stream(pair, gateway, seed=91)
     assert gateway.metric("kvroute_stream_errors_total") == errors + 1
-    with gateway.client() as client, pytest.raises(openai.InternalServerError) as refused:
+    with gateway.client() as client, pytest.raises(openai.InternalServerError) as rejected:
         client.completions.create(model="tiny", prompt=[5, 6, 7], **GREEDY)
-    assert refused.value.status_code == 503
+    assert rejected.value.status_code == 503
     wait_until_idle(gateway)
 
 
@@ -434,10 +434,10 @@ def broken_stream(pair: Pair, gateway: Gateway, seed: int) -> None:
             next(stream)
             arrived += 1
         victim = kill_decoding(pair, gateway, earlier)
-        with stream, pytest.raises(openai.APIError) as told:
+        with stream, pytest.raises(openai.APIError) as caught:
             list(stream)
-    assert not isinstance(told.value, openai.APIConnectionError), "the stream was cut instead of ended"
-    assert victim.name in str(told.value)
+    assert not isinstance(caught.value, openai.APIConnectionError), "the stream was cut instead of ended"
+    assert victim.name in str(caught.value)
     until(lambda: gateway.metric("kvroute_instance_up", engine=victim.name) == 0)
     wait_until_idle(gateway)
 
@@ -455,7 +455,7 @@ def test_api_keys_share_no_cached_prompts(pair: Pair, tmp_path: Path) -> None:
     cached tokens nor by the gateway's, which follows the engines' KV events. The prompt of the same key is."""
     names = ("alice", "bob")
     settings: dict[str, Any] = {"keys": {"known": {name: hash_text(name) for name in names}}, "cache_salt": "per-key"}
-    asked = prompt(640, seed=4711)
+    prompt_ids = prompt(640, seed=4711)
     with serving(pair, tmp_path, **settings) as gateway:
         all_up(gateway, pair)
 
@@ -463,16 +463,16 @@ def test_api_keys_share_no_cached_prompts(pair: Pair, tmp_path: Path) -> None:
             """Return the count in the response, and that of the gateway when it chose the prefill instance."""
             before = gateway.metric("kvroute_prefix_hit_tokens_total", leg="prefill")
             client = gateway.client().with_options(api_key=name)
-            usage = client.completions.create(model="tiny", prompt=asked, extra_body=TOKENS, **GREEDY).usage
+            usage = client.completions.create(model="tiny", prompt=prompt_ids, extra_body=TOKENS, **GREEDY).usage
             assert usage is not None
             details = usage.prompt_tokens_details
-            found = gateway.metric("kvroute_prefix_hit_tokens_total", leg="prefill") - before
-            return (details.cached_tokens or 0) if details else 0, found
+            routed = gateway.metric("kvroute_prefix_hit_tokens_total", leg="prefill") - before
+            return (details.cached_tokens or 0) if details else 0, routed
 
         assert cached("alice") == (0, 0)
-        until(lambda: {"prefill", "decode"} <= holders(gateway, asked))
+        until(lambda: {"prefill", "decode"} <= holders(gateway, prompt_ids))
         assert cached("bob") == (0, 0)
-        until(lambda: {"prefill", "decode"} <= holders(gateway, asked))
-        told, routed = cached("alice")
-        assert told >= 608
+        until(lambda: {"prefill", "decode"} <= holders(gateway, prompt_ids))
+        reported, routed = cached("alice")
+        assert reported >= 608
         assert routed == 639, "the last token is always computed"
