@@ -331,7 +331,7 @@ def test_a_number_and_its_unit_are_on_one_line(browser: Browser) -> None:
     """No text has a breakable space between a number and its unit."""
     with _feed(browser, *TWO["16"]):
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
-        text = browser.until("document.querySelector('#sites .said').textContent && document.body.textContent")
+        text = browser.until("document.querySelector('#sites .note').textContent && document.body.textContent")
         assert re.search(r"\d\u00a0%", text)
         assert re.findall(r"\d (?:%|ms|µs|s|min|[KMGT]?B)(?!\w)", text) == []
 
@@ -375,7 +375,7 @@ def test_arrow_keys_navigate_the_map(browser: Browser) -> None:
         browser.key(left)
         browser.key(right)
         second = browser.until(f"{NAMED} !== {json.dumps(first)} && {NAMED}")
-        assert second in browser.run("document.querySelector('#map-said').textContent")
+        assert second in browser.run("document.querySelector('#map-announcement').textContent")
         browser.key(left)
         browser.until(f"{NAMED} !== {json.dumps(second)}")
 
@@ -507,7 +507,7 @@ def test_two_datacenters_show_link_threshold_and_shares(browser: Browser, size: 
         threshold, share = browser.run(_texts("#sites .figures"))
         assert threshold == "2K tokens, base 2K"
         assert re.fullmatch(r"\d+\s% offloaded, \d+\s% at home", share)
-        text = browser.run("document.querySelector('#sites .said').textContent")
+        text = browser.run("document.querySelector('#sites .note').textContent")
         assert "serve 9.5/s (λ max), limited by the WAN path; the best split 11/s, gain 14\u00a0%" in text
         browser.until("document.querySelector('#sites .area').getAttribute('d').length > 9")
         assert browser.until(f"{_texts('#sites td:nth-child(3)')}[0].slice(0, 1) !== '0'")

@@ -86,7 +86,7 @@ class FramedSocket:
             raise WireError("integrity", "a frame does not carry the tag of this connection")
         return decode(header)
 
-    def heard(self) -> Message:
+    def receive_next(self) -> Message:
         """Return the next header. The end of the connection is an error.
 
         Raises:
@@ -103,9 +103,9 @@ class FramedSocket:
         """Return the next header, which must be a `kind`.
 
         Raises:
-            WireError: it is another kind, or as for `heard`.
+            WireError: it is another kind, or as for `receive_next`.
         """
-        message = self.heard()
+        message = self.receive_next()
         if not isinstance(message, kind):
             raise WireError("malformed", f"{type(message).__name__} instead of {kind.__name__}")
         return message

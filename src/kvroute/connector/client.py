@@ -139,11 +139,11 @@ class Client:
 
     def _release(self, peer: Peer, remote_request_id: str) -> None:
         try:
-            channel, heard = self._pool.ask(peer, Release(remote_request_id))
+            channel, reply = self._pool.ask(peer, Release(remote_request_id))
         except OSError as error:
             log.info("%s could not be informed that %s may be freed: %s", peer.source, remote_request_id, error)
             return
-        if isinstance(heard, Released):
+        if isinstance(reply, Released):
             self._pool.keep(peer, channel)
         else:
             self._pool.drop(channel)

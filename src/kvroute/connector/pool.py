@@ -45,12 +45,12 @@ class ConnectionPool:
         """Send on an idle connection, or on a new one if that has died. Return the header of the response.
 
         Raises:
-            OSError: no server at this address, or it uses another protocol; `WireError` as for `FramedSocket.heard`.
+            OSError: no server at this address, or it uses another protocol; `WireError` as for `receive_next`.
         """
         while (channel := self._kept(peer)) is not None:
             try:
                 channel.send(message)
-                return channel, channel.heard()
+                return channel, channel.receive_next()
             except OSError as error:
                 self.drop(channel)
                 if not _died_idle(error):
@@ -58,7 +58,7 @@ class ConnectionPool:
         channel = self._connect(peer)
         try:
             channel.send(message)
-            return channel, channel.heard()
+            return channel, channel.receive_next()
         except BaseException:
             self.drop(channel)
             raise

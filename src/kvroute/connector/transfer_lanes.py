@@ -144,10 +144,10 @@ class TransferLane:
             prompt=transfer.prompt,
             wait_s=transfer.wait_s,
         )
-        channel, heard = self._pool.ask(transfer.peer, fetch)
+        channel, message = self._pool.ask(transfer.peer, fetch)
         progress.enter(channel)
         try:
-            self._listen(channel, heard)
+            self._listen(channel, message)
         except BaseException:
             self._pool.drop(channel)
             raise
@@ -155,16 +155,16 @@ class TransferLane:
             progress.leave(channel)
         self._pool.keep(transfer.peer, channel)
 
-    def _listen(self, channel: FramedSocket, heard: Message) -> None:
-        while not isinstance(heard, End):
-            if isinstance(heard, Part):
-                self._progress.receive(channel, heard)
+    def _listen(self, channel: FramedSocket, message: Message) -> None:
+        while not isinstance(message, End):
+            if isinstance(message, Part):
+                self._progress.receive(channel, message)
                 if self._after < 0:
                     self._first_part()
-                self._after = heard.number
-            elif not isinstance(heard, Waiting):
-                raise WireError("malformed", f"{type(heard).__name__} instead of Part")
-            heard = channel.heard()
+                self._after = message.number
+            elif not isinstance(message, Waiting):
+                raise WireError("malformed", f"{type(message).__name__} instead of Part")
+            message = channel.receive_next()
 
 
 def _error_code(error: OSError) -> str:

@@ -49,9 +49,9 @@ class Notifier:
         """Signal a change."""
         self._event.set()
 
-    async def until(self, heard: Callable[[], bool]) -> None:
-        """Wait until `heard` returns True. It is checked after every change."""
-        while not heard():
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` returns True. It is checked after every change."""
+        while not condition():
             self._event.clear()
             await self._event.wait()
 

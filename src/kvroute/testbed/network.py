@@ -198,7 +198,7 @@ class Network:
             msgspec.json.encode([(self.run.namespace(host), name, s) for (host, s), name in delays.items()])
         )
         command = [sys.executable, "-m", "kvroute.testbed.delay", str(plan), str(ready)]
-        self.programs.heard(self.programs.begin(command, "delay"), ready)
+        self.programs.wait_ready(self.programs.begin(command, "delay"), ready)
         for (host, _), name in delays.items():
             namespace = self.run.namespace(host)
             namespaces.accept_own(namespace, name)

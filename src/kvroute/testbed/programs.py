@@ -29,7 +29,7 @@ class Programs:
         self._children.append(child)
         return child
 
-    def heard(self, child: subprocess.Popen[bytes], ready: Path) -> bytes:
+    def wait_ready(self, child: subprocess.Popen[bytes], ready: Path) -> bytes:
         """Wait until a program is ready. Return the JSON object in the file `ready`, which is named like its log.
 
         Raises:

@@ -69,7 +69,7 @@ class Testbed:
             waits[ready] = self._programs.begin(command, host.program)
         found: dict[str, Endpoint] = {}
         for ready, process in waits.items():
-            answer = self._programs.heard(process, ready)
+            answer = self._programs.wait_ready(process, ready)
             found |= msgspec.json.decode(answer, type=dict[str, dict[str, Endpoint]])["instances"]
         return found
 
@@ -79,7 +79,7 @@ class Testbed:
         file.write_text(served(self.cluster, endpoints).to_yaml(), encoding="utf-8")
         ports = ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--ready-file", str(ready)]
         self._gateway = self._programs.begin([*_kvroute("serve"), str(file), *ports, *options], "gateway")
-        answer = self._programs.heard(self._gateway, ready)
+        answer = self._programs.wait_ready(self._gateway, ready)
         found = msgspec.json.decode(answer, type=dict[str, str])
         state = State(
             run=self.run.name,

@@ -29,7 +29,7 @@ def test_health_changes_only_after_consecutive_opposite_checks(
         if known is None and number == 0:
             needed = 1
         flips = len(history) >= needed and all(each is not up for each in history[-needed:])
-        assert health.heard(passed) is flips
+        assert health.record(passed) is flips
         if flips:
             up, history = not up, []
         assert health.up is up

@@ -216,7 +216,7 @@ def test_the_state_of_a_path_is_within_bounds_and_expires(pages: Mapping[str, li
     attributed to other traffic."""
     path = signals()
     for source, links in pages.items():
-        path.heard(source, links, 0.0)
+        path.record(source, links, 0.0)
     state = path.sample(AWAY, age_s)
     between_sites = [
         each
@@ -248,7 +248,7 @@ def test_missing_throughput_of_a_full_path_counts_as_other_traffic(ends: list[tu
     path, pairs = PathTelemetry(NARROW_SITES, stalled_s=2.0, fresh_s=3.0), sorted(set(ends))
     for sender in ("far0", "far1"):
         bytes_per_s = share * CAPACITY / len(pairs)
-        path.heard(
+        path.record(
             sender, [seen(bytes_per_s, target=target, full=True) for source, target in pairs if source == sender], 0.0
         )
     state = path.sample(AWAY, 0.0)

@@ -25,7 +25,7 @@ class Health:
         self._against = 0
         """Number of checks in a row that contradict `up`."""
 
-    def heard(self, well: bool) -> bool:
+    def record(self, well: bool) -> bool:
         """Record a check's result; return whether it has changed `up`."""
         first, self.checked = not self.checked, True
         self._against = 0 if well is self.up else self._against + 1
@@ -109,5 +109,5 @@ class HealthChecks:
         else:
             self._absent.add(name)
         health = self._health[name]
-        if health.heard(well) or (not health.up and self.present(name) != was_present):
+        if health.record(well) or (not health.up and self.present(name) != was_present):
             self._on_change(name, health.up, self._now())

@@ -57,7 +57,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._clear()
 
     def _clear(self) -> None:
-        self._heard = False
+        self._received = False
         self._bare_bytes = 0
         self._status = 0
         self._headers: Headers = []
@@ -167,7 +167,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if exc is None and self._head_told and self._until_close():
             self._end(keep=False)
-        elif self._served and not self._heard and not call.retried:
+        elif self._served and not self._received and not call.retried:
             self._call = None
             call.connection = None
             call.retried = True
@@ -208,7 +208,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _feed(self, data: bytes) -> str:
         """Parse data; return an error text, or an empty string."""
-        self._heard = True
+        self._received = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:

@@ -61,8 +61,8 @@ class ClusterManager:
         except InputError:
             self._prompts.close()
             raise
-        self._collectors = Collectors(self.runtime, self._heard)
-        self.role_switches = RoleSwitches(self.runtime, self._heard)
+        self._collectors = Collectors(self.runtime, self._on_event)
+        self.role_switches = RoleSwitches(self.runtime, self._on_event)
         self._retired: list[ClusterRuntime] = []
         self._carry_over: StateCarryOver | None = None
         self._closed: deque[Iterator[int]] = deque()
@@ -117,7 +117,7 @@ class ClusterManager:
         self._carry_over = StateCarryOver(old, runtime, self._retired)
         self._carry_over.at_once()
         self.role_switches.take_over(old, runtime)
-        self._collectors = Collectors(runtime, self._heard, collectors)
+        self._collectors = Collectors(runtime, self._on_event, collectors)
         self.runtime, self.deployment, self._prompts = runtime, prepared.deployment, prepared.prompts
         self._prompts.change(float(runtime.settings.limits.queue_wait_s))
         return collectors
@@ -188,7 +188,7 @@ class ClusterManager:
             runtime.close()
             runtime.prompts.close()
 
-    def _heard(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         """Process an event of a collector."""
         self.runtime.on_telemetry(event)
         if self._carry_over is not None:

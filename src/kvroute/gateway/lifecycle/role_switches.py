@@ -51,9 +51,9 @@ class RoleSwitch:
 class RoleSwitches:
     """The role switches of the current cluster; the caller runs `advance` periodically and `take_over` at a reload."""
 
-    def __init__(self, runtime: ClusterRuntime, heard: Callable[[Event], None]) -> None:
-        """Args: `heard` receives the event that an instance has restarted, like those of a collector."""
-        self._runtime, self._heard = runtime, heard
+    def __init__(self, runtime: ClusterRuntime, on_event: Callable[[Event], None]) -> None:
+        """Args: `on_event` receives the event that an instance has restarted, like those of a collector."""
+        self._runtime, self._on_event = runtime, on_event
         self.in_progress: dict[str, RoleSwitch] = {}
         """Role switches in progress, by instance."""
         self._ask_at = 0.0
@@ -130,7 +130,7 @@ class RoleSwitches:
         engine, now = runtime.engines[name], runtime.now()
         if outcome == "switched":
             engine.role = switch.role
-            self._heard(KvCleared(now, name))  # the engine has most likely restarted
+            self._on_event(KvCleared(now, name))  # the engine has most likely restarted
         if _may_switch(runtime, name):
             runtime.notify(RoleSwitched(now, name, engine.role))
         engine.availability.release(SWITCHING, now)

@@ -23,18 +23,18 @@ class Collectors:
     """All collectors of one cluster, between `start` and `close`."""
 
     def __init__(
-        self, runtime: ClusterRuntime, heard: Callable[[Event], None] | None = None, before: Collectors | None = None
+        self, runtime: ClusterRuntime, on_event: Callable[[Event], None] | None = None, before: Collectors | None = None
     ) -> None:
         """
         Args:
             runtime: the cluster.
-            heard: receives the events of the collectors; default: the cluster.
+            on_event: receives the events of the collectors; default: the cluster.
             before: the collectors that these replace. Their KV event subscriptions continue without interruption: a new
                 subscription may miss an eviction, so the view of that engine's cache would have to be cleared.
         """
         settings, names = runtime.settings, tuple(runtime.engines)
         self._runtime = runtime
-        self._heard = heard or runtime.on_telemetry
+        self._on_event = on_event or runtime.on_telemetry
 
         def pool_of(name: str) -> UpstreamPool:
             return runtime.engines[name].pool
@@ -61,13 +61,13 @@ class Collectors:
         taken = before.hand_over(settings.prompt.block_tokens) if before is not None else None
         self._takes_over = taken is not None
         self._kv_events = taken or KvEvents(
-            self._publishers, settings.prompt.block_tokens, self._heard, runtime.now, count=weakly(self._count_kv)
+            self._publishers, settings.prompt.block_tokens, self._on_event, runtime.now, count=weakly(self._count_kv)
         )
         self._hands_over = False
         self._scraper = Scraper(
             names,
             pool_of,
-            self._heard,
+            self._on_event,
             runtime.now,
             PollSettings(
                 path=scrape.path,
@@ -82,7 +82,7 @@ class Collectors:
         self._prometheus: PrometheusSource | None = None
         if prometheus is not None:
             links = [link.name for link in runtime.cluster.links]
-            self._prometheus = PrometheusSource(prometheus, links, self._heard, runtime.now, random.Random())
+            self._prometheus = PrometheusSource(prometheus, links, self._on_event, runtime.now, random.Random())
 
     @property
     def all_checked(self) -> bool:
@@ -117,7 +117,7 @@ class Collectors:
         if self._prometheus is not None:
             self._prometheus.start()
         if self._takes_over:
-            self._kv_events.emit, self._kv_events.count = self._heard, weakly(self._count_kv)
+            self._kv_events.emit, self._kv_events.count = self._on_event, weakly(self._count_kv)
             self._kv_events.change(self._publishers)
         else:
             self._kv_events.start()

@@ -63,7 +63,7 @@ class PathTelemetry:
         """Datacenters in which the paths start, by name."""
         return tuple(self._capacity)
 
-    def heard(self, source: str, seen: Sequence[TcpSample], now: float) -> None:
+    def record(self, source: str, seen: Sequence[TcpSample], now: float) -> None:
         """Store the samples of an engine's page; the page of an engine outside these datacenters is ignored."""
         site = self._site_of.get(source)
         if site is not None:

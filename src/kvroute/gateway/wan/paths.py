@@ -124,7 +124,7 @@ class WanPaths:
 
     def links_seen(self, source: str, seen: Sequence[TcpSample], now: float) -> None:
         """Process the samples of a prefill instance's outgoing KV connections."""
-        self.telemetry.heard(source, seen, now)
+        self.telemetry.record(source, seen, now)
         site = self._site.get(source)
         if site is not None:
             self._update_stall(site, now)

@@ -45,7 +45,7 @@ export class History {
     for (const { title, text, lines, name: heading, now, high, picture, paths } of this.charts) {
       const top = Math.max(...this.points.flatMap((point) => lines.map(([place]) => point[place] ?? 0)));
       lines.forEach(([place], k) => paths[k].setAttribute("d", pathOf(this.points, place, end, span, top)));
-      const said = lines.map(([place, name]) => {
+      const texts = lines.map(([place, name]) => {
         const known = this.points.map((point) => point[place]).filter((value) => value !== null), last = this.points[this.points.length - 1][place];
         const range = known.length ? `, lowest ${text(Math.min(...known))}, highest ${text(Math.max(...known))}` : "";
         return `${name ? `${name} ` : ""}now ${last === null ? "none" : text(last)}${range}`;
@@ -53,7 +53,7 @@ export class History {
       setText(now, lines.map(([place, name]) => `${name ? `${name} ` : ""}${text(this.points[this.points.length - 1][place])}`).join(" · "));
       setText(heading, `${title}, last ${seconds(span)}`);
       setText(high, top > 0 ? text(top) : "none");
-      picture.setAttribute("aria-label", `${title}, last ${seconds(span)}: ${said.join("; ")}`);
+      picture.setAttribute("aria-label", `${title}, last ${seconds(span)}: ${texts.join("; ")}`);
     }
   }
 }

@@ -337,9 +337,9 @@ export class Panels {
       kv === null ? "–" : percent(kv), age === null ? "–" : `${seconds(age)} ago`, instance.model, instance.place];
   }
 
-  // `said`: whether a screen reader announces it; not at every tick.
-  inspect(k, said = false) {
-    if (said && k >= 0 && this.tick) setText($("map-said"), `${this.layout.instances[k].name}, ${this.words(k).slice(0, 2).join(", ")}`);
+  // `announced`: whether a screen reader announces it; not at every tick.
+  inspect(k, announced = false) {
+    if (announced && k >= 0 && this.tick) setText($("map-announcement"), `${this.layout.instances[k].name}, ${this.words(k).slice(0, 2).join(", ")}`);
     const line = $("inspector");
     if (k < 0 || !this.tick) { setText(line, "Point at an instance, or focus the map and use the arrow keys."); return; }
     const [role, state, own, running, waiting, load, pending, kv, age, model, place] = this.words(k);
@@ -418,9 +418,9 @@ class Offloading {
     this.table.append(element("thead"), element("tbody"));
     const scroll = element("div", "scroll");
     scroll.append(this.table);
-    this.said = element("p", "said");
+    this.note = element("p", "note");
     this.roles = element("ul", "plain");
-    $("sites").append(this.thresholds, this.share.node, scroll, this.said, this.roles);
+    $("sites").append(this.thresholds, this.share.node, scroll, this.note, this.roles);
   }
 
   state(site) {
@@ -477,7 +477,7 @@ class Offloading {
   }
 
   review(tick, review) {
-    if (!review) { setText(this.said, "No review yet: too few requests."); return; }
+    if (!review) { setText(this.note, "No review yet: too few requests."); return; }
     const homes = this.layout.sites.filter((site) => site.role === "home").map((site) => site.name);
     const splits = homes.map((home, k) => {
       const roles = this.layout.instances.map((_, at) => at).filter((at) => this.datacenters[at] === home).map((at) => roleNow(this.layout, tick, at));
@@ -485,7 +485,7 @@ class Offloading {
       return `${home} has ${count("prefill")} prefill + ${count("decode")} decode, best ${review.n_prefill[k]} + ${review.n_decode[k]}`;
     });
     const age_s = Math.round(tick.at - review.at);
-    setText(this.said, `Review ${age_s > 0 ? `${seconds(age_s)} ago` : "just now"}: ${figures(review.rate_per_s)} requests/s arrive, the present split can serve ` +
+    setText(this.note, `Review ${age_s > 0 ? `${seconds(age_s)} ago` : "just now"}: ${figures(review.rate_per_s)} requests/s arrive, the present split can serve ` +
       `${figures(review.lambda_max_per_s)}/s (λ max), limited by ${BINDING[review.binding] ?? review.binding}; the best split ${figures(review.best_per_s)}/s, ` +
       `gain ${percent(review.gain)}. ${splits.join("; ")}: ${VERDICT[review.verdict] ?? review.verdict}.`);
   }
