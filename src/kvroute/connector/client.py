@@ -139,7 +139,7 @@ class Client:
 
     def _release(self, peer: Peer, remote_request_id: str) -> None:
         try:
-            channel, reply = self._pool.ask(peer, Release(remote_request_id))
+            channel, reply = self._pool.request(peer, Release(remote_request_id))
         except OSError as error:
             log.info("%s could not be informed that %s may be freed: %s", peer.source, remote_request_id, error)
             return

@@ -41,7 +41,7 @@ class ConnectionPool:
         self._lock = threading.Lock()
         self._closed = False
 
-    def ask(self, peer: Peer, message: Fetch | Release) -> tuple[FramedSocket, Message]:
+    def request(self, peer: Peer, message: Fetch | Release) -> tuple[FramedSocket, Message]:
         """Send on an idle connection, or on a new one if that has died. Return the header of the response.
 
         Raises:

@@ -144,7 +144,7 @@ class TransferLane:
             prompt=transfer.prompt,
             wait_s=transfer.wait_s,
         )
-        channel, message = self._pool.ask(transfer.peer, fetch)
+        channel, message = self._pool.request(transfer.peer, fetch)
         progress.enter(channel)
         try:
             self._listen(channel, message)

@@ -123,7 +123,7 @@ class _Examination:
             subscription.open()
         places = asyncio.Semaphore(AT_ONCE)
 
-        async def ask(engine: Examined) -> None:
+        async def query(engine: Examined) -> None:
             async with places:
                 if self._remaining_s():
                     await ask_engine(engine, self._settings, self._wait_s)
@@ -135,7 +135,7 @@ class _Examination:
 
         async with asyncio.TaskGroup() as group:
             for engine in self._engines.values():
-                group.create_task(ask(engine))
+                group.create_task(query(engine))
             for subscription in self._subscriptions.values():
                 group.create_task(follow(subscription))
 

@@ -70,7 +70,7 @@ class Copies:
         pinned, hit = memory.index.pin(source, blocks, len(blocks)), memory.index.match_one(target, blocks)
         if pinned < len(blocks) or not memory.has_room(target, blocks, hit):
             memory.index.unpin(source, blocks, pinned)
-            self._router.tell(CopyFinished(self._agenda.now, copy_id, landed=False))
+            self._router.handle(CopyFinished(self._agenda.now, copy_id, landed=False))
             return "refused"
         self._held[number] = Held(copy_id, source, target, blocks, hit)
         self._fleet.take(source)
@@ -104,7 +104,7 @@ class Copies:
 
     def _end(self, number: int, held: Held, *, landed: bool) -> list[int]:
         for _, copy_id in ((number, held.copy_id), *held.joined):
-            self._router.tell(CopyFinished(self._agenda.now, copy_id, landed))
+            self._router.handle(CopyFinished(self._agenda.now, copy_id, landed))
         self._router.give_back(held.source)
         self._router.give_back(held.target)
         return [number, *(each for each, _ in held.joined)]

@@ -79,7 +79,7 @@ class RequestTimelines:
             block_tokens=traced.block_tokens,
             max_output_tokens=traced.output_tokens,
         )
-        self._begin(request, self._router.tell(Arrived(self._agenda.now, arrived)))
+        self._begin(request, self._router.handle(Arrived(self._agenda.now, arrived)))
 
     def advance(self) -> None:
         """Move bytes up to now. The caller then updates the next finish time or changes the flows."""
@@ -177,7 +177,7 @@ class RequestTimelines:
             self._end_unanswered(request, source)
             return
         started_s = time.perf_counter()
-        decisions = self._router.tell(PrefillFinished(now, request))
+        decisions = self._router.handle(PrefillFinished(now, request))
         if request in self._booked:
             self._booked.remove(request)
             self._hand_over(request)
@@ -229,7 +229,7 @@ class RequestTimelines:
         target = int(outcomes.target[request])
         self._telemetry.landed(request, self._delivery.transfers.pop(request).sent_s)
         evicted = self._delivery.transfer_done(request)
-        self._router.tell(TransferFinished(now, request, self._fleet.free_bytes(target)))
+        self._router.handle(TransferFinished(now, request, self._fleet.free_bytes(target)))
         blocks = self._delivery.cached(request)
         if blocks:
             self._router.stored(target, blocks, evicted)
@@ -258,7 +258,7 @@ class RequestTimelines:
             return
         source, target = int(self._outcomes.source[request]), int(self._outcomes.target[request])
         self._router.evicted(self._delivery.give_up(request))
-        decisions = self._router.tell(DecodeFailed(self._agenda.now, request, kv_lost=True))
+        decisions = self._router.handle(DecodeFailed(self._agenda.now, request, kv_lost=True))
         self._router.give_back(source)
         self._router.give_back(target)
         self._begin(request, decisions)
@@ -277,7 +277,7 @@ class RequestTimelines:
             outcomes.admitted_s[request] = now
             outcomes.first_token_s[request] = step.first_token_s
             outcomes.entry_iteration_s[request] = step.iteration_s
-            self._router.tell(Admitted(now, request))
+            self._router.handle(Admitted(now, request))
         if wake_s is not None:
             self._agenda.at(wake_s, self._step, target, decode.version)
 
@@ -285,7 +285,7 @@ class RequestTimelines:
         now = self._agenda.now
         self._outcomes.state[request] = FINISHED
         self._outcomes.finished_s[request] = now
-        self._router.tell(Finished(now, request, free_kv_bytes, self._trace[request].output_tokens))
+        self._router.handle(Finished(now, request, free_kv_bytes, self._trace[request].output_tokens))
         self._arrivals.ended(now, request)
 
     def _reject(self, request: int, decision: Decision) -> None:

@@ -40,7 +40,7 @@ class Router:
             None if offloading is None else min((each.tokens for each in offloading.thresholds.values()), default=None)
         )
 
-    def tell(self, event: Event) -> tuple[Decision, ...]:
+    def handle(self, event: Event) -> tuple[Decision, ...]:
         """Send an event and return the decisions for requests. Instances that switch their role start to drain at
         once."""
         decisions = self._control.handle(event)
@@ -67,8 +67,8 @@ class Router:
 
     def _switched(self, index: int, _: int) -> None:
         now, name, role = self._agenda.now, self._cluster.instances[index].name, self._fleet.switch_role(index)
-        self.tell(KvCleared(now, name))
-        self.tell(RoleSwitched(now, name, role))
+        self.handle(KvCleared(now, name))
+        self.handle(RoleSwitched(now, name, role))
 
     def stored(self, index: int, blocks: tuple[int, ...], evicted: list[Evicted]) -> None:
         """Report a chain that is now cached, as far as it fits, and the blocks evicted for it."""
@@ -79,10 +79,10 @@ class Router:
         # A hybrid model has no state at the point where a chain was cut, and a KvStored event would claim one.
         if kept == blocks or not self._fleet.keeps_states[index]:
             name = self._cluster.instances[index].name
-            self.tell(KvStored(self._agenda.now, name, kept, self._fleet.block_tokens))
+            self.handle(KvStored(self._agenda.now, name, kept, self._fleet.block_tokens))
         self.evicted(evicted)
 
     def evicted(self, evicted: list[Evicted]) -> None:
         """Report evicted blocks."""
         for instance, blocks, keep in evicted:
-            self.tell(KvEvicted(self._agenda.now, self._cluster.instances[instance].name, blocks, keep))
+            self.handle(KvEvicted(self._agenda.now, self._cluster.instances[instance].name, blocks, keep))

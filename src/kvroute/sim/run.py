@@ -168,7 +168,7 @@ class Simulation:
         self._timelines.advance()
         self._delivery.look_ahead()
         for event in self._telemetry.refresh(self._agenda.now):
-            self._router.tell(event)
+            self._router.handle(event)
         self._agenda.at(self._next_refresh_s(), self._refresh)
 
     def _next_refresh_s(self) -> float:
@@ -191,7 +191,7 @@ class Simulation:
 
     def _review(self, _: int, __: int) -> None:
         assert self._settings.review_s is not None
-        for order in self._router.tell(ReviewDue(self._agenda.now)):
+        for order in self._router.handle(ReviewDue(self._agenda.now)):
             assert isinstance(order, CopyPrefix)
             self._timelines.advance()
             self._copies.start(order)

@@ -126,8 +126,8 @@ class Collectors:
         """Process pushed telemetry. Raises InputError if it is invalid."""
         for event in read_push(body, self._runtime.cluster, self._runtime.now()):
             # A pushed transfer does not mean that the engine reports its own transfers.
-            tell = self._runtime.notify if isinstance(event, TransferMeasured) else self._runtime.on_telemetry
-            tell(event)
+            receiver = self._runtime.notify if isinstance(event, TransferMeasured) else self._runtime.on_telemetry
+            receiver(event)
 
     async def close(self) -> None:
         """Stop all collectors."""
