@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvroute.planner.dualpath import DualPathPlan, plan_dualpath
+from kvroute.planner.dualpath import DualPathPlan, over_ratios, plan_dualpath
+from kvroute.planner.dualpath_problem import read_dualpath
 from kvroute.types import InputError, InputErrors
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dualpath-660b.yaml"
@@ -30,7 +31,7 @@ def write_changed(folder: Path, *changes: tuple[str, str]) -> Path:
 
 def changed(folder: Path, *changes: tuple[str, str]) -> DualPathPlan:
     """Plan for the example with some texts replaced."""
-    return plan_dualpath(write_changed(folder, *changes))
+    return plan_dualpath(read_dualpath(write_changed(folder, *changes)))
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +48,7 @@ def test_the_default_of_the_publication() -> None:
     assert found["pd_interval"] == pytest.approx({"low": 1 / 7, "high": 7 / 2})
     assert found["rate_bytes_per_s"] == pytest.approx({"pooled": 300e9, "prefill_only": 100e9})
     assert found["utilisation"][found["binding"]] == pytest.approx(1.0)
-    assert found["utilisation"][found["binding"]] == max(found["utilisation"].values())
+    assert found["utilisation"][found["binding"]] == pytest.approx(max(found["utilisation"].values()))
     turns = found["turns_per_s"]
     assert turns["storage"] == pytest.approx(300e9 / (32_271 * 48_068))
     assert turns["compute"] == pytest.approx(2 * 8 * 989e12 * 0.2 / (429 * 141e9))
@@ -66,6 +67,41 @@ def test_a_person_reads_what_limits_the_cluster_and_what_pooling_brings(tmp_path
     assert "+200.0% turns/s" in words
     assert "0.143 to 3.5 prefill nodes per decode node" in words
     assert "25.6 GB of KV to read per PFLOP" in words
+
+
+def test_the_rates_over_the_ratio_agree_with_the_plan_and_its_interval() -> None:
+    """All storage NICs read at full rate within the interval and only there. At the file's own ratio the rates are
+    those of the plan. Prefill nodes alone never read more than both sides."""
+    problem = read_dualpath(EXAMPLE)
+    plan, points = plan_dualpath(problem), over_ratios(problem)
+    assert plan.pd_interval is not None
+    assert plan.pd_interval.high is not None
+    for point in points:
+        inside = plan.pd_interval.low - 1e-9 <= point.ratio <= plan.pd_interval.high + 1e-9
+        assert (point.rate_bytes_per_s.pooled == pytest.approx(6 * 50e9)) == inside
+        assert point.rate_bytes_per_s.prefill_only <= point.rate_bytes_per_s.pooled * (1 + 1e-9)
+    own = next(point for point in points if point.ratio == 0.5)
+    assert own.rate_bytes_per_s.pooled == pytest.approx(plan.rate_bytes_per_s.pooled)
+    assert own.rate_bytes_per_s.prefill_only == pytest.approx(plan.rate_bytes_per_s.prefill_only)
+    assert own.compute_turns_per_s == pytest.approx(plan.turns_per_s.compute)
+
+
+def test_out_writes_a_page_with_its_figures_and_all_numbers(tmp_path: Path) -> None:
+    """With and without a range of ratios."""
+    nothing = write_changed(tmp_path, (PREFILL, f"{PREFILL}tp: 8, "), (DECODE, f"{DECODE}tp: 8, "))
+    for number, file in enumerate((EXAMPLE, nothing)):
+        out = tmp_path / str(number)
+        result = run(str(file), "--out", str(out), "--json")
+        assert result.returncode == 0, result.stderr
+        assert f"Report: {out}/report.html" in result.stderr.replace("\n", "")
+        page = (out / "report.html").read_text(encoding="utf-8")
+        assert f"kvroute plan dualpath {file} --out {out}" in page
+        assert page.count("<svg") == 2
+        for name in ("rates", "utilisation"):
+            assert (out / "figures" / f"{name}.png").stat().st_size > 10_000
+        numbers = json.loads((out / "plan.json").read_text(encoding="utf-8"))
+        assert {key: numbers[key] for key in numbers if key != "over_ratios"} == json.loads(result.stdout)
+        assert len(numbers["over_ratios"]) > 50
 
 
 @pytest.mark.parametrize("tp", [4, 8])
@@ -138,4 +174,4 @@ def test_wrong_files_give_one_sentence_with_the_line(old: str, new: str, sentenc
     """The error names file and line."""
     path = write_changed(tmp_path, (old, new))
     with pytest.raises((InputError, InputErrors), match=rf"{path}:\d+: .*{sentence}"):
-        plan_dualpath(path)
+        read_dualpath(path)

@@ -12,6 +12,7 @@ import typer
 from kvroute.cli.output import console, make_folder, print_json, remarks
 from kvroute.llm import model as find_model
 from kvroute.planner.dualpath import plan_dualpath
+from kvroute.planner.dualpath_problem import read_dualpath
 from kvroute.planner.kv_throughput import PUBLISHED_GBPS, egress_bytes_per_s, published_kv_bytes_per_s
 from kvroute.planner.plan import Plan, make_plan
 from kvroute.planner.problem import read_problem
@@ -77,6 +78,9 @@ def dualpath(
     spec: Annotated[
         Path, typer.Argument(help="Plan file (YAML): nodes, KV cache, turns, compute.", show_default=False)
     ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the report page, figures and all numbers.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Find whether cached KV is bound by storage or by compute, and what reading through decode nodes brings.
@@ -84,17 +88,27 @@ def dualpath(
     By formula (DualPath 4.2), in general form: the load of every storage NIC, compute NIC and memory, the ratios of
     prefill to decode nodes at which all storage NICs can read at full rate, and the pooled rate for the nodes given.
 
-    Example: [bold]kvroute plan dualpath examples/dualpath-660b.yaml[/bold]
+    Example: [bold]kvroute plan dualpath examples/dualpath-660b.yaml --out plan[/bold]
     """
-    plan = plan_dualpath(spec)
+    problem = read_dualpath(spec)
+    if out is not None:
+        make_folder(out, "--out")
+    plan = plan_dualpath(problem)
     if as_json:
         print_json(plan)
-        return
-    shown = console()
-    shown.print(dualpath_verdict(plan), highlight=False, markup=False)
-    shown.print(rich_table(utilisation_grid(plan), shown.width))
-    for choice in plan.choices:
-        shown.print(f"- {choice}", highlight=False, markup=False)
+    else:
+        shown = console()
+        shown.print(dualpath_verdict(plan), highlight=False, markup=False)
+        shown.print(rich_table(utilisation_grid(plan), shown.width))
+        for choice in plan.choices:
+            shown.print(f"- {choice}", highlight=False, markup=False)
+    if out is not None:
+        from kvroute.report.dualpath_page import write_dualpath  # its import of plots takes a second
+
+        page = write_dualpath(
+            problem, plan, out, shlex.join(["kvroute", "plan", "dualpath", str(spec), "--out", str(out)])
+        )
+        remarks().print(f"Report: {page}", highlight=False, markup=False)
 
 
 @app.command()

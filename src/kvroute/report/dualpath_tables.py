@@ -35,12 +35,22 @@ def _ratios(found: Interval | None, obstacles: tuple[str, ...]) -> str:
     return f"All storage NICs can read at full rate with {found.low:.3g} {upper} prefill nodes per decode node."
 
 
+def by_utilisation(plan: DualPathPlan) -> list[str]:
+    """Return the resources, the most used first."""
+    return sorted(plan.utilisation, key=lambda name: -round(plan.utilisation[name], 9))
+
+
 def utilisation_grid(plan: DualPathPlan) -> Grid:
     """Return one row per resource, the most used first."""
-    rows = sorted(plan.utilisation.items(), key=lambda row: -row[1])
+    shares = (plan.utilisation, plan.utilisation_prefill_only)
     return Grid(
         "",
-        (Heading("resource"), Heading("utilisation", "Share in use at the pooled rate")),
-        tuple((Entry(name), Entry(f"{share:.1%}")) for name, share in rows),
-        f"At the pooled rate. Cache-compute ratio: {plan.cached_bytes_per_flop * 1e6:.3g} GB of KV to read per PFLOP.",
+        (
+            Heading("resource"),
+            Heading("utilisation", "Share in use at the pooled rate"),
+            Heading("prefill-only", "Share in use if only prefill nodes read"),
+        ),
+        tuple(tuple(map(Entry, (name, *(f"{share[name]:.1%}" for share in shares)))) for name in by_utilisation(plan)),
+        "Utilisation at the highest rate of reading. "
+        f"Cache-compute ratio: {plan.cached_bytes_per_flop * 1e6:.3g} GB of KV to read per PFLOP.",
     )
