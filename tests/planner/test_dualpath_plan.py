@@ -15,6 +15,7 @@ from kvroute.planner.dualpath_problem import read_dualpath
 from kvroute.types import InputError, InputErrors
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dualpath-660b.yaml"
+GFLOP = "{gflop_per_token: 141, gpu_tflops: 989,"
 PREFILL, DECODE = "prefill: {nodes: 2, ", "decode: {nodes: 4, "
 
 
@@ -126,6 +127,23 @@ def test_kv_heads_are_sharded_and_then_replicated(tmp_path: Path) -> None:
         assert any(copies in choice for choice in plan.choices)
 
 
+@pytest.mark.parametrize("from_kv", [True, False])
+def test_operations_can_be_computed_from_the_model(from_kv: bool, tmp_path: Path) -> None:
+    """From `compute: {model}`, or from the model of `kv`: 140.4 GFLOP per token of DeepSeek-V3.2, 0.4 % below the value
+    of the example."""
+    given = changed(tmp_path)
+    if from_kv:
+        kv = "kv: {kind: given, per_token: 48068 B, layers: 61, replicated: true}"
+        changes = [(kv, "kv: {kind: model, model: deepseek-v3.2}"), (GFLOP, "{gpu_tflops: 989,")]
+    else:
+        changes = [(GFLOP, "{model: deepseek-v3.2, gpu_tflops: 989,")]
+    computed = changed(tmp_path, *changes)
+    assert computed.turns_per_s.compute == pytest.approx(given.turns_per_s.compute, rel=0.005)
+    assert "compute: 140.4 GFLOP per appended token of deepseek-v3.2 at the mean context of 32,486 tokens" in (
+        computed.choices
+    )
+
+
 def test_all_traffic_narrows_the_range(tmp_path: Path) -> None:
     """Appended and generated tokens load the decode nodes, whose DRAM then limits the ratio: per byte of cached KV it
     carries 1 + 3 miss + 2 generated, and the bytes that arrive, in units of a tenth of its bandwidth."""
@@ -158,6 +176,10 @@ def test_posts_and_expert_traffic_take_from_the_compute_nics(tmp_path: Path) -> 
         ("mfu: 0.2", "mfu: 1.5", "mfu"),
         ("counts: cached", "counts: none", "counts"),
         (PREFILL, f"{PREFILL}expert_traffic: 60 GB/s, ", "leaves nothing of a compute NIC"),
+        (GFLOP, "{gpu_tflops: 989,", "operations per appended token are missing"),
+        (GFLOP, "{gflop_per_token: 141, model: deepseek-v3, gpu_tflops: 989,", "both `gflop_per_token` and `model`"),
+        (GFLOP, "{model: no-such-model, gpu_tflops: 989,", "no-such-model"),
+        (GFLOP, "{model: kimi-linear-48b, gpu_tflops: 989,", "not known.*give `gflop_per_token`"),
         (
             "kv: {kind: given, per_token: 48068 B, layers: 61, replicated: true}",
             "kv: {kind: model, model: no-such-model}",

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from kvroute.cli.output import console, make_folder, print_json, remarks
+from kvroute.cli.quantities import TOKENS, token_count
 from kvroute.llm import model as find_model
+from kvroute.planner.cache_compute import cache_compute
 from kvroute.planner.dualpath import plan_dualpath
 from kvroute.planner.dualpath_problem import read_dualpath
 from kvroute.planner.kv_throughput import PUBLISHED_GBPS, egress_bytes_per_s, published_kv_bytes_per_s
@@ -20,10 +22,13 @@ from kvroute.planner.search import KINDS, deployment, find, find_home
 from kvroute.report.dualpath_tables import dualpath_verdict, utilisation_grid
 from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.report.plan_tables import grids, verdict
+from kvroute.report.ratio_tables import ratio_grid
 from kvroute.topology import duration_s
 from kvroute.types import InputError
 
 _TOKENS = re.compile(r"(\d{1,9})([Kk]?)", re.ASCII)
+
+_CACHED = (16_384, 32_768, 65_536)
 
 app = typer.Typer(help="Compute thresholds, splits and bandwidth before you build a cluster.", no_args_is_help=True)
 
@@ -109,6 +114,47 @@ def dualpath(
             problem, plan, out, shlex.join(["kvroute", "plan", "dualpath", str(spec), "--out", str(out)])
         )
         remarks().print(f"Report: {page}", highlight=False, markup=False)
+
+
+@app.command()
+def ratio(
+    models: Annotated[
+        list[str], typer.Argument(help="Presets, config.json files or their folders.", show_default=False)
+    ],
+    cached: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--cached",
+            parser=token_count(),
+            metavar=TOKENS,
+            help="Tokens of cached KV; repeat for several; default: 16K, 32K and 64K.",
+        ),
+    ] = None,
+    appended: Annotated[
+        int, typer.Option("--appended", parser=token_count(), metavar=TOKENS, help="Tokens that a turn appends.")
+    ] = 429,
+    kv_number: Annotated[
+        float | None,
+        typer.Option("--kv-number", min=0.25, max=8, help="Bytes of one number of KV; 1 is FP8; default: the model's."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Compute how many gigabytes of cached KV a turn reads per PFLOP that it computes (DualPath table 1).
+
+    The higher this cache-compute ratio is, the more likely storage is the limit. A prefill at X PFLOPS reads X times as
+    many gigabytes per second.
+
+    Example: [bold]kvroute plan ratio deepseek-v3.2 qwen3-235b --kv-number 1[/bold]
+    """
+    found = [find_model(name) for name in models]
+    if kv_number is not None:
+        found = [each.with_kv_numbers(kv_number) for each in found]
+    rows = [(each, [cache_compute(each, tokens, appended) for tokens in cached or _CACHED]) for each in found]
+    if as_json:
+        print_json([one for _, some in rows for one in some])
+        return
+    shown = console()
+    shown.print(rich_table(ratio_grid(rows), shown.width))
 
 
 @app.command()

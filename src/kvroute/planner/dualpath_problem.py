@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvroute.llm import Model, model
+from kvroute.planner.cache_compute import mean_context
 from kvroute.planner.dualpath_schema import DualPathFile, GivenKv, NodesEntry
 from kvroute.planner.storage_paths import KvRatios, NodeBandwidth, ResourceLoad, loads
 from kvroute.topology.document import read_mapping_file
@@ -43,15 +44,16 @@ def read_dualpath(path: Path) -> DualPathProblem:
     """
     file, lines = read_mapping_file(path, DualPathFile, _BEGINS)
     kv, turn = _kv(file, lines), _turn(file)
+    token_flop, about_compute = _token_flop(file, kv, lines)
     return DualPathProblem(
         name=file.name,
         loads=loads(_node(file, "prefill", kv, lines), _node(file, "decode", kv, lines), turn, bounce=file.bounce),
         prefill_nodes=file.prefill.nodes,
         decode_nodes=file.decode.nodes,
         turn_cached_bytes=file.turn.cached_tokens * kv.token_bytes,
-        turn_flop=file.turn.appended_tokens * file.compute.token_gflop * 1e9,
+        turn_flop=file.turn.appended_tokens * token_flop,
         node_flop_per_s=file.prefill.gpus * file.compute.gpu_tflops * 1e12 * file.compute.mfu,
-        choices=_choices(file, kv, turn),
+        choices=(*_choices(file, kv, turn), about_compute),
     )
 
 
@@ -73,15 +75,43 @@ class _Kv:
 def _kv(file: DualPathFile, lines: Lines) -> _Kv:
     if isinstance(file.kv, GivenKv):
         return _Kv("given sizes", float(file.kv.token_bytes), file.kv.layers, None, file.kv.replicated)
-    try:
-        found = model(file.kv.model)
-    except InputError as error:
-        raise lines.error(error.what, ("kv", "model"), error.hint) from error
+    found = _model(file.kv.model, lines, ("kv", "model"))
     if not found.kv_bytes_per_token or found.request_state_bytes or any(g.kind == "sliding" for g in found.layers):
         what = f"{found.name} has layers without KV for every token, which this analysis does not cover"
         raise lines.error(what, ("kv", "model"), "give a model with attention or MLA layers only")
     layers = sum(group.count for group in found.layers)
     return _Kv(f"the layers of {found.name}", found.kv_bytes_per_token, layers, found, False)
+
+
+def _model(name: str, lines: Lines, where: tuple[str, ...]) -> Model:
+    try:
+        return model(name)
+    except InputError as error:
+        raise lines.error(error.what, where, error.hint) from error
+
+
+def _token_flop(file: DualPathFile, kv: _Kv, lines: Lines) -> tuple[float, str]:
+    """Return the operations for one appended token, and a sentence that says where they come from."""
+    entry, turn = file.compute, file.turn
+    if entry.token_gflop is not None:
+        if entry.model is not None:
+            raise lines.error(
+                "both `gflop_per_token` and `model` are given", ("compute", "model"), "remove one of them"
+            )
+        return entry.token_gflop * 1e9, f"compute: {entry.token_gflop:,.4g} GFLOP per appended token, as given"
+    if entry.model is None and kv.model is None:
+        hint = "add `gflop_per_token`, or `model`, whose operations are then computed"
+        raise lines.error("the operations per appended token are missing", ("compute",), hint)
+    found = kv.model if entry.model is None else _model(entry.model, lines, ("compute", "model"))
+    assert found is not None
+    context = mean_context(turn.cached_tokens, turn.appended_tokens)
+    try:
+        flop = found.token_flop(context)
+    except InputError as error:
+        where = ("kv", "model") if entry.model is None else ("compute", "model")
+        raise lines.error(error.what, where, "give `gflop_per_token` instead") from error
+    about = f"of {found.name} at the mean context of {context:,.0f} tokens"
+    return flop, f"compute: {flop / 1e9:,.4g} GFLOP per appended token {about}"
 
 
 def _node(file: DualPathFile, side: Literal["prefill", "decode"], kv: _Kv, lines: Lines) -> NodeBandwidth:
