@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
+import msgspec
 import typer
 
 from kvroute.cli.output import console, make_folder, print_json, remarks
@@ -18,10 +19,14 @@ from kvroute.planner.dualpath_problem import read_dualpath
 from kvroute.planner.kv_throughput import PUBLISHED_GBPS, egress_bytes_per_s, published_kv_bytes_per_s
 from kvroute.planner.plan import Plan, make_plan
 from kvroute.planner.problem import read_problem
+from kvroute.planner.qos import plan_qos
+from kvroute.planner.qos_schema import LinkType
 from kvroute.planner.search import KINDS, deployment, find, find_home
 from kvroute.report.dualpath_tables import dualpath_verdict, utilisation_grid
 from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.report.plan_tables import grids, verdict
+from kvroute.report.qos_config import configurations
+from kvroute.report.qos_tables import qos_grid, qos_verdict
 from kvroute.report.ratio_tables import ratio_grid
 from kvroute.topology import duration_s
 from kvroute.types import InputError
@@ -155,6 +160,37 @@ def ratio(
         return
     shown = console()
     shown.print(rich_table(ratio_grid(rows), shown.width))
+
+
+@app.command()
+def qos(
+    cluster: Annotated[Path, typer.Argument(help="Cluster file (YAML).", show_default=False)],
+    link: Annotated[
+        str | None, typer.Option("--link", help="infiniband or roce; default: `link` of the file's section `qos`.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Print the configuration of traffic classes that keeps KV transfers from delaying collectives (DualPath A.1).
+
+    The classes come from the section `qos` of the cluster file; without it, collectives of the model have 98 % of a
+    link, KV transfers 1 % and all other traffic 1 % while all of them send. Printed are the lines for OpenSM
+    (InfiniBand), or for NICs and switches (RoCE), and the environment variables that mark the traffic.
+
+    Example: [bold]kvroute plan qos examples/superpod.yaml --link roce[/bold]
+    """
+    if link not in (None, *get_args(LinkType)):
+        hint = f"choose one of {', '.join(get_args(LinkType))}"
+        raise InputError(f"there is no link type {link!r}", where="--link", hint=hint)
+    plan = plan_qos(cluster, cast("LinkType | None", link))
+    found = configurations(plan)
+    if as_json:
+        print_json(msgspec.to_builtins(plan) | {"configurations": found})
+        return
+    shown = console()
+    shown.print(qos_verdict(plan), highlight=False, markup=False)
+    shown.print(rich_table(qos_grid(plan), shown.width))
+    for title, text in found.items():
+        typer.echo(f"\n# {title}\n{text}")
 
 
 @app.command()
