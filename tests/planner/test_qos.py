@@ -163,7 +163,9 @@ def test_the_printed_commands_set_what_the_plan_says(classes: list[TrafficClassE
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         words = line.split()
-        if words[0] == "for":
+        if "--dscp2prio" in words and "$d" not in line:
+            dscp_priority[int(words[-1].split(",")[1])] = int(words[-1].split(",")[2])
+        elif words[0] == "for":
             values = [int(word.rstrip(";")) for word in words[3:-1]]
         elif "--dscp2prio" in words:
             for value in values:

@@ -189,8 +189,7 @@ def qos(
     shown = console()
     shown.print(qos_verdict(plan), highlight=False, markup=False)
     shown.print(rich_table(qos_grid(plan), shown.width))
-    for title, text in found.items():
-        typer.echo(f"\n# {title}\n{text}")
+    typer.echo("\n\n".join(f"# {title}\n{text}" for title, text in found.items()))
 
 
 @app.command()

@@ -135,8 +135,11 @@ def qos_plan(cluster: str, link: LinkType, entry: QosEntry, lines: Lines) -> Qos
 
 
 def _roce(entry: QosEntry, classes: Sequence[TrafficClass]) -> RoceQos:
-    """Return the settings. NICs and switches map DSCP value d to priority d // 8 unless told otherwise. Values whose
-    priority no class has keep it; the priority is then mapped to the traffic class of the default."""
+    """Return the settings. NICs and switches map DSCP value d to priority d // 8, or to 0, unless told otherwise.
+
+    A value that no class lists keeps its priority, and the priority is mapped to the traffic class of the default. If a
+    class has that priority or priority 0, the value gets the priority of the default.
+    """
     other = next(each.priority for each in classes if each.default)
     taken = {each.priority for each in classes} - {other}
     marked = {value: each.priority for each in classes for value in each.dscp}
@@ -144,7 +147,9 @@ def _roce(entry: QosEntry, classes: Sequence[TrafficClass]) -> RoceQos:
     return RoceQos(
         interface=entry.interface,
         dscp=tuple(sorted(marked)),
-        dscp_priority=tuple(marked.get(value, other if value // 8 in taken else value // 8) for value in range(_DSCPS)),
+        dscp_priority=tuple(
+            marked.get(value, other if taken & {0, value // 8} else value // 8) for value in range(_DSCPS)
+        ),
         priority_class=tuple(priority if priority in own else other for priority in range(_PRIORITIES)),
         weights=tuple(round(own[queue].share * 100) if queue in own else 0 for queue in range(_PRIORITIES)),
         pfc=tuple(priority in own and own[priority].lossless for priority in range(_PRIORITIES)),
