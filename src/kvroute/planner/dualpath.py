@@ -102,13 +102,14 @@ def over_ratios(problem: DualPathProblem, points: int = 81) -> tuple[RatioPoint,
     """Return the rates over the ratio of prefill to decode nodes, on a logarithmic scale.
 
     The number of nodes stays that of the file, and their shares need not be whole. The ratios reach twice beyond the
-    file's own and beyond the range at which all storage NICs can read at full rate.
+    file's own and beyond the range at which all storage NICs can read at full rate, and farther without such a range.
     """
     range_, own = saturation(problem.loads), problem.prefill_nodes / problem.decode_nodes
     marks = [own, *(mark for mark in (range_.low, range_.high) if range_.possible and 0.01 <= mark <= 100.0)]
+    beyond = 2.0 if range_.possible else 8.0
     nodes = problem.prefill_nodes + problem.decode_nodes
     found = []
-    for ratio in sorted({*np.geomspace(min(marks) / 2.0, max(marks) * 2.0, points).tolist(), *marks}):
+    for ratio in sorted({*np.geomspace(min(marks) / beyond, max(marks) * beyond, points).tolist(), *marks}):
         prefill, decode = nodes * ratio / (1.0 + ratio), nodes / (1.0 + ratio)
         pooled = sum(best_reads(problem.loads, prefill, decode))
         only = best_reads(problem.loads, prefill, decode, prefill_only=True)[0]

@@ -62,7 +62,10 @@ def rates_by_ratio(problem: DualPathProblem, plan: DualPathPlan, points: Sequenc
             axes.axvspan(low, high, color=_INTERVAL, alpha=0.22, linewidth=0, label="all storage NICs at full rate")
         axes.plot(ratios, pooled, color=_POOLED, linewidth=2.2, label="storage, both sides read")
         axes.plot(ratios, only, color=_POOLED, linestyle="--", label="storage, only prefill nodes read")
-        axes.plot(ratios, compute, color=_COMPUTE, linestyle="-.", label="compute limit of the prefill GPUs")
+        top = max(pooled.max(), only.max())
+        above = compute.min() > 2.0 * top
+        limit = "compute limit, above this range" if above else "compute limit of the prefill GPUs"
+        axes.plot(ratios, compute, color=_COMPUTE, linestyle="-.", label=limit)
         own = problem.prefill_nodes / problem.decode_nodes
         axes.axvline(own, color=FAINT, linewidth=1, linestyle=":")
         marks = f"this plan, {problem.prefill_nodes} : {problem.decode_nodes}"
@@ -76,7 +79,7 @@ def rates_by_ratio(problem: DualPathProblem, plan: DualPathPlan, points: Sequenc
         nodes = problem.prefill_nodes + problem.decode_nodes
         axes.set_xlabel(f"prefill nodes per decode node, {nodes:,} nodes together")
         axes.set_ylabel("turns/s")
-        axes.set_ylim(0, 1.08 * max(pooled.max(), only.max(), min(compute.max(), 2.0 * pooled.max())))
+        axes.set_ylim(0, 1.08 * (top if above else max(top, min(compute.max(), 2.0 * top))))
         gigabytes = axes.secondary_yaxis(
             "right",
             functions=(
