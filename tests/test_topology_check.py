@@ -23,8 +23,8 @@ REFERENCE = re.compile(
     r"(?<=rack: )\w[\w-]*|(?<=datacenter: )[a-z]\w*-\w+|(?<=from: )[\w-]+|(?<=to: )[\w-]+|node\d+(?=:\d)"
 )
 CHOICE = re.compile(r"(?<=kind: )[\w-]+|(?<=role: )\w+|(?<=scope: )\w+|(?<=ecmp: )\w+|(?<=placement: )\w+")
-OTHERS = re.compile(r"#.*|^gateway:.*\n(?:[ \n].*\n?)*", re.M)
-"""Parts that this reader ignores: comments, and the section that the gateway checks."""
+OTHERS = re.compile(r"#.*|^(?:gateway|qos):.*\n(?:[ \n].*\n?)*", re.M)
+"""Parts that this reader ignores: comments, and the sections that the gateway and the planner check."""
 GPUS = re.compile(r"(?<=:)0-\d(?=\")")
 CORRUPTIONS: list[tuple[re.Pattern[str], list[str]]] = [
     (QUANTITY, ["100 Gb", "-1 Gbps", "100", ".nan", ".inf", "fast", "1e400 s", "[]", "9e99 GB", ""]),

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+import msgspec
+
 from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.planner.qos_schema import QosEntry
 from kvroute.topology.json_schema import Schema, cluster_json_schema
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {"qos": QosEntry, "gateway": GatewaySettings}
 
 
 def schema_text() -> str:
     """The JSON Schema of a cluster file."""
-    return json.dumps(cluster_json_schema({"gateway": GatewaySettings}), indent=2) + "\n"
+    return json.dumps(cluster_json_schema(_SECTIONS), indent=2) + "\n"
 
 
 def fields_markdown() -> str:
     """A section for each mapping, under the path of the first place where it may stand."""
-    root = cluster_json_schema({"gateway": GatewaySettings})
+    root = cluster_json_schema(_SECTIONS)
     paths = {"": "top level"}
     sections = _sections("", root, root["$defs"], paths)
     lines = ["[The schema as a file](cluster.schema.json)"]

@@ -178,3 +178,30 @@ def test_an_impossible_plan_exits_with_2_and_one_sentence(arguments: tuple[str, 
     assert (code, out) == (2, "")
     assert what in err
     assert err.startswith("kvroute: ")
+
+
+def test_the_ratio_table_has_a_column_for_each_length(run: Run) -> None:
+    """DualPath table 1: 117 GB/PFLOP at 16K and 267 at 64K, with 32 instead of 31.2 billion parameters."""
+    code, out, err = run("ratio", "qwen2.5-32b", "qwen3-235b", "--cached", "16K", "--cached", "64K")
+    assert (code, err) == (0, "")
+    row = next(line for line in out.splitlines() if "qwen2.5-32b" in line).split()
+    assert row[-2:] == ["119", "270"]
+    found = document(run, "ratio", "qwen3-235b", "--kv-number", "1")
+    assert [each["cached_tokens"] for each in found] == [16_384, 32_768, 65_536]
+    assert found[0]["cached_bytes_per_flop"] == pytest.approx(39e-6, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("kimi-linear-48b",), "operations of a prefill of kimi-linear-48b are not known"),
+        (("no-such-model",), "there is no model 'no-such-model'"),
+        (("qwen3-235b", "--cached", "0"), "'--cached'"),
+        (("qwen3-235b", "--kv-number", "0"), "'--kv-number'"),
+    ],
+)
+def test_wrong_ratios_end_with_one_sentence(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
+    code, out, err = run("ratio", *arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert err.count("\n") == 1

@@ -5,24 +5,35 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
+import msgspec
 import typer
 
 from kvroute.cli.output import console, make_folder, print_json, remarks
+from kvroute.cli.quantities import TOKENS, token_count
 from kvroute.llm import model as find_model
+from kvroute.planner.cache_compute import cache_compute
 from kvroute.planner.dualpath import plan_dualpath
+from kvroute.planner.dualpath_problem import read_dualpath
 from kvroute.planner.kv_throughput import PUBLISHED_GBPS, egress_bytes_per_s, published_kv_bytes_per_s
 from kvroute.planner.plan import Plan, make_plan
 from kvroute.planner.problem import read_problem
+from kvroute.planner.qos import plan_qos
+from kvroute.planner.qos_schema import LinkType
 from kvroute.planner.search import KINDS, deployment, find, find_home
 from kvroute.report.dualpath_tables import dualpath_verdict, utilisation_grid
 from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.report.plan_tables import grids, verdict
+from kvroute.report.qos_config import configurations
+from kvroute.report.qos_tables import qos_grid, qos_verdict
+from kvroute.report.ratio_tables import ratio_grid
 from kvroute.topology import duration_s
 from kvroute.types import InputError
 
 _TOKENS = re.compile(r"(\d{1,9})([Kk]?)", re.ASCII)
+
+_CACHED = (16_384, 32_768, 65_536)
 
 app = typer.Typer(help="Compute thresholds, splits and bandwidth before you build a cluster.", no_args_is_help=True)
 
@@ -77,6 +88,9 @@ def dualpath(
     spec: Annotated[
         Path, typer.Argument(help="Plan file (YAML): nodes, KV cache, turns, compute.", show_default=False)
     ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the report page, figures and all numbers.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Find whether cached KV is bound by storage or by compute, and what reading through decode nodes brings.
@@ -84,17 +98,98 @@ def dualpath(
     By formula (DualPath 4.2), in general form: the load of every storage NIC, compute NIC and memory, the ratios of
     prefill to decode nodes at which all storage NICs can read at full rate, and the pooled rate for the nodes given.
 
-    Example: [bold]kvroute plan dualpath examples/dualpath-660b.yaml[/bold]
+    Example: [bold]kvroute plan dualpath examples/dualpath-660b.yaml --out plan[/bold]
     """
-    plan = plan_dualpath(spec)
+    problem = read_dualpath(spec)
+    if out is not None:
+        make_folder(out, "--out")
+    plan = plan_dualpath(problem)
     if as_json:
         print_json(plan)
+    else:
+        shown = console()
+        shown.print(dualpath_verdict(plan), highlight=False, markup=False)
+        shown.print(rich_table(utilisation_grid(plan), shown.width))
+        for choice in plan.choices:
+            shown.print(f"- {choice}", highlight=False, markup=False)
+    if out is not None:
+        from kvroute.report.dualpath_page import write_dualpath  # its import of plots takes a second
+
+        page = write_dualpath(
+            problem, plan, out, shlex.join(["kvroute", "plan", "dualpath", str(spec), "--out", str(out)])
+        )
+        remarks().print(f"Report: {page}", highlight=False, markup=False)
+
+
+@app.command()
+def ratio(
+    models: Annotated[
+        list[str], typer.Argument(help="Presets, config.json files or their folders.", show_default=False)
+    ],
+    cached: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--cached",
+            parser=token_count(),
+            metavar=TOKENS,
+            help="Tokens of cached KV; repeat for several; default: 16K, 32K and 64K.",
+        ),
+    ] = None,
+    appended: Annotated[
+        int, typer.Option("--appended", parser=token_count(), metavar=TOKENS, help="Tokens that a turn appends.")
+    ] = 429,
+    kv_number: Annotated[
+        float | None,
+        typer.Option("--kv-number", min=0.25, max=8, help="Bytes of one number of KV; 1 is FP8; default: the model's."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Compute how many gigabytes of cached KV a turn reads per PFLOP that it computes (DualPath table 1).
+
+    The higher this cache-compute ratio is, the more likely storage is the limit. A prefill at X PFLOPS reads X times as
+    many gigabytes per second.
+
+    Example: [bold]kvroute plan ratio deepseek-v3.2 qwen3-235b --kv-number 1[/bold]
+    """
+    found = [find_model(name) for name in models]
+    if kv_number is not None:
+        found = [each.with_kv_numbers(kv_number) for each in found]
+    rows = [(each, [cache_compute(each, tokens, appended) for tokens in cached or _CACHED]) for each in found]
+    if as_json:
+        print_json([one for _, some in rows for one in some])
         return
     shown = console()
-    shown.print(dualpath_verdict(plan), highlight=False, markup=False)
-    shown.print(rich_table(utilisation_grid(plan), shown.width))
-    for choice in plan.choices:
-        shown.print(f"- {choice}", highlight=False, markup=False)
+    shown.print(rich_table(ratio_grid(rows), shown.width))
+
+
+@app.command()
+def qos(
+    cluster: Annotated[Path, typer.Argument(help="Cluster file (YAML).", show_default=False)],
+    link: Annotated[
+        str | None, typer.Option("--link", help="infiniband or roce; default: `link` of the file's section `qos`.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Print the configuration of traffic classes that keeps KV transfers from delaying collectives (DualPath A.1).
+
+    The classes come from the section `qos` of the cluster file; without it, collectives of the model have 98 % of a
+    link, KV transfers 1 % and all other traffic 1 % while all of them send. Printed are the lines for OpenSM
+    (InfiniBand), or for NICs and switches (RoCE), and the environment variables that mark the traffic.
+
+    Example: [bold]kvroute plan qos examples/superpod.yaml --link roce[/bold]
+    """
+    if link not in (None, *get_args(LinkType)):
+        hint = f"choose one of {', '.join(get_args(LinkType))}"
+        raise InputError(f"there is no link type {link!r}", where="--link", hint=hint)
+    plan = plan_qos(cluster, cast("LinkType | None", link))
+    found = configurations(plan)
+    if as_json:
+        print_json(msgspec.to_builtins(plan) | {"configurations": found})
+        return
+    shown = console()
+    shown.print(qos_verdict(plan), highlight=False, markup=False)
+    shown.print(rich_table(qos_grid(plan), shown.width))
+    typer.echo("\n\n".join(f"# {title}\n{text}" for title, text in found.items()))
 
 
 @app.command()

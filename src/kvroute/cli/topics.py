@@ -38,6 +38,7 @@ SECTIONS = {
     "timing": "prefill and decode times of an engine; `kvroute timing fit` prints them",
     "defaults": "values for instances that do not set them",
     "instances": "engines: role, GPUs, model, KV memory, endpoint",
+    "qos": "traffic classes of the compute network; `kvroute plan qos` prints their configuration",
     "gateway": "settings of `kvroute serve`",
 }
 """The sections of a cluster file."""

@@ -15,6 +15,8 @@ from rich.tree import Tree
 from kvroute.cli.output import check_writable, console, own_command, print_json, tell
 from kvroute.cli.topology_expand import expand_file
 from kvroute.llm import model as find_model
+from kvroute.planner.qos import read_qos
+from kvroute.planner.qos_schema import QosEntry
 from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, parse, size_text
 from kvroute.topology.assembly import read_text
 from kvroute.topology.draft import draft
@@ -43,7 +45,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 
 @app.command()
 def check(file: File, as_json: AsJson = False) -> None:
-    """Report every error of a cluster file with its line and field, including its `gateway` section.
+    """Report every error of a cluster file with its line and field, including its `qos` and `gateway` sections.
 
     Exit code: 0 no error, 2 there is one. The files that this section names, the environment and the engines' endpoints
     are checked by `kvroute serve`.
@@ -138,10 +140,10 @@ def schema() -> None:
     try:
         from kvroute.gateway.config.settings import GatewaySettings  # its import takes half a second
     except ImportError:
-        print_json(cluster_json_schema({}))
+        print_json(cluster_json_schema({"qos": QosEntry}))
         typer.echo("the schema allows any gateway section; its keys need pip install 'kvroute[serve]'", err=True)
         return
-    print_json(cluster_json_schema({"gateway": GatewaySettings}))
+    print_json(cluster_json_schema({"qos": QosEntry, "gateway": GatewaySettings}))
 
 
 @app.command()
@@ -178,6 +180,22 @@ def show(
 def _checked(file: Path) -> tuple[Cluster, bool]:
     """Return the cluster, and whether the whole file was checked: the gateway section needs the gateway's libraries."""
     text = read_text(file)
+    faults: tuple[InputError, ...] = ()
+    try:
+        cluster, whole = _checked_gateway(text, file)
+    except InputErrors as error:
+        faults = error.problems
+    try:
+        read_qos(text, str(file))
+    except InputErrors as error:
+        faults += tuple(fault for fault in error.problems if str(fault) not in map(str, faults))
+    if faults:
+        raise InputErrors(faults)
+    return cluster, whole
+
+
+def _checked_gateway(text: str, file: Path) -> tuple[Cluster, bool]:
+    """Return the cluster, and whether the gateway section was checked."""
     if "gateway" not in text:
         return parse(text, str(file)), True
     try:

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from kvroute.llm.config_compute import compute_of
+from kvroute.llm.config_fields import HEADS, LAYER_COUNT, Fields, head_dim, kv_heads
 from kvroute.llm.geometry import Layers, Model
 from kvroute.types import InputError
 
 _Span: TypeAlias = Literal["full", "sliding", "chunked", "linear"]
 
-_LAYER_COUNT = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_query_groups", "multi_query_group_num")
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _NESTED = ("text_config", "llm_config", "language_config", "language_model_config", "thinker_config")
 _LAYER_TYPES: dict[str, _Span] = {
     "full_attention": "full",
@@ -41,46 +38,6 @@ _INDEX_SCALE_BYTES = 4  # the indexer of DeepSeek-V3.2 keeps FP8 keys with one f
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """Fields by name; a null counts as missing."""
-
-    values: Mapping[str, Any]
-    where: str
-    prefix: str = ""
-
-    def get(self, *names: str) -> Any:
-        return next((self.values[name] for name in names if self.values.get(name) is not None), None)
-
-    def count(self, *names: str, default: int | None = None) -> int:
-        """Return the positive whole number under the first of `names` that is present."""
-        name = next((name for name in names if self.values.get(name) is not None), None)
-        if name is None:
-            if default is not None:
-                return default
-            others = f" (or {', '.join(names[1:])})" if names[1:] else ""
-            raise self.error(f"the field {self.prefix}{names[0]} is missing", f"add `{names[0]}`{others}")
-        value = self.values[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{self.prefix}{name} is {value!r}", "give a whole number above 0")
-        return value
-
-    def inner(self, name: str) -> _Fields:
-        value = self.values.get(name)
-        if not isinstance(value, Mapping):
-            raise self.error(f"{self.prefix}{name} is {value!r}", "give an object of fields")
-        return _Fields(value, self.where, f"{self.prefix}{name}.")
-
-    def sequence(self, name: str, length: int) -> list[Any]:
-        value = self.values[name]
-        if not isinstance(value, list) or len(value) < length:
-            raise self.error(f"{self.prefix}{name} does not list {length} layers", "give one entry per layer")
-        return value[:length]
-
-    def error(self, what: str, hint: str = "") -> InputError:
-        return InputError(what, where=self.where, hint=hint)
-
-
 def from_config(config: Mapping[str, Any] | Path, *, name: str = "", element_bytes: float | None = None) -> Model:
     """Return the geometry described by a config.json (a mapping, a file or the folder that contains it).
 
@@ -98,12 +55,13 @@ def from_config(config: Mapping[str, Any] | Path, *, name: str = "", element_byt
         path = config / "config.json" if config.is_dir() else config
         where, config = str(path), _load(path)
         name = name or (path.resolve().parent.name if path.name == "config.json" else path.stem)
-    fields = _text_part(_Fields(config, where))
+    fields = _text_part(Fields(config, where))
     size = element_bytes if element_bytes is not None else _element_bytes(config, fields)
     if not 0 < size <= 8:
         raise fields.error(f"{size!r} bytes per KV value is not possible", "give 0.5, 1, 2 or 4")
     name = name or str(config.get("_name_or_path") or config.get("model_type") or "model")
-    return Model(name, _layers(fields, size))
+    layers = _layers(fields, size)
+    return Model(name, layers, compute_of(fields, layers))
 
 
 def _load(path: Path) -> Mapping[str, Any]:
@@ -121,9 +79,9 @@ def _load(path: Path) -> Mapping[str, Any]:
     return document
 
 
-def _text_part(fields: _Fields) -> _Fields:
+def _text_part(fields: Fields) -> Fields:
     """Return the fields of the language model, which multimodal files nest."""
-    while fields.get(*_LAYER_COUNT) is None:
+    while fields.get(*LAYER_COUNT) is None:
         nested = next((name for name in _NESTED if isinstance(fields.get(name), Mapping)), None)
         if nested is None:
             break
@@ -136,7 +94,7 @@ def _text_part(fields: _Fields) -> _Fields:
     return fields
 
 
-def _element_bytes(config: Mapping[str, Any], fields: _Fields) -> float:
+def _element_bytes(config: Mapping[str, Any], fields: Fields) -> float:
     """Return the bytes per number of the KV cache.
 
     The type of the weights does not decide: servers use a 16-bit cache unless configured otherwise.
@@ -152,8 +110,8 @@ def _element_bytes(config: Mapping[str, Any], fields: _Fields) -> float:
     return 2.0
 
 
-def _layers(fields: _Fields, element_bytes: float) -> tuple[Layers, ...]:
-    total = fields.count(*_LAYER_COUNT)
+def _layers(fields: Fields, element_bytes: float) -> tuple[Layers, ...]:
+    total = fields.count(*LAYER_COUNT)
     spans = _spans(fields, total)
     shared = fields.get("num_kv_shared_layers") or 0
     if shared:  # these layers read the cache of earlier layers
@@ -170,7 +128,7 @@ def _layers(fields: _Fields, element_bytes: float) -> tuple[Layers, ...]:
     return tuple(groups)
 
 
-def _spans(fields: _Fields, total: int) -> list[_Span]:
+def _spans(fields: Fields, total: int) -> list[_Span]:
     """Return the attention span of each layer, from the first known field that the file has."""
     if fields.get("layer_types") is not None:
         spans = [_span(fields, kind) for kind in fields.sequence("layer_types", total)]
@@ -194,13 +152,13 @@ def _spans(fields: _Fields, total: int) -> list[_Span]:
     return spans
 
 
-def _span(fields: _Fields, kind: object) -> _Span:
+def _span(fields: Fields, kind: object) -> _Span:
     if not isinstance(kind, str) or kind not in _LAYER_TYPES:
         raise fields.error(f"{fields.prefix}layer_types contains {kind!r}, which is not modelled")
     return _LAYER_TYPES[kind]
 
 
-def _windows(fields: _Fields, total: int) -> list[_Span]:
+def _windows(fields: Fields, total: int) -> list[_Span]:
     """Return the spans of files older than `layer_types`."""
     kind = str(fields.get("model_type") or "")
     used = fields.get("use_sliding_window")
@@ -214,41 +172,24 @@ def _windows(fields: _Fields, total: int) -> list[_Span]:
     return ["full" if (layer + 1) % period == 0 else "sliding" for layer in range(total)]
 
 
-def _kv_heads(fields: _Fields, heads: int) -> int:
-    if isinstance(fields.get("attn_config"), Mapping):  # MPT, DBRX
-        return fields.inner("attn_config").count("kv_n_heads", default=heads)
-    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
-        return 1
-    return fields.count(*_KV_HEADS, default=heads)
-
-
-def _head_dim(fields: _Fields, heads: int) -> int:
-    if fields.get("head_dim", "kv_channels") is not None:
-        return fields.count("head_dim", "kv_channels")
-    hidden = fields.count(*_HIDDEN)
-    if hidden % heads:
-        raise fields.error(f"hidden size {hidden} is not divisible by {heads} heads", "add `head_dim`")
-    return hidden // heads
-
-
-def _attention(fields: _Fields, span: _Span, count: int, element_bytes: float) -> Layers:
-    heads = fields.count(*_HEADS)
-    kv_heads, key_dim = _kv_heads(fields, heads), _head_dim(fields, heads)
+def _attention(fields: Fields, span: _Span, count: int, element_bytes: float) -> Layers:
+    heads = fields.count(*HEADS)
+    shared, key_dim = kv_heads(fields, heads), head_dim(fields, heads)
     value_dim = fields.count("v_head_dim", default=key_dim)
     if span == "full":
-        return Layers("attention", count, kv_heads, key_dim, value_dim, element_bytes)
+        return Layers("attention", count, shared, key_dim, value_dim, element_bytes)
     window = (
         fields.count("sliding_window", "sliding_window_size")
         if span == "sliding"
         else fields.count("attention_chunk_size")
     )
-    kv_heads = fields.count("swa_num_key_value_heads", default=kv_heads)
+    shared = fields.count("swa_num_key_value_heads", default=shared)
     key_dim = fields.count("swa_head_dim", default=key_dim)
     value_dim = fields.count("swa_v_head_dim", default=value_dim)
-    return Layers("sliding", count, kv_heads, key_dim, value_dim, element_bytes, window_tokens=window)
+    return Layers("sliding", count, shared, key_dim, value_dim, element_bytes, window_tokens=window)
 
 
-def _latent(fields: _Fields, count: int, element_bytes: float) -> Layers:
+def _latent(fields: Fields, count: int, element_bytes: float) -> Layers:
     """Return MLA layers: compressed keys and values, and one rotary key that all heads share (DeepSeek-V2 2.1)."""
     key_dim = fields.count("kv_lora_rank") + fields.count("qk_rope_head_dim")
     index_bytes = 0.0
@@ -258,7 +199,7 @@ def _latent(fields: _Fields, count: int, element_bytes: float) -> Layers:
     return Layers("mla", count, key_dim=key_dim, element_bytes=element_bytes, index_bytes=index_bytes)
 
 
-def _linear(fields: _Fields, count: int, element_bytes: float) -> Layers:
+def _linear(fields: Fields, count: int, element_bytes: float) -> Layers:
     """Return linear-attention layers.
 
     Their state is a matrix per head (float32 unless `mamba_ssm_dtype` is set) and the last steps of a convolution.
@@ -277,8 +218,8 @@ def _linear(fields: _Fields, count: int, element_bytes: float) -> Layers:
         width = 2 * fields.count("linear_num_key_heads") * key_dim + heads * dim
         state = heads * dim * key_dim * number_bytes + width * steps * conv_bytes
     elif fields.get("layer_group_size", "attn_type_list") is not None or "minimax" in str(fields.get("model_type")):
-        heads = fields.count(*_HEADS)  # lightning attention
-        state = heads * _head_dim(fields, heads) ** 2 * number_bytes
+        heads = fields.count(*HEADS)  # lightning attention
+        state = heads * head_dim(fields, heads) ** 2 * number_bytes
     else:
         what = "linear-attention layers are given without the size of their state"
         raise fields.error(what, "add `linear_attn_config` or `linear_num_value_heads` and its dimensions")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, overload
 
 import numpy as np
 
+from kvroute.llm.compute import Compute
 from kvroute.llm.kernels import kv_bytes_each
 from kvroute.types import FloatArray, InputError, IntArray
 
@@ -56,6 +57,8 @@ class Model:
 
     name: str
     layers: tuple[Layers, ...]
+    compute: Compute | None = None
+    """Operations of a prefill; None: not known."""
     kv_bytes_per_token: float = field(init=False)
     """Bytes per token of a long context: all layers that keep every token (`attention`, `mla`), all shards.
 
@@ -115,6 +118,22 @@ class Model:
         for window, window_bytes in self._windows:
             size += min(new, window) * window_bytes
         return size
+
+    def with_kv_numbers(self, element_bytes: float) -> Model:
+        """Return this model with a KV cache of numbers of `element_bytes` bytes; indexer keys and states stay."""
+        return replace(self, layers=tuple(replace(group, element_bytes=element_bytes) for group in self.layers))
+
+    def token_flop(self, context_tokens: float) -> float:
+        """Return the operations of the prefill of one token that attends to `context_tokens` tokens.
+
+        Raises:
+            InputError: the dimensions of the model's matrices are not known.
+        """
+        if self.compute is None:
+            what = f"the operations of a prefill of {self.name} are not known"
+            hint = "they are computed for models without linear attention whose feed-forward sizes are given"
+            raise InputError(what, hint=hint)
+        return self.compute.token_flop(context_tokens)
 
     def block_bytes(self, block_tokens: int) -> float:
         """Return the bytes of one block of KV memory. A model of sliding windows only keeps no KV per token in the long

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from kvroute.llm.compute import Compute, Indexer, Latent, Sublayers, attention, feed_forward, latent_attention
 from kvroute.llm.config import from_config
 from kvroute.llm.geometry import Layers, Model
 from kvroute.types import InputError
@@ -16,19 +18,59 @@ _VARIANT = re.compile(r"-(instruct|chat|hf|base|exp|thinking|fp8|bf16|awq|gptq|v
 _SAME_GEOMETRY = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "bloom": "bloom-176b"}
 
 
-def _attention(name: str, layers: int, kv_heads: int, head_dim: int = 128) -> Model:
-    return Model(name, (Layers("attention", layers, kv_heads, head_dim, head_dim),))
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Dimensions of a model's matrices, from its config.json on Hugging Face or from its technical report."""
+
+    hidden: int
+    heads: int
+    width: int
+    """Intermediate size; of a mixture of experts, of all active experts together."""
+    experts: int = 0
+    """Experts among which a router chooses."""
+    dense: tuple[int, int] = (0, 0)
+    """Number and intermediate size of the layers without experts."""
+    matrices: int = 3
+    """Matrices of a feed-forward layer: 3 with a gate, 2 without."""
+
+    def behind(self, layers: int) -> tuple[Sublayers, ...]:
+        """Return the feed-forward sublayers of `layers` layers."""
+        dense, width = self.dense
+        experts = feed_forward(layers - dense, self.hidden, self.width, matrices=self.matrices, experts=self.experts)
+        return (feed_forward(dense, self.hidden, width), experts) if dense else (experts,)
 
 
-def _latent(name: str, layers: int, index_bytes: float = 0.0) -> Model:
-    """Return DeepSeek's MLA layers: a latent of 512 numbers and a rotary key of 64."""
-    return Model(name, (Layers("mla", layers, key_dim=576, index_bytes=index_bytes),))
+def _attention(name: str, layers: int, kv_heads: int, sizes: _Sizes, head_dim: int = 128) -> Model:
+    dims = {"key_dim": head_dim, "value_dim": head_dim}
+    first = attention(layers, sizes.hidden, sizes.heads, kv_heads, **dims)
+    compute = Compute((first, *sizes.behind(layers)))
+    return Model(name, (Layers("attention", layers, kv_heads, head_dim, head_dim),), compute)
 
 
-def _gpt_oss(name: str, layers: int) -> Model:
+def _plain(name: str, layers: int, heads: int, hidden: int) -> Model:
+    """Return a model with as many KV heads as heads, whose feed-forward layers have no gate and four times the hidden
+    size."""
+    return _attention(name, layers, heads, _Sizes(hidden, heads, 4 * hidden, matrices=2))
+
+
+def _latent(name: str, layers: int, sizes: _Sizes, indexer: Indexer | None = None) -> Model:
+    """Return DeepSeek's MLA layers: a latent of 512 numbers and a rotary key of 64. An indexer keeps an FP8 key of 128
+    numbers and its float32 scale."""
+    first = latent_attention(layers, sizes.hidden, sizes.heads, Latent(), indexer)
+    index_bytes = indexer.dim + 4.0 if indexer else 0.0
+    compute = Compute((first, *sizes.behind(layers)))
+    return Model(name, (Layers("mla", layers, key_dim=576, index_bytes=index_bytes),), compute)
+
+
+def _gpt_oss(name: str, layers: int, experts: int) -> Model:
     """Return a model in which every second layer attends to the last 128 tokens only."""
-    window = Layers("sliding", layers // 2, 8, 64, 64, window_tokens=128)
-    return Model(name, (window, Layers("attention", layers // 2, 8, 64, 64)))
+    sizes = _Sizes(2880, 64, 4 * 2880, experts)
+    half = layers // 2
+    window = attention(half, sizes.hidden, sizes.heads, 8, key_dim=64, value_dim=64, window_tokens=128)
+    full = attention(half, sizes.hidden, sizes.heads, 8, key_dim=64, value_dim=64)
+    compute = Compute((window, full, *sizes.behind(layers)))
+    groups = (Layers("sliding", half, 8, 64, 64, window_tokens=128), Layers("attention", half, 8, 64, 64))
+    return Model(name, groups, compute)
 
 
 def _kimi_linear() -> Model:
@@ -49,38 +91,40 @@ def _prfaas_hybrid() -> Model:
     return Model("prfaas-1t-hybrid", (kda, Layers("mla", 15, key_dim=576)))
 
 
+_DEEPSEEK_V3 = _Sizes(7168, 128, (8 + 1) * 2048, 256, (3, 18432))
+
 MODELS: dict[str, Model] = {
     preset.name: preset
     for preset in (
-        _attention("bloom-176b", 70, 112),
-        _latent("deepseek-v2", 60),
-        _latent("deepseek-v3", 61),
-        _latent("deepseek-v3.2", 61, index_bytes=132.0),
-        _gpt_oss("gpt-oss-120b", 36),
-        _gpt_oss("gpt-oss-20b", 24),
-        _latent("kimi-k2", 61),
+        _plain("bloom-176b", 70, 112, 14336),
+        _latent("deepseek-v2", 60, _Sizes(5120, 128, (6 + 2) * 1536, 160, (1, 12288))),
+        _latent("deepseek-v3", 61, _DEEPSEEK_V3),
+        _latent("deepseek-v3.2", 61, _DEEPSEEK_V3, Indexer()),
+        _gpt_oss("gpt-oss-120b", 36, 128),
+        _gpt_oss("gpt-oss-20b", 24, 32),
+        _latent("kimi-k2", 61, _Sizes(7168, 64, (8 + 1) * 2048, 384, (1, 18432))),
         _kimi_linear(),
-        _attention("llama-2-70b", 80, 8),
-        _attention("llama-2-7b", 32, 32),
-        _attention("llama-3-70b", 80, 8),
-        _attention("llama-3-8b", 32, 8),
-        _attention("llama-3.1-405b", 126, 8),
-        _attention("llama-3.1-70b", 80, 8),
-        _attention("llama-3.1-8b", 32, 8),
-        _attention("llama-3.3-70b", 80, 8),
-        _attention("minimax-m2.5", 62, 8),
-        _attention("mixtral-8x22b", 56, 8),
-        _attention("mixtral-8x7b", 32, 8),
-        _attention("opt-13b", 40, 40),
-        _attention("opt-175b", 96, 96),
-        _attention("opt-66b", 64, 72),
+        _attention("llama-2-70b", 80, 8, _Sizes(8192, 64, 28672)),
+        _attention("llama-2-7b", 32, 32, _Sizes(4096, 32, 11008)),
+        _attention("llama-3-70b", 80, 8, _Sizes(8192, 64, 28672)),
+        _attention("llama-3-8b", 32, 8, _Sizes(4096, 32, 14336)),
+        _attention("llama-3.1-405b", 126, 8, _Sizes(16384, 128, 53248)),
+        _attention("llama-3.1-70b", 80, 8, _Sizes(8192, 64, 28672)),
+        _attention("llama-3.1-8b", 32, 8, _Sizes(4096, 32, 14336)),
+        _attention("llama-3.3-70b", 80, 8, _Sizes(8192, 64, 28672)),
+        _attention("minimax-m2.5", 62, 8, _Sizes(3072, 48, 8 * 1536, 256)),
+        _attention("mixtral-8x22b", 56, 8, _Sizes(6144, 48, 2 * 16384, 8)),
+        _attention("mixtral-8x7b", 32, 8, _Sizes(4096, 32, 2 * 14336, 8)),
+        _plain("opt-13b", 40, 40, 5120),
+        _plain("opt-175b", 96, 96, 12288),
+        _plain("opt-66b", 64, 72, 9216),
         _prfaas_hybrid(),
-        _attention("qwen2.5-32b", 64, 8),
-        _attention("qwen2.5-72b", 80, 8),
-        _attention("qwen2.5-7b", 28, 4),
-        _attention("qwen3-235b", 94, 4),
-        _attention("qwen3-30b", 48, 4),
-        _attention("qwen3-32b", 64, 8),
+        _attention("qwen2.5-32b", 64, 8, _Sizes(5120, 40, 27648)),
+        _attention("qwen2.5-72b", 80, 8, _Sizes(8192, 64, 29568)),
+        _attention("qwen2.5-7b", 28, 4, _Sizes(3584, 28, 18944)),
+        _attention("qwen3-235b", 94, 4, _Sizes(4096, 64, 8 * 1536, 128)),
+        _attention("qwen3-30b", 48, 4, _Sizes(2048, 32, 8 * 768, 128)),
+        _attention("qwen3-32b", 64, 8, _Sizes(5120, 64, 25600)),
     )
 }
 """Presets by name, ascending, with a 16-bit KV cache."""

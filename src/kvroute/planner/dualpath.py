@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from kvroute.llm import Model, model
-from kvroute.planner.dualpath_schema import DualPathFile, GivenKv, NodesEntry
-from kvroute.planner.storage_paths import KvRatios, NodeBandwidth, Saturation, best_reads, loads, saturation
-from kvroute.topology.document import read_mapping_file
-from kvroute.topology.form import Lines
-from kvroute.topology.units import about_bandwidth
-from kvroute.types import InputError
+import numpy as np
 
-_BEGINS = "begin with `name: my-plan`, `kv:`, `prefill:`, `decode:`, `turn:` and `compute:`"
+from kvroute.planner.dualpath_problem import DualPathProblem
+from kvroute.planner.storage_paths import Saturation, best_reads, saturation
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +50,8 @@ class DualPathPlan:
     """The resource with the highest utilisation at the pooled rate."""
     utilisation: dict[str, float]
     """Share of each resource that is in use at the pooled rate."""
+    utilisation_prefill_only: dict[str, float]
+    """Share of each resource that is in use if only prefill nodes read, as fast as they can."""
     rate_bytes_per_s: Rates
     bound: Literal["storage", "compute"]
     turns_per_s: Turns
@@ -67,97 +63,69 @@ class DualPathPlan:
     """What was assumed, as sentences."""
 
 
-def plan_dualpath(path: Path) -> DualPathPlan:
-    """Read a file and plan for it.
+@dataclass(frozen=True, slots=True)
+class RatioPoint:
+    """The rates with another ratio of prefill to decode nodes and the same number of nodes."""
 
-    Raises:
-        InputError: the file cannot be read, or a value in it is wrong; gives file and line.
-    """
-    file, lines = read_mapping_file(path, DualPathFile, _BEGINS)
-    kv = _kv(file, lines)
-    turn = _turn(file)
-    found = loads(_node(file, "prefill", kv, lines), _node(file, "decode", kv, lines), turn, bounce=file.bounce)
-    nodes = {"prefill": file.prefill.nodes, "decode": file.decode.nodes}
-    reads = best_reads(found, nodes["prefill"], nodes["decode"])
-    only = best_reads(found, nodes["prefill"], nodes["decode"], prefill_only=True)
-    utilisation = {
-        load.name: (load.per_prefill_read * reads[0] + load.per_decode_read * reads[1])
-        / (load.capacity * nodes[load.side])
-        for load in found
-    }
+    ratio: float
+    """Prefill nodes per decode node."""
+    rate_bytes_per_s: Rates
+    compute_turns_per_s: float
+
+
+def plan_dualpath(problem: DualPathProblem) -> DualPathPlan:
+    """Return what the formulas give."""
+    prefill, decode, found = problem.prefill_nodes, problem.decode_nodes, problem.loads
+    reads = best_reads(found, prefill, decode)
+    only = best_reads(found, prefill, decode, prefill_only=True)
+    utilisation = _utilisation(problem, reads)
     range_ = saturation(found)
-    cached_bytes = file.turn.cached_tokens * kv.token_bytes
-    flop = file.turn.appended_tokens * file.compute.token_gflop * 1e9
-    gpus = file.prefill.nodes * file.prefill.gpus
-    turns = Turns(sum(reads) / cached_bytes, gpus * file.compute.gpu_tflops * 1e12 * file.compute.mfu / flop)
+    turns = Turns(sum(reads) / problem.turn_cached_bytes, prefill * problem.node_flop_per_s / problem.turn_flop)
     return DualPathPlan(
-        name=file.name,
+        name=problem.name,
         pd_interval=Interval(range_.low, range_.high if math.isfinite(range_.high) else None)
         if range_.possible
         else None,
         binding=max(utilisation, key=lambda name: round(utilisation[name], 9)),
         utilisation=utilisation,
+        utilisation_prefill_only=_utilisation(problem, only),
         rate_bytes_per_s=Rates(sum(reads), only[0]),
         bound="storage" if turns.storage < turns.compute else "compute",
         turns_per_s=turns,
-        cached_bytes_per_flop=cached_bytes / flop,
+        cached_bytes_per_flop=problem.turn_cached_bytes / problem.turn_flop,
         obstacles=() if range_.possible else _obstacles(range_),
-        choices=_choices(file, kv, turn),
+        choices=problem.choices,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kv:
-    about: str
-    token_bytes: float
-    layers: int
-    model: Model | None
-    replicated: bool
+def over_ratios(problem: DualPathProblem, points: int = 81) -> tuple[RatioPoint, ...]:
+    """Return the rates over the ratio of prefill to decode nodes, on a logarithmic scale.
 
-    def copies(self, tp: int) -> float:
-        """Return the copies of the KV cache on `tp` ranks together."""
-        if self.model is not None:
-            return self.model.kv_bytes_per_token_shard(tp) * tp / self.token_bytes
-        return float(tp) if self.replicated else 1.0
-
-
-def _kv(file: DualPathFile, lines: Lines) -> _Kv:
-    if isinstance(file.kv, GivenKv):
-        return _Kv("given sizes", float(file.kv.token_bytes), file.kv.layers, None, file.kv.replicated)
-    try:
-        found = model(file.kv.model)
-    except InputError as error:
-        raise lines.error(error.what, ("kv", "model"), error.hint) from error
-    if not found.kv_bytes_per_token or found.request_state_bytes or any(g.kind == "sliding" for g in found.layers):
-        what = f"{found.name} has layers without KV for every token, which this analysis does not cover"
-        raise lines.error(what, ("kv", "model"), "give a model with attention or MLA layers only")
-    layers = sum(group.count for group in found.layers)
-    return _Kv(f"the layers of {found.name}", found.kv_bytes_per_token, layers, found, False)
+    The number of nodes stays that of the file, and their shares need not be whole. The ratios reach twice beyond the
+    file's own and beyond the range at which all storage NICs can read at full rate, and farther without such a range.
+    """
+    range_, own = saturation(problem.loads), problem.prefill_nodes / problem.decode_nodes
+    marks = [own, *(mark for mark in (range_.low, range_.high) if range_.possible and 0.01 <= mark <= 100.0)]
+    beyond = 2.0 if range_.possible else 8.0
+    nodes = problem.prefill_nodes + problem.decode_nodes
+    found = []
+    for ratio in sorted({*np.geomspace(min(marks) / beyond, max(marks) * beyond, points).tolist(), *marks}):
+        prefill, decode = nodes * ratio / (1.0 + ratio), nodes / (1.0 + ratio)
+        pooled = sum(best_reads(problem.loads, prefill, decode))
+        only = best_reads(problem.loads, prefill, decode, prefill_only=True)[0]
+        compute = prefill * problem.node_flop_per_s / problem.turn_flop
+        found.append(RatioPoint(ratio, Rates(pooled, only), compute))
+    return tuple(found)
 
 
-def _node(file: DualPathFile, side: Literal["prefill", "decode"], kv: _Kv, lines: Lines) -> NodeBandwidth:
-    entry: NodesEntry = getattr(file, side)
-    nic = float(entry.compute_nic_bytes_per_s)
-    if file.post_s:
-        nic = min(nic, file.block_tokens * kv.token_bytes / kv.layers / float(file.post_s))
-    carries, nic = nic, nic - float(entry.expert_bytes_per_s or 0.0)
-    if nic <= 0.0:
-        what = f"expert-parallel traffic leaves nothing of a compute NIC that carries {about_bandwidth(carries)}"
-        raise lines.error(what, (side, "expert_traffic"), "give less traffic, faster NICs or a shorter `post`")
-    return NodeBandwidth(
-        compute_nics=entry.gpus * nic,
-        storage_read=float(entry.storage_read_bytes_per_s),
-        storage_write=float(entry.storage_write_bytes_per_s or entry.storage_read_bytes_per_s),
-        dram=float(entry.dram_bytes_per_s),
-        replication=1.0 if entry.broadcast else kv.copies(entry.tp),
-    )
-
-
-def _turn(file: DualPathFile) -> KvRatios:
-    turn = file.turn
-    if turn.counts == "cached":
-        return KvRatios(persisted=False)
-    return KvRatios(turn.appended_tokens / turn.cached_tokens, turn.generated_tokens / turn.cached_tokens)
+def _utilisation(problem: DualPathProblem, reads: tuple[float, float]) -> dict[str, float]:
+    """Return the share of each resource that these read rates of prefill and decode nodes use."""
+    nodes = {"prefill": problem.prefill_nodes, "decode": problem.decode_nodes}
+    return {
+        load.name: (load.per_prefill_read * reads[0] + load.per_decode_read * reads[1])
+        / (load.capacity * nodes[load.side])
+        for load in problem.loads
+    }
 
 
 def _obstacles(found: Saturation) -> tuple[str, ...]:
@@ -167,19 +135,4 @@ def _obstacles(found: Saturation) -> tuple[str, ...]:
     return (
         f"{found.low_by.name} needs at least {found.low:.3g} prefill nodes per decode node",
         f"{found.high_by.name} allows at most {found.high:.3g}",
-    )
-
-
-def _choices(file: DualPathFile, kv: _Kv, turn: KvRatios) -> tuple[str, ...]:
-    counted = (
-        "only KV that is read from storage counts, as in the publication (`counts: cached`)"
-        if not turn.persisted
-        else f"appended tokens add {turn.miss:.2%} and generated tokens {turn.generated:.2%} of the cached KV"
-    )
-    copies = [f"{side} {kv.copies(tp):.3g}" for side, tp in (("prefill", file.prefill.tp), ("decode", file.decode.tp))]
-    return (
-        f"KV sizes: {kv.about}, {kv.token_bytes:,.0f} bytes per token",
-        counted,
-        f"copies of the KV cache on the ranks of an engine: {', '.join(copies)}",
-        "all nodes are loaded evenly, and the compute network between them is not congested",
     )

@@ -60,8 +60,10 @@ class TurnEntry(Entry, frozen=True, kw_only=True):
 class ComputeEntry(Entry, frozen=True, kw_only=True):
     """Prefill compute of one GPU."""
 
-    token_gflop: Annotated[float, Meta(gt=0, le=1e6)] = field(name="gflop_per_token")
-    """Operations for one appended token at the mean context, in GFLOP."""
+    token_gflop: Annotated[float, Meta(gt=0, le=1e6)] | None = field(name="gflop_per_token", default=None)
+    """Operations for one appended token at the mean context, in GFLOP. None: computed from `model`."""
+    model: str | None = None
+    """A preset or a config.json whose operations are computed; None: the model of `kv`."""
     gpu_tflops: Annotated[float, Meta(gt=0, le=1e5)]
     """Peak of one GPU, in TFLOPS."""
     mfu: Annotated[float, Meta(gt=0, le=1)]

@@ -44,7 +44,7 @@ class KvRatios:
 
 
 class ResourceLoad(NamedTuple):
-    """ResourceLoad of one resource, as a linear function of the two read rates."""
+    """Load of one resource, as a linear function of the two read rates."""
 
     resource: str
     side: Side
@@ -133,7 +133,7 @@ def saturation(found: tuple[ResourceLoad, ...]) -> Saturation:
 
 
 def best_reads(
-    found: tuple[ResourceLoad, ...], prefill_nodes: int, decode_nodes: int, *, prefill_only: bool = False
+    found: tuple[ResourceLoad, ...], prefill_nodes: float, decode_nodes: float, *, prefill_only: bool = False
 ) -> tuple[float, float]:
     """Return the rates, in bytes per second of the whole cluster, at which prefill and decode nodes together read most.
 
@@ -143,9 +143,10 @@ def best_reads(
     per_read = np.array([[load.per_prefill_read, load.per_decode_read] for load in found])
     capacity = np.array([load.capacity * nodes[load.side] for load in found])
     decode_most = 0.0 if prefill_only else None
-    answer = linprog([-1.0, -1.0], A_ub=per_read, b_ub=capacity, bounds=[(0.0, None), (0.0, decode_most)])
+    unit = 2.0 ** math.floor(math.log2(capacity.max()))  # the solver needs numbers around 1
+    answer = linprog([-1.0, -1.0], A_ub=per_read, b_ub=capacity / unit, bounds=[(0.0, None), (0.0, decode_most)])
     assert answer.success, answer.message
-    total = float(answer.x.sum())
+    total = float(answer.x.sum()) * unit
     if prefill_only:
         return total, 0.0
     # With this sum, each load limits the prefill nodes' part from one side.

@@ -12,6 +12,11 @@ from kvroute.report.page import picture, write_page
 from kvroute.report.plan_tables import grids, verdict
 from kvroute.sim.workload.octets import written_whole
 
+_NOTE = (
+    "These are stage rates by formula (PrfaaS eq. 1 to 8), without simulation, queues and variance in time. A real "
+    "system saturates at a lower rate."
+)
+
 
 def write_plan(plan: Plan, out: Path, command: str) -> Path:
     """Write `out`/report.html, `out`/plan.json and the figures as PNG and SVG in `out`/figures.
@@ -44,6 +49,7 @@ def write_plan(plan: Plan, out: Path, command: str) -> Path:
         pictures=[picture(figure, out, name, caption) for figure, name, caption in captions],
         choices=plan.report.choices,
         command=command,
+        note=_NOTE,
     )
     _write_numbers(plan, out / "plan.json")
     return page

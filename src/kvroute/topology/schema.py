@@ -325,6 +325,8 @@ class ClusterFile(Entry, frozen=True, kw_only=True):
     timing: dict[str, TimingEntry] = {}
     defaults: InstanceDefaults = InstanceDefaults()
     instances: list[InstanceEntry] | InstanceCounts
+    qos: dict[str, Any] = {}
+    """Traffic classes of the compute network, which `kvroute plan qos` reads and checks (`read_section`)."""
     gateway: dict[str, Any] = {}
     """Settings of `kvroute serve`, which reads and checks them (`read_section`)."""
 
