@@ -31,14 +31,23 @@ MODEL = ServedModel(
     prefill_kv_tokens=100_000,
     decode_kv_tokens=100_000,
 )
-CLUSTER = StorageCluster(prefill_nodes=1, decode_nodes=2, gpus=2, storage_bytes_per_s=1e9, compute_bytes_per_s=4e9)
+CLUSTER = StorageCluster(
+    prefill_nodes=1,
+    decode_nodes=2,
+    gpus=2,
+    prefill_group=2,
+    decode_group=2,
+    storage_bytes_per_s=1e9,
+    compute_bytes_per_s=4e9,
+)
 
 
 def trajectories(*turns: list[tuple[int, int]]) -> Trajectories:
     """Return trajectories of (appended, generated) turns."""
     flat = [turn for each in turns for turn in each]
     start = np.concatenate([[0], np.cumsum([len(each) for each in turns])])
-    return Trajectories(np.array([one for one, _ in flat]), np.array([one for _, one in flat]), start)
+    appended, generated = np.array(flat).T
+    return Trajectories.growing(appended.copy(), generated.copy(), start)
 
 
 def agents(turns: Trajectories, count: int, policy: DualPathSpec, **changes: Any) -> AgentRun:
@@ -53,7 +62,7 @@ def hit_bytes(run: AgentRun) -> float:
         context = 0
         for turn in range(turns.start[number], turns.start[number + 1]):
             tokens += context - context % run.model.block_tokens
-            context += int(turns.appended[turn] + turns.generated[turn])
+            context = int(turns.prompt[turn] + turns.generated[turn])
     return tokens * run.model.kv_bytes
 
 
@@ -164,6 +173,14 @@ def test_a_quota_divides_a_long_prompt_into_chunks() -> None:
     assert several.ttft_s[0] - one.ttft_s[0] == pytest.approx((passes - 1) * MODEL.forward_s, abs=1.1e-2)
 
 
+def test_an_agent_pauses_before_each_turn() -> None:
+    made = trajectories([(1000, 30), (500, 11)])
+    waiting = replace(made, think_s=np.array([3.0, 10.0]))
+    without, with_pauses = (run_agents(agents(each, 1, ABLATION["layerwise"])) for each in (made, waiting))
+    assert with_pauses.end_s == pytest.approx(without.end_s + 13.0)
+    assert with_pauses.ttft_s == pytest.approx(without.ttft_s, rel=1e-5)
+
+
 def test_agents_start_at_their_times_and_a_run_ends_at_its_end() -> None:
     made = trajectories([(1000, 100)] * 3)
     starts = np.array([0.0, 5.0, 1000.0])
@@ -181,7 +198,7 @@ def test_agents_start_at_their_times_and_a_run_ends_at_its_end() -> None:
         ({"prefill_nodes": 0}, r"^prefill_nodes: 0; give 1 or more"),
         ({"storage_bytes_per_s": 0.0}, r"^storage_bytes_per_s: 0.0; give a finite number above 0"),
         ({"buffer_bytes": -1.0}, r"^buffer_bytes: -1.0; give a finite number above 0"),
-        ({"decode_group": 3}, r"^decode_group: 2 nodes cannot be divided into groups of 3; give a divisor"),
+        ({"decode_group": 3}, r"^decode_group: 4 GPUs cannot be divided into groups of 3; give a divisor"),
     ],
 )
 def test_a_wrong_cluster_is_rejected(changes: dict[str, float], message: str) -> None:

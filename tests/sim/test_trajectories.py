@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvroute.sim.workload.trajectories import TABLE_2, generate_trajectories, statistics_of
+from kvroute.sim.workload.trajectories import TABLE_2, Trajectories, generate_trajectories, statistics_of
 
 
 @pytest.mark.parametrize("name", sorted(TABLE_2))
@@ -18,7 +18,7 @@ def test_every_column_of_table_2_is_within_one_percent(name: str, seed: int) -> 
         assert getattr(measured, column) == pytest.approx(getattr(wanted, column), rel=0.01), column
     assert len(trajectories) == 500
     assert trajectories.longest_tokens <= 1.01 * wanted.tokens_max
-    assert min(trajectories.appended.min(), trajectories.generated.min()) >= 1
+    assert min((trajectories.prompt - trajectories.cached).min(), trajectories.generated.min()) >= 1
 
 
 def test_statistics_follow_their_definitions() -> None:
@@ -30,17 +30,28 @@ def test_statistics_follow_their_definitions() -> None:
         context = 0
         for turn in range(first, last):
             contexts.append(context)
-            context += trajectories.appended[turn] + trajectories.generated[turn]
+            assert trajectories.cached[turn] == context
+            context = trajectories.prompt[turn] + trajectories.generated[turn]
         totals.append(context)
-        means.append(trajectories.appended[first:last].mean())
-        assert trajectories.tokens(number) == context
+        means.append((trajectories.prompt - trajectories.cached)[first:last].mean())
     measured = statistics_of(trajectories, 32_768)
     assert measured.total == pytest.approx(np.mean(totals))
     assert measured.appended == pytest.approx(np.mean(means))
     assert measured.context == pytest.approx(np.mean(contexts))
 
 
+def test_scaled_trajectories_are_cut_at_their_maximum() -> None:
+    trajectories = Trajectories.growing(np.array([10, 20, 30, 5]), np.array([1, 1, 1, 5]), np.array([0, 3, 4]))
+    assert trajectories.prompt.tolist() == [10, 31, 62, 5]
+    assert trajectories.cached.tolist() == [0, 11, 32, 0]
+    scaled = trajectories.scaled(2.0, 3.0, tokens_max=70)
+    assert scaled.prompt.tolist() == [20, 63, 10]
+    assert scaled.cached.tolist() == [0, 23, 0]
+    assert scaled.generated.tolist() == [3, 3, 15]
+    assert scaled.start.tolist() == [0, 2, 3]
+
+
 def test_the_same_seed_gives_the_same_trajectories() -> None:
     first, second, other = (generate_trajectories(TABLE_2["32K"], seed) for seed in (1, 1, 2))
-    assert np.array_equal(first.appended, second.appended)
-    assert not np.array_equal(first.appended[:50], other.appended[:50])
+    assert np.array_equal(first.prompt, second.prompt)
+    assert not np.array_equal(first.prompt[:50], other.prompt[:50])

@@ -62,10 +62,10 @@ def _handle(rules: Rules, state: State, kind: int, item: int, now: float) -> Non
 def _arrive(rules: Rules, state: State, agent: int, now: float) -> None:
     """Begin the present turn of an agent."""
     turns, engines = state.turns, state.engines
-    hit = turns.context[agent] - turns.context[agent] % rules.block_tokens
-    turns.hit[agent] = hit
-    turns.cached[agent] = hit
-    turns.prompt[agent] = turns.context[agent] + turns.appended[turns.turn[agent]]
+    context = turns.contexts[turns.turn[agent]]
+    turns.hit[agent] = context - context % rules.block_tokens
+    turns.cached[agent] = turns.hit[agent]
+    turns.prompt[agent] = turns.prompts[turns.turn[agent]]
     turns.arrived[agent] = now
     turns.since[agent] = now
     turns.prefill_engine[agent] = NOTHING
@@ -110,10 +110,9 @@ def _end_turn(rules: Rules, state: State, agent: int, now: float) -> None:
         measured.ttst_s[number] = measured.second_s[agent] - first
         measured.tpot_s[number] = (now - first) / (generated - 1)
     _write_back(rules, state, agent, generated)
-    turns.context[agent] = turns.prompt[agent] + generated
     turns.turn[agent] += 1
     if turns.turn[agent] < turns.end[agent]:
-        push(state.agenda, now, ARRIVAL, agent)
+        push(state.agenda, now + turns.think_s[turns.turn[agent]], ARRIVAL, agent)
         return
     measured.agent_end_s[agent] = now
     measured.counts[1] += 1

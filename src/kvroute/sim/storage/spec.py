@@ -19,10 +19,10 @@ class StorageCluster:
     decode_nodes: int
     gpus: int = 8
     """GPUs of a node."""
-    prefill_group: int = 1
-    """Nodes of a prefill group, whose GPUs compute each forward pass together."""
-    decode_group: int = 1
-    """Nodes of a decode group, which asks for work together."""
+    prefill_group: int = 8
+    """GPUs of a prefill group, which computes each forward pass together."""
+    decode_group: int = 8
+    """GPUs of a decode group, which asks for work together."""
     storage_bytes_per_s: float = 50e9
     """Read bandwidth that the storage NIC of a node reaches."""
     compute_bytes_per_s: float = 50e9
@@ -39,9 +39,11 @@ class StorageCluster:
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"{getattr(self, name)}", where=name, hint="give a finite number above 0")
         for nodes, group in (("prefill_nodes", "prefill_group"), ("decode_nodes", "decode_group")):
-            if getattr(self, nodes) % getattr(self, group):
-                what = f"{getattr(self, nodes)} nodes cannot be divided into groups of {getattr(self, group)}"
-                raise InputError(what, where=group, hint="give a divisor of the number of nodes")
+            if getattr(self, nodes) * self.gpus % getattr(self, group):
+                what = (
+                    f"{getattr(self, nodes) * self.gpus} GPUs cannot be divided into groups of {getattr(self, group)}"
+                )
+                raise InputError(what, where=group, hint="give a divisor of the number of GPUs")
 
     @property
     def nodes(self) -> int:
@@ -85,7 +87,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRun:
-    """What is simulated: agents that follow trajectories turn by turn, without a pause between turns."""
+    """What is simulated: agents that follow trajectories turn by turn."""
 
     cluster: StorageCluster
     model: ServedModel

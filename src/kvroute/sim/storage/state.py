@@ -83,17 +83,18 @@ class Queues(NamedTuple):
 class Turns(NamedTuple):
     """Trajectories, and the present turn of each agent, [agents] unless given."""
 
-    appended: IntArray
-    """[turns of all trajectories]"""
+    prompts: IntArray
+    """See `Trajectories`, [turns of all trajectories]."""
+    contexts: IntArray
+    """Cached tokens of each of these turns."""
     generated: IntArray
+    think_s: FloatArray
     turn: IntArray
-    """Present turn, an index of `appended`."""
+    """Present turn, an index of `prompts`."""
     end: IntArray
-    """End of the agent's trajectory, an index of `appended`."""
-    context: IntArray
-    """Tokens of the context before the turn."""
+    """End of the agent's trajectory, an index of `prompts`."""
     hit: IntArray
-    """Tokens of the context that storage has: whole blocks."""
+    """Tokens of the prompt that storage has: whole blocks."""
     prompt: IntArray
     """Tokens of the prompt."""
     cached: IntArray
@@ -226,8 +227,8 @@ def rules_of(run: AgentRun) -> Rules:
     return Rules(
         gpus=cluster.gpus,
         prefill_nodes=cluster.prefill_nodes,
-        prefill_group=cluster.prefill_group * cluster.gpus,
-        decode_group=cluster.decode_group * cluster.gpus,
+        prefill_group=cluster.prefill_group,
+        decode_group=cluster.decode_group,
         storage_bytes_per_s=cluster.storage_bytes_per_s,
         compute_bytes_per_s=cluster.compute_bytes_per_s,
         kv_bytes=model.kv_bytes,
@@ -254,22 +255,17 @@ def rules_of(run: AgentRun) -> Rules:
 
 def _mean_turn(run: AgentRun) -> tuple[float, float]:
     """Return the mean tokens of a prompt and of its part that storage does not have."""
-    appended, generated, start = run.trajectories.appended, run.trajectories.generated, run.trajectories.start
-    if not len(appended):
+    prompt, cached = run.trajectories.prompt, run.trajectories.cached
+    if not len(prompt):
         return 1.0, 1.0
-    total = np.cumsum(appended + generated)
-    before = np.concatenate([[0], total])[start[:-1]]
-    context = total - appended - generated - np.repeat(before, np.diff(start))
-    hit = context - context % run.model.block_tokens
-    return float((context + appended).mean()), float((context + appended - hit).mean())
+    return float(prompt.mean()), float((prompt - cached + cached % run.model.block_tokens).mean())
 
 
 def state_of(run: AgentRun) -> State:
     """Return the state before the first event."""
     cluster, agents = run.cluster, len(run.trajectory)
     prefill, decode = cluster.prefill_nodes * cluster.gpus, cluster.decode_nodes * cluster.gpus
-    prefill_groups = cluster.prefill_nodes // cluster.prefill_group
-    decode_groups = cluster.decode_nodes // cluster.decode_group
+    prefill_groups, decode_groups = prefill // cluster.prefill_group, decode // cluster.decode_group
     state = State(
         agenda=_agenda(4 * agents + 2 * (prefill_groups + decode_groups) + 16),
         waiting=_queues(1 + prefill, agents),
@@ -302,7 +298,8 @@ def state_of(run: AgentRun) -> State:
         measured=_measured(run),
     )
     for agent in range(agents):
-        push(state.agenda, float(run.start_s[agent]), ARRIVAL, agent)
+        first = run.trajectories.start[run.trajectory[agent]]
+        push(state.agenda, float(run.start_s[agent] + run.trajectories.think_s[first]), ARRIVAL, agent)
     if run.policy.scheduling:
         for kind, groups in ((FETCH_PREFILL, prefill_groups), (FETCH_DECODE, decode_groups)):
             for group in range(groups):  # staggered, so that no group is always first
@@ -326,13 +323,14 @@ def _queues(queues: int, agents: int) -> Queues:
 
 def _turns(run: AgentRun) -> Turns:
     start, agents = run.trajectories.start, len(run.trajectory)
-    context, hit, prompt, cached, step, prefill, decode, tokens, reads = np.zeros((9, agents), np.int64)
+    hit, prompt, cached, step, prefill, decode, tokens, reads = np.zeros((8, agents), np.int64)
     return Turns(
-        appended=run.trajectories.appended,
+        prompts=run.trajectories.prompt,
+        contexts=run.trajectories.cached,
         generated=run.trajectories.generated,
+        think_s=run.trajectories.think_s,
         turn=start[run.trajectory],
         end=start[run.trajectory + 1],
-        context=context,
         hit=hit,
         prompt=prompt,
         cached=cached,

@@ -27,29 +27,46 @@ _SHARE_CONCENTRATION = 12.0
 
 @dataclass(frozen=True, slots=True)
 class Trajectories:
-    """Turns of agents; each turn appends tokens to the context and then generates tokens."""
+    """Turns of agents, trajectory by trajectory, [turns] unless given."""
 
-    appended: IntArray
-    """Appended tokens of each turn, trajectory by trajectory, [turns]."""
+    prompt: IntArray
+    """Tokens of each prompt."""
+    cached: IntArray
+    """Tokens at the beginning of the prompt that an earlier turn has had; whole blocks of them are in storage."""
     generated: IntArray
-    """Generated tokens of each turn, [turns]."""
+    think_s: FloatArray
+    """Time from the end of the turn before, or from the agent's start, in seconds."""
     start: IntArray
     """First turn of each trajectory, and the number of all turns, [trajectories + 1]."""
+
+    @classmethod
+    def growing(cls, appended: IntArray, generated: IntArray, start: IntArray) -> Trajectories:
+        """Return trajectories without pauses in which each turn appends tokens to the whole context before it, and then
+        generates tokens."""
+        each = appended + generated
+        total = np.cumsum(each)
+        before = np.concatenate([[0], total])[start[:-1]]
+        context = total - each - np.repeat(before, np.diff(start))
+        return cls(context + appended, context, generated, np.zeros(len(each)), start)
 
     def __len__(self) -> int:
         return len(self.start) - 1
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest trajectory."""
-        if not len(self):
-            return 0
-        return int(max(self.tokens(number) for number in range(len(self))))
+        """Tokens of the longest prompt with its output."""
+        return int((self.prompt + self.generated).max(initial=0))
 
-    def tokens(self, number: int) -> int:
-        """Tokens of a trajectory."""
-        turns = slice(self.start[number], self.start[number + 1])
-        return int(self.appended[turns].sum() + self.generated[turns].sum())
+    def scaled(self, append: float, generate: float, tokens_max: int) -> Trajectories:
+        """Return growing trajectories with `append` times the appended and `generate` times the generated tokens, cut
+        before the turn that would exceed `tokens_max` tokens."""
+        appended = np.maximum(1, np.round((self.prompt - self.cached) * append)).astype(np.int64)
+        generated = np.maximum(1, np.round(self.generated * generate)).astype(np.int64)
+        whole = Trajectories.growing(appended, generated, self.start)
+        fits = whole.prompt + whole.generated <= tokens_max
+        fits[self.start[:-1]] = True
+        turns = np.add.reduceat(fits.astype(np.int64), self.start[:-1])
+        return Trajectories.growing(appended[fits], generated[fits], np.concatenate([[0], np.cumsum(turns)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +160,15 @@ def _stratified(generator: np.random.Generator, count: int) -> FloatArray:
 def statistics_of(trajectories: Trajectories, tokens_max: int) -> TraceStatistics:
     """Return the columns of table 2 for trajectories."""
     turns = np.diff(trajectories.start)
-    each = trajectories.appended + trajectories.generated
-    first = trajectories.start[:-1]
-    total = np.add.reduceat(each, first)
-    context = np.cumsum(each) - each
-    context = context - np.repeat(context[first], turns)
+    first, last = trajectories.start[:-1], trajectories.start[1:] - 1
+    appended = trajectories.prompt - trajectories.cached
     return TraceStatistics(
         tokens_max=tokens_max,
         turns=float(turns.mean()),
-        appended=float((np.add.reduceat(trajectories.appended, first) / turns).mean()),
+        appended=float((np.add.reduceat(appended, first) / turns).mean()),
         generated=float((np.add.reduceat(trajectories.generated, first) / turns).mean()),
-        total=float(total.mean()),
-        context=float(context.mean()),
+        total=float((trajectories.prompt + trajectories.generated)[last].mean()),
+        context=float(trajectories.cached.mean()),
     )
 
 
@@ -209,7 +223,7 @@ def _draw(tokens_max: int, parameters: _Parameters, draws: _Draws) -> Trajectori
     ]
     start = np.concatenate([[0], np.cumsum(turns)])
     appended, generated = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
-    return Trajectories(appended, generated, start)
+    return Trajectories.growing(appended, generated, start)
 
 
 def _turns(
