@@ -1,4 +1,4 @@
-"""`kvroute plan`: offloading, splits of instances, bandwidth of networks and storage, and traffic classes, by formula."""
+"""`kvroute plan`: offloading, splits of instances, bandwidth of networks and storage, traffic classes, by formula."""
 
 from __future__ import annotations
 
