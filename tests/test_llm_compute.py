@@ -174,6 +174,7 @@ def test_dualpath_table_1(name: str, kv_number: float, published: tuple[float, f
     [
         QWEN_2_5_32B,
         QWEN_2_5_32B | {"intermediate_size": [1024] * 64},
+        QWEN_2_5_32B | {"intermediate_size": 10**400},
         MIXTRAL | {"intermediate_size": 14_336, "num_experts_per_tok": "two"},
     ],
 )

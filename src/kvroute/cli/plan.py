@@ -1,4 +1,4 @@
-"""`kvroute plan`: prompts to offload, the split of instances, and the bandwidth of networks and storage, by formula."""
+"""`kvroute plan`: offloading, splits of instances, bandwidth of networks and storage, traffic classes, by formula."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ _TOKENS = re.compile(r"(\d{1,9})([Kk]?)", re.ASCII)
 
 _CACHED = (16_384, 32_768, 65_536)
 
-app = typer.Typer(help="Compute thresholds, splits and bandwidth before you build a cluster.", no_args_is_help=True)
+app = typer.Typer(
+    help="Compute thresholds, splits, bandwidth and traffic classes before you build a cluster.", no_args_is_help=True
+)
 
 
 @app.command()

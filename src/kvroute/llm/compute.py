@@ -74,7 +74,8 @@ def attention(
 ) -> Sublayers:
     """Return MHA, GQA or MQA: projections of queries, keys, values and output; scores and weighted values."""
     parameters = hidden * (heads * key_dim + kv_heads * (key_dim + value_dim) + heads * value_dim)
-    return Sublayers(count, parameters, 2.0 * heads * (key_dim + value_dim), window_tokens or math.inf)
+    attended = 2.0 * heads * (key_dim + value_dim)
+    return Sublayers(count, float(parameters), attended, window_tokens or math.inf)
 
 
 def latent_attention(count: int, hidden: int, heads: int, latent: Latent, indexer: Indexer | None = None) -> Sublayers:
@@ -91,9 +92,10 @@ def latent_attention(count: int, hidden: int, heads: int, latent: Latent, indexe
         parameters += hidden * latent.query_rank
     attended = 2.0 * heads * (2 * latent.kv_rank + latent.rope_dim)
     if indexer is None:
-        return Sublayers(count, parameters, attended)
+        return Sublayers(count, float(parameters), attended)
     parameters += query_rank * indexer.heads * indexer.dim + hidden * (indexer.dim + indexer.heads)
-    return Sublayers(count, parameters, attended, indexer.top_tokens, 2.0 * indexer.heads * indexer.dim)
+    indexed = 2.0 * indexer.heads * indexer.dim
+    return Sublayers(count, float(parameters), attended, indexer.top_tokens, indexed)
 
 
 def feed_forward(count: int, hidden: int, width: int, *, matrices: int = 3, experts: int = 0) -> Sublayers:
@@ -106,4 +108,4 @@ def feed_forward(count: int, hidden: int, width: int, *, matrices: int = 3, expe
         matrices: 3 with a gate, 2 without.
         experts: experts among which a router chooses.
     """
-    return Sublayers(count, matrices * hidden * width + hidden * experts)
+    return Sublayers(count, float(matrices * hidden * width + hidden * experts))

@@ -36,7 +36,7 @@ def compute_of(fields: Fields, layers: Sequence[Layers]) -> Compute | None:
             return None
         hidden, heads = fields.count(*HIDDEN), fields.count(*HEADS)
         return Compute((*(_attention(fields, group, hidden, heads) for group in layers), *behind))
-    except InputError:  # sizes that differ by layer; the KV cache does not depend on them
+    except (InputError, OverflowError):  # such as sizes that differ by layer; the KV cache does not depend on them
         return None
 
 
