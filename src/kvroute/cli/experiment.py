@@ -9,7 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from kvroute.cli import experiment_copies, experiment_netkv, experiment_never_worse, experiment_prfaas
+from kvroute.cli import (
+    experiment_copies,
+    experiment_dualpath,
+    experiment_netkv,
+    experiment_never_worse,
+    experiment_prfaas,
+)
 from kvroute.cli.experiment_family import Family, run_family
 from kvroute.cli.output import console, print_json, remarks
 from kvroute.cli.sweeps import RunOptions
@@ -22,6 +28,7 @@ from kvroute.types import InputError
 FAMILIES: dict[str, Family[Any]] = {
     "netkv": experiment_netkv.FAMILY,
     "prfaas": experiment_prfaas.FAMILY,
+    "dualpath": experiment_dualpath.FAMILY,
     "never-worse": experiment_never_worse.FAMILY,
     "prefix-copies": experiment_copies.FAMILY,
 }
@@ -34,7 +41,8 @@ def experiment(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Experiments by name; netkv, prfaas or never-worse selects a whole group.", show_default=False
+            help="Experiments by name; netkv, prfaas, dualpath or never-worse selects a whole group.",
+            show_default=False,
         ),
     ] = None,
     reading_name: Annotated[

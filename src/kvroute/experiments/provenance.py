@@ -28,6 +28,7 @@ MODULES = (
     "control",
     "sim",
     "experiments/setup.py",
+    "experiments/dualpath_setup.py",
     "experiments/readings.py",
     "experiments/clairvoyant.py",
 )

@@ -12,10 +12,10 @@ from kvroute.comparison.cells import Record
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.prefix_copies import OWN, PREFIX_COPIES
 from kvroute.report.drawing import INK, grid, panels, plain, style
-from kvroute.report.estimate import Estimate, estimate
+from kvroute.report.estimate import Estimate, estimate, estimate_entry
 from kvroute.report.experiment_page import headline, shared_parameters
 from kvroute.report.findings import Finding, Holds, below
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+from kvroute.report.grid import Entry, Grid, Heading
 from kvroute.report.page import picture, write_page
 from kvroute.report.rerun import cell_options, sweep_options
 from kvroute.report.series import of_profile, profiles_of
@@ -65,8 +65,8 @@ def copies_grid(records: Sequence[Record]) -> Grid:
         for policy in PREFIX_COPIES.policies:
             runs = [record for record in some if record.cell.policy == policy]
             if runs:
-                numbers = (_entry(estimate(map(value, runs)), digits) for _, value, digits in _COLUMNS)
-                gained = _entry(gain(some, policy), 3, signed=True)
+                numbers = (estimate_entry(estimate(map(value, runs)), digits) for _, value, digits in _COLUMNS)
+                gained = estimate_entry(gain(some, policy), 3, signed=True)
                 rows.append((Entry(profile), Entry(policy), *numbers, gained))
     caption = "own-caches: each site uses its own cache; exchange: the longer prefix is copied to the prefill instance."
     return Grid(PREFIX_COPIES.title, headings, tuple(rows), caption, 2)
@@ -153,10 +153,3 @@ def write_copies(experiment: Experiment, records: Sequence[Record], out: Path) -
 
 def _between(record: Record) -> float:
     return record.figures["egress_gb"] + record.figures["ingress_gb"]
-
-
-def _entry(value: Estimate | None, digits: int, *, signed: bool = False) -> Entry:
-    if value is None:
-        return Entry(UNKNOWN)
-    width = "" if value.half_width is None else f"±{value.half_width:.{digits}f}"
-    return Entry(f"{value.mean:{'+' if signed else ''}.{digits}f}", width)

@@ -44,6 +44,13 @@ AXIS_LABELS = {
     "refresh_s": "oracle refresh interval, s",
     "p_share": "share of requests with a shared prefix",
     "gpus": "cluster size, GPUs",
+    "agents": "agents",
+    "length": "maximum context, thousand tokens",
+    "prefill": "prefill nodes",
+    "decode": "decode nodes",
+    "append": "appended tokens, multiple of the trace's",
+    "generate": "generated tokens, multiple of the trace's",
+    "window": "window, s",
 }
 _STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -98,6 +105,12 @@ _LINE_STYLES = {
     "foresight": LineStyle("#6a3db8", "*", "-"),
     "foresight-closed": LineStyle("#a98bd0", "h", "--"),
     "foresight-joint": LineStyle("#3d1466", "p", "-."),
+    "basic": LineStyle("#8a8a8a", "x", ":"),
+    "layerwise": LineStyle("#b8629a", "v", "--"),
+    "dual-path": LineStyle("#c98b00", "^", "--"),
+    "scheduling": LineStyle("#0072b2", "s", "-"),
+    "split-reads": LineStyle("#d55e00", "o", "-"),
+    "oracle": LineStyle("#26323d", "*", "-."),
 }
 
 

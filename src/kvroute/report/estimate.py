@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvroute.report.grid import UNKNOWN, Entry
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -32,3 +34,11 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
 
     std = float(known.std(ddof=1))
     return Estimate(mean, std, float(stdtrit(count - 1, 0.975)) * std / float(np.sqrt(count)), count)
+
+
+def estimate_entry(value: Estimate | None, digits: int, *, signed: bool = False) -> Entry:
+    """Return a mean with its interval as the entry of a grid."""
+    if value is None:
+        return Entry(UNKNOWN)
+    width = "" if value.half_width is None else f"±{value.half_width:.{digits}f}"
+    return Entry(f"{value.mean:{'+' if signed else ''}.{digits}f}", width)

@@ -1,0 +1,138 @@
+"""Tests of DualPath's experiments and their pages."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvroute.cli.app import main
+from kvroute.comparison.cells import Cell, Record
+from kvroute.experiments.dualpath import EXPERIMENTS, capacity, run_cell, run_of
+from kvroute.experiments.dualpath_setup import PROFILES, DualPathAssumptions, served_model, storage_cluster
+from kvroute.report.dualpath_results import dualpath_findings, dualpath_grid, write_dualpath
+
+ABLATION = EXPERIMENTS["dualpath-ablation"]
+
+
+def cell(experiment: str, policy: str, profile: str = "ds-660b", seed: int = 0, **settings: float) -> Cell:
+    return Cell(experiment=experiment, reading="paper", profile=profile, settings=settings, policy=policy, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def ablation() -> list[Record]:
+    return [
+        run_cell(cell("dualpath-ablation", policy, seed=seed, agents=256))
+        for policy in ABLATION.policies
+        for seed in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(("profile", "gflop"), [("ds-660b", 141), ("ds-27b", 13.8), ("qwen-32b", 108)])
+def test_models_take_the_published_operations_at_the_mean_context(profile: str, gflop: float) -> None:
+    """GFLOP for one token with 32.7K tokens of context."""
+    assumed = DualPathAssumptions()
+    one = PROFILES[profile]
+    model = served_model(one, assumed)
+    operations = model.prefill_s(32_700, 1) * assumed.gpu_flops * one.mfu
+    assert operations / 1e9 == pytest.approx(gflop, rel=0.03)
+
+
+def test_kv_sizes_are_those_of_the_publication() -> None:
+    assert {name: one.kv_bytes for name, one in PROFILES.items()} == {
+        "ds-660b": 48_068,
+        "ds-27b": 21_720,
+        "qwen-32b": 262_144,
+    }
+
+
+def test_groups_have_their_published_sizes() -> None:
+    """2P4D has one group of each side; with other ratios every node is a group; a model without expert parallelism has
+    groups of one GPU."""
+    assumed = DualPathAssumptions()
+    large = PROFILES["ds-660b"]
+    groups = [storage_cluster(large, assumed, *nodes) for nodes in ((2, 4), (48, 96), (1, 3))]
+    assert [(one.prefill_group, one.decode_group) for one in groups] == [(16, 32), (16, 32), (8, 8)]
+    assert storage_cluster(PROFILES["qwen-32b"], assumed, 1, 2).prefill_group == 1
+
+
+def test_every_system_of_the_ablation_runs_the_same_turns(ablation: list[Record]) -> None:
+    by_seed = {seed: [one for one in ablation if one.cell.seed == seed] for seed in (0, 1)}
+    for records in by_seed.values():
+        assert len({one.figures["turns"] for one in records}) == 1
+        assert {one.figures["agents"] for one in records} == {256.0}
+        reads = {one.cell.policy: one.summary.kv_bytes for one in records}
+        assert reads.pop("oracle") == 0
+        assert max(reads.values()) == pytest.approx(min(reads.values()))
+
+
+def test_both_sides_are_faster_than_prefill_nodes_alone(ablation: list[Record]) -> None:
+    time_s = {one.cell.policy: one.figures["end_s"] for one in ablation if one.cell.seed == 0}
+    assert time_s["scheduling"] < time_s["basic"]
+    assert time_s["oracle"] == min(time_s.values())
+
+
+def test_table_findings_and_page(ablation: list[Record], tmp_path: Path) -> None:
+    grid = dualpath_grid(ABLATION, ablation)
+    assert [row[2].text for row in grid.rows] == list(ABLATION.policies)
+    assert [heading.title for heading in grid.headings][:5] == ["model", "agents", "system", "JCT s", "gain"]
+    assert grid.rows[0][4].text == "1.00"
+    claims = [found.claim for found in dualpath_findings(ABLATION, ablation)]
+    assert claims[0] == "layerwise is faster than basic"
+    assert len(claims) == len(ABLATION.policies) - 1
+    page = write_dualpath(ABLATION, ablation, tmp_path).read_text()
+    assert "kvroute experiment dualpath-ablation --seeds 2" in page
+    assert (tmp_path / "figures" / "dualpath.png").stat().st_size > 10_000
+
+
+def test_a_gain_of_capacity_is_the_inverse_of_a_gain_of_time() -> None:
+    """A higher capacity is better, a longer time is worse."""
+
+    def record(experiment: str, policy: str, **figures: float) -> Record:
+        base = run_cell(cell("dualpath-ablation", "basic", agents=8))
+        return msgspec.structs.replace(base, cell=cell(experiment, policy, length=64), figures=base.figures | figures)
+
+    online = EXPERIMENTS["dualpath-online"]
+    rates = [record(online.name, "basic", capacity_per_s=0.2), record(online.name, "scheduling", capacity_per_s=0.5)]
+    grid = dualpath_grid(online, rates)
+    assert [row[4].text for row in grid.rows] == ["1.00", "2.50"]
+
+
+def test_the_capacity_is_the_highest_rate_within_the_limits() -> None:
+    one = cell("dualpath-online", "basic", length=32)
+    rate, tried = capacity(one)
+    meets = {at: point["ttft_s"] <= 4.0 and point["tpot_s"] <= 0.05 for at, point in tried}
+    assert rate == max(at for at, met in meets.items() if met)
+    too_high = min(at for at, met in meets.items() if not met)
+    assert rate < too_high <= rate / 0.98 + 1e-9
+
+
+def test_agents_arrive_at_the_given_rate() -> None:
+    run = run_of(cell("dualpath-online", "basic", length=32), agents_per_s=0.5)
+    assert len(run.start_s[run.start_s < run.end_s]) == pytest.approx(0.5 * run.end_s, rel=0.1)
+    assert math.isfinite(run.end_s)
+
+
+def test_a_cell_runs_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(point: str) -> tuple[int, str, str]:
+        options = ["dualpath-ratio", "--seed", "3", "--out", str(tmp_path), "--json", "--cell", point]
+        monkeypatch.setattr(sys, "argv", ["kvroute", "experiment", *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    code, _, err = run("ds-27b,1,1,64,basic")
+    assert code == 2
+    assert "dualpath-ratio has no cell 'ds-27b,1,1,64,basic'" in err
+    code, out, err = run("ds-27b,1,1,1024,basic")
+    assert code == 0, err
+    (record,) = json.loads(out)["records"]
+    assert record["figures"]["prefill_read_share"] == 1.0
+    assert record["figures"]["agents"] == 1024
