@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import msgspec
@@ -89,6 +90,14 @@ EXPERIMENTS = {
             versus=(DUAL_PATH, "dual-path"),
         ),
         _sweep(
+            "dualpath-assumptions",
+            "What the results depend on",
+            "none: kvroute's assumptions",
+            {"mfu": (0.1, 0.2, 0.4), "buffer": (40, 80, 320), "storage": (0.5, 0.9), "quota": (0.1, 0.3, 1)},
+            policies=tuple(ABLATION),
+            expectation="the order of the techniques does not depend on the assumptions",
+        ),
+        _sweep(
             "dualpath-scale",
             "Large clusters",
             "DualPath section 7.6",
@@ -113,7 +122,7 @@ def run_cell(cell: Cell) -> Record:
     return Record(
         key=cell.key,
         cell=cell,
-        config={"assumptions": msgspec.to_builtins(ASSUMED), "policy": msgspec.to_builtins(ABLATION[cell.policy])},
+        config={"assumptions": msgspec.to_builtins(ASSUMED), "policy": msgspec.to_builtins(run.policy)},
         summary=_summary(cell, run, result),
         figures=figures | figures_of(run, result),
         series=series,
@@ -122,7 +131,11 @@ def run_cell(cell: Cell) -> Record:
 
 def run_of(cell: Cell, agents_per_s: float = math.nan) -> AgentRun:
     """Return the run of a cell; for `dualpath-online` agents arrive at this rate (Poisson)."""
-    settings, profile = cell.settings, PROFILES[cell.profile]
+    settings, profile, assumed, policy = cell.settings, PROFILES[cell.profile], ASSUMED, ABLATION[cell.policy]
+    if "mfu" in settings:
+        profile = replace(profile, mfu=settings["mfu"], buffer_bytes=1e9 * settings["buffer"])
+        assumed = msgspec.structs.replace(assumed, storage_share=settings["storage"])
+        policy = policy if policy.quota_s is None else msgspec.structs.replace(policy, quota_s=settings["quota"])
     prefill = int(settings.get("prefill", profile.prefill_nodes))
     decode = int(settings.get("decode", prefill * profile.decode_nodes // profile.prefill_nodes))
     length = f"{settings.get('length', 64):g}K"
@@ -135,9 +148,9 @@ def run_of(cell: Cell, agents_per_s: float = math.nan) -> AgentRun:
         end_s = ONLINE_END_S
         start_s = np.cumsum(generator.exponential(1 / agents_per_s, int(end_s * agents_per_s * 1.2) + 20))
     return AgentRun(
-        cluster=storage_cluster(profile, ASSUMED, prefill, decode),
-        model=served_model(profile, ASSUMED),
-        policy=ABLATION[cell.policy],
+        cluster=storage_cluster(profile, assumed, prefill, decode),
+        model=served_model(profile, assumed),
+        policy=policy,
         trajectories=trajectories,
         trajectory=generator.integers(0, len(trajectories), len(start_s)),
         start_s=start_s,

@@ -51,6 +51,10 @@ AXIS_LABELS = {
     "append": "appended tokens, multiple of the trace's",
     "generate": "generated tokens, multiple of the trace's",
     "window": "window, s",
+    "mfu": "MFU of a prefill",
+    "buffer": "buffer of a node, GB",
+    "storage": "share of the storage NIC's line rate",
+    "quota": "compute quota, s",
 }
 _STYLE: Any = {
     "font.family": "DejaVu Sans",
