@@ -136,3 +136,14 @@ def test_a_cell_runs_from_the_command_line(
     (record,) = json.loads(out)["records"]
     assert record["figures"]["prefill_read_share"] == 1.0
     assert record["figures"]["agents"] == 1024
+
+
+def test_assumptions_change_what_they_name() -> None:
+    settings = {"mfu": 0.4, "buffer": 40.0, "storage": 0.5, "quota": 0.1}
+    run = run_of(cell("dualpath-assumptions", "scheduling", **settings))
+    usual = run_of(cell("dualpath-ablation", "scheduling", agents=2000))
+    assert run.cluster.buffer_bytes == 40e9
+    assert run.cluster.storage_bytes_per_s == pytest.approx(usual.cluster.storage_bytes_per_s * 0.5 / 0.9)
+    assert run.model.dense_token_s == pytest.approx(usual.model.dense_token_s / 2)
+    assert run.policy.quota_s == 0.1
+    assert run_of(cell("dualpath-assumptions", "basic", **settings)).policy.quota_s is None
