@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.cells import Experiment
-from kvroute.experiments.dualpath_setup import PROFILES, DualPathAssumptions, served_model, storage_cluster
+from kvroute.experiments.dualpath_setup import DUALPATH_PROFILES, DualPathAssumptions, served_model, storage_cluster
 from kvroute.policies.dualpath import ABLATION
 from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
 from kvroute.sim.storage.run import StorageResult, run_agents
 from kvroute.sim.storage.spec import AgentRun
+from kvroute.sim.workload import Agents, fingerprint, read_any
 from kvroute.sim.workload.trajectories import TABLE_2, Trajectories, generate_trajectories
+from kvroute.types import InputError
 
 ASSUMED = DualPathAssumptions()
 BASIC, DUAL_PATH, SPLIT, ORACLE = "basic", "scheduling", "split-reads", "oracle"
@@ -24,7 +28,9 @@ TTFT_MAX_S, TPOT_MAX_S = 4.0, 0.05
 """Limits of the mean TTFT and TPOT in `dualpath-online` (DualPath 7.4)."""
 ONLINE_WARMUP_S, ONLINE_END_S = 1500.0, 3000.0
 _SYSTEMS = (BASIC, DUAL_PATH, SPLIT, ORACLE)
-_PROFILES = tuple(PROFILES)
+_PROFILES = tuple(DUALPATH_PROFILES)
+_CONTEXT_MAX, _OUTPUT_MAX = 163_840, 32_768
+"""Longest prompt of a recorded session, and room for its output, in tokens."""
 _FASTER = "both sides are faster than prefill nodes alone, and no reads at all are the bound"
 
 
@@ -108,9 +114,22 @@ EXPERIMENTS = {
 }
 
 
-def run_cell(cell: Cell) -> Record:
-    """Run a cell."""
-    run = run_of(cell)
+AGENTS = _sweep(
+    "dualpath-agents",
+    "Recorded sessions of coding agents",
+    "none: your sessions",
+    {"agents": (16, 128, 1024), "think": (0, 60)},
+    profiles=_PROFILES,
+    policies=tuple(ABLATION),
+    expectation="the gain depends on how many tokens the turns compute for each token that they read",
+)
+"""Needs a file with sessions."""
+EXPERIMENTS[AGENTS.name] = AGENTS
+
+
+def run_cell(sessions: str, cell: Cell) -> Record:
+    """Run a cell. `sessions` is the file of `dualpath-agents`, otherwise empty."""
+    run = sessions_run(sessions, cell) if cell.experiment == AGENTS.name else run_of(cell)
     figures: dict[str, float] = {}
     series: dict[str, tuple[tuple[float, float], ...]] = {}
     if cell.experiment == "dualpath-online":
@@ -119,10 +138,16 @@ def run_cell(cell: Cell) -> Record:
         series = {name: tuple((at, point[name]) for at, point in tried) for name in ("ttft_s", "tpot_s", "agent_s")}
         run = run_of(cell, rate)
     result = run_agents(run)
+    config: dict[str, Any] = {
+        "assumptions": msgspec.to_builtins(ASSUMED),
+        "policy": msgspec.to_builtins(run.policy),
+    }
+    if cell.experiment == AGENTS.name:
+        config |= sessions_config(sessions)
     return Record(
         key=cell.key,
         cell=cell,
-        config={"assumptions": msgspec.to_builtins(ASSUMED), "policy": msgspec.to_builtins(run.policy)},
+        config=config,
         summary=_summary(cell, run, result),
         figures=figures | figures_of(run, result),
         series=series,
@@ -131,7 +156,7 @@ def run_cell(cell: Cell) -> Record:
 
 def run_of(cell: Cell, agents_per_s: float = math.nan) -> AgentRun:
     """Return the run of a cell; for `dualpath-online` agents arrive at this rate (Poisson)."""
-    settings, profile, assumed, policy = cell.settings, PROFILES[cell.profile], ASSUMED, ABLATION[cell.policy]
+    settings, profile, assumed, policy = cell.settings, DUALPATH_PROFILES[cell.profile], ASSUMED, ABLATION[cell.policy]
     if "mfu" in settings:
         profile = replace(profile, mfu=settings["mfu"], buffer_bytes=1e9 * settings["buffer"])
         assumed = msgspec.structs.replace(assumed, storage_share=settings["storage"])
@@ -166,6 +191,41 @@ def trajectories_of(length: str, seed: int, append: float, generate: float) -> T
     if append == generate == 1.0:
         return trajectories
     return trajectories.scaled(append, generate, TABLE_2[length].tokens_max)
+
+
+def sessions_run(sessions: str, cell: Cell) -> AgentRun:
+    """Return the run of recorded sessions, each up to its first prompt that does not fit in a GPU or the published
+    model's context; agents start within the first minute and play one session each. Raises InputError for a file
+    without sessions."""
+    profile = DUALPATH_PROFILES[cell.profile]
+    model = served_model(profile, ASSUMED)
+    agents = agents_of(sessions).within(min(model.decode_kv_tokens - _OUTPUT_MAX, _CONTEXT_MAX))
+    trajectories = Trajectories.of_sessions(agents, cell.settings["think"])
+    generator = np.random.default_rng([cell.seed, 2])
+    count = int(cell.settings["agents"])
+    return AgentRun(
+        cluster=storage_cluster(profile, ASSUMED, profile.prefill_nodes, profile.decode_nodes),
+        model=model,
+        policy=ABLATION[cell.policy],
+        trajectories=trajectories,
+        trajectory=generator.integers(0, len(trajectories), count),
+        start_s=np.sort(generator.uniform(0.0, 60.0, count)),
+    )
+
+
+@lru_cache(maxsize=2)
+def agents_of(sessions: str) -> Agents:
+    """Read sessions. Raises InputError if the file has none."""
+    found = read_any(sessions)
+    if not isinstance(found, Agents):
+        hint = "give recorded sessions of agents, see docs/workloads.md"
+        raise InputError("the file has requests without sessions", where=sessions, hint=hint)
+    return found
+
+
+def sessions_config(sessions: str) -> dict[str, Any]:
+    """Return what identifies a file of sessions in the config of its records."""
+    return {"sessions": f"{Path(sessions).name}, XXH64 {fingerprint(Path(sessions))}"}
 
 
 def capacity(cell: Cell) -> tuple[float, list[tuple[float, dict[str, float]]]]:
@@ -212,6 +272,7 @@ def figures_of(run: AgentRun, result: StorageResult) -> dict[str, float]:
         "events": float(result.events),
         "storage_balance": result.storage_balance,
         "attention_balance": result.attention_balance,
+        "cached_share": float(run.trajectories.cached.sum() / run.trajectories.prompt.sum()),
         "prefill_read_share": float(read[:prefill].sum() / read.sum()) if read.sum() else 0.0,
         "prefill_storage_gb_per_s": float(nodes_gb_per_s[:prefill].mean()),
         "decode_storage_gb_per_s": float(nodes_gb_per_s[prefill:].mean()),

@@ -72,7 +72,7 @@ _DS_27B = Compute(
         feed_forward(29, 2560, 1536 * (6 + 2), experts=72),
     )
 )
-PROFILES: Mapping[str, DualPathProfile] = {
+DUALPATH_PROFILES: Mapping[str, DualPathProfile] = {
     "ds-660b": DualPathProfile(
         "ds-660b", _compute_of("deepseek-v3.2"), 61, 61 * (656 + 132), 671e9 / 16, 0.2, 2, 4, 80e9, True
     ),

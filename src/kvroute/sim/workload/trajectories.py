@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import betaincinv, ndtri
 
+from kvroute.sim.workload.agents import THINK_MAX_S, Agents
 from kvroute.types import FloatArray, IntArray
 
 TRAJECTORIES = 500
@@ -49,6 +50,24 @@ class Trajectories:
         context = total - each - np.repeat(before, np.diff(start))
         return cls(context + appended, context, generated, np.zeros(len(each)), start)
 
+    @classmethod
+    def of_sessions(cls, agents: Agents, think_max_s: float = THINK_MAX_S) -> Trajectories:
+        """Return recorded sessions as trajectories; longer pauses than `think_max_s` are cut to it.
+
+        Turns follow each other in the order of the file, also those of sub-agents. What an earlier turn of the session
+        has had is cached, in the blocks of the recording; at least one token of each prompt is computed.
+        """
+        turns = [turn for session in agents.sessions for turn in session.turns]
+        prompt = np.array([max(turn.input_tokens, 1) for turn in turns], dtype=np.int64)
+        uncached = np.array([tokens for session in agents.sessions for tokens in session.uncached_tokens()])
+        return cls(
+            prompt=prompt,
+            cached=prompt - np.clip(uncached, 1, prompt),
+            generated=np.array([max(turn.output_tokens, 1) for turn in turns], dtype=np.int64),
+            think_s=np.array([min(turn.think_s, think_max_s) for turn in turns]),
+            start=np.concatenate([[0], np.cumsum([len(session.turns) for session in agents.sessions])]),
+        )
+
     def __len__(self) -> int:
         return len(self.start) - 1
 
@@ -70,7 +89,7 @@ class Trajectories:
 
 
 @dataclass(frozen=True, slots=True)
-class TraceStatistics:
+class TrajectoryStatistics:
     """A row of DualPath's table 2."""
 
     tokens_max: int
@@ -87,10 +106,10 @@ class TraceStatistics:
     """Mean context of a turn, over all turns."""
 
 
-TABLE_2: dict[str, TraceStatistics] = {
-    "32K": TraceStatistics(32_768, 60, 608, 148, 28_639, 17_183),
-    "48K": TraceStatistics(49_152, 106, 474, 172, 42_607, 25_120),
-    "64K": TraceStatistics(65_536, 157, 429, 176, 55_958, 32_721),
+TABLE_2: dict[str, TrajectoryStatistics] = {
+    "32K": TrajectoryStatistics(32_768, 60, 608, 148, 28_639, 17_183),
+    "48K": TrajectoryStatistics(49_152, 106, 474, 172, 42_607, 25_120),
+    "64K": TrajectoryStatistics(65_536, 157, 429, 176, 55_958, 32_721),
 }
 
 
@@ -123,7 +142,7 @@ class _Draws:
     noise_seed: int
 
 
-def generate_trajectories(wanted: TraceStatistics, seed: int = 0, count: int = TRAJECTORIES) -> Trajectories:
+def generate_trajectories(wanted: TrajectoryStatistics, seed: int = 0, count: int = TRAJECTORIES) -> Trajectories:
     """Return `count` trajectories whose statistics are within 1 % of `wanted`, by damped moment matching.
 
     Raises AssertionError if the fit does not converge, which happens for statistics that no such mix has.
@@ -157,12 +176,12 @@ def _stratified(generator: np.random.Generator, count: int) -> FloatArray:
     return (generator.permutation(count) + 0.5) / count
 
 
-def statistics_of(trajectories: Trajectories, tokens_max: int) -> TraceStatistics:
+def statistics_of(trajectories: Trajectories, tokens_max: int) -> TrajectoryStatistics:
     """Return the columns of table 2 for trajectories."""
     turns = np.diff(trajectories.start)
     first, last = trajectories.start[:-1], trajectories.start[1:] - 1
     appended = trajectories.prompt - trajectories.cached
-    return TraceStatistics(
+    return TrajectoryStatistics(
         tokens_max=tokens_max,
         turns=float(turns.mean()),
         appended=float((np.add.reduceat(appended, first) / turns).mean()),
@@ -172,7 +191,7 @@ def statistics_of(trajectories: Trajectories, tokens_max: int) -> TraceStatistic
     )
 
 
-def _first_guess(wanted: TraceStatistics) -> _Parameters:
+def _first_guess(wanted: TrajectoryStatistics) -> _Parameters:
     """Return parameters that would be right without rounding and noise."""
     tokens = wanted.appended + wanted.generated
     spread = float(np.sqrt(np.log(tokens * wanted.turns / wanted.total)))
@@ -185,7 +204,7 @@ def _first_guess(wanted: TraceStatistics) -> _Parameters:
     )
 
 
-def _corrected(now: _Parameters, measured: TraceStatistics, wanted: TraceStatistics) -> _Parameters:
+def _corrected(now: _Parameters, measured: TrajectoryStatistics, wanted: TrajectoryStatistics) -> _Parameters:
     """Return the parameters after one damped step towards the wanted statistics."""
     tokens, measured_tokens = wanted.appended + wanted.generated, measured.appended + measured.generated
     log_tokens = float(np.log(tokens / measured_tokens))
@@ -200,7 +219,7 @@ def _corrected(now: _Parameters, measured: TraceStatistics, wanted: TraceStatist
     )
 
 
-def _error(measured: TraceStatistics, wanted: TraceStatistics) -> float:
+def _error(measured: TrajectoryStatistics, wanted: TrajectoryStatistics) -> float:
     """Return the largest relative difference of a column."""
     names = ("turns", "appended", "generated", "total", "context")
     return max(abs(float(getattr(measured, name)) / float(getattr(wanted, name)) - 1) for name in names)
