@@ -15,6 +15,7 @@ from bench.measurement import Row, fresh, median, process_figures, show
 
 SMALL, LARGE = 2, 48
 """Prefill nodes; there are twice as many decode nodes."""
+MODES_AGENTS = 256
 WALL_MAX_S, RSS_MAX_MB = 180.0, 2_000.0
 
 
@@ -48,10 +49,44 @@ def run_once(prefill: int) -> dict[str, float]:
     }
 
 
+def compare_modes(agents: int) -> dict[str, float]:
+    """Return time and job completion time of both modes for 27B agents on one prefill and one decode node."""
+    from kvroute.comparison.cells import Cell
+    from kvroute.experiments.dualpath import run_of
+    from kvroute.sim.storage.max_min import run_max_min
+    from kvroute.sim.storage.run import run_agents
+
+    def cell(count: int) -> Cell:
+        settings = {"length": 32.0, "agents": float(count)}
+        return Cell(
+            experiment="dualpath-offline",
+            reading="paper",
+            profile="ds-27b",
+            settings=settings,
+            policy="scheduling",
+            seed=0,
+        )
+
+    small, run = run_of(cell(8)), run_of(cell(agents))
+    run_agents(small)
+    run_max_min(small)
+    began = time.perf_counter()
+    fast = run_agents(run)
+    fast_s = time.perf_counter() - began
+    began = time.perf_counter()
+    slow = run_max_min(run)
+    return {
+        "fast_s": fast_s,
+        "max_min_s": time.perf_counter() - began,
+        "difference": abs(fast.end_s / slow.end_s - 1),
+    }
+
+
 def rows(repeats: int) -> list[Row]:
     """Return medians of both clusters, measured in turn, each in a fresh process."""
-    small, large = [], []
+    small, large, modes = [], [], []
     for _ in range(repeats):
+        modes.append(fresh("bench.storage", "--modes", MODES_AGENTS))
         small.append(fresh("bench.storage", "--one", SMALL))
         large.append(fresh("bench.storage", "--one", LARGE))
     where = f"{LARGE}P{2 * LARGE}D, {large[0]['agents']:,.0f} agents"
@@ -84,6 +119,21 @@ def rows(repeats: int) -> list[Row]:
             peer_name=small_name,
             target=RSS_MAX_MB,
         ),
+        Row(
+            measure=f"time of {MODES_AGENTS} agents on 1P1D",
+            unit="s",
+            better="lower",
+            ours=median(modes, "fast_s"),
+            peer=median(modes, "max_min_s"),
+            peer_name="max-min mode",
+        ),
+        Row(
+            measure="job completion time of that run against the max-min mode's",
+            unit="difference",
+            better="lower",
+            ours=median(modes, "difference"),
+            target=0.05,
+        ),
     ]
 
 
@@ -93,9 +143,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--modes", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         print(json.dumps(run_once(given.one)))
+    elif given.modes:
+        print(json.dumps(compare_modes(given.modes)))
     else:
         show(rows(given.repeats), given.json)
 

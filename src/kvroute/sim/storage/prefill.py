@@ -103,7 +103,7 @@ def _fill(rules: Rules, state: State, engine: int) -> tuple[int, float, float]:
             break
         turns.step[agent] = new
         spent_s += attention_s(turns.cached[agent], new, rules.attention)
-        nbytes += _copied_tokens(turns, agent, new) * rules.kv_bytes
+        nbytes += _copied_tokens(rules, turns, agent, new) * rules.kv_bytes
         tokens, count = tokens + new, count + 1
         if new < left:
             break
@@ -113,13 +113,16 @@ def _fill(rules: Rules, state: State, engine: int) -> tuple[int, float, float]:
 
 
 @compiled_in_place
-def _copied_tokens(turns: Turns, agent: int, new: int) -> float:
+def _copied_tokens(rules: Rules, turns: Turns, agent: int, new: int) -> float:
     """Return the tokens whose KV passes the prefill GPU's compute NIC in the busier direction of this pass.
 
-    Towards the NIC: what the own node has read, first to the GPU and then to the decode node, and the new tokens. From
-    the NIC to the GPU: all cached tokens.
+    From the NIC to the GPU: all cached tokens. Towards the NIC: what the own node has read, to the GPU and in the first
+    pass to the decode node, and the new tokens. Without layer-wise prefill, KV goes to the decode node after the pass.
     """
-    return float(max(2 * turns.prefill_tokens[agent] + new, turns.cached[agent]))
+    if not rules.layerwise:
+        return float(turns.cached[agent])
+    first = turns.cached[agent] == turns.hit[agent]
+    return float(max((2 if first else 1) * turns.prefill_tokens[agent] + new, turns.cached[agent]))
 
 
 @compiled_in_place
