@@ -15,7 +15,7 @@ import msgspec
 from bench.measurement import CHILD_S, ROOT, Row, show
 
 BENCHES = (
-    *("simulate", "decision", "foresight", "flows", "prefix", "cachepool", "evaluation", "plan"),
+    *("simulate", "decision", "foresight", "flows", "prefix", "cachepool", "store", "evaluation", "plan"),
     *(
         "gateway.routers",
         "gateway.chaos",
