@@ -57,12 +57,9 @@ class ExtentCodec:
             return None
         return Header(key[:key_bytes], parent[:parent_bytes], self._checksums.unpack_from(signed, FIXED.size))
 
-    def is_intact(self, header: bytes | bytearray | memoryview, key: bytes, layers: range, data: memoryview) -> bool:
-        """Return whether the header is that of the key and these layers' bytes have its checksums."""
-        found = self.parsed(header)
-        if found is None or found.key != key:
-            return False
-        return self._sums(data) == list(found.checksums[layers.start : layers.stop])
+    def are_intact(self, header: Header, layers: range, data: memoryview) -> bool:
+        """Return whether these layers' bytes have the checksums of the header."""
+        return self._sums(data) == list(header.checksums[layers.start : layers.stop])
 
     def layers_at(self, layers: range) -> tuple[int, int]:
         """Return the offset in the extent and the size of consecutive layer blocks, in bytes."""

@@ -17,6 +17,9 @@ from kvroute.cachepool.store.extent import ExtentCodec
 from kvroute.cachepool.store.format import BlockFormat
 from kvroute.cachepool.store.interface import NO_PARENT, StoreError
 
+PIECE_BYTES = 1024 * 1024
+"""Bytes that are read and then checked at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PosixSettings:
@@ -124,17 +127,27 @@ class PosixStore:
         try:
             if not self._settings.verify:
                 return os.preadv(fd, [part], offset) == nbytes
-            header = bytearray(self._codec.header_bytes)
-            if layers.start == 0:
-                whole = os.preadv(fd, [header, part], 0) == len(header) + nbytes
-            else:
-                whole = os.preadv(fd, [header], 0) == len(header) and os.preadv(fd, [part], offset) == nbytes
-            if whole and self._codec.is_intact(header, key, layers, part):
+            if self._read_checked(fd, key, layers, part):
                 return True
             self._discard(key, fd)
             return False
         finally:
             os.close(fd)
+
+    def _read_checked(self, fd: int, key: bytes, layers: range, part: memoryview) -> bool:
+        """Read the header, then layers in pieces; each is checked while it is in the processor's cache."""
+        header = self._codec.parsed(os.pread(fd, self._codec.header_bytes, 0))
+        if header is None or header.key != key:
+            return False
+        size = self._codec.form.layer_bytes
+        step = max(1, PIECE_BYTES // size)
+        for first in range(layers.start, layers.stop, step):
+            piece = range(first, min(first + step, layers.stop))
+            offset, nbytes = self._codec.layers_at(piece)
+            data = part[(first - layers.start) * size :][:nbytes]
+            if os.preadv(fd, [data], offset) != nbytes or not self._codec.are_intact(header, piece, data):
+                return False
+        return True
 
     def _discard(self, key: bytes, fd: int) -> None:
         """Remove a damaged block unless it has been replaced since it was opened."""

@@ -56,10 +56,14 @@ class ValueStore:
         for count, (key, place, (data, *header)) in enumerate(zip(keys, places, found, strict=True)):
             if data.nbytes != place.nbytes:
                 return count
-            if header and not self._codec.is_intact(header[0], key, layers, data):
+            if header and not self._intact(key, header[0], layers, data):
                 return count
             place[:] = data
         return len(keys)
+
+    def _intact(self, key: bytes, header: memoryview, layers: range, data: memoryview) -> bool:
+        found = self._codec.parsed(header)
+        return found is not None and found.key == key and self._codec.are_intact(found, layers, data)
 
     def write(self, key: bytes, parent: bytes, block: memoryview) -> bool:
         """Store a full block; return whether it is stored afterwards. See `BlockStore`."""
