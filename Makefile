@@ -75,7 +75,7 @@ docs: $(DOCS_STAMP)  ## the documentation as a site in build/site; warnings are 
 vllm:  ## real vLLM for CPUs, in an environment of its own
 	tests/live/vllm/install.sh
 
-# From apt: python3-simgrid, chromium, chromium-driver, prometheus, systemd, libnuma1.
+# From apt: python3-simgrid, chromium, chromium-driver, prometheus, systemd, libnuma1, redis-server.
 live: $(DEV_STAMP) requirements/live.txt vllm  ## tests against real components
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/live.txt
 	$(BIN)/pytest -m live
@@ -84,7 +84,7 @@ bench: $(DEV_STAMP)  ## every measurement, beside its peer or bound
 	$(BIN)/python -m bench.all
 
 requirements: $(BIN)/uv  ## requirements/*.txt anew, after a change of dependencies in pyproject.toml
-	for set in core: serve:--extra=serve docs:--group=docs,--extra=serve dev:--group=dev,--extra=serve live:--group=dev,--extra=serve,--extra=ray; do \
+	for set in core: serve:--extra=serve docs:--group=docs,--extra=serve dev:--group=dev,--extra=serve live:--group=dev,--group=live,--extra=serve,--extra=ray,--extra=store; do \
 		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate pyproject.toml \
 			$$(echo $${set#*:} | tr , ' ') --output-file requirements/$${set%%:*}.txt; done
 

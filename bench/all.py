@@ -15,7 +15,7 @@ import msgspec
 from bench.measurement import CHILD_S, ROOT, Row, show
 
 BENCHES = (
-    *("simulate", "decision", "foresight", "flows", "prefix", "evaluation", "plan", "storage"),
+    *("simulate", "decision", "foresight", "flows", "prefix", "store", "evaluation", "plan", "storage"),
     *(
         "gateway.routers",
         "gateway.chaos",

@@ -1,0 +1,1 @@
+"""Where KV caches are kept outside the engines."""

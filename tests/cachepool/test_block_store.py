@@ -1,0 +1,185 @@
+"""The block store on files: laws against a dictionary, damage, bad input."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.cachepool.blocks import ALL, EXTENT_BYTES, FORMAT, chain, content, opened, write_chain, wrong
+from tests.disk import files_no_longer_than
+
+from kvroute.cachepool.store import BlockFormat, PosixSettings, PosixStore, StoreError
+
+CAPACITY_BLOCKS = 6
+CHAINS = {name: chain(name, 4) for name in "abc"}
+KEYS = [key for keys in CHAINS.values() for key in keys]
+PARENTS = {key: parent for keys in CHAINS.values() for parent, key in zip([b"", *keys], keys, strict=False)}
+
+
+class StoreAndDictionary(RuleBasedStateMachine):
+    """A store and a dictionary from stored keys to times of use, which evicts in the same order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.now = 1_000.0
+        self.used: dict[bytes, float] = {}
+        self.store = self._opened()
+
+    def _opened(self) -> PosixStore:
+        capacity = PosixSettings(capacity_bytes=CAPACITY_BLOCKS * EXTENT_BYTES, touch_interval_s=0.0)
+        return PosixStore(Path(self.folder.name), FORMAT, capacity, lambda: self.now)
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.folder.cleanup()
+
+    @rule()
+    def restart(self) -> None:
+        """A store that is opened again knows blocks and times of use."""
+        self.store.close()
+        self.store = self._opened()
+
+    @rule(key=st.sampled_from(KEYS))
+    def write(self, key: bytes) -> None:
+        """A block is stored if its parent is; the least recently used blocks without children make room."""
+        self.now += 1
+        parent = PARENTS[key]
+        expected = key in self.used or parent == b"" or parent in self.used
+        if key not in self.used and expected:
+            expected = self._evict_for(parent)
+            if expected:
+                self.used[key] = self.now
+        assert self.store.write(key, parent, memoryview(content(key))) == expected
+
+    def _evict_for(self, parent: bytes) -> bool:
+        while len(self.used) >= CAPACITY_BLOCKS:
+            held = {PARENTS[key] for key in self.used} | {parent}
+            free = [(used, key) for key, used in self.used.items() if key not in held]
+            if not free:
+                return False
+            del self.used[min(free)[1]]
+        return True
+
+    @rule(name=st.sampled_from(sorted(CHAINS)), length=st.integers(0, 4))
+    def match(self, name: str, length: int) -> None:
+        """A match counts leading stored blocks and marks them as used."""
+        self.now += 1
+        keys = CHAINS[name][:length]
+        stored = [key for key in keys if key in self.used]
+        assert self.store.match(keys) == len(stored)
+        self.used.update(dict.fromkeys(stored, self.now))
+
+    @rule(name=st.sampled_from(sorted(CHAINS)), first=st.integers(0, 2), layers=st.integers(1, 3))
+    def read(self, name: str, first: int, layers: int) -> None:
+        """Layers can be read alone, and a read does not change the order of eviction."""
+        asked = range(first, min(first + layers, FORMAT.layers))
+        size = len(asked) * FORMAT.layer_bytes
+        keys = CHAINS[name]
+        into = memoryview(bytearray(size * len(keys)))
+        count = self.store.read(keys, asked, into)
+        assert count == sum(key in self.used for key in keys)
+        for at, key in enumerate(keys[:count]):
+            start = asked.start * FORMAT.layer_bytes
+            assert into[at * size : (at + 1) * size] == content(key)[start : start + size]
+
+    @invariant()
+    def files_fit(self) -> None:
+        """The published files fit into the capacity, and stored chains are closed under prefixes."""
+        names = {path.name for path in Path(self.folder.name, "blocks").rglob("*") if path.is_file()}
+        assert names == {key.hex() for key in self.used}
+        assert len(names) <= CAPACITY_BLOCKS
+        assert all(PARENTS[key] in self.used or PARENTS[key] == b"" for key in self.used)
+
+
+TestStoreAndDictionary = StoreAndDictionary.TestCase
+TestStoreAndDictionary.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+@settings(max_examples=60)
+@given(at=st.integers(0, EXTENT_BYTES - 1), bit=st.integers(0, 7), cut=st.booleans())
+def test_a_damaged_block_is_never_served(at: int, bit: int, cut: bool) -> None:
+    """A flipped bit of a checksum, key or layer, or a shorter file, is a miss; the block can be written again."""
+    with tempfile.TemporaryDirectory() as name:
+        store = opened(Path(name))
+        keys = CHAINS["a"]
+        assert write_chain(store, keys) == 4
+        path = next(Path(name, "blocks").rglob(keys[2].hex()))
+        damaged = bytearray(path.read_bytes())
+        damaged[at] ^= 1 << bit
+        path.write_bytes(damaged[:at] if cut else damaged)
+        into = memoryview(bytearray(FORMAT.block_bytes * 4))
+        count = store.read(keys, ALL, into)
+        padding = FORMAT.layers * 8 + 154 + 8 <= at < 4096 and not cut
+        assert count == (4 if padding else 2)
+        assert wrong(store, keys) == []
+        assert write_chain(store, keys) == 4
+        assert store.read(keys, ALL, into) == 4
+        store.close()
+
+
+def test_without_verification_a_flipped_byte_is_served(tmp_path: Path) -> None:
+    """The control experiment: only the checksums detect this damage."""
+    keys = CHAINS["a"]
+    store = opened(tmp_path, verify=False)
+    write_chain(store, keys)
+    path = next((tmp_path / "blocks").rglob(keys[0].hex()))
+    path.write_bytes(path.read_bytes()[:-1] + bytes([content(keys[0])[-1] ^ 1]))
+    assert wrong(store, keys) == keys[:1]
+    store.close()
+
+
+def test_a_full_disk_is_one_error_and_loses_nothing(tmp_path: Path) -> None:
+    """The block that did not fit leaves no file, and a later write of it succeeds."""
+    keys = CHAINS["a"]
+    store = opened(tmp_path)
+    write_chain(store, keys[:2])
+    with (
+        files_no_longer_than(EXTENT_BYTES // 2),
+        pytest.raises(StoreError, match=r"^.*: a block cannot be stored \(.*"),
+    ):
+        store.write(keys[2], keys[1], memoryview(content(keys[2])))
+    assert store.match(keys) == 2
+    assert list((tmp_path / "writing").iterdir()) == []
+    assert write_chain(store, keys) == 4
+    assert wrong(store, keys) == []
+    store.close()
+
+
+def test_a_store_of_another_model_is_refused(tmp_path: Path) -> None:
+    """The error names both formats."""
+    opened(tmp_path).close()
+    other = BlockFormat("other", 3, 4, 4000)
+    with pytest.raises(StoreError, match=r"another format .*toy.*other"):
+        PosixStore(tmp_path, other, PosixSettings(capacity_bytes=EXTENT_BYTES))
+
+
+def test_an_extent_of_another_model_is_a_miss(tmp_path: Path) -> None:
+    """A file that was copied from another store has another digest in its header."""
+    other = PosixStore(tmp_path / "other", BlockFormat("other", 3, 4, 4000), PosixSettings(capacity_bytes=10**6))
+    key = CHAINS["a"][0]
+    other.write(key, b"", memoryview(content(key)))
+    store = opened(tmp_path / "store")
+    store.write(key, b"", memoryview(content(key)))
+    [copied], [replaced] = ([*(tmp_path / name / "blocks").rglob(key.hex())] for name in ("other", "store"))
+    replaced.write_bytes(copied.read_bytes())
+    assert store.read([key], ALL, memoryview(bytearray(FORMAT.block_bytes))) == 0
+    other.close()
+    store.close()
+
+
+def test_a_folder_that_cannot_be_created_is_one_sentence(tmp_path: Path) -> None:
+    """A file stands in place of the folder."""
+    (tmp_path / "store").write_bytes(b"")
+    with pytest.raises(StoreError, match="the store cannot be written"):
+        opened(tmp_path / "store")
+
+
+def test_a_capacity_below_one_block_is_refused(tmp_path: Path) -> None:
+    """No block could ever be stored."""
+    with pytest.raises(StoreError, match="less than one block"):
+        PosixStore(tmp_path, FORMAT, PosixSettings(capacity_bytes=EXTENT_BYTES - 1))
