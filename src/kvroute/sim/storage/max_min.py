@@ -11,11 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
 
 import numpy as np
 
-from kvroute.flows import FlowNetwork
 from kvroute.policies.dualpath_kernels import (
     NO_ENGINE,
     attention_s,
@@ -27,16 +25,11 @@ from kvroute.policies.dualpath_kernels import (
     quota_tokens,
     token_limit,
 )
+from kvroute.sim.storage.max_min_batch import DecodeBatch
+from kvroute.sim.storage.max_min_events import Action, Copy, Events
+from kvroute.sim.storage.setup import rules_of
 from kvroute.sim.storage.spec import AgentRun
-from kvroute.sim.storage.state import (
-    ALTERNATING_READS,
-    NO_READS,
-    PREFILL_READS,
-    SHORTER_READS,
-    rules_of,
-)
-
-Action = Callable[[], None]
+from kvroute.sim.storage.state import ALTERNATING_READS, NO_READS, PREFILL_READS, SHORTER_READS
 
 
 @dataclass(slots=True, eq=False)
@@ -89,10 +82,7 @@ class _MaxMin:
         self.prefills, self.decodes = cluster.prefill_nodes * cluster.gpus, cluster.decode_nodes * cluster.gpus
         nodes, engines = cluster.nodes, self.prefills + self.decodes
         storage = [cluster.storage_bytes_per_s] * nodes
-        self.net = FlowNetwork(np.array(storage + [cluster.compute_bytes_per_s] * 2 * engines))
-        self.now, self.due, self.sequence = 0.0, list[tuple[float, int, Action]](), 0
-        self.landed: dict[int, Action] = {}
-        self.flows = 0
+        self.events = Events(np.array(storage + [cluster.compute_bytes_per_s] * 2 * engines))
         self.cursor = [0, 0, 0]
         self.waiting, self.unplaced = deque[_Request](), deque[_Request]()
         self.ready = [deque[_Request]() for _ in range(self.prefills)]
@@ -110,10 +100,7 @@ class _MaxMin:
         self.reads = [deque[tuple[float, Action]]() for _ in range(nodes)]
         self.buffer = [cluster.buffer_bytes] * nodes
         self.buffering = [deque[_Request]() for _ in range(nodes)]
-        self.decoding: list[dict[_Request, float]] = [{} for _ in range(self.decodes)]
-        """Tokens left of each sequence."""
-        self.decoded_at = [0.0] * self.decodes
-        self.version = [0] * self.decodes
+        self.batches = [DecodeBatch(self.events, self._step_s, self._end_sequence) for _ in range(self.decodes)]
         self.ttft_s: list[float] = []
         self.ended = 0
 
@@ -122,40 +109,22 @@ class _MaxMin:
         starts = self.run.trajectories.start
         for agent, trajectory in enumerate(self.run.trajectory.tolist()):
             first = int(starts[trajectory])
-            self._at(
+            self.events.at(
                 float(self.run.start_s[agent] + self.run.trajectories.think_s[first]),
                 partial(self._arrive, agent, first),
             )
         if self.rules.scheduling:
             for fetch, groups in ((self._fetch_prefill, len(self.busy)), (self._fetch_decode, len(self.placing))):
                 for group in range(groups):
-                    self._at(self.rules.fetch_s * (group + 1) / groups, partial(self._tick, fetch, group))
+                    self.events.at(self.rules.fetch_s * (group + 1) / groups, partial(self._tick, fetch, group))
         while self.ended < len(self.run.trajectory):
-            flow = self.net.next_finish()
-            if flow is not None and (not self.due or flow[0] <= self.due[0][0]):
-                self.now = flow[0]
-                for each in self.net.advance(self.now):
-                    self.landed.pop(each)()
-            else:
-                self.now, _, action = heappop(self.due)
-                for each in self.net.advance(self.now):
-                    self.landed.pop(each)()
-                action()
+            self.events.step()
         mean_s = float(np.mean(self.ttft_s))
-        return MaxMinResult(self.now, len(self.ttft_s), mean_s, tuple(self.read_bytes.tolist()))
+        return MaxMinResult(self.events.now, len(self.ttft_s), mean_s, tuple(self.read_bytes.tolist()))
 
-    def _at(self, at: float, action: Action) -> None:
-        self.sequence += 1
-        heappush(self.due, (at, self.sequence, action))
-
-    def _flow(self, path: list[int], tokens: float, landed: Action) -> None:
-        """Move the KV of tokens over links, then act."""
-        if tokens <= 0 or self.rules.reads == NO_READS:
-            self._at(self.now, landed)
-            return
-        self.flows += 1
-        self.landed[self.flows] = landed
-        self.net.start(self.flows, path, tokens * self.rules.kv_bytes)
+    def _copy(self, path: list[int], tokens: float) -> Copy:
+        """Return the copy of tokens' KV over links; the oracle needs none."""
+        return path, 0.0 if self.rules.reads == NO_READS else tokens * self.rules.kv_bytes
 
     def _out(self, engine: int) -> int:
         """Link from a GPU or its node's memory into the GPU's compute NIC; decode engines follow prefill engines."""
@@ -173,7 +142,9 @@ class _MaxMin:
         made, block = self.run.trajectories, self.rules.block_tokens
         cached = int(made.cached[turn])
         hit = cached - cached % block
-        request = _Request(agent, turn, int(made.prompt[turn]), hit, int(made.generated[turn]), self.now, cached=hit)
+        request = _Request(
+            agent, turn, int(made.prompt[turn]), hit, int(made.generated[turn]), self.events.now, cached=hit
+        )
         if self.rules.scheduling:
             self.waiting.append(request)
             self.unplaced.append(request)
@@ -186,7 +157,7 @@ class _MaxMin:
 
     def _tick(self, fetch: Callable[[int], None], group: int) -> None:
         fetch(group)
-        self._at(self.now + self.rules.fetch_s, partial(self._tick, fetch, group))
+        self.events.at(self.events.now + self.rules.fetch_s, partial(self._tick, fetch, group))
 
     def _fetch_prefill(self, group: int) -> None:
         first = group * self.rules.prefill_group
@@ -241,7 +212,7 @@ class _MaxMin:
             request.hit, float(self.queued[source]), float(self.queued[target])
         )
         if self.rules.reads == NO_READS:
-            self._at(self.now, partial(self._staged, request))
+            self.events.at(self.events.now, partial(self._staged, request))
             return
         self.queued[source] += request.prefill_tokens
         self.queued[target] += request.hit - request.prefill_tokens
@@ -288,19 +259,19 @@ class _MaxMin:
         parts = [(node, tokens) for node, tokens in sides if tokens]
         request.reads = len(parts)
         if not parts:
-            self._at(self.now, partial(self._staged, request))
+            self.events.at(self.events.now, partial(self._staged, request))
         for node, tokens in parts:
             self.read_bytes[node] += tokens * self.rules.kv_bytes
             self.reads[node].append((tokens, partial(self._part_read, request, node)))
             if len(self.reads[node]) == 1:
-                self._flow([node], tokens, self.reads[node][0][1])
+                self.events.copy(*self._copy([node], tokens), self.reads[node][0][1])
 
     def _part_read(self, request: _Request, node: int) -> None:
         """End a read and begin the node's next one."""
         self.reads[node].popleft()
         if self.reads[node]:
             tokens, landed = self.reads[node][0]
-            self._flow([node], tokens, landed)
+            self.events.copy(*self._copy([node], tokens), landed)
         request.reads -= 1
         if not request.reads:
             self.queued[self.node[request.prefill_engine]] -= request.prefill_tokens
@@ -330,36 +301,22 @@ class _MaxMin:
         end = partial(self._end_forward, group)
         if self.rules.layerwise:
             pushes = [part for member in members for part in self._pushes(*member)]
-            self._after_all([*loads, *pushes], compute_s, end)
+            self.events.after_all([*loads, *pushes], compute_s, end)
         else:
-            self._after_all(loads, 0.0, lambda: self._at(self.now + compute_s, end))
+            self.events.after_all(loads, 0.0, lambda: self.events.at(self.events.now + compute_s, end))
 
-    def _loads(self, engine: int, request: _Request, new: int) -> list[tuple[list[int], float]]:
+    def _loads(self, engine: int, request: _Request, new: int) -> list[Copy]:
         """Copies of cached KV to the prefill GPU: from its own node's memory, and from the decode node."""
         target = self.prefills + request.decode_engine
         return [
-            ([self._out(engine), self._in(engine)], request.prefill_tokens),
-            ([self._out(target), self._in(engine)], request.cached - request.prefill_tokens),
+            self._copy([self._out(engine), self._in(engine)], request.prefill_tokens),
+            self._copy([self._out(target), self._in(engine)], request.cached - request.prefill_tokens),
         ]
 
-    def _pushes(self, engine: int, request: _Request, new: int) -> list[tuple[list[int], float]]:
+    def _pushes(self, engine: int, request: _Request, new: int) -> list[Copy]:
         """Copies to the decode node: the new tokens, and in the first pass what the prefill node has read."""
         whole = request.prefill_tokens if request.cached == request.hit else 0
-        return [([self._out(engine), self._in(self.prefills + request.decode_engine)], whole + new)]
-
-    def _after_all(self, parts: list[tuple[list[int], float]], seconds: float, action: Action) -> None:
-        """Act when all copies have ended and this time has passed."""
-        left = 1 + len(parts)
-
-        def end() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                action()
-
-        for path, tokens in parts:
-            self._flow(path, tokens, end)
-        self._at(self.now + seconds, end)
+        return [self._copy([self._out(engine), self._in(self.prefills + request.decode_engine)], whole + new)]
 
     def _fill(self, engine: int) -> float:
         """Choose the requests of an engine's pass; return their attention time."""
@@ -390,8 +347,8 @@ class _MaxMin:
                     self.ready[engine].popleft()
                     self.prefill_tokens[engine] -= request.prompt
                     self._release(int(self.node[engine]), request.prefill_tokens)
-                    request.first_s = self.now
-                    self.ttft_s.append(self.now - request.arrived_s)
+                    request.first_s = self.events.now
+                    self.ttft_s.append(self.events.now - request.arrived_s)
                     self.held[request.decode_engine].append(request)
                     self._admit(request.decode_engine)
         self._forward(group)
@@ -414,46 +371,22 @@ class _MaxMin:
             self.held[engine].popleft()
             self.slots[engine] += 1
             own = [self._out(self.prefills + engine), self._in(self.prefills + engine)]
-            copy = partial(self._flow, own, request.prompt, partial(self._join, request))
+            copy = partial(self.events.copy, *self._copy(own, request.prompt), partial(self._join, request))
             if self.rules.layerwise:
                 copy()
             else:
                 across = [self._out(request.prefill_engine), self._in(self.prefills + engine)]
-                self._flow(across, request.prompt, copy)
+                self.events.copy(*self._copy(across, request.prompt), copy)
 
     def _join(self, request: _Request) -> None:
-        engine = request.decode_engine
         self._release(self._decode_node(request), request.prompt)
-        self._advance(engine)
-        self.decoding[engine][request] = float(request.generated - 1)
-        self._plan(engine)
-
-    def _advance(self, engine: int) -> None:
-        """Bring a batch to the present."""
-        batch = self.decoding[engine]
-        tokens = (self.now - self.decoded_at[engine]) / self._step_s(len(batch)) if batch else 0.0
-        for request in batch:
-            batch[request] -= tokens
-        self.decoded_at[engine] = self.now
+        self.batches[request.decode_engine].join(request, float(request.generated - 1))
 
     def _step_s(self, batch: int) -> float:
         return self.rules.step_s + self.rules.sequence_s * batch
 
-    def _plan(self, engine: int) -> None:
-        """Schedule the next end of a sequence; an earlier plan is void."""
-        self.version[engine] += 1
-        if batch := self.decoding[engine]:
-            left = max(min(batch.values()), 0.0)
-            self._at(
-                self.now + left * self._step_s(len(batch)), partial(self._end_sequence, engine, self.version[engine])
-            )
-
-    def _end_sequence(self, engine: int, version: int) -> None:
-        if version != self.version[engine]:
-            return
-        self._advance(engine)
-        request = min(self.decoding[engine], key=self.decoding[engine].__getitem__)
-        del self.decoding[engine][request]
+    def _end_sequence(self, request: _Request) -> None:
+        engine = request.decode_engine
         self.slots[engine] -= 1
         self.decode_free[engine] += request.tokens
         self.decode_tokens[engine] -= request.tokens
@@ -461,13 +394,14 @@ class _MaxMin:
         if self.rules.scheduling:
             self.group_tokens[engine // self.rules.decode_group] -= request.tokens
         self._admit(engine)
-        self._plan(engine)
         self._next_turn(request)
 
     def _next_turn(self, request: _Request) -> None:
         made = self.run.trajectories
         following = request.turn + 1
         if following < made.start[self.run.trajectory[request.agent] + 1]:
-            self._at(self.now + float(made.think_s[following]), partial(self._arrive, request.agent, following))
+            self.events.at(
+                self.events.now + float(made.think_s[following]), partial(self._arrive, request.agent, following)
+            )
         else:
             self.ended += 1

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvroute.sim.storage.loop import run_events
+from kvroute.sim.storage.setup import rules_of, state_of
 from kvroute.sim.storage.spec import AgentRun
-from kvroute.sim.storage.state import State, rules_of, state_of
+from kvroute.sim.storage.state import State
 from kvroute.types import FloatArray
 
 
