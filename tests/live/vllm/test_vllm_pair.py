@@ -63,7 +63,9 @@ def alone(pair: Pair, tokens: list[int]) -> list[int]:
 
 
 def pulled(server: Server) -> tuple[float, float, float]:
-    """Return the transfers, bytes and failures so far. vLLM updates them one step after the response."""
+    """Return the transfers, bytes and failures so far. vLLM counts those of a step with the next one, so a short prompt
+    without a transfer is computed first."""
+    complete(server, prompt(8, seed=40_000), 2)
     names = ("kvroute:kv_transfers_total", "kvroute:kv_transfer_bytes_total", "kvroute:kv_transfer_failures_total")
     transfers, nbytes, failures = (server.metric(name, engine="0") for name in names)
     return transfers, nbytes, failures
