@@ -35,6 +35,7 @@ SECTIONS = {
     "nodes": "servers: GPUs, NVLink, network cards",
     "wan": "links between datacenters",
     "network": "latencies, ECMP, flows of each transfer, assumed bandwidths",
+    "storage": "store of KV blocks that all nodes share: bandwidth, buffers, read path",
     "timing": "prefill and decode times of an engine; `kvroute timing fit` prints them",
     "defaults": "values for instances that do not set them",
     "instances": "engines: role, GPUs, model, KV memory, endpoint",

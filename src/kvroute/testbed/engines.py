@@ -72,5 +72,6 @@ def _with(entry: InstanceEntry, endpoint: Endpoint) -> InstanceEntry:
             bootstrap=endpoint.bootstrap,
             kv_events=endpoint.kv_events,
             kv_replay=endpoint.kv_replay,
+            buffer=endpoint.buffer,
         ),
     )

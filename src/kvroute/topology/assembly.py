@@ -19,6 +19,7 @@ from kvroute.topology.check import (
     reach_faults,
     setting_faults,
     shorthand_faults,
+    storage_faults,
 )
 from kvroute.topology.cluster import STORAGE, Cables, Cluster, Link, tier_latency_s, tier_matrix
 from kvroute.topology.document import read_document
@@ -113,6 +114,7 @@ def _assembled(
     if flat is not None and not problems and can_place(lines):
         places = places_of(flat)
         problems += reach_faults(flat, places, lines)
+        problems += storage_faults(flat, lines)
     problems += setting_faults(file, lines)
     problems += port_faults(flat or file, lines)
     cluster = None

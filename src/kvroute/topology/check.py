@@ -315,6 +315,13 @@ def _hosts(file: ClusterFile, places: Places, role: str) -> dict[int, str]:
     return hosts
 
 
+def storage_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Yield a fault if there is a store that no node can read."""
+    if file.storage is not None and lines.sure("storage") and all(node.nics.storage is None for node in file.nodes):
+        hint = "add `nics: {storage: {count: 1, capacity: 400 Gbps, scope: server}}` to the nodes, or remove `storage`"
+        yield lines.error("no node has a storage NIC", ("storage",), hint)
+
+
 def _missing_link(file: ClusterFile, places: Places, node: int) -> tuple[Key, str, str]:
     """Return key, fault and fix of the missing link that limits a node's reach."""
     entry, rack, pod = places.nodes[node], places.racks[node], places.pods[node]

@@ -31,6 +31,7 @@ Efficiency: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 NicScope: TypeAlias = Literal["gpu", "instance", "server"]
 Ecmp: TypeAlias = Literal["flow", "transfer"]
 Placement: TypeAlias = Literal["rack", "spread", "packed"]
+ReadPath: TypeAlias = Literal["prefill", "alternating", "shorter", "split"]
 _HOST_PORT = r"(\[[0-9A-Fa-f:.]+\]|[^\s/:@\[\]*]+):[0-9]{1,5}"
 ZmqEndpoint: TypeAlias = Annotated[
     str, Meta(pattern=rf"^(tcp://{_HOST_PORT}|ipc://\S+)?\Z", examples=["tcp://10.0.0.1:5557"])
@@ -206,6 +207,19 @@ class TimingEntry(Entry, frozen=True, kw_only=True):
                 return TimingSpec(prefill=points, decode=decode)
 
 
+class Storage(Entry, frozen=True, kw_only=True):
+    """The store of KV blocks that all nodes share; each node reads it through its storage NIC into a buffer in host
+    memory (DualPath 2.2)."""
+
+    bytes_per_s: Bandwidth | None = field(name="bandwidth", default=None)
+    """Read bandwidth of the whole store; None: the storage NICs are the only limit."""
+    buffer_bytes: Size = field(name="buffer", default=Size(80e9))
+    """Host memory of each node for blocks that are being read."""
+    reads: ReadPath = "shorter"
+    """Which node reads a request's cached KV: the prefill node, the prefill and the decode node in turn, the one with
+    the shorter storage queue, or both, each a part."""
+
+
 class InstanceDefaults(Entry, frozen=True, kw_only=True):
     """Values for instances that do not set them."""
 
@@ -226,6 +240,8 @@ class EndpointEntry(Entry, frozen=True, kw_only=True):
     bootstrap: Annotated[str, Meta(pattern=rf"^({_HOST_PORT})?\Z", examples=["10.0.0.1:8998"])] = ""
     kv_events: ZmqEndpoint = ""
     kv_replay: ZmqEndpoint = ""
+    buffer: Annotated[str, Meta(pattern=r"^(https?://[^/?#@\s]+)?\Z", examples=["http://10.0.0.1:7200"])] = ""
+    """URL of the buffer server on the engine's node, which reads KV blocks from the store."""
 
     def endpoint(self) -> Endpoint:
         """Return the same as an `Endpoint`."""
@@ -235,6 +251,7 @@ class EndpointEntry(Entry, frozen=True, kw_only=True):
             bootstrap=self.bootstrap,
             kv_events=self.kv_events,
             kv_replay=self.kv_replay,
+            buffer=self.buffer,
         )
 
 
@@ -322,6 +339,7 @@ class ClusterFile(Entry, frozen=True, kw_only=True):
     nodes: list[Node] = []
     wan: list[Wan] = []
     network: Network = Network()
+    storage: Storage | None = None
     timing: dict[str, TimingEntry] = {}
     defaults: InstanceDefaults = InstanceDefaults()
     instances: list[InstanceEntry] | InstanceCounts

@@ -27,6 +27,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """ZMQ endpoint that publishes KV events, e.g. `tcp://10.0.0.1:5557`; empty: none."""
     kv_replay: str = ""
     """ZMQ endpoint that replays missed KV events; empty: none."""
+    buffer: str = ""
+    """URL of the buffer server on the engine's node; empty: the engine reads nothing from a store."""
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
