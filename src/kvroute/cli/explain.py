@@ -29,6 +29,7 @@ from kvroute.types import (
     Offload,
     Prefill,
     PrefillFailed,
+    ReadKv,
     Reject,
     SwitchRole,
     Terms,
@@ -99,7 +100,7 @@ class _Made:
     """A decision, its event, the candidates that were excluded, and the result of the prefix copy that it orders."""
 
     event: Event
-    decision: Prefill | Decode | Reject
+    decision: Prefill | Decode | ReadKv | Reject
     ruled_out: dict[str, str]
     """Reason for exclusion, by instance."""
     landed: bool | None = None
@@ -115,6 +116,8 @@ class _Made:
             return self.ruled_out[terms.names[index]]
         if "same_domain" in terms.parts and not terms.parts["same_domain"][index]:
             return "outside"
+        if isinstance(self.decision, ReadKv):
+            return "no storage NIC"
         if isinstance(self.decision, Prefill):
             return "not considered" if self.decision.offload else "no partner"
         return "no room"
@@ -147,6 +150,8 @@ def _about(request: int, records: Iterable[LogRecord]) -> list[_Made]:
                     source = name
                 case Decode(target=name):
                     target = name
+                case ReadKv() | Reject():
+                    pass
             ruled_out = dict.fromkeys(failed, "failed") | dict.fromkeys(down, "down")
             made.append(_Made(record.event, decision, ruled_out))
             if isinstance(decision, Prefill) and decision.copy_from:
@@ -154,8 +159,10 @@ def _about(request: int, records: Iterable[LogRecord]) -> list[_Made]:
     return made
 
 
-def _chosen(decision: Prefill | Decode | Reject) -> str | None:
+def _chosen(decision: Prefill | Decode | ReadKv | Reject) -> str | None:
     match decision:
+        case ReadKv(prefill_instance=prefill, decode_instance=decode, prefill_tokens=tokens):
+            return prefill if tokens else decode
         case Prefill(instance=name) | Decode(target=name):
             return name
         case Reject():
@@ -172,6 +179,7 @@ def _plain(made: _Made, spec: ControlSpec) -> dict[str, Any]:
         "chosen": _chosen(decision),
         "reason": decision.reason if isinstance(decision, Reject) else None,
         "offload": decision.offload if isinstance(decision, Prefill) else None,
+        "read": _read(decision) if isinstance(decision, ReadKv) else None,
         "copy": _copy(decision, made.landed) if isinstance(decision, Prefill) and decision.copy_from else None,
         "unit": terms.unit if terms else None,
         "candidates": candidates,
@@ -250,6 +258,17 @@ def _copy(prefill: Prefill, landed: bool | None) -> dict[str, Any]:
     return {"id": prefill.copy_id, **what, "landed": landed}
 
 
+def _read(decision: ReadKv) -> dict[str, Any]:
+    """Describe a read of cached KV from the store."""
+    tokens = {"prefill_tokens": decision.prefill_tokens, "decode_tokens": decision.decode_tokens}
+    return {"id": decision.read_id, "first_token": decision.first_token, **tokens, "bytes": decision.kv_bytes}
+
+
+def _read_by(decision: ReadKv) -> str:
+    parts = ((decision.prefill_tokens, decision.prefill_instance), (decision.decode_tokens, decision.decode_instance))
+    return " and ".join(f"{tokens:,} tokens by the node of {name}" for tokens, name in parts if tokens)
+
+
 def _copied(prefill: Prefill, landed: bool | None) -> str:
     if not prefill.copy_from:
         return ""
@@ -264,6 +283,8 @@ def _sentence(made: _Made, spec: ControlSpec) -> str:
     match decision:
         case Reject(reason=reason):
             return f"{start}: rejected: {reason}"
+        case ReadKv():
+            return f"{start}: read from the store: {_read_by(decision)}"
         case Prefill(instance=name, offload=Offload(site=site, reason=reason)):
             return f"{start}: prefill on {name}{_copied(decision, made.landed)}, by {spec.prefill} in {site}: {reason}"
         case Prefill(instance=name):

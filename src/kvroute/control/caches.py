@@ -66,6 +66,10 @@ class Caches:
         found: IntArray = depths.take(ids) * request.block_tokens
         return found
 
+    def own_tokens(self, request: Request, index: int) -> int:
+        """Longest cached prefix in the memory of one instance, in tokens."""
+        return self.prefix.match_one(index, request.blocks) * request.block_tokens
+
     def hit_tokens(self, request: Request, ids: IntArray, most: int) -> IntArray:
         """Longest cached prefix on each of `ids`, at most `most` tokens."""
         if not request.blocks:

@@ -35,6 +35,7 @@ from kvroute.types import (
     LinksMeasured,
     PrefillFailed,
     PrefillFinished,
+    ReadFinished,
     Reject,
     ReviewDue,
     RoleSwitched,
@@ -107,6 +108,10 @@ class Control:
         """Whether a prefix copy is in progress."""
         return self._prefixes.in_progress(copy_id)
 
+    def reading(self, read_id: int) -> bool:
+        """Whether a read from the store has begun and its request still waits for its prefill."""
+        return self._view.reads is not None and self._view.reads.in_progress(read_id)
+
     def loads(self, at: float) -> dict[str, Load]:
         """Load of every instance as the router counts it, by name. Changes nothing."""
         return self._view.loads(at)
@@ -167,6 +172,10 @@ class Control:
         self._view.prefill[booking.model].release(booking.prefill, event.at)
         booking.prefill = -1
         self._dispatcher.end_copy(booking, event.at)
+        self._dispatcher.end_read(booking)
+        planned = self._dispatcher.take_planned(booking, event.at)
+        if planned is not None:
+            return (planned,)
         if booking.position < 0:
             return (self._decode(booking, event.at),)
         if booking.source != booking.target and not booking.early:
@@ -181,7 +190,7 @@ class Control:
 
     def _decode_failed(self, event: DecodeFailed) -> tuple[Decision, ...]:
         booking = self._booking(event.request_id)
-        if booking.position < 0:
+        if booking.position < 0 or booking.planned is not None:
             raise InputError(f"decode of request {event.request_id} is not in progress", hint=_ONCE)
         alone = booking.source == booking.target
         joint = self._cluster.instances[booking.source].traits.concurrent_legs
@@ -284,6 +293,13 @@ class Control:
             raise InputError(f"copy {event.copy_id} is not in progress", hint="report the end of every copy once")
         return ()
 
+    def _read_finished(self, event: ReadFinished) -> tuple[Decision, ...]:
+        reads = self._view.reads
+        if reads is None or not reads.finished(event.read_id, event.side):
+            what = f"the {event.side} node does not read for read {event.read_id}"
+            raise InputError(what, hint="report the end of every read once")
+        return ()
+
     def _review_due(self, event: ReviewDue) -> tuple[Decision, ...]:
         # Role switches come first: an instance that is about to be drained gets no copies.
         return (*self._switch_roles(event.at), *self._prefixes.review(event.at))
@@ -349,6 +365,7 @@ _HANDLERS: dict[type, Callable[[Control, Any], tuple[Decision, ...]]] = {
     InstanceUp: Control._instance_up,
     RoleSwitched: Control._role_switched,
     CopyFinished: Control._copy_finished,
+    ReadFinished: Control._read_finished,
     ReviewDue: Control._review_due,
     ThresholdKnown: Control._threshold_known,
     CapacityLearned: Control._capacity_learned,

@@ -13,6 +13,7 @@ from kvroute.control.pairing import Pairing
 from kvroute.control.pool import DecodePool
 from kvroute.control.prefix_copies import PrefixCopies
 from kvroute.control.shadow_policy import ShadowPolicy
+from kvroute.control.storage_reads import ReadRange
 from kvroute.control.view import ClusterView, DecodePick, PoolKey
 from kvroute.policies import PrefillCandidates
 from kvroute.types import (
@@ -57,6 +58,10 @@ class Booking:
     """Number of the copy that brings a cached prefix to the prefill instance; 0: there is none."""
     early: bool = False
     """True if its KV cache is sent layer by layer while the prefill runs."""
+    read_id: int = 0
+    """Id of the read from the store; 0: there is none."""
+    planned: Decode | None = None
+    """Decode decision that was made on arrival, because the read path depends on it, and is due after the prefill."""
     at_home: bool = False
     """True if the transfer from another datacenter failed: the request is not offloaded again."""
     avoid: list[int] = field(default_factory=list)
@@ -114,8 +119,29 @@ class Dispatcher:
         if instance.role == "both":
             return (prefill, self._stay(booking, at, (model, instance.protocol), index))
         if pick is None:
-            return (prefill,)
+            return self._with_read(booking, at, prefill, choice.index)
         return (prefill, pick if isinstance(pick, Reject) else self._go(booking, at, pick))
+
+    def _with_read(self, booking: Booking, at: float, prefill: Prefill, position: int) -> tuple[Decision, ...]:
+        """Return the prefill decision, followed by the read from the store that it needs, if any.
+
+        If the read path depends on the decode instance, that is chosen and booked now. Its decision is due after the
+        prefill.
+        """
+        reads, model = self._view.reads, self._view.models[booking.model]
+        own, cached = self._view.caches.own_tokens(booking.request, booking.source), prefill.cached_tokens
+        if reads is None or cached <= own:
+            return (prefill,)
+        target = None
+        if reads.needs_decode_instance:
+            pick = self._partner(booking, at, position, early=True)
+            if isinstance(pick, DecodePick):
+                booking.planned = self._go(booking, at, pick)
+                target = booking.target
+        read = ReadRange(own, cached - own, float(model.kv_bytes(cached, own)))
+        decision = reads.begin(booking.request, booking.source, target, read)
+        booking.read_id = decision.read_id
+        return (prefill, decision)
 
     def _leaves_early(self, away: bool) -> bool:
         """Whether the KV cache is sent layer by layer during the prefill. Args: `away`: another datacenter prefills."""
@@ -285,9 +311,28 @@ class Dispatcher:
             self._prefixes.ended(at, booking.copy_id, landed=False)
             booking.copy_id = 0
 
+    def take_planned(self, booking: Booking, at: float) -> Decode | None:
+        """Return the decode decision that was made on arrival, and start its transfer. Return None if there is none, or
+        if its instance has gone down: it is then released, and another one must be chosen."""
+        planned, booking.planned = booking.planned, None
+        if planned is None or booking.pool is None:
+            return None
+        if not booking.pool.up[booking.position]:
+            self.release_decode(booking, at)
+            return None
+        self.start_transfer(booking, at)
+        return planned
+
+    def end_read(self, booking: Booking) -> None:
+        """End the read from the store that the request waits for. Does nothing if there is none."""
+        if booking.read_id and self._view.reads is not None:
+            self._view.reads.end(booking.read_id)
+            booking.read_id = 0
+
     def release_prefill(self, booking: Booking, at: float) -> None:
         """Release a prefill that has not finished."""
         self.end_copy(booking, at)
+        self.end_read(booking)
         if booking.prefill >= 0:
             self._view.prefill[booking.model].release(booking.prefill, at, booking.prefill_s)
             booking.prefill = -1
@@ -297,5 +342,6 @@ class Dispatcher:
         if booking.pool is None or booking.position < 0:
             return
         self.end_transfer(booking, at)
+        booking.planned = None
         booking.pool.release(booking.position, booking.need_bytes, admitted=booking.admitted)
         booking.position, booking.admitted = -1, False

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvroute.control.core import Control
 from kvroute.control.spec import ControlSpec
-from kvroute.types import CopyPrefix, Decision, Decode, Event, Prefill, Reject, SwitchRole, Terms
+from kvroute.types import CopyPrefix, Decision, Decode, Event, Prefill, ReadKv, Reject, SwitchRole, Terms
 
 TermsKept: TypeAlias = Literal["best", "all"]
 TERMS_ALL, TERMS_BEST = 64, 16
@@ -72,7 +72,12 @@ def trim_terms(decision: Decision) -> Decision:
         return decision
     order = np.where(terms.feasible, terms.cost, np.inf).argsort(kind="stable")[:TERMS_BEST].tolist()
     match decision:
-        case Prefill(instance=chosen) | Decode(target=chosen) | CopyPrefix(target=chosen):
+        case (
+            Prefill(instance=chosen)
+            | Decode(target=chosen)
+            | CopyPrefix(target=chosen)
+            | ReadKv(prefill_instance=chosen)
+        ):
             order.append(terms.names.index(chosen))
         case Reject() | SwitchRole():
             pass

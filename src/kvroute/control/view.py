@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ from kvroute.control.caches import Caches
 from kvroute.control.policy_states import PolicyStates
 from kvroute.control.pool import DecodePool, PrefillPool
 from kvroute.control.settings import ControlSettings
+from kvroute.control.storage_reads import StorageReads
 from kvroute.llm import Model
 from kvroute.oracle import NetworkOracle, at_home
 from kvroute.policies import (
@@ -49,6 +50,8 @@ class Load:
     """Requests that wait for or are in prefill here, or that wait for a decode slot here."""
     pending_s: float
     """Prefill work ahead, in seconds."""
+    storage_queue_s: float | None = None
+    """Reads in the storage queue of its node, in seconds; None: the cluster has no store."""
 
 
 class DecodePick(msgspec.Struct, frozen=True, gc=False):
@@ -73,6 +76,8 @@ class ClusterView:
             name: llm.model(name) for name in sorted({instance.model for _, instance in members})
         }
         self.caches = Caches(cluster.instances, self.models, settings.options.cache_block_tokens)
+        self.reads = StorageReads(cluster) if cluster.file.storage is not None else None
+        """Reads from the store; None: the cluster has no store."""
         times = {name: prefill_time(spec.prefill) for name, spec in cluster.timing.items()}
         turns = settings.switchable
         prefills = [m for m in members if m[1].role != "decode" or m[0] in turns]
@@ -139,6 +144,9 @@ class ClusterView:
             for name, queued in zip(decode.names, decode.queued.tolist(), strict=True):
                 before = result.get(name, Load(0, 0.0))
                 result[name] = Load(queued + before.queued, before.pending_s)
+        if self.reads is not None:
+            for instance, queue_s in zip(self.cluster.instances, self.reads.queue_s().tolist(), strict=True):
+                result[instance.name] = replace(result[instance.name], storage_queue_s=queue_s)
         return result
 
     def measured(self, index: int, event: InstanceMeasured) -> None:

@@ -11,9 +11,18 @@ from typing import NamedTuple
 import numpy as np
 
 from kvroute.compiled import compiled_in_place
+from kvroute.policies.dualpath import ReadSide
 from kvroute.types import FloatArray, IntArray
 
 NO_ENGINE = -1
+NO_READS, PREFILL_READS, ALTERNATING_READS, SHORTER_READS, SPLIT_READS = range(5)
+READS: dict[ReadSide, int] = {
+    "none": NO_READS,
+    "prefill": PREFILL_READS,
+    "alternating": ALTERNATING_READS,
+    "shorter": SHORTER_READS,
+    "split": SPLIT_READS,
+}
 BALANCE = 1.05
 """Factor on the mean token count above which a decode engine counts as loaded (DualPath 6.1, phase 2)."""
 
@@ -156,6 +165,44 @@ def prefill_blocks(
         decode_s + (blocks - high) * decode_block_s if high < blocks else 0.0,
     )
     return high if high_s <= low_s else low
+
+
+@compiled_in_place
+def prefill_read_tokens(
+    reads: int,
+    tokens: int,
+    block_tokens: int,
+    prefill_queue_s: float,
+    decode_queue_s: float,
+    prefill_token_s: float,
+    decode_token_s: float,
+    turn: int,
+) -> int:
+    """Return how many of a request's cached tokens the prefill node reads; the decode node reads the rest.
+
+    Args:
+        reads: a value of `READS`.
+        tokens: tokens to read.
+        block_tokens: tokens of a block.
+        prefill_queue_s, decode_queue_s: time until the storage queue of each side is empty, in seconds.
+        prefill_token_s, decode_token_s: time to read a token on each side, in seconds, greater than 0.
+        turn: number of the request, for alternating reads; the prefill node reads if it is odd.
+    """
+    if reads == ALTERNATING_READS:
+        return tokens if turn % 2 else 0
+    if reads == SHORTER_READS:
+        prefill_s, decode_s = prefill_queue_s + tokens * prefill_token_s, decode_queue_s + tokens * decode_token_s
+        return tokens if prefill_s <= decode_s else 0
+    if reads == SPLIT_READS:
+        blocks = prefill_blocks(
+            tokens // block_tokens,
+            prefill_queue_s,
+            decode_queue_s,
+            prefill_token_s * block_tokens,
+            decode_token_s * block_tokens,
+        )
+        return blocks * block_tokens
+    return tokens
 
 
 @compiled_in_place

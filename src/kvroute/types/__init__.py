@@ -4,7 +4,7 @@ Units are seconds and bytes. msgspec Structs are sent, logged or read from a fil
 """
 
 from kvroute.types.arrays import BoolArray, FloatArray, IntArray, TierArray
-from kvroute.types.decisions import CopyPrefix, Decision, Decode, Offload, Prefill, Reject, Shadowed, SwitchRole
+from kvroute.types.decisions import CopyPrefix, Decision, Decode, Offload, Prefill, ReadKv, Reject, Shadowed, SwitchRole
 from kvroute.types.errors import InputError, InputErrors, cannot_listen
 from kvroute.types.events import (
     Admitted,
@@ -26,8 +26,10 @@ from kvroute.types.events import (
     PrefillFailed,
     PrefillFinished,
     RatioLearned,
+    ReadFinished,
     ReviewDue,
     RoleSwitched,
+    Side,
     ThresholdKnown,
     TransferFinished,
     TransferMeasured,
@@ -102,12 +104,15 @@ __all__ = [
     "ProtocolTraits",
     "QuadraticPrefill",
     "RatioLearned",
+    "ReadFinished",
+    "ReadKv",
     "Reject",
     "Request",
     "ReviewDue",
     "Role",
     "RoleSwitched",
     "Shadowed",
+    "Side",
     "SwitchRole",
     "Terms",
     "ThresholdKnown",

@@ -101,4 +101,26 @@ class CopyPrefix(msgspec.Struct, frozen=True, tag="copy"):
     """Tokens of cached prefixes read recently, by instance."""
 
 
-Decision: TypeAlias = Prefill | Decode | Reject | SwitchRole | CopyPrefix
+class ReadKv(msgspec.Struct, frozen=True, tag="read", omit_defaults=True):
+    """Read cached KV of a request from the store before its prefill: the read path of DualPath.
+
+    The node of the prefill instance reads the first `prefill_tokens` from `first_token` on, the node of the decode
+    instance the next `decode_tokens`. The driver reports ReadFinished for each of the two that reads.
+    """
+
+    request_id: int
+    read_id: int
+    """Id, from 1; a retry of the request gets a new one."""
+    prefill_instance: str
+    decode_instance: str
+    """Instance whose node reads, too; empty: only the prefill node can read."""
+    first_token: int
+    """Tokens that the prefill instance has in its own memory; reads begin after them."""
+    prefill_tokens: int
+    decode_tokens: int
+    kv_bytes: float
+    terms: Terms | None = None
+    """Cost of reading everything by each of the two nodes, and the tokens that each reads."""
+
+
+Decision: TypeAlias = Prefill | Decode | ReadKv | Reject | SwitchRole | CopyPrefix

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from kvroute.types.instances import Role
 from kvroute.types.requests import Request
+
+Side: TypeAlias = Literal["prefill", "decode"]
+"""Node of the prefill instance, or of the decode instance."""
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
@@ -96,6 +99,14 @@ class CopyFinished(msgspec.Struct, frozen=True, tag="copy_finished"):
     at: float
     copy_id: int
     landed: bool = True
+
+
+class ReadFinished(msgspec.Struct, frozen=True, tag="read_finished"):
+    """A node has read its part of a `ReadKv` from the store, or has failed to."""
+
+    at: float
+    read_id: int
+    side: Side
 
 
 class ReviewDue(msgspec.Struct, frozen=True, tag="review_due"):
@@ -227,6 +238,7 @@ Event: TypeAlias = (
     | InstanceUp
     | RoleSwitched
     | CopyFinished
+    | ReadFinished
     | ReviewDue
     | ThresholdKnown
     | CapacityLearned

@@ -24,6 +24,7 @@ class EngineClient:
         instance: Instance,
         pool: UpstreamPool,
         bootstrap: UpstreamPool | None,
+        buffer: UpstreamPool | None,
         availability: Availability,
         *,
         approximate: bool,
@@ -35,6 +36,7 @@ class EngineClient:
             instance: instance with an endpoint.
             pool: connections to it.
             bootstrap: connections to its bootstrap server, if the protocol obtains the engine's id there.
+            buffer: connections to the buffer server on its node; None: it reads nothing from a store.
             availability: its availability.
             approximate: the engine does not report its cache contents; the gateway assumes that what it sent is cached.
             measures: whether the time to the first byte of a response measures its transfer.
@@ -51,6 +53,7 @@ class EngineClient:
         self.in_flight = 0
         self.out_of_files = False
         """Whether the last request to its bootstrap server failed for lack of a file descriptor in the gateway."""
+        self.buffer, self.buffer_url = buffer, instance.endpoint.buffer
         self._bootstrap, self._between_s = bootstrap, between_s
         self._engine_id = ""
         self._engine_id_waiters: list[Callable[[], None]] = []
@@ -138,8 +141,9 @@ class EngineClient:
     def close(self) -> None:
         """Close idle connections."""
         self.pool.close()
-        if self._bootstrap is not None:
-            self._bootstrap.close()
+        for pool in (self._bootstrap, self.buffer):
+            if pool is not None:
+                pool.close()
 
 
 class _Introduction(ResponseHandler):

@@ -50,6 +50,9 @@ def engine_clients(
             instance,
             UpstreamPool(endpoint.url, connect_s=connect_s, tls=tls, deadlines=deadlines),
             UpstreamPool(f"http://{endpoint.bootstrap}", connect_s=connect_s, deadlines=deadlines) if asks else None,
+            UpstreamPool(endpoint.buffer, connect_s=connect_s, tls=tls, deadlines=deadlines)
+            if endpoint.buffer
+            else None,
             Availability(instance.name, breaker, on_change),
             approximate=_approximate(endpoint, settings, exact),
             measures=settings.measure != "engine",

@@ -85,11 +85,17 @@ class PdProtocol(Protocol):
     def aggregated_body(self, completion: Completion) -> bytes:
         """Return the body for an instance that computes prefill and decode itself."""
 
-    def prefill_body(self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None) -> bytes:
+    def prefill_body(
+        self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None, storage: Raw | None = None
+    ) -> bytes:
         """Return the body of the prefill leg.
 
-        Args: `prefix`: transfer parameters from the engine that has the prompt's prefix, if the prefill engine is to
-        fetch that first (vllm).
+        Args:
+            completion: the client's request.
+            handshake: ids and addresses of the two legs.
+            prefix: transfer parameters from the engine that has the prompt's prefix, if the prefill engine is to fetch
+                that first (vllm).
+            storage: the blocks of the prompt that buffer servers have read from the store (vllm).
 
         Raises:
             ProtocolError: `handshake` lacks data that the engine needs.
@@ -131,13 +137,16 @@ class Vllm:
     def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None) -> bytes:
-        if prefix is None and not handshake.early:
+    def prefill_body(
+        self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None, storage: Raw | None = None
+    ) -> bytes:
+        if prefix is None and storage is None and not handshake.early:
             return _encode(_one_token(completion, _PULL))
         there = {} if prefix is None else msgspec.json.decode(prefix, type=dict[str, Raw])
         there.pop("remote_prefill_cached_tokens", None)  # otherwise the engine would report it as its own
         name = {"transfer_id": handshake.transfer_id} if handshake.early else {}
-        params = {**there, "do_remote_decode": True, "do_remote_prefill": prefix is not None, **name}
+        staged = {"storage": storage} if storage is not None else {}
+        params = {**there, "do_remote_decode": True, "do_remote_prefill": prefix is not None, **name, **staged}
         return _encode(_one_token(completion, Raw(_encode(params))))
 
     def transfer_params(self, reply: bytes) -> Raw | None:
@@ -172,8 +181,11 @@ class Mooncake:
     def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None) -> bytes:
+    def prefill_body(
+        self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None, storage: Raw | None = None
+    ) -> bytes:
         assert prefix is None, "this protocol does not copy prefixes"
+        assert storage is None, "this protocol reads nothing from a store"
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": handshake.transfer_id}
         return _encode(_one_token(completion, Raw(_encode(params))))
 
@@ -214,8 +226,11 @@ class Sglang:
     def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None) -> bytes:
+    def prefill_body(
+        self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None, storage: Raw | None = None
+    ) -> bytes:
         assert prefix is None, "this protocol does not copy prefixes"
+        assert storage is None, "this protocol reads nothing from a store"
         return _encode(completion.fields | _rooms(completion.n * completion.prompts, handshake))
 
     def transfer_params(self, reply: bytes) -> Raw | None:

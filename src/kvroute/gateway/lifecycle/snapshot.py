@@ -139,6 +139,7 @@ def _instance(
         running=measured.running if measured else engine.in_flight + older,
         waiting=measured.waiting if measured else core.queued,
         prefill_pending_s=core.pending_s,
+        storage_queue_s=core.storage_queue_s,
         kv_used_share=measured.kv_used_share if measured else None,
         scrape_age_s=now - measured.at if measured else None,
         role=engine.role,

@@ -5,7 +5,19 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvroute.types import CopyPrefix, Decision, Decode, Offload, Prefill, Reject, Role, Shadowed, SwitchRole, Terms
+from kvroute.types import (
+    CopyPrefix,
+    Decision,
+    Decode,
+    Offload,
+    Prefill,
+    ReadKv,
+    Reject,
+    Role,
+    Shadowed,
+    SwitchRole,
+    Terms,
+)
 
 CANDIDATES_MOST = 8
 
@@ -29,7 +41,8 @@ class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     chosen: str
     source: str = ""
-    """Instance from which KV is transferred: the prompt's KV cache for a decode, a cached prefix for a prefill."""
+    """Instance from which KV is transferred: the prompt's KV cache for a decode, a cached prefix for a prefill;
+    "store" for a read, of which `chosen` reads the longer part."""
     tier: int | None = None
     kv_bytes: float = 0.0
     hit_tokens: int = 0
@@ -56,6 +69,10 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Dec
             kind = "prefill"
         case Decode(target=chosen, source=source, kv_bytes=kv_bytes):
             kind = "decode"
+        case ReadKv(kv_bytes=kv_bytes):
+            kind, source = "read", "store"
+            longer = decision.prefill_tokens >= decision.decode_tokens
+            chosen = decision.prefill_instance if longer else decision.decode_instance
         case Reject():
             kind = "reject"
         case SwitchRole(instance=chosen):
@@ -88,6 +105,8 @@ def _hit_tokens(decision: Decision) -> int:
     match decision:
         case Prefill(cached_tokens=tokens) | Decode(hit_tokens=tokens):
             return tokens
+        case ReadKv(prefill_tokens=prefill_tokens, decode_tokens=decode_tokens):
+            return prefill_tokens + decode_tokens
         case Reject() | SwitchRole() | CopyPrefix():
             return 0
 

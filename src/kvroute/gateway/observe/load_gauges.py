@@ -74,6 +74,10 @@ _INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], .
         lambda instance: instance.prefill_pending_s,
     ),
     (
+        Family("gauge", "kvroute_storage_queue_seconds", "Storage read queue of the node, own reads.", ("engine",)),
+        lambda instance: instance.storage_queue_s,
+    ),
+    (
         Family("gauge", "kvroute_scrape_age_seconds", "Age of the last successful scrape.", ("engine",)),
         lambda instance: instance.scrape_age_s,
     ),

@@ -15,12 +15,12 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from kvroute.gateway.observe.exposition import Counter, Exemplar, Histogram, lines
 from kvroute.gateway.observe.load_gauges import TIER_LABELS, load_gauges
 from kvroute.gateway.observe.view import GatewayStatus, Ttft
-from kvroute.types import TIER_COUNT, Decision, Decode, Prefill, Role, Shadowed, SwitchRole
+from kvroute.types import TIER_COUNT, Decision, Decode, Prefill, ReadKv, Role, Shadowed, Side, SwitchRole
 
 Leg: TypeAlias = Literal["copy", "prefill", "decode", "passthrough"]
 
 _TIER_KEYS = [(label,) for label in TIER_LABELS]
-_PREFILL, _DECODE, _REJECT, _SWITCH_ROLE = ("prefill",), ("decode",), ("reject",), ("switch_role",)
+_PREFILL, _DECODE, _READ, _REJECT, _SWITCH_ROLE = ("prefill",), ("decode",), ("read",), ("reject",), ("switch_role",)
 _QUEUE, _TRANSFER, _FIRST_STEP = ("queue",), ("transfer",), ("first_step",)
 _REQUEST_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
@@ -106,6 +106,17 @@ class Metrics:
             "Prefills, by chosen site and reason.",
             ("site", "reason"),
         )
+        self._storage_reads = Counter(
+            "kvroute_storage_reads_total",
+            "Reads from the store, by the instance on whose node, its side and outcome.",
+            ("engine", "side", "outcome"),
+        )
+        self._storage_bytes = Counter(
+            "kvroute_storage_read_bytes_total", "Bytes read from the store, by instance and side.", ("engine", "side")
+        )
+        self._storage_read_s = Histogram(
+            "kvroute_storage_read_seconds", "Complete reads from the store, with their queue.", _REQUEST_S, ("side",)
+        )
         self._reviews = Counter("kvroute_reviews_total", "Reviews of threshold and roles.", ("verdict",))
         self._role_switches = Counter("kvroute_role_switches_total", "Role switches, by outcome.", ("outcome",))
         self._transferring = [0] * TIER_COUNT
@@ -124,6 +135,9 @@ class Metrics:
             self._hit_tokens.add(kind, decision.hit_tokens)
             if decision.shadow is not None:
                 self._shadow(decision, decision.shadow)
+        elif type(decision) is ReadKv:
+            kind = _READ
+            self._decisions.add(("read", decision.prefill_instance))
         elif type(decision) is SwitchRole:
             kind = _SWITCH_ROLE
             self._decisions.add(("switch_role", decision.instance))
@@ -175,6 +189,15 @@ class Metrics:
         self._copies.add((outcome,))
         if outcome == "landed":
             self._copy_bytes.add(_TIER_KEYS[tier], kv_bytes)
+
+    def storage_read(self, engine: str, side: Side, outcome: str, nbytes: float, seconds: float) -> None:
+        """Count a part of a read from the store by `outcome`, one of a few fixed words. `seconds` includes the time in
+        the queue of the buffer server."""
+        self._storage_reads.add((engine, side, outcome))
+        if nbytes:
+            self._storage_bytes.add((engine, side), nbytes)
+        if outcome == "complete":
+            self._storage_read_s.observe((side,), seconds)
 
     def first_token(self, protocol: str, ttft: Ttft, exemplar: Exemplar | None = None) -> None:
         """Observe the first byte sent to the client of a streamed response; other responses do not show the first

@@ -283,6 +283,7 @@ def _tile(instance: LayoutInstance, load: InstanceLoad) -> Tile:
         pending_s,
         load.kv_used_share,
         load.scrape_age_s,
+        load.storage_queue_s,
     )
 
 

@@ -29,6 +29,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Running requests that the engine reports, those of other routers included; else `requests`."""
     waiting: int = 0
     prefill_pending_s: float = 0.0
+    storage_queue_s: float | None = None
+    """Own reads in the storage queue of its node, in seconds; None: the cluster has no store."""
     kv_used_share: float | None = None
     scrape_age_s: float | None = None
     """None: never scraped."""
@@ -229,6 +231,8 @@ class Tile(msgspec.Struct, frozen=True, gc=False, array_like=True):
     prefill_pending_s: float
     kv_used_share: float | None
     scrape_age_s: float | None
+    storage_queue_s: float | None
+    """None: the cluster has no store."""
 
 
 class DashboardUpdate(msgspec.Struct, frozen=True, kw_only=True):

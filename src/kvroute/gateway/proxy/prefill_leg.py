@@ -10,6 +10,7 @@ from kvroute.gateway.openai_api.responses import cached_tokens
 from kvroute.gateway.proxy.leg import Leg
 from kvroute.gateway.proxy.prefix_copy_leg import CopyOwner, PrefixCopyLeg
 from kvroute.gateway.proxy.retry import LegFailure
+from kvroute.gateway.proxy.storage_read import StorageRead
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvroute.gateway.engines.client import EngineClient
     from kvroute.gateway.proxy.request_state import RequestState
-    from kvroute.types import Prefill
+    from kvroute.types import Prefill, ReadKv
 
 
 class PrefillOwner(CopyOwner, Protocol):
@@ -31,15 +32,26 @@ class PrefillOwner(CopyOwner, Protocol):
 class PrefillLeg(Leg):
     """Collects the short response of a prefill engine; after its end it still identifies the KV cache's location."""
 
-    __slots__ = ("_early", "copy", "handshake", "owner", "transfer_params")
+    __slots__ = ("_early", "copy", "handshake", "owner", "storage_read", "transfer_params")
     owner: PrefillOwner
 
-    def __init__(self, state: RequestState, owner: PrefillOwner, decision: Prefill, now: float, *, early: bool) -> None:
-        """Args: `early`: the decode leg is sent at the same time."""
+    def __init__(
+        self,
+        state: RequestState,
+        owner: PrefillOwner,
+        decision: Prefill,
+        now: float,
+        *,
+        early: bool,
+        read: ReadKv | None = None,
+    ) -> None:
+        """Args: `early`: the decode leg is sent at the same time. `read`: blocks to read from the store before."""
         super().__init__(state, owner, state.runtime.engines[decision.instance], now)
         self._early = early
         self.copy = PrefixCopyLeg(state, owner, decision, now, self._copied) if decision.copy_from else None
         """Leg that copies a cached prefix before this leg is sent; None: no copy."""
+        self.storage_read = StorageRead(state, read, self._staged) if read is not None else None
+        """Read of cached KV from the store before this leg is sent; None: nothing is read."""
         self.handshake: KvHandshake | None = None
         self.transfer_params: Raw | None = None
         """Part of the response that is sent to the decode engine."""
@@ -48,7 +60,7 @@ class PrefillLeg(Leg):
         """Send the leg, now or when the transfer parameters are known; return False if it has already failed.
 
         Args:
-            ids: the prompt's tokens; None: its prefix is not copied.
+            ids: the prompt's tokens; None: its prefix is neither copied nor read from the store.
             now: time, gateway clock.
         """
         engine = self.engine
@@ -59,6 +71,9 @@ class PrefillLeg(Leg):
         if self.copy is not None:
             self.copy.begin(ids, now)
             return True
+        if self.storage_read is not None:
+            self.storage_read.begin(ids, now)
+            return True
         return self._send(handshake, now)
 
     def _copied(self, prefix: Raw | None, now: float) -> None:
@@ -67,6 +82,13 @@ class PrefillLeg(Leg):
         assert handshake is not None
         if not (self.dropped or self.state.over):
             self._send(handshake, now, prefix)
+
+    def _staged(self, storage: Raw | None, now: float) -> None:
+        """Send the leg after the blocks are in buffers, or (None) cannot be read."""
+        handshake = self.handshake
+        assert handshake is not None
+        if not (self.dropped or self.state.over):
+            self._send(handshake, now, storage=storage)
 
     def _met(self) -> None:
         """Continue after the response or the failure of the bootstrap server."""
@@ -88,9 +110,9 @@ class PrefillLeg(Leg):
         except Exception as error:
             self.owner.internal_error(error)
 
-    def _send(self, handshake: KvHandshake, now: float, prefix: Raw | None = None) -> bool:
+    def _send(self, handshake: KvHandshake, now: float, prefix: Raw | None = None, storage: Raw | None = None) -> bool:
         try:
-            body = self.engine.protocol.prefill_body(self.state.completion, handshake, prefix)
+            body = self.engine.protocol.prefill_body(self.state.completion, handshake, prefix, storage)
         except ProtocolError as error:
             self.not_sent(now)
             self.on_failed(LegFailure("malformed", f"prefill instance {self.engine.name} {error}", 502, sent=False))
@@ -132,13 +154,18 @@ class PrefillLeg(Leg):
 
     def abort(self, now: float) -> None:
         """See `Leg`."""
+        self._abort_preparation(now)
+        super().abort(now)
+
+    def _abort_preparation(self, now: float) -> None:
+        """End the copy or the read that precedes the leg, and release what it holds."""
         if self.copy is not None:
             self.copy.abort(now)
-        super().abort(now)
+        if self.storage_read is not None:
+            self.storage_read.abort(now)
 
     def failed(self, failure: LegFailure, now: float) -> None:
         """See Leg. The engine may have restarted, so its id is requested again."""
         self.engine.forget_engine_id()
         super().failed(failure, now)
-        if self.copy is not None:
-            self.copy.abort(now)
+        self._abort_preparation(now)

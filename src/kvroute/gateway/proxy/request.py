@@ -34,7 +34,7 @@ from kvroute.gateway.proxy.retry import (
     decide,
 )
 from kvroute.gateway.proxy.runtime import EndedRequest
-from kvroute.types import Decision, Decode, Prefill, Reject, Request
+from kvroute.types import Decision, Decode, Prefill, ReadKv, Reject, Request
 
 if TYPE_CHECKING:
     from kvroute.gateway.engines.client import EngineClient
@@ -72,7 +72,7 @@ class ProxiedRequest:
         self._reading: asyncio.Task[None] | None = None
         """Task that hashes a large prompt in a thread."""
         self._ids: list[int] | None = None
-        """The prompt's tokens, if its prefix may be copied from another instance."""
+        """The prompt's tokens, if its prefix may be copied from another instance or read from the store."""
         self._attempts = 1
 
     # Arrival
@@ -134,7 +134,7 @@ class ProxiedRequest:
             one_leg=completion.one_leg and runtime.models.one_instance_only(completion),
             copyable=prompt.ids is not None,
         )
-        self._ids = prompt.ids if runtime.copy_s else None
+        self._ids = prompt.ids if runtime.copy_s or runtime.reads_storage else None
         runtime.metrics.prompt_read(prompt.input_tokens)
         runtime.budget.request(now)
         if runtime.expected_transfers.due_at <= now:
@@ -146,7 +146,9 @@ class ProxiedRequest:
         if not decisions:
             return
         first, last = decisions[0], decisions[-1]
-        if type(first) is Prefill and (first is last or (type(last) is Decode and last.source != last.target)):
+        if type(first) is Prefill and type(last) is ReadKv:
+            self._send_prefill(first, now, early=False, read=last)
+        elif type(first) is Prefill and (first is last or (type(last) is Decode and last.source != last.target)):
             # If sending fails at once, the retry has already started or the request is over.
             if self._send_prefill(first, now, early=first is not last) and type(last) is Decode:
                 self._send_decode(last, now)
@@ -155,12 +157,15 @@ class ProxiedRequest:
         elif type(last) is Reject:
             self._reject(last, now)
 
-    def _send_prefill(self, decision: Prefill, now: float, *, early: bool) -> bool:
+    def _send_prefill(self, decision: Prefill, now: float, *, early: bool, read: ReadKv | None = None) -> bool:
         self.runtime.state.decided(decision, now)
+        if read is not None:
+            self.runtime.state.decided(read, now)
         self._start_path_attempt(decision, now)
-        leg = self.prefill = PrefillLeg(self.state, self, decision, now, early=early)
-        # If an attempt with a prefix copy fails, the retry uses no copy.
-        ids, self._ids = (self._ids, None) if decision.copy_from else (None, self._ids)
+        leg = self.prefill = PrefillLeg(self.state, self, decision, now, early=early, read=read)
+        # If an attempt with a prefix copy or with blocks from the store fails, the retry uses neither.
+        prepared = decision.copy_from or read is not None
+        ids, self._ids = (self._ids, None) if prepared else (None, self._ids)
         return leg.begin(ids, now)
 
     def _start_path_attempt(self, decision: Prefill, now: float) -> None:

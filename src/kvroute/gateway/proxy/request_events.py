@@ -19,7 +19,9 @@ from kvroute.types import (
     Prefill,
     PrefillFailed,
     PrefillFinished,
+    ReadFinished,
     Request,
+    Side,
     TransferFinished,
     TransferMeasured,
 )
@@ -125,6 +127,10 @@ class RequestEvents:
     def copy_finished(self, decision: Prefill, now: float, *, landed: bool) -> None:
         """Report the end of the prefix copy of this decision."""
         self.notify(CopyFinished(now, decision.copy_id, landed))
+
+    def read_finished(self, read_id: int, side: Side, now: float) -> None:
+        """Report that one node has read its part from the store, or has failed to."""
+        self.notify(ReadFinished(now, read_id, side))
 
     def transfer_finished(self, number: int, now: float) -> None:
         """Report that the KV cache has reached the decode instance."""

@@ -171,6 +171,8 @@ class ClusterRuntime:
         self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
         self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
         """Time limit for an instance to offer a cached prefix; 0: no copies."""
+        self.reads_storage = cluster.file.storage is not None
+        """Whether cached KV may be read from a store."""
         engine_key = secrets.engine_key
         own = shared.tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
         self.forward_headers = FORWARDED.union(name.lower().encode() for name in settings.forward_headers) - own

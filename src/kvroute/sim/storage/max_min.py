@@ -16,12 +16,13 @@ import numpy as np
 
 from kvroute.policies.dualpath_kernels import (
     NO_ENGINE,
+    NO_READS,
     attention_s,
     decode_engine,
     fitting_requests,
     least,
-    prefill_blocks,
     prefill_engine,
+    prefill_read_tokens,
     quota_tokens,
     token_limit,
 )
@@ -29,7 +30,6 @@ from kvroute.sim.storage.max_min_batch import DecodeBatch
 from kvroute.sim.storage.max_min_events import Action, Copy, Events
 from kvroute.sim.storage.setup import rules_of
 from kvroute.sim.storage.spec import AgentRun
-from kvroute.sim.storage.state import ALTERNATING_READS, NO_READS, PREFILL_READS, SHORTER_READS
 
 
 @dataclass(slots=True, eq=False)
@@ -220,16 +220,10 @@ class _MaxMin:
         self._serve_buffer(target)
 
     def _prefill_share(self, hit: int, source: float, target: float) -> int:
-        if self.rules.reads in (NO_READS, PREFILL_READS):
-            return hit
-        if self.rules.reads == ALTERNATING_READS:
-            self.cursor[2] += 1
-            return hit if self.cursor[2] % 2 else 0
-        if self.rules.reads == SHORTER_READS:
-            return hit if source <= target else 0
-        token_s, block = self.rules.kv_bytes / self.rules.storage_bytes_per_s, self.rules.block_tokens
-        blocks = prefill_blocks(hit // block, source * token_s, target * token_s, token_s * block, token_s * block)
-        return blocks * block
+        rules, token_s = self.rules, self.rules.kv_bytes / self.rules.storage_bytes_per_s
+        self.cursor[2] += 1
+        queues_s = source * token_s, target * token_s
+        return prefill_read_tokens(rules.reads, hit, rules.block_tokens, *queues_s, token_s, token_s, self.cursor[2])
 
     def _serve_buffer(self, node: int) -> None:
         """Give memory to the requests that wait for it, first in, first out: decode nodes first, then prefill nodes."""

@@ -7,18 +7,14 @@ buffer need no further buffer, so requests cannot wait for each other in a circl
 from __future__ import annotations
 
 from kvroute.compiled import compiled_in_place
-from kvroute.policies.dualpath_kernels import prefill_blocks
+from kvroute.policies.dualpath_kernels import NO_READS, prefill_read_tokens
 from kvroute.sim.storage.events import READ, push
 from kvroute.sim.storage.queues import put, take
 from kvroute.sim.storage.state import (
     ALLOCATED,
-    ALTERNATING_READS,
     FETCHED,
-    NO_READS,
     NOTHING,
-    PREFILL_READS,
     SCHEDULED,
-    SHORTER_READS,
     Rules,
     State,
 )
@@ -52,21 +48,18 @@ def _nodes_of(rules: Rules, state: State, agent: int) -> tuple[int, int]:
 @compiled_in_place
 def _prefill_share(rules: Rules, state: State, agent: int, prefill_node: int, decode_node: int) -> int:
     """Return the tokens that the prefill node reads."""
-    hit = state.turns.hit[agent]
-    if rules.reads in (NO_READS, PREFILL_READS):
-        return int(hit)
-    if rules.reads == ALTERNATING_READS:
-        state.engines.cursor[2] += 1
-        return int(hit) if state.engines.cursor[2] % 2 else 0
-    queued = state.nodes.queued_tokens
-    if rules.reads == SHORTER_READS:
-        return int(hit) if queued[prefill_node] <= queued[decode_node] else 0
-    token_s = rules.kv_bytes / rules.storage_bytes_per_s
-    block_s = token_s * rules.block_tokens
-    blocks = prefill_blocks(
-        hit // rules.block_tokens, queued[prefill_node] * token_s, queued[decode_node] * token_s, block_s, block_s
+    queued, token_s = state.nodes.queued_tokens, rules.kv_bytes / rules.storage_bytes_per_s
+    state.engines.cursor[2] += 1
+    return prefill_read_tokens(
+        rules.reads,
+        state.turns.hit[agent],
+        rules.block_tokens,
+        queued[prefill_node] * token_s,
+        queued[decode_node] * token_s,
+        token_s,
+        token_s,
+        state.engines.cursor[2],
     )
-    return blocks * rules.block_tokens
 
 
 @compiled_in_place

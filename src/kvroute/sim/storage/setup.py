@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 
+from kvroute.policies.dualpath_kernels import READS
 from kvroute.sim.storage.events import ARRIVAL, FETCH_DECODE, FETCH_PREFILL, Agenda, push
 from kvroute.sim.storage.spec import AgentRun
 from kvroute.sim.storage.state import (
     CONSIDERED,
     NOTHING,
-    READS,
     WINDOWS,
     Decode,
     Engines,

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvroute.policies.dualpath import ReadSide
 from kvroute.policies.dualpath_kernels import AttentionCost
 from kvroute.sim.storage.events import Agenda
 from kvroute.types import FloatArray, IntArray
 
 NOTHING = -1
-NO_READS, PREFILL_READS, ALTERNATING_READS, SHORTER_READS, SPLIT_READS = range(5)
-READS: dict[ReadSide, int] = {
-    "none": NO_READS,
-    "prefill": PREFILL_READS,
-    "alternating": ALTERNATING_READS,
-    "shorter": SHORTER_READS,
-    "split": SPLIT_READS,
-}
 SCHEDULED, ALLOCATED, FETCHED, COMPUTED, DECODED = range(5)
 """Phases of a request, in order: until engines are chosen, until it has buffers, until its KV is read, until its first
 token, until its last token."""

@@ -306,6 +306,7 @@ export class Panels {
   // Why a candidate could not be chosen, as far as the decision shows it.
   absence(decision, candidate) {
     if (candidate.feasible) return "";
+    if (decision.kind === "read") return " (no storage NIC)";
     if (decision.kind !== "decode") return " (not considered)";
     if (candidate.terms.same_domain === 0) return " (other domain)";
     const k = this.layout.instances.findIndex((instance) => instance.name === candidate.name);
@@ -314,11 +315,12 @@ export class Panels {
 
   table() {
     const models = new Set(this.layout.instances.map((instance) => instance.model)).size > 1; // one model needs no column
+    const stored = this.tick.instances.some((tile) => typeof tile[9] === "number"); // a cluster without a store needs no column
     const rows = this.layout.instances.map((instance, k) => {
-      const [role, state, own, running, waiting, load, pending, kv, age, model, place] = this.words(k);
-      return [instance.name, role, state, own, running, waiting, load, pending, kv, age, ...(models ? [model] : []), place];
+      const [role, state, own, running, waiting, load, pending, kv, age, model, place, storage] = this.words(k);
+      return [instance.name, role, state, own, running, waiting, load, pending, ...(stored ? [storage] : []), kv, age, ...(models ? [model] : []), place];
     });
-    const head = ["instance", "role", "state", "own", "running", "waiting", "load", "pending", "KV used", "scraped", ...(models ? ["model"] : []), "place"];
+    const head = ["instance", "role", "state", "own", "running", "waiting", "load", "pending", ...(stored ? ["storage queue"] : []), "KV used", "scraped", ...(models ? ["model"] : []), "place"];
     if ($("instances").tHead.rows[0]?.cells.length !== head.length) { // a reload may add the column of models
       $("instances").tHead.replaceChildren();
       $("instances").tBodies[0].replaceChildren();
@@ -331,10 +333,11 @@ export class Panels {
   }
 
   words(k) { // one instance as texts
-    const instance = this.layout.instances[k], [up, breaker, own, running, waiting, load, pending, kv, age] = this.tick.instances[k];
+    const instance = this.layout.instances[k], [up, breaker, own, running, waiting, load, pending, kv, age, storage] = this.tick.instances[k];
     const state = !up ? "down" : breaker ? `breaker ${BREAKER[breaker]}` : "up";
     return [roleNow(this.layout, this.tick, k), state, String(own), String(running), String(waiting), percent(load), seconds(pending),
-      kv === null ? "–" : percent(kv), age === null ? "–" : `${seconds(age)} ago`, instance.model, instance.place];
+      kv === null ? "–" : percent(kv), age === null ? "–" : `${seconds(age)} ago`, instance.model, instance.place,
+      typeof storage === "number" ? seconds(storage) : "–"];
   }
 
   // `announced`: whether a screen reader announces it; not at every tick.

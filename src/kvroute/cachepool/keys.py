@@ -1,0 +1,29 @@
+"""Keys of full KV blocks in a store: chained SHA-256 digests of token ids."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+KEY_BYTES = 16
+_TOKEN_BYTES = 8
+
+
+def block_keys(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+    """Return the key of each full block: equal keys mean equal prefixes. Tokens after the last full block have none.
+
+    key[0] = H(KEY_BYTES zeros + block 0), key[k] = H(key[k-1] + block k), over token ids as little-endian 64-bit
+    integers; H is the first KEY_BYTES bytes of SHA-256.
+    """
+    octets = memoryview(np.asarray(tokens, dtype="<i8").tobytes())
+    step = block_tokens * _TOKEN_BYTES
+    keys: list[bytes] = []
+    parent = bytes(KEY_BYTES)
+    for at in range(0, len(octets) - step + 1, step):
+        digest = hashlib.sha256(parent)
+        digest.update(octets[at : at + step])
+        parent = digest.digest()[:KEY_BYTES]
+        keys.append(parent)
+    return keys

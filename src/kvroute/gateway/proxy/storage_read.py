@@ -1,0 +1,199 @@
+"""The calls that precede a prefill with KV from the store: buffer servers read the blocks into host memory.
+
+A part that fails or is short costs only time: the prefill instance computes these tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import msgspec
+from msgspec import Raw
+
+from kvroute.cachepool.keys import block_keys
+from kvroute.gateway.http.pool import request_bytes
+from kvroute.types import Side
+
+if TYPE_CHECKING:
+    from kvroute.gateway.http.call import Call, Failure
+    from kvroute.gateway.http.headers import Headers
+    from kvroute.gateway.http.pool import UpstreamPool
+    from kvroute.gateway.proxy.request_state import RequestState
+    from kvroute.types import ReadKv
+
+READS_PATH = b"/v1/kv/reads"
+_REPLY_BYTES_MAX = 64 * 1024
+_JSON = [(b"content-type", b"application/json")]
+
+Outcome: TypeAlias = Literal["complete", "short", "failed", "given_up"]
+"""Result of one part. "short": fewer blocks than requested are stored; "given_up": the prefill was aborted."""
+
+
+class BlockRead(msgspec.Struct, frozen=True):
+    """Response of a buffer server, as far as it is used here."""
+
+    blocks: int
+    bytes: int = 0
+
+
+class _Part:
+    """The call to one buffer server."""
+
+    __slots__ = ("_body", "_read", "_status", "blocks", "call", "name", "number", "over", "pool", "side", "url")
+
+    def __init__(self, read: StorageRead, side: Side, number: int, name: str, pool: UpstreamPool, url: str) -> None:
+        self._read, self.side, self.number, self.name, self.pool, self.url = read, side, number, name, pool, url
+        self.call: Call | None = None
+        self.blocks = 0
+        """Blocks in the buffer."""
+        self.over = False
+        self._status = 0
+        self._body = b""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """See `ResponseHandler`."""
+        self._status = status
+
+    def on_body(self, data: bytes) -> None:
+        """See `ResponseHandler`."""
+        if len(self._body) < _REPLY_BYTES_MAX:
+            self._body += data
+
+    def on_end(self) -> None:
+        """See `ResponseHandler`."""
+        try:
+            reply = msgspec.json.decode(self._body, type=BlockRead) if self._status == 200 else None
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            reply = None
+        self._read.part_ended(self, reply)
+
+    def on_failure(self, failure: Failure) -> None:
+        """See `ResponseHandler`."""
+        self._read.part_ended(self, None)
+
+
+class StorageRead:
+    """One read decision: its parts, and the parameters that the prefill instance gets for them."""
+
+    __slots__ = ("_began_s", "_keys", "_on_end", "_parts", "_state", "decision")
+
+    def __init__(self, state: RequestState, decision: ReadKv, on_end: Callable[[Raw | None, float], None]) -> None:
+        """Args: `on_end` receives the parameters for the prefill leg, or None if no block could be read."""
+        self._state, self.decision = state, decision
+        self._on_end: Callable[[Raw | None, float], None] | None = on_end
+        self._keys: list[bytes] = []
+        self._parts: list[_Part] = []
+        self._began_s = 0.0
+
+    def begin(self, ids: Sequence[int] | None, now: float) -> None:
+        """Send the calls. Args: `ids`: the prompt's tokens; None: nothing is read."""
+        request, decision = self._state.request, self.decision
+        assert request is not None
+        self._began_s, block = now, request.block_tokens
+        sides: tuple[tuple[Side, str, int], ...] = (
+            ("prefill", decision.prefill_instance, decision.prefill_tokens // block),
+            ("decode", decision.decode_instance, decision.decode_tokens // block),
+        )
+        first = decision.first_token // block
+        if ids is not None:
+            tokens = decision.first_token + decision.prefill_tokens + decision.decode_tokens
+            self._keys = block_keys(ids[:tokens], block)[first:]
+        at = 0
+        for side, name, blocks in sides:
+            if blocks:
+                self._add(side, name, first + at, self._keys[at : at + blocks])
+                at += blocks
+        for part in list(self._parts):
+            if part.call is None and not part.over:
+                self.part_ended(part, None)
+
+    def _add(self, side: Side, name: str, first: int, keys: Sequence[bytes]) -> None:
+        runtime = self._state.runtime
+        engine = runtime.engines[name]
+        part = _Part(self, side, len(keys), name, engine.pool, engine.buffer_url)
+        self._parts.append(part)
+        if not keys or engine.buffer is None:
+            return
+        part.pool = engine.buffer
+        fields = {"id": self._id(side), "first_block": first, "keys": [key.hex() for key in keys]}
+        body = msgspec.json.encode(fields)
+        request = request_bytes(b"POST", READS_PATH, engine.buffer.host, _JSON, body)
+        limit_s = runtime.timeouts.prefill_s
+        part.call = engine.buffer.send(request, part, first_byte_s=limit_s, idle_s=limit_s)
+
+    def _id(self, side: Side) -> str:
+        """Return the id of a part, unique among all gateways that share the buffer servers."""
+        return f"{self._state.request_id.decode('latin-1')}-{self.decision.read_id}-{side}"
+
+    def part_ended(self, part: _Part, reply: BlockRead | None) -> None:
+        """Record the result of a part; None: it has failed. After the last one the prefill leg continues."""
+        if part.over:
+            return
+        part.over, part.call = True, None
+        runtime = self._state.runtime
+        now = runtime.now()
+        part.blocks = min(reply.blocks, part.number) if reply is not None else 0
+        outcome: Outcome = "failed" if reply is None else "complete" if part.blocks == part.number else "short"
+        self._count(part, outcome, reply.bytes if reply is not None else 0, now)
+        if all(each.over for each in self._parts):
+            on_end, self._on_end = self._on_end, None
+            if on_end is not None:
+                on_end(self._params(), now)
+
+    def _count(self, part: _Part, outcome: Outcome, nbytes: int, now: float) -> None:
+        runtime = self._state.runtime
+        runtime.metrics.storage_read(part.name, part.side, outcome, nbytes, now - self._began_s)
+        if runtime.control.reading(self.decision.read_id):
+            runtime.report.read_finished(self.decision.read_id, part.side, now)
+
+    def _params(self) -> Raw | None:
+        """Return the parameters of the blocks that are in buffers, without gaps; release the others."""
+        assert self._state.request is not None
+        parts, staged, gap = [], 0, False
+        for part in self._parts:
+            if part.blocks and not gap:
+                parts.append({"id": self._id(part.side), "blocks": part.blocks, "buffer": part.url})
+                staged += part.blocks
+            elif part.blocks:
+                self._release(part)
+            gap = gap or part.blocks < part.number
+        if not staged:
+            return None
+        first = self.decision.first_token // self._state.request.block_tokens
+        fields = {"first_block": first, "key": self._keys[staged - 1].hex(), "parts": parts}
+        return Raw(msgspec.json.encode(fields))
+
+    def abort(self, now: float) -> None:
+        """Cancel the reads and release the buffers: the prefill is not needed any more, or has failed."""
+        self._on_end = None
+        for part in self._parts:
+            if not part.over:
+                if part.call is not None:
+                    part.call.abort()
+                part.over, part.call = True, None
+                self._count(part, "given_up", 0, now)
+            self._release(part)
+
+    def _release(self, part: _Part) -> None:
+        """Release the part's buffer; the buffer server does the same after its hold time."""
+        path = READS_PATH + b"/" + self._id(part.side).encode("latin-1")
+        part.pool.send(
+            request_bytes(b"DELETE", path, part.pool.host, [], b""), _Ignored(), first_byte_s=5.0, idle_s=5.0
+        )
+
+
+class _Ignored:
+    """Receives a response that nothing depends on."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """See `ResponseHandler`."""
+
+    def on_body(self, data: bytes) -> None:
+        """See `ResponseHandler`."""
+
+    def on_end(self) -> None:
+        """See `ResponseHandler`."""
+
+    def on_failure(self, failure: Failure) -> None:
+        """See `ResponseHandler`."""
