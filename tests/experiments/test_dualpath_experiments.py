@@ -15,7 +15,7 @@ from kvroute.cli.app import main
 from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.dualpath import EXPERIMENTS, capacity, run_cell, run_of, sessions_run
 from kvroute.experiments.dualpath_setup import DUALPATH_PROFILES, DualPathAssumptions, served_model, storage_cluster
-from kvroute.report.dualpath_results import dualpath_findings, dualpath_grid, write_dualpath
+from kvroute.report.dualpath_results import dualpath_findings, dualpath_grid, dualpath_lines, write_dualpath
 from kvroute.sim.storage.spec import AgentRun
 
 ABLATION = EXPERIMENTS["dualpath-ablation"]
@@ -106,6 +106,23 @@ def test_table_findings_and_page(ablation: list[Record], tmp_path: Path) -> None
     page = write_dualpath(ABLATION, ablation, tmp_path).read_text()
     assert "kvroute experiment dualpath-ablation --seeds 2" in page
     assert (tmp_path / "figures" / "dualpath.png").stat().st_size > 10_000
+
+
+def test_every_line_of_the_figure_is_inside_its_panel() -> None:
+    """Panels share the scale of the highest one, and eight of them take two rows."""
+    base = run_cell("", cell("dualpath-ablation", "basic", agents=8))
+    experiment, records = EXPERIMENTS["dualpath-assumptions"], []
+    for buffer in range(1, 9):
+        for quota in (0.1, 1.0):
+            settings = cell("dualpath-assumptions", "basic", mfu=0.1, buffer=buffer, storage=0.5, quota=quota)
+            records.append(msgspec.structs.replace(base, cell=settings, figures={"end_s": 1000.0 * buffer}))
+    figure = dualpath_lines(experiment, records)
+    drawn = [panel for panel in figure.axes if panel.get_visible()]
+    assert len(drawn) == 8
+    assert len({panel.get_position().y0 for panel in drawn}) == 2
+    for panel in drawn:
+        assert panel.get_ylim()[0] == 0.0
+        assert panel.dataLim.y1 < panel.get_ylim()[1]
 
 
 def test_a_gain_of_capacity_is_the_inverse_of_a_gain_of_time() -> None:

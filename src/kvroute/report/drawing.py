@@ -55,6 +55,7 @@ AXIS_LABELS = {
     "buffer": "buffer of a node, GB",
     "storage": "share of the storage NIC's line rate",
     "quota": "compute quota, s",
+    "think": "think time, s",
 }
 _STYLE: Any = {
     "font.family": "DejaVu Sans",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
@@ -23,6 +23,7 @@ from kvroute.report.rerun import cell_options, sweep_options
 from kvroute.report.series import axes_of, of_profile, profiles_of, values_of
 
 Number = Callable[[Record], float | None]
+_PANELS = 6
 _UNCLEAR = 0.02
 """A change of the mean by this share or less counts as none."""
 
@@ -157,16 +158,22 @@ def _verdict(gains: Sequence[Estimate]) -> tuple[Holds, str]:
 
 
 def dualpath_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
-    """Draw the compared value over the last axis; one row for each model, one column for each value of the others."""
+    """Draw the compared value over the last axis, with one panel for each model and each value of the other axes. The
+    panels of a model share the scale; up to `_PANELS` are in one row."""
     metric = _METRICS.get(experiment.name, _TIME)
     axes = [axis for axis in axes_of(records) if len(values_of(records, axis)) > 1] or list(axes_of(records))[-1:]
     others = list(product(*(values_of(records, axis) for axis in axes[:-1])))
     profiles = profiles_of(records)
+    columns = min(len(others), _PANELS)
+    lines = -(-len(others) // columns)
     with style():
         width = 3.6 if len(others) < 3 else 2.8
-        figure, rows = panels(len(profiles), len(others), width=width, height=2.2, sharey="row")
-        for row, profile in zip(rows, profiles, strict=True):
-            for panel, values in zip(row, others, strict=True):
+        figure, rows = panels(len(profiles) * lines, columns, width=width, height=2.2, sharey="row")
+        for number, profile in enumerate(profiles):
+            row = [panel for line in rows[number * lines : (number + 1) * lines] for panel in line]
+            for panel in row[len(others) :]:
+                panel.set_visible(False)
+            for panel, values in zip(row, others, strict=False):
                 fixed = dict(zip(axes[:-1], values, strict=True))
                 some = [
                     one
@@ -174,11 +181,19 @@ def dualpath_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
                     if all(one.cell.settings[axis] == value for axis, value in fixed.items())
                 ]
                 _draw(panel, experiment, some, metric, axes[-1])
-                panel.set_title(plain(", ".join([profile, *(f"{axis} {value:g}" for axis, value in fixed.items())])))
-            row[0].set_ylabel(metric.label)
-            row[0].set_ylim(bottom=0)  # after all panels of the row, which share the scale
+                panel.set_title(_panel_title(profile, fixed))
+            top = max(panel.dataLim.y1 for panel in row[: len(others)])
+            for panel in row[::columns]:
+                panel.set_ylabel(metric.label)
+                panel.set_ylim(0, 1.05 * top)
         policy_legend(figure, experiment.policies)
     return figure
+
+
+def _panel_title(profile: str, fixed: Mapping[str, float]) -> str:
+    """Return model and axis values, on two lines if there are several values."""
+    values = ", ".join(f"{axis} {value:g}" for axis, value in fixed.items())
+    return plain(profile + ("\n" if len(fixed) > 1 else ", " if fixed else "") + values)
 
 
 def _draw(panel: Axes, experiment: Experiment, records: Sequence[Record], metric: _Metric, axis: str) -> None:
