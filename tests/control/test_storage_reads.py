@@ -19,9 +19,9 @@ name: stored
 storage: {{reads: {reads}{limit}}}
 racks: [{{name: rack0}}]
 nodes:
-  - {{name: node0, rack: rack0, gpus: 4, nics: {{compute: {{capacity: 100 Gbps}}, storage: {{capacity: 8 Gbps}}}}}}
+  - {{name: node0, rack: rack0, gpus: 4, nics: {{compute: {{capacity: 100 Gbps}}, storage: {{capacity: {near}}}}}}}
   - {{name: node1, rack: rack0, gpus: 4, nics: {{compute: {{capacity: 100 Gbps}}, storage: {{capacity: {other}}}}}}}
-  - {{name: node2, rack: rack0, gpus: 4, nics: {{compute: {{capacity: 100 Gbps}}}}}}
+  - {{name: node2, rack: rack0, gpus: 4, nics: {{compute: {{capacity: 100 Gbps}}{far}}}}}
 timing:
   default: {{prefill: {{kind: linear, per_token: 100 us, base: 10 ms}}, decode: {{base: 10 ms, per_request: 1 ms}}}}
 defaults: {{model: llama-3-70b, tp: 2, kv_capacity: 40 GB}}
@@ -34,8 +34,12 @@ instances:
 """
 
 
-def cluster_with(reads: str, *, limit: str = "", other: str = "8 Gbps") -> Cluster:
-    return parse(FILE.format(reads=reads, limit=f", bandwidth: {limit}" if limit else "", other=other))
+def cluster_with(reads: str, *, limit: str = "", near: str = "8 Gbps", other: str = "8 Gbps", far: str = "") -> Cluster:
+    """Return a cluster of three nodes; `near`, `other` and `far` are the storage NICs of node0, node1 and node2."""
+    third = f", storage: {{capacity: {far}}}" if far else ""
+    return parse(
+        FILE.format(reads=reads, limit=f", bandwidth: {limit}" if limit else "", near=near, other=other, far=third)
+    )
 
 
 def begin(reads: StorageReads, cluster: Cluster, source: str, target: str | None, blocks: int) -> ReadKv:

@@ -9,7 +9,7 @@ import numpy as np
 from kvroute.control.kernels import cached_tokens
 from kvroute.llm import Model
 from kvroute.prefix import PrefixIndex, StateIndex
-from kvroute.types import Instance, IntArray, Request
+from kvroute.types import Instance, IntArray, MemoryTier, Request
 
 _INT64 = np.dtype(np.int64)
 """numpy takes a dtype in half the time of its scalar type."""
@@ -25,6 +25,16 @@ class Caches:
         self.prefix = PrefixIndex(len(instances), [self._capacity(instance, block_tokens) for instance in instances])
         hybrid = any(model.request_state_bytes for model in models.values())
         self._states = StateIndex(len(instances)) if hybrid else None
+        self._model_names = [instance.model for instance in instances]
+        self._cpu: PrefixIndex | None = None
+        """Prefixes in CPU memory, by instance; None: none was ever reported."""
+        self._store: dict[str, PrefixIndex] = {}
+        """Prefixes in the store by model; each index has one holder."""
+
+    @property
+    def tiered(self) -> bool:
+        """Whether a prefix was ever reported in another tier than GPU memory."""
+        return self._cpu is not None or bool(self._store)
 
     def _capacity(self, instance: Instance, block_tokens: int) -> int | None:
         if not block_tokens:
@@ -32,20 +42,52 @@ class Caches:
         block_bytes = float(self._models[instance.model].kv_bytes(block_tokens))
         return int(instance.kv_capacity_bytes // block_bytes) if block_bytes else None
 
-    def stored(self, index: int, blocks: tuple[int, ...]) -> None:
-        """Record that an instance has cached this chain of blocks."""
+    def stored(self, index: int, blocks: tuple[int, ...], tier: MemoryTier = "gpu") -> None:
+        """Record that an instance has this chain of blocks in a tier of memory."""
+        if tier != "gpu":
+            held, holder = self._tier(index, tier)
+            held.store(holder, blocks)
+            return
         self.prefix.store(index, blocks)
         if self._states is not None:
             self._states.store(index, blocks)
 
-    def evicted(self, index: int, blocks: tuple[int, ...], keep: int) -> None:
-        """Record that an instance has dropped the chain from position `keep` on."""
+    def evicted(self, index: int, blocks: tuple[int, ...], keep: int, tier: MemoryTier = "gpu") -> None:
+        """Record that an instance has dropped the chain from position `keep` on from a tier of memory."""
+        if tier != "gpu":
+            held, holder = self._tier(index, tier)
+            held.evict(holder, blocks, keep)
+            return
         self.prefix.evict(index, blocks, keep)
         if self._states is not None:
             self._states.evict(index, blocks, keep)
 
+    def _tier(self, index: int, tier: MemoryTier) -> tuple[PrefixIndex, int]:
+        """Return the index of a tier other than GPU memory, and the number of the holder in it."""
+        if tier == "cpu":
+            if self._cpu is None:
+                self._cpu = PrefixIndex(len(self._model_names))
+            return self._cpu, index
+        return self._store.setdefault(self._model_names[index], PrefixIndex(1)), 0
+
+    def cpu_tokens(self, request: Request, model: str, ids: IntArray, most: int) -> IntArray:
+        """Longest prefix in the CPU memory of each of `ids`, at most `most` tokens. A hybrid model cannot resume from
+        it, because its states are not reported."""
+        if self._cpu is None or self._models[model].request_state_bytes:
+            return np.zeros(len(ids), dtype=np.int64)
+        return np.minimum(self._cpu.match(request.blocks)[ids] * request.block_tokens, most)
+
+    def stored_tokens(self, request: Request, model: str) -> int:
+        """Longest prefix in the store, in tokens. A hybrid model cannot resume from it."""
+        held = self._store.get(model)
+        if held is None or self._models[model].request_state_bytes:
+            return 0
+        return held.match_one(0, request.blocks) * request.block_tokens
+
     def cleared(self, index: int) -> None:
-        """Record that an instance has dropped all blocks."""
+        """Record that an instance has dropped all blocks in its GPU and CPU memory."""
+        if self._cpu is not None:
+            self._cpu.clear(index)
         self.prefix.clear(index)
         if self._states is not None:
             self._states.clear(index)
@@ -65,10 +107,6 @@ class Caches:
         depths = self.reusable_blocks(request.blocks, model, most // request.block_tokens)
         found: IntArray = depths.take(ids) * request.block_tokens
         return found
-
-    def own_tokens(self, request: Request, index: int) -> int:
-        """Longest cached prefix in the memory of one instance, in tokens."""
-        return self.prefix.match_one(index, request.blocks) * request.block_tokens
 
     def hit_tokens(self, request: Request, ids: IntArray, most: int) -> IntArray:
         """Longest cached prefix on each of `ids`, at most `most` tokens."""

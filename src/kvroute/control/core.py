@@ -258,11 +258,11 @@ class Control:
         return booking
 
     def _kv_stored(self, event: KvStored) -> tuple[Decision, ...]:
-        self._view.caches.stored(self._cluster.index(event.instance), event.blocks)
+        self._view.caches.stored(self._cluster.index(event.instance), event.blocks, event.tier)
         return ()
 
     def _kv_evicted(self, event: KvEvicted) -> tuple[Decision, ...]:
-        self._view.caches.evicted(self._cluster.index(event.instance), event.blocks, event.keep)
+        self._view.caches.evicted(self._cluster.index(event.instance), event.blocks, event.keep, event.tier)
         return ()
 
     def _kv_cleared(self, event: KvCleared) -> tuple[Decision, ...]:

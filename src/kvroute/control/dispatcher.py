@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from kvroute.control.datacenters import Egress
+from kvroute.control.kv_loads import KvLoads
 from kvroute.control.offloader import Offloader
 from kvroute.control.pairing import Pairing
 from kvroute.control.pool import DecodePool
@@ -78,6 +79,7 @@ class Dispatcher:
     def __init__(self, view: ClusterView, offloader: Offloader | None, prefixes: PrefixCopies) -> None:
         self._view, self._offloader, self._prefixes = view, offloader, prefixes
         self._pairing = Pairing(view)
+        self._loads = KvLoads(view)
         shadow = view.settings.shadow_policy
         self._shadow = ShadowPolicy(view, shadow) if shadow is not None else None
 
@@ -85,6 +87,7 @@ class Dispatcher:
         """Choose the prefill, and the decode if both legs start at once or on one instance; a Reject comes last."""
         request, model, view = booking.request, booking.model, self._view
         candidates = view.prefill_candidates(request, model, at, booking.avoid)
+        candidates, loads = self._loads.offer(request, model, candidates)
         candidates, fetches = self._prefixes.with_fetches(request, model, candidates, at)
         placement = self._offloader.place(request, candidates, at, booking.at_home) if self._offloader else None
         candidates = placement.candidates if placement else candidates
@@ -108,6 +111,8 @@ class Dispatcher:
             self._offloader.prefills(at, choice.index, request, int(candidates.hit_tokens[choice.index]))
         prefill = self._prefixes.attach(prefill, request, model, placement, fetches, at)
         booking.copy_id = prefill.copy_id
+        if loads is not None:
+            prefill = loads.attach(prefill, choice.index)
         if placement is not None:
             prefill = msgspec.structs.replace(prefill, offload=placement.offload)
         if self._leaves_early(placement is not None and placement.away):
@@ -119,26 +124,29 @@ class Dispatcher:
         if instance.role == "both":
             return (prefill, self._stay(booking, at, (model, instance.protocol), index))
         if pick is None:
-            return self._with_read(booking, at, prefill, choice.index)
+            stored = int(loads.stored_tokens[choice.index]) if loads is not None and not prefill.copy_from else 0
+            return self._with_read(booking, at, prefill, choice.index, stored) if stored else (prefill,)
         return (prefill, pick if isinstance(pick, Reject) else self._go(booking, at, pick))
 
-    def _with_read(self, booking: Booking, at: float, prefill: Prefill, position: int) -> tuple[Decision, ...]:
-        """Return the prefill decision, followed by the read from the store that it needs, if any.
+    def _with_read(
+        self, booking: Booking, at: float, prefill: Prefill, position: int, tokens: int
+    ) -> tuple[Decision, ...]:
+        """Return the prefill decision, followed by the read of `tokens` from the store that it waits for.
 
         If the read path depends on the decode instance, that is chosen and booked now. Its decision is due after the
         prefill.
         """
         reads, model = self._view.reads, self._view.models[booking.model]
-        own, cached = self._view.caches.own_tokens(booking.request, booking.source), prefill.cached_tokens
-        if reads is None or cached <= own:
-            return (prefill,)
-        target = None
+        assert reads is not None, "without a store nothing is read"
+        cached, target = prefill.cached_tokens, None
         if reads.needs_decode_instance:
             pick = self._partner(booking, at, position, early=True)
             if isinstance(pick, DecodePick):
                 booking.planned = self._go(booking, at, pick)
                 target = booking.target
-        read = ReadRange(own, cached - own, float(model.kv_bytes(cached, own)))
+        read = ReadRange(cached - tokens, tokens, float(model.kv_bytes(cached, cached - tokens)))
+        if not reads.bytes_per_s[[booking.source, booking.source if target is None else target]].any():
+            return (prefill,)  # the decode instance with a storage NIC is full or down
         decision = reads.begin(booking.request, booking.source, target, read)
         booking.read_id = decision.read_id
         return (prefill, decision)

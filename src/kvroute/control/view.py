@@ -76,6 +76,8 @@ class ClusterView:
             name: llm.model(name) for name in sorted({instance.model for _, instance in members})
         }
         self.caches = Caches(cluster.instances, self.models, settings.options.cache_block_tokens)
+        self.decode_ids = np.array([index for index, instance in members if instance.role == "decode"], dtype=np.int64)
+        """Indices in the cluster of the decode instances."""
         self.reads = StorageReads(cluster) if cluster.file.storage is not None else None
         """Reads from the store; None: the cluster has no store."""
         times = {name: prefill_time(spec.prefill) for name, spec in cluster.timing.items()}

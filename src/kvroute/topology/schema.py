@@ -228,6 +228,8 @@ class InstanceDefaults(Entry, frozen=True, kw_only=True):
     pp: Count = 1
     batch_max: Count = 64
     kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
+    cpu_bytes_per_s: Bandwidth = field(name="cpu_bandwidth", default=Bandwidth(50e9))
+    """Rate at which an instance loads KV from CPU memory, all shards together."""
     timing: Name = "default"
 
 
@@ -266,6 +268,7 @@ class InstanceEntry(Entry, frozen=True, kw_only=True):
     pp: Count | None = None
     batch_max: Count | None = None
     kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
+    cpu_bytes_per_s: Bandwidth | None = field(name="cpu_bandwidth", default=None)
     timing: Name | None = None
     endpoint: EndpointEntry | None = None
 

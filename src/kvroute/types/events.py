@@ -12,6 +12,10 @@ from kvroute.types.requests import Request
 Side: TypeAlias = Literal["prefill", "decode"]
 """Node of the prefill instance, or of the decode instance."""
 
+MemoryTier: TypeAlias = Literal["gpu", "cpu", "store"]
+"""Where an instance's KV is: in the memory of its GPUs, in that of its host, or in the store. All instances of one
+model share what is in the store, whichever instance wrote it."""
+
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
     """A request has arrived."""
@@ -187,26 +191,28 @@ class TransferMeasured(msgspec.Struct, frozen=True, tag="transfer_measured"):
     transfers: int = 1
 
 
-class KvStored(msgspec.Struct, frozen=True, tag="kv_stored"):
-    """`instance` now holds the KV of this chain of blocks, from the first one."""
+class KvStored(msgspec.Struct, frozen=True, tag="kv_stored", omit_defaults=True):
+    """`instance` now holds the KV of this chain of blocks, from the first one, in one tier of memory."""
 
     at: float
     instance: str
     blocks: tuple[int, ...]
     block_tokens: int = 16
+    tier: MemoryTier = "gpu"
 
 
-class KvEvicted(msgspec.Struct, frozen=True, tag="kv_evicted"):
-    """`instance` has evicted the blocks of this chain from position `keep` on."""
+class KvEvicted(msgspec.Struct, frozen=True, tag="kv_evicted", omit_defaults=True):
+    """`instance` has evicted the blocks of this chain from position `keep` on from one tier of memory."""
 
     at: float
     instance: str
     blocks: tuple[int, ...]
     keep: int = 0
+    tier: MemoryTier = "gpu"
 
 
 class KvCleared(msgspec.Struct, frozen=True, tag="kv_cleared"):
-    """`instance` holds no KV any more: it has restarted or reported an empty cache."""
+    """`instance` holds no KV any more: it has restarted or reported an empty cache. The store keeps its blocks."""
 
     at: float
     instance: str

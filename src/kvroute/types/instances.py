@@ -51,6 +51,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of requests in one decode iteration (NetKV beta_max)."""
     kv_capacity_bytes: float = 0.0
     """KV memory of the whole instance, all shards together."""
+    cpu_bytes_per_s: float = 50e9
+    """Rate at which the whole instance loads KV from CPU memory."""
     endpoint: Endpoint | None = None
 
     @property

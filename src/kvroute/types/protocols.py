@@ -24,6 +24,8 @@ class ProtocolTraits(msgspec.Struct, frozen=True, kw_only=True):
     """A decode engine can fetch the KV cache while it is computed, if the address of the prefill engine is known."""
     prefix_copies: bool = False
     """An engine can fetch a cached prefix from another one."""
+    storage_reads: bool = False
+    """A prefill engine can begin with blocks that buffer servers have read from the store."""
     decode_prefills: bool = False
     """A decode engine can also compute the prompt."""
     splits_every_request: bool = False
@@ -48,6 +50,7 @@ TRAITS: Mapping[KvProtocol, ProtocolTraits] = {
     "vllm": ProtocolTraits(
         early_pull=True,
         prefix_copies=True,
+        storage_reads=True,
         decode_prefills=True,
         emulated=True,
         returns_params=True,

@@ -1,0 +1,100 @@
+"""Loads of cached KV from CPU memory and from the store: what each prefill instance would load before it computes.
+
+This module books nothing; `StorageReads` has the read queues.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from kvroute.control.view import ClusterView
+from kvroute.policies import PrefillCandidates
+from kvroute.types import BoolArray, FloatArray, IntArray, Prefill, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What each prefill candidate would load, by position in the pool."""
+
+    load_s: FloatArray
+    """Seconds until the loaded prefix is available; 0 if nothing is loaded."""
+    stored_tokens: IntArray
+    """Tokens that are read from the store; they are the last ones of the candidate's cached tokens."""
+
+    def attach(self, prefill: Prefill, position: int) -> Prefill:
+        """Add the load times to the terms of a prefill decision. Args: `position` of its instance in the pool."""
+        terms = prefill.terms
+        if terms is None:
+            return prefill
+        return msgspec.structs.replace(
+            prefill, terms=msgspec.structs.replace(terms, parts=terms.parts | {"load_s": self.load_s})
+        )
+
+
+class KvLoads:
+    """Prefixes in CPU memory and in the store as hits that cost time."""
+
+    def __init__(self, view: ClusterView) -> None:
+        self._view = view
+        instances, reads = view.cluster.instances, view.reads
+        self._reads = reads if not view.options.layerwise else None
+        self._cpu_bytes_per_s = np.array([instance.cpu_bytes_per_s for instance in instances])
+        self._reader = np.array([i.role == "prefill" and i.traits.storage_reads for i in instances], dtype=np.bool_)
+        """Instances whose prefill can begin with blocks from the store."""
+
+    def offer(
+        self, request: Request, model: str, candidates: PrefillCandidates
+    ) -> tuple[PrefillCandidates, Loads | None]:
+        """Return the candidates with what each would load, and None if no instance has anything to load.
+
+        A candidate has three options: to use the prefix in GPU memory only, to load the longer prefix from CPU memory,
+        or to load the rest from the store as well, each as a whole. It takes the one with the earliest end, the first
+        of equals. The part of a load that it spends in the queue anyway costs nothing.
+        """
+        caches, pool = self._view.caches, self._view.prefill[model]
+        if not (caches.tiered and self._view.options.prefill_cache and request.blocks):
+            return candidates, None
+        most = max(request.input_tokens - 1, 0) // request.block_tokens * request.block_tokens
+        own = candidates.hit_tokens
+        in_cpu = np.maximum(own, caches.cpu_tokens(request, model, pool.ids, most))
+        in_store = np.maximum(in_cpu, self._stored_tokens(request, model, pool.ids, most))
+        if (in_store == own).all():
+            return candidates, None
+        kv_bytes = self._view.models[model].kv_bytes
+        cpu_s = kv_bytes(in_cpu, own) / self._cpu_bytes_per_s[pool.ids]
+        load_s, stored = np.zeros(len(own)), np.zeros(len(own), dtype=np.int64)
+        tokens, prefill_s = own.copy(), candidates.prefill_s.copy()
+        store_s = cpu_s + self._read_s(kv_bytes(in_store, in_cpu), in_store > in_cpu, pool.ids)
+        for end, seconds in ((in_cpu, cpu_s), (in_store, store_s)):
+            late_s = np.maximum(seconds - candidates.pending_s, 0.0)
+            whole_s = pool.prefill_s(request.input_tokens, end) + late_s
+            better = (end > tokens) & (whole_s < prefill_s)
+            tokens[better], prefill_s[better], load_s[better] = end[better], whole_s[better], seconds[better]
+            stored[better] = (end - in_cpu)[better]
+        changed = msgspec.structs.replace(candidates, hit_tokens=tokens, prefill_s=prefill_s)
+        return changed, Loads(load_s, stored)
+
+    def _stored_tokens(self, request: Request, model: str, ids: IntArray, most: int) -> IntArray:
+        """Longest prefix in the store for each of `ids`, at most `most` tokens; 0 where it cannot be read."""
+        if self._reads is None or not request.copyable:
+            return np.zeros(len(ids), dtype=np.int64)
+        stored = min(self._view.caches.stored_tokens(request, model), most)
+        return np.where(self._reader[ids], stored, 0).astype(np.int64)
+
+    def _read_s(self, nbytes: FloatArray, wanted: BoolArray, ids: IntArray) -> FloatArray:
+        """Seconds to read these bytes from the store by the node of each of `ids`, or by the decode node that ends
+        first; infinite if none can read. Decode nodes count only if every one has a storage NIC, because the decode
+        instance is not chosen yet."""
+        seconds = np.zeros(len(ids))
+        if self._reads is None or not wanted.any():
+            return seconds
+        queue_s, rates = self._reads.queue_s(), self._reads.bytes_per_s
+        own_s = queue_s[ids] + np.divide(nbytes, rates[ids], out=np.full(len(ids), np.inf), where=rates[ids] > 0)
+        decode = self._view.decode_ids
+        if self._reads.needs_decode_instance and len(decode) and rates[decode].all():
+            own_s = np.minimum(own_s, (queue_s[decode] + nbytes[:, None] / rates[decode]).min(axis=1))
+        seconds[wanted] = own_s[wanted]
+        return seconds

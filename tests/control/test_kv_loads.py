@@ -1,0 +1,214 @@
+"""Cached KV in CPU memory and in the store: hits that cost time, and the read that a request then waits for."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.control.test_storage_reads import BLOCK, cluster_with
+
+from kvroute import llm
+from kvroute.control import Control, ControlSpec
+from kvroute.topology import Cluster
+from kvroute.types import (
+    Admitted,
+    Arrived,
+    Decision,
+    Decode,
+    Finished,
+    InputError,
+    InstanceDown,
+    KvCleared,
+    KvEvicted,
+    KvStored,
+    MemoryTier,
+    Prefill,
+    PrefillFailed,
+    PrefillFinished,
+    ReadFinished,
+    ReadKv,
+    Reject,
+    Request,
+    TransferFinished,
+)
+
+Some = TypeVar("Some", Prefill, ReadKv)
+CHAIN = tuple(range(1, 41))
+SPEC = ControlSpec(decode="netkv", prefill="cache-aware")
+TOKEN_BYTES = float(llm.model("llama-3-70b").kv_bytes(1))
+PREFILL_TOKEN_S, PREFILL_BASE_S = 100e-6, 10e-3
+
+
+def request(number: int, blocks: int = len(CHAIN), *, copyable: bool = True) -> Request:
+    return Request(
+        id=number,
+        input_tokens=blocks * BLOCK + 1,
+        blocks=CHAIN[:blocks],
+        block_tokens=BLOCK,
+        max_output_tokens=1,
+        copyable=copyable,
+    )
+
+
+def core(
+    reads: str = "shorter", spec: ControlSpec = SPEC, near: str = "8 Gbps", far: str = "80 Gbps"
+) -> tuple[Cluster, Control]:
+    """Return a cluster and its core. A NIC of 80 Gbps reads a token in a third of the time of computing it, one of
+    8 Gbps takes three times as long."""
+    cluster = cluster_with(reads, near=near, other="80 Gbps", far=far)
+    return cluster, spec.build(cluster)
+
+
+def of(kind: type[Some], decisions: tuple[Decision, ...]) -> Some:
+    """Return the one decision of a kind."""
+    [found] = [decision for decision in decisions if isinstance(decision, kind)]
+    return found
+
+
+STORED = st.lists(
+    st.tuples(
+        st.sampled_from(["prefill0", "prefill2", "decode0"]),
+        st.sampled_from(["gpu", "cpu", "store"]),
+        st.integers(1, 40),
+    ),
+    max_size=8,
+)
+
+
+@given(STORED, st.integers(1, 40), st.sampled_from(["prefill", "shorter"]))
+def test_the_cheapest_option_of_each_candidate_is_chosen(
+    stored: list[tuple[str, MemoryTier, int]], blocks: int, reads: str
+) -> None:
+    """A dictionary of depths and a loop over the three options give the same cost for every candidate."""
+    _, control = core(reads, far="" if reads == "prefill" else "8 Gbps")
+    depth: dict[tuple[str, str], int] = {}
+    for name, tier, count in stored:
+        control.handle(KvStored(0.0, name, CHAIN[:count], BLOCK, tier))
+        where = ("", tier) if tier == "store" else (name, tier)
+        depth[where] = max(depth.get(where, 0), count)
+    decision = of(Prefill, control.handle(Arrived(0.0, request(1, blocks))))
+    assert decision.terms is not None
+    tokens = blocks * BLOCK + 1
+    rates = {"prefill0": 1e9, "prefill2": 0.0} if reads == "prefill" else {"prefill0": 10e9, "prefill2": 10e9}
+    cost = dict(zip(decision.terms.names, decision.terms.cost.tolist(), strict=True))
+    for name in ("prefill0", "prefill2"):
+        gpu, cpu = (min(depth.get((name, tier), 0), blocks) for tier in ("gpu", "cpu"))
+        store = min(depth.get(("", "store"), 0), blocks) if rates[name] else 0
+        load_s = {gpu: 0.0}
+        if cpu > gpu:
+            load_s[cpu] = (cpu - gpu) * BLOCK * TOKEN_BYTES / 50e9
+        held = max(gpu, cpu)
+        if store > held:
+            load_s[store] = load_s[held] + (store - held) * BLOCK * TOKEN_BYTES / rates[name]
+        best = min(
+            seconds + PREFILL_BASE_S + PREFILL_TOKEN_S * (tokens - found * BLOCK) for found, seconds in load_s.items()
+        )
+        assert cost[name] == pytest.approx(best)
+
+
+def test_without_other_tiers_nothing_changes() -> None:
+    _, control = core()
+    control.handle(KvStored(0.0, "prefill0", CHAIN, BLOCK))
+    decisions = control.handle(Arrived(0.0, request(1)))
+    assert [type(decision) for decision in decisions] == [Prefill]
+    terms = of(Prefill, decisions).terms
+    assert terms is not None
+    assert "load_s" not in terms.parts
+
+
+def test_what_one_instance_wrote_to_the_store_every_instance_can_read() -> None:
+    cluster, control = core()
+    control.handle(KvStored(0.0, "decode1", CHAIN, BLOCK, "store"))
+    decisions = control.handle(Arrived(0.0, request(1)))
+    prefill, read = of(Prefill, decisions), of(ReadKv, decisions)
+    assert prefill.cached_tokens == len(CHAIN) * BLOCK
+    assert (read.first_token, read.prefill_tokens + read.decode_tokens) == (0, len(CHAIN) * BLOCK)
+    assert read.kv_bytes == len(CHAIN) * BLOCK * TOKEN_BYTES
+    assert prefill.terms is not None
+    assert prefill.terms.parts["load_s"].min() > 0.0
+    queues = {name: load.storage_queue_s for name, load in control.loads(0.0).items()}
+    reader = read.prefill_instance if read.prefill_tokens else read.decode_instance
+    reading = {instance.node for instance in cluster.instances if queues[instance.name]}
+    assert reading == {cluster.instances[cluster.index(reader)].node}
+
+
+def test_the_decode_instance_of_the_read_path_gets_the_request() -> None:
+    _, control = core("alternating")
+    control.handle(KvStored(0.0, "decode1", CHAIN, BLOCK, "store"))
+    for number in (1, 2):
+        read = of(ReadKv, control.handle(Arrived(0.0, request(number))))
+        assert control.handle(ReadFinished(0.5, read.read_id, "prefill" if read.prefill_tokens else "decode")) == ()
+        [decode] = control.handle(PrefillFinished(1.0, number))
+        assert isinstance(decode, Decode)
+        assert decode.target == read.decode_instance
+        assert not control.reading(read.read_id)
+        control.handle(TransferFinished(2.0, number))
+        control.handle(Admitted(2.0, number))
+    for number in (1, 2):
+        control.handle(Finished(3.0, number))
+    assert {load.storage_queue_s for load in control.loads(3.0).values()} == {0.0}
+    assert {load.queued for load in control.loads(3.0).values()} == {0}
+
+
+def test_another_decode_instance_is_chosen_if_that_of_the_read_path_goes_down() -> None:
+    _, control = core()
+    control.handle(KvStored(0.0, "decode1", CHAIN, BLOCK, "store"))
+    read = of(ReadKv, control.handle(Arrived(0.0, request(1))))
+    control.handle(InstanceDown(0.5, read.decode_instance))
+    [decode] = control.handle(PrefillFinished(1.0, 1))
+    assert isinstance(decode, Decode)
+    assert decode.target != read.decode_instance
+
+
+def test_a_failed_prefill_gets_a_read_of_its_own() -> None:
+    _, control = core()
+    control.handle(KvStored(0.0, "decode1", CHAIN, BLOCK, "store"))
+    first = of(ReadKv, control.handle(Arrived(0.0, request(1))))
+    second = of(ReadKv, control.handle(PrefillFailed(1.0, 1)))
+    assert second.read_id > first.read_id
+    assert second.prefill_instance != first.prefill_instance
+    assert not control.reading(first.read_id)
+    side = "prefill" if first.prefill_tokens else "decode"
+    with pytest.raises(InputError, match="does not read for read 1"):
+        control.handle(ReadFinished(1.0, first.read_id, side))  # type: ignore[arg-type]
+    control.handle(Finished(2.0, 1))
+    assert not control.reading(second.read_id)
+
+
+@pytest.mark.parametrize("case", ["tokens unknown", "layerwise", "evicted", "cache unused"])
+def test_nothing_is_read_if_it_cannot_be_used(case: str) -> None:
+    layerwise, used = case == "layerwise", case != "cache unused"
+    spec = ControlSpec(decode="netkv", prefill="cache-aware", layerwise=layerwise, prefill_cache=used)
+    _, control = core(spec=spec)
+    control.handle(KvStored(0.0, "decode1", CHAIN, BLOCK, "store"))
+    if case == "evicted":
+        control.handle(KvEvicted(0.0, "decode0", CHAIN, 0, "store"))
+    decisions = control.handle(Arrived(0.0, request(1, copyable=case != "tokens unknown")))
+    assert not any(isinstance(decision, ReadKv | Reject) for decision in decisions)
+    assert of(Prefill, decisions).cached_tokens == 0
+
+
+def test_a_restart_clears_cpu_memory_and_keeps_the_store() -> None:
+    _, control = core("prefill", near="80 Gbps")
+    for tier, blocks in (("cpu", 30), ("store", 40)):
+        control.handle(KvStored(0.0, "prefill0", CHAIN[:blocks], BLOCK, tier))  # type: ignore[arg-type]
+    assert of(ReadKv, control.handle(Arrived(0.0, request(1)))).first_token == 30 * BLOCK
+    control.handle(Finished(0.0, 1))
+    control.handle(KvCleared(0.0, "prefill0"))
+    assert of(ReadKv, control.handle(Arrived(0.0, request(2)))).first_token == 0
+
+
+def test_a_longer_queue_makes_computing_cheaper() -> None:
+    """Reads of one node queue up until computing the prompt ends sooner."""
+    _, control = core("prefill", near="80 Gbps")
+    control.handle(KvStored(0.0, "prefill0", CHAIN, BLOCK, "store"))
+    control.handle(InstanceDown(0.0, "prefill2"))
+    reads = []
+    for number in range(1, 8):
+        reads += [d for d in control.handle(Arrived(float(number), request(number))) if isinstance(d, ReadKv)]
+    assert 0 < len(reads) < 7
+    assert reads[0].request_id == 1
+    read_s = len(CHAIN) * BLOCK * TOKEN_BYTES / 10e9
+    assert control.loads(8.0)["prefill0"].storage_queue_s == pytest.approx(len(reads) * read_s)
