@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from kvroute.control.kernels import cached_tokens
 from kvroute.llm import Model
 from kvroute.prefix import PrefixIndex, StateIndex
+from kvroute.prefix.tree import Blocks
 from kvroute.types import Instance, IntArray, MemoryTier, Request
 
 _INT64 = np.dtype(np.int64)
@@ -83,6 +84,18 @@ class Caches:
         if held is None or self._models[model].request_state_bytes:
             return 0
         return held.match_one(0, request.blocks) * request.block_tokens
+
+    def chains(self, index: int) -> Iterator[tuple[MemoryTier, Blocks]]:
+        """What an instance holds in GPU and CPU memory, each as chains in the order of their last touch."""
+        for blocks in self.prefix.chains(index):
+            yield "gpu", blocks
+        for blocks in self._cpu.chains(index) if self._cpu is not None else ():
+            yield "cpu", blocks
+
+    def stored_chains(self, model: str) -> Iterator[Blocks]:
+        """What the store holds for a model, as chains."""
+        if model in self._store:
+            yield from self._store[model].chains(0)
 
     def cleared(self, index: int) -> None:
         """Record that an instance has dropped all blocks in its GPU and CPU memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvroute.control.caches import Caches
 from kvroute.control.dispatcher import Booking, Dispatcher
 from kvroute.control.offloader import Offloader
 from kvroute.control.prefix_copies import PrefixCopies
@@ -134,6 +135,11 @@ class Control:
     def dismantle(self) -> Iterator[int]:
         """Free the index of cached prefixes step by step (`PrefixIndex.dismantle`). The core is unusable then."""
         return self.prefix.dismantle()
+
+    @property
+    def caches(self) -> Caches:
+        """The cached prefixes in all tiers of memory; only events change them."""
+        return self._view.caches
 
     @property
     def prefix(self) -> PrefixIndex:

@@ -104,10 +104,10 @@ def test_a_block_stays_until_its_last_copy_is_removed() -> None:
         {"lora_id": 3},
         {"lora_name": "poet"},
         {"extra_keys": [["salt", ["a picture", 0]]]},
-        {"medium": "CPU"},
+        {"medium": "DISK"},
         {"group_idx": 1},
     ],
-    ids=["lora-id", "lora-name", "image", "cpu", "group"],
+    ids=["lora-id", "lora-name", "image", "disk", "group"],
 )
 def test_blocks_that_no_plain_prompt_can_hit_are_left_out(more: dict[str, Any]) -> None:
     """The blocks below are left out too; their removal is not counted as an error."""
@@ -117,6 +117,24 @@ def test_blocks_that_no_plain_prompt_can_hit_are_left_out(more: dict[str, Any]) 
     assert blocks.counts.foreign == 2
     assert blocks.counts.orphans == 0
     assert changes(blocks, removed([2, 1], **{k: v for k, v in more.items() if k in ("medium", "group_idx")})) == []
+    assert len(blocks) == 0
+
+
+def test_each_tier_of_memory_has_its_own_blocks() -> None:
+    """A block that leaves the GPU stays in CPU memory. Clearing the engine's caches drops both, but not the store."""
+    blocks, chain = EngineBlocks("p0", BLOCK_TOKENS), block_hashes([1, 2], BLOCK_TOKENS)
+    everywhere = [stored([1], None, [1, 2], 2, medium=medium) for medium in ("GPU", "CPU", "STORE")]
+    assert changes(blocks, *everywhere) == [
+        KvStored(7.0, "p0", chain, BLOCK_TOKENS),
+        KvStored(7.0, "p0", chain, BLOCK_TOKENS, "cpu"),
+        KvStored(7.0, "p0", chain, BLOCK_TOKENS, "store"),
+    ]
+    assert changes(blocks, removed([1], medium="GPU")) == [KvEvicted(7.0, "p0", chain)]
+    assert changes(blocks, stored([2], 1, [3, 4], 2)) == []
+    assert blocks.counts.orphans == 1
+    assert changes(blocks, {"type": "AllBlocksCleared"}) == [KvCleared(7.0, "p0")]
+    assert changes(blocks, removed([1], medium="CPU")) == []
+    assert changes(blocks, removed([1], medium="STORE")) == [KvEvicted(7.0, "p0", chain, 0, "store")]
     assert len(blocks) == 0
 
 

@@ -121,13 +121,18 @@ class StateCarryOver:
 
     async def prefixes(self) -> None:
         """Carry over cached prefixes, one instance at a time in its present state; other tasks run in between."""
-        prefix, block_tokens = self._old.control.prefix, self._new.settings.prompt.block_tokens
+        caches, cluster = self._old.control.caches, self._old.cluster
+        block_tokens, models = self._new.settings.prompt.block_tokens, set[str]()
         for name in self._stay:
             if name in self._to_tell:
                 self._to_tell.discard(name)
-                now = self._new.now()
-                for blocks in prefix.chains(self._old.cluster.index(name)):
-                    self._new.notify(KvStored(now, name, blocks, block_tokens))
+                now, index = self._new.now(), cluster.index(name)
+                for tier, blocks in caches.chains(index):
+                    self._new.notify(KvStored(now, name, blocks, block_tokens, tier))
+                model = cluster.instances[index].model
+                for blocks in caches.stored_chains(model) if model not in models else ():
+                    self._new.notify(KvStored(now, name, blocks, block_tokens, "store"))
+                models.add(model)
                 await asyncio.sleep(0)
 
     def on_event(self, event: Event) -> None:

@@ -15,11 +15,11 @@ import msgspec
 from kvroute.gateway.http.slices import Meter, Slices, whole
 from kvroute.gateway.telemetry.kv_batch import BlockEvent, EngineHash
 from kvroute.prefix import block_hashes, salt_seed
-from kvroute.types import Event, InputError, KvCleared, KvEvicted, KvStored
+from kvroute.types import Event, InputError, KvCleared, KvEvicted, KvStored, MemoryTier
 
-_MEDIUM = "GPU"
-"""Medium of blocks that can serve a request without a load; vLLM on a CPU reports it too. An engine that reports no
-medium has only this one."""
+_TIERS: dict[str | None, MemoryTier] = {None: "gpu", "GPU": "gpu", "CPU": "cpu", "STORE": "store"}
+"""Tier of memory by medium. Blocks in `gpu` can serve a request without a load; vLLM on a CPU reports it too. An engine
+that reports no medium has only this one. STORE is that of kvroute's connector."""
 _BLOCKS_MAX = 1 << 20
 """Largest number of blocks stored for one engine; a guard against a faulty engine, as no engine has so many."""
 DEPTH_MAX = 1 << 16
@@ -66,25 +66,23 @@ class BlockCounts:
 
 
 class EngineBlocks:
-    """The blocks of one engine by its own hashes, and the changes since the last report."""
+    """The blocks of one engine by its own hashes, and the changes since the last report.
+
+    Each tier of memory has blocks of its own: a block is reported in a tier if that tier holds all its ancestors.
+    """
 
     def __init__(self, instance: str, block_tokens: int) -> None:
         """Args: the `instance` name; `block_tokens` of the gateway's blocks; an engine's block must be a multiple."""
         self.instance = instance
         self.counts = BlockCounts()
         self._block_tokens = block_tokens
-        self._blocks: dict[EngineHash, _Block] = {}
-        self._gone: dict[EngineHash, None] = {}
-        """Blocks that the engine had at the last `changes` and has no longer."""
-        self._new: dict[EngineHash, None] = {}
-        """Blocks that the engine has now and had not at the last `changes`. Both are dicts to keep the order."""
-        self._cleared = False
-        self._telling = False
-        """Part of the changes has been reported."""
+        self._gpu = _TierBlocks(instance, block_tokens, "gpu", self.counts)
+        self._others: dict[MemoryTier, _TierBlocks] = {}
+        """Tiers other than GPU memory that were ever reported."""
 
     def __len__(self) -> int:
         """Number of stored blocks, in the engine's block size."""
-        return len(self._blocks)
+        return len(self._gpu) + sum(len(tier) for tier in self._others.values())
 
     def apply(self, event: BlockEvent) -> None:
         """Apply one event; unknown kinds are ignored."""
@@ -94,27 +92,27 @@ class EngineBlocks:
         """Do the work of `apply` in slices. Between slices, only `clear` may be called; it cancels the rest."""
         if meter.spend(1):
             yield
-        if event.group_idx or event.medium not in (None, _MEDIUM):
-            self.counts.foreign += len(event.block_hashes)
-        elif event.type == "BlockStored":
-            yield from self._store(event, meter)
-        elif event.type == "BlockRemoved":
-            for name in event.block_hashes:
-                self._remove(name)
-                if meter.spend(_REMOVE_UNITS):
-                    yield
-        elif event.type == "AllBlocksCleared":
+        name = _TIERS.get(event.medium)
+        if event.type == "AllBlocksCleared":
             self.clear()
+        elif event.group_idx or name is None:
+            self.counts.foreign += len(event.block_hashes)
+        elif name == "gpu":
+            yield from self._gpu.applied(event, meter)
+        else:
+            tier = self._others.get(name)
+            if tier is None:
+                tier = self._others[name] = _TierBlocks(self.instance, self._block_tokens, name, self.counts)
+            yield from tier.applied(event, meter)
 
     def clear(self) -> None:
-        """Drop all blocks, because the engine has cleared its cache or its state is unknown."""
+        """Drop all blocks in GPU and CPU memory, because the engine has cleared its cache or its state is unknown. What
+        is in the store stays there, although this engine's later blocks may lack their ancestors here."""
         self.counts.cleared += 1
-        changed = self._telling or len(self._blocks) > len(self._new) or bool(self._gone)
-        self._cleared = self._cleared or changed
-        self._telling = False
-        self._blocks.clear()
-        self._gone.clear()
-        self._new.clear()
+        changed = [self._gpu.clear(), *(tier.clear() for name, tier in self._others.items() if name == "cpu")]
+        # KvCleared drops both tiers of the receiver.
+        if any(changed):
+            self._gpu.cleared = True
 
     def changes(self, at: float) -> list[Event]:
         """Return the events from the last reported state to the present one; blocks of one chain share one event."""
@@ -123,9 +121,57 @@ class EngineBlocks:
     def event_slices(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
         """Yield the events of `changes` in slices, and None where other tasks may run. Before its end, only `clear` may
         be called."""
+        yield from self._gpu.event_slices(now, meter)
+        for tier in self._others.values():
+            yield from tier.event_slices(now, meter)
+
+
+class _TierBlocks:
+    """The blocks of one engine in one tier of memory."""
+
+    def __init__(self, instance: str, block_tokens: int, tier: MemoryTier, counts: BlockCounts) -> None:
+        self.instance = instance
+        self.counts = counts
+        self._tier = tier
+        self._block_tokens = block_tokens
+        self._blocks: dict[EngineHash, _Block] = {}
+        self._gone: dict[EngineHash, None] = {}
+        """Blocks that the engine had at the last `changes` and has no longer."""
+        self._new: dict[EngineHash, None] = {}
+        """Blocks that the engine has now and had not at the last `changes`. Both are dicts to keep the order."""
+        self.cleared = False
+        """The receiver is to drop what it knows before the changes."""
+        self._telling = False
+        """Part of the changes has been reported."""
+
+    def __len__(self) -> int:
+        """Number of stored blocks, in the engine's block size."""
+        return len(self._blocks)
+
+    def applied(self, event: BlockEvent, meter: Meter) -> Slices[None]:
+        """Apply one event in slices."""
+        if event.type == "BlockStored":
+            yield from self._store(event, meter)
+        elif event.type == "BlockRemoved":
+            for name in event.block_hashes:
+                self._remove(name)
+                if meter.spend(_REMOVE_UNITS):
+                    yield
+
+    def clear(self) -> bool:
+        """Drop all blocks; return whether any of them may have been reported."""
+        changed = self._telling or len(self._blocks) > len(self._new) or bool(self._gone)
+        self._telling = False
+        self._blocks.clear()
+        self._gone.clear()
+        self._new.clear()
+        return changed
+
+    def event_slices(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
+        """Yield the changes in slices. See `EngineBlocks.event_slices`."""
         self._telling = True
-        if self._cleared:
-            self._cleared = False
+        if self.cleared:
+            self.cleared = False
             yield KvCleared(now(), self.instance)
         if self._gone:
             yield from self._evictions(now, meter)
@@ -224,7 +270,7 @@ class EngineBlocks:
             # held, is reported.
             chain, walked = self._chain(name)
             if chain is not None:
-                yield KvEvicted(now(), self.instance, chain, len(chain) - len(block.ours))
+                yield KvEvicted(now(), self.instance, chain, len(chain) - len(block.ours), self._tier)
             if meter.spend(_told_units(chain, walked)):
                 yield None
         gone = list(self._gone)
@@ -255,7 +301,7 @@ class EngineBlocks:
         for name in tips:
             chain, walked = self._chain(name)
             if chain is not None:
-                yield KvStored(now(), self.instance, chain, self._block_tokens)
+                yield KvStored(now(), self.instance, chain, self._block_tokens, self._tier)
             if meter.spend(_told_units(chain, walked)):
                 yield None
 
