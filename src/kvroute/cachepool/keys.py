@@ -7,20 +7,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvroute.types import IntArray
+
 KEY_BYTES = 16
 _TOKEN_BYTES = 8
 
 
-def block_keys(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+def block_keys(tokens: Sequence[int] | IntArray, block_tokens: int, salt: str = "") -> list[bytes]:
     """Return the key of each full block: equal keys mean equal prefixes. Tokens after the last full block have none.
 
-    key[0] = H(KEY_BYTES zeros + block 0), key[k] = H(key[k-1] + block k), over token ids as little-endian 64-bit
-    integers; H is the first KEY_BYTES bytes of SHA-256.
+    key[0] = H(root + block 0), key[k] = H(key[k-1] + block k), over token ids as little-endian 64-bit integers; H is
+    the first KEY_BYTES bytes of SHA-256. The root is KEY_BYTES zeros, or H(salt) with a cache salt.
     """
     octets = memoryview(np.asarray(tokens, dtype="<i8").tobytes())
     step = block_tokens * _TOKEN_BYTES
     keys: list[bytes] = []
-    parent = bytes(KEY_BYTES)
+    parent = hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:KEY_BYTES] if salt else bytes(KEY_BYTES)
     for at in range(0, len(octets) - step + 1, step):
         digest = hashlib.sha256(parent)
         digest.update(octets[at : at + step])

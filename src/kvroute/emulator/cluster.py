@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -24,6 +25,8 @@ from kvroute.emulator.kv_server import KvServer, KvSource
 from kvroute.emulator.prompt import Prompt
 from kvroute.emulator.routes import answer
 from kvroute.emulator.server import InstanceServer
+from kvroute.emulator.storage import StorageNode, StoredBlocks
+from kvroute.emulator.storage_tier import StorageTier
 from kvroute.prefix import Evicted
 from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, Endpoint, InputError, Instance
@@ -82,6 +85,8 @@ class EmulatedCluster:
         self._instances = [cluster.instances[index] for index in indices]
         self.servers: dict[str, InstanceServer] = {}
         self._stack = AsyncExitStack()
+        self._nodes: dict[str, StorageNode] = {}
+        """Storage NIC and buffer by name of the node."""
 
     async def __aenter__(self) -> EmulatedCluster:
         _allow_sockets(SOCKETS_EACH * len(self._instances) + 256)
@@ -91,6 +96,7 @@ class EmulatedCluster:
                 self._cluster, clock, kv_scale=settings.kv_scale, background=settings.background, seed=settings.seed
             )
             stack.callback(fabric.close)
+            self._nodes = _storage_nodes(self._cluster, clock)
             context = zmq.asyncio.Context()
             context.set(zmq.MAX_SOCKETS, max(context.get(zmq.MAX_SOCKETS), 4 * len(self._instances)))
             stack.callback(context.term)
@@ -120,22 +126,31 @@ class EmulatedCluster:
             if publisher is not None:
                 publisher.publish(changes(prompt, before, now, evicted, settings.block_tokens))
 
+        model, node = llm.model(instance.model), self._nodes.get(instance.node)
+        block_bytes = model.block_bytes(settings.block_tokens)
+        tier = (
+            StorageTier(node, instance.model, settings.block_tokens, block_bytes, publisher)
+            if node is not None
+            else None
+        )
+
         def new_engine() -> Engine:
             kv_server.kv_source.engine_id = f"{name}-{uuid4().hex}"
             return Engine(
                 instance=instance,
                 spec=self._cluster.timing[instance.timing],
-                model=llm.model(instance.model),
+                model=model,
                 clock=clock,
                 block_tokens=settings.block_tokens,
                 on_kv=on_kv,
                 kv_expiry_s=settings.kv_expiry_s,
                 kv_patience_s=settings.kv_patience_s,
                 aliases=_aliases(self._cluster, instance.model),
+                storage=tier,
             )
 
         faulty = partial(_strikes_transfer, faults)
-        kv_server = KvServer(KvSource(name, self._cluster, clock, fabric, faulty))
+        kv_server = KvServer(KvSource(name, self._cluster, clock, fabric, faulty, node))
         return InstanceServer(host, port, kv_port, answer, new_engine, kv_server, publisher, faults, instance.role)
 
     def _addresses(self, instance: Instance) -> tuple[str, int, int, str, str]:
@@ -169,7 +184,24 @@ class EmulatedCluster:
             bootstrap=f"{host}:{server.kv_port}",
             kv_events=publisher.endpoint if publisher else "",
             kv_replay=publisher.replay if publisher else "",
+            buffer=f"http://{host}:{server.port}" if server.engine.storage is not None else "",
         )
+
+
+def _storage_nodes(cluster: Cluster, clock: WallClock) -> dict[str, StorageNode]:
+    """Return the storage NIC and buffer of each node that has one, by name; none without a store."""
+    storage = cluster.file.storage
+    if storage is None:
+        return {}
+    limit = float(storage.bytes_per_s) if storage.bytes_per_s is not None else math.inf
+    store, nodes = StoredBlocks(), {}
+    for index, instance in enumerate(cluster.instances):
+        cards = cluster.storage_links(index)
+        if cards and instance.node not in nodes:
+            out = sum(cluster.links[up].bytes_per_s for up, _ in cards)
+            into = min(sum(cluster.links[down].bytes_per_s for _, down in cards), limit)
+            nodes[instance.node] = StorageNode(clock, store, into, out, float(storage.buffer_bytes))
+    return nodes
 
 
 def _aliases(cluster: Cluster, model: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,10 +13,10 @@ import msgspec
 from aiohttp import web
 
 from kvroute.emulator.engine import Engine
-from kvroute.emulator.engine_request import EngineRequest, KvHandle
+from kvroute.emulator.engine_request import EngineRequest, KvHandle, StorageParams, StoragePart
 from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.faults import Fault, Faults
-from kvroute.emulator.kv_wire import PullRequest, pull
+from kvroute.emulator.kv_wire import PullRequest, pull, staged_key
 from kvroute.emulator.response import ResponseHeader, StreamWriter, choice, generated_tokens, usage
 from kvroute.emulator.sequence import EngineSequence
 
@@ -141,9 +141,12 @@ class Completion:
 
     async def _prefill(self) -> None:
         jobs = self.jobs
-        for sequence in jobs:
-            self.engine.prefill(sequence)
-        await self.notifier.until(lambda: all(sequence.stage == "prefilled" for sequence in jobs))
+        if self.ask.storage is not None:
+            await self._prefill_staged(jobs[0], self.ask.storage)
+        else:
+            for sequence in jobs:
+                self.engine.prefill(sequence)
+            await self.notifier.until(lambda: all(sequence.stage == "prefilled" for sequence in jobs))
         self.cached_tokens = sum(sequence.cached_tokens for sequence in jobs)
 
     async def prefill_leg(self, origin: KvAddress) -> web.Response:
@@ -154,6 +157,7 @@ class Completion:
         if ask.prefix is not None:
             await self._import_prefix(jobs[0], ask.prefix)
         await self._prefill()
+        self._write_back([])
         handles = ask.tickets or (KvHandle(f"{origin.engine_id}/{self.heading.id}"),)
         for sequence, handle in zip(jobs, handles, strict=True):
             if not self.engine.hold(sequence, handle.key):
@@ -172,6 +176,50 @@ class Completion:
         more = {"kv_transfer_params": self._kv_params(jobs[0], handles[0].key, origin)} if with_params else {}
         document = self.heading.document(choices, stream=False, usage=tokens, **more)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
+
+    async def _prefill_staged(self, sequence: EngineSequence, storage: StorageParams) -> None:
+        """Compute a prompt while its staged blocks arrive layer by layer. If they do not arrive, compute all of it."""
+        engine, tier, parts = self.engine, self.engine.storage, storage.parts
+        staged = 0
+        if tier is not None:
+            blocks = sum(part.blocks for part in parts)
+            staged = tier.staged_tokens(sequence.prompt, storage.first_block, blocks, storage.key)
+        if engine.cached_tokens(sequence.prompt) < storage.first_block * engine.block_tokens:
+            staged = 0  # the blocks before were evicted since the router's decision
+        pulls = asyncio.gather(*(self._pull_part(part) for part in parts if staged), return_exceptions=True)
+        try:
+            engine.prefill(sequence, staged)
+            await self.notifier.until(lambda: sequence.stage == "prefilled")
+            arrived = await pulls
+        finally:
+            pulls.cancel()
+        if not all(each is True for each in arrived):
+            engine.counters.kv_failed += 1
+            engine.recompute(sequence)
+            await self.notifier.until(lambda: sequence.stage == "prefilled")
+
+    async def _pull_part(self, part: StoragePart) -> bool:
+        """Fetch staged blocks from their node; return whether they have arrived. Those of the own node are here."""
+        engine = self.engine
+        tier = engine.storage
+        if tier is not None and tier.node.complete_read(part.id) is not None:
+            tier.node.release(part.id)
+            return True
+        host, _, port = part.data.rpartition(":")
+        asked_s = engine.clock.now()
+        pull_request = PullRequest(staged_key(part.id), engine.instance.name)
+        try:
+            header = await pull(host, int(port), pull_request, patience_s=engine.kv_patience_s)
+        except (EngineError, ValueError):
+            return False
+        engine.counters.transferred(header.source, header.kv_bytes, engine.clock.now() - asked_s)
+        return True
+
+    def _write_back(self, outputs: Sequence[Sequence[bytes]]) -> None:
+        """Write full blocks to the store. Args: `outputs`: tokens of each answer; empty: only the prompts."""
+        if self.engine.storage is not None:
+            for number, sequence in enumerate(self.jobs):
+                self.engine.storage.write_back(sequence.prompt, outputs[number] if outputs else ())
 
     async def _import_prefix(self, sequence: EngineSequence, handle: KvHandle) -> None:
         """Pull the prompt prefix that the source has. Blocks that do not arrive are computed here."""
@@ -274,14 +322,18 @@ class Completion:
         while not self._answered():
             await self._news(self.output_tokens)
             await self._fail_if_due()
-        choices = []
-        for index, sequence in enumerate(self.jobs):
-            text = b"".join(
-                itertools.islice(generated_tokens(sequence.prompt.seed, index % ask.n), sequence.output_tokens)
-            )
-            choices.append(choice(ask.kind, index, text))
+        outputs = self._outputs()
+        self._write_back(outputs)
+        choices = [choice(ask.kind, index, b"".join(tokens)) for index, tokens in enumerate(outputs)]
         document = self.heading.document(choices, stream=False, usage=self._usage(), kv_transfer_params=None)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
+
+    def _outputs(self) -> list[list[bytes]]:
+        """Return the output tokens of each answer."""
+        return [
+            list(itertools.islice(generated_tokens(sequence.prompt.seed, index % self.ask.n), sequence.output_tokens))
+            for index, sequence in enumerate(self.jobs)
+        ]
 
     async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
         """Stream the response while it is computed. As in vLLM, headers are sent first: a later failure is an event."""
@@ -290,6 +342,8 @@ class Completion:
         try:
             await self._start()
             await self._send_pieces(response)
+            if self._answered():
+                self._write_back(self._outputs())
         except ApiError as refusal:
             await response.write(b"data: " + refusal.body() + b"\n\n")
         await response.write_eof(b"data: [DONE]\n\n")

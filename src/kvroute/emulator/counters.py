@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvroute.emulator.storage import StorageNode
+
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
@@ -169,6 +171,19 @@ def metrics_page(model: str, load: Load, counters: Counters, links: Mapping[str,
     ):
         lines += histogram.lines(name, labels)
     return ("\n".join([*lines, *_pulled_lines(counters), *_sent_lines(counters, links, now)]) + "\n").encode()
+
+
+def storage_lines(model: str, node: StorageNode) -> bytes:
+    """Return the samples of an instance's storage node; all instances of a node return the same."""
+    labels, lines = f'model_name="{model}"', []
+    for name, kind, value in (
+        ("kvroute:storage_queued_bytes", "gauge", node.queued_bytes),
+        ("kvroute:storage_buffered_bytes", "gauge", node.buffered_bytes),
+        ("kvroute:storage_read_bytes_total", "counter", node.read_bytes),
+        ("kvroute:storage_written_bytes_total", "counter", node.written_bytes),
+    ):
+        lines += [f"# TYPE {name} {kind}", f"{name}{{{labels}}} {float(value)!r}"]
+    return ("\n".join(lines) + "\n").encode()
 
 
 def _counter_lines(labels: str, counters: Counters) -> list[str]:

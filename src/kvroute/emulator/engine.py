@@ -19,6 +19,7 @@ from kvroute.emulator.counters import Counters
 from kvroute.emulator.prefix_import import PrefixImport
 from kvroute.emulator.prompt import Prompt
 from kvroute.emulator.sequence import EngineSequence, KvListener
+from kvroute.emulator.storage_tier import StorageTier
 from kvroute.llm import Model
 from kvroute.prefix import Evicted, PrefixIndex
 from kvroute.sim.instances import KvMemory, PrefillInstance, Step
@@ -70,6 +71,8 @@ class Engine:
     counters: Counters = field(default_factory=Counters)
     held: dict[str, Held] = field(default_factory=dict)
     kv_listener: KvListener | None = None
+    storage: StorageTier | None = None
+    """The store as this instance uses it; None: there is none."""
     capacity_blocks: int = field(init=False)
     batch: Batch = field(init=False)
     _block_bytes: float = field(init=False)
@@ -152,11 +155,28 @@ class Engine:
         if not self._closed:
             self._grant()
 
-    def prefill(self, job: EngineSequence) -> None:
-        """Queue the prompt; the stage later becomes `prefilled`. Cache hits are those of now, as in the simulator."""
+    def cached_tokens(self, prompt: Prompt) -> int:
+        """Return the number of prompt tokens that are cached."""
+        return self._memory.index.match_one(0, prompt.blocks) * self.block_tokens
+
+    def prefill(self, job: EngineSequence, staged_tokens: int = 0) -> None:
+        """Queue the prompt; the stage later becomes `prefilled`. Cache hits are those of now, as in the simulator.
+
+        Args:
+            job: the sequence.
+            staged_tokens: tokens whose KV arrives from the store while the rest is computed.
+        """
         depth = self._memory.index.touch(0, job.prompt.blocks)
-        job.cached_tokens = min(depth * self.block_tokens, job.input_tokens - 1)
+        job.cached_tokens = min(max(depth * self.block_tokens, staged_tokens), job.input_tokens - 1)
         self.counters.looked_up(job.input_tokens, job.cached_tokens)
+        job.stage = "queued"
+        self._queue.append(job)
+        self._compute(self.clock.now())
+
+    def recompute(self, job: EngineSequence) -> None:
+        """Queue a prefilled prompt again, without cached tokens, because staged KV has not arrived."""
+        assert job.stage == "prefilled"
+        job.cached_tokens = 0
         job.stage = "queued"
         self._queue.append(job)
         self._compute(self.clock.now())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -25,6 +25,25 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class StoragePart(msgspec.Struct, frozen=True):
+    """Blocks in the buffer of one node."""
+
+    id: str
+    """Id of the read."""
+    blocks: Annotated[int, msgspec.Meta(ge=1)]
+    data: str
+    """`host:port` of the KV server that sends them."""
+
+
+class StorageParams(msgspec.Struct, frozen=True):
+    """Blocks of the prompt that were read from the store: consecutive parts from `first_block` on."""
+
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    key: str
+    """Key of the last block."""
+    parts: list[StoragePart]
+
+
 class KvParams(msgspec.Struct, frozen=True):
     """`kv_transfer_params` of all legs: NIXL-like pull, Mooncake's `transfer_id`, kvroute's early pull. A prefill leg
     with `do_remote_decode` and `do_remote_prefill` pulls a prefix of the prompt, computes the rest and holds
@@ -41,6 +60,7 @@ class KvParams(msgspec.Struct, frozen=True):
     remote_num_tokens: int | None = None
     remote_prefill_cached_tokens: int | None = None
     transfer_id: str | None = None
+    storage: StorageParams | None = None
 
 
 class Body(msgspec.Struct, frozen=True):
@@ -97,6 +117,8 @@ class EngineRequest:
     """True if the response of a prefill leg contains `kv_transfer_params`."""
     prefix: KvHandle | None = None
     """KV of a prompt prefix that a prefill leg fetches before it computes the rest."""
+    storage: StorageParams | None = None
+    """Blocks that a prefill leg takes from the buffers of storage nodes."""
 
 
 _DECODER = msgspec.json.Decoder(Body)
@@ -139,6 +161,7 @@ def read_engine_request(
         tickets=tickets,
         wants_params=leg == "prefill" and body.kv_transfer_params is not None,
         prefix=_prefix(body.kv_transfer_params) if leg == "prefill" else None,
+        storage=body.kv_transfer_params.storage if leg == "prefill" and body.kv_transfer_params else None,
     )
 
 

@@ -20,8 +20,17 @@ from kvroute.emulator.counters import Link
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.fabric import Fabric, Transfer
 from kvroute.emulator.kv_arrivals import Arrivals
-from kvroute.emulator.kv_wire import LINE_BYTES_MAX, QUERY, PullHeader, PullRequest, is_complete, read_order
+from kvroute.emulator.kv_wire import (
+    LINE_BYTES_MAX,
+    QUERY,
+    STAGED_PREFIX,
+    PullHeader,
+    PullRequest,
+    is_complete,
+    read_order,
+)
 from kvroute.emulator.sequence import EngineSequence
+from kvroute.emulator.storage import StorageNode
 from kvroute.topology import Cluster
 from kvroute.types import InputError
 
@@ -43,6 +52,8 @@ class KvSource:
     fabric: Fabric
     faulty: Callable[[], bool]
     """Returns whether the next transfer is to break halfway."""
+    storage: StorageNode | None = None
+    """The buffer of its node; None: there is no store."""
     engine: Engine = field(init=False)
     engine_id: str = ""
 
@@ -117,6 +128,8 @@ class KvTransfer(asyncio.Protocol):
         self._counted_bytes = self._counted_s = 0.0
         """Bytes of this transfer that the engine has counted, and the time of the last count."""
         self._breaks = self._ended = False
+        self._read_id = ""
+        """Id of the read from the store whose blocks are sent."""
 
     @property
     def target(self) -> str:
@@ -147,7 +160,10 @@ class KvTransfer(asyncio.Protocol):
             self._refuse(f"the KV request cannot be read: {pull_request}")
             return
         self._pull_request = pull_request
-        if pull_request.key in self._engine.held:
+        storage = self._source.storage
+        if storage is not None and pull_request.key.startswith(STAGED_PREFIX):
+            self._send_staged(storage, pull_request.key.removeprefix(STAGED_PREFIX))
+        elif pull_request.key in self._engine.held:
             self.start()
         elif pull_request.awaited:
             self._kv_server.awaited[pull_request.key] = self
@@ -159,6 +175,15 @@ class KvTransfer(asyncio.Protocol):
             self._refuse(
                 f"{self._source.name} holds no KV for {pull_request.key}: it has been fetched, has expired or is lost"
             )
+
+    def _send_staged(self, storage: StorageNode, read_id: str) -> None:
+        """Send the blocks of a read from the store; its buffer is free when they have left."""
+        read = storage.complete_read(read_id)
+        if read is None:
+            self._refuse(f"the node of {self._source.name} has no blocks of read {read_id} in its buffer")
+            return
+        self._read_id = read_id
+        self._send_bytes(read.kv_bytes)
 
     def _give_up(self) -> None:
         self._patience = None
@@ -220,17 +245,21 @@ class KvTransfer(asyncio.Protocol):
 
     def _send(self, sequence: EngineSequence, pace_per_s: float = math.inf) -> bool:
         """Start sending, at most `pace_per_s` times the whole KV per second. Return False if no path exists."""
-        pull_request, kv_source = self._pull_request, self._source
+        pull_request = self._pull_request
         assert pull_request is not None
         kv_bytes = float(
             self._engine.model.kv_bytes(sequence.input_tokens, min(pull_request.cached_tokens, sequence.input_tokens))
         )
+        return self._send_bytes(kv_bytes, sequence.traced, kv_bytes * pace_per_s if kv_bytes else math.inf)
+
+    def _send_bytes(self, kv_bytes: float, traced: int | None = None, produced_bytes_per_s: float = math.inf) -> bool:
+        pull_request, kv_source = self._pull_request, self._source
+        assert pull_request is not None
         self._breaks, self._kv_bytes = kv_source.faulty(), kv_bytes
-        produced_bytes_per_s = kv_bytes * pace_per_s if kv_bytes else math.inf
         try:
             ends = kv_source.cluster.index(kv_source.name), kv_source.cluster.index(pull_request.target)
             self._transfer = kv_source.fabric.send(
-                *ends, kv_bytes, self, sequence.traced, produced_bytes_per_s=produced_bytes_per_s
+                *ends, kv_bytes, self, traced, produced_bytes_per_s=produced_bytes_per_s
             )
         except InputError as error:
             self._refuse(str(error))
@@ -270,6 +299,8 @@ class KvTransfer(asyncio.Protocol):
             self._transfer, self._ended = None, True
             self._count(self._kv_bytes, self._source.clock.now())
             self._engine.release(self._pull_request.key)
+            if self._read_id and self._source.storage is not None:
+                self._source.storage.release(self._read_id)
             self._transport.close()
 
     def _write(self, header: PullHeader) -> None:

@@ -16,6 +16,7 @@ from kvroute.emulator.errors import EngineError
 
 LINE_BYTES_MAX = 4 << 10
 """Maximum length of a request or response line, line end included."""
+STAGED_PREFIX = "read/"
 QUERY = b"GET "
 """First bytes of an HTTP query."""
 _CHECKS = 4
@@ -47,6 +48,11 @@ class PullHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_bytes: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """Modelled bytes, before scaling."""
     error: str = ""
+
+
+def staged_key(read_id: str) -> str:
+    """Return the key under which the blocks of a read from the store are fetched."""
+    return f"{STAGED_PREFIX}{read_id}"
 
 
 def is_complete(data: bytes) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from kvroute.emulator.completion import JSON, complete, fail
-from kvroute.emulator.counters import Load, metrics_page
+from kvroute.emulator.counters import Load, metrics_page, storage_lines
 from kvroute.emulator.engine_request import Kind, read_engine_request
 from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.faults import Fault
@@ -17,10 +17,12 @@ from kvroute.emulator.kv_events import AllBlocksCleared
 from kvroute.emulator.prompt import chat_prompt, completion_prompts
 from kvroute.emulator.response import usage
 from kvroute.emulator.server import InstanceServer
+from kvroute.emulator.storage_tier import StorageTier
 from kvroute.types import InputError, Role
 
 EMBEDDING_NUMBERS = 8
 DOWN_MAX_S = 3600.0
+READS_PATH = "/v1/kv/reads"
 T = TypeVar("T")
 
 
@@ -53,6 +55,15 @@ class WanOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the capacity that remains; 0 cuts the path, 1 restores it."""
 
 
+class ReadOrder(msgspec.Struct, frozen=True):
+    """The body of POST /v1/kv/reads: consecutive blocks of one prompt."""
+
+    id: Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:-]+$")]
+    keys: list[str]
+    """Keys of the blocks, hexadecimal."""
+    first_block: int = 0
+
+
 class Inputs(msgspec.Struct, frozen=True):
     """The body of /v1/embeddings and /tokenize."""
 
@@ -70,6 +81,8 @@ async def answer(server: InstanceServer, request: web.BaseRequest) -> web.Stream
     handler = ROUTES.get((request.method, request.path))
     if handler is not None:
         return await handler(server, request)
+    if request.method == "DELETE" and request.path.startswith(READS_PATH + "/"):
+        return await _release_blocks(server, request)
     if any(path == request.path for _, path in ROUTES):
         raise ApiError("Method Not Allowed", status=405, kind="MethodNotAllowedError")
     raise ApiError("Not Found", status=404, kind="NotFoundError")
@@ -115,6 +128,8 @@ async def _metrics(server: InstanceServer, _: web.BaseRequest) -> web.StreamResp
     )
     links, now = server.kv_server.links()
     page = metrics_page(engine.instance.model, load, engine.counters, links, now)
+    if engine.storage is not None:
+        page += storage_lines(engine.instance.model, engine.storage.node)
     return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -195,6 +210,39 @@ async def _wan(server: InstanceServer, request: web.BaseRequest) -> web.StreamRe
     return _json({})
 
 
+async def _read_blocks(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    """Read blocks from the store into the buffer of the instance's node."""
+    tier, order = _storage_of(server), await _read(request, ReadOrder)
+    try:
+        keys = [bytes.fromhex(key) for key in order.keys]
+    except ValueError:
+        raise ApiError("a key is not hexadecimal", param="keys") from None
+    read = await tier.node.read(order.id, tier.model, keys, tier.block_bytes)
+    host, port = server.origin.host, server.origin.kv_port
+    found = {"id": order.id, "blocks": read.blocks, "bytes": read.kv_bytes, "seconds": read.in_service_s}
+    return _json({**found, "waited_s": read.waited_s, "data": f"{host}:{port}"})
+
+
+async def _release_blocks(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    _storage_of(server).node.release(request.path.removeprefix(READS_PATH + "/"))
+    return web.Response(status=204)
+
+
+async def _buffer(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
+    node = _storage_of(server).node
+    found = {"queued_bytes": node.queued_bytes, "buffered_bytes": node.buffered_bytes}
+    return _json({**found, "quota_bytes": node.buffer_bytes, "read_bytes": node.read_bytes})
+
+
+def _storage_of(server: InstanceServer) -> StorageTier:
+    tier = server.engine.storage
+    if tier is None:
+        raise ApiError(
+            f"the node of {server.engine.instance.name} has no storage NIC", status=404, kind="NotFoundError"
+        )
+    return tier
+
+
 def _json(document: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 
@@ -221,4 +269,6 @@ ROUTES: dict[tuple[str, str], Callable[[InstanceServer, web.BaseRequest], Awaita
     ("POST", "/emulator/slow"): _slow,
     ("POST", "/emulator/role"): _role,
     ("POST", "/emulator/wan"): _wan,
+    ("POST", READS_PATH): _read_blocks,
+    ("GET", READS_PATH): _buffer,
 }

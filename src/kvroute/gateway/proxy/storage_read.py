@@ -34,19 +34,22 @@ class BlockRead(msgspec.Struct, frozen=True):
     """Response of a buffer server, as far as it is used here."""
 
     blocks: int
-    bytes: int = 0
+    bytes: float = 0.0
+    data: str = ""
+    """`host:port` where engines fetch the blocks."""
 
 
 class _Part:
     """The call to one buffer server."""
 
-    __slots__ = ("_body", "_read", "_status", "blocks", "call", "name", "number", "over", "pool", "side", "url")
+    __slots__ = ("_body", "_read", "_status", "blocks", "call", "data", "name", "number", "over", "pool", "side", "url")
 
     def __init__(self, read: StorageRead, side: Side, number: int, name: str, pool: UpstreamPool, url: str) -> None:
         self._read, self.side, self.number, self.name, self.pool, self.url = read, side, number, name, pool, url
         self.call: Call | None = None
         self.blocks = 0
         """Blocks in the buffer."""
+        self.data = ""
         self.over = False
         self._status = 0
         self._body = b""
@@ -98,7 +101,7 @@ class StorageRead:
         first = decision.first_token // block
         if ids is not None:
             tokens = decision.first_token + decision.prefill_tokens + decision.decode_tokens
-            self._keys = block_keys(ids[:tokens], block)[first:]
+            self._keys = block_keys(ids[:tokens], block, self._state.completion.salt)[first:]
         at = 0
         for side, name, blocks in sides:
             if blocks:
@@ -133,15 +136,16 @@ class StorageRead:
         part.over, part.call = True, None
         runtime = self._state.runtime
         now = runtime.now()
-        part.blocks = min(reply.blocks, part.number) if reply is not None else 0
+        if reply is not None:
+            part.blocks, part.data = min(max(reply.blocks, 0), part.number), reply.data
         outcome: Outcome = "failed" if reply is None else "complete" if part.blocks == part.number else "short"
-        self._count(part, outcome, reply.bytes if reply is not None else 0, now)
+        self._count(part, outcome, reply.bytes if reply is not None else 0.0, now)
         if all(each.over for each in self._parts):
             on_end, self._on_end = self._on_end, None
             if on_end is not None:
                 on_end(self._params(), now)
 
-    def _count(self, part: _Part, outcome: Outcome, nbytes: int, now: float) -> None:
+    def _count(self, part: _Part, outcome: Outcome, nbytes: float, now: float) -> None:
         runtime = self._state.runtime
         runtime.metrics.storage_read(part.name, part.side, outcome, nbytes, now - self._began_s)
         if runtime.control.reading(self.decision.read_id):
@@ -153,7 +157,7 @@ class StorageRead:
         parts, staged, gap = [], 0, False
         for part in self._parts:
             if part.blocks and not gap:
-                parts.append({"id": self._id(part.side), "blocks": part.blocks, "buffer": part.url})
+                parts.append({"id": self._id(part.side), "blocks": part.blocks, "buffer": part.url, "data": part.data})
                 staged += part.blocks
             elif part.blocks:
                 self._release(part)
@@ -172,7 +176,7 @@ class StorageRead:
                 if part.call is not None:
                     part.call.abort()
                 part.over, part.call = True, None
-                self._count(part, "given_up", 0, now)
+                self._count(part, "given_up", 0.0, now)
             self._release(part)
 
     def _release(self, part: _Part) -> None:
