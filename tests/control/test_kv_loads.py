@@ -101,7 +101,7 @@ def test_the_cheapest_option_of_each_candidate_is_chosen(
             load_s[cpu] = (cpu - gpu) * BLOCK * TOKEN_BYTES / 50e9
         held = max(gpu, cpu)
         if store > held:
-            load_s[store] = load_s[held] + (store - held) * BLOCK * TOKEN_BYTES / rates[name]
+            load_s[store] = store * BLOCK * TOKEN_BYTES / rates[name]
         best = min(
             seconds + PREFILL_BASE_S + PREFILL_TOKEN_S * (tokens - found * BLOCK) for found, seconds in load_s.items()
         )
@@ -194,21 +194,25 @@ def test_a_restart_clears_cpu_memory_and_keeps_the_store() -> None:
     _, control = core("prefill", near="80 Gbps")
     for tier, blocks in (("cpu", 30), ("store", 40)):
         control.handle(KvStored(0.0, "prefill0", CHAIN[:blocks], BLOCK, tier))  # type: ignore[arg-type]
-    assert of(ReadKv, control.handle(Arrived(0.0, request(1)))).first_token == 30 * BLOCK
+    assert of(Prefill, control.handle(Arrived(0.0, request(1, 30)))).cached_tokens == 30 * BLOCK
     control.handle(Finished(0.0, 1))
     control.handle(KvCleared(0.0, "prefill0"))
-    assert of(ReadKv, control.handle(Arrived(0.0, request(2)))).first_token == 0
+    assert of(ReadKv, control.handle(Arrived(0.0, request(2, 30)))).prefill_tokens == 30 * BLOCK
 
 
-def test_a_longer_queue_makes_computing_cheaper() -> None:
-    """Reads of one node queue up until computing the prompt ends sooner."""
+def test_requests_that_are_read_make_computing_more_expensive() -> None:
+    """A request behind a queue of reads would end sooner if it computed its prompt. It would delay those that read."""
     _, control = core("prefill", near="80 Gbps")
-    control.handle(KvStored(0.0, "prefill0", CHAIN, BLOCK, "store"))
     control.handle(InstanceDown(0.0, "prefill2"))
-    reads = []
-    for number in range(1, 8):
-        reads += [d for d in control.handle(Arrived(float(number), request(number))) if isinstance(d, ReadKv)]
-    assert 0 < len(reads) < 7
-    assert reads[0].request_id == 1
+    control.handle(KvStored(0.0, "prefill0", CHAIN, BLOCK, "store"))
     read_s = len(CHAIN) * BLOCK * TOKEN_BYTES / 10e9
-    assert control.loads(8.0)["prefill0"].storage_queue_s == pytest.approx(len(reads) * read_s)
+    for number in range(1, 8):
+        assert of(ReadKv, control.handle(Arrived(0.0, request(number)))).prefill_tokens == len(CHAIN) * BLOCK
+        assert control.loads(0.0)["prefill0"].storage_queue_s == pytest.approx(number * read_s)
+    assert 7 * read_s > PREFILL_BASE_S + PREFILL_TOKEN_S * len(CHAIN) * BLOCK
+
+
+def test_a_slow_store_is_not_read() -> None:
+    _, control = core("prefill", near="8 Gbps", far="")
+    control.handle(KvStored(0.0, "prefill0", CHAIN, BLOCK, "store"))
+    assert [type(decision) for decision in control.handle(Arrived(0.0, request(1)))] == [Prefill]

@@ -14,7 +14,7 @@ from kvroute.control.pairing import Pairing
 from kvroute.control.pool import DecodePool
 from kvroute.control.prefix_copies import PrefixCopies
 from kvroute.control.shadow_policy import ShadowPolicy
-from kvroute.control.storage_reads import ReadRange
+from kvroute.control.storage_reads import ReadRange, StorageReads
 from kvroute.control.view import ClusterView, DecodePick, PoolKey
 from kvroute.policies import PrefillCandidates
 from kvroute.types import (
@@ -124,32 +124,49 @@ class Dispatcher:
         if instance.role == "both":
             return (prefill, self._stay(booking, at, (model, instance.protocol), index))
         if pick is None:
-            stored = int(loads.stored_tokens[choice.index]) if loads is not None and not prefill.copy_from else 0
-            return self._with_read(booking, at, prefill, choice.index, stored) if stored else (prefill,)
+            if loads is None or prefill.copy_from or not loads.stored_tokens[choice.index]:
+                return (prefill,)
+            return self._with_read(booking, at, prefill, choice.index)
         return (prefill, pick if isinstance(pick, Reject) else self._go(booking, at, pick))
 
-    def _with_read(
-        self, booking: Booking, at: float, prefill: Prefill, position: int, tokens: int
-    ) -> tuple[Decision, ...]:
-        """Return the prefill decision, followed by the read of `tokens` from the store that it waits for.
+    def _with_read(self, booking: Booking, at: float, prefill: Prefill, position: int) -> tuple[Decision, ...]:
+        """Return the prefill decision, followed by the read of its cached tokens from the store that it waits for.
 
         If the read path depends on the decode instance, that is chosen and booked now. Its decision is due after the
         prefill.
         """
         reads, model = self._view.reads, self._view.models[booking.model]
         assert reads is not None, "without a store nothing is read"
-        cached, target = prefill.cached_tokens, None
+        target = None
+        read = ReadRange(0, prefill.cached_tokens, float(model.kv_bytes(prefill.cached_tokens)))
         if reads.needs_decode_instance:
             pick = self._partner(booking, at, position, early=True)
             if isinstance(pick, DecodePick):
-                booking.planned = self._go(booking, at, pick)
+                booking.planned = self._go(booking, at, self._reads_soonest(booking, pick, reads, read.kv_bytes))
                 target = booking.target
-        read = ReadRange(cached - tokens, tokens, float(model.kv_bytes(cached, cached - tokens)))
         if not reads.bytes_per_s[[booking.source, booking.source if target is None else target]].any():
             return (prefill,)  # the decode instance with a storage NIC is full or down
         decision = reads.begin(booking.request, booking.source, target, read)
         booking.read_id = decision.read_id
         return (prefill, decision)
+
+    def _reads_soonest(self, booking: Booking, pick: DecodePick, reads: StorageReads, kv_bytes: float) -> DecodePick:
+        """Return the decode instance with the lowest cost if the time to read from the store counts, too. A policy that
+        does not use seconds keeps its choice."""
+        terms = pick.choice.terms
+        if terms.unit != "s":
+            return pick
+        pool = self._view.decode[booking.model, self._view.cluster.instances[booking.source].protocol]
+        read_s = reads.finish_s(booking.source, pool.ids, kv_bytes)
+        able = terms.feasible & np.isfinite(read_s)
+        if not able.any():
+            return pick
+        read_s = np.where(np.isfinite(read_s), read_s, 0.0)
+        cost = terms.cost + read_s
+        index = int(np.where(able, cost, np.inf).argmin())
+        priced = Terms(terms.names, cost, able, terms.parts | {"read_s": read_s})
+        tier = int(self._view.cluster.tier[booking.source, pool.ids[index]])
+        return msgspec.structs.replace(pick, choice=Choice(index, priced), tier=tier)
 
     def _leaves_early(self, away: bool) -> bool:
         """Whether the KV cache is sent layer by layer during the prefill. Args: `away`: another datacenter prefills."""

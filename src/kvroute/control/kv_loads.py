@@ -22,7 +22,7 @@ class Loads:
     load_s: FloatArray
     """Seconds until the loaded prefix is available; 0 if nothing is loaded."""
     stored_tokens: IntArray
-    """Tokens that are read from the store; they are the last ones of the candidate's cached tokens."""
+    """Tokens that are read from the store: all of the candidate's cached tokens, or 0."""
 
     def attach(self, prefill: Prefill, position: int) -> Prefill:
         """Add the load times to the terms of a prefill decision. Args: `position` of its instance in the pool."""
@@ -50,9 +50,12 @@ class KvLoads:
     ) -> tuple[PrefillCandidates, Loads | None]:
         """Return the candidates with what each would load, and None if no instance has anything to load.
 
-        A candidate has three options: to use the prefix in GPU memory only, to load the longer prefix from CPU memory,
-        or to load the rest from the store as well, each as a whole. It takes the one with the earliest end, the first
-        of equals. The part of a load that it spends in the queue anyway costs nothing.
+        A candidate has three options: to use the prefix in GPU memory only, to load the longer prefix from CPU memory
+        as well, or to read the whole prefix from the store. A read does not count on blocks in the instance's memory,
+        because they may be evicted while the request waits for the read. The candidate takes the option with the lowest
+        cost, the first of equals. The cost is the time until the prefill ends, and its computing time once more for
+        each request whose read is in progress: that request finds the instance busy when its read ends. The part of a
+        load that is spent in the queue anyway costs nothing.
         """
         caches, pool = self._view.caches, self._view.prefill[model]
         if not (caches.tiered and self._view.options.prefill_cache and request.blocks):
@@ -67,13 +70,16 @@ class KvLoads:
         cpu_s = kv_bytes(in_cpu, own) / self._cpu_bytes_per_s[pool.ids]
         load_s, stored = np.zeros(len(own)), np.zeros(len(own), dtype=np.int64)
         tokens, prefill_s = own.copy(), candidates.prefill_s.copy()
-        store_s = cpu_s + self._read_s(kv_bytes(in_store, in_cpu), in_store > in_cpu, pool.ids)
-        for end, seconds in ((in_cpu, cpu_s), (in_store, store_s)):
+        readers = self._reads.in_progress_on(pool.ids) if self._reads is not None else np.zeros(len(own))
+        cost_s = prefill_s * (1.0 + readers)
+        store_s = self._read_s(kv_bytes(in_store), in_store > in_cpu, pool.ids)
+        for end, seconds, reads in ((in_cpu, cpu_s, False), (in_store, store_s, True)):
             late_s = np.maximum(seconds - candidates.pending_s, 0.0)
-            whole_s = pool.prefill_s(request.input_tokens, end) + late_s
-            better = (end > tokens) & (whole_s < prefill_s)
-            tokens[better], prefill_s[better], load_s[better] = end[better], whole_s[better], seconds[better]
-            stored[better] = (end - in_cpu)[better]
+            compute_s = pool.prefill_s(request.input_tokens, end)
+            whole_s = compute_s * (1.0 + readers) + late_s
+            better = (end > (in_cpu if reads else own)) & (whole_s < cost_s)
+            tokens[better], cost_s[better], load_s[better] = end[better], whole_s[better], seconds[better]
+            prefill_s[better], stored[better] = (compute_s + late_s)[better], end[better] * reads
         changed = msgspec.structs.replace(candidates, hit_tokens=tokens, prefill_s=prefill_s)
         return changed, Loads(load_s, stored)
 

@@ -6,14 +6,21 @@ until a new read begins.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from kvroute.policies.dualpath_kernels import READS, prefill_read_tokens
+from kvroute.policies.dualpath_kernels import (
+    ALTERNATING_READS,
+    PREFILL_READS,
+    READS,
+    SPLIT_READS,
+    prefill_read_tokens,
+)
 from kvroute.topology import Cluster
-from kvroute.types import FloatArray, ReadKv, Request, Side, Terms
+from kvroute.types import FloatArray, IntArray, ReadKv, Request, Side, Terms
 
 
 class ReadRange(NamedTuple):
@@ -54,6 +61,9 @@ class StorageReads:
         self._mode = READS[storage.reads]
         self._queued_bytes = np.zeros(len(names))
         self._in_progress: dict[int, dict[Side, _Part]] = {}
+        self._source: dict[int, int] = {}
+        """Prefill instance of each read whose request waits for its prefill."""
+        self._readers = np.zeros(len(self._names))
         self._last = 0
 
     @property
@@ -65,6 +75,40 @@ class StorageReads:
         """Return the storage queue of each instance's node in seconds, [instances]; 0 without a storage NIC."""
         queued = self._queued_bytes[self._node]
         return np.divide(queued, self.bytes_per_s, out=np.zeros(len(queued)), where=self.bytes_per_s > 0)
+
+    def in_progress_on(self, instances: IntArray) -> FloatArray:
+        """Return the number of requests of each prefill instance that wait for a read or for the prefill after it."""
+        return self._readers[instances]
+
+    def finish_s(self, source: int, targets: IntArray, kv_bytes: float) -> FloatArray:
+        """Return the time until the next read is complete with each decode instance, [targets]; infinite if neither
+        node has a storage NIC. Split reads are not rounded to blocks.
+
+        Args:
+            source: the prefill instance, index in the cluster.
+            targets: decode instances, indices in the cluster.
+            kv_bytes: size of the read.
+        """
+        queues_s, rates = self.queue_s(), self.bytes_per_s
+        own_rate = float(rates[source])
+        own_s = float(queues_s[source]) + kv_bytes / own_rate if own_rate else math.inf
+        other_rates = np.where(self._node[targets] == self._node[source], 0.0, rates[targets])
+        others_s: FloatArray = queues_s[targets] + np.divide(
+            kv_bytes, other_rates, out=np.full(len(targets), np.inf), where=other_rates > 0
+        )
+        if self._mode == PREFILL_READS:
+            return np.full(len(targets), own_s) if own_rate else others_s
+        shorter_s: FloatArray = np.minimum(own_s, others_s)
+        if self._mode == ALTERNATING_READS:
+            turn_s = np.full(len(targets), own_s) if (self._last + 1) % 2 else others_s
+            shorter_s = np.where(np.isfinite(turn_s), turn_s, shorter_s)
+        elif self._mode == SPLIT_READS and own_rate:
+            level_s = (kv_bytes + queues_s[source] * own_rate + queues_s[targets] * other_rates) / (
+                own_rate + other_rates
+            )
+            both = (other_rates > 0) & (level_s > np.maximum(queues_s[source], queues_s[targets]))
+            shorter_s = np.where(both, level_s, shorter_s)
+        return shorter_s
 
     def begin(self, request: Request, source: int, target: int | None, read: ReadRange) -> ReadKv:
         """Choose the read path of a request and add its parts to the queues.
@@ -86,7 +130,8 @@ class StorageReads:
             if tokens[side]:
                 parts[side] = _Part(int(self._node[index]), tokens[side] * token_bytes)
                 self._queued_bytes[parts[side].node] += parts[side].kv_bytes
-        self._in_progress[self._last] = parts
+        self._in_progress[self._last], self._source[self._last] = parts, source
+        self._readers[source] += 1.0
         names = tuple(self._names[index] for index in ends)
         return ReadKv(
             request_id=request.id,
@@ -137,6 +182,9 @@ class StorageReads:
         """End all parts of a read. Does nothing if it is over."""
         for part in self._in_progress.pop(read_id, {}).values():
             self._dequeue(part)
+        source = self._source.pop(read_id, None)
+        if source is not None:
+            self._readers[source] -= 1.0
 
     def in_progress(self, read_id: int) -> bool:
         """Whether a read has begun and its request still waits for its prefill."""
