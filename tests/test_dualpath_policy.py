@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.policies import PrefillCandidates, prefill_policy
 from kvroute.policies.dualpath import ABLATION, DualPathSpec
 from kvroute.policies.dualpath_kernels import (
     NO_ENGINE,
@@ -23,7 +24,7 @@ from kvroute.policies.dualpath_kernels import (
     quota_tokens,
     token_limit,
 )
-from kvroute.types import InputError
+from kvroute.types import Choice, InputError, Reject, Request
 
 TOKENS = st.integers(0, 20).map(float)
 SECONDS = st.floats(0.0, 100.0)
@@ -44,6 +45,31 @@ def prefill_groups(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     queues = np.array(draw(st.lists(TOKENS, min_size=nodes, max_size=nodes)))
     node = np.array(draw(st.lists(st.integers(0, nodes - 1), min_size=engines, max_size=engines)))
     return tokens, queues, node
+
+
+@given(prefill_groups(), st.data())
+def test_the_prefill_policy_is_algorithm_1_in_seconds(
+    group: tuple[np.ndarray, np.ndarray, np.ndarray], data: st.DataObject
+) -> None:
+    """Of the allowed instances, if not all are overloaded."""
+    work, queues, node = group
+    allowed = np.array(data.draw(st.lists(st.booleans(), min_size=len(work), max_size=len(work))))
+    names = tuple(f"p{number}" for number in range(len(work)))
+    nothing = np.zeros(len(work), dtype=np.int64)
+    candidates = PrefillCandidates(names, work, nothing, np.zeros(len(work)), allowed, queues[node])
+    choice = prefill_policy("dualpath").choose(Request(id=1, input_tokens=1), candidates, 0)
+    if not allowed.any():
+        assert isinstance(choice, Reject)
+        return
+    assert isinstance(choice, Choice)
+    those = np.flatnonzero(allowed)
+    expected = prefill_engine(work[those], queues, node[those], 0, len(those), 3.0, 5.0)
+    if expected == NO_ENGINE:
+        assert (work[those] > 5.0).all()
+        assert work[choice.index] == work[those].min()
+    else:
+        assert choice.index == those[expected]
+    assert sorted(choice.terms.cost.tolist()) == list(range(len(work)))
 
 
 @given(prefill_groups(), TOKENS, TOKENS)

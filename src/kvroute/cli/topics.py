@@ -111,8 +111,8 @@ def _policies() -> Topic:
             "A decode policy chooses the instance that receives the KV cache. The default is "
             f"`{DEFAULT_DECODE_POLICY}`. Set another one with `--policy` (`kvroute simulate` takes several), or with "
             "`gateway.policy` in the cluster file.",
-            "The prefill policy is `cache-aware` (the earliest finish), `least-loaded` or `round-robin`. A "
-            "constraint such as `pod:required` keeps transfers inside a domain.",
+            "The prefill policy is `cache-aware` (the earliest finish), `least-loaded`, `round-robin` or `dualpath` "
+            "(short storage queues first). A constraint such as `pod:required` keeps transfers inside a domain.",
             "When to use each decode policy:",
         ),
         rows=tuple((f"`{name}`", use) for name, use in DECODE_USES.items()),

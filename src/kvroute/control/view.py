@@ -204,7 +204,8 @@ class ClusterView:
             rest = pool.slow_start.without_limited(usable, pool.sites, at)
             allowed = allowed if rest is None else rest
         prefill_s = pool.prefill_s(request.input_tokens, hit_tokens)
-        return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed)
+        queue_s = self.reads.queue_s()[pool.ids] if self.reads is not None else None
+        return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed, queue_s)
 
     def choose_prefill(self, request: Request, model: str, candidates: PrefillCandidates) -> Choice | Reject:
         """Let the policy choose, or return a Reject with the reason why no instance can be chosen."""

@@ -30,6 +30,8 @@ class PrefillCandidates(msgspec.Struct, frozen=True, gc=False):
     """Time to compute this request there, given its cached prefix."""
     allowed: BoolArray | None = None
     """False for instances that a topology constraint excludes; None excludes none."""
+    storage_queue_s: FloatArray | None = None
+    """Time until the storage queue of each candidate's node is empty, in seconds; None: there is no store."""
 
 
 class PrefillPolicy(Protocol):
@@ -105,10 +107,37 @@ class EarliestFinish:
         return Choice(index, Terms(candidates.names, finish_s, allowed, parts))
 
 
+@dataclass(frozen=True, slots=True)
+class ShortStorageQueue:
+    """Instances whose node has a short storage queue first, then the others, then the overloaded; among each the least
+    work ahead (DualPath algorithm 1, with work in seconds in place of tokens).
+
+    DualPath lets a request wait if all instances are overloaded. Here the one with the shortest queues takes it. The
+    cost is the rank of a candidate.
+    """
+
+    alpha_s: float = 3.0
+    """Longest storage queue that counts as short, in seconds."""
+    beta_s: float = 5.0
+    """Work ahead above which an instance is overloaded, in seconds."""
+
+    def choose(self, request: Request, candidates: PrefillCandidates, turn: int) -> Choice | Reject:
+        """See PrefillPolicy."""
+        allowed, pending_s = _allowed(candidates), candidates.pending_s
+        queue_s = np.zeros(len(allowed)) if candidates.storage_queue_s is None else candidates.storage_queue_s
+        category = np.where(queue_s <= self.alpha_s, 0.0, 1.0)
+        category[pending_s > self.beta_s] = 2.0
+        rank: FloatArray = np.empty(len(allowed))
+        rank[np.lexsort((pending_s, category, ~allowed))] = np.arange(len(allowed), dtype=np.float64)
+        parts = {"pending_s": pending_s, "storage_queue_s": queue_s, "category": category}
+        return cheapest(candidates.names, rank, allowed, parts, "rank") or _no_candidate(request, candidates)
+
+
 PREFILL_POLICIES: dict[str, Callable[..., PrefillPolicy]] = {
     "round-robin": PrefillRoundRobin,
     "least-loaded": LeastLoaded,
     "cache-aware": EarliestFinish,
+    "dualpath": ShortStorageQueue,
 }
 
 
