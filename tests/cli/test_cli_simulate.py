@@ -33,6 +33,12 @@ def test_simulate_prints_one_document_of_runs(kvroute: Kvroute, trace: str) -> N
     assert output["verdict"]["winner"] in ("round-robin", "netkv")
 
 
+def test_a_store_is_named_as_not_simulated(kvroute: Kvroute) -> None:
+    ended = kvroute("simulate", str(EXAMPLES / "dualpath.yaml"), "--requests", "2", "--policy", "netkv", "--json")
+    assert document(ended)["runs"]
+    assert "dualpath: storage: the simulator reads nothing from the store" in ended.err
+
+
 def test_stdout_contains_only_the_document(trace: str) -> None:
     """By default four policies run, compared over one seed here. If stderr is no terminal, it has one line and no
     progress bar."""
