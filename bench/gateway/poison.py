@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import uvloop
-from bench.gateway.program import Program
+from bench.gateway.program import Program, served
 from bench.measurement import ROOT, Failed, Row, show
 
 from kvroute.load_generator import Answer, TimedRequest, replay_trace
@@ -29,7 +27,6 @@ from kvroute.load_generator import Answer, TimedRequest, replay_trace
 EXAMPLE = ROOT / "examples" / "small.yaml"
 MARKER = "POISON"
 TOKENS = 8
-READY_S = 60.0
 POISON_PER_S = (10, 3, 2)
 
 
@@ -81,7 +78,7 @@ async def run(mix: Mix) -> Outcome:
         command = [str(Path(sys.executable).with_name("kvroute")), "serve", "--embedded", str(EXAMPLE)]
         command += ["--port", "0", "--admin-port", "0", "--ready-file", str(ready)]
         with Program(command, name="kvroute") as program:
-            addresses = await _addresses(ready, program)
+            addresses = await served(ready, program)
             async with aiohttp.ClientSession() as session:
                 await _order(mix, addresses["admin"], session)
                 sampling = asyncio.create_task(_openings(addresses["admin"], session))
@@ -99,15 +96,6 @@ def _status(answer: Answer, mix: Mix) -> int:
     if answer.status == 200 and mix.stream:
         return 200 if answer.ok else 0
     return answer.status or 0
-
-
-async def _addresses(ready: Path, program: Program) -> dict[str, str]:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and program.alive:
-        if ready.exists() and (text := ready.read_text()):
-            return dict(json.loads(text))
-        await asyncio.sleep(0.05)
-    raise Failed(f"kvroute does not serve: {program.errors()}")
 
 
 async def _order(mix: Mix, admin: str, session: aiohttp.ClientSession) -> None:

@@ -5,6 +5,7 @@ A program is every process in the session of its first process, so its child pro
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -22,6 +23,8 @@ from bench.measurement import ROOT, Failed
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 END_S = 8.0
+READY_S = 120.0
+"""Time for `kvroute serve` to become ready, in seconds."""
 
 
 class Program:
@@ -191,3 +194,13 @@ def free_ports(count: int) -> list[int]:
         for one in held:
             one.bind(("127.0.0.1", 0))
         return [int(one.getsockname()[1]) for one in held]
+
+
+async def served(ready: Path, program: Program) -> dict[str, str]:
+    """Return the addresses that `kvroute serve --ready-file` writes. Raises Failed if it does not serve in time."""
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline and program.alive:
+        if ready.exists() and (text := ready.read_text()):
+            return dict(json.loads(text))
+        await asyncio.sleep(0.05)
+    raise Failed(f"kvroute does not serve: {program.errors()}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
@@ -21,12 +20,11 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import uvloop
-from bench.gateway.program import Program
+from bench.gateway.program import Program, served
 from bench.measurement import ROOT, Failed, Row, show
 
 EXAMPLE = ROOT / "examples" / "dualpath.yaml"
 READS = ("prefill", "alternating", "shorter", "split")
-READY_S = 120.0
 METRIC = "kvroute_storage_read_bytes_total{"
 THINK_S = 1.0
 """Pause before each turn, as for a tool call. Meanwhile the context leaves the memory of the prefill instance."""
@@ -66,7 +64,7 @@ async def outcome(reads: str, agents: int, turns: int) -> Outcome:
         ]
         command += ["--port", "0", "--admin-port", "0", "--ready-file", str(ready)]
         with Program(command, name="kvroute") as program:
-            addresses = await _addresses(ready, program)
+            addresses = await served(ready, program)
             connector = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(connector=connector) as session:
                 first = [_prompt(agent) for agent in range(agents)]
@@ -108,15 +106,6 @@ async def _turn(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> 
     text, usage = document["choices"][0]["text"], document["usage"]
     output: list[int] = np.frombuffer(text.encode(), "<u4").tolist()
     return [*prompt, *output], usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
-
-
-async def _addresses(ready: Path, program: Program) -> dict[str, str]:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and program.alive:
-        if ready.exists() and (text := ready.read_text()):
-            return dict(json.loads(text))
-        await asyncio.sleep(0.05)
-    raise Failed(f"kvroute does not serve: {program.errors()}")
 
 
 async def _read_bytes(session: aiohttp.ClientSession, addresses: dict[str, str]) -> dict[str, float]:

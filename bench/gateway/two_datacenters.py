@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import random
 import statistics
@@ -25,7 +24,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import uvloop
-from bench.gateway.program import Program
+from bench.gateway.program import Program, served
 from bench.measurement import ROOT, Failed, Row, show
 
 from kvroute import topology
@@ -40,7 +39,6 @@ GROUP = 12
 """Number of requests whose lengths represent the whole distribution, at equal steps of probability."""
 TOKENS = 32
 TARGET_S = 10.0
-READY_S = 60.0
 NEAR = 1.2
 """Recovery limit: a group's median TTFT is at most this multiple of the median before the cut."""
 GAUGES = ("kvroute_requests_in_flight", "kvroute_transfers_in_flight", "kvroute_prefill_pending_seconds")
@@ -160,18 +158,9 @@ async def run(course: Course) -> Outcome:
         command = [str(Path(sys.executable).with_name("kvroute")), "serve", "--embedded", str(file)]
         command += ["--port", "0", "--admin-port", "0", "--ready-file", str(ready)]
         with Program(command, name="kvroute") as program:
-            addresses = await _addresses(ready, program)
+            addresses = await served(ready, program)
             async with aiohttp.ClientSession() as session:
                 return await _played(course, addresses["url"], addresses["admin"], session)
-
-
-async def _addresses(ready: Path, program: Program) -> dict[str, str]:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and program.alive:
-        if ready.exists() and (text := ready.read_text()):
-            return dict(json.loads(text))
-        await asyncio.sleep(0.05)
-    raise Failed(f"kvroute does not serve: {program.errors()}")
 
 
 async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientSession) -> Outcome:

@@ -4,28 +4,24 @@ turns that hit what the decode instance wrote back, and failures."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 
-import aiohttp
 import msgspec
 import numpy as np
 import pytest
 import uvloop
-from tests.gateway.rig import GatewayResponse, Rig
+from tests.gateway.rig import GatewayResponse, Rig, rig
 from tests.gateway.two_sites import metric
 from tests.waiting import until
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app
 from kvroute.control import decisions_equal, replay
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.emulator.server import InstanceServer
 from kvroute.emulator.storage import StorageNode
 from kvroute.event_log import read_log
-from kvroute.gateway.gateway import Deployment, Gateway
 from kvroute.llm import model
 from kvroute.prefix import block_hashes
 from kvroute.topology import parse
@@ -60,19 +56,9 @@ def bytes_of(tokens: int) -> float:
     return float(model("llama-3-70b").kv_bytes(tokens))
 
 
-@asynccontextmanager
-async def stored(reads: str, section: str = "") -> AsyncIterator[Rig]:
+def stored(reads: str, section: str = "") -> AbstractAsyncContextManager[Rig]:
     """Run the cluster with this read path, and a gateway with `section` in its settings."""
-    text = TEXT.replace("READS", reads)
-    async with EmulatedCluster(parse(text), EmulatedClusterSettings()) as fleet:
-        deployment = Deployment.of(text + section, "stored.yaml", endpoints=fleet.ready().instances)
-        gateway = Gateway(deployment, seed=1)
-        try:
-            await gateway.start()
-            async with aiohttp.ClientSession() as session:
-                yield Rig(gateway, session, fleet)
-        finally:
-            await gateway.close()
+    return rig(section, TEXT.replace("READS", reads))
 
 
 async def ask(gate: Rig, prompt: list[int], output_tokens: int = 4) -> GatewayResponse:

@@ -85,10 +85,12 @@ class PrefillLeg(Leg):
 
     def _staged(self, storage: Raw | None, now: float) -> None:
         """Send the leg after the blocks are in buffers, or (None) cannot be read."""
-        handshake = self.handshake
-        assert handshake is not None
-        if not (self.dropped or self.state.over):
-            self._send(handshake, now, storage=storage)
+        try:
+            assert self.handshake is not None
+            if not (self.dropped or self.state.over):
+                self._send(self.handshake, now, storage=storage)
+        except Exception as error:
+            self.owner.internal_error(error)
 
     def _met(self) -> None:
         """Continue after the response or the failure of the bootstrap server."""

@@ -79,7 +79,7 @@ class _Part:
 class StorageRead:
     """One read decision: its parts, and the parameters that the prefill instance gets for them."""
 
-    __slots__ = ("_began_s", "_keys", "_on_end", "_parts", "_state", "decision")
+    __slots__ = ("_began_s", "_keys", "_name", "_on_end", "_parts", "_state", "decision")
 
     def __init__(self, state: RequestState, decision: ReadKv, on_end: Callable[[Raw | None, float], None]) -> None:
         """Args: `on_end` receives the parameters for the prefill leg, or None if no block could be read."""
@@ -88,6 +88,7 @@ class StorageRead:
         self._keys: list[bytes] = []
         self._parts: list[_Part] = []
         self._began_s = 0.0
+        self._name = f"{state.runtime.draw():016x}"
 
     def begin(self, ids: Sequence[int] | None, now: float) -> None:
         """Send the calls. Args: `ids`: the prompt's tokens; None: nothing is read."""
@@ -102,32 +103,34 @@ class StorageRead:
         if ids is not None:
             tokens = decision.first_token + decision.prefill_tokens + decision.decode_tokens
             self._keys = block_keys(ids[:tokens], block, self._state.completion.salt)[first:]
-        at = 0
+        at, orders = 0, list[tuple[_Part, int, Sequence[bytes]]]()
         for side, name, blocks in sides:
             if blocks:
-                self._add(side, name, first + at, self._keys[at : at + blocks])
+                engine, keys = self._state.runtime.engines[name], self._keys[at : at + blocks]
+                part = _Part(self, side, len(keys), name, engine.buffer or engine.pool, engine.buffer_url)
+                orders.append((part, first + at, keys))
                 at += blocks
-        for part in list(self._parts):
-            if part.call is None and not part.over:
+        self._parts = [part for part, _, _ in orders]
+        for part, start, wanted in orders:
+            if wanted and part.url:
+                self._send(part, start, wanted)
+            else:
                 self.part_ended(part, None)
+        if not orders:
+            self._finish(now)
 
-    def _add(self, side: Side, name: str, first: int, keys: Sequence[bytes]) -> None:
-        runtime = self._state.runtime
-        engine = runtime.engines[name]
-        part = _Part(self, side, len(keys), name, engine.pool, engine.buffer_url)
-        self._parts.append(part)
-        if not keys or engine.buffer is None:
-            return
-        part.pool = engine.buffer
-        fields = {"id": self._id(side), "first_block": first, "keys": [key.hex() for key in keys]}
-        body = msgspec.json.encode(fields)
-        request = request_bytes(b"POST", READS_PATH, engine.buffer.host, _JSON, body)
-        limit_s = runtime.timeouts.prefill_s
-        part.call = engine.buffer.send(request, part, first_byte_s=limit_s, idle_s=limit_s)
+    def _send(self, part: _Part, first: int, keys: Sequence[bytes]) -> None:
+        """Send the call of a part. Args: `first`: position of its first block in the prompt."""
+        fields = {"id": self._id(part.side), "first_block": first, "keys": [key.hex() for key in keys]}
+        request = request_bytes(b"POST", READS_PATH, part.pool.host, _JSON, msgspec.json.encode(fields))
+        limit_s = self._state.runtime.timeouts.prefill_s
+        call = part.pool.send(request, part, first_byte_s=limit_s, idle_s=limit_s)
+        if not part.over:
+            part.call = call
 
     def _id(self, side: Side) -> str:
         """Return the id of a part, unique among all gateways that share the buffer servers."""
-        return f"{self._state.request_id.decode('latin-1')}-{self.decision.read_id}-{side}"
+        return f"{self._name}-{self.decision.read_id}-{side}"
 
     def part_ended(self, part: _Part, reply: BlockRead | None) -> None:
         """Record the result of a part; None: it has failed. After the last one the prefill leg continues."""
@@ -141,9 +144,13 @@ class StorageRead:
         outcome: Outcome = "failed" if reply is None else "complete" if part.blocks == part.number else "short"
         self._count(part, outcome, reply.bytes if reply is not None else 0.0, now)
         if all(each.over for each in self._parts):
-            on_end, self._on_end = self._on_end, None
-            if on_end is not None:
-                on_end(self._params(), now)
+            self._finish(now)
+
+    def _finish(self, now: float) -> None:
+        """Continue the prefill leg, once."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(self._params(), now)
 
     def _count(self, part: _Part, outcome: Outcome, nbytes: float, now: float) -> None:
         runtime = self._state.runtime
@@ -181,6 +188,8 @@ class StorageRead:
 
     def _release(self, part: _Part) -> None:
         """Release the part's buffer; the buffer server does the same after its hold time."""
+        if not part.url:
+            return
         path = READS_PATH + b"/" + self._id(part.side).encode("latin-1")
         part.pool.send(
             request_bytes(b"DELETE", path, part.pool.host, [], b""), _Ignored(), first_byte_s=5.0, idle_s=5.0
