@@ -201,7 +201,8 @@ def test_a_restart_clears_cpu_memory_and_keeps_the_store() -> None:
 
 
 def test_requests_that_are_read_make_computing_more_expensive() -> None:
-    """A request behind a queue of reads would end sooner if it computed its prompt. It would delay those that read."""
+    """An idle instance would compute the prompt sooner than its node could read it. That would delay the requests whose
+    reads end meanwhile."""
     _, control = core("prefill", near="80 Gbps")
     control.handle(InstanceDown(0.0, "prefill2"))
     control.handle(KvStored(0.0, "prefill0", CHAIN, BLOCK, "store"))
@@ -210,6 +211,24 @@ def test_requests_that_are_read_make_computing_more_expensive() -> None:
         assert of(ReadKv, control.handle(Arrived(0.0, request(number)))).prefill_tokens == len(CHAIN) * BLOCK
         assert control.loads(0.0)["prefill0"].storage_queue_s == pytest.approx(number * read_s)
     assert 7 * read_s > PREFILL_BASE_S + PREFILL_TOKEN_S * len(CHAIN) * BLOCK
+    assert control.loads(60.0)["prefill0"].pending_s == 0.0
+    assert of(ReadKv, control.handle(Arrived(60.0, request(8)))).prefill_tokens == len(CHAIN) * BLOCK
+
+
+def test_the_time_to_read_counts_for_the_decode_instance() -> None:
+    """The decode instance beside the prefill instance has the fastest transfer, but its NIC is slow. The other two take
+    turns, because the node of the first one reads."""
+    _, control = core("shorter")
+    control.handle(InstanceDown(0.0, "prefill2"))
+    control.handle(KvStored(0.0, "prefill0", CHAIN, BLOCK, "store"))
+    reads = [of(ReadKv, control.handle(Arrived(0.0, request(number)))) for number in (1, 2)]
+    assert [read.prefill_tokens for read in reads] == [0, 0]
+    assert {read.decode_instance for read in reads} == {"decode1", "decode2"}
+    for read in reads:
+        [decode] = control.handle(PrefillFinished(1.0, read.request_id))
+        assert isinstance(decode, Decode)
+        assert decode.terms is not None
+        assert decode.terms.parts["read_s"][decode.terms.names.index("decode0")] > decode.terms.parts["read_s"].min()
 
 
 def test_a_slow_store_is_not_read() -> None:

@@ -17,6 +17,7 @@ from tests.gateway.two_sites import metric
 from tests.waiting import until
 from typer.testing import CliRunner
 
+from kvroute.cachepool.keys import block_keys
 from kvroute.cli.app import app
 from kvroute.control import decisions_equal, replay
 from kvroute.emulator.server import InstanceServer
@@ -231,6 +232,45 @@ def test_a_client_that_leaves_during_a_read_frees_the_buffer() -> None:
             asked.cancel()
             await check_nothing_held(gate)
             assert await metric(gate, "kvroute_client_disconnects_total") == 1
+
+    uvloop.run(main())
+
+
+def test_a_part_that_is_complete_is_released_when_the_client_leaves() -> None:
+    async def main() -> None:
+        async with stored("split") as gate:
+            await ask(gate, TOKENS)
+            await in_store(gate, TOKENS)
+            await forget(gate)
+            for name in ("decode0", "decode1"):
+                node_of(gate, name).read_bytes_per_s = 1e6  # minutes
+            asked = asyncio.ensure_future(gate.ask(TOKENS))
+            node = node_of(gate, "prefill0")
+            await until(lambda: bool(node.buffered_bytes) and not node.queued_bytes)
+            asked.cancel()
+            await check_nothing_held(gate)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("lost", ["buffer", "another prompt"])
+def test_staged_blocks_that_do_not_arrive_are_computed(lost: str) -> None:
+    """The engine alone: the part is gone when it is fetched, or its key is not that of the prompt."""
+
+    async def main() -> None:
+        async with stored("split") as gate:
+            keys = block_keys(TOKENS, BLOCK)
+            key = keys[-1] if lost == "buffer" else keys[0]
+            part = {"id": "lost", "blocks": len(keys), "data": "127.0.0.1:1", "buffer": ""}
+            params = {"do_remote_decode": True, "storage": {"first_block": 0, "key": key.hex(), "parts": [part]}}
+            body = {"prompt": TOKENS, "max_tokens": 1, "kv_transfer_params": params}
+            server = gate.fleet.servers["prefill0"]
+            async with gate.session.post(f"http://127.0.0.1:{server.port}/v1/completions", json=body) as response:
+                document = await response.json()
+            assert document["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert server.engine.counters.kv_failed == (lost == "buffer")
+            computed_s = 1e-3 + len(TOKENS) * 200e-6
+            assert server.engine.counters.prefill_s.sum_s >= computed_s * (1 - 1e-9)
 
     uvloop.run(main())
 
