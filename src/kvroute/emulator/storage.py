@@ -67,6 +67,7 @@ class StorageNode:
     read_bytes_per_s: float
     write_bytes_per_s: float
     buffer_bytes: float
+    hold_s: float = HOLD_S
     read_bytes: float = 0.0
     """Bytes of complete reads so far."""
     written_bytes: float = 0.0
@@ -112,7 +113,7 @@ class StorageNode:
             raise
         read.complete = True
         self.read_bytes += read.kv_bytes
-        read.alarm = self.clock.at(self.clock.now() + HOLD_S, partial(self.release, read_id))
+        read.alarm = self.clock.at(self.clock.now() + self.hold_s, partial(self.release, read_id))
         return read
 
     async def _reserve(self, read: BufferedRead) -> None:

@@ -246,6 +246,7 @@ def test_a_part_that_is_complete_is_released_when_the_client_leaves() -> None:
                 node_of(gate, name).read_bytes_per_s = 1e6  # minutes
             asked = asyncio.ensure_future(gate.ask(TOKENS))
             node = node_of(gate, "prefill0")
+            node.hold_s = 3600.0
             await until(lambda: bool(node.buffered_bytes) and not node.queued_bytes)
             asked.cancel()
             await check_nothing_held(gate)
