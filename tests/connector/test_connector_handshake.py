@@ -20,7 +20,7 @@ from tests.connector.loopback import TOKEN, WAIT_S, Cache, ends, pull
 from kvroute.connector.authentication import session
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.client import Client
-from kvroute.connector.handshake import accept_handshake, greet
+from kvroute.connector.handshake import accept_handshake, difference, greet
 from kvroute.connector.handshake_limits import Handshakes, network_of
 from kvroute.connector.listener import LIMITS, Admit, Limits, Listener
 from kvroute.connector.options import Options
@@ -105,7 +105,7 @@ def listening(options: Options, limits: Limits = LIMITS) -> Iterator[Listener]:
     """Run a server that does the handshake and then keeps the connection until the peer closes it."""
 
     def serve(channel: FramedSocket, peer: str, admit: Admit) -> None:
-        accept_handshake(channel, options.token, LAYOUT, options, admit)
+        accept_handshake(channel, options.token, options, admit, lambda theirs: difference(LAYOUT, theirs))
         channel.receive()
 
     listener = Listener("127.0.0.1", 0, WAIT_S, serve, limits)

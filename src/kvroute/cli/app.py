@@ -27,6 +27,7 @@ COMMANDS = {
     "simulate": "simulate:simulate",
     "serve": "serve:serve",
     "doctor": "doctor:doctor",
+    "buffer": "buffer:buffer",
     "emulate": "emulate:emulate",
     "demo": "demo:demo",
     "testbed": "testbed:app",

@@ -9,10 +9,10 @@ from typing import Any
 
 import typer
 
-from kvroute.topology.units import about_duration, duration_s
+from kvroute.topology.units import about_duration, duration_s, size_bytes
 from kvroute.types import InputError
 
-DURATION, RATE, TOKENS = "<duration>", "<rate>", "<tokens>"
+DURATION, RATE, TOKENS, SIZE = "<duration>", "<rate>", "<tokens>", "<size>"
 """Placeholders of the options' values in the help."""
 _RATE = re.compile(r"\s*([^\s/]+)\s*(?:/\s*(s|min|h))?\s*", re.ASCII)
 _TOKENS = re.compile(r"\s*(\d{1,15})\s*([KkMm]?)\s*", re.ASCII)
@@ -68,6 +68,22 @@ def token_count(least: int = 1, most: int = 10**9) -> Callable[[Any], int]:
         if not least <= count <= most:
             raise _wrong(text, f"between {least:,} and {most:,} tokens", write)
         return count
+
+    return parse
+
+
+def byte_count(least: int = 0) -> Callable[[Any], int]:
+    """Return a parser of sizes of at least `least` bytes."""
+    write = "write a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 64GB"
+
+    def parse(text: Any) -> int:
+        try:
+            nbytes = int(text) if isinstance(text, int) else int(size_bytes(str(text)))
+        except InputError:
+            raise _wrong(text, "a size", write) from None
+        if nbytes < least:
+            raise _wrong(text, f"{least} bytes or more", write)
+        return nbytes
 
     return parse
 

@@ -51,12 +51,17 @@ def greet(channel: FramedSocket, token: str, layout: Layout, traffic_class: str,
 
 
 def accept_handshake(
-    channel: FramedSocket, token: str, layout: Layout, options: Options, room: Callable[[], bool]
+    channel: FramedSocket,
+    token: str,
+    options: Options,
+    room: Callable[[], bool],
+    mismatch: Callable[[Layout], str],
 ) -> Hello:
     """Perform the handshake with a peer and prepare its connection for sending KV.
 
     Args:
         room: called once the peer has proved the token; returns whether one more connection is accepted.
+        mismatch: called after that with the peer's layout; returns why it does not fit, or an empty text.
 
     Raises:
         WireError: the peer was refused and has received the reason.
@@ -72,7 +77,9 @@ def accept_handshake(
     keys = session(token, challenge, hello)
     if not verify_proof(hello.proof, keys.client_proof):
         raise _refused(channel, Refused("token", "the peer has a different token"))
-    refusal = _refusal(channel, hello, layout, options) if room() else Refused("busy", "too many KV connections")
+    refusal = _refusal(channel, hello, options) if room() else Refused("busy", "too many KV connections")
+    if refusal is None and (reason := mismatch(hello.layout)):
+        refusal = Refused("layout", reason)
     if refusal:
         raise _refused(channel, refusal)
     tune(
@@ -91,7 +98,7 @@ def _refused(channel: FramedSocket, refusal: Refused) -> WireError:
     return WireError(refusal.code, refusal.reason)
 
 
-def _refusal(channel: FramedSocket, hello: Hello, layout: Layout, options: Options) -> Refused | None:
+def _refusal(channel: FramedSocket, hello: Hello, options: Options) -> Refused | None:
     here = address_of(channel.sock.getsockname())
     if options.protected and (hello.host, hello.port) != here and not _advertised(hello, here[1], options):
         return Refused(
@@ -99,8 +106,6 @@ def _refusal(channel: FramedSocket, hello: Hello, layout: Layout, options: Optio
             f"the peer has connected to {hello.host} port {hello.port}, but this server is {here[0]} port {here[1]}: "
             "where addresses are translated, advertised_host must name the address that peers connect to",
         )
-    if hello.layout != layout:
-        return Refused("layout", f"KV caches differ: {_difference(layout, hello.layout)}")
     return None
 
 
@@ -113,10 +118,10 @@ def _advertised(hello: Hello, port: int, options: Options) -> bool:
     return any(address_of((str(address[0]), port)) == (hello.host, hello.port) for *_, address in found)
 
 
-def _difference(ours: Layout, theirs: Layout) -> str:
-    """Describe the first field in which two layouts differ."""
+def difference(ours: Layout, theirs: Layout) -> str:
+    """Describe the first field in which two layouts differ; empty if they are equal."""
     for field in ours.__struct_fields__:
         here, there = getattr(ours, field), getattr(theirs, field)
         if here != there:
-            return f"{field} is {here} here and {there} there"
-    return "nothing"
+            return f"KV caches differ: {field} is {here} here and {there} there"
+    return ""

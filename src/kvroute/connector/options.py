@@ -16,6 +16,8 @@ from kvroute.types import InputError
 Dscp = Annotated[int, msgspec.Meta(ge=0, le=63)]
 KV_CLASS = "kv"
 """Traffic class of a transfer whose request specifies none."""
+STORAGE_CLASS = "storage"
+"""Traffic class of blocks between engines and buffer servers."""
 CONNECTIONS_MAX = 64
 
 
@@ -51,6 +53,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time without any byte moved after which a peer has failed, in seconds."""
     instance: str = ""
     """Name of this instance in the cluster file, and `source` of its transfers in metrics; empty: host and port."""
+    buffer: Annotated[str, msgspec.Meta(pattern=r"^(.+:\d{1,5})?\Z")] = ""
+    """`host:port` of the buffer server on this node, which writes full blocks to the store. With it, prefill instances
+    load stored blocks from buffer servers; empty: no store."""
+    write_back_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
+    """Memory for blocks that wait to be written; blocks that do not fit are not stored."""
     staging: bool = False
     """Copy through host buffers even if the KV cache is in host memory. Device memory always uses them."""
     fault_file: str = ""
@@ -84,8 +91,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return os.environ.get("VLLM_HOST_IP") or socket.gethostbyname(socket.gethostname())
 
 
-def read_options(extra: Mapping[str, Any]) -> Options:
-    """Parse the options in `kv_connector_extra_config`.
+def read_options(extra: Mapping[str, Any], where: str = "kv_connector_extra_config") -> Options:
+    """Parse the options. Args: `where` names their place in errors.
 
     Raises:
         InputError: an unknown option, a wrong value, or an address other than loopback without a token.
@@ -95,23 +102,23 @@ def read_options(extra: Mapping[str, Any]) -> Options:
         if word not in known:
             near = get_close_matches(word, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise InputError(f"unknown option {word!r}", where="kv_connector_extra_config", hint=hint)
+            raise InputError(f"unknown option {word!r}", where=where, hint=hint)
     try:
         options = msgspec.convert(dict(extra), Options)
     except msgspec.ValidationError as error:
-        raise InputError(str(error), where="kv_connector_extra_config") from None
+        raise InputError(str(error), where=where) from None
     if options.token and options.token_env:
-        raise InputError("token and token_env are both given", where="kv_connector_extra_config", hint="remove one")
+        raise InputError("token and token_env are both given", where=where, hint="remove one")
     if not (options.token or options.token_env or _loopback(options.host)):
         raise InputError(
             f"every client that reaches {options.host} could read the KV cache",
-            where="kv_connector_extra_config.host",
+            where=f"{where}.host",
             hint="give token_env (or token), the same on all instances",
         )
     if options.congestion_control and not _congestion_control(options.congestion_control):
         raise InputError(
             f"this system does not support congestion control {options.congestion_control!r}",
-            where="kv_connector_extra_config.congestion_control",
+            where=f"{where}.congestion_control",
             hint="see /proc/sys/net/ipv4/tcp_available_congestion_control",
         )
     return options

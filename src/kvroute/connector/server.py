@@ -12,15 +12,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvroute.connector.block_leases import BlockLease, BlockLeases, Computing, Fence, Freed
+from kvroute.connector.block_receiver import BlockReceiver
 from kvroute.connector.blocks import Layout, Region
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.chunk_scheduler import Chunk, ChunkScheduler
 from kvroute.connector.congestion import Gauges, Sent, TcpMonitor
 from kvroute.connector.faults import corrupt
-from kvroute.connector.handshake import accept_handshake
+from kvroute.connector.handshake import accept_handshake, difference
 from kvroute.connector.listener import Admit, Listener
 from kvroute.connector.options import Options
-from kvroute.connector.wire import End, Fetch, Part, Refused, Release, Released, Waiting, WireError, crc32
+from kvroute.connector.wire import (
+    End,
+    Fetch,
+    Match,
+    Part,
+    Refused,
+    Release,
+    Released,
+    Request,
+    Store,
+    Waiting,
+    WireError,
+    crc32,
+)
 
 UNKNOWN_WAIT_S = 5.0
 """Maximum wait for an unknown request, in seconds, because a fetch may arrive before the scheduler's message to its
@@ -40,7 +54,13 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
         environ: Mapping[str, str] | None = None,
         unknown_wait_s: float | None = None,
+        listen: bool = True,
+        receiver: BlockReceiver | None = None,
+        on_release: Callable[[], None] | None = None,
     ) -> None:
+        """Args: `listen`: if False, the caller accepts connections and calls `serve`; `receiver`: answers peers that
+        write blocks to a store; `on_release`: called from any thread when `freed` may have something to return."""
+        self._receiver, self._on_release = receiver, on_release
         self._regions, self._layout, self._options = regions, layout, options
         self._token = options.secret() if environ is None else options.secret(environ)
         self._clock = clock
@@ -55,11 +75,12 @@ class Server:
         self._closed = False
         self._ending = threading.Event()
         port = options.port + port_offset if options.port else 0
-        self._listener = Listener(options.host, port, options.timeout_s, self._serve)
+        self._listener = Listener(options.host, port, options.timeout_s, self._accepted) if listen else None
 
     @property
     def address(self) -> tuple[str, int]:
         """Address at which decode instances reach this server."""
+        assert self._listener is not None, "the caller accepts connections"
         return self._options.advertised(), self._listener.port
 
     @property
@@ -99,6 +120,7 @@ class Server:
         with self._changed:
             self._holds.release(request_id)
             self._changed.notify_all()
+        self._released()
 
     def withdraw(self, request_id: str) -> None:
         """Stop all reads of a request whose blocks vLLM is about to overwrite. Returns when no reader is left."""
@@ -128,11 +150,17 @@ class Server:
             self._closed = True
             self._changed.notify_all()
         self._ending.set()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
 
-    def _serve(self, channel: FramedSocket, peer: str, admit: Admit) -> None:
-        hello = accept_handshake(channel, self._token, self._layout, self._options, admit)
-        self._links.opened(channel.sock, hello.instance or peer)
+    def _accepted(self, channel: FramedSocket, peer: str, admit: Admit) -> None:
+        layout = self._layout
+        hello = accept_handshake(channel, self._token, self._options, admit, lambda theirs: difference(layout, theirs))
+        self.serve(channel, hello.instance or peer)
+
+    def serve(self, channel: FramedSocket, peer: str) -> None:
+        """Answer a peer that has passed the handshake until it disconnects. Args: `peer` is its name in `links`."""
+        self._links.opened(channel.sock, peer)
         try:
             # An idle peer may stay connected without limit; TCP's keep-alive detects a dead one.
             while (message := self._next(channel)) is not None:
@@ -140,20 +168,27 @@ class Server:
         finally:
             self._links.closing(channel.sock)
 
-    def _next(self, channel: FramedSocket) -> Fetch | Release | None:
+    def _next(self, channel: FramedSocket) -> Request | None:
         channel.sock.settimeout(None)
         message = channel.receive()
         channel.sock.settimeout(self._options.timeout_s)
-        if message is None or isinstance(message, Fetch | Release):
+        accepted = Request if self._receiver is not None else Fetch | Release
+        if message is None or isinstance(message, accepted):
             return message
-        raise WireError("malformed", f"{type(message).__name__} instead of Fetch or Release")
+        raise WireError("malformed", f"{type(message).__name__} is not a request to this server")
 
-    def _answer(self, channel: FramedSocket, message: Fetch | Release) -> None:
-        if isinstance(message, Release):
-            with self._changed:
-                self._holds.release(message.request_id)
-            channel.send(Released(message.request_id))
-            return
+    def _answer(self, channel: FramedSocket, message: Request) -> None:
+        match message:
+            case Release():
+                self.forget(message.request_id)
+                channel.send(Released(message.request_id))
+            case Match() | Store():
+                assert self._receiver is not None, "only then these messages are accepted"
+                self._receiver.answer(channel, message)
+            case Fetch():
+                self._send(channel, message)
+
+    def _send(self, channel: FramedSocket, message: Fetch) -> None:
         found = self._find(channel, message)
         if isinstance(found, Refused):
             channel.send(found)
@@ -165,6 +200,11 @@ class Server:
                 del self._reading[channel]
                 self._holds.leave(found)
                 self._changed.notify_all()
+            self._released()
+
+    def _released(self) -> None:
+        if self._on_release is not None:
+            self._on_release()
 
     def _find(self, channel: FramedSocket, fetch: Fetch) -> BlockLease | Refused:
         left_s = min(fetch.wait_s, self._options.hold_s) or self._unknown_wait_s

@@ -15,16 +15,17 @@ import msgspec
 
 from kvroute.connector.blocks import Layout
 
-VERSION = 3
+VERSION = 4
 HANDSHAKE_BYTES_MAX = 4 << 10
 """Maximum size of a header before the peer has proved the token, in bytes."""
 HEADER_BYTES_MAX = 64 << 10
 """Maximum size of a header after that, in bytes."""
 LENGTH_BYTES = 4
+MATCH_KEYS_MAX = 1024
 _LENGTH = struct.Struct("!I")
 
 Code: TypeAlias = Literal[
-    "version", "token", "address", "layout", "prompt", "unknown", "gone", "range", "busy", "malformed"
+    "version", "token", "address", "layout", "prompt", "unknown", "gone", "range", "busy", "malformed", "store"
 ]
 
 
@@ -108,6 +109,34 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     request_id: str
 
 
+class Match(msgspec.Struct, frozen=True, tag="match"):
+    """Question to a buffer server: how many leading blocks are in its store? At most `MATCH_KEYS_MAX` keys."""
+
+    keys: tuple[bytes, ...]
+
+
+class Matched(msgspec.Struct, frozen=True, tag="matched"):
+    """Answer to `Match`."""
+
+    blocks: int
+
+
+class Store(msgspec.Struct, frozen=True, tag="store", kw_only=True):
+    """Header of one full block, region by region, that a buffer server is to write to its store."""
+
+    key: bytes
+    parent: bytes
+    """Key of the block before it; empty for the first block of a prompt."""
+    nbytes: int
+    crc32: int | None = None
+
+
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """Answer to `Store`: whether the block is in the store now. It is not if its parent is missing there."""
+
+    stored: bool
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Refusal, with its reason."""
 
@@ -115,7 +144,24 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-Message: TypeAlias = Challenge | Hello | Welcome | Fetch | Part | Waiting | End | Release | Released | Refused
+Message: TypeAlias = (
+    Challenge
+    | Hello
+    | Welcome
+    | Fetch
+    | Part
+    | Waiting
+    | End
+    | Release
+    | Released
+    | Match
+    | Matched
+    | Store
+    | Stored
+    | Refused
+)
+Request: TypeAlias = Fetch | Release | Match | Store
+"""What a client sends after the handshake."""
 M = TypeVar("M", bound=Message)
 _DECODER = msgspec.msgpack.Decoder(Message)
 

@@ -7,9 +7,6 @@ from typing import Protocol
 
 from kvroute.types import InputError
 
-NO_PARENT = b""
-"""Parent of the first block of a prompt."""
-
 
 class StoreError(InputError):
     """The store cannot be opened or written; the message is one sentence. Published blocks are unaffected."""

@@ -12,10 +12,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvroute.cachepool.keys import NO_PARENT
 from kvroute.cachepool.store.eviction import ExtentFolder
 from kvroute.cachepool.store.extent import ExtentCodec
 from kvroute.cachepool.store.format import BlockFormat
-from kvroute.cachepool.store.interface import NO_PARENT, StoreError
+from kvroute.cachepool.store.interface import StoreError
 
 PIECE_BYTES = 1024 * 1024
 """Bytes that are read and then checked at once."""

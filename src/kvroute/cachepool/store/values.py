@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvroute.cachepool.keys import NO_PARENT
 from kvroute.cachepool.store.extent import ExtentCodec
 from kvroute.cachepool.store.format import BlockFormat
-from kvroute.cachepool.store.interface import NO_PARENT
 
 FORMAT_NAME = "format"
 

@@ -1,0 +1,116 @@
+"""The buffer server: a port for engines, which speaks the connector's protocol, and an HTTP port for routers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from kvroute.cachepool.store.location import StoreLocation
+from kvroute.connector.buffer.reads import NodeReads
+from kvroute.connector.buffer.routes import Routes
+from kvroute.connector.buffer.shards import Shards
+from kvroute.connector.channel import FramedSocket
+from kvroute.connector.handshake import accept_handshake
+from kvroute.connector.listener import Admit, Listener
+from kvroute.connector.options import Options
+from kvroute.types import cannot_listen
+
+COLLECT_S = 0.5
+"""Interval of the search for blocks whose hold time is over, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSettings:
+    """Settings of a buffer server."""
+
+    location: StoreLocation
+    quota_bytes: int
+    """Host memory for blocks."""
+    host: str = "127.0.0.1"
+    """Address of both ports."""
+    port: int = 0
+    """HTTP port for routers; 0: the system chooses."""
+    options: Options = field(default_factory=Options)
+    """Options of the port for engines, as those of the connector."""
+
+
+class BufferServer:
+    """`start` opens both ports; `close` closes them and frees everything."""
+
+    def __init__(self, settings: BufferSettings) -> None:
+        """Raises StoreError if the store cannot be used."""
+        settings.location.check()
+        self._settings, self._token = settings, settings.options.secret()
+        self._shards = Shards(settings.location, settings.options, settings.quota_bytes, self._collect_soon)
+        self._reads = NodeReads(self._shards)
+        self._routes = Routes(self._reads, lambda: self.data, settings.quota_bytes, settings.host)
+        self._listener: Listener | None = None
+        self._runner: web.ServerRunner | None = None
+        self._collector: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def url(self) -> str:
+        """URL for routers."""
+        assert self._runner is not None
+        return f"http://{_bracketed(self._settings.options.advertised())}:{self._runner.addresses[0][1]}"
+
+    @property
+    def data(self) -> str:
+        """`host:port` for engines."""
+        assert self._listener is not None
+        return f"{_bracketed(self._settings.options.advertised())}:{self._listener.port}"
+
+    async def start(self) -> None:
+        """Open both ports.
+
+        Raises:
+            InputError: a port cannot be opened.
+        """
+        settings, self._loop = self._settings, asyncio.get_running_loop()
+        options = settings.options
+        try:
+            self._listener = Listener(options.host, options.port, options.timeout_s, self._accepted)
+        except OSError as error:
+            raise cannot_listen(f"{options.host}:{options.port}", error.errno, error.strerror or "") from None
+        self._runner = web.ServerRunner(web.Server(self._routes.answer, access_log=None))
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, settings.host, settings.port).start()
+        except OSError as error:
+            raise cannot_listen(f"{settings.host}:{settings.port}", error.errno, error.strerror or "") from None
+        self._collector = self._loop.create_task(self._collect_forever())
+
+    async def close(self) -> None:
+        """Close both ports; reads in progress fail."""
+        if self._collector is not None:
+            self._collector.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        loop = asyncio.get_running_loop()
+        if self._listener is not None:
+            await loop.run_in_executor(None, self._shards.close)
+            await loop.run_in_executor(None, self._listener.close)
+        self._reads.close()
+
+    def _accepted(self, channel: FramedSocket, peer: str, admit: Admit) -> None:
+        """Serve one engine, in a thread."""
+        hello = accept_handshake(channel, self._token, self._settings.options, admit, self._shards.mismatch)
+        self._shards.of(hello.layout).server.serve(channel, hello.instance or peer)
+
+    def _collect_soon(self) -> None:
+        """Collect released blocks in the event loop. Called from any thread."""
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._reads.collect)
+
+    async def _collect_forever(self) -> None:
+        while True:
+            await asyncio.sleep(COLLECT_S)
+            self._reads.collect()
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
