@@ -56,7 +56,7 @@ class Client:
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kv-pull")
 
-    def start(self, transfer: Transfer) -> None:
+    def start(self, transfer: Transfer) -> Progress:
         """Start a transfer. Its outcome will be among `results`."""
         assert transfer.blocks, "a transfer of no blocks is a release"
         progress = Progress(transfer, self._regions, fresh_nonce().hex(), self._clock())
@@ -64,6 +64,7 @@ class Client:
             self._running[transfer.request_id] = progress
         # A transfer whose prompt has not been started yet waits with one connection.
         self._widen(progress, 1 if transfer.wait_s else self._connections(transfer))
+        return progress
 
     def cancel(self, request_id: str) -> None:
         """Cancel a transfer that is no longer needed. It ends soon, with the failure `cancelled`."""
@@ -135,6 +136,9 @@ class Client:
             if self._running.get(transfer.request_id) is progress:
                 del self._running[transfer.request_id]
         self._results.put(Result(transfer, progress.nbytes, seconds, failure))
+        with progress.lock:
+            progress.ended = True
+            progress.lock.notify_all()
         self._release(transfer.peer, transfer.remote_request_id)
 
     def _release(self, peer: Peer, remote_request_id: str) -> None:

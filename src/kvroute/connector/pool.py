@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvroute.connector.blocks import Layout
 from kvroute.connector.channel import FramedSocket, probed, tune
 from kvroute.connector.handshake import greet
 from kvroute.connector.options import KV_CLASS, Options
-from kvroute.connector.wire import Fetch, Message, Release, WireError
+from kvroute.connector.wire import Message, Request, WireError
 
 IDLE_MAX = 64
 """Maximum number of idle connections to one peer."""
@@ -41,7 +42,7 @@ class ConnectionPool:
         self._lock = threading.Lock()
         self._closed = False
 
-    def request(self, peer: Peer, message: Fetch | Release) -> tuple[FramedSocket, Message]:
+    def request(self, peer: Peer, message: Request, payload: Sequence[memoryview] = ()) -> tuple[FramedSocket, Message]:
         """Send on an idle connection, or on a new one if that has died. Return the header of the response.
 
         Raises:
@@ -49,7 +50,7 @@ class ConnectionPool:
         """
         while (channel := self._kept(peer)) is not None:
             try:
-                channel.send(message)
+                channel.send(message, payload)
                 return channel, channel.receive_next()
             except OSError as error:
                 self.drop(channel)
@@ -57,7 +58,7 @@ class ConnectionPool:
                     raise
         channel = self._connect(peer)
         try:
-            channel.send(message)
+            channel.send(message, payload)
             return channel, channel.receive_next()
         except BaseException:
             self.drop(channel)

@@ -140,6 +140,10 @@ class Scheduler:
             return 0
         return max(self._end(transfer_params, prompt_tokens) - computed_tokens, 0)
 
+    def pulls(self, request_id: str) -> bool:
+        """Return whether the prompt's KV is pulled from a prefill instance."""
+        return request_id in self._transfer_params
+
     def allocated(self, request_id: str, prompt_tokens: int, blocks: Sequence[int], pulled_tokens: int) -> None:
         """Plan the pull of `pulled_tokens` tokens into the request's blocks. Called once per request."""
         transfer_params = self._transfer_params.pop(request_id, None)

@@ -44,7 +44,9 @@ class Progress:
     def __init__(self, transfer: Transfer, regions: Sequence[Region], name: str, began: float) -> None:
         """`name` identifies the transfer to the peer and is unique; `began` is the start time, in seconds."""
         self.transfer, self.regions, self.name, self.began = transfer, regions, name, began
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
+        """Notified when all blocks of a region have arrived, and at the end of the transfer."""
+        self.ended = False
         self.lanes = 0
         """Number of lanes started so far."""
         self.lanes_left = 0
@@ -53,6 +55,8 @@ class Progress:
         self.cancelled = False
         self._channels: set[FramedSocket] = set()
         self._landed = [bytearray(len(transfer.blocks)) for _ in regions]
+        self._missing = [len(transfer.blocks) for _ in regions]
+        """Number of blocks that have not arrived, by region."""
 
     def cancel(self) -> None:
         """Abort all lanes, now and later."""
@@ -94,13 +98,22 @@ class Progress:
         landed = self._landed[part.region]
         with self.lock:
             # A peer that sends the same blocks again and again makes no progress.
-            self.nbytes += landed[start : start + count].count(0) * region.block_bytes
+            fresh = landed[start : start + count].count(0)
+            self.nbytes += fresh * region.block_bytes
             landed[start : start + count] = b"\1" * count
+            self._missing[part.region] -= fresh
+            if not self._missing[part.region]:
+                self.lock.notify_all()
+
+    def wait(self, regions: Sequence[int]) -> None:
+        """Return when all blocks of these regions have arrived, or when the transfer has ended."""
+        with self.lock:
+            self.lock.wait_for(lambda: self.ended or not any(self._missing[region] for region in regions))
 
     @property
     def complete(self) -> bool:
         """True if every block of every region has arrived."""
-        return all(all(region) for region in self._landed)
+        return not any(self._missing)
 
 
 class TransferLane:

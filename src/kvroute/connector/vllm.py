@@ -6,7 +6,8 @@ computed. The decode instance loads them between its steps, while other requests
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,20 @@ from kvroute.connector.amx import allow_amx
 from kvroute.connector.blocks import Layout
 from kvroute.connector.options import Options, read_options
 from kvroute.connector.scheduler import Scheduler, Step
+from kvroute.connector.storage_plan import Prompt, StoragePlan, StorageStep
+from kvroute.connector.storage_worker import StorageWorker, WrittenBlocks
 from kvroute.connector.worker import Worker
+from kvroute.connector.write_back import StoredChain
 from kvroute.types import InputError
 
 try:
+    from vllm.distributed.kv_events import BlockStored  # type: ignore[import-not-found]
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
         KVConnectorBase_V1,
         KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorRole,
+        KVConnectorWorkerMetadata,
     )
     from vllm.logger import init_logger  # type: ignore[import-not-found]
     from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
@@ -34,6 +40,8 @@ except ModuleNotFoundError as error:
 from kvroute.connector.device import fence_of, regions_of
 from kvroute.connector.vllm_metrics import KvrouteMetrics, KvrouteStats
 
+IDLE_PAUSE_S = 0.005
+"""Pause between two steps of an idle engine whose blocks are being written, in seconds."""
 # vLLM prints only the log lines of its own loggers, so kvroute's loggers are created through vLLM.
 init_logger("kvroute")
 log = init_logger("kvroute.connector")
@@ -44,6 +52,18 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Message from the scheduler to the workers."""
 
     step: Step
+    storage: StorageStep
+
+
+@dataclass
+class Written(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Message from the workers to the scheduler: what each of them has written to the store."""
+
+    by_worker: tuple[WrittenBlocks, ...]
+
+    def aggregate(self, other: Written) -> Written:
+        """Return the reports of both."""
+        return Written(self.by_worker + other.by_worker)
 
 
 @dataclass
@@ -62,7 +82,11 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._options: Options = read_options(transfer.kv_connector_extra_config)
         self._check(vllm_config, kv_cache_config)
         self._worker: Worker | None = None
+        self._storage_worker: StorageWorker | None = None
+        """Only with a buffer server."""
         self._scheduler: Scheduler | None = None
+        self._storage: StoragePlan | None = None
+        """Only with a buffer server."""
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(
                 self._options,
@@ -72,7 +96,11 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 producer=transfer.is_kv_producer,
                 consumer=transfer.is_kv_consumer,
             )
-            if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
+            if self._options.buffer:
+                tp = vllm_config.parallel_config.tensor_parallel_size
+                self._storage = StoragePlan(vllm_config.cache_config.block_size, tp)
+            loads = transfer.is_kv_consumer or self._options.buffer
+            if loads and transfer.kv_load_failure_policy != "recompute":
                 log.warning(
                     'a failed transfer fails its request; set "kv_load_failure_policy" to "recompute" to avoid it'
                 )
@@ -100,29 +128,51 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """Handle a new request."""
         self._plan.arrived(request.request_id, request.kv_transfer_params, request.prompt_token_ids)
+        if self._storage is not None:
+            prompt = Prompt(
+                request.prompt_token_ids or (),
+                request.all_token_ids,
+                request.cache_salt or "",
+                storable=request.lora_request is None and not request.mm_features,
+            )
+            self._storage.arrived(request.request_id, request.kv_transfer_params, prompt)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return the number of tokens to pull, and whether vLLM must wait for them; pulls always run between steps."""
+        """Return the number of tokens to pull or load, and whether vLLM must wait for them: pulls run between steps,
+        and staged blocks are loaded within a step."""
         tokens = self._plan.matched(request.request_id, request.num_prompt_tokens, num_computed_tokens)
-        return tokens, tokens > 0
+        if tokens or self._storage is None:
+            return tokens, tokens > 0
+        return self._storage.matched(request.request_id, request.num_prompt_tokens, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Receive the blocks to pull into."""
+        """Receive the blocks to pull or load into."""
         (ids,) = blocks.get_block_ids()
+        pulls = self._plan.pulls(request.request_id)
         self._plan.allocated(request.request_id, request.num_prompt_tokens, ids, num_external_tokens)
+        if self._storage is not None:
+            self._storage.allocated(request.request_id, ids, 0 if pulls else num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Return the plan of this step."""
         for request_id in scheduler_output.preempted_req_ids or ():
             self._plan.preempted(request_id)
-        for request_id, computed in self._plan.watched(_computed(scheduler_output)):
-            (blocks,) = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+        state, before = scheduler_output.kv_connector_block_state, _computed_before(scheduler_output)
+        after = {each: tokens + scheduler_output.num_scheduled_tokens[each] for each, tokens in before.items()}
+        for request_id, computed in self._plan.watched(after):
+            (blocks,) = state.get_block_ids(request_id)
             self._plan.scheduled(request_id, blocks, computed)
-        return StepMetadata(self._plan.take())
+        if self._storage is None:
+            return StepMetadata(self._plan.take(), StorageStep())
+        for request_id, computed in before.items():
+            if self._storage.is_due(request_id, computed):
+                (blocks,) = state.get_block_ids(request_id)
+                self._storage.computed(request_id, computed, blocks)
+        return StepMetadata(self._plan.take(), self._storage.take())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return whether the blocks are held, and the transfer parameters for the decode instance."""
-        return self._plan.finished(
+        keep, params = self._plan.finished(
             request.request_id,
             request.kv_transfer_params,
             request.prompt_token_ids,
@@ -130,6 +180,34 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
             computed_tokens=request.num_computed_tokens,
             blocks=block_ids,
         )
+        if self._storage is not None:
+            writes = self._storage.finished(request.request_id, request.num_computed_tokens, block_ids, kept=keep)
+            keep = keep or writes
+        return keep, params
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Receive the reports of the workers."""
+        written = connector_output.kv_connector_worker_meta
+        if self._storage is not None and isinstance(written, Written):
+            for report in written.by_worker:
+                self._storage.stored(report.rank, report.keys, report.settled_number)
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether vLLM must go on with steps, although no request is in progress.
+
+        vLLM calls it only then, in a loop without a pause, so it pauses here.
+        """
+        if self._storage is None or not self._storage.pending:
+            return False
+        time.sleep(IDLE_PAUSE_S)
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        """Return the KV events of blocks in the store."""
+        if self._storage is None:
+            return ()
+        size = self._vllm_config.cache_config.block_size
+        return [_stored_event(chain, size) for chain in self._storage.take_events()]
 
     # Worker's half
 
@@ -146,6 +224,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         by_layer = {layer: regions_of(layer, tensor, blocks, staging=staging) for layer, tensor in kv_caches.items()}
         regions = [region for own in by_layer.values() for region in own]
         numbers = iter(range(len(regions)))
+        layers = {layer: [next(numbers) for _ in own] for layer, own in by_layer.items()}
         layout = Layout(
             model=str(config.model_config.served_model_name),
             dtype=str(next(iter(kv_caches.values())).dtype),
@@ -161,8 +240,10 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
             producer=transfer.is_kv_producer,
             consumer=transfer.is_kv_consumer,
             replica=config.parallel_config.data_parallel_index,
-            layers={layer: [next(numbers) for _ in own] for layer, own in by_layer.items()},
+            layers=layers,
         )
+        if self._options.buffer:
+            self._storage_worker = StorageWorker(regions, layout, self._options, layers)
 
     def get_handshake_metadata(self) -> Listening | None:
         """Return the address on which this worker listens."""
@@ -170,13 +251,17 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return Listening(address) if address else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the plan of this step. Returns at once."""
+        """Start the plan of this step. Returns when the blocks to write are copied."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         self._work.begin(metadata.step)
+        if self._storage_worker is not None:
+            self._storage_worker.begin(metadata.storage)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no KV is loaded within a step."""
+        """Wait for a layer's staged blocks. Pulls run between steps."""
+        if self._storage_worker is not None:
+            self._storage_worker.wait_for_layer(layer_name)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Stop reads of the blocks that this step may overwrite. Called before its model runs."""
@@ -189,32 +274,50 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._work.computed(metadata.step, layer_name, lambda: fence_of(kv_layer))
 
     def wait_for_save(self) -> None:
-        """Do nothing: there is nothing to wait for."""
+        """Wait for the loads of this step. Nothing that is saved must be waited for."""
+        if self._storage_worker is not None:
+            self._storage_worker.finish()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks may be freed, and the requests whose pull has ended."""
-        return self._work.ended()
+        sent, received = self._work.ended()
+        if self._storage_worker is not None:
+            sent |= self._storage_worker.ended()
+        return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that vLLM must compute again."""
-        return self._work.failed_blocks()
+        failed = self._work.failed_blocks()
+        if self._storage_worker is not None:
+            failed |= self._storage_worker.failed_blocks()
+        return failed
+
+    def build_connector_worker_meta(self) -> Written | None:
+        """Return what this worker has written to the store since its last report."""
+        written = self._storage_worker.written() if self._storage_worker is not None else None
+        return Written((written,)) if written is not None else None
 
     def get_kv_connector_stats(self) -> KvrouteStats | None:
         """Return the counts since the last step. The scheduler's half has none."""
         if self._worker is None:
             return None
+        if self._storage_worker is not None:
+            self._worker.count(self._storage_worker.results())
         stats = KvrouteStats(dict(self._worker.counts()))
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
         """End all threads and connections."""
+        if self._storage_worker:
+            self._storage_worker.close()
         if self._worker:
             self._worker.close()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return True for layer-wise sending: a graph of the whole model does not report when a layer is done."""
-        return read_options(extra_config).layerwise
+        """Return True for layer-wise sending and loading: a graph of the whole model does not call for each layer."""
+        options = read_options(extra_config)
+        return options.layerwise or bool(options.buffer)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvrouteStats:
@@ -233,9 +336,24 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return KvrouteMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _computed(output: Any) -> dict[str, int]:
-    """Return, by request, the number of tokens that are computed after a step."""
+def _computed_before(output: Any) -> dict[str, int]:
+    """Return, by request, the number of tokens whose KV is in the cache before a step."""
     cached = output.scheduled_cached_reqs
     before = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
     before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return {request_id: tokens + output.num_scheduled_tokens[request_id] for request_id, tokens in before.items()}
+    return before
+
+
+def _stored_event(chain: StoredChain, block_tokens: int) -> Any:
+    extra_keys = [(chain.salt,), *[None] * (len(chain.hashes) - 1)] if chain.salt else None
+    return BlockStored(
+        block_hashes=list(chain.hashes),
+        parent_block_hash=chain.parent,
+        token_ids=list(chain.tokens),
+        block_size=block_tokens,
+        lora_id=None,
+        medium="STORE",
+        lora_name=None,
+        extra_keys=extra_keys,
+        group_idx=0,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -97,6 +97,8 @@ class Worker:
                 )
         for result in self._client.results() if self._client else ():
             received.add(result.transfer.request_id)
+            if result.failure:
+                self._failed_blocks.update(result.transfer.blocks)
             self._count(result)
         return sent, received
 
@@ -114,6 +116,11 @@ class Worker:
                 count_link(self._counts, target, self._rank, sent, replace(gauges, looked_s=now))
         counts, self._counts = self._counts, no_counts()
         return counts
+
+    def count(self, results: Iterable[Result]) -> None:
+        """Count transfers of another client of this rank."""
+        for result in results:
+            self._count(result)
 
     def close(self) -> None:
         """End all threads and connections."""
@@ -150,7 +157,6 @@ class Worker:
     def _count(self, result: Result) -> None:
         source = result.transfer.peer.source
         if result.failure:
-            self._failed_blocks.update(result.transfer.blocks)
             count_failure(self._counts, source, result.failure)
         elif result.transfer.wait_s:
             count_early(self._counts, source, result.nbytes)
