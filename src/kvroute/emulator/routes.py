@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -17,6 +17,7 @@ from kvroute.emulator.kv_events import AllBlocksCleared
 from kvroute.emulator.prompt import chat_prompt, completion_prompts
 from kvroute.emulator.response import usage
 from kvroute.emulator.server import InstanceServer
+from kvroute.emulator.storage import BufferedRead
 from kvroute.emulator.storage_tier import StorageTier
 from kvroute.types import InputError, Role
 
@@ -62,6 +63,8 @@ class ReadOrder(msgspec.Struct, frozen=True):
     keys: list[str]
     """Keys of the blocks, hexadecimal."""
     first_block: int = 0
+    wait: Literal["data", "room"] = "data"
+    """When the response comes: when the blocks are in the buffer, or as soon as they have room there."""
 
 
 class Inputs(msgspec.Struct, frozen=True):
@@ -81,8 +84,8 @@ async def answer(server: InstanceServer, request: web.BaseRequest) -> web.Stream
     handler = ROUTES.get((request.method, request.path))
     if handler is not None:
         return await handler(server, request)
-    if request.method == "DELETE" and request.path.startswith(READS_PATH + "/"):
-        return await _release_blocks(server, request)
+    if request.path.startswith(READS_PATH + "/") and request.method in _ONE_READ:
+        return await _ONE_READ[request.method](server, request)
     if any(path == request.path for _, path in ROUTES):
         raise ApiError("Method Not Allowed", status=405, kind="MethodNotAllowedError")
     raise ApiError("Not Found", status=404, kind="NotFoundError")
@@ -217,9 +220,21 @@ async def _read_blocks(server: InstanceServer, request: web.BaseRequest) -> web.
         keys = [bytes.fromhex(key) for key in order.keys]
     except ValueError:
         raise ApiError("a key is not hexadecimal", param="keys") from None
-    read = await tier.node.read(order.id, tier.model, keys, tier.block_bytes)
+    read = await tier.node.begin(order.id, tier.model, keys, tier.block_bytes)
+    if order.wait == "room":
+        return _json({"id": order.id, "blocks": read.blocks}, status=202)
+    return _staged(server, await tier.node.complete(read))
+
+
+async def _wait_for_blocks(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    """Return when the blocks of a read are in the buffer."""
+    node, read_id = _storage_of(server).node, request.path.removeprefix(READS_PATH + "/")
+    return _staged(server, await node.complete(node.find(read_id)))
+
+
+def _staged(server: InstanceServer, read: BufferedRead) -> web.Response:
     host, port = server.origin.host, server.origin.kv_port
-    found = {"id": order.id, "blocks": read.blocks, "bytes": read.kv_bytes, "seconds": read.in_service_s}
+    found = {"id": read.id, "blocks": read.blocks, "bytes": read.kv_bytes, "seconds": read.in_service_s}
     return _json({**found, "waited_s": read.waited_s, "data": f"{host}:{port}"})
 
 
@@ -243,8 +258,8 @@ def _storage_of(server: InstanceServer) -> StorageTier:
     return tier
 
 
-def _json(document: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(document), content_type=JSON)
+def _json(document: Any, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(document), content_type=JSON)
 
 
 async def _read(request: web.BaseRequest, kind: type[T]) -> T:
@@ -255,6 +270,8 @@ async def _read(request: web.BaseRequest, kind: type[T]) -> T:
         raise ApiError(f"the body cannot be read: {error}") from None
 
 
+_ONE_READ = {"GET": _wait_for_blocks, "DELETE": _release_blocks}
+"""Requests below READS_PATH, by method."""
 ROUTES: dict[tuple[str, str], Callable[[InstanceServer, web.BaseRequest], Awaitable[web.StreamResponse]]] = {
     ("POST", "/v1/completions"): _completions,
     ("POST", "/v1/chat/completions"): _chat,

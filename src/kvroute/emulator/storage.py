@@ -43,6 +43,7 @@ class StoredBlocks:
 class BufferedRead:
     """One read of consecutive blocks into the buffer of a node."""
 
+    id: str
     blocks: int
     kv_bytes: float
     began_s: float
@@ -55,6 +56,8 @@ class BufferedRead:
     complete: bool = False
     progress: asyncio.Future[None] | None = None
     """Done when the read may continue."""
+    transfer: asyncio.Task[None] | None = None
+    """The read itself, after the read has room."""
     alarm: Alarm | None = None
 
 
@@ -97,23 +100,55 @@ class StorageNode:
         Raises:
             ApiError: the id is in use, or the blocks do not fit into the buffer at all.
         """
+        return await self.complete(await self.begin(read_id, model, keys, block_bytes))
+
+    async def begin(self, read_id: str, model: str, keys: Sequence[bytes], block_bytes: float) -> BufferedRead:
+        """Begin to read the leading blocks that are stored, and return when they have room in the buffer.
+
+        Raises:
+            ApiError: the id is in use, or the blocks do not fit into the buffer at all.
+        """
         if read_id in self._reads:
             raise ApiError(f"read {read_id} exists; give every read its own id", status=409, kind="ConflictError")
         blocks = self.store.match(model, keys)
-        read = BufferedRead(blocks, blocks * block_bytes, self.clock.now())
+        read = BufferedRead(read_id, blocks, blocks * block_bytes, self.clock.now())
         if read.kv_bytes > self.buffer_bytes:
             what = f"{blocks} blocks need {read.kv_bytes:.3g} bytes, but the buffer has {self.buffer_bytes:.3g}"
             raise ApiError(f"{what}; raise `storage.buffer` in the cluster file", status=413)
         self._reads[read_id] = read
         try:
             await self._reserve(read)
-            await self._transfer(read)
         except asyncio.CancelledError:
             self.release(read_id)
             raise
-        read.complete = True
-        self.read_bytes += read.kv_bytes
-        read.alarm = self.clock.at(self.clock.now() + self.hold_s, partial(self.release, read_id))
+        read.transfer = asyncio.get_running_loop().create_task(self._transfer(read))
+        return read
+
+    def find(self, read_id: str) -> BufferedRead:
+        """Return a read that has begun.
+
+        Raises:
+            ApiError: there is none.
+        """
+        read = self._reads.get(read_id)
+        if read is None or read.transfer is None:
+            raise ApiError(f"there is no read {read_id}", status=404, kind="NotFoundError")
+        return read
+
+    async def complete(self, read: BufferedRead) -> BufferedRead:
+        """Return a read that has begun when its blocks are in the buffer. It is released if the caller gives up.
+
+        Raises:
+            ApiError: it was released meanwhile.
+        """
+        assert read.transfer is not None, "the read has begun"
+        try:
+            await asyncio.shield(read.transfer)
+        except asyncio.CancelledError:
+            if not read.transfer.cancelled():  # the caller was cancelled
+                self.release(read.id)
+                raise
+            raise ApiError("the read was released", status=404, kind="NotFoundError") from None
         return read
 
     async def _reserve(self, read: BufferedRead) -> None:
@@ -132,7 +167,7 @@ class StorageNode:
             _continue(read)
 
     async def _transfer(self, read: BufferedRead) -> None:
-        """Wait until the NIC has read these blocks after those of earlier reads."""
+        """Wait until the NIC has read these blocks after those of earlier reads, and hold them."""
         now = self.clock.now()
         start_s = max(now, self._read_until_s)
         read.waited_s, read.in_service_s = start_s - read.began_s, read.kv_bytes / self.read_bytes_per_s
@@ -140,6 +175,9 @@ class StorageNode:
         read.progress = asyncio.get_running_loop().create_future()
         read.alarm = self.clock.at(self._read_until_s, partial(_continue, read))
         await read.progress
+        read.complete = True
+        self.read_bytes += read.kv_bytes
+        read.alarm = self.clock.at(self.clock.now() + self.hold_s, partial(self.release, read.id))
 
     def complete_read(self, read_id: str) -> BufferedRead | None:
         """Return a read whose blocks are in the buffer; None if there is none."""
@@ -153,7 +191,9 @@ class StorageNode:
             return
         if read.alarm is not None:
             read.alarm.cancel()
-        if read.progress is not None:
+        if read.transfer is not None:
+            read.transfer.cancel()
+        elif read.progress is not None:
             read.progress.cancel()
         if read.reserved:
             self._free_bytes += read.kv_bytes

@@ -32,7 +32,7 @@ BLOCK = 16
 TEXT = """
 name: stored
 racks: [{name: rack0}]
-storage: {reads: READS}
+storage: {reads: READS, buffer: 1.1 GB}
 nodes:
   - {name: node0, rack: rack0, gpus: 2, nics: {compute: {capacity: 400 Gbps}, storage: {capacity: 80 Gbps}}}
   - {name: node1, rack: rack0, gpus: 2, nics: {compute: {capacity: 400 Gbps}, storage: {capacity: 80 Gbps}}}
@@ -249,6 +249,38 @@ def test_a_part_that_is_complete_is_released_when_the_client_leaves() -> None:
             node.hold_s = 3600.0
             await until(lambda: bool(node.buffered_bytes) and not node.queued_bytes)
             asked.cancel()
+            await check_nothing_held(gate)
+
+    uvloop.run(main())
+
+
+def test_a_split_read_reserves_the_decode_side_first() -> None:
+    """It holds no buffer of the prefill node while it waits for one of the decode node, so reads cannot block each
+    other."""
+
+    async def main() -> None:
+        async with stored("split") as gate:
+            await ask(gate, TOKENS)
+            await in_store(gate, TOKENS)
+            await forget(gate)
+            keys, decoders = block_keys(TOKENS, BLOCK), ("decode0", "decode1")
+            for name in decoders:
+                node = node_of(gate, name)
+                node.hold_s = 3600.0
+                tier = gate.fleet.servers[name].engine.storage
+                assert tier is not None
+                held = int(node.buffer_bytes // (len(keys) * tier.block_bytes))
+                for at in range(held):
+                    await node.read(f"other{at}", tier.model, keys, tier.block_bytes)
+            asked = asyncio.ensure_future(ask(gate, TOKENS))
+            await until(lambda: any(node_of(gate, name).queued_bytes for name in decoders))
+            assert not node_of(gate, "prefill0").queued_bytes + node_of(gate, "prefill0").buffered_bytes
+            assert not asked.done()
+            for name in decoders:
+                for at in range(held):
+                    node_of(gate, name).release(f"other{at}")
+            response = await asked
+            assert cached(response) == len(TOKENS) - BLOCK  # one token must be computed
             await check_nothing_held(gate)
 
     uvloop.run(main())

@@ -42,10 +42,19 @@ class BlockRead(msgspec.Struct, frozen=True):
 class _Part:
     """The call to one buffer server."""
 
-    __slots__ = ("_body", "_read", "_status", "blocks", "call", "data", "name", "number", "over", "pool", "side", "url")
+    __slots__ = (
+        *("_body", "_read", "_status", "blocks", "call", "data", "first", "keys", "name", "number", "over", "pool"),
+        *("side", "url"),
+    )
 
-    def __init__(self, read: StorageRead, side: Side, number: int, name: str, pool: UpstreamPool, url: str) -> None:
-        self._read, self.side, self.number, self.name, self.pool, self.url = read, side, number, name, pool, url
+    def __init__(
+        self, read: StorageRead, side: Side, first: int, keys: Sequence[bytes], name: str, pool: UpstreamPool, url: str
+    ) -> None:
+        """Args: `first`: position in the prompt of the first block; `keys` of the blocks; `name` of the instance."""
+        self._read, self.side, self.first, self.keys, self.name, self.pool, self.url = (
+            *(read, side, first, keys, name, pool, url),
+        )
+        self.number = len(keys)
         self.call: Call | None = None
         self.blocks = 0
         """Blocks in the buffer."""
@@ -65,6 +74,10 @@ class _Part:
 
     def on_end(self) -> None:
         """See `ResponseHandler`."""
+        if self._status == 202:
+            self._body = b""
+            self._read.reserved(self)
+            return
         try:
             reply = msgspec.json.decode(self._body, type=BlockRead) if self._status == 200 else None
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -79,7 +92,7 @@ class _Part:
 class StorageRead:
     """One read decision: its parts, and the parameters that the prefill instance gets for them."""
 
-    __slots__ = ("_began_s", "_keys", "_name", "_on_end", "_parts", "_state", "decision")
+    __slots__ = ("_began_s", "_keys", "_name", "_on_end", "_parts", "_state", "_unsent", "decision")
 
     def __init__(self, state: RequestState, decision: ReadKv, on_end: Callable[[Raw | None, float], None]) -> None:
         """Args: `on_end` receives the parameters for the prefill leg, or None if no block could be read."""
@@ -87,6 +100,9 @@ class StorageRead:
         self._on_end: Callable[[Raw | None, float], None] | None = on_end
         self._keys: list[bytes] = []
         self._parts: list[_Part] = []
+        self._unsent: list[_Part] = []
+        """Parts that wait until the decode node has reserved its buffer. All reads reserve in this order, so that none
+        waits for a buffer that another one holds while it waits for the first one's."""
         self._began_s = 0.0
         self._name = f"{state.runtime.draw():016x}"
 
@@ -103,26 +119,42 @@ class StorageRead:
         if ids is not None:
             tokens = decision.first_token + decision.prefill_tokens + decision.decode_tokens
             self._keys = block_keys(ids[:tokens], block, self._state.completion.salt)[first:]
-        at, orders = 0, list[tuple[_Part, int, Sequence[bytes]]]()
+        at = 0
         for side, name, blocks in sides:
             if blocks:
                 engine, keys = self._state.runtime.engines[name], self._keys[at : at + blocks]
-                part = _Part(self, side, len(keys), name, engine.buffer or engine.pool, engine.buffer_url)
-                orders.append((part, first + at, keys))
+                pool = engine.buffer or engine.pool
+                self._parts.append(_Part(self, side, first + at, keys, name, pool, engine.buffer_url))
                 at += blocks
-        self._parts = [part for part, _, _ in orders]
-        for part, start, wanted in orders:
-            if wanted and part.url:
-                self._send(part, start, wanted)
-            else:
-                self.part_ended(part, None)
-        if not orders:
+        self._unsent = list(self._parts)
+        self._send_next(reserve=len(self._parts) > 1)
+        if not self._parts:
             self._finish(now)
 
-    def _send(self, part: _Part, first: int, keys: Sequence[bytes]) -> None:
-        """Send the call of a part. Args: `first`: position of its first block in the prompt."""
-        fields = {"id": self._id(part.side), "first_block": first, "keys": [key.hex() for key in keys]}
-        request = request_bytes(b"POST", READS_PATH, part.pool.host, _JSON, msgspec.json.encode(fields))
+    def _send_next(self, *, reserve: bool) -> None:
+        """Send the call of the last part that has not been sent. Args: `reserve`: wait for its buffer only."""
+        while self._unsent:
+            part = self._unsent.pop()
+            if part.keys and part.url:
+                self._order(part, "room" if reserve else "data")
+                return
+            self.part_ended(part, None)
+
+    def reserved(self, part: _Part) -> None:
+        """Record that a part has its buffer, and that its blocks are being read. Wait for them, and send the others."""
+        if part.over:
+            return
+        path = READS_PATH + b"/" + self._id(part.side).encode("latin-1")
+        self._send(part, request_bytes(b"GET", path, part.pool.host, [], b""))
+        self._send_next(reserve=False)
+
+    def _order(self, part: _Part, wait: Literal["room", "data"]) -> None:
+        keys = [key.hex() for key in part.keys]
+        fields = {"id": self._id(part.side), "first_block": part.first, "keys": keys, "wait": wait}
+        body = msgspec.json.encode(fields)
+        self._send(part, request_bytes(b"POST", READS_PATH, part.pool.host, _JSON, body))
+
+    def _send(self, part: _Part, request: bytes) -> None:
         limit_s = self._state.runtime.timeouts.prefill_s
         call = part.pool.send(request, part, first_byte_s=limit_s, idle_s=limit_s)
         if not part.over:
@@ -143,6 +175,7 @@ class StorageRead:
             part.blocks, part.data = min(max(reply.blocks, 0), part.number), reply.data
         outcome: Outcome = "failed" if reply is None else "complete" if part.blocks == part.number else "short"
         self._count(part, outcome, reply.bytes if reply is not None else 0.0, now)
+        self._send_next(reserve=False)
         if all(each.over for each in self._parts):
             self._finish(now)
 
@@ -178,6 +211,7 @@ class StorageRead:
     def abort(self, now: float) -> None:
         """Cancel the reads and release the buffers: the prefill is not needed any more, or has failed."""
         self._on_end = None
+        self._unsent.clear()
         for part in self._parts:
             if not part.over:
                 if part.call is not None:
