@@ -369,7 +369,7 @@ def test_copies_ahead_of_demand_barely_slow_a_request(count: int, copy_bytes: fl
     source, target = cluster.index("f0"), cluster.index("d0")
     fabric = Fabric(cluster, Capacity(cluster, Background(), 0), 0, WanTransport(connections=connections))
     for number in range(count):
-        fabric.send(1 << 40 | number, source, target, copy_bytes, is_copy=True, ahead=True)
+        fabric.send(1 << 40 | number, source, target, copy_bytes, kind="ahead")
     fabric.send(1, source, target, 1e9)
     alone_s = 1e9 / 1.25e9
     ended: list[int] = []

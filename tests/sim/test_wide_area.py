@@ -179,8 +179,8 @@ def test_copies_share_the_links_and_are_counted_separately() -> None:
     links = Fabric(LATER, Capacity(LATER, Background(), 0), 0, WanTransport(connections=4))
     source, target = LATER.index("p0"), LATER.index("d0")
     links.send(0, source, target, 1e9)
-    links.send(1, target, source, 1e9, is_copy=True)
-    given_up = links.send(2, source, target, 1e9, is_copy=True)
+    links.send(1, target, source, 1e9, kind="copy")
+    given_up = links.send(2, source, target, 1e9, kind="copy")
     ended = links.advance(1.0)
     assert [(transfer.request, transfer.is_copy) for transfer in ended] == [(1, True)]
     links.give_up(given_up)

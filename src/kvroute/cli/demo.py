@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from kvroute import topology
-from kvroute.cli.output import make_folder, not_simulated, own_command, remarks, tell
+from kvroute.cli.output import make_folder, own_command, remarks, tell
 from kvroute.cli.quantities import DURATION, RATE, per_second
 from kvroute.cli.quantities import seconds as seconds_option
 from kvroute.control import ControlSpec
@@ -78,7 +78,7 @@ def demo(
     if profile not in PROFILES:
         raise InputError(f"unknown profile {profile!r}", where="--profile", hint=f"use one of {', '.join(PROFILES)}")
     loaded = topology.load(cluster)
-    tell((*loaded.remarks, *not_simulated(loaded)))
+    tell(loaded.remarks)
     make_folder(out, "--out")
     workload = Workload(
         generated_requests=max(1, round(seconds * rate)), profile=profile, rate_per_s=rate, p_share=p_share

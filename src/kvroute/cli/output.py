@@ -20,7 +20,7 @@ from rich.table import Table
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
-    from kvroute.topology import Cluster
+    pass
 
 PAPER_WIDTH = 200
 """Width in columns if stdout is a file or a pipe; wide, because the reader cannot restore a truncated table."""
@@ -40,13 +40,6 @@ def thin_table(*headings: str, title: str = "") -> Table:
 def remarks() -> Console:
     """Return the console for remarks on stderr."""
     return Console(stderr=True)
-
-
-def not_simulated(cluster: Cluster) -> tuple[str, ...]:
-    """Return remarks on the parts of a cluster file that the simulator does not model."""
-    if cluster.file.storage is None:
-        return ()
-    return (f"{cluster.name}: storage: the simulator reads nothing from the store; `kvroute serve --embedded` does",)
 
 
 def tell(sentences: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvroute.cli.output import console, make_folder, not_simulated, print_json, progress_bar, remarks, tell
+from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks, tell
 from kvroute.cli.quantities import DURATION, RATE, TOKENS, per_second, seconds, token_count
 from kvroute.cli.scenario import Scenario, read_scenario
 from kvroute.comparison.cells import encode
@@ -293,7 +293,6 @@ def simulate(
         question.check(policies, seed)  # before a folder is created for nothing
         make_folder(out, "--out")
     tell(cluster_of(str(cluster)).remarks)
-    tell(not_simulated(cluster_of(str(cluster))))
     tell(f"{trace or 'generated trace'}: {remark}" for remark in question.workload.remarks(seed))
     if log is not None:
         _record(question, policies[0], seed, log)

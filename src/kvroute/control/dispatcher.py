@@ -337,16 +337,20 @@ class Dispatcher:
             booking.copy_id = 0
 
     def take_planned(self, booking: Booking, at: float) -> Decode | None:
-        """Return the decode decision that was made on arrival, and start its transfer. Return None if there is none, or
-        if its instance has gone down: it is then released, and another one must be chosen."""
+        """Return the decode decision that was made on arrival, and start its transfer. Only the KV that the instance
+        has not cached by now crosses the network. Return None if there is no such decision, or if its instance has
+        gone down: it is then released, and another one must be chosen."""
         planned, booking.planned = booking.planned, None
         if planned is None or booking.pool is None:
             return None
         if not booking.pool.up[booking.position]:
             self.release_decode(booking, at)
             return None
+        request, ids = booking.request, booking.pool.ids[booking.position : booking.position + 1]
+        hit_tokens = int(self._view.caches.hit_tokens(request, ids, request.input_tokens)[0])
+        booking.kv_bytes = float(self._view.models[booking.model].kv_bytes(request.input_tokens, hit_tokens))
         self.start_transfer(booking, at)
-        return planned
+        return msgspec.structs.replace(planned, hit_tokens=hit_tokens, kv_bytes=booking.kv_bytes)
 
     def end_read(self, booking: Booking) -> None:
         """End the read from the store that the request waits for. Does nothing if there is none."""

@@ -89,6 +89,19 @@ _BETWEEN_SITES = (
     ),
 )
 """Columns shown if KV cache is sent between datacenters."""
+_FROM_STORE = (
+    _Column(
+        Heading("store read GB", "Cached KV read from the store", 12),
+        lambda run: (run.store.prefill_bytes + run.store.decode_bytes) / 1e9 if run.store else None,
+    ),
+    _Column(
+        Heading("NIC max/mean", "Bytes of the busiest storage NIC divided by the mean", 13),
+        lambda run: run.store.balance if run.store else None,
+        least_wins=True,
+        digits=2,
+    ),
+)
+"""Columns shown if cached KV is read from a store."""
 _TIERS_AFTER = "good /s"
 
 
@@ -113,7 +126,8 @@ def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) ->
     policies = policies_of(runs)
     columns = [[Entry(policy) for policy in policies]]
     headings = [Heading("policy")]
-    for column in (*_COLUMNS, *(_BETWEEN_SITES if _between_sites(runs) else ())):
+    reads = any(run.store is not None and run.store.reads for run in runs)
+    for column in (*_COLUMNS, *(_BETWEEN_SITES if _between_sites(runs) else ()), *(_FROM_STORE if reads else ())):
         headings.append(_with_slo(column.heading, slo_ttft_s))
         columns.append(
             _entries(column, [estimate(column.value(run) for run in of_policy(runs, name)) for name in policies])

@@ -37,6 +37,8 @@ class Delivery:
         self._outcomes, self._trace, self._decode_cache = outcomes, trace, decode_cache
         self._total_blocks = [0] * len(trace)
         self._pinned_hit = [0] * len(trace)
+        self._planned: dict[int, tuple[int, int]] = {}
+        """Target and reserved blocks of requests whose decode instance is known before it is due."""
         self.next_s = UNBOUNDED
         """Time at which the next flow ends if nothing changes."""
         self.transfers: dict[int, Transfer] = {}
@@ -49,8 +51,21 @@ class Delivery:
         """Blocks of a request that the decode instance keeps after the request has finished."""
         return self._trace[request].blocks if self._decode_cache else ()
 
+    def plan(self, request: int, target: int, need_bytes: float) -> list[Evicted]:
+        """Reserve memory at a target whose decision is due later; return the blocks evicted for it."""
+        total = int(np.ceil(need_bytes / self._fleet.block_bytes[target]))
+        self._planned[request] = target, total
+        return self._fleet.memory.reserve(target, (), 0, total)
+
+    def end_plan(self, request: int) -> None:
+        """Free what is reserved for a decision that is due later, if anything."""
+        target, total = self._planned.pop(request, (0, 0))
+        if total:
+            self._fleet.memory.release(target, (), total)
+
     def book(self, request: int, decision: Decode) -> list[Evicted]:
         """Reserve memory at the target; return the blocks evicted for it."""
+        self.end_plan(request)
         outcomes, target = self._outcomes, self._cluster.index(decision.target)
         outcomes.target[request], outcomes.tier[request] = target, decision.tier
         outcomes.hit_tokens[request], outcomes.kv_bytes[request] = decision.hit_tokens, decision.kv_bytes
@@ -81,7 +96,7 @@ class Delivery:
 
     def copy(self, number: int, source: int, target: int, nbytes: float, *, ahead: bool = False) -> None:
         """Start to copy a cached prefix now, for the request `number` or `ahead` of demand."""
-        self.transfers[number] = self.fabric.send(number, source, target, nbytes, is_copy=True, ahead=ahead)
+        self.transfers[number] = self.fabric.send(number, source, target, nbytes, kind="ahead" if ahead else "copy")
         self.next_s = self.fabric.next_finish_s()
 
     def look_ahead(self) -> None:

@@ -110,6 +110,20 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Lowest routing threshold at each refresh; empty if nothing is offloaded."""
 
 
+class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What the storage NICs have carried in the whole run."""
+
+    reads: int = 0
+    """Requests with a read."""
+    prefill_bytes: float = 0.0
+    """Bytes read by prefill nodes."""
+    decode_bytes: float = 0.0
+    """Bytes read by decode nodes."""
+    written_bytes: float = 0.0
+    balance: float | None = None
+    """Bytes read by the busiest node divided by the mean of all nodes with a storage NIC; None: nothing was read."""
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of one run. Counts cover the whole run, all other values the measurement window."""
 
@@ -142,6 +156,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Cached prefixes copied between instances for a prefill in the whole run."""
     copied_ahead: Moved = NOTHING
     """Cached prefixes copied in the whole run before a request needed them at the target."""
+    store: StoreTotals | None = None
+    """Reads and writes of the store; None without one."""
     role_switches: int = 0
     """Completed role switches in the whole run."""
     threshold_tokens: float | None = None
@@ -173,6 +189,7 @@ def summarise(
     failed: Moved = NOTHING,
     copied: Moved = NOTHING,
     copied_ahead: Moved = NOTHING,
+    store: StoreTotals | None = None,
     role_switches: int = 0,
     thresholds: Sequence[float] = (),
     decision_s: float | None,
@@ -213,6 +230,7 @@ def summarise(
         failed_transfers=failed,
         copied_prefixes=copied,
         copied_ahead=copied_ahead,
+        store=store,
         role_switches=role_switches,
         threshold_tokens=float(np.median(thresholds)) if thresholds else None,
         decision_s=decision_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,6 +18,9 @@ from kvroute.types import CROSS_DATACENTER, TIER_COUNT, FloatArray, IntArray
 
 CONGESTION_MAX = 0.99
 UNBOUNDED = float("inf")
+Kind: TypeAlias = Literal["kv", "copy", "ahead", "storage"]
+"""What a transfer carries: a request's KV, a cached prefix that a request waits for, one that none waits for, or blocks
+of the store."""
 _KV, _AHEAD = "kv", "ahead"
 """Traffic classes. A flow ahead of demand has a thousandth of the weight of a request's flow."""
 
@@ -33,13 +37,16 @@ class Transfer:
     paths: list[list[int]]
     ceiling_bytes_per_s: float
     """Upper bound on the rate of each flow, set by its TCP connection."""
-    is_copy: bool
-    ahead: bool
-    """True for a copy that no request waits for."""
+    kind: Kind
     sent_s: float
     """Time at which its first byte could be sent."""
     stalled_s: float | None = None
     """Time since which one of its flows has had no usable path; None if all flows have one."""
+
+    @property
+    def is_copy(self) -> bool:
+        """True for the copy of a cached prefix."""
+        return self.kind in ("copy", "ahead")
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,30 +115,56 @@ class Fabric:
         nbytes: float,
         *,
         produced_bytes_per_s: float = UNBOUNDED,
-        is_copy: bool = False,
-        ahead: bool = False,
+        kind: Kind = "kv",
     ) -> Transfer:
-        """Start a transfer now; a transfer of zero bytes ends at once.
+        """Start a transfer between two instances now; a transfer of zero bytes ends at once.
 
         Args:
+            request: number of the request.
+            source, target: indices of the instances.
+            nbytes: size of the transfer.
             produced_bytes_per_s: upper bound on the rate until `release`, because the KV cache is still being computed.
-            is_copy: the transfer copies a cached prefix; it is counted separately.
-            ahead: a copy that no request waits for; it uses the capacity that other flows leave.
+            kind: copies are counted separately; those ahead of demand use the capacity that other flows leave.
         """
         latency_s = self.cluster.latency_s(source, target)
         flows, ceiling = self.cluster.flows_per_transfer(source, target), UNBOUNDED
         if self.wan is not None and self.cluster.tier[source, target] == CROSS_DATACENTER:
             flows, ceiling = self.wan.connections, self.wan.ceiling_bytes_per_s(latency_s)
         paths = self._paths.of(request, source, target, flows)
-        first, sent_s = self._next_flow, self.network.now
-        transfer = Transfer(request, latency_s, flows, nbytes / flows, first, paths, ceiling, is_copy, ahead, sent_s)
-        numbers = range(self._next_flow, self._next_flow + flows)
+        bound = min(ceiling, produced_bytes_per_s / flows)
+        return self._start(request, paths, nbytes, kind, latency_s, ceiling, bound)
+
+    def read(self, number: int, instance: int, nbytes: float) -> Transfer:
+        """Start to read from the store over all storage NICs of an instance's node."""
+        return self._over_storage_links(number, [down for _, down in self.cluster.storage_links(instance)], nbytes)
+
+    def write(self, number: int, instance: int, nbytes: float) -> Transfer:
+        """Start to write to the store over all storage NICs of an instance's node."""
+        return self._over_storage_links(number, [up for up, _ in self.cluster.storage_links(instance)], nbytes)
+
+    def _over_storage_links(self, number: int, links: list[int], nbytes: float) -> Transfer:
+        """Start one flow over each of these links."""
+        return self._start(number, [[link] for link in links], nbytes, "storage", 0.0, UNBOUNDED, UNBOUNDED)
+
+    def _start(
+        self,
+        request: int,
+        paths: list[list[int]],
+        nbytes: float,
+        kind: Kind,
+        latency_s: float,
+        ceiling: float,
+        bound: float,
+    ) -> Transfer:
+        """Start a transfer with one flow on each path. Args: `bound`: limit of each flow's rate for the time being."""
+        flows, first = len(paths), self._next_flow
+        sizes = [nbytes / flows] * flows
+        transfer = Transfer(request, latency_s, flows, sizes[0], first, paths, ceiling, kind, self.network.now)
+        numbers = range(first, first + flows)
         self._next_flow += flows
         self._transfers |= dict.fromkeys(numbers, transfer)
-        bound = min(ceiling, produced_bytes_per_s / flows)
-        kind = _AHEAD if ahead else _KV
-        sizes = [nbytes / flows] * flows
-        self.network.start_many(numbers, paths, sizes, traffic_class=kind, ceiling_bytes_per_s=bound)
+        traffic_class = _AHEAD if kind == "ahead" else _KV
+        self.network.start_many(numbers, paths, sizes, traffic_class=traffic_class, ceiling_bytes_per_s=bound)
         return transfer
 
     def release(self, transfer: Transfer) -> None:
@@ -153,7 +186,7 @@ class Fabric:
             self.failed = self.failed.plus(sent_bytes, network_bytes)
 
     def _count_copy(self, transfer: Transfer, kv_bytes: float, network_bytes: float) -> None:
-        if transfer.ahead:
+        if transfer.kind == "ahead":
             self.copied_ahead = self.copied_ahead.plus(kv_bytes, network_bytes)
         else:
             self.copied = self.copied.plus(kv_bytes, network_bytes)

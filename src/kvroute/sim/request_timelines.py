@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
+from kvroute import llm
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.arrivals import Arrivals
 from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
+from kvroute.sim.network import Kind
 from kvroute.sim.router import Router
 from kvroute.sim.settings import SimSettings
+from kvroute.sim.store import Store
 from kvroute.sim.telemetry import Telemetry
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster
@@ -24,6 +28,7 @@ from kvroute.types import (
     Finished,
     Prefill,
     PrefillFinished,
+    ReadKv,
     Reject,
     Request,
     TransferFinished,
@@ -49,9 +54,10 @@ class RequestTimelines:
         arrivals: Arrivals,
         prefill_cache: bool,
         copy_queues: bool = False,
+        store: Store | None = None,
     ) -> None:
         """`prefill_cache`: prefill instances keep the KV of their prompts. `copy_queues`: a request for a cached prefix
-        takes a place in the prefill queue of the instance that has it, as a prompt does."""
+        takes a place in the prefill queue of the instance that has it, as a prompt does. `store`: None without one."""
         self._cluster, self._trace, self._settings = cluster, trace.requests, settings
         self._agenda, self._router, self._fleet = agenda, router, fleet
         self._delivery, self._copies = delivery, copies
@@ -63,6 +69,16 @@ class RequestTimelines:
         """Production rate of requests whose KV will be sent while it is computed, until their first layer is
         computed."""
         self._awaiting_copy: dict[int, Prefill] = {}
+        self._store = store
+        self._computed: set[int] = set()
+        """Requests whose prompt is computed, but for blocks of the store that are still being fetched."""
+        self._steps: dict[Kind, Callable[[int, int], None]] = {
+            "kv": self._landed,
+            "copy": self._copied,
+            "ahead": copies.landed_ahead,
+            "storage": self._store_landed,
+        }
+        """What follows a transfer, by its kind."""
         self.reject_reason: str | None = None
         """Reason for the first rejection of the run."""
         self.decisions_s: list[float] = []
@@ -85,9 +101,7 @@ class RequestTimelines:
         """Move bytes up to now. The caller then updates the next finish time or changes the flows."""
         now = self._agenda.now
         for transfer in self._delivery.fabric.advance(now):
-            copied = self._copies.landed_ahead if transfer.ahead else self._copied
-            step = copied if transfer.is_copy else self._landed
-            self._agenda.at(now + transfer.latency_s, step, transfer.request)
+            self._agenda.at(now + transfer.latency_s, self._steps[transfer.kind], transfer.request)
 
     def watch_stalls(self) -> None:
         """Schedule the stall timeout of the transfers that have no usable path from now on."""
@@ -104,9 +118,12 @@ class RequestTimelines:
         source = self._cluster.index(prefill.instance)
         self._outcomes.source[request], self._outcomes.cached_tokens[request] = source, prefill.cached_tokens
         self._fleet.take(source)
-        for decode in others:
-            assert isinstance(decode, Decode)
-            self._router.evicted(self._delivery.book(request, decode))
+        for decision in others:
+            if isinstance(decision, ReadKv):
+                self._read(request, decision)
+                return
+            assert isinstance(decision, Decode)
+            self._router.evicted(self._delivery.book(request, decision))
             self._booked.add(request)
         if not prefill.copy_from:
             self._submit(request)
@@ -123,6 +140,34 @@ class RequestTimelines:
             self._agenda.at(held_s, self._held_out, request)
         elif begun == "held":
             self._held_out(request, 0)
+
+    def _read(self, request: int, decision: ReadKv) -> None:
+        """Begin to read the cached prefix from the store."""
+        assert self._store is not None, "only a cluster with a store has reads"
+        traced = self._trace[request]
+        if decision.decode_instance:
+            target = self._cluster.index(decision.decode_instance)
+            model = llm.model(self._cluster.instances[target].model)
+            need_bytes = float(model.kv_bytes(traced.input_tokens + traced.output_tokens))
+            self._router.evicted(self._delivery.plan(request, target, need_bytes))
+        self.advance()
+        self._store.begin(request, decision)
+        self.watch_stalls()
+
+    def _store_landed(self, number: int, _: int) -> None:
+        """Complete a transfer from or to the store; a request may go on."""
+        assert self._store is not None
+        self.advance()
+        found = self._store.landed(number)
+        if found is not None:
+            request, is_read = found
+            if is_read:
+                self._store.fetch(request, int(self._outcomes.source[request]))
+                self._submit(request)
+            elif request in self._computed:
+                self._computed.remove(request)
+                self._prefilled(request, 0)
+        self.watch_stalls()
 
     def _held_out(self, request: int, _: int) -> None:
         """Start the transfer of a prefix from its source."""
@@ -168,11 +213,20 @@ class RequestTimelines:
         self.watch_stalls()
 
     def _prefilled(self, request: int, _: int) -> None:
+        if self._store is not None:
+            if self._store.is_fetching(request):
+                self._computed.add(request)
+                return
+            self.advance()
+            self._store.release(request)
         traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
         outcomes.prefill_finished_s[request] = now
         source = int(outcomes.source[request])
         if self._prefill_cache and traced.blocks:
             self._cache_prompt(source, traced)
+            if self._store is not None:
+                full = traced.input_tokens // traced.block_tokens
+                self._store.write_back(source, traced.blocks[:full])
         if not traced.output_tokens:  # without output tokens there is no decode leg and no first token
             self._end_unanswered(request, source)
             return
@@ -205,6 +259,7 @@ class RequestTimelines:
         self._router.stored(source, traced.blocks, self._fleet.memory.store(source, traced.blocks))
 
     def _end_unanswered(self, request: int, source: int) -> None:
+        self._delivery.end_plan(request)
         if request in self._booked:
             self._booked.remove(request)
             target = int(self._outcomes.target[request])
@@ -253,7 +308,7 @@ class RequestTimelines:
         self.advance()
         if transfer.is_copy:
             for each in self._copies.fail(request):
-                if not transfer.ahead:
+                if transfer.kind == "copy":
                     self._go_without(each)
             return
         source, target = int(self._outcomes.source[request]), int(self._outcomes.target[request])

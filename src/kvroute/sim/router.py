@@ -82,6 +82,11 @@ class Router:
             self.handle(KvStored(self._agenda.now, name, kept, self._fleet.block_tokens))
         self.evicted(evicted)
 
+    def written_back(self, index: int, blocks: tuple[int, ...]) -> None:
+        """Report that an instance has written this chain to the store."""
+        name = self._cluster.instances[index].name
+        self.handle(KvStored(self._agenda.now, name, blocks, self._fleet.block_tokens, "store"))
+
     def evicted(self, evicted: list[Evicted]) -> None:
         """Report evicted blocks."""
         for instance, blocks, keep in evicted:

@@ -21,6 +21,7 @@ from kvroute.sim.network import Fabric
 from kvroute.sim.request_timelines import RequestTimelines
 from kvroute.sim.router import Router
 from kvroute.sim.settings import SimSettings
+from kvroute.sim.store import Store
 from kvroute.sim.telemetry import Telemetry
 from kvroute.sim.workload import Trace
 from kvroute.topology import Cluster
@@ -111,6 +112,17 @@ class Simulation:
             cluster, self._fabric, self._fleet, self._outcomes, self._trace, decode_cache=settings.decode_cache
         )
         self._copies = Copies(cluster, self._fleet, self._delivery, self._router, self._agenda)
+        self._store: Store | None = None
+        if cluster.file.storage is not None:
+            self._store = Store(
+                cluster,
+                self._fabric,
+                self._delivery,
+                self._router,
+                self._agenda,
+                block_tokens=self._fleet.block_tokens,
+                block_bytes=self._fleet.block_bytes,
+            )
         self._telemetry = Telemetry(self._fabric, settings, self._outcomes, self._router.threshold_tokens)
         self._timelines = RequestTimelines(
             cluster,
@@ -126,6 +138,7 @@ class Simulation:
             arrivals=self._arrivals,
             prefill_cache=spec.prefill_cache,
             copy_queues=spec.offload is not None and spec.offload.copy_queues,
+            store=self._store,
         )
 
     def run(self) -> Run:
@@ -214,6 +227,7 @@ class Simulation:
             failed=self._fabric.failed,
             copied=self._fabric.copied,
             copied_ahead=self._fabric.copied_ahead,
+            store=self._store.totals() if self._store is not None else None,
             role_switches=self._fleet.role_switches,
             thresholds=timeline.threshold_tokens,
             decision_s=float(np.median(decisions_s)) if decisions_s else None,
