@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvroute.oracle import NetworkOracle
@@ -19,6 +21,7 @@ from kvroute.policies import (
     prefill_mask,
     prefill_policy,
 )
+from kvroute.policies.dualpath_kernels import NO_ENGINE, decode_engine, token_limit
 from kvroute.types import Candidates, Choice, InputError, NetworkCosts, Reject, Request, TierArray
 
 REQUEST = Request(id=7, input_tokens=32_768)
@@ -295,3 +298,25 @@ def test_prefill_is_masked_to_domains_that_can_decode() -> None:
     }
     assert masks == {"node": [False] * 2, "rack": [False] * 2, "pod": [True, False], "datacenter": [True] * 2}
     assert prefill_mask(TopologyConstraint.parse("pod"), tier, prefill, decode[:0]).tolist() == [False, False]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12),
+    st.integers(1, 10),
+)
+def test_dualpath_chooses_the_engine_of_its_phase_2(loads: list[tuple[int, int, int]], need: int) -> None:
+    """The compiled function of the storage simulation, with one request in the queue and all instances as a group."""
+    used, batch, queued = (np.array(column) for column in zip(*loads, strict=True))
+    count, free = len(loads), 10.0 - used
+    pool = replace(
+        candidates(count),
+        batch=batch,
+        queued=queued,
+        free_kv_bytes=free,
+        need_bytes=np.full(count, float(need)),
+        capacity_bytes=np.full(count, 10.0),
+    )
+    limit = token_limit(float(need) if (free >= need).any() else 0.0, float(used.sum()), count)
+    expected = decode_engine(used.astype(np.float64), batch + queued, free, float(need), limit, 0, count)
+    choice = decode_policy("dualpath").choose(REQUEST, pool, network(*[0] * count), 0)
+    assert (choice.index if isinstance(choice, Choice) else NO_ENGINE) == expected

@@ -250,6 +250,7 @@ def candidate_sets(draw: st.DrawFn, alike: bool = False) -> Candidates:
         need_bytes=np.full(N, 3.2768e9),
         iteration_base_s=np.full(N, 0.0125) if alike else random.choice([0.0, 0.0125], N),
         iteration_per_request_s=np.full(N, 1e-4) if alike else random.choice([0.0, 1e-4], N),
+        capacity_bytes=np.full(N, 200e9),
     )
 
 

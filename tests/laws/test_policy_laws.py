@@ -46,6 +46,7 @@ def situations(draw: st.DrawFn) -> tuple[Request, Candidates, NetworkCosts]:
         need_bytes=np.full(n, 327_680.0 * tokens),
         iteration_base_s=random.choice([0.0, 0.0125, 0.02], n),
         iteration_per_request_s=random.choice([0.0, 0.0001], n),
+        capacity_bytes=np.full(n, 200e9),
     )
     costs = NetworkCosts(
         tier=random.integers(0, 5, n).astype(np.int8),
@@ -121,6 +122,7 @@ def test_the_choice_is_invariant_under_scaling_of_bytes(
         free_kv_bytes=pool.free_kv_bytes * scale,
         kv_bytes=pool.kv_bytes * scale,
         need_bytes=pool.need_bytes * scale,
+        capacity_bytes=np.full(len(pool.names), 200e9 * scale),
     )
     scaled_costs = replace(costs, bytes_per_s=costs.bytes_per_s * scale)
     first = decode_policy(name).choose(request, pool, costs, turn)

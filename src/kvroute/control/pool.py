@@ -97,6 +97,7 @@ class DecodePool:
             need_bytes=needs if usable is None else np.where(usable, needs, np.inf),
             iteration_base_s=self.iteration_base_s,
             iteration_per_request_s=self.iteration_per_request_s,
+            capacity_bytes=self.capacity_bytes,
         )
 
     def set_up(self, position: int, up: bool) -> None:

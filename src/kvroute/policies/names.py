@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvroute.policies.balanced import BalancedTokens
 from kvroute.policies.decode import (
     CacheAndLoadAware,
     CacheAware,
@@ -38,6 +39,7 @@ DECODE_POLICIES: dict[str, Callable[..., DecodePolicy]] = {
     "load-aware": LoadAware,
     "cache-aware": CacheAware,
     "cla": CacheAndLoadAware,
+    "dualpath": BalancedTokens,
     "netkv-topo": netkv_topo,
     "netkv-static": netkv_static,
     "netkv": netkv,
@@ -52,6 +54,7 @@ DECODE_USES = {
     "netkv-static": "no telemetry",
     "netkv-topo": "no telemetry, light traffic",
     "cla": "what Mooncake's Conductor and llm-d's scorers do; the baseline to beat",
+    "dualpath": "equal instances behind a flat network whose memory is the limit; DualPath's own choice",
     "cache-aware": "few hot prefixes, much spare capacity",
     "load-aware": "no shared prefixes, flat network",
     "round-robin": "as a baseline; equal, short requests",
@@ -65,7 +68,8 @@ DEFAULT_DECODE_POLICY = "foresight"
 def decode_policy(name: str, **parameters: float) -> DecodePolicy:
     """Return the decode policy with this name.
 
-    `cla` takes `cache_weight` and `load_weight`; the foresight policies take the fields of `ForesightSpec`.
+    `cla` takes `cache_weight` and `load_weight`, `dualpath` takes `balance`; the foresight policies take the fields of
+    `ForesightSpec`.
 
     Raises:
         InputError: unknown name or parameter, or a parameter out of bounds.

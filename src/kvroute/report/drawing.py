@@ -104,6 +104,7 @@ _LINE_STYLES = {
     "load-aware": LineStyle("#b8629a", "v", "--"),
     "cache-aware": LineStyle("#c98b00", "^", "--"),
     "cla": LineStyle("#0072b2", "s", "-"),
+    "dualpath": LineStyle("#4f7d7a", "d", ":"),
     "netkv-topo": LineStyle("#56b4e9", "D", "-."),
     "netkv-static": LineStyle("#009e73", "P", "-."),
     "netkv": LineStyle("#d55e00", "o", "-"),

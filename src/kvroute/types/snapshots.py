@@ -31,6 +31,8 @@ class Candidates(msgspec.Struct, frozen=True, gc=False):
     """Free KV memory that the candidate needs: the transferred KV plus space for the output."""
     iteration_base_s: FloatArray
     iteration_per_request_s: FloatArray
+    capacity_bytes: FloatArray | None = None
+    """KV memory of each candidate, used or free; None: not known."""
 
 
 class NetworkCosts(msgspec.Struct, frozen=True, gc=False):
