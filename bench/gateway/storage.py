@@ -3,13 +3,15 @@
 `kvroute serve --embedded examples/dualpath.yaml` serves closed-loop agents: after a pause, each turn sends the whole
 context, the output of the turn before and a few new tokens. Memory of the prefill instance holds one context, so nearly
 every turn reads its context from the store. The same agents run with each read path. The rows compare the turns per
-second after the first turn of each agent, which has nothing to read, and the bytes of the storage NICs.
+second after the first turn of each agent, which has nothing to read, and the bytes of the storage NICs. The notes have
+the simulator's prediction for the same agents.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 import sys
 import tempfile
@@ -23,11 +25,18 @@ import uvloop
 from bench.gateway.program import Program, served
 from bench.measurement import ROOT, Failed, Row, show
 
+from kvroute.control import ControlSpec
+from kvroute.sim.run import simulate
+from kvroute.sim.settings import SimSettings
+from kvroute.sim.workload import Loop, Trace, TracedRequest
+from kvroute.topology import load
+
 EXAMPLE = ROOT / "examples" / "dualpath.yaml"
 READS = ("prefill", "alternating", "shorter", "split")
 METRIC = "kvroute_storage_read_bytes_total{"
 THINK_S = 1.0
 """Pause before each turn, as for a tool call. Meanwhile the context leaves the memory of the prefill instance."""
+BLOCK_TOKENS = 16
 CONTEXT, APPENDED, OUTPUT = 16_000, 160, 16
 """Tokens of a first prompt, and those appended and generated in each turn."""
 
@@ -42,6 +51,8 @@ class Outcome:
     """Bytes that each instance's node has read, by name."""
     cached_share: float
     """Cached share of the prompt tokens of all but the first turns."""
+    predicted_per_s: float
+    """Turns per second in the simulator."""
 
     @property
     def balance(self) -> float:
@@ -75,7 +86,24 @@ async def outcome(reads: str, agents: int, turns: int) -> Outcome:
                 )
                 seconds = time.monotonic() - began
                 cached, prompts = (sum(column) for column in zip(*counts, strict=True))
-                return Outcome(reads, agents * turns / seconds, await _read_bytes(session, addresses), cached / prompts)
+                read_bytes = await _read_bytes(session, addresses)
+                predicted_per_s = predicted(cluster, agents, turns)
+                return Outcome(reads, agents * turns / seconds, read_bytes, cached / prompts, predicted_per_s)
+
+
+def predicted(file: Path, agents: int, turns: int) -> float:
+    """Return the turns per second of the same agents in the simulator."""
+    requests, after = [], []
+    for turn in range(turns + 1):
+        tokens = CONTEXT + turn * (APPENDED + OUTPUT)
+        for agent in range(agents):
+            blocks = tuple((agent << 32) + number for number in range(tokens // BLOCK_TOKENS))
+            requests.append(TracedRequest(0.0, tokens, OUTPUT, blocks, BLOCK_TOKENS))
+            after.append((agent + (turn - 1) * agents,) if turn else ())
+    think_s = tuple(THINK_S if earlier else 0.0 for earlier in after)
+    trace = Trace("agents", tuple(requests), loop=Loop(tuple(after), think_s, (math.inf,) * len(requests)))
+    ended_s = simulate(load(file), trace, ControlSpec(prefill="cache-aware"), SimSettings()).outcomes.finished_s
+    return float(agents * turns / (ended_s.max() - ended_s[:agents].max()))
 
 
 def _prompt(agent: int) -> list[int]:
@@ -130,7 +158,8 @@ def rows(outcomes: list[Outcome]) -> list[Row]:
             peer=alone.turns_per_s,
             peer_name="prefill node alone",
             target=2.0 * alone.turns_per_s if each.reads in ("shorter", "split") else None,
-            note=f"{100 * each.cached_share:.0f} % of the prompt tokens cached",
+            note=f"{100 * each.cached_share:.0f} % of the prompt tokens cached; "
+            f"the simulator predicts {each.predicted_per_s:.2f}/s, and {alone.predicted_per_s:.2f}/s for the peer",
         )
         for each in outcomes[1:]
     ]

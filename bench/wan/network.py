@@ -69,11 +69,11 @@ class Network:
         if os.geteuid() or not all(map(shutil.which, ("ip", "tc"))):
             raise Unavailable("network namespaces need root, and iproute2's ip and tc")
         with ExitStack() as built:
-            self._left, self._middle, self._right = (built.enter_context(_namespace()) for _ in range(3))
+            self._left, self._middle, self._right = (built.enter_context(namespace()) for _ in range(3))
             self._join("left", self._left, "10.201.1")
             self._join("right", self._right, "10.201.2")
-            for namespace in (self._left, self._middle, self._right):
-                with _inside(namespace):
+            for each in (self._left, self._middle, self._right):
+                with inside(each):
                     for name, value in _SYSCTLS.items():
                         Path("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")
             self._shape()
@@ -88,19 +88,19 @@ class Network:
     @contextmanager
     def left(self) -> Iterator[None]:
         """Put the calling thread, and threads that it starts, on the sending side."""
-        with _inside(self._left):
+        with inside(self._left):
             yield
 
     @contextmanager
     def right(self) -> Iterator[None]:
         """Put the calling thread, and threads that it starts, on the receiving side."""
-        with _inside(self._right):
+        with inside(self._right):
             yield
 
     def lost(self) -> tuple[int, int, int]:
         """Return the packets so far that crossed the link, that the filter dropped, and that a full queue dropped."""
-        with _inside(self._middle):
-            output = _run("tc", "-s", "qdisc", "show", "dev", "right")
+        with inside(self._middle):
+            output = run("tc", "-s", "qdisc", "show", "dev", "right")
         counters = {}
         for handle in ("20:", "30:"):
             section = output[output.index(f"bfifo {handle}") :]
@@ -109,16 +109,16 @@ class Network:
         return counters["20:"][0], counters["30:"][1], counters["20:"][1]
 
     def _join(self, name: str, namespace: int, prefix: str) -> None:
-        with _inside(self._middle):
+        with inside(self._middle):
             peer = f"/proc/{os.getpid()}/fd/{namespace}"
-            _run("ip", "link", "add", name, "type", "veth", "peer", "name", "wan", "netns", peer)
-            _run("ip", "address", "add", f"{prefix}.1/24", "dev", name)
-            _run("ip", "link", "set", name, "up")
-        with _inside(namespace):
-            _run("ip", "link", "set", "lo", "up")
-            _run("ip", "address", "add", f"{prefix}.2/24", "dev", "wan")
-            _run("ip", "link", "set", "wan", "up")
-            _run("ip", "route", "add", "default", "via", f"{prefix}.1")
+            run("ip", "link", "add", name, "type", "veth", "peer", "name", "wan", "netns", peer)
+            run("ip", "address", "add", f"{prefix}.1/24", "dev", name)
+            run("ip", "link", "set", name, "up")
+        with inside(namespace):
+            run("ip", "link", "set", "lo", "up")
+            run("ip", "address", "add", f"{prefix}.2/24", "dev", "wan")
+            run("ip", "link", "set", "wan", "up")
+            run("ip", "route", "add", "default", "via", f"{prefix}.1")
 
     def _shape(self) -> None:
         rate = f"{round(self.wan.rate_bits_per_s)}bit"
@@ -132,27 +132,27 @@ class Network:
             # This queue drops all packets that the filter sends to it, because every packet is larger than one byte.
             "qdisc add dev right parent 2:2 handle 30: bfifo limit 1",
         ]
-        with _inside(self._middle):
+        with inside(self._middle):
             for line in lines:
-                _run("tc", *line.split())
+                run("tc", *line.split())
             if self.wan.loss:
                 chance = round(self.wan.loss * (1 << 32))
                 bytecode = f"4,32 0 0 4294963256,53 1 0 {chance},6 0 0 {0x2_0002},6 0 0 0"
                 filtering = "filter add dev right parent 2: protocol ip prio 1 bpf bytecode"
-                _run("tc", *filtering.split(), bytecode)
+                run("tc", *filtering.split(), bytecode)
 
     @contextmanager
     def _delayed(self) -> Iterator[None]:
         command = [sys.executable, "-m", "bench.wan.delay", str(os.getpid()), str(self.wan.rtt_s)]
-        with _inside(self._middle):
+        with inside(self._middle):
             line = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert line.stdout
         try:
             if line.stdout.readline().strip() != "ready":
                 raise Unavailable("the delay line has not come up; is there /dev/net/tun?")
-            with _inside(self._middle):
-                _run("ip", "route", "add", "default", "dev", "delay", "table", "200")
-                _run("ip", "rule", "add", "iif", "left", "lookup", "200", "priority", "100")
+            with inside(self._middle):
+                run("ip", "route", "add", "default", "dev", "delay", "table", "200")
+                run("ip", "rule", "add", "iif", "left", "lookup", "200", "priority", "100")
             yield
         finally:
             line.kill()
@@ -160,7 +160,7 @@ class Network:
 
 
 @contextmanager
-def _namespace() -> Iterator[int]:
+def namespace() -> Iterator[int]:
     """Create a network namespace; yield the descriptor that keeps it."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
@@ -177,7 +177,7 @@ def _namespace() -> Iterator[int]:
 
 
 @contextmanager
-def _inside(namespace: int) -> Iterator[None]:
+def inside(namespace: int) -> Iterator[None]:
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         _enter(namespace)
@@ -192,7 +192,7 @@ def _enter(namespace: int) -> None:
         raise OSError(ctypes.get_errno(), "setns")
 
 
-def _run(*command: str) -> str:
+def run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise Unavailable(f"{' '.join(command)}: {done.stderr.strip()}")

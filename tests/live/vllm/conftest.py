@@ -144,9 +144,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             pytest.fail("vLLM is not installed: run tests/live/vllm/install.sh")
         pytest.skip("vLLM is not installed: run tests/live/vllm/install.sh")
     folder = tmp_path_factory.mktemp("vllm")
-    model = folder / "model"
-    making = subprocess.run([BIN / "python", HERE / "make_model.py", model], capture_output=True, text=True)
-    assert making.returncode == 0, making.stderr
+    model = make_model(folder)
     prefill = start_member("kv_producer", "prefill0", model, folder)
     decode, other = (start_member("kv_consumer", name, model, folder) for name in ("decode0", "decode1"))
     alone = start("alone", model, folder, free_ports(3), ["--no-enable-prefix-caching"])
@@ -159,6 +157,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             server.kill()
 
 
+def make_model(folder: Path) -> Path:
+    """Create the tiny model in a folder; return its own folder."""
+    model = folder / "model"
+    making = subprocess.run([BIN / "python", HERE / "make_model.py", model], capture_output=True, text=True)
+    assert making.returncode == 0, making.stderr
+    return model
+
+
 @pytest.fixture
 def pair(cluster: Pair) -> Pair:
     """All servers, up and without an injected fault."""
@@ -168,9 +174,10 @@ def pair(cluster: Pair) -> Pair:
 
 
 def start_member(
-    role: str, name: str, model: Path, folder: Path, ports: list[int] | None = None, dtype: str = DTYPE
+    role: str, name: str, model: Path, folder: Path, ports: list[int] | None = None, dtype: str = DTYPE, **more: Any
 ) -> Server:
-    """Start a server of the cluster in `role` (`kv_producer` or `kv_consumer`); it is not ready yet."""
+    """Start a server of the cluster in `role` (`kv_producer` or `kv_consumer`); it is not ready yet. Args: `more` are
+    options of the connector."""
     ports = ports or free_ports(4)
     connector = {
         "kv_connector": "KvrouteConnector",
@@ -186,6 +193,7 @@ def start_member(
             "fault_file": str(folder / f"{name}.fault"),
             "layerwise": role == "kv_producer",
             "port": ports[3],
+            **more,
         },
     }
     publisher = {
