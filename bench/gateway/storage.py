@@ -99,7 +99,8 @@ def predicted(file: Path, agents: int, turns: int) -> float:
         for agent in range(agents):
             blocks = tuple((agent << 32) + number for number in range(tokens // BLOCK_TOKENS))
             requests.append(TracedRequest(0.0, tokens, OUTPUT, blocks, BLOCK_TOKENS))
-            after.append((agent + (turn - 1) * agents,) if turn else ())
+            # All second turns begin after the last first one, as above.
+            after.append(tuple(range(agents)) if turn == 1 else (agent + (turn - 1) * agents,) if turn else ())
     think_s = tuple(THINK_S if earlier else 0.0 for earlier in after)
     trace = Trace("agents", tuple(requests), loop=Loop(tuple(after), think_s, (math.inf,) * len(requests)))
     ended_s = simulate(load(file), trace, ControlSpec(prefill="cache-aware"), SimSettings()).outcomes.finished_s
