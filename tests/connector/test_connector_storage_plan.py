@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.cachepool.keys import NO_PARENT, block_keys
-from kvroute.connector.storage_loads import Load
+from kvroute.connector.storage_loads import KeptBlocks, Load
 from kvroute.connector.storage_plan import Prompt, StoragePlan
 from kvroute.connector.write_back import BlockWrite
 
@@ -220,3 +220,28 @@ def test_the_scheduler_waits_until_every_planned_block_is_over() -> None:
 
 def test_a_load_names_its_end() -> None:
     assert Load("r", (), 3).end_tokens(BLOCK) == 3 * BLOCK
+
+
+def test_kept_parts_are_not_released_and_the_decode_instance_learns_of_them() -> None:
+    """Whether the prefill loads them or has them cached; only a request that computes nothing releases them."""
+    tokens = tokens_of(5 * BLOCK)
+    params = staged(tokens, 0, 2, 3, **REMOTE_DECODE)
+    params["storage"]["parts"][1]["keep"] = True
+    for computed in (0, 5):
+        plan = begun(tokens, params)
+        loaded = plan.matched("r", len(tokens), computed * BLOCK)
+        plan.allocated("r", range(5), loaded)
+        step = plan.take()
+        loads = [part for load in step.loads for part in load.parts]
+        assert [(part.read_id, part.keep) for part in loads] == ([("part0", False), ("part1", True)] if loaded else [])
+        assert [part.read_id for part in step.unused] == ([] if loaded else ["part0"])
+        kept = plan.take_kept("r")
+        assert kept == KeptBlocks(2, 3, "part1", "10.0.0.1:7201", block_keys(tokens, BLOCK)[4].hex())
+        assert plan.take_kept("r") is None
+    plan = begun(tokens, params)
+    plan.finished("r", 0, [], kept=False)
+    assert [part.read_id for part in plan.take().unused] == ["part0", "part1"]
+    assert plan.take_kept("r") is None
+    plan = begun(tokens_of(5 * BLOCK, seed=1), params)
+    assert [part.read_id for part in plan.take().unused] == ["part0", "part1"]
+    assert plan.take_kept("r") is None

@@ -169,9 +169,11 @@ def test_a_small_buffer_delays_reads_and_loses_none() -> None:
     assert narrow.summary.requests == wide.summary.requests
 
 
-def test_a_planned_decode_sends_only_what_its_instance_lacks_when_it_is_due(tmp_path: Path) -> None:
-    """The decode instance is chosen before the read; what its cache holds may change until the prefill is over."""
-    _, events, decisions = logged(tmp_path, "shorter", agents(6, 4))
+@pytest.mark.parametrize("reads", ["alternating", "shorter", "split"])
+def test_a_planned_decode_sends_only_what_its_instance_lacks_when_it_is_due(tmp_path: Path, reads: str) -> None:
+    """The decode instance is chosen before the read; what its cache holds may change until the prefill is over. What its
+    own node has read is in that node's buffer."""
+    _, events, decisions = logged(tmp_path, reads, agents(6, 4))
     due = {event.request_id for event in events if isinstance(event, PrefillFinished)}
     orders = {each.request_id: each for each in decisions if isinstance(each, ReadKv)}
     planned = [each for each in decisions if isinstance(each, Decode) and each.request_id in orders]
@@ -179,8 +181,10 @@ def test_a_planned_decode_sends_only_what_its_instance_lacks_when_it_is_due(tmp_
     for decode in planned:
         assert decode.request_id in due
         assert decode.target == orders[decode.request_id].decode_instance
-        whole = 16_000 + decode.request_id // 6 * 176
-        assert decode.kv_bytes == model("deepseek-v3.2").kv_bytes(whole, decode.hit_tokens)
+        whole, order = 16_000 + decode.request_id // 6 * 176, orders[decode.request_id]
+        read_at = order.first_token + order.prefill_tokens
+        own = {*range(decode.hit_tokens), *range(read_at, read_at + order.decode_tokens)}
+        assert decode.kv_bytes == pytest.approx((whole - len(own)) * model("deepseek-v3.2").kv_bytes_per_token)
 
 
 def test_the_router_learns_of_stored_blocks_when_they_are_written(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The decode instance's side: pulls a request's blocks over several connections into its own KV cache.
 
 Every transfer ends in exactly one `Result`, successful or not. In both cases the producer is notified that it may free
-the blocks. Data that a broken connection has not delivered is fetched over another one.
+the blocks, unless the transfer says otherwise. Data that a broken connection has not delivered is fetched over another
+one.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ class Client:
         with progress.lock:
             progress.ended = True
             progress.lock.notify_all()
-        self._release(transfer.peer, transfer.remote_request_id)
+        if transfer.release:
+            self._release(transfer.peer, transfer.remote_request_id)
 
     def _release(self, peer: Peer, remote_request_id: str) -> None:
         try:

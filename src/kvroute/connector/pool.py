@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvroute.connector.blocks import Layout
 from kvroute.connector.channel import FramedSocket, probed, tune
 from kvroute.connector.handshake import greet
-from kvroute.connector.options import KV_CLASS, Options
+from kvroute.connector.options import KV_CLASS, STORAGE_CLASS, Options
 from kvroute.connector.wire import Message, Request, WireError
 
 IDLE_MAX = 64
@@ -30,6 +30,12 @@ class Peer:
     def source(self) -> str:
         """Name of the peer in metrics."""
         return self.instance or f"{self.host}:{self.port}"
+
+
+def buffer_peer(address: str) -> Peer:
+    """Return the buffer server at `host:port`."""
+    host, _, port = address.rpartition(":")
+    return Peer(host.strip("[]"), int(port), f"buffer {address}", STORAGE_CLASS)
 
 
 class ConnectionPool:

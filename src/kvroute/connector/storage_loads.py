@@ -22,6 +22,22 @@ class StagedPart(msgspec.Struct, frozen=True):
     blocks: Annotated[int, msgspec.Meta(ge=1)]
     data: Annotated[str, msgspec.Meta(pattern=r"^.+:\d{1,5}\Z")]
     """`host:port` where the blocks are fetched."""
+    keep: bool = False
+    """True: the blocks stay in the buffer for the decode instance, which releases them."""
+
+
+class KeptBlocks(msgspec.Struct, frozen=True):
+    """The field `kept` of the `kv_transfer_params` that a prefill instance returns: consecutive blocks of the prompt in
+    the buffer server of the decode instance's node."""
+
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    blocks: Annotated[int, msgspec.Meta(ge=1)]
+    id: Annotated[str, msgspec.Meta(min_length=1)]
+    """Name of the read there."""
+    data: Annotated[str, msgspec.Meta(pattern=r"^.+:\d{1,5}\Z")]
+    """`host:port` where the blocks are fetched."""
+    key: str
+    """Key of the last block, hexadecimal."""
 
 
 class StagedBlocks(msgspec.Struct, frozen=True):
@@ -51,6 +67,8 @@ class LoadPart:
     """Local blocks; none: the read is only released."""
     key: str
     """Key of the read's last block, which the buffer server compares."""
+    keep: bool = False
+    """True: the read is not released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +101,7 @@ class StorageLoads:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._staged: dict[str, _Staged] = {}
+        self._kept: dict[str, KeptBlocks] = {}
 
     def arrived(self, request_id: str, params: Any, prompt: Sequence[int], salt: str = "") -> Load | None:
         """Store the staged blocks of a request, if they are those of its prompt. Otherwise the request computes them;
@@ -98,11 +117,13 @@ class StorageLoads:
                 "request %s computes its prompt: its staged blocks belong to other tokens or have another size",
                 request_id,
             )
-            return self._load(request_id, _Staged(staged, [""] * len(staged.parts)), (), 0, 0)
+            return self._given_up(request_id, _Staged(staged, [""] * len(staged.parts)))
         ends, at = [], staged.first_block
         for part in staged.parts:
             at += part.blocks
             ends.append(keys[at - 1].hex())
+            if part.keep:
+                self._kept[request_id] = KeptBlocks(at - part.blocks, part.blocks, part.id, part.data, ends[-1])
         self._staged[request_id] = _Staged(staged, ends)
         return None
 
@@ -129,7 +150,16 @@ class StorageLoads:
     def given_up(self, request_id: str) -> Load | None:
         """Return the reads to release for a request that ends before it was allocated; None without staged blocks."""
         staged = self._staged.pop(request_id, None)
-        return None if staged is None else self._load(request_id, staged, (), 0, 0)
+        self._kept.pop(request_id, None)
+        return None if staged is None else self._given_up(request_id, staged)
+
+    def take_kept(self, request_id: str) -> KeptBlocks | None:
+        """Return the staged blocks of a finished prompt that its decode instance loads, too; once."""
+        return self._kept.pop(request_id, None)
+
+    def _given_up(self, request_id: str, staged: _Staged) -> Load:
+        parts = (LoadPart(part.data, part.id, 0, (), "") for part in staged.blocks.parts)
+        return Load(request_id, tuple(parts), 0)
 
     def _load(self, request_id: str, staged: _Staged, blocks: Sequence[int], first: int, end: int) -> Load:
         """Return the load of the positions `first` to `end` of the prompt."""
@@ -137,7 +167,8 @@ class StorageLoads:
         for part, key in zip(staged.blocks.parts, staged.keys, strict=True):
             start, stop = max(at, first), min(at + part.blocks, end)
             mine = tuple(blocks[start:stop]) if start < stop else ()
-            parts.append(LoadPart(part.data, part.id, start - at if mine else 0, mine, key))
+            if mine or not part.keep:
+                parts.append(LoadPart(part.data, part.id, start - at if mine else 0, mine, key, part.keep))
             at += part.blocks
         return Load(request_id, tuple(parts), end if first < end else 0)
 

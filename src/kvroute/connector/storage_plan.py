@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvroute.connector.storage_loads import Load, LoadPart, StorageLoads, staged_params
+from kvroute.connector.storage_loads import KeptBlocks, Load, LoadPart, StorageLoads, staged_params
 from kvroute.connector.write_back import StoredChain, WriteBack, Writes
 
 
@@ -94,6 +94,11 @@ class StoragePlan:
         writes = self._write_back.finished(request_id, computed_tokens, blocks, kept=kept)
         self._write(writes)
         return writes is not None
+
+    def take_kept(self, request_id: str) -> KeptBlocks | None:
+        """Return the staged blocks of a finished prompt that its decode instance loads, too; once. Call it before
+        `finished`."""
+        return self._loads.take_kept(request_id)
 
     def stored(self, rank: int, keys: Iterable[bytes], settled_number: int | None) -> None:
         """Record the blocks that one worker has written. Args: `settled_number`: number of the last step whose writes

@@ -11,8 +11,8 @@ import numpy as np
 from kvroute.connector.block_writer import BlockWriter
 from kvroute.connector.blocks import Layout, Region
 from kvroute.connector.client import Client, Result
-from kvroute.connector.options import STORAGE_CLASS, Options
-from kvroute.connector.pool import ConnectionPool, Peer
+from kvroute.connector.options import Options
+from kvroute.connector.pool import ConnectionPool, buffer_peer
 from kvroute.connector.storage_loads import LoadPart
 from kvroute.connector.storage_plan import StorageStep
 from kvroute.connector.transfer_lanes import Progress, Transfer
@@ -52,7 +52,7 @@ class StorageWorker:
         self._client = Client(regions, layout, options, environ=environ)
         self._pool = ConnectionPool(layout, options, token)
         self._writer = BlockWriter(
-            self._pool, self._peer(options.buffer), options.write_back_bytes, checksum=options.checksum
+            self._pool, buffer_peer(options.buffer), options.write_back_bytes, checksum=options.checksum
         )
         self._loading: list[Progress] = []
         self._failed_blocks: set[int] = set()
@@ -73,7 +73,7 @@ class StorageWorker:
                 self._copied.add(writes.request_id)
         self._skip = max(self._skip - 1, 0)
         for part in step.unused:
-            self._client.release(self._peer(part.data), part.read_id)
+            self._client.release(buffer_peer(part.data), part.read_id)
         self._loading = [
             self._client.start(self._transfer(load.request_id, part)) for load in step.loads for part in load.parts
         ]
@@ -148,14 +148,11 @@ class StorageWorker:
     def _transfer(self, request_id: str, part: LoadPart) -> Transfer:
         return Transfer(
             request_id=f"{request_id} {part.read_id}",
-            peer=self._peer(part.data),
+            peer=buffer_peer(part.data),
             remote_request_id=part.read_id,
             first=part.first,
             blocks=part.blocks,
             checksum=self._options.checksum,
             prompt=part.key,
+            release=not part.keep,
         )
-
-    def _peer(self, address: str) -> Peer:
-        host, _, port = address.rpartition(":")
-        return Peer(host.strip("[]"), int(port), f"buffer {address}", STORAGE_CLASS)

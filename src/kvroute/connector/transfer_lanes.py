@@ -36,6 +36,8 @@ class Transfer:
     """Maximum wait for a prompt that is not yet being computed, in seconds; 0: the prompt is already computed."""
     connections: int = 0
     """Maximum number of connections; 0: as in the options."""
+    release: bool = True
+    """Whether the peer may free the request's blocks when the transfer is over."""
 
 
 class Progress:

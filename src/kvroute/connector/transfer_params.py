@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvroute.connector.options import CONNECTIONS_MAX, KV_CLASS
+from kvroute.connector.storage_loads import KeptBlocks
 
 NOT_YET = -1
 """Used in place of a number of tokens that is not known yet."""
@@ -49,6 +50,8 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     connections: Annotated[int, msgspec.Meta(ge=0, le=CONNECTIONS_MAX)] = 0
     """If not 0, used in place of the decode instance's own option. The router may set it, e.g. higher for a long
     path."""
+    kept: KeptBlocks | None = None
+    """Blocks of the prompt that the buffer server of the decode instance's node has read from a store, too."""
 
     @property
     def early(self) -> bool:

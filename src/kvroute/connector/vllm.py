@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvroute.connector.amx import allow_amx
 from kvroute.connector.blocks import Layout
 from kvroute.connector.options import Options, read_options
@@ -181,6 +183,9 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
             blocks=block_ids,
         )
         if self._storage is not None:
+            kept = self._storage.take_kept(request.request_id)
+            if params is not None and kept is not None:
+                params["kept"] = msgspec.to_builtins(kept)
             writes = self._storage.finished(request.request_id, request.num_computed_tokens, block_ids, kept=keep)
             keep = keep or writes
         return keep, params

@@ -11,11 +11,13 @@ from types import MappingProxyType
 from kvroute.connector.block_leases import Fence
 from kvroute.connector.blocks import Layout, Region
 from kvroute.connector.client import Client, Result
+from kvroute.connector.merged_pull import MergedPulls
 from kvroute.connector.options import Options
-from kvroute.connector.pool import Peer
+from kvroute.connector.pool import Peer, buffer_peer
 from kvroute.connector.scheduler import Held, Pull, Step
 from kvroute.connector.server import Server
 from kvroute.connector.stats import Counts, count_early, count_failure, count_link, count_transfer, no_counts
+from kvroute.connector.storage_loads import KeptBlocks
 from kvroute.connector.transfer_lanes import Transfer
 from kvroute.connector.transfer_params import KvTransferParams
 from kvroute.types import InputError
@@ -46,7 +48,9 @@ class Worker:
         offset = replica * layout.tp + layout.rank
         self._server = Server(regions, layout, options, port_offset=offset, environ=environ) if producer else None
         self._client = Client(regions, layout, options, environ=environ) if consumer else None
+        self._merged = MergedPulls(self._client, self._pulled) if self._client else None
         self._failed_blocks: set[int] = set()
+        self._received: set[str] = set()
         self._counts = no_counts()
         self._checked_at = clock()
 
@@ -68,9 +72,11 @@ class Worker:
             for request_id in step.cancels:
                 self._client.cancel(request_id)
             for pull in step.pulls:
-                self._client.start(self._transfer(pull))
+                self._pull(pull)
             for transfer_params in step.releases:
                 self._client.release(self._peer(transfer_params), transfer_params.remote_request_id)
+                if (kept := self._own_blocks(transfer_params)) is not None:
+                    self._client.release(buffer_peer(kept.data), kept.id)
 
     def overwrites(self, step: Step) -> None:
         """Stop reads of the blocks that vLLM has taken back and is about to overwrite. No reader is left on return."""
@@ -87,7 +93,7 @@ class Worker:
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks may be freed, and the requests whose pull has ended, successful or not."""
-        sent, received = set(), set()
+        sent = set()
         for freed in self._server.freed() if self._server else ():
             sent.add(freed.request_id)
             if freed.expired:
@@ -96,10 +102,10 @@ class Worker:
                     "the KV of %s expired: no instance fetched it within %g s", freed.request_id, self._options.hold_s
                 )
         for result in self._client.results() if self._client else ():
-            received.add(result.transfer.request_id)
-            if result.failure:
-                self._failed_blocks.update(result.transfer.blocks)
             self._count(result)
+            if self._merged is None or not self._merged.result(result):
+                self._pulled(result.transfer.request_id, set(result.transfer.blocks) if result.failure else set())
+        received, self._received = self._received, set()
         return sent, received
 
     def failed_blocks(self) -> set[int]:
@@ -134,6 +140,24 @@ class Worker:
             server.hold(held.name, held.blocks, held.owner, held.prompt)
         except InputError as error:
             log.error("the KV of request %s cannot be fetched: %s", held.owner, error)
+
+    def _pull(self, pull: Pull) -> None:
+        assert self._client is not None
+        assert self._merged is not None
+        kept = self._own_blocks(pull.transfer_params)
+        if kept is None:
+            self._client.start(self._transfer(pull))
+        else:
+            self._merged.start(self._transfer(pull), kept, buffer_peer(kept.data))
+
+    def _pulled(self, request_id: str, failed_blocks: set[int]) -> None:
+        self._received.add(request_id)
+        self._failed_blocks |= failed_blocks
+
+    def _own_blocks(self, transfer_params: KvTransferParams) -> KeptBlocks | None:
+        """Return the blocks in the buffer server of this node; None if there are none."""
+        kept = transfer_params.kept
+        return kept if kept is not None and kept.data == self._options.buffer else None
 
     def _transfer(self, pull: Pull) -> Transfer:
         transfer_params = pull.transfer_params

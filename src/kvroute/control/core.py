@@ -179,7 +179,7 @@ class Control:
         booking.prefill = -1
         self._dispatcher.end_copy(booking, event.at)
         self._dispatcher.end_read(booking)
-        planned = self._dispatcher.take_planned(booking, event.at)
+        planned = self._dispatcher.take_planned(booking, event.at, event.kept_tokens)
         if planned is not None:
             return (planned,)
         if booking.position < 0:

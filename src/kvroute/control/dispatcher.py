@@ -61,6 +61,8 @@ class Booking:
     """True if its KV cache is sent layer by layer while the prefill runs."""
     read_id: int = 0
     """Id of the read from the store; 0: there is none."""
+    decode_read_at: int = 0
+    """Position of the first token that the decode node reads."""
     planned: Decode | None = None
     """Decode decision that was made on arrival, because the read path depends on it, and is due after the prefill."""
     at_home: bool = False
@@ -148,6 +150,7 @@ class Dispatcher:
             return (prefill,)  # the decode instance with a storage NIC is full or down
         decision = reads.begin(booking.request, booking.source, target, read)
         booking.read_id = decision.read_id
+        booking.decode_read_at = decision.first_token + decision.prefill_tokens
         return (prefill, decision)
 
     def _reads_soonest(self, booking: Booking, pick: DecodePick, reads: StorageReads, kv_bytes: float) -> DecodePick:
@@ -336,10 +339,16 @@ class Dispatcher:
             self._prefixes.ended(at, booking.copy_id, landed=False)
             booking.copy_id = 0
 
-    def take_planned(self, booking: Booking, at: float) -> Decode | None:
+    def take_planned(self, booking: Booking, at: float, kept_tokens: int) -> Decode | None:
         """Return the decode decision that was made on arrival, and start its transfer. Only the KV that the instance
-        has not cached by now crosses the network. Return None if there is no such decision, or if its instance has
-        gone down: it is then released, and another one must be chosen."""
+        has not cached by now, and that its node has not read from the store, crosses the network. Return None if there
+        is no such decision, or if its instance has gone down: it is then released, and another one must be chosen.
+
+        Args:
+            booking: the request.
+            at: time in seconds.
+            kept_tokens: as in `PrefillFinished`.
+        """
         planned, booking.planned = booking.planned, None
         if planned is None or booking.pool is None:
             return None
@@ -348,7 +357,9 @@ class Dispatcher:
             return None
         request, ids = booking.request, booking.pool.ids[booking.position : booking.position + 1]
         hit_tokens = int(self._view.caches.hit_tokens(request, ids, request.input_tokens)[0])
-        booking.kv_bytes = float(self._view.models[booking.model].kv_bytes(request.input_tokens, hit_tokens))
+        model, kept_end = self._view.models[booking.model], booking.decode_read_at + kept_tokens
+        kept_bytes = model.kv_bytes(kept_end) - model.kv_bytes(min(max(booking.decode_read_at, hit_tokens), kept_end))
+        booking.kv_bytes = float(model.kv_bytes(request.input_tokens, hit_tokens) - kept_bytes)
         self.start_transfer(booking, at)
         return msgspec.structs.replace(planned, hit_tokens=hit_tokens, kv_bytes=booking.kv_bytes)
 

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from kvroute.emulator.engine import Engine
-from kvroute.emulator.engine_request import EngineRequest, KvHandle, StorageParams, StoragePart
+from kvroute.emulator.engine_request import EngineRequest, KeptBlocks, KvHandle, StorageParams, StoragePart
 from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.faults import Fault, Faults
 from kvroute.emulator.kv_wire import PullRequest, pull, staged_key
@@ -98,6 +98,16 @@ async def fail(fault: Fault) -> None:
     raise EngineError("an injected failure", status=fault.status)
 
 
+def _kept(storage: StorageParams) -> KeptBlocks | None:
+    """Return the part of staged blocks that the decode instance takes from the buffer of its node."""
+    first = storage.first_block
+    for part in storage.parts:
+        if part.keep:
+            return KeptBlocks(first, part.blocks, part.id)
+        first += part.blocks
+    return None
+
+
 @dataclass(slots=True)
 class Completion:
     """The sequences of one request, one per answer, and the responses built from them."""
@@ -109,6 +119,8 @@ class Completion:
     notifier: Notifier = field(default_factory=Notifier)
     jobs: list[EngineSequence] = field(default_factory=list)
     cached_tokens: int = 0
+    kept: KeptBlocks | None = None
+    """Staged blocks that the decode instance takes from the buffer of its node."""
 
     @classmethod
     def of(cls, ask: EngineRequest, engine: Engine, fault: Fault | None, request_id: str) -> Completion:
@@ -197,17 +209,20 @@ class Completion:
             engine.counters.kv_failed += 1
             engine.recompute(sequence)
             await self.notifier.until(lambda: sequence.stage == "prefilled")
+        elif staged:
+            self.kept = _kept(storage)
 
     async def _pull_part(self, part: StoragePart) -> bool:
         """Fetch staged blocks from their node; return whether they have arrived. Those of the own node are here."""
         engine = self.engine
         tier = engine.storage
         if tier is not None and tier.node.complete_read(part.id) is not None:
-            tier.node.release(part.id)
+            if not part.keep:
+                tier.node.release(part.id)
             return True
         host, _, port = part.data.rpartition(":")
         asked_s = engine.clock.now()
-        pull_request = PullRequest(staged_key(part.id), engine.instance.name)
+        pull_request = PullRequest(staged_key(part.id), engine.instance.name, keep=part.keep)
         try:
             header = await pull(host, int(port), pull_request, patience_s=engine.kv_patience_s)
         except (EngineError, ValueError):
@@ -259,6 +274,7 @@ class Completion:
             "transfer_mode": "pull",
             "remote_prefill_cached_tokens": sequence.cached_tokens,
             "remote_instance": engine.instance.name,
+            **({"kept": self.kept} if self.kept is not None else {}),
         }
 
     async def _start(self) -> None:
@@ -295,8 +311,9 @@ class Completion:
         known = handle.prefill_cached_tokens  # vLLM reports this count to the client
         self.cached_tokens += sequence.cached_tokens if known is None else known
         asked_s = engine.clock.now()
+        loaded_tokens = self._loaded_tokens(sequence, handle.kept)
         pull_request = PullRequest(
-            handle.key, engine.instance.name, sequence.cached_tokens, handle.awaited, handle.early
+            handle.key, engine.instance.name, sequence.cached_tokens + loaded_tokens, handle.awaited, handle.early
         )
         try:
             header = await pull(handle.host, handle.port, pull_request, patience_s=engine.kv_patience_s)
@@ -305,7 +322,17 @@ class Completion:
             raise
         seconds = engine.clock.now() - asked_s
         engine.counters.transferred(header.source, header.kv_bytes, seconds, early=handle.early)
+        if engine.storage is not None and handle.kept is not None:
+            engine.storage.node.release(handle.kept.id)
         engine.transfer_done(sequence)
+
+    def _loaded_tokens(self, sequence: EngineSequence, kept: KeptBlocks | None) -> int:
+        """Return the number of tokens that are not cached here and are in the buffer of this node."""
+        storage, size = self.engine.storage, self.engine.block_tokens
+        if kept is None or storage is None or storage.node.complete_read(kept.id) is None:
+            return 0
+        first, end = kept.first_block * size, (kept.first_block + kept.blocks) * size
+        return max(end - max(first, sequence.cached_tokens), 0)
 
     async def _news(self, sent: int) -> None:
         """Wait until all answers together have more than `sent` tokens or are complete."""

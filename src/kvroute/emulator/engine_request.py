@@ -33,6 +33,17 @@ class StoragePart(msgspec.Struct, frozen=True):
     blocks: Annotated[int, msgspec.Meta(ge=1)]
     data: str
     """`host:port` of the KV server that sends them."""
+    keep: bool = False
+    """True: the blocks stay in the buffer for the decode instance."""
+
+
+class KeptBlocks(msgspec.Struct, frozen=True):
+    """Blocks of the prompt in the buffer of the decode instance's node."""
+
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    blocks: Annotated[int, msgspec.Meta(ge=1)]
+    id: str
+    """Id of the read."""
 
 
 class StorageParams(msgspec.Struct, frozen=True):
@@ -61,6 +72,7 @@ class KvParams(msgspec.Struct, frozen=True):
     remote_prefill_cached_tokens: int | None = None
     transfer_id: str | None = None
     storage: StorageParams | None = None
+    kept: KeptBlocks | None = None
 
 
 class Body(msgspec.Struct, frozen=True):
@@ -96,6 +108,8 @@ class KvHandle:
     """Number of tokens whose KV the source has; None if not given."""
     prefill_cached_tokens: int | None = None
     """Prompt tokens that the prefill instance had cached before it computed the rest; None if not given."""
+    kept: KeptBlocks | None = None
+    """What the own node has read from the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +220,7 @@ def _forwarded(params: KvParams) -> KvHandle:
         params.remote_port,
         tokens=params.remote_num_tokens,
         prefill_cached_tokens=params.remote_prefill_cached_tokens,
+        kept=params.kept,
     )
 
 

@@ -129,7 +129,7 @@ class KvTransfer(asyncio.Protocol):
         """Bytes of this transfer that the engine has counted, and the time of the last count."""
         self._breaks = self._ended = False
         self._read_id = ""
-        """Id of the read from the store whose blocks are sent."""
+        """Id of the read from the store whose blocks are sent and then released."""
 
     @property
     def target(self) -> str:
@@ -177,12 +177,13 @@ class KvTransfer(asyncio.Protocol):
             )
 
     def _send_staged(self, storage: StorageNode, read_id: str) -> None:
-        """Send the blocks of a read from the store; its buffer is free when they have left."""
+        """Send the blocks of a read from the store. Its buffer is then free, unless the decode instance needs it."""
         read = storage.complete_read(read_id)
         if read is None:
             self._refuse(f"the node of {self._source.name} has no blocks of read {read_id} in its buffer")
             return
-        self._read_id = read_id
+        assert self._pull_request is not None
+        self._read_id = "" if self._pull_request.keep else read_id
         self._send_bytes(read.kv_bytes)
 
     def _give_up(self) -> None:

@@ -33,11 +33,13 @@ class PullRequest(msgspec.Struct, frozen=True):
     target: str
     """Name of the target in the cluster."""
     cached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Prompt tokens that the target already has."""
+    """Prompt tokens that the target already has, or gets from elsewhere."""
     awaited: bool = False
     """True: wait for KV that does not exist yet."""
     early: bool = False
     """True: send that KV while it is computed."""
+    keep: bool = False
+    """True: blocks from the store stay in the source's buffer."""
 
 
 class PullHeader(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -213,12 +213,13 @@ class RequestTimelines:
         self.watch_stalls()
 
     def _prefilled(self, request: int, _: int) -> None:
+        kept_tokens = 0
         if self._store is not None:
             if self._store.is_fetching(request):
                 self._computed.add(request)
                 return
             self.advance()
-            self._store.release(request)
+            kept_tokens = self._store.prefilled(request)
         traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
         outcomes.prefill_finished_s[request] = now
         source = int(outcomes.source[request])
@@ -231,7 +232,7 @@ class RequestTimelines:
             self._end_unanswered(request, source)
             return
         started_s = time.perf_counter()
-        decisions = self._router.handle(PrefillFinished(now, request))
+        decisions = self._router.handle(PrefillFinished(now, request, kept_tokens))
         if request in self._booked:
             self._booked.remove(request)
             self._hand_over(request)
@@ -258,7 +259,13 @@ class RequestTimelines:
             self._router.stored(source, whole, self._fleet.memory.store(source, whole))
         self._router.stored(source, traced.blocks, self._fleet.memory.store(source, traced.blocks))
 
+    def _release_read(self, request: int) -> None:
+        """Free what is left in buffers of a read from the store."""
+        if self._store is not None:
+            self._store.release(request)
+
     def _end_unanswered(self, request: int, source: int) -> None:
+        self._release_read(request)
         self._delivery.end_plan(request)
         if request in self._booked:
             self._booked.remove(request)
@@ -284,6 +291,7 @@ class RequestTimelines:
         target = int(outcomes.target[request])
         self._telemetry.landed(request, self._delivery.transfers.pop(request).sent_s)
         evicted = self._delivery.transfer_done(request)
+        self._release_read(request)
         self._router.handle(TransferFinished(now, request, self._fleet.free_bytes(target)))
         blocks = self._delivery.cached(request)
         if blocks:
@@ -313,6 +321,7 @@ class RequestTimelines:
             return
         source, target = int(self._outcomes.source[request]), int(self._outcomes.target[request])
         self._router.evicted(self._delivery.give_up(request))
+        self._release_read(request)
         decisions = self._router.handle(DecodeFailed(self._agenda.now, request, kv_lost=True))
         self._router.give_back(source)
         self._router.give_back(target)
@@ -345,6 +354,7 @@ class RequestTimelines:
 
     def _reject(self, request: int, decision: Decision) -> None:
         assert isinstance(decision, Reject)
+        self._release_read(request)
         self._outcomes.state[request] = REJECTED
         self.reject_reason = self.reject_reason or decision.reason
         self._arrivals.ended(self._agenda.now, request)

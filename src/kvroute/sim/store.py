@@ -3,6 +3,7 @@ decode nodes have read, and write-back.
 
 A node reads one part of a request after the other, first in, first out. It has a buffer for the parts that its
 instances have not loaded yet. A request reserves the buffer of its decode node first, then that of its prefill node.
+What the decode node has read, the decode instance takes from its own node, and only the rest from the prefill instance.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class _Part:
     read: _Read
     side: Side
     instance: int
+    tokens: int
     nbytes: float
     buffered_bytes: float = 0.0
     """Room that it holds in the buffer."""
@@ -107,7 +109,7 @@ class Store:
         self._block_tokens, self._block_bytes = block_tokens, block_bytes
         self._stored = PrefixIndex(1)
         self._reads: dict[int, _Read] = {}
-        """Reads by request, until its prefill ends."""
+        """Reads by request, until their buffers are free."""
         self._flying: dict[int, _Part | _Read | _Write] = {}
         """Meaning of each storage transfer, by its number."""
         self._next_number = _NUMBERS
@@ -131,7 +133,7 @@ class Store:
         )
         for side, name, tokens in sides:
             if tokens:
-                read.parts.append(_Part(read, side, self._cluster.index(name), tokens * token_bytes))
+                read.parts.append(_Part(read, side, self._cluster.index(name), tokens, tokens * token_bytes))
         read.unordered, read.unread = list(read.parts), len(read.parts)
         self._totals = msgspec.structs.replace(self._totals, reads=self._totals.reads + 1)
         self._order(read)
@@ -157,10 +159,25 @@ class Store:
         read = self._reads.get(request)
         return read is not None and read.fetching
 
+    def prefilled(self, request: int) -> int:
+        """Free what the prefill node has read for a request: its prefill has ended. Return the number of tokens that
+        the decode node has read. They stay in its buffer until `release`, for the decode instance."""
+        read = self._reads.get(request)
+        if read is None:
+            return 0
+        kept = [part for part in read.parts if part.side == "decode"]
+        self._free([part for part in read.parts if part.side == "prefill"])
+        read.parts = kept
+        return sum(part.tokens for part in kept)
+
     def release(self, request: int) -> None:
-        """Free the buffers of a request: its prefill has ended."""
+        """Free all buffers of a request. No effect if it has none."""
         read = self._reads.pop(request, None)
-        for part in read.parts if read is not None else ():
+        if read is not None:
+            self._free(read.parts)
+
+    def _free(self, parts: list[_Part]) -> None:
+        for part in parts:
             node = self._node(part.instance)
             node.free_bytes += part.buffered_bytes
             self._grant(node)

@@ -24,11 +24,14 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
     request: Request
 
 
-class PrefillFinished(msgspec.Struct, frozen=True, tag="prefill_finished"):
+class PrefillFinished(msgspec.Struct, frozen=True, tag="prefill_finished", omit_defaults=True):
     """The KV cache is complete on the prefill instance."""
 
     at: float
     request_id: int
+    kept_tokens: int = 0
+    """Leading tokens of the decode node's part of a `ReadKv` that are still in that node's buffer. The decode instance
+    named there takes them from the buffer, so they do not cross the network."""
 
 
 class TransferFinished(msgspec.Struct, frozen=True, tag="transfer_finished"):

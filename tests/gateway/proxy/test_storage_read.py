@@ -172,6 +172,39 @@ def test_a_stored_prefix_is_read_and_not_computed(tmp_path: Path, reads: str, si
     assert any(row["load_s"] > 0 for row in kinds["prefill"]["candidates"])
 
 
+def kv_sent(gate: Rig, name: str) -> float:
+    """Return the modelled KV that an instance has pulled."""
+    return sum(each.kv_bytes for each in gate.fleet.servers[name].engine.counters.pulled.values())
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_decode_instance_takes_what_its_own_node_has_read(elsewhere: bool) -> None:
+    """Only the rest comes from the prefill instance. If the request is decoded elsewhere after all, everything comes
+    from there, and the router releases the read."""
+
+    async def main() -> None:
+        async with stored("split") as gate:
+            await ask(gate, TOKENS)
+            await in_store(gate, TOKENS)
+            await forget(gate)
+            decoders = ("decode0", "decode1")
+            for name in decoders:
+                node_of(gate, name).hold_s = 3600.0
+            before = {name: kv_sent(gate, name) for name in decoders}
+            if elsewhere:
+                await gate.command("decode0", leg="decode", fail_next=1)
+            await ask(gate, [*TOKENS, *range(10)])
+            half, whole = bytes_of(len(TOKENS) // 2), bytes_of(len(TOKENS) + 10)
+            assert node_of(gate, "decode0").read_bytes == half, "decode0 was chosen"
+            sent = {name: kv_sent(gate, name) - before[name] for name in decoders}
+            assert sent == (
+                {"decode0": 0.0, "decode1": whole} if elsewhere else {"decode0": whole - half, "decode1": 0.0}
+            )
+            await check_nothing_held(gate)
+
+    uvloop.run(main())
+
+
 def test_the_next_turn_reads_what_the_decode_instance_wrote_back() -> None:
     async def main() -> None:
         async with stored("shorter") as gate:

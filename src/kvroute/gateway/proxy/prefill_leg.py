@@ -143,6 +143,8 @@ class PrefillLeg(Leg):
             except ProtocolError as odd:
                 self.on_failed(LegFailure("malformed", f"prefill instance {engine.name} {odd}", 502, sent=True))
                 return
+            if self.storage_read is not None:
+                self.storage_read.prefilled(self.transfer_params)
             self.succeeded(now)
             self.close()
             self._parts.clear()

@@ -205,7 +205,9 @@ class ProxiedRequest:
         if decode is not None and not decode.aggregated:
             decode.transfer_started(now)
             decode.expect_transfer(now)
-        self._apply(runtime.report.prefill_finished(state.number, now), now)
+        read = self.prefill.storage_read if self.prefill is not None else None
+        kept_tokens = read.kept_tokens if read is not None else 0
+        self._apply(runtime.report.prefill_finished(state.number, now, kept_tokens), now)
 
     def _prefill_lost(self, now: float) -> None:
         """Handle a prefill that has failed without a retry while the decode engine waits for its KV cache: the decode
@@ -227,6 +229,8 @@ class ProxiedRequest:
         runtime, state, decision = self.runtime, self.state, leg.decision
         number, request, report = state.number, state.request, runtime.report
         assert request is not None
+        if self.prefill is not None and self.prefill.storage_read is not None:
+            self.prefill.storage_read.loaded(decision.target)
         if times.measured_s is not None:
             report.transfer_measured(decision, times.measured_s, now)
         if runtime.control.admitted(number):
@@ -317,6 +321,7 @@ class ProxiedRequest:
         assert leg is not None
         if abort_prefill and self.prefill is not None:
             self.prefill.abort(now)
+        self._release_kept()
         leg.end_transfer(now, False)
         if self._may_retry("decode", now):
             self._apply(self.runtime.report.decode_failed(self.state.number, now, kv_lost=kv_lost), now)
@@ -432,6 +437,11 @@ class ProxiedRequest:
         if leg is not None:
             leg.abort(now)
 
+    def _release_kept(self) -> None:
+        """Release the KV in the buffer of a decode node whose decode instance does not need it any more."""
+        if self.prefill is not None and self.prefill.storage_read is not None:
+            self.prefill.storage_read.release_kept()
+
     def _drop_decode(self, now: float) -> None:
         leg, self.decode = self.decode, None
         if leg is not None:
@@ -444,6 +454,7 @@ class ProxiedRequest:
         runtime, state = self.runtime, self.state
         assert not state.over
         state.over = True
+        self._release_kept()
         self.prefill = self.decode = None
         if self._reading is not None:
             self._reading.cancel()  # so that a prompt in the queue is released at once

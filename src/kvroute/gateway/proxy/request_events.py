@@ -112,9 +112,10 @@ class RequestEvents:
         """Report a new request."""
         return self.decide(Arrived(now, request))
 
-    def prefill_finished(self, number: int, now: float) -> Decisions:
-        """Report that the KV cache is complete, or that no prefill instance computes it any more."""
-        return self.decide(PrefillFinished(now, number))
+    def prefill_finished(self, number: int, now: float, kept_tokens: int = 0) -> Decisions:
+        """Report that the KV cache is complete, or that no prefill instance computes it any more. Args: `kept_tokens`:
+        see `PrefillFinished`."""
+        return self.decide(PrefillFinished(now, number, kept_tokens))
 
     def prefill_failed(self, number: int, now: float) -> Decisions:
         """Report that the prefill is to be repeated on another instance."""

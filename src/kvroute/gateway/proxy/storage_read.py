@@ -1,6 +1,7 @@
 """The calls that precede a prefill with KV from the store: buffer servers read the blocks into host memory.
 
-A part that fails or is short costs only time: the prefill instance computes these tokens.
+A part that fails or is short costs only time: the prefill instance computes these tokens. The part of the decode node
+stays in its buffer until the decode instance has loaded it, too.
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ class BlockRead(msgspec.Struct, frozen=True):
     bytes: float = 0.0
     data: str = ""
     """`host:port` where engines fetch the blocks."""
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    blocks: int
+
+
+class _KeptParams(msgspec.Struct, frozen=True):
+    """Response of a prefill instance, as far as it is used here."""
+
+    kept: _Kept | None = None
 
 
 class _Part:
@@ -92,7 +103,7 @@ class _Part:
 class StorageRead:
     """One read decision: its parts, and the parameters that the prefill instance gets for them."""
 
-    __slots__ = ("_began_s", "_keys", "_name", "_on_end", "_parts", "_state", "_unsent", "decision")
+    __slots__ = ("_began_s", "_keys", "_name", "_on_end", "_parts", "_state", "_unsent", "decision", "kept_tokens")
 
     def __init__(self, state: RequestState, decision: ReadKv, on_end: Callable[[Raw | None, float], None]) -> None:
         """Args: `on_end` receives the parameters for the prefill leg, or None if no block could be read."""
@@ -105,6 +116,8 @@ class StorageRead:
         waits for a buffer that another one holds while it waits for the first one's."""
         self._began_s = 0.0
         self._name = f"{state.runtime.draw():016x}"
+        self.kept_tokens = 0
+        """Tokens in the buffer of the decode node that the decode instance has not loaded yet."""
 
     def begin(self, ids: Sequence[int] | None, now: float) -> None:
         """Send the calls. Args: `ids`: the prompt's tokens; None: nothing is read."""
@@ -197,7 +210,8 @@ class StorageRead:
         parts, staged, gap = [], 0, False
         for part in self._parts:
             if part.blocks and not gap:
-                parts.append({"id": self._id(part.side), "blocks": part.blocks, "buffer": part.url, "data": part.data})
+                fields = {"id": self._id(part.side), "blocks": part.blocks, "buffer": part.url, "data": part.data}
+                parts.append(fields if part.side == "prefill" else {**fields, "keep": True})
                 staged += part.blocks
             elif part.blocks:
                 self._release(part)
@@ -205,8 +219,30 @@ class StorageRead:
         if not staged:
             return None
         first = self.decision.first_token // self._state.request.block_tokens
-        fields = {"first_block": first, "key": self._keys[staged - 1].hex(), "parts": parts}
-        return Raw(msgspec.json.encode(fields))
+        document = {"first_block": first, "key": self._keys[staged - 1].hex(), "parts": parts}
+        return Raw(msgspec.json.encode(document))
+
+    def prefilled(self, params: Raw | None) -> None:
+        """Record what the prefill instance leaves for the decode instance. Args: `params`: its transfer parameters."""
+        assert self._state.request is not None
+        try:
+            kept = msgspec.json.decode(params, type=_KeptParams).kept if params is not None else None
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            kept = None
+        self.kept_tokens = kept.blocks * self._state.request.block_tokens if kept is not None else 0
+
+    def loaded(self, instance: str) -> None:
+        """Record that a decode instance has its KV. Only the one whose node has read loads and releases that part."""
+        if instance == self.decision.decode_instance:
+            self.kept_tokens = 0
+
+    def release_kept(self) -> None:
+        """Release what the decode instance has not loaded and will not load."""
+        if self.kept_tokens:
+            self.kept_tokens = 0
+            for part in self._parts:
+                if part.side == "decode":
+                    self._release(part)
 
     def abort(self, now: float) -> None:
         """Cancel the reads and release the buffers: the prefill is not needed any more, or has failed."""
