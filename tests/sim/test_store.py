@@ -171,8 +171,8 @@ def test_a_small_buffer_delays_reads_and_loses_none() -> None:
 
 @pytest.mark.parametrize("reads", ["alternating", "shorter", "split"])
 def test_a_planned_decode_sends_only_what_its_instance_lacks_when_it_is_due(tmp_path: Path, reads: str) -> None:
-    """The decode instance is chosen before the read; what its cache holds may change until the prefill is over. What its
-    own node has read is in that node's buffer."""
+    """The decode instance is chosen before the read; what its cache holds may change until the prefill is over. The
+    buffer of its node has what that node has read."""
     _, events, decisions = logged(tmp_path, reads, agents(6, 4))
     due = {event.request_id for event in events if isinstance(event, PrefillFinished)}
     orders = {each.request_id: each for each in decisions if isinstance(each, ReadKv)}

@@ -211,6 +211,36 @@ def test_a_second_turn_reads_what_the_first_one_wrote_back(stored: Cluster, tmp_
             assert sum(sides.values()) == 2
 
 
+def pulled(server: Server, source: str) -> float:
+    """Return the bytes of KV that a server has pulled from a source."""
+    return server.metric("kvroute:kv_transfer_bytes_total", source=source)
+
+
+def test_a_decode_server_loads_what_its_own_node_has_read(stored: Cluster, tmp_path: Path) -> None:
+    """Every block comes to the decode server once: the staged part from its buffer server, the rest from the prefill
+    server."""
+    servers = {"decode0": stored.pair.decode, "decode1": stored.pair.other}
+    with serving(stored.pair, tmp_path, text=stored.file("split")) as gateway:
+        all_up(gateway, stored.pair)
+        turn = first_turn(stored, gateway, seed=9700)
+        for server in servers.values():
+            server.post("/reset_prefix_cache", {})
+        own = {name: f"buffer {stored.buffers[name].data}" for name in servers}
+        before = {
+            (name, source): pulled(server, source)
+            for name, server in servers.items()
+            for source in (own[name], "prefill0")
+        }
+        second = [*turn, *prompt(100, seed=81)]
+        assert ask(gateway, second) == alone(stored.pair, second, ANSWER_TOKENS)
+        arrived = {(name, source): pulled(servers[name], source) - count for (name, source), count in before.items()}
+        (chosen,) = {name for (name, _), nbytes in arrived.items() if nbytes}
+        side = gateway.metric("kvroute_storage_read_bytes_total", side="decode")
+        assert side > 0
+        assert arrived[chosen, own[chosen]] == side
+        assert arrived[chosen, "prefill0"] == -(-len(second) // 32) * BLOCK_BYTES - side
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_damaged_block_changes_the_tokens_unless_checksums_are_on(
     stored: Cluster, tmp_path: Path, verify: bool
