@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tests.cachepool.blocks import ALL, EXTENT_BYTES, FORMAT, chain, content, op
 from tests.disk import files_no_longer_than
 
 from kvroute.cachepool.store import BlockFormat, PosixSettings, PosixStore, StoreError
+from kvroute.cachepool.store.location import StoreLocation
 
 CAPACITY_BLOCKS = 6
 CHAINS = {name: chain(name, 4) for name in "abc"}
@@ -183,3 +186,46 @@ def test_a_capacity_below_one_block_is_refused(tmp_path: Path) -> None:
     """No block could ever be stored."""
     with pytest.raises(StoreError, match="less than one block"):
         PosixStore(tmp_path, FORMAT, PosixSettings(capacity_bytes=EXTENT_BYTES - 1))
+
+
+def test_with_fsync_a_block_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the file, then its name, then the folder that has the name; without the option nothing waits for the
+    disk."""
+    steps: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        steps.append(f"sync {path.relative_to(tmp_path).parts[0]}{'/' if path.is_dir() else ''}")
+        fsync(fd)
+
+    def renamed(old: Path, new: Path) -> None:
+        steps.append("rename")
+        rename(old, new)
+
+    (first, second) = chain("a", 2)
+    store = PosixStore(tmp_path, FORMAT, PosixSettings(capacity_bytes=10 * EXTENT_BYTES, fsync=True))
+    plain = opened(tmp_path)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    assert store.write(first, b"", memoryview(content(first)))
+    assert steps == ["sync writing", "rename", "sync blocks/", "sync blocks/"]
+    steps.clear()
+    assert plain.write(second, first, memoryview(content(second)))
+    assert steps == ["rename"]
+
+
+@pytest.mark.parametrize(
+    ("library", "location", "service"),
+    [("redis", "redis://localhost:1/0", "Redis needs redis-py"), ("obstore", "s3://bucket/x", "S3 needs obstore")],
+)
+def test_a_store_whose_library_is_missing_is_one_sentence(
+    library: str, location: str, service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    for backend in ("redis_backend", "s3_backend"):
+        monkeypatch.delitem(sys.modules, f"kvroute.cachepool.store.{backend}", raising=False)
+    with pytest.raises(StoreError, match=f"^a block store in {service}; install kvroute with its extra `store`$"):
+        StoreLocation(location, 10**6).check()

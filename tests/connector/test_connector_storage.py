@@ -424,3 +424,32 @@ def engine_with(here: Node, seed: int = 1, **layout: Any) -> Engine:
     changed = msgspec.structs.replace(engine.cache.layout, **layout)
     engine.worker = StorageWorker(engine.cache.regions, changed, options, layers, environ={})
     return engine
+
+
+def test_a_read_waits_until_every_rank_has_room(tmp_path: Path) -> None:
+    """The ranks load at their own pace, so one of them may have room earlier."""
+
+    async def main() -> None:
+        async with node(tmp_path, blocks=10) as here:
+            engines = [engine_with(here, rank + 1, tp=2, rank=rank) for rank in range(2)]
+            try:
+                for engine in engines:
+                    await engine.write(KEYS[:5], range(5))
+                _, found = await here.read("a", KEYS[:5])
+                assert found["blocks"] == 5
+                await engines[0].load(found["data"], "a", range(10, 15), key=KEYS[4])
+                await becomes(here, "buffered_bytes", 5 * BLOCK_BYTES)
+                waiting = asyncio.ensure_future(here.read("b", KEYS[:5]))
+                await becomes(here, "queued_bytes", 2 * 5 * BLOCK_BYTES)
+                assert not waiting.done()
+                await engines[1].load(found["data"], "a", range(10, 15), key=KEYS[4])
+                assert (await waiting)[1]["blocks"] == 5
+                for engine in engines:
+                    await engine.load(found["data"], "b", range(15, 20), key=KEYS[4])
+                    assert engine.content(range(15, 20)) == engine.content(range(5))
+                await buffer_is_free(here)
+            finally:
+                for engine in engines:
+                    engine.worker.close()
+
+    run(main)

@@ -32,6 +32,7 @@ class ExtentFolder:
     def __init__(self, folder: Path, codec: ExtentCodec) -> None:
         self._root, self._counter, self._codec = folder / "blocks", folder / "used_bytes", codec
         self._parents: dict[bytes, bytes] = {}
+        """Parents of the blocks that this process has written, or seen in a scan."""
 
     def path(self, key: bytes) -> Path:
         """Return the file of a block."""
@@ -56,9 +57,10 @@ class ExtentFolder:
             return False
         return status.st_size == self._codec.extent_bytes
 
-    def publish(self, temporary: Path, key: bytes, now_s: float, *, fsync: bool) -> None:
+    def publish(self, temporary: Path, key: bytes, parent: bytes, now_s: float, *, fsync: bool) -> None:
         """Give a complete extent its final name. The counter changes first: after a crash it is too high, not too
         low."""
+        self._parents[key] = parent
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         os.utime(temporary, ns=(int(now_s * 1e9), int(now_s * 1e9)))
@@ -106,15 +108,18 @@ class ExtentFolder:
             key, status = bytes.fromhex(entry.name), entry.stat()
             parent = self._parents.get(key)
             if parent is None:
-                parent = self._parent(Path(entry.path), key)
+                parent = self._parent(entry.path, key)
             if parent is None or status.st_size != self._codec.extent_bytes:
                 os.unlink(entry.path)
                 continue
             yield Used(key, parent, status.st_mtime_ns)
 
-    def _parent(self, path: Path, key: bytes) -> bytes | None:
-        with path.open("rb", buffering=0) as file:
-            header = self._codec.parsed(file.read(self._codec.header_bytes))
+    def _parent(self, path: str, key: bytes) -> bytes | None:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            header = self._codec.parsed(os.pread(fd, self._codec.header_bytes, 0))
+        finally:
+            os.close(fd)
         return header.parent if header is not None and header.key == key else None
 
     def _files(self) -> Iterator[os.DirEntry[str]]:

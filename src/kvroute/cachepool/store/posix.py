@@ -182,7 +182,7 @@ class PosixStore:
             return True
         if not self._has_parent(parent) or not self._has_room(parent):
             return False
-        self._extents.publish(path, key, self._clock(), fsync=self._settings.fsync)
+        self._extents.publish(path, key, parent, self._clock(), fsync=self._settings.fsync)
         return True
 
     def _has_room(self, parent: bytes) -> bool:
