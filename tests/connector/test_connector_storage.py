@@ -4,6 +4,8 @@ another, byte for byte; order, room, damage, and a server that dies."""
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,11 +23,13 @@ from kvroute.cachepool.keys import NO_PARENT, block_keys
 from kvroute.cachepool.store.interface import StoreError
 from kvroute.cachepool.store.location import StoreLocation
 from kvroute.connector.buffer import BufferServer, BufferSettings
+from kvroute.connector.buffer.arena import Arena
 from kvroute.connector.options import Options
 from kvroute.connector.storage_loads import Load, LoadPart
 from kvroute.connector.storage_plan import StorageStep
 from kvroute.connector.storage_worker import StorageWorker
 from kvroute.connector.write_back import BlockWrite, Writes
+from kvroute.types import InputError
 
 LAYERS, LAYER_BYTES, BLOCK_TOKENS = 3, 512, 32
 BLOCK_BYTES = LAYERS * LAYER_BYTES
@@ -453,3 +457,24 @@ def test_a_read_waits_until_every_rank_has_room(tmp_path: Path) -> None:
                     engine.worker.close()
 
     run(main)
+
+
+def locked_bytes() -> int:
+    """Return the locked memory of this process."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (line,) = [line for line in status.splitlines() if line.startswith("VmLck:")]
+    return int(line.split()[1]) * 1024
+
+
+def test_slots_are_locked_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked with the kernel's count. A limit that is too low is one sentence before any engine connects."""
+    before = locked_bytes()
+    arena = Arena(2, 4096, 64 * 8192, locked=True)
+    assert locked_bytes() - before >= 64 * 8192
+    assert arena.slots == 64
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
+    location = StoreLocation("redis://localhost:1/0", 10**6)
+    settings = BufferSettings(location=location, quota_bytes=10**6, lock_memory=True, options=OPTIONS)
+    with pytest.raises(InputError, match=r"^--lock-memory: at most 65536 bytes of memory may be locked, less than the"):
+        BufferServer(settings)

@@ -41,6 +41,12 @@ def buffer(
             rich_help_panel=STORE,
         ),
     ] = 8_000_000_000,
+    lock_memory: Annotated[
+        bool,
+        typer.Option(
+            "--lock-memory", help="Never swap this memory out; needs `ulimit -l` above it.", rich_help_panel=STORE
+        ),
+    ] = False,
     capacity: Annotated[
         int,
         typer.Option(
@@ -127,7 +133,9 @@ def buffer(
         where="kvroute buffer",
     )
     location = StoreLocation(store, capacity, verify=verify, fsync=fsync)
-    settings = BufferSettings(location=location, quota_bytes=quota, host=host, port=port, options=options)
+    settings = BufferSettings(
+        location=location, quota_bytes=quota, lock_memory=lock_memory, host=host, port=port, options=options
+    )
     uvloop.run(_run(settings, ready_file))
 
 

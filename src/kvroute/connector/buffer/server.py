@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from kvroute.cachepool.store.location import StoreLocation
+from kvroute.connector.buffer.arena import check_lockable
 from kvroute.connector.buffer.reads import NodeReads
 from kvroute.connector.buffer.routes import Routes
 from kvroute.connector.buffer.shards import Shards
@@ -28,6 +29,8 @@ class BufferSettings:
     location: StoreLocation
     quota_bytes: int
     """Host memory for blocks."""
+    lock_memory: bool = False
+    """Keep this memory from being swapped out."""
     host: str = "127.0.0.1"
     """Address of both ports."""
     port: int = 0
@@ -40,10 +43,23 @@ class BufferServer:
     """`start` opens both ports; `close` closes them and frees everything."""
 
     def __init__(self, settings: BufferSettings) -> None:
-        """Raises StoreError if the store cannot be used."""
+        """Create the server; nothing is opened yet.
+
+        Raises:
+            StoreError: the store cannot be used.
+            InputError: so much memory cannot be locked.
+        """
         settings.location.check()
+        if settings.lock_memory:
+            check_lockable(settings.quota_bytes)
         self._settings, self._token = settings, settings.options.secret()
-        self._shards = Shards(settings.location, settings.options, settings.quota_bytes, self._collect_soon)
+        self._shards = Shards(
+            settings.location,
+            settings.options,
+            settings.quota_bytes,
+            self._collect_soon,
+            lock_memory=settings.lock_memory,
+        )
         self._reads = NodeReads(self._shards)
         self._routes = Routes(self._reads, lambda: self.data, settings.quota_bytes, settings.host)
         self._listener: Listener | None = None

@@ -48,11 +48,18 @@ class Shards:
     """All ranks of the one model that a buffer server serves. Thread-safe."""
 
     def __init__(
-        self, location: StoreLocation, options: Options, quota_bytes: int, on_release: Callable[[], None]
+        self,
+        location: StoreLocation,
+        options: Options,
+        quota_bytes: int,
+        on_release: Callable[[], None],
+        *,
+        lock_memory: bool = False,
     ) -> None:
-        """Args: `quota_bytes`: memory of all shards together; `on_release`: see `Server`."""
+        """Args: `quota_bytes`: memory of all shards together; `on_release`: see `Server`; `lock_memory`: see
+        `Arena`."""
         self._location, self._options, self._quota_bytes = location, options, quota_bytes
-        self._on_release = on_release
+        self._on_release, self._lock_memory = on_release, lock_memory
         self._shards: dict[int, Shard] = {}
         self._lock = threading.Lock()
 
@@ -98,7 +105,7 @@ class Shards:
         form = BlockFormat(
             f"{layout.model} {layout.dtype}", len(layout.region_bytes), layout.block_tokens, layout.region_bytes[0]
         )
-        arena = Arena(form.layers, form.layer_bytes, self._quota_bytes // layout.tp)
+        arena = Arena(form.layers, form.layer_bytes, self._quota_bytes // layout.tp, locked=self._lock_memory)
         if not arena.slots:
             raise InputError(
                 f"a block has {form.block_bytes} bytes, more than the quota of {self._quota_bytes // layout.tp}",
