@@ -30,7 +30,7 @@ BENCHES = (
     "gateway.prefix_copies",
     "gateway.large_prompts",
     "gateway.reloads",
-    *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies", "storage_nics.vllm"),
+    *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies", "storage_nics.emulated", "storage_nics.vllm"),
 )
 PEERED = ("simulate", "decision", "gateway.routers")
 MAYBE_PLAIN = ("flows", "prefix", "evaluation")
@@ -56,6 +56,7 @@ QUICK = {
     "wan.layerwise": ["--rounds", "1"],
     "testbed.transfers": ["--rounds", "1"],
     "testbed.policies": ["--rounds", "1", "--requests", "40"],
+    "storage_nics.emulated": ["--agents", "12", "--turns", "2"],
     "storage_nics.vllm": ["--rounds", "1"],
 }
 

@@ -78,17 +78,21 @@ async def outcome(reads: str, agents: int, turns: int) -> Outcome:
             addresses = await served(ready, program)
             connector = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(connector=connector) as session:
-                first = [_prompt(agent) for agent in range(agents)]
-                contexts = await asyncio.gather(*(_turn(session, addresses["url"], each) for each in first))
-                began = time.monotonic()
-                counts = await asyncio.gather(
-                    *(_agent(session, addresses["url"], context, turns) for context, _, _ in contexts)
-                )
-                seconds = time.monotonic() - began
-                cached, prompts = (sum(column) for column in zip(*counts, strict=True))
+                rate_per_s, cached_share = await run_agents(session, addresses["url"], agents, turns)
                 read_bytes = await _read_bytes(session, addresses)
-                predicted_per_s = predicted(cluster, agents, turns)
-                return Outcome(reads, agents * turns / seconds, read_bytes, cached / prompts, predicted_per_s)
+                return Outcome(reads, rate_per_s, read_bytes, cached_share, predicted(cluster, agents, turns))
+
+
+async def run_agents(session: aiohttp.ClientSession, url: str, agents: int, turns: int) -> tuple[float, float]:
+    """Run agents with a first turn and `turns` more. Return the turns per second after the first ones, and the cached
+    share of their prompt tokens. Raises Failed if a turn fails."""
+    first = [first_prompt(agent) for agent in range(agents)]
+    contexts = await asyncio.gather(*(send_turn(session, url, each) for each in first))
+    began = time.monotonic()
+    counts = await asyncio.gather(*(_agent(session, url, context, turns) for context, _, _ in contexts))
+    seconds = time.monotonic() - began
+    cached, prompts = (sum(column) for column in zip(*counts, strict=True))
+    return agents * turns / seconds, cached / prompts
 
 
 def predicted(file: Path, agents: int, turns: int) -> float:
@@ -107,7 +111,8 @@ def predicted(file: Path, agents: int, turns: int) -> float:
     return float(agents * turns / (ended_s.max() - ended_s[:agents].max()))
 
 
-def _prompt(agent: int) -> list[int]:
+def first_prompt(agent: int) -> list[int]:
+    """Return the tokens of an agent's first prompt."""
     draw = np.random.default_rng(agent)
     tokens: list[int] = draw.integers(0, 32_000, CONTEXT).tolist()
     return tokens
@@ -120,12 +125,12 @@ async def _agent(session: aiohttp.ClientSession, url: str, context: list[int], t
     for _ in range(turns):
         await asyncio.sleep(THINK_S)
         prompt = [*context, *draw.integers(0, 32_000, APPENDED).tolist()]
-        context, hit, tokens = await _turn(session, url, prompt)
+        context, hit, tokens = await send_turn(session, url, prompt)
         cached, prompts = cached + hit, prompts + tokens
     return cached, prompts
 
 
-async def _turn(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tuple[list[int], int, int]:
+async def send_turn(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tuple[list[int], int, int]:
     """Send one turn; return the new context, the cached tokens and the prompt tokens."""
     body = {"prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True}
     async with session.post(f"{url}/v1/completions", json=body) as response:

@@ -1,8 +1,9 @@
 """A store and the storage NICs of several nodes, built from unnamed network namespaces; root only, Linux only.
 
 Each node has a namespace with two devices: `snic`, whose rate is limited in both directions, leads to the store, and
-`cnic`, without a limit, leads to the namespace of this process. Processes that start inside `node(k)` stay there. The
-namespaces exist as long as this process or a process inside holds them.
+`cnic`, without a limit, leads to the other nodes and to the namespace of this process, through a router in a namespace
+of its own. Processes that start inside `node(k)` stay there. The namespaces exist as long as this process or a process
+inside holds them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from bench.wan.network import Unavailable, inside, namespace, run
 
@@ -39,13 +41,17 @@ class StorageNics:
             self._store = built.enter_context(namespace())
             with inside(self._store):
                 run("ip", "link", "set", "lo", "up")
+            router = built.enter_context(namespace())
+            with inside(router):
+                Path("/proc/sys/net/ipv4/ip_forward").write_text("1", encoding="ascii")
+            built.callback(_remove, self._device)
+            self._join_outside(router)
             self._namespaces = [built.enter_context(namespace()) for _ in range(self.nodes)]
             for number, each in enumerate(self._namespaces):
                 with inside(each):
                     run("ip", "link", "set", "lo", "up")
                 self._join_store(number, each)
-                built.callback(_remove, self._device(number))
-                self._join_outside(number, each)
+                self._join_router(number, each, router)
             self._stack = built.pop_all()
         return self
 
@@ -66,7 +72,7 @@ class StorageNics:
 
     def address(self, number: int) -> str:
         """Return the address of a node, as seen from outside."""
-        return f"10.203.{self._subnet(number)}.2"
+        return f"{self._subnet}.{8 * number + 10}"
 
     def store_address(self, number: int) -> str:
         """Return the address of the store, as seen from a node."""
@@ -94,13 +100,22 @@ class StorageNics:
         with inside(node):
             self._up("snic", f"10.204.{number}.2/24", limited=True)
 
-    def _join_outside(self, number: int, node: int) -> None:
-        peer, subnet = f"/proc/{os.getpid()}/fd/{node}", f"10.203.{self._subnet(number)}"
-        run("ip", "link", "add", self._device(number), "type", "veth", "peer", "name", "cnic", "netns", peer)
-        self._up(self._device(number), f"{subnet}.1/24", limited=False)
+    def _join_outside(self, router: int) -> None:
+        peer = f"/proc/{os.getpid()}/fd/{router}"
+        run("ip", "link", "add", self._device, "type", "veth", "peer", "name", "outside", "netns", peer)
+        with inside(router):
+            self._up("outside", f"{self._subnet}.1/30", limited=False)
+        self._up(self._device, f"{self._subnet}.2/30", limited=False)
+        run("ip", "route", "add", f"{self._subnet}.0/24", "via", f"{self._subnet}.1")
+
+    def _join_router(self, number: int, node: int, router: int) -> None:
+        at_router, peer = f"{self._subnet}.{8 * number + 9}", f"/proc/{os.getpid()}/fd/{node}"
+        with inside(router):
+            run("ip", "link", "add", f"n{number}", "type", "veth", "peer", "name", "cnic", "netns", peer)
+            self._up(f"n{number}", f"{at_router}/30", limited=False)
         with inside(node):
-            self._up("cnic", f"{subnet}.2/24", limited=False)
-            run("ip", "route", "add", "default", "via", f"{subnet}.1")
+            self._up("cnic", f"{self.address(number)}/30", limited=False)
+            run("ip", "route", "add", "default", "via", at_router)
 
     def _up(self, device: str, address: str, *, limited: bool) -> None:
         run("ip", "address", "add", address, "dev", device)
@@ -112,13 +127,16 @@ class StorageNics:
             run("tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, *limits)
         run("ip", "link", "set", device, "up")
 
-    def _device(self, number: int) -> str:
-        """Return the name of a device outside, unique among processes."""
-        return f"kvs{os.getpid()}-{number}"[:15]
+    @property
+    def _device(self) -> str:
+        """Name of the device outside, unique among processes."""
+        return f"kvs{os.getpid()}"[:15]
 
-    def _subnet(self, number: int) -> int:
-        """Return a number that differs between processes that run at the same time, as a rule."""
-        return (os.getpid() * self.nodes + number) % 256
+    @property
+    def _subnet(self) -> str:
+        """First three numbers of the nodes' addresses; they differ between processes that run at the same time, as a
+        rule."""
+        return f"10.203.{os.getpid() % 256}"
 
 
 def _remove(device: str) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvroute.cachepool.keys import block_keys
 from kvroute.emulator.errors import ApiError
 from kvroute.emulator.prompt import Prompt
-from kvroute.emulator.storage import HOLD_S, BufferedRead, StorageNode, StoredBlocks
+from kvroute.emulator.storage import HOLD_S, BufferedRead, ModelledNic, StorageNode, StoredBlocks
 from kvroute.emulator.storage_tier import StorageTier
 
 MODEL, BLOCK_BYTES, RATE = "m", 10.0, 100.0
@@ -64,7 +64,12 @@ async def settle() -> None:
 def node(buffer_bytes: float = 1e9) -> tuple[Virtual, StorageNode]:
     clock, store = Virtual(), StoredBlocks()
     store.add(MODEL, KEYS)
-    return clock, StorageNode(clock, store, RATE, RATE / 2, buffer_bytes)
+    return clock, StorageNode(clock, ModelledNic(clock, store, RATE, RATE / 2), buffer_bytes)
+
+
+def stored(storage: StorageNode) -> StoredBlocks:
+    assert isinstance(storage.medium, ModelledNic)
+    return storage.medium.store
 
 
 def begun(storage: StorageNode, name: str, blocks: int) -> asyncio.Task[BufferedRead]:
@@ -182,14 +187,14 @@ def test_full_blocks_are_stored_when_the_nic_has_written_them() -> None:
         keys = block_keys(np.concatenate([np.arange(40), np.frombuffer(b"word" * 10, "<u4")]), 16, "tenant")
         tier.write_back(prompt)
         await clock.advance(0.39)
-        assert storage.store.match(MODEL, keys) == 0
+        assert stored(storage).match(MODEL, keys) == 0
         await clock.advance(0.4)
-        assert storage.store.match(MODEL, keys) == 2
+        assert stored(storage).match(MODEL, keys) == 2
         tier.write_back(prompt, [b"word"] * 10)
         await clock.advance(0.6)
-        assert storage.store.match(MODEL, keys) == 3
+        assert stored(storage).match(MODEL, keys) == 3
         assert storage.written_bytes == 30.0
-        assert storage.store.match(MODEL, block_keys(np.arange(40), 16)) == 0  # without the salt
+        assert stored(storage).match(MODEL, block_keys(np.arange(40), 16)) == 0  # without the salt
         assert tier.staged_tokens(prompt, 0, 2, keys[1].hex()) == 32
         assert tier.staged_tokens(prompt, 0, 2, keys[0].hex()) == 0
         assert tier.staged_tokens(prompt, 0, 3, keys[2].hex()) == 0

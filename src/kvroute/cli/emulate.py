@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from kvroute import topology
+from kvroute.cachepool.store.location import StoreLocation
 from kvroute.cli.output import check_writable, remarks, write_whole
 from kvroute.cli.quantities import DURATION, seconds
 from kvroute.origins import is_loopback
@@ -22,6 +23,8 @@ from kvroute.types import TIER_COUNT, InputError
 if TYPE_CHECKING:
     from kvroute.emulator import EmulatedClusterSettings
 
+STORE_BYTES = 100_000_000_000
+"""Capacity of a store in a folder."""
 ENGINE, NETWORK, PLACE = "Engines", "Network", "Addresses"
 
 
@@ -55,6 +58,14 @@ def emulate(
             rich_help_panel=NETWORK,
         ),
     ] = "0",
+    store: Annotated[
+        str,
+        typer.Option(
+            help="Use a real block store: a folder, redis://host:6379/0, or s3://bucket/prefix?endpoint=URL. "
+            "Reads then take the time of this machine's network instead of the storage NICs'.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = "",
     kv_events: Annotated[
         bool, typer.Option("--kv-events/--no-kv-events", help="Publish KV events over ZMQ.", rich_help_panel=ENGINE)
     ] = True,
@@ -102,6 +113,7 @@ def emulate(
         background=shares_by_tier(background),
         endpoints_from_file=endpoints_from_file,
         seed=seed,
+        store=StoreLocation(store, STORE_BYTES) if store else None,
     )
     uvloop.run(_run(topology.load(cluster), settings, instance or [], ready_file, until_eof))
 

@@ -16,6 +16,7 @@ import msgspec
 import zmq.asyncio
 
 from kvroute import llm
+from kvroute.cachepool.store.location import StoreLocation
 from kvroute.emulator.clock import WallClock
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.fabric import Fabric
@@ -23,9 +24,10 @@ from kvroute.emulator.faults import Faults
 from kvroute.emulator.kv_events import KvPublisher, changes
 from kvroute.emulator.kv_server import KvServer, KvSource
 from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.real_store import RealStore
 from kvroute.emulator.routes import answer
 from kvroute.emulator.server import InstanceServer
-from kvroute.emulator.storage import StorageNode, StoredBlocks
+from kvroute.emulator.storage import Medium, ModelledNic, StorageNode, StoredBlocks
 from kvroute.emulator.storage_tier import StorageTier
 from kvroute.prefix import Evicted
 from kvroute.topology import Cluster
@@ -52,6 +54,8 @@ class EmulatedClusterSettings:
     endpoints_from_file: bool = False
     """Listen on the addresses in the cluster file instead of ports that the system chooses."""
     seed: int = 0
+    store: StoreLocation | None = None
+    """Real store that nodes with storage NICs use; None: a modelled one."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.kv_scale <= 1:
@@ -96,7 +100,9 @@ class EmulatedCluster:
                 self._cluster, clock, kv_scale=settings.kv_scale, background=settings.background, seed=settings.seed
             )
             stack.callback(fabric.close)
-            self._nodes = _storage_nodes(self._cluster, clock)
+            self._nodes = self._storage_nodes(clock)
+            for node in self._nodes.values():
+                stack.push_async_callback(node.close)
             context = zmq.asyncio.Context()
             context.set(zmq.MAX_SOCKETS, max(context.get(zmq.MAX_SOCKETS), 4 * len(self._instances)))
             stack.callback(context.term)
@@ -171,6 +177,29 @@ class EmulatedCluster:
             instance.endpoint.kv_replay or free,
         )
 
+    def _storage_nodes(self, clock: WallClock) -> dict[str, StorageNode]:
+        """Return the buffer of each node that has a storage NIC, by name; none without a store."""
+        cluster, settings = self._cluster, self._settings
+        storage = cluster.file.storage
+        if storage is None:
+            if settings.store is not None:
+                hint = "add a section `storage`, and `nics.storage` to the nodes that read"
+                raise InputError("the cluster file has no store", where=cluster.name, hint=hint)
+            return {}
+        limit = float(storage.bytes_per_s) if storage.bytes_per_s is not None else math.inf
+        store, nodes = StoredBlocks(), {}
+        for instance in self._instances:
+            cards = cluster.storage_links(cluster.index(instance.name))
+            if cards and instance.node not in nodes:
+                out = sum(cluster.links[up].bytes_per_s for up, _ in cards)
+                into = min(sum(cluster.links[down].bytes_per_s for _, down in cards), limit)
+                medium: Medium = ModelledNic(clock, store, into, out)
+                if settings.store is not None:
+                    size = partial(_block_bytes, settings.block_tokens)
+                    medium = RealStore(settings.store, settings.block_tokens, size, settings.kv_scale)
+                nodes[instance.node] = StorageNode(clock, medium, float(storage.buffer_bytes))
+        return nodes
+
     def ready(self) -> EndpointList:
         """Return the endpoint of each instance. `bootstrap` is the port that serves KV."""
         return EndpointList({name: self._endpoint(server) for name, server in self.servers.items()})
@@ -188,20 +217,8 @@ class EmulatedCluster:
         )
 
 
-def _storage_nodes(cluster: Cluster, clock: WallClock) -> dict[str, StorageNode]:
-    """Return the storage NIC and buffer of each node that has one, by name; none without a store."""
-    storage = cluster.file.storage
-    if storage is None:
-        return {}
-    limit = float(storage.bytes_per_s) if storage.bytes_per_s is not None else math.inf
-    store, nodes = StoredBlocks(), {}
-    for index, instance in enumerate(cluster.instances):
-        cards = cluster.storage_links(index)
-        if cards and instance.node not in nodes:
-            out = sum(cluster.links[up].bytes_per_s for up, _ in cards)
-            into = min(sum(cluster.links[down].bytes_per_s for _, down in cards), limit)
-            nodes[instance.node] = StorageNode(clock, store, into, out, float(storage.buffer_bytes))
-    return nodes
+def _block_bytes(block_tokens: int, model: str) -> float:
+    return llm.model(model).block_bytes(block_tokens)
 
 
 def _aliases(cluster: Cluster, model: str) -> tuple[str, ...]:

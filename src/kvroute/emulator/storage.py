@@ -1,7 +1,8 @@
-"""The store of an emulated cluster, and each node's storage NIC and buffer, timed by the wall clock.
+"""The storage nodes of an emulated cluster: reads into the buffer of a node, and write-back of full blocks.
 
-The store keeps the keys of full KV blocks and no bytes. A node reads first in, first out: a read waits for room in the
-buffer, then for the NIC.
+A node reads first in, first out: a read waits for room in the buffer, then for the bytes. They come from a modelled
+store, which keeps keys and no bytes behind a storage NIC that is timed by the clock, or from a real one
+(`real_store`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.errors import ApiError
@@ -48,9 +50,9 @@ class BufferedRead:
     kv_bytes: float
     began_s: float
     in_service_s: float = 0.0
-    """Time that the NIC takes for it, in seconds."""
+    """Duration of reading its bytes, in seconds."""
     waited_s: float = 0.0
-    """Time until the NIC began with it, in seconds."""
+    """Time until its first byte was read, in seconds."""
     reserved: bool = False
     """It has room in the buffer."""
     complete: bool = False
@@ -61,14 +63,87 @@ class BufferedRead:
     alarm: Alarm | None = None
 
 
+class Medium(Protocol):
+    """Where a node reads and writes blocks; one node's."""
+
+    async def match(self, model: str, keys: Sequence[bytes]) -> int:
+        """Return how many leading keys are stored."""
+
+    async def read(self, read: BufferedRead, model: str, keys: Sequence[bytes]) -> int:
+        """Read blocks after those of earlier calls; return the number of leading blocks that were read. Adds to the
+        times of `read`."""
+
+    async def write(self, model: str, keys: Sequence[bytes], stored: int, block_bytes: float) -> bool:
+        """Write a chain of blocks, of which the first `stored` are there; return whether all are stored now.
+
+        Args:
+            model: name of the model.
+            keys: keys of the chain.
+            stored: number of blocks that need not be written.
+            block_bytes: size of a block in modelled bytes.
+        """
+
+    def close(self) -> None:
+        """Release what it holds."""
+
+
 @dataclass(slots=True, eq=False)
-class StorageNode:
-    """Storage NIC and buffer of one node; all sizes are modelled bytes."""
+class ModelledNic:
+    """The storage NIC of a node, and a store that keeps keys."""
 
     clock: Clock
     store: StoredBlocks
     read_bytes_per_s: float
     write_bytes_per_s: float
+    _read_until_s: float = 0.0
+    _write_until_s: float = 0.0
+
+    async def match(self, model: str, keys: Sequence[bytes]) -> int:
+        """See `Medium`."""
+        return self.store.match(model, keys)
+
+    async def read(self, read: BufferedRead, model: str, keys: Sequence[bytes]) -> int:
+        """See `Medium`."""
+        now = self.clock.now()
+        start_s = max(now, self._read_until_s)
+        read.waited_s += start_s - now
+        read.in_service_s = read.kv_bytes / self.read_bytes_per_s
+        self._read_until_s = start_s + read.in_service_s
+        await _until(self.clock, self._read_until_s)
+        return len(keys)
+
+    async def write(self, model: str, keys: Sequence[bytes], stored: int, block_bytes: float) -> bool:
+        """See `Medium`."""
+        nbytes = (len(keys) - stored) * block_bytes
+        self._write_until_s = max(self.clock.now(), self._write_until_s) + nbytes / self.write_bytes_per_s
+        await _until(self.clock, self._write_until_s)
+        self.store.add(model, keys[stored:])
+        return True
+
+    def close(self) -> None:
+        """See `Medium`."""
+
+
+async def _until(clock: Clock, when_s: float) -> None:
+    due = asyncio.get_running_loop().create_future()
+    alarm = clock.at(when_s, partial(_set, due))
+    try:
+        await due
+    finally:
+        alarm.cancel()
+
+
+def _set(due: asyncio.Future[None]) -> None:
+    if not due.done():
+        due.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class StorageNode:
+    """Buffer and reads of one node; all sizes are modelled bytes."""
+
+    clock: Clock
+    medium: Medium
     buffer_bytes: float
     hold_s: float = HOLD_S
     read_bytes: float = 0.0
@@ -78,8 +153,7 @@ class StorageNode:
     _reads: dict[str, BufferedRead] = field(default_factory=dict)
     _waiting: deque[BufferedRead] = field(default_factory=deque)
     """Reads that wait for room in the buffer."""
-    _read_until_s: float = 0.0
-    _write_until_s: float = 0.0
+    _writes: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._free_bytes = self.buffer_bytes
@@ -108,9 +182,9 @@ class StorageNode:
         Raises:
             ApiError: the id is in use, or the blocks do not fit into the buffer at all.
         """
-        if read_id in self._reads:
-            raise ApiError(f"read {read_id} exists; give every read its own id", status=409, kind="ConflictError")
-        blocks = self.store.match(model, keys)
+        self._require_new(read_id)
+        blocks = await self.medium.match(model, keys)
+        self._require_new(read_id)
         read = BufferedRead(read_id, blocks, blocks * block_bytes, self.clock.now())
         if read.kv_bytes > self.buffer_bytes:
             what = f"{blocks} blocks need {read.kv_bytes:.3g} bytes, but the buffer has {self.buffer_bytes:.3g}"
@@ -121,8 +195,13 @@ class StorageNode:
         except asyncio.CancelledError:
             self.release(read_id)
             raise
-        read.transfer = asyncio.get_running_loop().create_task(self._transfer(read))
+        transfer = self._transfer(read, model, keys[:blocks], block_bytes)
+        read.transfer = asyncio.get_running_loop().create_task(transfer)
         return read
+
+    def _require_new(self, read_id: str) -> None:
+        if read_id in self._reads:
+            raise ApiError(f"read {read_id} exists; give every read its own id", status=409, kind="ConflictError")
 
     def find(self, read_id: str) -> BufferedRead:
         """Return a read that has begun.
@@ -166,15 +245,12 @@ class StorageNode:
             read.reserved = True
             _continue(read)
 
-    async def _transfer(self, read: BufferedRead) -> None:
-        """Wait until the NIC has read these blocks after those of earlier reads, and hold them."""
-        now = self.clock.now()
-        start_s = max(now, self._read_until_s)
-        read.waited_s, read.in_service_s = start_s - read.began_s, read.kv_bytes / self.read_bytes_per_s
-        self._read_until_s = start_s + read.in_service_s
-        read.progress = asyncio.get_running_loop().create_future()
-        read.alarm = self.clock.at(self._read_until_s, partial(_continue, read))
-        await read.progress
+    async def _transfer(self, read: BufferedRead, model: str, keys: Sequence[bytes], block_bytes: float) -> None:
+        """Read the blocks and hold them."""
+        read.waited_s = self.clock.now() - read.began_s
+        read.blocks = await self.medium.read(read, model, keys)
+        self._free_bytes += read.kv_bytes - read.blocks * block_bytes
+        read.kv_bytes = read.blocks * block_bytes
         read.complete = True
         self.read_bytes += read.kv_bytes
         read.alarm = self.clock.at(self.clock.now() + self.hold_s, partial(self.release, read.id))
@@ -202,16 +278,27 @@ class StorageNode:
         self._grant()
 
     def write(self, model: str, keys: Sequence[bytes], block_bytes: float, on_stored: Callable[[], None]) -> None:
-        """Write blocks to the store; call `on_stored` when they are there."""
-        nbytes = len(keys) * block_bytes
-        self._write_until_s = max(self.clock.now(), self._write_until_s) + nbytes / self.write_bytes_per_s
+        """Write a chain of blocks to the store, as far as they are not there; call `on_stored` when all are there."""
+        task = asyncio.get_running_loop().create_task(self._write(model, keys, block_bytes, on_stored))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
 
-        def stored() -> None:
-            self.store.add(model, keys)
-            self.written_bytes += nbytes
+    async def _write(
+        self, model: str, keys: Sequence[bytes], block_bytes: float, on_stored: Callable[[], None]
+    ) -> None:
+        stored = await self.medium.match(model, keys)
+        if await self.medium.write(model, keys, stored, block_bytes):
+            self.written_bytes += (len(keys) - stored) * block_bytes
             on_stored()
 
-        self.clock.at(self._write_until_s, stored)
+    async def close(self) -> None:
+        """Cancel all reads and writes."""
+        for read_id in list(self._reads):
+            self.release(read_id)
+        for task in list(self._writes):
+            task.cancel()
+        await asyncio.gather(*self._writes, return_exceptions=True)
+        self.medium.close()
 
 
 def _continue(read: BufferedRead) -> None:

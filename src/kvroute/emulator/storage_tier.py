@@ -40,8 +40,7 @@ class StorageTier:
             generated = np.frombuffer(b"".join(output), "<u4").astype(np.int64)
             tokens = np.concatenate([tokens, generated])
         keys = block_keys(tokens, self.block_tokens, prompt.salt)
-        stored = self.node.store.match(self.model, keys)
-        self.node.write(self.model, keys[stored:], self.block_bytes, lambda: self._report(tokens, prompt.salt))
+        self.node.write(self.model, keys, self.block_bytes, lambda: self._report(tokens, prompt.salt))
 
     def _report(self, tokens: IntArray, salt: str) -> None:
         """Publish the blocks of this chain that this instance has not reported yet."""

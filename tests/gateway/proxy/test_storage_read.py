@@ -21,7 +21,7 @@ from kvroute.cachepool.keys import block_keys
 from kvroute.cli.app import app
 from kvroute.control import decisions_equal, replay
 from kvroute.emulator.server import InstanceServer
-from kvroute.emulator.storage import StorageNode
+from kvroute.emulator.storage import ModelledNic, StorageNode
 from kvroute.event_log import read_log
 from kvroute.llm import model
 from kvroute.prefix import block_hashes
@@ -103,6 +103,12 @@ def node_of(gate: Rig, name: str) -> StorageNode:
     tier = gate.fleet.servers[name].engine.storage
     assert tier is not None
     return tier.node
+
+
+def nic_of(gate: Rig, name: str) -> ModelledNic:
+    medium = node_of(gate, name).medium
+    assert isinstance(medium, ModelledNic)
+    return medium
 
 
 async def check_nothing_held(gate: Rig) -> None:
@@ -232,11 +238,11 @@ def test_what_cannot_be_read_is_computed(lost: str) -> None:
             await forget(gate)
             if lost == "blocks":
                 server = gate.fleet.servers["prefill0"]
-                node_of(gate, "prefill0").store.forget(server.engine.instance.model)
+                nic_of(gate, "prefill0").store.forget(server.engine.instance.model)
                 response = await ask(gate, TOKENS)
             else:
                 for name in ("decode0", "decode1"):
-                    node_of(gate, name).read_bytes_per_s = 1.0
+                    nic_of(gate, name).read_bytes_per_s = 1.0
                 asked = asyncio.ensure_future(gate.ask(TOKENS))
                 names = ("decode0", "decode1")
                 await until(lambda: any(node_of(gate, name).queued_bytes for name in names))
@@ -259,7 +265,7 @@ def test_a_client_that_leaves_during_a_read_frees_the_buffer() -> None:
             await in_store(gate, TOKENS)
             await forget(gate)
             for name in gate.fleet.servers:
-                node_of(gate, name).read_bytes_per_s = 1e6  # minutes
+                nic_of(gate, name).read_bytes_per_s = 1e6  # minutes
             asked = asyncio.ensure_future(gate.ask(TOKENS))
             await until(lambda: sum(node_of(gate, name).queued_bytes > 0 for name in gate.fleet.servers) == 2)
             asked.cancel()
@@ -276,7 +282,7 @@ def test_a_part_that_is_complete_is_released_when_the_client_leaves() -> None:
             await in_store(gate, TOKENS)
             await forget(gate)
             for name in ("decode0", "decode1"):
-                node_of(gate, name).read_bytes_per_s = 1e6  # minutes
+                nic_of(gate, name).read_bytes_per_s = 1e6  # minutes
             asked = asyncio.ensure_future(gate.ask(TOKENS))
             node = node_of(gate, "prefill0")
             node.hold_s = 3600.0
