@@ -30,7 +30,8 @@ BENCHES = (
     "gateway.prefix_copies",
     "gateway.large_prompts",
     "gateway.reloads",
-    *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies", "storage_nics.emulated", "storage_nics.vllm"),
+    *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies"),
+    *("storage_nics.emulated", "storage_nics.vllm"),
 )
 PEERED = ("simulate", "decision", "gateway.routers")
 MAYBE_PLAIN = ("flows", "prefix", "evaluation")

@@ -74,11 +74,17 @@ class Engines:
         """End an engine at once."""
         self.programs[name].end()
 
-    def cluster(self, reads: str) -> Path:
+    def log(self, reads: str) -> Path:
+        """Return the path of the event log of a gateway."""
+        return self.folder / f"{reads}.log"
+
+    def cluster(self, reads: str, *, logged: bool = False) -> Path:
         """Write the cluster file with one read path, and return its path."""
         document = yaml.safe_load(EXAMPLE.read_text())
         document["storage"]["reads"] = reads
         document["gateway"]["prompt"] = {"block_tokens": BLOCK_TOKENS}
+        if logged:
+            document["gateway"]["log"] = {"events": str(self.log(reads))}
         for node in document["nodes"]:
             node["nics"]["storage"]["capacity"] = f"{NIC_GBPS} Gbps"
         for instance in document["instances"]:
@@ -113,12 +119,13 @@ def engines(folder: Path) -> Iterator[Engines]:
 
 
 @contextmanager
-def gateway(running: Engines, reads: str, *more: str) -> Iterator[tuple[Program, Path]]:
+def gateway(running: Engines, reads: str, *, logged: bool = False) -> Iterator[tuple[Program, Path]]:
     """Run `kvroute serve` with one read path; yield the program and its ready file."""
     ready = running.folder / f"{reads}.ready.json"
-    ready.unlink(missing_ok=True)
-    command = [KVROUTE, "serve", str(running.cluster(reads)), "--port", "0", "--admin-port", "0"]
-    with Program([*command, "--ready-file", str(ready), *more], name="kvroute") as program:
+    for old in (ready, running.log(reads)):
+        old.unlink(missing_ok=True)
+    command = [KVROUTE, "serve", str(running.cluster(reads, logged=logged)), "--port", "0", "--admin-port", "0"]
+    with Program([*command, "--ready-file", str(ready)], name="kvroute") as program:
         yield program, ready
 
 

@@ -17,7 +17,7 @@ from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Loop, Trace, TracedRequest
 from kvroute.topology import Cluster, parse
-from kvroute.types import Decision, Decode, Event, InputError, KvStored, PrefillFinished, ReadFinished, ReadKv
+from kvroute.types import Decision, Decode, Event, KvStored, PrefillFinished, ReadFinished, ReadKv
 
 BLOCK = 16
 TEXT = """
@@ -196,7 +196,34 @@ def test_the_router_learns_of_stored_blocks_when_they_are_written(tmp_path: Path
     assert len(stored.blocks) == 1_000
 
 
-def test_a_limit_of_the_whole_store_is_one_sentence() -> None:
-    limited = parse(TEXT.replace("reads: READS, buffer: BUFFER", "bandwidth: 1 GB/s"))
-    with pytest.raises(InputError, match=r"^stored: storage.bandwidth: the simulator does not model a limit"):
-        simulate(limited, agents(1, 1), SPEC, SimSettings())
+@pytest.mark.parametrize("reads", ["prefill", "shorter", "split"])
+def test_the_bandwidth_of_the_whole_store_limits_all_nodes_together(reads: str) -> None:
+    """As one link before all storage NICs: no effect if it carries what they do, and with the rate of one NIC it
+    delivers no more than that, whatever the read path."""
+    trace = agents(12, 4)
+
+    def limited(bytes_per_s: float) -> Run:
+        text = TEXT.replace("buffer: BUFFER", f"buffer: 80 GB, bandwidth: {bytes_per_s / 1e9} GB/s")
+        return simulate(parse(text.replace("READS", reads)), trace, SPEC, SimSettings())
+
+    free, wide, narrow = run(reads, trace), limited(3 * NIC_BYTES_PER_S), limited(NIC_BYTES_PER_S)
+    assert wide.end_s == pytest.approx(free.end_s)
+    store = narrow.summary.store
+    assert store is not None
+    assert narrow.link_bytes[-1] == pytest.approx(store.prefill_bytes + store.decode_bytes)
+    assert store.prefill_bytes + store.decode_bytes <= NIC_BYTES_PER_S * narrow.end_s
+    if reads == "prefill":
+        assert narrow.end_s == pytest.approx(free.end_s)
+    else:
+        assert narrow.end_s > 1.2 * free.end_s
+
+
+@pytest.mark.parametrize("output", [1, 16, 33])
+def test_a_turn_reads_the_blocks_that_the_decode_before_it_filled(tmp_path: Path, output: int) -> None:
+    """The KV of the last output token is never computed, so its block is full one token later."""
+    _, _, decisions = logged(tmp_path, "shorter", agents(6, 4, output=output))
+    orders = {each.request_id: each for each in decisions if isinstance(each, ReadKv)}
+    assert len(orders) > 6
+    for number, order in orders.items():
+        before = 16_000 + (number // 6 - 1) * (160 + output)
+        assert order.prefill_tokens + order.decode_tokens == (before + output - 1) // BLOCK * BLOCK

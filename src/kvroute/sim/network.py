@@ -136,15 +136,15 @@ class Fabric:
 
     def read(self, number: int, instance: int, nbytes: float) -> Transfer:
         """Start to read from the store over all storage NICs of an instance's node."""
-        return self._over_storage_links(number, [down for _, down in self.cluster.storage_links(instance)], nbytes)
+        return self._over_storage_links(number, self.cluster.storage_read_paths(instance), nbytes)
 
     def write(self, number: int, instance: int, nbytes: float) -> Transfer:
         """Start to write to the store over all storage NICs of an instance's node."""
-        return self._over_storage_links(number, [up for up, _ in self.cluster.storage_links(instance)], nbytes)
+        return self._over_storage_links(number, [[up] for up, _ in self.cluster.storage_links(instance)], nbytes)
 
-    def _over_storage_links(self, number: int, links: list[int], nbytes: float) -> Transfer:
-        """Start one flow over each of these links."""
-        return self._start(number, [[link] for link in links], nbytes, "storage", 0.0, UNBOUNDED, UNBOUNDED)
+    def _over_storage_links(self, number: int, paths: list[list[int]], nbytes: float) -> Transfer:
+        """Start one flow over each of these paths."""
+        return self._start(number, paths, nbytes, "storage", 0.0, UNBOUNDED, UNBOUNDED)
 
     def _start(
         self,

@@ -15,7 +15,7 @@ from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
 from kvroute.sim.network import Kind
 from kvroute.sim.router import Router
 from kvroute.sim.settings import SimSettings
-from kvroute.sim.store import Store
+from kvroute.sim.store import Store, continued_blocks
 from kvroute.sim.telemetry import Telemetry
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster
@@ -70,6 +70,7 @@ class RequestTimelines:
         computed."""
         self._awaiting_copy: dict[int, Prefill] = {}
         self._store = store
+        self._continued = continued_blocks(trace) if store is not None else ()
         self._computed: set[int] = set()
         """Requests whose prompt is computed, but for blocks of the store that are still being fetched."""
         self._steps: dict[Kind, Callable[[int, int], None]] = {
@@ -334,6 +335,9 @@ class RequestTimelines:
         now, outcomes = self._agenda.now, self._outcomes
         step, wake_s = decode.step(now)
         for request in step.finished:
+            if self._store is not None and self._continued[request]:
+                self.advance()
+                self._store.write_back(target, self._continued[request])
             self._router.evicted(self._delivery.release(request))
             self._finish(request, self._fleet.free_bytes(target))
             self._router.give_back(target)

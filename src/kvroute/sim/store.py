@@ -19,8 +19,9 @@ from kvroute.sim.delivery import Delivery
 from kvroute.sim.metrics import StoreTotals
 from kvroute.sim.network import Fabric
 from kvroute.sim.router import Router
+from kvroute.sim.workload import Trace
 from kvroute.topology import Cluster
-from kvroute.types import InputError, ReadFinished, ReadKv, Side
+from kvroute.types import ReadFinished, ReadKv, Side
 
 _NUMBERS = 1 << 41
 """Offset of the numbers of storage transfers, above those of requests and copies."""
@@ -69,6 +70,20 @@ class _Node:
     read_bytes: float = 0.0
 
 
+def continued_blocks(trace: Trace) -> list[tuple[int, ...]]:
+    """Return, for each request, the full blocks of its prompt and output if a later request of its closed loop begins
+    with them; otherwise nothing. The KV of the last output token is never computed."""
+    found: list[tuple[int, ...]] = [()] * len(trace.requests)
+    for later, earlier in enumerate(trace.loop.after if trace.loop is not None else ()):
+        for number in earlier:
+            request, size = trace.requests[number], trace.requests[number].block_tokens
+            prompt, full = request.input_tokens // size, (request.input_tokens + request.output_tokens - 1) // size
+            blocks = trace.requests[later].blocks[: min(full, trace.requests[later].input_tokens // size)]
+            if len(blocks) > prompt and blocks[:prompt] == request.blocks[:prompt]:
+                found[number] = blocks
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Write:
     """Blocks that an instance writes."""
@@ -91,19 +106,9 @@ class Store:
         block_tokens: int,
         block_bytes: list[float],
     ) -> None:
-        """Args: `block_tokens`, `block_bytes`: size of a block, the latter by instance.
-
-        Raises:
-            InputError: the store has a bandwidth of its own, which the simulator does not model.
-        """
+        """Args: `block_tokens`, `block_bytes`: size of a block, the latter by instance."""
         storage = cluster.file.storage
         assert storage is not None, "the cluster file has a store"
-        if storage.bytes_per_s is not None:
-            raise InputError(
-                "the simulator does not model a limit of the whole store",
-                where=f"{cluster.name}: storage.bandwidth",
-                hint="remove it, or use `kvroute experiment dualpath-ablation`",
-            )
         self._cluster, self._fabric, self._delivery = cluster, fabric, delivery
         self._router, self._agenda = router, agenda
         self._block_tokens, self._block_bytes = block_tokens, block_bytes
@@ -183,7 +188,7 @@ class Store:
             self._grant(node)
 
     def write_back(self, instance: int, blocks: tuple[int, ...]) -> None:
-        """Write the full blocks of a prompt that are not stored."""
+        """Write those of a chain of full blocks that are not stored."""
         if self._node_of[instance] is None or not blocks:
             return
         fresh = len(blocks) - self._stored.match_one(0, blocks)

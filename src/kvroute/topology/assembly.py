@@ -191,10 +191,11 @@ def _lay(file: ClusterFile, places: Places, links: list[Link]) -> Cables:
         storage.append(_cards(links, node.name, "storage", "snic", node.nics.storage, STORAGE))
     above = {rack.name: rack.pod or rack.datacenter or _core(file) for rack in file.racks}
     cores = {pod.name: pod.datacenter or _core(file) for pod in file.pods}
-    return Cables(
+    cables = Cables(
         nvlink=tuple(nvlink),
         nic=tuple(nic),
         storage=tuple(storage),
+        store=None,
         rack={r.name: _bundle(links, r.name, above[r.name], r.uplinks, SAME_POD) for r in file.racks if r.uplinks},
         pod={p.name: _bundle(links, p.name, cores[p.name], p.uplinks, SAME_DATACENTER) for p in file.pods if p.uplinks},
         wan=tuple(
@@ -202,6 +203,10 @@ def _lay(file: ClusterFile, places: Places, links: list[Link]) -> Cables:
             for w in file.wan
         ),
     )
+    if file.storage is None or file.storage.bytes_per_s is None:
+        return cables
+    links.append(Link("store read", "store", "storage", float(file.storage.bytes_per_s), STORAGE))
+    return replace(cables, store=len(links) - 1)
 
 
 def _core(file: ClusterFile) -> str:

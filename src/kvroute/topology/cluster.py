@@ -53,6 +53,8 @@ class Cables:
     nic: tuple[tuple[tuple[int, int], ...], ...]
     """[node][card]: up, down. One card if the scope is `server`."""
     storage: tuple[tuple[tuple[int, int], ...], ...]
+    store: int | None
+    """Link from the store to all storage NICs; None: they are the only limit."""
     rack: dict[str, tuple[Group, Group]]
     """By rack name: up, down."""
     pod: dict[str, tuple[Group, Group]]
@@ -122,6 +124,11 @@ class Cluster:
     def storage_links(self, instance: int) -> tuple[tuple[int, int], ...]:
         """Return (out, in) link ids of each storage NIC of the instance's first node; empty without one."""
         return self.cables.storage[self.shards[instance][0][0]]
+
+    def storage_read_paths(self, instance: int) -> list[list[int]]:
+        """Return the link ids of a read from the store over each storage NIC of the instance's first node."""
+        before = [] if self.cables.store is None else [self.cables.store]
+        return [[*before, down] for _, down in self.storage_links(instance)]
 
     def hops(self, source: int, target: int, shard: int) -> Path:
         """Return the path of one shard's flow as ECMP groups of link ids, in order; each group is drawn from
