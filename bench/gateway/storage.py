@@ -152,12 +152,12 @@ async def _read_bytes(session: aiohttp.ClientSession, addresses: dict[str, str])
     return found
 
 
-def rows(outcomes: list[Outcome]) -> list[Row]:
+def rows(outcomes: list[Outcome], nics: str = "storage NICs") -> list[Row]:
     """Return the throughput of each read path, compared with the prefill node alone, and the balance of the NICs."""
     alone = outcomes[0]
     result = [
         Row(
-            measure=f"turns/s, read path {each.reads}",
+            measure=f"turns/s with {nics}, read path {each.reads}",
             unit="/s",
             better="higher",
             ours=each.turns_per_s,
@@ -171,12 +171,12 @@ def rows(outcomes: list[Outcome]) -> list[Row]:
     ]
     result += [
         Row(
-            measure=f"bytes of the storage NICs, maximum to mean, read path {each.reads}",
+            measure=f"bytes of the {nics}, maximum to mean, read path {each.reads}",
             unit="",
             better="lower",
             ours=each.balance,
             target=1.2 if each.reads in ("shorter", "split") else None,
-            note=", ".join(f"{name} {nbytes / 1e9:.0f} GB" for name, nbytes in each.read_bytes.items()),
+            note=", ".join(f"{name} {nbytes / 1e9:.3g} GB" for name, nbytes in each.read_bytes.items()),
         )
         for each in outcomes
     ]

@@ -25,14 +25,13 @@ import msgspec
 import uvloop
 import yaml
 from bench.gateway.program import Program, served
-from bench.gateway.storage import EXAMPLE, predicted, run_agents
-from bench.measurement import Failed, Row, show
+from bench.gateway.storage import EXAMPLE, READS, Outcome, predicted, rows, run_agents
+from bench.measurement import Failed, show
 from bench.storage_nics.network import STORE_PORT, StorageNics
 from bench.wan.network import Unavailable
 
 from kvroute import llm
 
-READS = ("prefill", "alternating", "shorter", "split")
 NAMES = ("prefill0", "decode0", "decode1")
 KV_SCALE = 4e-3
 """Real bytes per modelled byte of KV."""
@@ -129,25 +128,6 @@ def gateway(running: Engines, reads: str, *, logged: bool = False) -> Iterator[t
         yield program, ready
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Result of one read path."""
-
-    reads: str
-    turns_per_s: float
-    cached_share: float
-    """Cached share of the prompt tokens of all but the first turns."""
-    read_bytes: list[int]
-    """Bytes that each storage NIC has received."""
-    predicted_per_s: float
-    """Turns per second in the simulator."""
-
-    @property
-    def balance(self) -> float:
-        """Maximum bytes of a storage NIC divided by their mean."""
-        return max(self.read_bytes) * len(self.read_bytes) / sum(self.read_bytes)
-
-
 async def measured(running: Engines, reads: str, agents: int, turns: int) -> Outcome:
     """Run the agents with one read path, on engines and a store without any KV."""
     with gateway(running, reads) as (program, ready):
@@ -156,8 +136,8 @@ async def measured(running: Engines, reads: str, agents: int, turns: int) -> Out
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             rate_per_s, cached_share = await run_agents(session, addresses["url"], agents, turns)
         after = running.network.received_bytes()
-    received = [now - then for now, then in zip(after, before, strict=True)]
-    return Outcome(reads, rate_per_s, cached_share, received, predicted(running.cluster(reads), agents, turns))
+    received = {name: float(now - then) for name, now, then in zip(NAMES, after, before, strict=True)}
+    return Outcome(reads, rate_per_s, received, cached_share, predicted(running.cluster(reads), agents, turns))
 
 
 def outcomes(agents: int, turns: int) -> list[Outcome]:
@@ -173,37 +153,6 @@ def outcomes(agents: int, turns: int) -> list[Outcome]:
     return found
 
 
-def rows(found: list[Outcome]) -> list[Row]:
-    """Return the throughput of each read path, compared with the prefill node alone, and the balance of the NICs."""
-    alone = found[0]
-    result = [
-        Row(
-            measure=f"turns/s through shaped NICs, read path {each.reads}",
-            unit="/s",
-            better="higher",
-            ours=each.turns_per_s,
-            peer=alone.turns_per_s,
-            peer_name="prefill node alone",
-            target=2.0 * alone.turns_per_s if each.reads in ("shorter", "split") else None,
-            note=f"{100 * each.cached_share:.0f} % of the prompt tokens cached; "
-            f"the simulator predicts {each.predicted_per_s:.2f}/s, and {alone.predicted_per_s:.2f}/s for the peer",
-        )
-        for each in found[1:]
-    ]
-    result += [
-        Row(
-            measure=f"bytes of the shaped NICs, maximum to mean, read path {each.reads}",
-            unit="",
-            better="lower",
-            ours=each.balance,
-            target=1.2 if each.reads in ("shorter", "split") else None,
-            note=", ".join(f"{nbytes / 1e6:.0f} MB" for nbytes in each.read_bytes),
-        )
-        for each in found
-    ]
-    return result
-
-
 def main() -> None:
     """Run every read path in turn; print rows or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -211,7 +160,7 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=24)
     parser.add_argument("--turns", type=int, default=6)
     given = parser.parse_args()
-    show(rows(outcomes(given.agents, given.turns)), given.json)
+    show(rows(outcomes(given.agents, given.turns), "shaped NICs"), given.json)
 
 
 if __name__ == "__main__":

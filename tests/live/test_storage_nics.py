@@ -16,8 +16,8 @@ import pytest
 import redis
 import uvloop
 from bench.gateway.program import served
-from bench.gateway.storage import first_prompt
-from bench.storage_nics.emulated import BLOCK_TOKENS, NAMES, READS, Engines, block_bytes, engines, gateway
+from bench.gateway.storage import READS, first_prompt
+from bench.storage_nics.emulated import BLOCK_TOKENS, NAMES, Engines, block_bytes, engines, gateway
 from bench.storage_nics.network import STORE_PORT
 from bench.wan.network import Unavailable
 from tests.live.services import missing, required
