@@ -466,7 +466,7 @@ def locked_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_slots_are_locked_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_locked_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked with the kernel's count. A limit that is too low is one sentence before any engine connects."""
     before = locked_bytes()
     arena = Arena(2, 4096, 64 * 8192, locked=True)
@@ -474,7 +474,7 @@ def test_slots_are_locked_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arena.slots == 64
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
-    location = StoreLocation("redis://localhost:1/0", 10**6)
+    location = StoreLocation(str(tmp_path), 10**6)
     settings = BufferSettings(location=location, quota_bytes=10**6, lock_memory=True, options=OPTIONS)
     with pytest.raises(InputError, match=r"^--lock-memory: at most 65536 bytes of memory may be locked, less than the"):
         BufferServer(settings)

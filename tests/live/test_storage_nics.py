@@ -7,13 +7,13 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
-import redis
 import uvloop
 from bench.gateway.program import served
 from bench.gateway.storage import READS, first_prompt
@@ -105,6 +105,8 @@ class Client:
 
 def store_of(running: Engines) -> Any:
     """Return a client of the store. Use it inside its namespace."""
+    import redis
+
     return redis.Redis(port=STORE_PORT)
 
 
@@ -112,6 +114,8 @@ def store_of(running: Engines) -> Any:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """The engines of this module."""
     required("redis-server", "redis-server")
+    if find_spec("redis") is None:
+        missing("redis-py is not installed: uv pip install -r requirements/live.txt")
     try:
         with engines(tmp_path_factory.mktemp("nics")) as found:
             yield found
