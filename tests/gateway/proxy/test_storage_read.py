@@ -85,14 +85,15 @@ async def in_store(gate: Rig, prompt: list[int]) -> None:
     await until(lambda: gate.gateway.runtime.control.caches.stored_tokens(request, "llama-3-70b") == whole)
 
 
-async def forget(gate: Rig) -> None:
-    """Drop every cache in GPU memory, so that only the store has the KV, and wait until the router knows."""
-    prefix = gate.gateway.runtime.control.prefix
-    for server in gate.fleet.servers.values():
+async def forget(gate: Rig, *names: str) -> None:
+    """Drop the caches in GPU memory (default: of all instances), and wait until the router knows."""
+    prefix, servers = gate.gateway.runtime.control.prefix, gate.fleet.servers
+    for server in (servers[name] for name in names or servers):
         await until(partial(idle, server))
         async with gate.session.post(f"http://127.0.0.1:{server.port}/reset_prefix_cache") as response:
             assert response.status == 200
-    await until(lambda: not any(prefix.used_blocks(index) for index in range(3)))
+    indices = [list(servers).index(name) for name in names or servers]
+    await until(lambda: not any(prefix.used_blocks(index) for index in indices))
 
 
 def idle(server: InstanceServer) -> bool:
@@ -183,8 +184,8 @@ def kv_sent(gate: Rig, name: str) -> float:
     return sum(each.kv_bytes for each in gate.fleet.servers[name].engine.counters.pulled.values())
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_the_decode_instance_takes_what_its_own_node_has_read(elsewhere: bool) -> None:
+@pytest.mark.parametrize("decode0", ["decodes", "fails", "leaves"])
+def test_the_decode_instance_takes_what_its_own_node_has_read(decode0: str) -> None:
     """Only the rest comes from the prefill instance. If the request is decoded elsewhere after all, everything comes
     from there, and the router releases the read."""
 
@@ -197,15 +198,41 @@ def test_the_decode_instance_takes_what_its_own_node_has_read(elsewhere: bool) -
             for name in decoders:
                 node_of(gate, name).hold_s = 3600.0
             before = {name: kv_sent(gate, name) for name in decoders}
-            if elsewhere:
-                await gate.command("decode0", leg="decode", fail_next=1)
-            await ask(gate, [*TOKENS, *range(10)])
             half, whole = bytes_of(len(TOKENS) // 2), bytes_of(len(TOKENS) + 10)
+            if decode0 == "fails":
+                await gate.command("decode0", leg="decode", fail_next=1)
+            if decode0 == "leaves":
+                gate.slow(500.0)
+            asked = asyncio.ensure_future(ask(gate, [*TOKENS, *range(10)]))
+            if decode0 == "leaves":  # after it was chosen, and before the prefill has finished
+                await until(lambda: kv_sent(gate, "prefill0") == half)
+                gate.gateway.runtime.engines["decode0"].availability.hold("maintenance", gate.gateway.now())
+                gate.slow(1.0)
+            await asked
             assert node_of(gate, "decode0").read_bytes == half, "decode0 was chosen"
             sent = {name: kv_sent(gate, name) - before[name] for name in decoders}
             assert sent == (
-                {"decode0": 0.0, "decode1": whole} if elsewhere else {"decode0": whole - half, "decode1": 0.0}
+                {"decode0": whole - half, "decode1": 0.0}
+                if decode0 == "decodes"
+                else {"decode0": 0.0, "decode1": whole}
             )
+            await check_nothing_held(gate)
+
+    uvloop.run(main())
+
+
+def test_blocks_that_the_decode_instance_has_cached_are_not_loaded_twice() -> None:
+    """Its node reads blocks that are also in its GPU memory: only the tokens that it lacks cross the network."""
+
+    async def main() -> None:
+        async with stored("split") as gate:
+            await ask(gate, TOKENS)
+            await in_store(gate, TOKENS)
+            assert kv_sent(gate, "decode0") == bytes_of(len(TOKENS)), "decode0 was chosen"
+            await forget(gate, "prefill0")
+            await ask(gate, [*TOKENS, *range(10)])
+            assert node_of(gate, "decode0").read_bytes == bytes_of(len(TOKENS) // 2)
+            assert kv_sent(gate, "decode0") == bytes_of(len(TOKENS) + 10)
             await check_nothing_held(gate)
 
     uvloop.run(main())
