@@ -21,7 +21,7 @@ from kvroute.policies import (
     prefill_mask,
     prefill_policy,
 )
-from kvroute.policies.dualpath_kernels import NO_ENGINE, decode_engine, token_limit
+from kvroute.policies.dualpath_kernels import NO_ENGINE, decode_engine, least, token_limit
 from kvroute.types import Candidates, Choice, InputError, NetworkCosts, Reject, Request, TierArray
 
 REQUEST = Request(id=7, input_tokens=32_768)
@@ -300,10 +300,10 @@ def test_prefill_is_masked_to_domains_that_can_decode() -> None:
     assert prefill_mask(TopologyConstraint.parse("pod"), tier, prefill, decode[:0]).tolist() == [False, False]
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 10), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12),
-    st.integers(1, 10),
-)
+engine_loads = st.tuples(st.integers(0, 10), st.integers(0, 20), st.integers(0, 20))
+
+
+@given(st.lists(engine_loads, min_size=1, max_size=12), st.integers(1, 10))
 def test_dualpath_chooses_the_engine_of_its_phase_2(loads: list[tuple[int, int, int]], need: int) -> None:
     """The compiled function of the storage simulation, with one request in the queue and all instances as a group."""
     used, batch, queued = (np.array(column) for column in zip(*loads, strict=True))
@@ -318,5 +318,30 @@ def test_dualpath_chooses_the_engine_of_its_phase_2(loads: list[tuple[int, int, 
     )
     limit = token_limit(float(need) if (free >= need).any() else 0.0, float(used.sum()), count)
     expected = decode_engine(used.astype(np.float64), batch + queued, free, float(need), limit, 0, count)
+    choice = decode_policy("dualpath").choose(REQUEST, pool, network(*[0] * count), 0)
+    assert (choice.index if isinstance(choice, Choice) else NO_ENGINE) == expected
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 10))
+def test_dualpath_chooses_the_group_of_its_phase_1(data: st.DataObject, groups: int, size: int, need: int) -> None:
+    """The compiled functions of the storage simulation, with equal groups of which only those with room count."""
+    count = groups * size
+    loads = data.draw(st.lists(engine_loads, min_size=count, max_size=count))
+    used, batch, queued = (np.array(column) for column in zip(*loads, strict=True))
+    free = 10.0 - used
+    pool = replace(
+        candidates(count),
+        batch=batch,
+        queued=queued,
+        free_kv_bytes=free,
+        need_bytes=np.full(count, float(need)),
+        capacity_bytes=np.full(count, 10.0),
+        group=np.repeat(np.arange(groups), size),
+    )
+    has_room = (free >= need).reshape(groups, size).any(axis=1)
+    group = least(np.where(has_room, used.reshape(groups, size).sum(axis=1), np.inf).astype(np.float64))
+    first, last = group * size, group * size + size
+    limit = token_limit(float(need), float(used[first:last].sum()), size)
+    expected = decode_engine(used.astype(np.float64), batch + queued, free, float(need), limit, first, last)
     choice = decode_policy("dualpath").choose(REQUEST, pool, network(*[0] * count), 0)
     assert (choice.index if isinstance(choice, Choice) else NO_ENGINE) == expected

@@ -208,6 +208,11 @@ FAULTS = {
     "GPU out of range": (edited("node0:4-7", "node0:5-8"), "instances[1].gpus", "has 8 GPUs and no GPU 8; use 0 to 7"),
     "too few GPUs": (edited("node0:4-7", "node0:4-6"), "instances[1].gpus", "3 GPUs, but tp 4 x pp 1 = 4"),
     "bad GPUs": (edited("node0:4-7", "node0"), "instances[1].gpus", "is not a list of GPUs"),
+    "prefill in a group": (
+        edited("role: prefill,", "role: prefill, group: g0,"),
+        "instances[0].group",
+        "only decode instances have a group",
+    ),
     "no decode": (NO_DECODE, "instances", "no decode"),
     "no uplinks": (TWO_RACKS, "racks[0]", "rack0 has no uplinks, so decode0 cannot be reached from prefill0"),
     "no NICs": (edited(", nics: {compute: {count: 8, capacity: 100 Gbps}}", ""), "nodes[0]", "has no compute NICs"),

@@ -309,6 +309,17 @@ def test_a_constraint_without_any_domain_rejects_after_prefill_with_a_reason() -
     assert placed(core(text, constraint="rack:fallback"), request(1)).target == "d1"
 
 
+def test_dualpath_fills_groups_equally_and_not_instances() -> None:
+    """d0 is a group of its own; d1 and d2 are another one with 2.5 times its memory. A request of 0.4 GB fills 10 % of
+    d0, or 4 % of the other group, which therefore takes three requests before d0 takes its second."""
+    text = TEXT.replace('"node2:0-1"', '"node2:0-1", group: g').replace('"node3:0-1"', '"node3:0-1", group: g')
+    for cluster, targets in ((text, ["d0", "d1", "d2", "d1", "d0"]), (TEXT, ["d0", "d1", "d2", "d0", "d1"])):
+        control = core(cluster, decode="dualpath")
+        chosen = [placed(control, request(number, tokens=1_220)) for number in range(1, 6)]
+        assert [decision.target for decision in chosen] == targets
+        assert ("group_used_share" in terms_of(chosen[0]).parts) == (cluster is text)
+
+
 @pytest.mark.parametrize("step", ["transferred", "leaving"])
 def test_a_report_of_memory_overrides_the_estimate(step: str) -> None:
     """d0 reports no free memory: the next request goes elsewhere, although by the estimate there is room."""

@@ -45,6 +45,8 @@ class DecodePool:
     slow_start: SlowStart = field(default_factory=SlowStart)
     sites: tuple[str, ...] = ()
     """Datacenter of each instance."""
+    group: IntArray | None = None
+    """See `Candidates`."""
     decisions: int = 0
     open: bool = True
     """Whether all instances are up and take KV from others, so that no mask is needed."""
@@ -71,6 +73,7 @@ class DecodePool:
             others_bytes=np.zeros(count),
             position={index: position for position, (index, _) in enumerate(members)},
             sites=tuple(instance.datacenter for _, instance in members),
+            group=_groups([instance.group for _, instance in members]),
         )
         pool.open = bool(pool.partner.all())
         return pool
@@ -98,6 +101,7 @@ class DecodePool:
             iteration_base_s=self.iteration_base_s,
             iteration_per_request_s=self.iteration_per_request_s,
             capacity_bytes=self.capacity_bytes,
+            group=self.group,
         )
 
     def set_up(self, position: int, up: bool) -> None:
@@ -217,3 +221,9 @@ class PrefillPool:
     def measured(self, position: int, running: int, waiting: int) -> None:
         """Store an engine's own load figures; load beyond our own requests counts as that of others."""
         self.others[position] = max(running + waiting - int(self.assigned[position]), 0)
+
+
+def _groups(names: list[str]) -> IntArray | None:
+    """Return the number of each instance's group, or None if all are one group."""
+    numbers = {name: number for number, name in enumerate(sorted(set(names)))}
+    return np.array([numbers[name] for name in names], dtype=np.int64) if len(numbers) > 1 else None

@@ -181,6 +181,9 @@ def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     for index, entry in enumerate(entries):
         if lines.sure("instances", index, "gpus"):
             yield from _gpu_faults(entry, file, nodes, owner, ("instances", index), lines)
+        if entry.group is not None and entry.role == "prefill" and lines.sure("instances", index, "role"):
+            what = f"{entry.name} is a prefill instance, but only decode instances have a group"
+            yield lines.error(what, ("instances", index, "group"), "remove `group`")
     for role in ("prefill", "decode"):
         if lines.sure("instances", "*", "role") and not any(entry.role in (role, "both") for entry in entries):
             yield lines.error(f"there is no {role} instance", ("instances",), f"add one with `role: {role}`")

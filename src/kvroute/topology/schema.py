@@ -270,6 +270,8 @@ class InstanceEntry(Entry, frozen=True, kw_only=True):
     kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
     cpu_bytes_per_s: Bandwidth | None = field(name="cpu_bandwidth", default=None)
     timing: Name | None = None
+    group: Name | None = None
+    """Group of decode engines; the decode policy `dualpath` balances groups first, then the instances of a group."""
     endpoint: EndpointEntry | None = None
 
 

@@ -53,6 +53,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """KV memory of the whole instance, all shards together."""
     cpu_bytes_per_s: float = 50e9
     """Rate at which the whole instance loads KV from CPU memory."""
+    group: str = ""
+    """Group of decode engines that it belongs to; "": the group of all that name none."""
     endpoint: Endpoint | None = None
 
     @property

@@ -33,6 +33,8 @@ class Candidates(msgspec.Struct, frozen=True, gc=False):
     iteration_per_request_s: FloatArray
     capacity_bytes: FloatArray | None = None
     """KV memory of each candidate, used or free; None: not known."""
+    group: IntArray | None = None
+    """Number of each candidate's group of engines, from 0 on; None: all are one group."""
 
 
 class NetworkCosts(msgspec.Struct, frozen=True, gc=False):
