@@ -1,0 +1,28 @@
+"""All-reduce schemes (rings, hierarchical rings, in-network aggregation) as sets of flows, and their costs."""
+
+from kvroute.collectives.costs import all_seconds, bound_s, link_bytes, seconds
+from kvroute.collectives.schemes import (
+    INA_SCHEMES,
+    SCHEMES,
+    Aggregation,
+    AllReduce,
+    Collective,
+    CollectiveFlow,
+    Scheme,
+    all_reduce,
+)
+
+__all__ = [
+    "INA_SCHEMES",
+    "SCHEMES",
+    "Aggregation",
+    "AllReduce",
+    "Collective",
+    "CollectiveFlow",
+    "Scheme",
+    "all_reduce",
+    "all_seconds",
+    "bound_s",
+    "link_bytes",
+    "seconds",
+]
