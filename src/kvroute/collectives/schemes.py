@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 from kvroute.topology.cluster import Cluster
 from kvroute.topology.gpu_paths import Gpu, GpuPaths, Links
 from kvroute.topology.place import Shards
+from kvroute.topology.schema import AggregationEntry, SwitchLevel, WireType
 from kvroute.types import SAME_DATACENTER, SAME_NODE, SAME_POD, SAME_RACK, InputError
 
 Scheme: TypeAlias = Literal["ring", "multi-rail-ring", "hierarchical-ring", "ina", "hierarchical-ina"]
@@ -22,9 +23,7 @@ Scheme: TypeAlias = Literal["ring", "multi-rail-ring", "hierarchical-ring", "ina
 part of the tensor (NCCL). `hierarchical-ring`: reduce-scatter over NVLink, a ring over the servers for each shard, and
 all-gather over NVLink. `ina`: every GPU sends the tensor to a switch that aggregates (SwitchML). `hierarchical-ina`:
 reduce-scatter over NVLink, then each shard through the switch, and all-gather (HeroServe)."""
-WireType: TypeAlias = Literal["int32", "fp16"]
 WIRE_BYTES: dict[WireType, int] = {"int32": 4, "fp16": 2}
-SwitchLevel: TypeAlias = Literal["rack", "pod", "core"]
 _LEVEL: dict[SwitchLevel, int] = {"rack": SAME_RACK, "pod": SAME_POD, "core": SAME_DATACENTER}
 
 
@@ -42,6 +41,14 @@ class Aggregation:
     """Type of the elements in packets: fixed point in 4 bytes, or half precision."""
     switch_s: float = 1e-6
     """Time of the aggregation in the switch (HeroServe's T_agg)."""
+
+    @classmethod
+    def of(cls, entry: AggregationEntry | None) -> Aggregation | None:
+        """Return the same as the section `collectives.aggregation` of a cluster file; None without it."""
+        if entry is None:
+            return None
+        nbytes, seconds = int(entry.packet_bytes), float(entry.switch_s)
+        return cls(frozenset(entry.levels), entry.slots, nbytes, entry.wire, seconds)
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.packet_bytes < 1:

@@ -87,6 +87,19 @@ def examine(text: str, where: str = "<text>") -> tuple[Cluster | None, list[File
     return _assembled(*read_document(text, where))
 
 
+def load_network(path: Path | str) -> Cluster:
+    """Return the cluster of a file that may lack instances.
+
+    Raises:
+        InputErrors: every other fault of the file, each with its line and field.
+        InputError: the file cannot be read.
+    """
+    cluster, problems = _assembled(*read_document(read_text(path), str(path)), placed=False)
+    if problems or cluster is None:
+        raise InputErrors(problems)
+    return cluster
+
+
 def build(file: ClusterFile) -> Cluster:
     """Return the cluster of a ClusterFile made in Python.
 
@@ -100,7 +113,7 @@ def build(file: ClusterFile) -> Cluster:
 
 
 def _assembled(
-    file: ClusterFile, lines: Lines, faults_of_form: Sequence[FileError]
+    file: ClusterFile, lines: Lines, faults_of_form: Sequence[FileError], *, placed: bool = True
 ) -> tuple[Cluster | None, list[FileError]]:
     problems = [*shorthand_faults(file, lines)]
     flat = None
@@ -109,7 +122,7 @@ def _assembled(
             flat = expand(file)
         except InputError as error:
             problems.append(lines.error(error.what, ("instances",), error.hint))
-    problems += place_faults(flat or file, lines)
+    problems += place_faults(flat or file, lines, placed=placed)
     places = None
     if flat is not None and not problems and can_place(lines):
         places = places_of(flat)

@@ -64,14 +64,16 @@ def setting_faults(written: ClusterFile, lines: Lines) -> Iterator[FileError]:
     yield from _setting_faults(written, lines)
 
 
-def place_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+def place_faults(file: ClusterFile, lines: Lines, *, placed: bool = True) -> Iterator[FileError]:
     """Yield faults of names, parents, links between datacenters and GPUs; for an unexpanded file, those that can be
-    found."""
+    found. Without `placed`, the file may lack instances of a role."""
     yield from _duplicates(file, lines)
     yield from _parent_faults(file, lines)
     yield from _wan_faults(file, lines)
     if isinstance(file.instances, list) and file.fabric is None:
         yield from _instance_faults(file, lines)
+        if placed:
+            yield from _role_faults(file, lines)
 
 
 def port_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
@@ -184,6 +186,10 @@ def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
         if entry.group is not None and entry.role == "prefill" and lines.sure("instances", index, "role"):
             what = f"{entry.name} is a prefill instance, but only decode instances have a group"
             yield lines.error(what, ("instances", index, "group"), "remove `group`")
+
+
+def _role_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    entries = entries_of(file)
     for role in ("prefill", "decode"):
         if lines.sure("instances", "*", "role") and not any(entry.role in (role, "both") for entry in entries):
             yield lines.error(f"there is no {role} instance", ("instances",), f"add one with `role: {role}`")

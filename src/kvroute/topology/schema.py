@@ -31,6 +31,8 @@ Efficiency: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 NicScope: TypeAlias = Literal["gpu", "instance", "server"]
 Ecmp: TypeAlias = Literal["flow", "transfer"]
 Placement: TypeAlias = Literal["rack", "spread", "packed"]
+SwitchLevel: TypeAlias = Literal["rack", "pod", "core"]
+WireType: TypeAlias = Literal["int32", "fp16"]
 ReadPath: TypeAlias = Literal["prefill", "alternating", "shorter", "split"]
 _HOST_PORT = r"(\[[0-9A-Fa-f:.]+\]|[^\s/:@\[\]*]+):[0-9]{1,5}"
 ZmqEndpoint: TypeAlias = Annotated[
@@ -333,6 +335,28 @@ class SuperPod(Entry, frozen=True, kw_only=True, tag="superpod", tag_field="kind
     oversubscription: Ratio = 1.0
 
 
+class AggregationEntry(Entry, frozen=True, kw_only=True):
+    """Switches that sum the packets of a collective on their way (in-network aggregation)."""
+
+    levels: list[SwitchLevel] = field(default_factory=lambda: ["rack"])
+    """Levels whose switches aggregate."""
+    slots: Count = 512
+    """Packets that a switch aggregates at the same time, for each NIC of a server in a group."""
+    packet_bytes: Size = field(name="packet", default=Size(1024.0))
+    """Payload of one packet."""
+    wire: WireType = "int32"
+    """Type of the elements in packets: fixed point in 4 bytes, or half precision."""
+    switch_s: Latency = field(name="time", default=Latency(1e-6))
+    """Time of an aggregation in the switch."""
+
+
+class Collectives(Entry, frozen=True, kw_only=True):
+    """All-reduces of tensor-parallel groups."""
+
+    aggregation: AggregationEntry | None = None
+    """None: no switch aggregates."""
+
+
 class ClusterFile(Entry, frozen=True, kw_only=True):
     """A whole cluster file."""
 
@@ -347,9 +371,12 @@ class ClusterFile(Entry, frozen=True, kw_only=True):
     storage: Storage | None = None
     timing: dict[str, TimingEntry] = {}
     defaults: InstanceDefaults = InstanceDefaults()
-    instances: list[InstanceEntry] | InstanceCounts
+    instances: list[InstanceEntry] | InstanceCounts = []
+    collectives: Collectives = Collectives()
     qos: dict[str, Any] = {}
     """Traffic classes of the compute network, which `kvroute plan qos` reads and checks (`read_section`)."""
+    placement: dict[str, Any] = {}
+    """GPUs and traffic, for `kvroute plan placement` (`read_section`)."""
     gateway: dict[str, Any] = {}
     """Settings of `kvroute serve`, which reads and checks them (`read_section`)."""
 
