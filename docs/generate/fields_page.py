@@ -82,7 +82,7 @@ def _kind(field: Schema, paths: dict[str, str]) -> str:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if field.get("type") == "array":
         return f"list of {_kind(field['items'], paths)}"
-    if isinstance(field.get("additionalProperties"), dict):
+    if field.get("additionalProperties"):
         return f"names with {_kind(field['additionalProperties'], paths)}"
     bounds = [f"{sign} {field[name]:,}" for name, sign in _SIGNS.items() if name in field]
     example = f", such as `{field['examples'][0]}`" if "examples" in field else ""
