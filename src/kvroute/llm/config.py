@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from kvroute.llm.config_compute import compute_of
+from kvroute.llm.config_compute import compute_of, shape_of
 from kvroute.llm.config_fields import HEADS, LAYER_COUNT, Fields, head_dim, kv_heads
 from kvroute.llm.geometry import Layers, Model
 from kvroute.types import InputError
@@ -61,7 +61,8 @@ def from_config(config: Mapping[str, Any] | Path, *, name: str = "", element_byt
         raise fields.error(f"{size!r} bytes per KV value is not possible", "give 0.5, 1, 2 or 4")
     name = name or str(config.get("_name_or_path") or config.get("model_type") or "model")
     layers = _layers(fields, size)
-    return Model(name, layers, compute_of(fields, layers))
+    compute = compute_of(fields, layers)
+    return Model(name, layers, compute, shape_of(fields, compute))
 
 
 def _load(path: Path) -> Mapping[str, Any]:

@@ -52,6 +52,18 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """Dimensions that tensor parallelism needs besides the KV cache."""
+
+    hidden: int
+    """Numbers of one token between two layers: what an all-reduce sums, and what a pipeline stage sends on."""
+    heads: int
+    """Query heads; an engine splits them evenly over its tensor-parallel ranks."""
+    parameters: float | None = None
+    """All parameters, embeddings included; None: not known, as for mixtures of experts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """KV cache geometry of an LLM. Sizes are in bytes of one copy, except for the methods of a shard."""
 
@@ -59,6 +71,8 @@ class Model:
     layers: tuple[Layers, ...]
     compute: Compute | None = None
     """Operations of a prefill; None: not known."""
+    shape: Shape | None = None
+    """None: not known."""
     kv_bytes_per_token: float = field(init=False)
     """Bytes per token of a long context: all layers that keep every token (`attention`, `mla`), all shards.
 
@@ -83,6 +97,11 @@ class Model:
         put(self, "_windows", tuple(sorted(windows.items())))
         arrays = np.array([*sorted(windows)], np.int64), np.array([windows[tokens] for tokens in sorted(windows)])
         put(self, "_window_arrays", arrays)
+
+    @property
+    def layer_count(self) -> int:
+        """Number of layers of all kinds."""
+        return sum(group.count for group in self.layers)
 
     @overload
     def kv_bytes(self, tokens: int, cached_tokens: int = 0) -> float: ...

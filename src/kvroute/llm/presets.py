@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvroute.llm.compute import Compute, Indexer, Latent, Sublayers, attention, feed_forward, latent_attention
 from kvroute.llm.config import from_config
-from kvroute.llm.geometry import Layers, Model
+from kvroute.llm.geometry import Layers, Model, Shape
 from kvroute.types import InputError
 
 MIB = 2**20
@@ -32,6 +32,18 @@ class _Sizes:
     """Number and intermediate size of the layers without experts."""
     matrices: int = 3
     """Matrices of a feed-forward layer: 3 with a gate, 2 without."""
+    vocabulary: int = 0
+    """Rows of the embedding; 0: not known."""
+    tied: bool = False
+    """Whether the output layer is the embedding."""
+
+    def shape(self, compute: Compute) -> Shape:
+        """Return the shape; the parameters of a mixture of experts are not known, because `width` has the active ones
+        only."""
+        if self.experts or not self.vocabulary:
+            return Shape(self.hidden, self.heads)
+        embeddings = (1 if self.tied else 2) * self.vocabulary * self.hidden
+        return Shape(self.hidden, self.heads, compute.active_parameters + embeddings)
 
     def behind(self, layers: int) -> tuple[Sublayers, ...]:
         """Return the feed-forward sublayers of `layers` layers."""
@@ -44,13 +56,14 @@ def _attention(name: str, layers: int, kv_heads: int, sizes: _Sizes, head_dim: i
     dims = {"key_dim": head_dim, "value_dim": head_dim}
     first = attention(layers, sizes.hidden, sizes.heads, kv_heads, **dims)
     compute = Compute((first, *sizes.behind(layers)))
-    return Model(name, (Layers("attention", layers, kv_heads, head_dim, head_dim),), compute)
+    return Model(name, (Layers("attention", layers, kv_heads, head_dim, head_dim),), compute, sizes.shape(compute))
 
 
-def _plain(name: str, layers: int, heads: int, hidden: int) -> Model:
+def _plain(name: str, layers: int, heads: int, hidden: int, vocabulary: int) -> Model:
     """Return a model with as many KV heads as heads, whose feed-forward layers have no gate and four times the hidden
-    size."""
-    return _attention(name, layers, heads, _Sizes(hidden, heads, 4 * hidden, matrices=2))
+    size, and whose output layer is the embedding."""
+    sizes = _Sizes(hidden, heads, 4 * hidden, matrices=2, vocabulary=vocabulary, tied=True)
+    return _attention(name, layers, heads, sizes)
 
 
 def _latent(name: str, layers: int, sizes: _Sizes, indexer: Indexer | None = None) -> Model:
@@ -59,7 +72,8 @@ def _latent(name: str, layers: int, sizes: _Sizes, indexer: Indexer | None = Non
     first = latent_attention(layers, sizes.hidden, sizes.heads, Latent(), indexer)
     index_bytes = indexer.dim + 4.0 if indexer else 0.0
     compute = Compute((first, *sizes.behind(layers)))
-    return Model(name, (Layers("mla", layers, key_dim=576, index_bytes=index_bytes),), compute)
+    groups = (Layers("mla", layers, key_dim=576, index_bytes=index_bytes),)
+    return Model(name, groups, compute, sizes.shape(compute))
 
 
 def _gpt_oss(name: str, layers: int, experts: int) -> Model:
@@ -70,7 +84,7 @@ def _gpt_oss(name: str, layers: int, experts: int) -> Model:
     full = attention(half, sizes.hidden, sizes.heads, 8, key_dim=64, value_dim=64)
     compute = Compute((window, full, *sizes.behind(layers)))
     groups = (Layers("sliding", half, 8, 64, 64, window_tokens=128), Layers("attention", half, 8, 64, 64))
-    return Model(name, groups, compute)
+    return Model(name, groups, compute, sizes.shape(compute))
 
 
 def _kimi_linear() -> Model:
@@ -96,7 +110,7 @@ _DEEPSEEK_V3 = _Sizes(7168, 128, (8 + 1) * 2048, 256, (3, 18432))
 MODELS: dict[str, Model] = {
     preset.name: preset
     for preset in (
-        _plain("bloom-176b", 70, 112, 14336),
+        _plain("bloom-176b", 70, 112, 14336, 250880),
         _latent("deepseek-v2", 60, _Sizes(5120, 128, (6 + 2) * 1536, 160, (1, 12288))),
         _latent("deepseek-v3", 61, _DEEPSEEK_V3),
         _latent("deepseek-v3.2", 61, _DEEPSEEK_V3, Indexer()),
@@ -104,27 +118,27 @@ MODELS: dict[str, Model] = {
         _gpt_oss("gpt-oss-20b", 24, 32),
         _latent("kimi-k2", 61, _Sizes(7168, 64, (8 + 1) * 2048, 384, (1, 18432))),
         _kimi_linear(),
-        _attention("llama-2-70b", 80, 8, _Sizes(8192, 64, 28672)),
-        _attention("llama-2-7b", 32, 32, _Sizes(4096, 32, 11008)),
-        _attention("llama-3-70b", 80, 8, _Sizes(8192, 64, 28672)),
-        _attention("llama-3-8b", 32, 8, _Sizes(4096, 32, 14336)),
-        _attention("llama-3.1-405b", 126, 8, _Sizes(16384, 128, 53248)),
-        _attention("llama-3.1-70b", 80, 8, _Sizes(8192, 64, 28672)),
-        _attention("llama-3.1-8b", 32, 8, _Sizes(4096, 32, 14336)),
-        _attention("llama-3.3-70b", 80, 8, _Sizes(8192, 64, 28672)),
+        _attention("llama-2-70b", 80, 8, _Sizes(8192, 64, 28672, vocabulary=32000)),
+        _attention("llama-2-7b", 32, 32, _Sizes(4096, 32, 11008, vocabulary=32000)),
+        _attention("llama-3-70b", 80, 8, _Sizes(8192, 64, 28672, vocabulary=128256)),
+        _attention("llama-3-8b", 32, 8, _Sizes(4096, 32, 14336, vocabulary=128256)),
+        _attention("llama-3.1-405b", 126, 8, _Sizes(16384, 128, 53248, vocabulary=128256)),
+        _attention("llama-3.1-70b", 80, 8, _Sizes(8192, 64, 28672, vocabulary=128256)),
+        _attention("llama-3.1-8b", 32, 8, _Sizes(4096, 32, 14336, vocabulary=128256)),
+        _attention("llama-3.3-70b", 80, 8, _Sizes(8192, 64, 28672, vocabulary=128256)),
         _attention("minimax-m2.5", 62, 8, _Sizes(3072, 48, 8 * 1536, 256)),
         _attention("mixtral-8x22b", 56, 8, _Sizes(6144, 48, 2 * 16384, 8)),
         _attention("mixtral-8x7b", 32, 8, _Sizes(4096, 32, 2 * 14336, 8)),
-        _plain("opt-13b", 40, 40, 5120),
-        _plain("opt-175b", 96, 96, 12288),
-        _plain("opt-66b", 64, 72, 9216),
+        _plain("opt-13b", 40, 40, 5120, 50272),
+        _plain("opt-175b", 96, 96, 12288, 50272),
+        _plain("opt-66b", 64, 72, 9216, 50272),
         _prfaas_hybrid(),
-        _attention("qwen2.5-32b", 64, 8, _Sizes(5120, 40, 27648)),
-        _attention("qwen2.5-72b", 80, 8, _Sizes(8192, 64, 29568)),
-        _attention("qwen2.5-7b", 28, 4, _Sizes(3584, 28, 18944)),
+        _attention("qwen2.5-32b", 64, 8, _Sizes(5120, 40, 27648, vocabulary=152064)),
+        _attention("qwen2.5-72b", 80, 8, _Sizes(8192, 64, 29568, vocabulary=152064)),
+        _attention("qwen2.5-7b", 28, 4, _Sizes(3584, 28, 18944, vocabulary=152064)),
         _attention("qwen3-235b", 94, 4, _Sizes(4096, 64, 8 * 1536, 128)),
         _attention("qwen3-30b", 48, 4, _Sizes(2048, 32, 8 * 768, 128)),
-        _attention("qwen3-32b", 64, 8, _Sizes(5120, 64, 25600)),
+        _attention("qwen3-32b", 64, 8, _Sizes(5120, 64, 25600, vocabulary=151936)),
     )
 }
 """Presets by name, ascending, with a 16-bit KV cache."""
