@@ -9,25 +9,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from kvroute.llm import model
-from kvroute.planner.lengths import Lengths, grouped, incremental, log_normal
+from kvroute.planner.lengths import Lengths
 from kvroute.planner.schema import (
     ClusterEntry,
-    ConstantLengths,
     Form,
     HardwareEntry,
-    LogNormalLengths,
     MeasuredPrefill,
     ModelKv,
     PlanFile,
     ProfiledPrefill,
-    TableLengths,
-    TraceLengths,
 )
+from kvroute.planner.traffic_lengths import traffic_lengths
 from kvroute.policies.throughput import Curve, Reading, decode_per_s, kv_curve, prefill_curve
-from kvroute.sim.workload import read
 from kvroute.timing import Fit, fit_prefill, fit_profile, prefill_time, read_profile
 from kvroute.topology.document import read_mapping_file
 from kvroute.topology.form import Key, Lines, nearest
@@ -135,29 +129,13 @@ class _Reader:
         )
 
     def _lengths(self) -> Lengths:
-        entry, step, key = self.file.traffic.lengths, self.file.traffic.step_tokens, ("traffic", "lengths")
-        match entry:
-            case LogNormalLengths(mu=mu, sigma=sigma, least=least, most=most):
-                lengths = self._placed(key, lambda: log_normal(mu, sigma, least, most, step))
-            case ConstantLengths(tokens=tokens):
-                lengths = grouped(np.array([float(tokens)]), np.ones(1), step, f"every prompt has {tokens:,} tokens")
-            case TableLengths(tokens=counts, shares=shares):
-                tokens_, shares_ = np.array(counts, dtype=np.float64), np.array(shares)
-                about = f"a table of {len(counts)} lengths"
-                lengths = self._placed(key, lambda: grouped(tokens_, shares_, step, about))
-            case TraceLengths():
-                lengths = self._trace(entry, step)
+        traffic = self.file.traffic
+        lengths, remarks = self._placed(
+            ("traffic", "lengths"), lambda: traffic_lengths(traffic.lengths, traffic.step_tokens, self.folder)
+        )
+        self.choices += remarks
         self.choices.append(f"prompt lengths: {lengths.about}; mean {lengths.mix.mean_tokens:,.0f} tokens")
         return lengths
-
-    def _trace(self, entry: TraceLengths, step: int) -> Lengths:
-        trace = read(self.folder / entry.file, block_tokens=entry.block_tokens)
-        limits = {"infinite": None, "none": 0}
-        tokens, cached = incremental(trace, limits[entry.cache] if isinstance(entry.cache, str) else entry.cache)
-        cache = f"a cache of {entry.cache:,} tokens" if isinstance(entry.cache, int) else f"cache: {entry.cache}"
-        about = f"{len(tokens):,} requests of {trace.name}, {cached:.1%} of their prompt tokens cached ({cache})"
-        self.choices += trace.remarks
-        return grouped(tokens, np.ones_like(tokens), step, about)
 
     def _kv(self) -> Curve:
         entry = self.file.kv

@@ -54,10 +54,13 @@ class TraceLengths(Entry, frozen=True, kw_only=True, tag="trace", tag_field="kin
     """Number of tokens behind one hash id, unless a line of the trace gives another."""
 
 
+LengthsEntry: TypeAlias = LogNormalLengths | ConstantLengths | TableLengths | TraceLengths
+
+
 class Traffic(Entry, frozen=True, kw_only=True):
     """The traffic: incremental prompt lengths and the length of the responses."""
 
-    lengths: LogNormalLengths | ConstantLengths | TableLengths | TraceLengths
+    lengths: LengthsEntry
     output_tokens: Count
     slo_tokens_per_s: Annotated[float, Meta(gt=0)] | None = None
     """Minimum tokens per second of every request; it limits the duration of a decode iteration."""

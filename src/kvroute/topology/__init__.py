@@ -1,6 +1,6 @@
 """Nodes, links, paths and tiers of a cluster, from a checked cluster file or a builder. It simulates no transfers."""
 
-from kvroute.topology.assembly import build, load, parse
+from kvroute.topology.assembly import build, load, load_network, parse
 from kvroute.topology.builders import H100_LLAMA_70B_TP4, LLAMA_70B_TP4, fat_tree, superpod, two_datacenters
 from kvroute.topology.cluster import STORAGE, Cluster, Link
 from kvroute.topology.expansion import expand
@@ -36,6 +36,7 @@ __all__ = [
     "expand",
     "fat_tree",
     "load",
+    "load_network",
     "parse",
     "size_bytes",
     "size_text",

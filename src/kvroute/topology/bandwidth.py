@@ -25,7 +25,9 @@ def tier_bytes_per_s(
     draws once, else flows / count on each, rounded up. A path gives the rate of its narrowest stage. The result is the
     least value over all instances with a peer in the tier, each paired with an equal peer. Declared values take
     precedence; a tier without pairs takes the value of the next nearer tier that has one, else of the next farther.
+    Without instances, the first GPU of each node counts as one.
     """
+    shards = shards or [((node, 0),) for node in range(len(places.nodes))]
     derived: list[float | None] = [None] * TIER_COUNT
     occurs = _occurring(places, [gpus[0][0] for gpus in shards])
     for instance, gpus in enumerate(shards):

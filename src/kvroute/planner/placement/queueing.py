@@ -1,0 +1,135 @@
+"""Rates and SLO attainment of prefill and decode instances by queueing formulas: pure functions of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import ndtr, pdtr
+
+from kvroute.types import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Waiting times of an M/G/1 queue."""
+
+    utilisation: float
+    mean_s: float
+    """Pollaczek-Khinchine; infinite at a utilisation of 1 or more."""
+
+    def within(self, limit_s: FloatArray) -> FloatArray:
+        """Return the share of requests that wait at most `limit_s`, shape of `limit_s`; 0 for limits below 0.
+
+        The tail is exponential: a request waits with the probability of the utilisation, and those that wait have an
+        exponential time with the exact mean.
+        """
+        if self.utilisation >= 1.0:
+            return np.zeros_like(limit_s)
+        if self.mean_s == 0.0:
+            return np.where(limit_s >= 0.0, 1.0, 0.0)
+        tail = self.utilisation * np.exp(-np.maximum(limit_s, 0.0) * self.utilisation / self.mean_s)
+        return np.where(limit_s >= 0.0, 1.0 - tail, 0.0)
+
+
+def waiting(rate_per_s: float, service_s: FloatArray, share: FloatArray) -> Waiting:
+    """Return the waiting times of a queue with Poisson arrivals.
+
+    Args:
+        rate_per_s: arrivals.
+        service_s: times of the bottleneck stage, [n].
+        share: share of the requests with each of these times, [n].
+    """
+    mean_s, square_s2 = float(share @ service_s), float(share @ service_s**2)
+    utilisation = rate_per_s * mean_s
+    if utilisation >= 1.0:
+        return Waiting(utilisation, math.inf)
+    return Waiting(utilisation, rate_per_s * square_s2 / (2.0 * (1.0 - utilisation)))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """A decode instance: times of its iterations, and the requests that fit."""
+
+    base_s: float
+    """Iteration without requests."""
+    per_request_s: float
+    """Time that a request adds to an iteration, at its mean context."""
+    output_tokens: int
+    batch_max: int
+    """Largest batch."""
+    kv_tokens: float
+    """Tokens for whose KV there is memory."""
+    request_tokens: float
+    """Mean tokens of a request, prompt and output."""
+    request_tokens2: float
+    """Mean of the squares of the tokens of a request."""
+
+    def step_s(self, batch: float) -> float:
+        """Return the time of an iteration of `batch` requests."""
+        return self.base_s + self.per_request_s * batch
+
+    def mean_batch(self, rate_per_s: float) -> float:
+        """Return the mean number of requests by Little's law: Q = rate * output * step(Q); infinite without
+        balance."""
+        load = rate_per_s * self.output_tokens
+        left = 1.0 - load * self.per_request_s
+        return load * self.base_s / left if left > 0.0 else math.inf
+
+    def room(self, rate_per_s: float) -> float:
+        """Return the share of requests that find room on arrival.
+
+        The number of requests is Poisson (M/G/infinity), and their KV is a compound Poisson sum, taken as normal.
+        Memory for all tokens of a request is reserved when it arrives.
+        """
+        batch = self.mean_batch(rate_per_s)
+        if not math.isfinite(batch):
+            return 0.0
+        spare = self.kv_tokens - self.request_tokens - batch * self.request_tokens
+        if batch < 1e-9:
+            return 1.0 if spare >= 0.0 else 0.0
+        slots = float(pdtr(self.batch_max - 1, batch))
+        return slots * float(ndtr(spare / math.sqrt(batch * self.request_tokens2)))
+
+    def tpot_attainment(self, rate_per_s: float, tpot_s: float) -> float:
+        """Return the share of requests whose mean iteration takes at most `tpot_s`.
+
+        A request sees itself and the mean number of others over its own residence. Their number is Poisson, and the
+        variance of its mean over a residence is 2/3 of its mean if residences are equally long.
+        """
+        batch = self.mean_batch(rate_per_s)
+        if not math.isfinite(batch) or self.step_s(1.0) > tpot_s:
+            return 0.0
+        if self.per_request_s == 0.0 or batch < 1e-9:
+            return 1.0
+        others = (tpot_s - self.base_s) / self.per_request_s - 1.0
+        return float(ndtr((others - batch) / math.sqrt(2.0 / 3.0 * batch)))
+
+    def rate_bound_per_s(self, tpot_s: float) -> float:
+        """Return the rate at which a constant batch is as large as TPOT and room allow."""
+        allowed = (tpot_s - self.base_s) / self.per_request_s if self.per_request_s else math.inf
+        batch = min(self.batch_max, self.kv_tokens / self.request_tokens, allowed)
+        return batch / (self.output_tokens * self.step_s(batch)) if batch > 0.0 else 0.0
+
+
+def token_s(step_s: float, once_s: float, output_tokens: int) -> float:
+    """Return the time per output token if the first token comes from the prefill: the transfer and the wait for the
+    decode batch happen once per request, not once per token."""
+    return step_s + once_s / (output_tokens - 1)
+
+
+def highest_rate(attained: float, attainment_of: Callable[[float], float], bound_per_s: float) -> float:
+    """Return the highest rate up to `bound_per_s` whose attainment is at least `attained`, by bisection; 0 if there is
+    none. `attainment_of` must not increase with the rate."""
+    low, high = 0.0, bound_per_s
+    if attainment_of(bound_per_s * 1e-6) < attained:
+        return 0.0
+    for _ in range(40):
+        middle = (low + high) / 2.0
+        if attainment_of(middle) >= attained:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,147 @@
+"""KV transfers between prefill and decode instances, and the bytes that a request puts on every link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvroute.collectives import AllReduce, Collective, CollectiveFlow, all_reduce, link_bytes, seconds
+from kvroute.planner.placement.all_reduce_times import Affine
+from kvroute.planner.placement.instances import PlacedInstance
+from kvroute.planner.placement.problem import PlacementProblem
+from kvroute.topology import Cluster
+from kvroute.topology.gpu_paths import Gpu, GpuPaths
+from kvroute.topology.place import card_of
+from kvroute.types import SAME_NODE, FloatArray
+
+_BYTES = 1e9
+_PAIRS = 24
+"""Pairs of instances whose transfers are priced; all pairs of larger placements are represented by these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One KV transfer on an idle network, by max-min fair flows."""
+
+    line: Affine
+    links: tuple[int, ...]
+
+
+def transfer(cluster: Cluster, source: PlacedInstance, target: PlacedInstance) -> Transfer:
+    """Return a transfer between two instances: as many flows as the side with more GPUs has, each for an equal part."""
+    here, there = source.gpus, target.gpus
+    paths = GpuPaths(cluster, (*here, *there))
+    count = max(len(here), len(there))
+    ends = [(here[flow * len(here) // count], there[flow * len(there) // count]) for flow in range(count)]
+    flows = tuple(CollectiveFlow(paths.between(*pair), _BYTES / count) for pair in ends)
+    latency_s = max(paths.latency_s(*pair) for pair in ends)
+    total_s = seconds(Collective("ring", flows, latency_s), cluster.capacity_bytes_per_s)
+    links = tuple(sorted({link for flow in flows for link in flow.links}))
+    return Transfer(Affine(latency_s, (total_s - latency_s) / _BYTES), links)
+
+
+def sample_transfers(
+    cluster: Cluster, prefill: Sequence[PlacedInstance], decode: Sequence[PlacedInstance]
+) -> list[Transfer]:
+    """Return transfers of all pairs, or of a fixed sample that visits all instances in turn."""
+    pairs = len(prefill) * len(decode)
+    step = max(pairs // _PAIRS, 1)
+    numbers = range(0, pairs, step) if step == 1 else [(7 * number * step + number) % pairs for number in range(_PAIRS)]
+    return [transfer(cluster, prefill[pair // len(decode)], decode[pair % len(decode)]) for pair in numbers]
+
+
+def kv_load(
+    problem: PlacementProblem,
+    prefill: Sequence[PlacedInstance],
+    decode: Sequence[PlacedInstance],
+    shares: tuple[FloatArray, FloatArray],
+) -> FloatArray:
+    """Return the KV bytes of one request on every link, if all pairs of instances are chosen independently.
+
+    Args:
+        problem: cluster and mean request.
+        prefill, decode: the instances.
+        shares: share of the requests of each prefill and of each decode instance, [prefill] and [decode].
+    """
+    cluster, nbytes = problem.cluster, _kv_bytes(problem)
+    found = np.zeros(len(cluster.links))
+    ends = [_ends(side, share) for side, share in zip((prefill, decode), shares, strict=True)]
+    for direction, (own, other) in enumerate(((ends[0], ends[1]), (ends[1], ends[0]))):
+        there = [_domain_shares(cluster, other, tier) for tier in range(4)]
+        for gpu, instance, share in own:
+            _climb(cluster, gpu, instance, direction, share * nbytes, there, found)
+    return found
+
+
+def _kv_bytes(problem: PlacementProblem) -> float:
+    mix = problem.lengths.mix
+    return float(problem.model.kv_bytes(np.rint(mix.tokens).astype(np.int64)) @ mix.share)
+
+
+def _ends(instances: Sequence[PlacedInstance], shares: FloatArray) -> list[tuple[Gpu, PlacedInstance, float]]:
+    """Return every GPU with its instance and the share of all KV bytes that it sends or receives."""
+    return [
+        (gpu, instance, share / len(instance.gpus))
+        for instance, share in zip(instances, shares.tolist(), strict=True)
+        for gpu in instance.gpus
+    ]
+
+
+def _domain_shares(cluster: Cluster, ends: Sequence[tuple[Gpu, PlacedInstance, float]], tier: int) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for gpu, _, share in ends:
+        domain = cluster.places.domains[gpu[0]][tier]
+        found[domain] = found.get(domain, 0.0) + share
+    return found
+
+
+def _climb(
+    cluster: Cluster,
+    gpu: Gpu,
+    instance: PlacedInstance,
+    direction: int,
+    nbytes: float,
+    there: Sequence[dict[int, float]],
+    found: FloatArray,
+) -> None:
+    """Add the bytes of one GPU to its NVLink, its NIC and the uplinks above: on each level those whose other end is not
+    below."""
+    places, cables, node = cluster.places, cluster.cables, gpu[0]
+    inside = [there[tier].get(places.domains[node][tier], 0.0) for tier in range(4)]
+    found[cables.nvlink[node][gpu[1]][direction]] += nbytes * inside[SAME_NODE]
+    if inside[SAME_NODE] >= 1.0 - 1e-12 or not cables.nic[node]:
+        return
+    card = card_of(places, instance.gpus, instance.gpus.index(gpu))
+    found[cables.nic[node][card][direction]] += nbytes * (1.0 - inside[SAME_NODE])
+    for tier, domain, bundles in ((1, places.racks[node], cables.rack), (2, places.pods[node], cables.pod)):
+        if domain is not None and domain.name in bundles:
+            links = list(bundles[domain.name][direction])
+            found[links] += nbytes * (1.0 - inside[tier]) / len(links)
+
+
+def all_reduce_load(
+    problem: PlacementProblem, instances: Sequence[PlacedInstance], shares: FloatArray
+) -> tuple[FloatArray, list[tuple[int, ...]]]:
+    """Return the bytes of all-reduces of one request on every link, [link], and the links of each instance's groups.
+
+    Sends between pipeline stages are not counted: they are 1 / (2 * layers) of the all-reduces.
+    """
+    found, used = np.zeros(len(problem.cluster.links)), list[tuple[int, ...]]()
+    for instance, share in zip(instances, shares.tolist(), strict=True):
+        prefilling = instance.phase == "prefill"
+        tokens = problem.lengths.mix.mean_tokens if prefilling else float(problem.output_tokens)
+        roofline, links = instance.roofline, set[int]()
+        stage_bytes = share * tokens * roofline.hidden_bytes * roofline.all_reduces / len(instance.stages)
+        for stage, scheme in zip(instance.stages, instance.schemes, strict=True):
+            if scheme is None:
+                continue
+            tensor = AllReduce(stage, 1.0, max(round(problem.element_bytes), 1))
+            collective = all_reduce(scheme, tensor, problem.cluster, problem.aggregation)
+            assert collective is not None, "the scheme was chosen among those that the group can use"
+            for link, nbytes in link_bytes(collective).items():
+                found[link] += nbytes * stage_bytes
+                links.add(link)
+        used.append(tuple(links))
+    return found, used
