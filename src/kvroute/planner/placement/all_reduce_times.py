@@ -1,6 +1,7 @@
 """Times of all-reduces and of sends between pipeline stages on an idle network, as straight lines in the bytes.
 
-Groups of the same form (equal servers, NICs and uplinks) have the same times, so each form is priced once.
+Groups of the same form (equal servers, NICs and uplinks) have the same times, so each form is priced once. Which of
+the equal uplinks of a rack two NICs share is taken from the first group of a form.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvroute.collectives import SCHEMES, Aggregation, AllReduce, Collective, Col
 from kvroute.topology import Cluster
 from kvroute.topology.gpu_paths import Gpu, GpuPaths
 from kvroute.topology.place import Shards, card_of
-from kvroute.types import SAME_NODE, SAME_RACK
+from kvroute.types import SAME_NODE
 
 _BYTES = 1e6
 """Size at which slopes are measured; times are exactly linear, because the rates of flows do not depend on their
@@ -105,8 +106,7 @@ class AllReduceTimes:
         entry = self._cluster.places.nodes[node]
         nic = entry.nics.compute
         described = (nic.kv_bytes_per_s, nic.count, nic.scope) if nic and level > SAME_NODE else ()
-        turns: Form = (node * len(self._cluster.cables.nic[node]),) if level > SAME_RACK else ()
-        return (float(entry.nvlink_bytes_per_s), described, tuple(sorted(cards)), turns)
+        return (float(entry.nvlink_bytes_per_s), described, tuple(sorted(cards)))
 
 
 def gpus_of(stages: Sequence[Shards]) -> tuple[Gpu, ...]:

@@ -78,10 +78,8 @@ class Evaluation:
         reduced = [all_reduce_load(problem, side, share) for side, share in zip((prefill, decode), shares, strict=True)]
         capacity = problem.cluster.capacity_bytes_per_s
         self._link_s: FloatArray = (kv + reduced[0][0] + reduced[1][0]) / capacity
-        busiest = [
-            [max((float((kv / capacity)[link]) for link in links), default=0.0) for links in used]
-            for _, used in reduced
-        ]
+        kv_s = kv / capacity
+        busiest = [[float(kv_s[links].max(initial=0.0)) for links in used] for _, used in reduced]
         self._prefill = _classes(prefill, shares[0], busiest[0])
         self._decode = _classes(decode, shares[1], busiest[1])
         transfers = sample_transfers(problem.cluster, prefill, decode)

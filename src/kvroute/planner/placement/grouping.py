@@ -83,7 +83,7 @@ class Grouper:
         wanted = len(self.pool.left()) // self.size if limit is None else limit
         found = self._from_racks(wanted, spread=spread)
         found += self._irregular(wanted - len(found))
-        return improved(found, self.price)
+        return improved(found, self.price, lambda node: self.pool.cluster.places.domains[node][1])
 
     def _from_racks(self, wanted: int, *, spread: bool) -> list[Shards]:
         planned = [(nodes, self._chunks(nodes)) for nodes in self.pool.racks()]
@@ -202,26 +202,46 @@ def _dealt(solution: np.ndarray[tuple[int], np.dtype[np.int_]], chunks: list[int
     return tuple(found)
 
 
-def improved(groups: Sequence[Shards], price: Price, swaps: int = _SWAPS_MAX) -> list[Shards]:
+def improved(
+    groups: Sequence[Shards], price: Price, rack: Callable[[int], int], swaps: int = _SWAPS_MAX
+) -> list[Shards]:
     """Return the groups after swaps of one or two GPUs between two groups that increase the sum of both prices.
 
-    Only groups with a lower price than the best one take part; the draws are the same in every run.
+    Only groups with a lower price than the best one are tried, each with groups of which a GPU is in the same rack. The
+    draws are the same in every run.
+
+    Args:
+        groups: groups of the same size.
+        price: value of a group.
+        rack: rack of a node.
+        swaps: maximum number of swaps that are tried.
     """
     found, prices = list(groups), [price(group) for group in groups]
-    if not found or len(found[0]) < 2:
-        return found
-    draw = np.random.default_rng(_SWAP_SEED)
     lower = [number for number, each in enumerate(prices) if each < max(prices) * (1.0 - 1e-9)]
-    for _ in range(min(swaps, 20 * len(lower) * len(found[0])) if len(found) > 1 else 0):
+    if len(found) < 2 or len(found[0]) < 2:
+        return found
+    beside: dict[int, set[int]] = {}
+    for number, group in enumerate(found):
+        for node, _ in group:
+            beside.setdefault(rack(node), set()).add(number)
+    draw = np.random.default_rng(_SWAP_SEED)
+    for _ in range(min(swaps, 20 * len(lower) * len(found[0]))):
         one = lower[draw.integers(len(lower))]
-        other = int(draw.integers(len(found)))
-        if one == other:
+        near = sorted(set[int]().union(*(beside[rack(node)] for node, _ in found[one])) - {one})
+        if not near:
             continue
+        other = near[draw.integers(len(near))]
         count = int(draw.integers(1, 3)) if len(found[one]) > 2 else 1
         first, second = _swapped(found[one], found[other], count, draw)
         gained = price(first), price(second)
         if sum(gained) > (prices[one] + prices[other]) * (1.0 + 1e-9):
-            found[one], found[other] = first, second
+            for number, group in ((one, first), (other, second)):
+                for node, _ in found[number]:
+                    beside[rack(node)].discard(number)
+                found[number] = group
+            for number, group in ((one, first), (other, second)):
+                for node, _ in group:
+                    beside[rack(node)].add(number)
             prices[one], prices[other] = gained
     return [tuple(sorted(group)) for group in found]
 

@@ -25,7 +25,8 @@ from kvroute.types import InputError
 
 Use: TypeAlias = Literal["prefill", "decode", "split"]
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
-_EVALUATED_MAX = 40
+_EVALUATED_MAX = 16
+"""Candidates whose groups are formed; more than this only changes the rate in the last percent."""
 _TRIMMED_SHARE = 0.995
 """Instances that are left out may cost together this share of the rate at most."""
 

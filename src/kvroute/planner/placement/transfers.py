@@ -13,8 +13,8 @@ from kvroute.planner.placement.instances import PlacedInstance
 from kvroute.planner.placement.problem import PlacementProblem
 from kvroute.topology import Cluster
 from kvroute.topology.gpu_paths import Gpu, GpuPaths
-from kvroute.topology.place import card_of
-from kvroute.types import SAME_NODE, FloatArray
+from kvroute.topology.place import Shards, card_of
+from kvroute.types import SAME_NODE, SAME_POD, SAME_RACK, FloatArray, IntArray
 
 _BYTES = 1e9
 _PAIRS = 24
@@ -69,10 +69,8 @@ def kv_load(
     found = np.zeros(len(cluster.links))
     ends = [_ends(side, share) for side, share in zip((prefill, decode), shares, strict=True)]
     for direction, (own, other) in enumerate(((ends[0], ends[1]), (ends[1], ends[0]))):
-        there = [_domain_shares(cluster, other, tier) for tier in range(4)]
-        for gpu, instance, share in own:
-            _climb(cluster, gpu, instance, direction, share * nbytes, there, found)
-    return found
+        _climb(cluster, own, [_domain_shares(cluster, other, tier) for tier in range(3)], direction, found)
+    return found * nbytes
 
 
 def _kv_bytes(problem: PlacementProblem) -> float:
@@ -80,16 +78,16 @@ def _kv_bytes(problem: PlacementProblem) -> float:
     return float(problem.model.kv_bytes(np.rint(mix.tokens).astype(np.int64)) @ mix.share)
 
 
-def _ends(instances: Sequence[PlacedInstance], shares: FloatArray) -> list[tuple[Gpu, PlacedInstance, float]]:
-    """Return every GPU with its instance and the share of all KV bytes that it sends or receives."""
+def _ends(instances: Sequence[PlacedInstance], shares: FloatArray) -> list[tuple[Gpu, Shards, float]]:
+    """Return every GPU with those of its instance and the share of all KV bytes that it sends or receives."""
     return [
-        (gpu, instance, share / len(instance.gpus))
-        for instance, share in zip(instances, shares.tolist(), strict=True)
-        for gpu in instance.gpus
+        (gpu, gpus, share / len(gpus))
+        for gpus, share in zip([instance.gpus for instance in instances], shares.tolist(), strict=True)
+        for gpu in gpus
     ]
 
 
-def _domain_shares(cluster: Cluster, ends: Sequence[tuple[Gpu, PlacedInstance, float]], tier: int) -> dict[int, float]:
+def _domain_shares(cluster: Cluster, ends: Sequence[tuple[Gpu, Shards, float]], tier: int) -> dict[int, float]:
     found: dict[int, float] = {}
     for gpu, _, share in ends:
         domain = cluster.places.domains[gpu[0]][tier]
@@ -99,36 +97,41 @@ def _domain_shares(cluster: Cluster, ends: Sequence[tuple[Gpu, PlacedInstance, f
 
 def _climb(
     cluster: Cluster,
-    gpu: Gpu,
-    instance: PlacedInstance,
-    direction: int,
-    nbytes: float,
+    own: Sequence[tuple[Gpu, Shards, float]],
     there: Sequence[dict[int, float]],
+    direction: int,
     found: FloatArray,
 ) -> None:
-    """Add the bytes of one GPU to its NVLink, its NIC and the uplinks above: on each level those whose other end is not
+    """Add the shares of one side to NVLinks, NICs and the uplinks above: on each level the share whose other end is not
     below."""
-    places, cables, node = cluster.places, cluster.cables, gpu[0]
-    inside = [there[tier].get(places.domains[node][tier], 0.0) for tier in range(4)]
-    found[cables.nvlink[node][gpu[1]][direction]] += nbytes * inside[SAME_NODE]
-    if inside[SAME_NODE] >= 1.0 - 1e-12 or not cables.nic[node]:
-        return
-    card = card_of(places, instance.gpus, instance.gpus.index(gpu))
-    found[cables.nic[node][card][direction]] += nbytes * (1.0 - inside[SAME_NODE])
-    for tier, domain, bundles in ((1, places.racks[node], cables.rack), (2, places.pods[node], cables.pod)):
-        if domain is not None and domain.name in bundles:
-            links = list(bundles[domain.name][direction])
-            found[links] += nbytes * (1.0 - inside[tier]) / len(links)
+    places, cables = cluster.places, cluster.cables
+    above: dict[tuple[int, str], float] = {}
+    for gpu, gpus, share in own:
+        node = gpu[0]
+        outside = [1.0 - there[tier].get(places.domains[node][tier], 0.0) for tier in range(3)]
+        found[cables.nvlink[node][gpu[1]][direction]] += share * (1.0 - outside[SAME_NODE])
+        if outside[SAME_NODE] <= 1e-12 or not cables.nic[node]:
+            continue
+        card = card_of(places, gpus, gpus.index(gpu))
+        found[cables.nic[node][card][direction]] += share * outside[SAME_NODE]
+        for tier, domain in ((SAME_RACK, places.racks[node]), (SAME_POD, places.pods[node])):
+            if domain is not None:
+                above[tier, domain.name] = above.get((tier, domain.name), 0.0) + share * outside[tier]
+    for (tier, name), share in above.items():
+        bundles = cables.rack if tier == SAME_RACK else cables.pod
+        if name in bundles:
+            links = list(bundles[name][direction])
+            found[links] += share / len(links)
 
 
 def all_reduce_load(
     problem: PlacementProblem, instances: Sequence[PlacedInstance], shares: FloatArray
-) -> tuple[FloatArray, list[tuple[int, ...]]]:
+) -> tuple[FloatArray, list[IntArray]]:
     """Return the bytes of all-reduces of one request on every link, [link], and the links of each instance's groups.
 
     Sends between pipeline stages are not counted: they are 1 / (2 * layers) of the all-reduces.
     """
-    found, used = np.zeros(len(problem.cluster.links)), list[tuple[int, ...]]()
+    found, used = np.zeros(len(problem.cluster.links)), list[IntArray]()
     for instance, share in zip(instances, shares.tolist(), strict=True):
         prefilling = instance.phase == "prefill"
         tokens = problem.lengths.mix.mean_tokens if prefilling else float(problem.output_tokens)
@@ -143,5 +146,5 @@ def all_reduce_load(
             for link, nbytes in link_bytes(collective).items():
                 found[link] += nbytes * stage_bytes
                 links.add(link)
-        used.append(tuple(links))
+        used.append(np.array(sorted(links), dtype=np.int64))
     return found, used
