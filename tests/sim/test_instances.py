@@ -125,6 +125,35 @@ def test_prefill_is_first_in_first_out_or_concurrent() -> None:
     assert fifo.submit(5.0, 1_000, 500) == pytest.approx((5.0, 5.07))
 
 
+def test_prompts_overlap_in_a_pipeline() -> None:
+    """In four stages the first prompt takes its whole time, and each of the next ends one stage later."""
+    time = prefill_time(LinearPrefill(per_token_s=1e-4))
+    pipeline = PrefillInstance(0, time, True, stages=4)
+    found = [pipeline.submit(1.0, 1_000, 0) for _ in range(3)]
+    assert found == [pytest.approx((1.0 + 0.025 * number, 1.1 + 0.025 * number)) for number in range(3)]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 2), st.integers(1, 5_000)), min_size=1, max_size=20),
+    st.integers(1, 5),
+)
+def test_a_pipeline_is_a_permutation_flow_shop(prompts: list[tuple[float, int]], stages: int) -> None:
+    """Every prompt starts in a stage when it has left the one before and the prompt before it has left this one."""
+    time = prefill_time(LinearPrefill(per_token_s=1e-4, base_s=0.01))
+    pipeline = PrefillInstance(0, time, True, stages)
+    ends = [[0.0] * stages]
+    at = 0.0
+    for gap_s, tokens in prompts:
+        at += gap_s
+        row, end = list[float](), at
+        for stage in range(stages):
+            end = max(end, ends[-1][stage]) + time.seconds(tokens) / stages
+            row.append(end)
+        start, finish = pipeline.submit(at, tokens, 0)
+        assert (start, finish) == (max(at, ends[-1][0]), row[-1])
+        ends.append(row)
+
+
 operations = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 8), st.integers(0, 12), st.integers(0, 5)), min_size=1, max_size=40
 )

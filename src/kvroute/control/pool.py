@@ -144,7 +144,7 @@ class DecodePool:
 
 @dataclass(slots=True)
 class PrefillPool:
-    """Prefill instances of one model, ascending by name, and the time when each finishes its assigned work."""
+    """Prefill instances of one model, ascending by name, and the time when each can begin more work."""
 
     names: tuple[str, ...]
     ids: IntArray
@@ -152,6 +152,9 @@ class PrefillPool:
     """Name of each instance's timing."""
     times: dict[str, PrefillTime]
     busy_until_s: FloatArray
+    """Time at which the first pipeline stage of each instance has finished its assigned work."""
+    stages: FloatArray
+    """Pipeline stages of each instance; every stage takes an equal part of a prompt's time."""
     assigned: IntArray
     """Number of requests assigned to each instance and not yet prefilled."""
     up: BoolArray
@@ -164,7 +167,7 @@ class PrefillPool:
     """Datacenter of each instance."""
     decisions: int = 0
     mean_s: float = 0.0
-    """Smoothed mean of the booked prefill times; the assumed cost of each request of others."""
+    """Smoothed mean of the booked times of one stage; the assumed cost of each request of others."""
     position: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -180,6 +183,7 @@ class PrefillPool:
             timing=tuple(instance.timing for _, instance in members),
             times=times,
             busy_until_s=np.zeros(count),
+            stages=np.array([instance.pp for _, instance in members], dtype=np.float64),
             assigned=np.zeros(count, dtype=np.int64),
             up=np.ones(count, dtype=np.bool_),
             others=np.zeros(count, dtype=np.int64),
@@ -205,9 +209,10 @@ class PrefillPool:
 
     def book(self, position: int, at: float, prefill_s: float) -> None:
         """Book one more request on this instance."""
-        self.busy_until_s[position] = max(float(self.busy_until_s[position]), at) + prefill_s
+        stage_s = prefill_s / float(self.stages[position])
+        self.busy_until_s[position] = max(float(self.busy_until_s[position]), at) + stage_s
         self.assigned[position] += 1
-        self.mean_s += (prefill_s - self.mean_s) * (_MEAN_WEIGHT if self.mean_s else 1.0)
+        self.mean_s += (stage_s - self.mean_s) * (_MEAN_WEIGHT if self.mean_s else 1.0)
 
     def release(self, position: int, at: float, unfinished_s: float = 0.0) -> None:
         """Release a request with `unfinished_s` of work not computed. An instance without requests has no work left,
@@ -216,7 +221,8 @@ class PrefillPool:
         if self.assigned[position] == 0:
             self.busy_until_s[position] = at
         elif unfinished_s:
-            self.busy_until_s[position] = max(float(self.busy_until_s[position]) - unfinished_s, at)
+            stage_s = unfinished_s / float(self.stages[position])
+            self.busy_until_s[position] = max(float(self.busy_until_s[position]) - stage_s, at)
 
     def measured(self, position: int, running: int, waiting: int) -> None:
         """Store an engine's own load figures; load beyond our own requests counts as that of others."""

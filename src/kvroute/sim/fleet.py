@@ -92,6 +92,7 @@ class Fleet:
         instance = self._cluster.instances[index]
         spec = self._cluster.timing[instance.timing]
         if role == "prefill" and index not in self.prefill:
-            self.prefill[index] = PrefillInstance(index, prefill_time(spec.prefill), self._prefill_queueing)
+            time = prefill_time(spec.prefill)
+            self.prefill[index] = PrefillInstance(index, time, self._prefill_queueing, instance.pp)
         elif role == "decode" and index not in self.decode:
             self.decode[index] = DecodeInstance(index, IterationTime.of(spec.decode), instance.batch_max)

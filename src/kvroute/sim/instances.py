@@ -13,20 +13,35 @@ from kvroute.timing import IterationTime, PrefillTime
 
 @dataclass(slots=True)
 class PrefillInstance:
-    """FIFO prefill, one prompt at a time; without queueing every prompt starts at once (a pure delay)."""
+    """FIFO prefill, one prompt at a time in each pipeline stage; without queueing every prompt starts at once (a pure
+    delay).
+
+    Every stage takes an equal part of a prompt's time, and prompts keep their order (a permutation flow shop).
+    """
 
     index: int
     time: PrefillTime
     queueing: bool
-    free_at_s: float = 0.0
-    busy_s: float = 0.0
+    stages: int = 1
+    _free_s: list[float] = field(init=False)
+    """[stage]: time at which it has finished its last prompt."""
+
+    def __post_init__(self) -> None:
+        self._free_s = [0.0] * self.stages
+
+    @property
+    def free_at_s(self) -> float:
+        """Time at which all stages have finished."""
+        return self._free_s[-1]
 
     def submit(self, at: float, tokens: int, cached_tokens: int) -> tuple[float, float]:
         """Add a prompt; return its (start, finish) in seconds."""
-        start = max(at, self.free_at_s) if self.queueing else at
-        finish = start + self.time.seconds(tokens, cached_tokens)
-        self.free_at_s = max(finish, self.free_at_s)
-        self.busy_s += finish - start
+        start = max(at, self._free_s[0]) if self.queueing else at
+        stage_s = self.time.seconds(tokens, cached_tokens) / self.stages
+        finish = start
+        for stage, free_s in enumerate(self._free_s):
+            finish = (max(finish, free_s) if self.queueing else finish) + stage_s
+            self._free_s[stage] = max(finish, free_s)
         return start, finish
 
 

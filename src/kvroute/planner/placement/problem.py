@@ -65,6 +65,7 @@ class PlacementProblem:
     tp_max: int
     pp_max: int
     batch_max: int
+    memory_share: float
     choices: tuple[str, ...]
     """What was assumed, as sentences."""
 
@@ -104,6 +105,7 @@ def read_placement(path: Path, model_name: str, objective: Objective) -> Placeme
         tp_max=entry.tp_max,
         pp_max=entry.pp_max,
         batch_max=entry.batch_max,
+        memory_share=entry.memory_share,
         choices=(*remarks, *_choices(cluster, entry, lengths, kinds)),
     )
 
