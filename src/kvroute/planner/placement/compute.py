@@ -53,6 +53,10 @@ class Times:
         form = self.prefill
         return form.base_s + (form.per_token_s + form.per_token2_s * tokens) * tokens
 
+    def prefill_at(self, tokens: float) -> float:
+        """Return the time of one prompt."""
+        return self.prefill.base_s + (self.prefill.per_token_s + self.prefill.per_token2_s * tokens) * tokens
+
     def decode_s(self, batch: float, context_tokens: float) -> float:
         """Return the time of a decode iteration of requests with this mean context."""
         form = self.decode

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import numpy as np
-
 from kvroute.collectives import Scheme
 from kvroute.planner.placement.all_reduce_times import NO_TIME, AllReduceTimes, gpus_of
 from kvroute.planner.placement.compute import Communication, Parallelism, Roofline, Times
@@ -78,7 +76,7 @@ class Builder:
     def _iteration_s(self, phase: Phase, times: Times) -> float:
         tokens = self.tokens(phase)
         if phase == "prefill":
-            return float(times.prefill_s(np.array(tokens)))
+            return times.prefill_at(tokens)
         return times.decode_s(tokens, self.problem.lengths.mix.mean_tokens + self.problem.output_tokens / 2)
 
     def chained(

@@ -12,7 +12,6 @@ import msgspec
 from kvroute.planner.placement.instances import PlacedInstance
 from kvroute.planner.placement.problem import PlacementProblem
 from kvroute.planner.placement.schema import Phase
-from kvroute.planner.placement.search import Placement
 from kvroute.topology import ClusterFile, InstanceEntry, TimingEntry
 from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.schema import DecodeEntry, QuadraticPrefillEntry
@@ -29,10 +28,12 @@ class Named:
     instance: PlacedInstance
 
 
-def named(problem: PlacementProblem, placement: Placement) -> list[Named]:
+def named(
+    problem: PlacementProblem, prefill: Sequence[PlacedInstance], decode: Sequence[PlacedInstance]
+) -> list[Named]:
     """Return the instances as `prefill-0` and so on; names that the cluster file uses are skipped."""
     taken = {instance.name for instance in problem.cluster.instances}
-    return [*_named("prefill", placement.prefill, taken), *_named("decode", placement.decode, taken)]
+    return [*_named("prefill", prefill, taken), *_named("decode", decode, taken)]
 
 
 def _named(phase: Phase, instances: Sequence[PlacedInstance], taken: set[str]) -> Iterator[Named]:

@@ -78,6 +78,8 @@ class Found:
     """Best placement of each candidate that was evaluated, the highest rate first."""
     candidates: int
     """Number of candidates, most of which were excluded by their bounds."""
+    search: Search
+    """The search, for further questions about the same problem."""
 
 
 def search(problem: PlacementProblem, method: Method = "milp") -> Found:
@@ -86,7 +88,7 @@ def search(problem: PlacementProblem, method: Method = "milp") -> Found:
     Raises:
         InputError: the weights fit into no group of the cluster's GPUs, or no placement meets the SLOs.
     """
-    return _Search(problem, method).run()
+    return Search(problem, method).run()
 
 
 def possible_splits(problem: PlacementProblem, kind: GpuKind) -> list[Parallelism]:
@@ -104,7 +106,9 @@ def possible_splits(problem: PlacementProblem, kind: GpuKind) -> list[Parallelis
 
 
 @dataclass(slots=True)
-class _Search:
+class Search:
+    """One search; it keeps the groups that it has formed."""
+
     problem: PlacementProblem
     method: Method
     builder: Builder = field(init=False)
@@ -117,6 +121,7 @@ class _Search:
         self.builder = Builder(problem, times)
 
     def run(self) -> Found:
+        """Return the best placement; see `search`."""
         candidates = sorted(self._candidates(), key=lambda each: -each.bound_per_s)
         if not candidates:
             raise self._impossible()
@@ -132,7 +137,13 @@ class _Search:
         if not found:
             raise self._impossible()
         found.sort(key=lambda each: (-each.rate_per_s, each.gpus))
-        return Found(self._trimmed(found[0]), tuple(found), len(candidates))
+        return Found(self._trimmed(found[0]), tuple(found), len(candidates), self)
+
+    def of(self, prefill: Parallelism, decode: Parallelism) -> Placement | None:
+        """Return the best placement with this parallelism; None if there is none."""
+        chosen = [each for each in self._candidates() if (each.prefill, each.decode) == (prefill, decode)]
+        placed = [one for each in chosen for one in self._placements(each)]
+        return max(placed, key=lambda each: each.rate_per_s, default=None)
 
     def _candidates(self) -> Iterator[Candidate]:
         """Yield the candidates whose bound is above 0."""
@@ -195,11 +206,11 @@ class _Search:
             if split.gpus > len(kind.gpus) or self.builder.roofline(kind, split).kv_tokens() <= 0.0:
                 self._alone[key] = 0.0
             else:
-                chain = self.builder.chained(phase, kind, split, self._all_groups(phase, kind, split.tp)[: split.pp])
+                chain = self.builder.chained(phase, kind, split, self.groups(phase, kind, split.tp)[: split.pp])
                 self._alone[key] = max((alone_per_s(self.problem, one) for one in chain), default=0.0)
         return self._alone[key]
 
-    def _all_groups(self, phase: Phase, kind: GpuKind, tp: int) -> list[Shards]:
+    def groups(self, phase: Phase, kind: GpuKind, tp: int) -> list[Shards]:
         """Return groups of all free GPUs of a kind, the best first."""
         key = (phase, kind.name, tp)
         if key not in self._groups:
@@ -225,7 +236,7 @@ class _Search:
                         sides[phase] += self.builder.chained(phase, kind, candidate.split(phase), groups)
                 else:
                     split = candidate.split(use)
-                    groups = self._all_groups(use, kind, split.tp) if split.gpus <= len(kind.gpus) else []
+                    groups = self.groups(use, kind, split.tp) if split.gpus <= len(kind.gpus) else []
                     sides[use] += self.builder.chained(use, kind, split, groups)
             placed = self.placement(sides["prefill"], sides["decode"])
             if placed is not None:

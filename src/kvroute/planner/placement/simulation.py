@@ -8,64 +8,89 @@ import msgspec
 import numpy as np
 
 from kvroute.control import ControlSpec
-from kvroute.planner.placement.output import Named, cluster_file
+from kvroute.planner.placement.evaluation import alone_per_s
+from kvroute.planner.placement.instances import PlacedInstance
+from kvroute.planner.placement.output import cluster_file, named
 from kvroute.planner.placement.problem import PlacementProblem
+from kvroute.planner.placement.search import Placement
+from kvroute.sim.metrics import Spread
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings, Slo
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import build
+from kvroute.types import FloatArray
 
 _SEED = 15
-_REQUESTS_MIN, _REQUESTS_PER_INSTANCE, _REQUESTS_MAX = 2_000, 100, 20_000
+_SIDE_MAX = 16
+"""Instances of one phase that are simulated; of a larger placement, an even selection at a lower rate."""
+_REQUESTS_MIN, _REQUESTS_MAX = 2_000, 30_000
+_RESIDENCES, _WARMUP_RESIDENCES = 6.0, 2.0
+"""Length of the run, and of its beginning that is not counted, in residence times of a decode."""
 _BLOCK_TOKENS = 16
-_WARMUP_SHARE = 0.2
-"""Share of the requests that arrive before the measurement begins, while the batches fill."""
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a simulation of the placement."""
 
+    prefill_instances: int
+    """Number of prefill instances that were simulated: all of them, or an even selection."""
+    decode_instances: int
     requests: int
     """Requests that were counted."""
     rate_per_s: float
-    slo_attainment: float
+    """Rate of the simulated instances; the predicted rate if all are simulated."""
+    slo_attainment: float | None
     """Share of the requests that met both SLOs."""
-    predicted_attainment: float
-    ttft_p50_s: float
-    ttft_p99_s: float
-    tpot_p50_s: float
-    tpot_p99_s: float
+    ttft_s: Spread
+    tpot_s: Spread
+    transfer_s: Spread
 
 
-def simulated(
-    problem: PlacementProblem, instances: Sequence[Named], rate_per_s: float, predicted_attainment: float
-) -> Simulated:
-    """Run Poisson arrivals at `rate_per_s` on the instances, lengths as in the problem's traffic.
+def simulated(problem: PlacementProblem, placement: Placement, rate_per_s: float) -> Simulated:
+    """Run Poisson arrivals on the placement, with prompt lengths as in the problem's traffic.
 
-    The number of requests is 100 per instance, between 2,000 and 20,000; the first fifth is not counted.
+    Args:
+        problem: the problem.
+        placement: instances of both phases.
+        rate_per_s: request rate of the whole placement; a selection of instances gets its share.
     """
-    cluster = build(cluster_file(problem, instances))
-    count = min(max(_REQUESTS_MIN, _REQUESTS_PER_INSTANCE * len(instances)), _REQUESTS_MAX)
-    trace = _trace(problem, count, rate_per_s)
+    sides = {"prefill": _selected(placement.prefill), "decode": _selected(placement.decode)}
+    shares = [_total_per_s(problem, sides[phase]) / _total_per_s(problem, getattr(placement, phase)) for phase in sides]
+    rate_per_s *= min(shares)
+    cluster = build(cluster_file(problem, named(problem, sides["prefill"], sides["decode"])))
+    decode = placement.decode[0]
+    residence_s = problem.output_tokens * decode.times().decode.base_s
+    wanted = rate_per_s * _RESIDENCES * residence_s
+    count = round(min(max(_REQUESTS_MIN, wanted), _REQUESTS_MAX))
     slo = Slo(ttft_s=problem.objective.ttft_s, tpot_s=problem.objective.tpot_s)
-    # Requests share no prefix, so caches on decode instances would only take memory.
-    settings = SimSettings(slo=slo, warmup_s=_WARMUP_SHARE * count / rate_per_s, decode_cache=False)
-    summary = simulate(cluster, trace, ControlSpec(), settings, seed=_SEED).summary
+    warmup_s = min(_WARMUP_RESIDENCES * residence_s, 0.5 * count / rate_per_s)
+    # Requests share no prefix, so a cache on decode instances would only take memory.
+    settings = SimSettings(slo=slo, warmup_s=warmup_s, decode_cache=False)
+    summary = simulate(cluster, _trace(problem, count, rate_per_s), ControlSpec(), settings, seed=_SEED).summary
     return Simulated(
-        requests=summary.requests,
+        prefill_instances=len(sides["prefill"]),
+        decode_instances=len(sides["decode"]),
+        requests=summary.measured,
         rate_per_s=rate_per_s,
         slo_attainment=summary.slo_attainment,
-        predicted_attainment=predicted_attainment,
-        ttft_p50_s=summary.ttft_s.p50,
-        ttft_p99_s=summary.ttft_s.p99,
-        tpot_p50_s=summary.tpot_s.p50,
-        tpot_p99_s=summary.tpot_s.p99,
+        ttft_s=summary.ttft_s,
+        tpot_s=summary.tpot_s,
+        transfer_s=summary.transfer_s,
     )
+
+
+def _selected(instances: Sequence[PlacedInstance]) -> tuple[PlacedInstance, ...]:
+    places = np.unique(np.linspace(0, len(instances) - 1, _SIDE_MAX).round().astype(int))
+    return tuple(instances[place] for place in places.tolist())
+
+
+def _total_per_s(problem: PlacementProblem, instances: Sequence[PlacedInstance]) -> float:
+    return sum(alone_per_s(problem, one) for one in instances)
 
 
 def _trace(problem: PlacementProblem, count: int, rate_per_s: float) -> Trace:
     draw = np.random.default_rng(_SEED)
-    at_s = np.cumsum(draw.exponential(1.0 / rate_per_s, count))
+    at_s: FloatArray = np.cumsum(draw.exponential(1.0 / rate_per_s, count))
     mix = problem.lengths.mix
     tokens = np.maximum(np.rint(draw.choice(mix.tokens, count, p=mix.share)), 1).astype(np.int64)
     rows = zip(at_s.tolist(), tokens.tolist(), strict=True)
