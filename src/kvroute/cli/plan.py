@@ -1,4 +1,4 @@
-"""`kvroute plan`: offloading, splits of instances, bandwidth of networks and storage, traffic classes, by formula."""
+"""`kvroute plan`: placement, offloading, splits, bandwidth of networks and storage, traffic classes, by formula."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from kvroute.cli.output import console, make_folder, print_json, remarks
+from kvroute.cli.plan_placement import placement
 from kvroute.cli.quantities import TOKENS, token_count
 from kvroute.llm import model as find_model
 from kvroute.planner.cache_compute import cache_compute
@@ -38,6 +39,8 @@ _CACHED = (16_384, 32_768, 65_536)
 app = typer.Typer(
     help="Compute thresholds, splits, bandwidth and traffic classes before you build a cluster.", no_args_is_help=True
 )
+
+app.command()(placement)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from kvroute.planner.placement.paper_grouping import kmeans_groups, perturbed
 from kvroute.topology import Cluster
 from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.place import Shards
@@ -81,9 +82,18 @@ class Grouper:
             spread: with a limit, take as many groups from every rack, instead of one rack after the other.
         """
         wanted = len(self.pool.left()) // self.size if limit is None else limit
+        if self.method == "paper":
+            return self._as_published(wanted)
         found = self._from_racks(wanted, spread=spread)
         found += self._irregular(wanted - len(found))
         return improved(found, self.price, lambda node: self.pool.cluster.places.domains[node][1])
+
+    def _as_published(self, wanted: int) -> list[Shards]:
+        clusters = kmeans_groups(self.pool.cluster, self.pool.left(), self.size)
+        found, _ = perturbed(clusters, lambda group: 1.0 / self.price(group))
+        for node, gpu in (gpu for group in found[:wanted] for gpu in group):
+            self.pool.free[node].remove((node, gpu))
+        return found[:wanted]
 
     def _from_racks(self, wanted: int, *, spread: bool) -> list[Shards]:
         planned = [(nodes, self._chunks(nodes)) for nodes in self.pool.racks()]
