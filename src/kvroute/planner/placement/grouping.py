@@ -6,7 +6,7 @@ A group's price is the value per second that it adds; all methods maximise the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -25,6 +25,8 @@ Chunks: TypeAlias = tuple[tuple[int, ...], ...]
 _SOLVER_S = 10.0
 _SWAPS_MAX = 3000
 _SWAP_SEED = 15
+_SMALL_GPUS = 256
+"""Up to this number of GPUs, swaps between racks are tried, too."""
 
 
 @dataclass(slots=True)
@@ -86,7 +88,11 @@ class Grouper:
             return self._as_published(wanted)
         found = self._from_racks(wanted, spread=spread)
         found += self._irregular(wanted - len(found))
-        return improved(found, self.price, lambda node: self.pool.cluster.places.domains[node][1])
+        left = self.pool.left()
+        tier = 3 if len(found) * self.size + len(left) <= _SMALL_GPUS else 1
+        found, unused = improved(found, left, self.price, lambda node: self.pool.cluster.places.domains[node][tier])
+        self.pool.free = Pool.of(self.pool.cluster, sorted(unused)).free
+        return found
 
     def _as_published(self, wanted: int) -> list[Shards]:
         clusters = kmeans_groups(self.pool.cluster, self.pool.left(), self.size)
@@ -130,17 +136,29 @@ class Grouper:
         return found
 
     def _irregular(self, wanted: int) -> list[Shards]:
-        """Return groups of what is left: inside a rack first, then inside a pod, then anywhere in a datacenter; from
-        the servers with the most free GPUs first."""
+        """Return groups of what is left: inside a rack first, then inside a pod, then anywhere in a datacenter."""
         found: list[Shards] = []
         for tier in (1, 2, 3):
             for nodes in self.pool.domains(tier).values():
                 while len(found) < wanted and sum(len(self.pool.free[node]) for node in nodes) >= self.size:
-                    group: list[Gpu] = []
-                    for node in sorted(nodes, key=lambda node: -len(self.pool.free[node])):
-                        group += self.pool.take(node, self.size - len(group))
-                    found.append(tuple(group))
+                    shares = max(self._even_shares(nodes), key=lambda each: self.price(self._first(each)))
+                    found.append(tuple(gpu for node, count in shares.items() for gpu in self.pool.take(node, count)))
         return found
+
+    def _even_shares(self, nodes: Sequence[int]) -> Iterator[dict[int, int]]:
+        """Yield GPUs by node for one group: from the first m servers with the most free GPUs, as evenly as possible,
+        for every m that suffices."""
+        ordered = sorted((node for node in nodes if self.pool.free[node]), key=lambda node: -len(self.pool.free[node]))
+        for used in range(1, min(len(ordered), self.size) + 1):
+            shares, left = dict[int, int](), self.size
+            for place, node in enumerate(reversed(ordered[:used])):
+                shares[node] = min(len(self.pool.free[node]), left // (used - place))
+                left -= shares[node]
+            if not left:
+                yield shares
+
+    def _first(self, shares: dict[int, int]) -> Shards:
+        return tuple(gpu for node, count in shares.items() for gpu in self.pool.free[node][:count])
 
 
 def greedy_chunks(counts: Sequence[int], size: int, values: dict[int, float]) -> Chunks:
@@ -213,47 +231,65 @@ def _dealt(solution: np.ndarray[tuple[int], np.dtype[np.int_]], chunks: list[int
 
 
 def improved(
-    groups: Sequence[Shards], price: Price, rack: Callable[[int], int], swaps: int = _SWAPS_MAX
-) -> list[Shards]:
-    """Return the groups after swaps of one or two GPUs between two groups that increase the sum of both prices.
+    groups: Sequence[Shards],
+    free: Sequence[Gpu],
+    price: Price,
+    domain: Callable[[int], int],
+    swaps: int = _SWAPS_MAX,
+) -> tuple[list[Shards], list[Gpu]]:
+    """Return groups and free GPUs after swaps of one or two GPUs that increase the sum of the prices.
 
-    Only groups with a lower price than the best one are tried, each with groups of which a GPU is in the same rack. The
-    draws are the same in every run.
+    Groups that span servers are tried, each with groups and free GPUs of the same domain.
+    The draws are the same in every run.
 
     Args:
         groups: groups of the same size.
+        free: GPUs in no group.
         price: value of a group.
-        rack: rack of a node.
+        domain: rack, pod or datacenter of a node.
         swaps: maximum number of swaps that are tried.
     """
-    found, prices = list(groups), [price(group) for group in groups]
-    lower = [number for number, each in enumerate(prices) if each < max(prices) * (1.0 - 1e-9)]
-    if len(found) < 2 or len(found[0]) < 2:
-        return found
+    found, unused = list(groups), list(free)
+    tried = [number for number, group in enumerate(found) if len({node for node, _ in group}) > 1]
+    if not tried or len(found) + len(unused) < 2:
+        return found, unused
+    prices = [price(group) for group in found]
     beside: dict[int, set[int]] = {}
     for number, group in enumerate(found):
         for node, _ in group:
-            beside.setdefault(rack(node), set()).add(number)
+            beside.setdefault(domain(node), set()).add(number)
     draw = np.random.default_rng(_SWAP_SEED)
-    for _ in range(min(swaps, 20 * len(lower) * len(found[0]))):
-        one = lower[draw.integers(len(lower))]
-        near = sorted(set[int]().union(*(beside[rack(node)] for node, _ in found[one])) - {one})
+    for _ in range(min(swaps, 20 * len(tried) * len(found[0]))):
+        one = tried[draw.integers(len(tried))]
+        domains = {domain(node) for node, _ in found[one]}
+        near = sorted(set[int]().union(*(beside[each] for each in domains)) - {one})
+        spare = [place for place, (node, _) in enumerate(unused) if domain(node) in domains]
+        count = int(draw.integers(1, 3)) if len(found[one]) > 2 else 1
+        if len(spare) >= count and (not near or draw.random() < 0.5):
+            places = draw.choice(spare, count, replace=False)
+            rest = tuple(unused[place] for place in places.tolist())
+            first, second = _swapped(found[one], rest, count, draw)
+            gained = price(first)
+            if gained > prices[one] * (1.0 + 1e-9):
+                found[one], prices[one] = first, gained
+                for place, gpu in zip(places.tolist(), second, strict=True):
+                    unused[place] = gpu
+            continue
         if not near:
             continue
         other = near[draw.integers(len(near))]
-        count = int(draw.integers(1, 3)) if len(found[one]) > 2 else 1
         first, second = _swapped(found[one], found[other], count, draw)
-        gained = price(first), price(second)
-        if sum(gained) > (prices[one] + prices[other]) * (1.0 + 1e-9):
+        both = price(first), price(second)
+        if sum(both) > (prices[one] + prices[other]) * (1.0 + 1e-9):
             for number, group in ((one, first), (other, second)):
                 for node, _ in found[number]:
-                    beside[rack(node)].discard(number)
+                    beside[domain(node)].discard(number)
                 found[number] = group
             for number, group in ((one, first), (other, second)):
                 for node, _ in group:
-                    beside[rack(node)].add(number)
-            prices[one], prices[other] = gained
-    return [tuple(sorted(group)) for group in found]
+                    beside[domain(node)].add(number)
+            prices[one], prices[other] = both
+    return [tuple(sorted(group)) for group in found], unused
 
 
 def _swapped(one: Shards, other: Shards, count: int, draw: np.random.Generator) -> tuple[Shards, Shards]:
