@@ -6,4 +6,6 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PLANS = tuple(sorted([*EXAMPLES.glob("prfaas-*.yaml"), *EXAMPLES.glob("dualpath-*.yaml")]))
-CLUSTERS = tuple(path for path in sorted(EXAMPLES.glob("*.yaml")) if path not in PLANS)
+NETWORKS = tuple(sorted(EXAMPLES.glob("heroserve-*.yaml")))
+"""Cluster files without instances, for `kvroute plan placement`."""
+CLUSTERS = tuple(path for path in sorted(EXAMPLES.glob("*.yaml")) if path not in (*PLANS, *NETWORKS))

@@ -19,6 +19,7 @@ from kvroute import __version__
 from kvroute.cli.app import COMMANDS, app
 from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.gateway.openai_api.openapi import document
+from kvroute.planner.placement.schema import PlacementEntry
 from kvroute.planner.qos_schema import QosEntry
 from kvroute.topology.json_schema import cluster_json_schema
 
@@ -97,7 +98,7 @@ def test_every_command_and_api_path_is_documented(site: Path) -> None:
 
 def test_every_key_of_a_cluster_file_has_a_row(site: Path) -> None:
     """Each mapping of the schema is a section with its keys."""
-    schema = cluster_json_schema({"qos": QosEntry, "gateway": GatewaySettings})
+    schema = cluster_json_schema({"qos": QosEntry, "placement": PlacementEntry, "gateway": GatewaySettings})
     page = (site / "cluster-fields.html").read_text()
     sections = dict(re.findall(r'<h2 id="(?:mapping-)?([\w-]+)">(.*?)(?=<h2|</article>)', page, re.DOTALL))
     assert len(sections) == len(schema["$defs"]) + 1

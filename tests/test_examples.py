@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.examples import CLUSTERS
+from tests.examples import CLUSTERS, NETWORKS
 
 from kvroute.control import ControlSpec
+from kvroute.planner.placement.problem import Objective, read_placement
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import generate
@@ -28,6 +29,13 @@ def test_an_example_cluster_serves_requests(path: Path) -> None:
     counts = run.summary.requests
     assert counts.arrived == counts.finished + counts.rejected == 30
     assert counts.finished >= 15
+
+
+@pytest.mark.parametrize("path", NETWORKS, ids=lambda path: path.stem)
+def test_an_example_network_is_read(path: Path) -> None:
+    """A file without instances has free GPUs of every kind that it describes."""
+    problem = read_placement(path, "opt-66b", Objective(4.0, 0.2))
+    assert sum(len(kind.gpus) for kind in problem.kinds) == sum(node.gpus for node in problem.cluster.places.nodes)
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)

@@ -8,10 +8,15 @@ from collections.abc import Iterator
 import msgspec
 
 from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.planner.placement.schema import PlacementEntry
 from kvroute.planner.qos_schema import QosEntry
 from kvroute.topology.json_schema import Schema, cluster_json_schema
 
-_SECTIONS: dict[str, type[msgspec.Struct]] = {"qos": QosEntry, "gateway": GatewaySettings}
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "qos": QosEntry,
+    "placement": PlacementEntry,
+    "gateway": GatewaySettings,
+}
 
 
 def schema_text() -> str:

@@ -39,7 +39,9 @@ SECTIONS = {
     "timing": "prefill and decode times of an engine; `kvroute timing fit` prints them",
     "defaults": "values for instances that do not set them",
     "instances": "engines: role, GPUs, model, KV memory, endpoint",
+    "collectives": "switches that aggregate the all-reduces of tensor-parallel groups",
     "qos": "traffic classes of the compute network; `kvroute plan qos` prints their configuration",
+    "placement": "GPU kinds and lengths of requests for `kvroute plan placement`",
     "gateway": "settings of `kvroute serve`",
 }
 """The sections of a cluster file."""

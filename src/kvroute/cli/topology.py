@@ -15,15 +15,20 @@ from rich.tree import Tree
 from kvroute.cli.output import check_writable, console, own_command, print_json, tell
 from kvroute.cli.topology_expand import expand_file
 from kvroute.llm import model as find_model
+from kvroute.planner.placement.schema import PlacementEntry
 from kvroute.planner.qos import read_qos
 from kvroute.planner.qos_schema import QosEntry
 from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, parse, size_text
 from kvroute.topology.assembly import read_text
+from kvroute.topology.document import read_section
 from kvroute.topology.draft import draft
 from kvroute.topology.json_schema import cluster_json_schema
 from kvroute.topology.tree import ROLE_COLOURS, TIER_NAMES, Domain, domain_tree, tier_rows, uplinks_text
 from kvroute.topology.units import about_bandwidth, about_size, bandwidth_bytes_per_s
 from kvroute.types import InputError, InputErrors, KvProtocol
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {"qos": QosEntry, "placement": PlacementEntry}
+"""Sections that the planner reads."""
 
 app = typer.Typer(
     name="topology", help="Write, check and show a cluster file.", no_args_is_help=True, rich_markup_mode="rich"
@@ -45,7 +50,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 
 @app.command()
 def check(file: File, as_json: AsJson = False) -> None:
-    """Report every error of a cluster file with its line and field, including its `qos` and `gateway` sections.
+    """Report every error of a cluster file with its line and field; sections `qos`, `placement` and `gateway` included.
 
     Exit code: 0 no error, 2 there is one. The files that this section names, the environment and the engines' endpoints
     are checked by `kvroute serve`.
@@ -140,10 +145,10 @@ def schema() -> None:
     try:
         from kvroute.gateway.config.settings import GatewaySettings  # its import takes half a second
     except ImportError:
-        print_json(cluster_json_schema({"qos": QosEntry}))
+        print_json(cluster_json_schema(_SECTIONS))
         typer.echo("the schema allows any gateway section; its keys need pip install 'kvroute[serve]'", err=True)
         return
-    print_json(cluster_json_schema({"qos": QosEntry, "gateway": GatewaySettings}))
+    print_json(cluster_json_schema(_SECTIONS | {"gateway": GatewaySettings}))
 
 
 @app.command()
@@ -185,13 +190,18 @@ def _checked(file: Path) -> tuple[Cluster, bool]:
         cluster, whole = _checked_gateway(text, file)
     except InputErrors as error:
         faults = error.problems
-    try:
-        read_qos(text, str(file))
-    except InputErrors as error:
-        faults += tuple(fault for fault in error.problems if str(fault) not in map(str, faults))
+    for read in (read_qos, _read_placement):
+        try:
+            read(text, str(file))
+        except InputErrors as error:
+            faults += tuple(fault for fault in error.problems if str(fault) not in map(str, faults))
     if faults:
         raise InputErrors(faults)
     return cluster, whole
+
+
+def _read_placement(text: str, source: str) -> None:
+    read_section(text, source, "placement", PlacementEntry)
 
 
 def _checked_gateway(text: str, file: Path) -> tuple[Cluster, bool]:

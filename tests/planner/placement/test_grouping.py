@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.planner.placement_files import cluster_text
 
 from kvroute.planner.placement.all_reduce_times import AllReduceTimes
-from kvroute.planner.placement.grouping import Grouper, Method, Pool, Price, greedy_chunks, improved, milp_chunks
+from kvroute.planner.placement.grouping import Grouper, Method, Pool, greedy_chunks, milp_chunks
 from kvroute.planner.placement.paper_grouping import kmeans_groups, latencies, perturbed
+from kvroute.planner.placement.swaps import Price, Swaps
 from kvroute.topology import Cluster
 from kvroute.topology.assembly import load_network
 from kvroute.topology.gpu_paths import Gpu
@@ -135,8 +136,9 @@ def test_swaps_make_equal_shares_out_of_unequal_ones(cluster: Cluster) -> None:
     """Two groups of 3 + 1 and 1 + 3 GPUs on two servers become two groups inside one server each."""
     uneven = [((0, 0), (0, 1), (0, 2), (1, 0)), ((0, 3), (1, 1), (1, 2), (1, 3))]
     price = price_of(cluster)
-    found, free = improved([uneven[0], uneven[1], ((2, 0), (2, 1), (2, 2), (2, 3))], [], price, lambda node: 0)
-    assert free == []
+    swaps = Swaps([uneven[0], uneven[1], ((2, 0), (2, 1), (2, 2), (2, 3))], [], price, lambda node: 0)
+    swaps.run()
+    found = swaps.groups
     assert all(len({node for node, _ in group}) == 1 for group in found)
 
 

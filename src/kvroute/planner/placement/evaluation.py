@@ -72,7 +72,7 @@ class Evaluation:
         """Price a placement; both sides have an instance that meets the SLOs on an idle cluster."""
         self._problem, self._mix = problem, problem.lengths.mix
         rates = [np.array([alone_per_s(problem, one) for one in side]) for side in (prefill, decode)]
-        self._most_per_s = float(min(rates[0].sum(), rates[1].sum()))
+        self._most_per_s = 2.0 * float(max(rates[0].sum(), rates[1].sum()))
         shares = rates[0] / rates[0].sum(), rates[1] / rates[1].sum()
         kv = kv_load(problem, prefill, decode, shares)
         reduced = [all_reduce_load(problem, side, share) for side, share in zip((prefill, decode), shares, strict=True)]
@@ -102,26 +102,27 @@ class Evaluation:
         return self._highest(lambda at: self.operation(at).attainment)
 
     def bounds_per_s(self) -> dict[str, float]:
-        """Return the rate that each constraint would allow alone, ascending."""
+        """Return the rate that each constraint would allow alone, ascending: the phases on an idle network, and the
+        network until a link is full."""
         found = {
-            "prefill (TTFT)": self._highest(lambda at: self.operation(at).ttft_attainment),
-            "decode (TPOT)": self._highest(lambda at: self.operation(at).tpot_attainment),
-            "decode (KV memory and batch)": self._highest(lambda at: self.operation(at).room),
+            "prefill (TTFT)": self._highest(lambda at: self.operation(at, network=False).ttft_attainment),
+            "decode (TPOT)": self._highest(lambda at: self.operation(at, network=False).tpot_attainment),
+            "decode (KV memory and batch)": self._highest(lambda at: self.operation(at, network=False).room),
             f"network ({self.busiest_link()})": self.network_per_s,
         }
         return dict(sorted(found.items(), key=lambda each: each[1]))
 
     def _highest(self, attainment_of: Callable[[float], float]) -> float:
-        most = min(2.0 * self._most_per_s, self.network_per_s)
-        return highest_rate(self._problem.objective.attainment, attainment_of, most)
+        return highest_rate(self._problem.objective.attainment, attainment_of, self._most_per_s)
 
-    def operation(self, rate_per_s: float) -> Operation:
-        """Return the placement at a request rate."""
-        objective, link = self._problem.objective, rate_per_s * float(self._link_s.max())
-        transfers = self._transfer_s(rate_per_s)
+    def operation(self, rate_per_s: float, *, network: bool = True) -> Operation:
+        """Return the placement at a request rate; without `network`, as if its links were idle."""
+        objective, network_per_s = self._problem.objective, rate_per_s if network else 0.0
+        link = network_per_s * float(self._link_s.max())
+        transfers = self._transfer_s(network_per_s)
         tpot = room = batch = step_s = 0.0
         for each in self._decode:
-            load = decode_load(self._problem, each.instance, each.slowdown(rate_per_s))
+            load = decode_load(self._problem, each.instance, each.slowdown(network_per_s))
             share = each.count * each.share
             mean = load.mean_batch(rate_per_s * each.share)
             tpot += share * load.tpot_attainment(rate_per_s * each.share, objective.tpot_s)
@@ -132,7 +133,7 @@ class Evaluation:
         spare_s = objective.ttft_s - transfers - 1.5 * step_s
         ttft = utilisation = 0.0
         for each in self._prefill:
-            prefill_s = each.instance.times(each.slowdown(rate_per_s)).prefill_s(self._mix.tokens)
+            prefill_s = each.instance.times(each.slowdown(network_per_s)).prefill_s(self._mix.tokens)
             stage_s = prefill_s * each.instance.roofline.stage_share
             queue = waiting(rate_per_s * each.share, stage_s, self._mix.share)
             within = queue.within(spare_s - prefill_s) @ self._mix.share

@@ -6,7 +6,8 @@ A group's price is the value per second that it adds; all methods maximise the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -14,19 +15,18 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from kvroute.planner.placement.paper_grouping import kmeans_groups, perturbed
+from kvroute.planner.placement.swaps import Price, Swaps
 from kvroute.topology import Cluster
 from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.place import Shards
 
 Method: TypeAlias = Literal["milp", "greedy", "paper"]
-Price: TypeAlias = Callable[[Shards], float]
 Chunks: TypeAlias = tuple[tuple[int, ...], ...]
 """[group][chunk]: position of a server in its rack; every chunk of a group has the same number of GPUs."""
 _SOLVER_S = 10.0
-_SWAPS_MAX = 3000
-_SWAP_SEED = 15
 _SMALL_GPUS = 256
-"""Up to this number of GPUs, swaps between racks are tried, too."""
+"""Up to this number of GPUs, swaps between racks and swaps that first cost something are tried, too."""
+_TOLERANCE = 0.1
 
 
 @dataclass(slots=True)
@@ -86,13 +86,29 @@ class Grouper:
         wanted = len(self.pool.left()) // self.size if limit is None else limit
         if self.method == "paper":
             return self._as_published(wanted)
+        best = self._best_price()
         found = self._from_racks(wanted, spread=spread)
         found += self._irregular(wanted - len(found))
         left = self.pool.left()
         tier = 3 if len(found) * self.size + len(left) <= _SMALL_GPUS else 1
-        found, unused = improved(found, left, self.price, lambda node: self.pool.cluster.places.domains[node][tier])
-        self.pool.free = Pool.of(self.pool.cluster, sorted(unused)).free
-        return found
+        domains = self.pool.cluster.places.domains
+        swaps = Swaps(found, left, self.price, lambda node: domains[node][tier], best)
+        swaps.run(tolerance=_TOLERANCE if tier == 3 else 0.0)
+        self.pool.free = Pool.of(self.pool.cluster, sorted(swaps.free)).free
+        return swaps.groups
+
+    def _best_price(self) -> float:
+        """Return the highest price of a group of whole servers, free or not, as even as possible, in the racks of the
+        pool."""
+        nodes, best = self.pool.cluster.places.nodes, 0.0
+        for rack in self.pool.racks():
+            for used in range(1, len(rack) + 1):
+                share = -(-self.size // used)
+                if all(nodes[node].gpus >= share for node in rack[:used]):
+                    gpus = [(node, gpu) for node in rack[:used] for gpu in range(share)]
+                    best = max(best, self.price(tuple(gpus[: self.size])))
+                    break
+        return best or math.inf
 
     def _as_published(self, wanted: int) -> list[Shards]:
         clusters = kmeans_groups(self.pool.cluster, self.pool.left(), self.size)
@@ -228,73 +244,3 @@ def _dealt(solution: np.ndarray[tuple[int], np.dtype[np.int_]], chunks: list[int
             for server in used:
                 left[server] -= 1
     return tuple(found)
-
-
-def improved(
-    groups: Sequence[Shards],
-    free: Sequence[Gpu],
-    price: Price,
-    domain: Callable[[int], int],
-    swaps: int = _SWAPS_MAX,
-) -> tuple[list[Shards], list[Gpu]]:
-    """Return groups and free GPUs after swaps of one or two GPUs that increase the sum of the prices.
-
-    Groups that span servers are tried, each with groups and free GPUs of the same domain.
-    The draws are the same in every run.
-
-    Args:
-        groups: groups of the same size.
-        free: GPUs in no group.
-        price: value of a group.
-        domain: rack, pod or datacenter of a node.
-        swaps: maximum number of swaps that are tried.
-    """
-    found, unused = list(groups), list(free)
-    tried = [number for number, group in enumerate(found) if len({node for node, _ in group}) > 1]
-    if not tried or len(found) + len(unused) < 2:
-        return found, unused
-    prices = [price(group) for group in found]
-    beside: dict[int, set[int]] = {}
-    for number, group in enumerate(found):
-        for node, _ in group:
-            beside.setdefault(domain(node), set()).add(number)
-    draw = np.random.default_rng(_SWAP_SEED)
-    for _ in range(min(swaps, 20 * len(tried) * len(found[0]))):
-        one = tried[draw.integers(len(tried))]
-        domains = {domain(node) for node, _ in found[one]}
-        near = sorted(set[int]().union(*(beside[each] for each in domains)) - {one})
-        spare = [place for place, (node, _) in enumerate(unused) if domain(node) in domains]
-        count = int(draw.integers(1, 3)) if len(found[one]) > 2 else 1
-        if len(spare) >= count and (not near or draw.random() < 0.5):
-            places = draw.choice(spare, count, replace=False)
-            rest = tuple(unused[place] for place in places.tolist())
-            first, second = _swapped(found[one], rest, count, draw)
-            gained = price(first)
-            if gained > prices[one] * (1.0 + 1e-9):
-                found[one], prices[one] = first, gained
-                for place, gpu in zip(places.tolist(), second, strict=True):
-                    unused[place] = gpu
-            continue
-        if not near:
-            continue
-        other = near[draw.integers(len(near))]
-        first, second = _swapped(found[one], found[other], count, draw)
-        both = price(first), price(second)
-        if sum(both) > (prices[one] + prices[other]) * (1.0 + 1e-9):
-            for number, group in ((one, first), (other, second)):
-                for node, _ in found[number]:
-                    beside[domain(node)].discard(number)
-                found[number] = group
-            for number, group in ((one, first), (other, second)):
-                for node, _ in group:
-                    beside[domain(node)].add(number)
-            prices[one], prices[other] = both
-    return [tuple(sorted(group)) for group in found], unused
-
-
-def _swapped(one: Shards, other: Shards, count: int, draw: np.random.Generator) -> tuple[Shards, Shards]:
-    here, there = draw.choice(len(one), count, replace=False), draw.choice(len(other), count, replace=False)
-    first, second = list(one), list(other)
-    for a, b in zip(here.tolist(), there.tolist(), strict=True):
-        first[a], second[b] = second[b], first[a]
-    return tuple(first), tuple(second)

@@ -92,7 +92,7 @@ def _entry(problem: PlacementProblem, each: Named, timing: str) -> InstanceEntry
         name=each.name,
         role=instance.phase,
         gpus=",".join(_ranges(problem, instance.gpus)),
-        model=problem.model.name,
+        model=problem.model_name,
         tp=instance.split.tp,
         pp=instance.split.pp,
         batch_max=problem.batch_max * instance.split.pp,
@@ -115,7 +115,7 @@ def launch_commands(problem: PlacementProblem, each: Named) -> list[str]:
     instance = each.instance
     nodes = list(dict.fromkeys(node for node, _ in instance.gpus))
     transfer = msgspec.json.encode({"kv_connector": "NixlConnector", "kv_role": _ROLES[instance.phase]}).decode()
-    common = ["vllm", "serve", problem.model.name, "--tensor-parallel-size", str(instance.split.tp)]
+    common = ["vllm", "serve", problem.model_name, "--tensor-parallel-size", str(instance.split.tp)]
     common += ["--pipeline-parallel-size", str(instance.split.pp), "--max-num-seqs", str(problem.batch_max)]
     common += ["--gpu-memory-utilization", f"{problem.memory_share:g}", "--kv-transfer-config", transfer]
     found = []

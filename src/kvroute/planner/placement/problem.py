@@ -55,6 +55,8 @@ class PlacementProblem:
     cluster: Cluster
     kinds: tuple[GpuKind, ...]
     model: Model
+    model_name: str
+    """As the user gave it: a preset, a Hugging Face name or a config.json."""
     shape: Shape
     weights_bytes: float
     element_bytes: float
@@ -95,6 +97,7 @@ def read_placement(path: Path, model_name: str, objective: Objective) -> Placeme
         cluster=cluster,
         kinds=kinds,
         model=found,
+        model_name=model_name,
         shape=shape,
         weights_bytes=_weights_bytes(shape, entry, found.name),
         element_bytes=entry.element_bytes,

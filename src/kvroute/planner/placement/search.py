@@ -122,7 +122,7 @@ class Search:
 
     def run(self) -> Found:
         """Return the best placement; see `search`."""
-        candidates = sorted(self._candidates(), key=lambda each: -each.bound_per_s)
+        candidates = sorted(self.candidates(), key=lambda each: -each.bound_per_s)
         if not candidates:
             raise self._impossible()
         found: list[Placement] = []
@@ -130,7 +130,7 @@ class Search:
         for candidate in candidates[:_EVALUATED_MAX]:
             if candidate.bound_per_s <= best:
                 break
-            placed = max(self._placements(candidate), key=lambda each: each.rate_per_s, default=None)
+            placed = max(self.placements(candidate), key=lambda each: each.rate_per_s, default=None)
             if placed is not None and placed.rate_per_s > 0.0:
                 found.append(placed)
                 best = max(best, placed.rate_per_s)
@@ -141,11 +141,11 @@ class Search:
 
     def of(self, prefill: Parallelism, decode: Parallelism) -> Placement | None:
         """Return the best placement with this parallelism; None if there is none."""
-        chosen = [each for each in self._candidates() if (each.prefill, each.decode) == (prefill, decode)]
-        placed = [one for each in chosen for one in self._placements(each)]
+        chosen = [each for each in self.candidates() if (each.prefill, each.decode) == (prefill, decode)]
+        placed = [one for each in chosen for one in self.placements(each)]
         return max(placed, key=lambda each: each.rate_per_s, default=None)
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[Candidate]:
         """Yield the candidates whose bound is above 0."""
         kinds = self.problem.kinds
         splits = {phase: sorted(self._useful(phase), key=lambda one: (one.tp, one.pp)) for phase in PHASES}
@@ -222,7 +222,7 @@ class Search:
     def _grouper(self, pool: Pool, phase: Phase, kind: GpuKind, tp: int) -> Grouper:
         return Grouper(pool, tp, lambda group: self.builder.price(phase, kind, group), self.method)
 
-    def _placements(self, candidate: Candidate) -> Iterator[Placement]:
+    def placements(self, candidate: Candidate) -> Iterator[Placement]:
         """Yield the placements of a candidate: with the phases in separate racks and, if GPUs are split, mixed."""
         several_racks = (
             len({self.problem.cluster.places.domains[node][1] for kind in self.problem.kinds for node, _ in kind.gpus})
