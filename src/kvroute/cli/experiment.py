@@ -12,6 +12,7 @@ import typer
 from kvroute.cli import (
     experiment_copies,
     experiment_dualpath,
+    experiment_heroserve,
     experiment_netkv,
     experiment_never_worse,
     experiment_prfaas,
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family[Any]] = {
     "dualpath": experiment_dualpath.FAMILY,
     "never-worse": experiment_never_worse.FAMILY,
     "prefix-copies": experiment_copies.FAMILY,
+    "heroserve": experiment_heroserve.FAMILY,
 }
 """Experiments by publication; never-worse and prefix-copies are kvroute's own."""
 _ALL = [one for family in FAMILIES.values() for one in family.experiments.values()]
@@ -41,7 +43,7 @@ def experiment(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Experiments by name; netkv, prfaas, dualpath or never-worse selects a whole group.",
+            help="Experiments by name; netkv, prfaas, dualpath, heroserve or never-worse selects a whole group.",
             show_default=False,
         ),
     ] = None,

@@ -209,13 +209,19 @@ class UtilisationTable:
     """b of an unused option, which eq. 16 divides by."""
     _cost: list[FloatArray] = field(init=False)
     _penalty: dict[tuple[int, int], list[FloatArray]] = field(init=False)
+    _shared: dict[tuple[int, int], list[list[IntArray]]] = field(init=False)
+    """Links that two options share."""
 
     def __post_init__(self) -> None:
         self._cost = [np.full(len(choices), self.first) for choices in self.options]
-        self._penalty = {}
+        self._penalty, self._shared = {}, {}
         for group, choices in enumerate(self.options):
-            for number in range(len(choices)):
+            for number, chosen in enumerate(choices):
                 self._penalty[group, number] = [np.zeros(len(others)) for others in self.options]
+                self._shared[group, number] = [
+                    [np.intersect1d(chosen.links, option.links, assume_unique=True) for option in others]
+                    for others in self.options
+                ]
 
     def choose(self, at: float, group: int, nbytes: float, loads: LinkLoads) -> int:
         """Return the option with the lowest J (eq. 16), and update the cost of all options (eq. 17)."""
@@ -237,14 +243,12 @@ class UtilisationTable:
     def measured(self, loads: LinkLoads, utilisation: FloatArray) -> None:
         """Update the penalties (eq. 18) with the available bandwidth of shared links."""
         available = np.maximum(loads.capacity_bytes_per_s * (1.0 - utilisation), 1.0)
-        for (group, number), penalties in self._penalty.items():
-            chosen = self.options[group][number]
-            for other, choices in enumerate(self.options):
-                for place, option in enumerate(choices):
-                    shared = np.intersect1d(chosen.links, option.links, assume_unique=True)
-                    weight = available[shared].sum() / available[option.links].sum()
-                    old = penalties[other][place]
-                    penalties[other][place] = (1.0 - self.smoothing) * old + self.smoothing * weight
+        whole = [[float(available[option.links].sum()) for option in choices] for choices in self.options]
+        for key, penalties in self._penalty.items():
+            for other, shared in enumerate(self._shared[key]):
+                weights = [float(available[links].sum()) for links in shared]
+                penalties[other] *= 1.0 - self.smoothing
+                penalties[other] += self.smoothing * np.array(weights) / np.array(whole[other])
 
 
 def _least(costs: Sequence[float]) -> int:
