@@ -60,14 +60,17 @@ def test_examples_exist() -> None:
     assert SCENARIOS
 
 
-def test_the_python_of_the_docs_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The snippet of docs/simulate.md runs unchanged."""
+@pytest.mark.parametrize(("page", "prints"), [("simulate.md", "Spread("), ("collectives.md", "")])
+def test_the_python_of_the_docs_page_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], page: str, prints: str
+) -> None:
+    """The snippets of the page run unchanged."""
     monkeypatch.chdir(ROOT)
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "simulate.md").read_text(), re.DOTALL)
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     assert snippets
     for snippet in snippets:
         exec(snippet, {})
-    assert "Spread(" in capsys.readouterr().out
+    assert prints in capsys.readouterr().out
 
 
 def test_links_between_pages_are_valid() -> None:

@@ -131,7 +131,8 @@ def online_bars(records: Sequence[Record]) -> Figure:
             axes.set_xlim(left=0)
             grid(axes, "x")
         row[0].invert_yaxis()
-        row[-1].legend(fontsize=7, frameon=False, loc="upper right")
+        handles, labels = row[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(backgrounds), frameon=False)
     return figure
 
 
