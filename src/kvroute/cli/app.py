@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": "serve:serve",
     "doctor": "doctor:doctor",
     "buffer": "buffer:buffer",
+    "switch": "switch:switch",
     "emulate": "emulate:emulate",
     "demo": "demo:demo",
     "testbed": "testbed:app",
