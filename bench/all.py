@@ -15,7 +15,7 @@ import msgspec
 from bench.measurement import CHILD_S, ROOT, Row, show
 
 BENCHES = (
-    *("simulate", "decision", "foresight", "flows", "prefix", "store", "evaluation", "plan", "placement", "storage"),
+    *("simulate", "decision", "foresight", "flows", "prefix", "store", "evaluation", "plan", "placement", "storage", "switch"),
     *(
         "gateway.routers",
         "gateway.chaos",
@@ -41,6 +41,7 @@ QUICK = {
     "decision": ["--calls", "300"],
     "plan": ["--repeats", "1"],
     "placement": ["--repeats", "1"],
+    "switch": ["--repeats", "1"],
     "storage": ["--repeats", "1"],
     "gateway.routers": ["--rounds", "1", "--seconds", "2"],
     "gateway.chaos": ["--requests", "1000", "--calm-s", "0"],

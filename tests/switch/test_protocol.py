@@ -93,7 +93,7 @@ class Net:
                 assert isinstance(address, int)
                 self.send(-1, address, answer)
         else:
-            self.machines[target].receive(packet)
+            self.machines[target].receive(packet, self.now_s)
             self.after(target)
 
     def after(self, number: int) -> None:
@@ -198,7 +198,7 @@ def test_jobs_share_the_slots_and_the_last_one_is_refused() -> None:
 def test_a_refused_worker_says_why() -> None:
     switch, worker = Aggregator(1, 1), Worker(1, 0, 2, 4, 1, 0.01)
     for _, answer in switch.receive(next(iter(worker.outgoing(0.0))), 0, 0.0):
-        worker.receive(answer)
+        worker.receive(answer, 0.0)
     assert (worker.state, worker.reason) == ("refused", Reason.SLOTS)
 
 
@@ -247,4 +247,4 @@ def test_other_bytes_are_refused_or_ignored(octets: bytes) -> None:
     with contextlib.suppress(WireError):
         decode(octets)
     Aggregator(4, 1).receive(octets, 0, 0.0)
-    Worker(0, 0, 1, 1, 1, 0.01).receive(octets)
+    Worker(0, 0, 1, 1, 1, 0.01).receive(octets, 0.0)

@@ -22,6 +22,7 @@ from kvroute.switch.wire import (
     Reduction,
     Values,
     WireError,
+    as_result,
     decode,
     encode,
 )
@@ -96,7 +97,7 @@ class Aggregator:
         if job is not None:
             job.heard_s = now_s
         if isinstance(packet, Data):
-            return list(self._data(packet, job, source)) if packet.kind == Kind.DATA else []
+            return list(self._data(packet, octets, job, source)) if packet.kind == Kind.DATA else []
         if packet.kind == Kind.JOIN:
             return list(self._join(packet, job, source, now_s))
         if packet.kind == Kind.LEAVE and job is not None:
@@ -160,7 +161,9 @@ class Aggregator:
         answer = replace(packet, kind=Kind.JOINED, epoch=job.epoch, session=job.session, operations=job.first_operation)
         return encode(answer)
 
-    def _data(self, packet: Data, job: _Job | None, source: Hashable) -> Iterator[tuple[Hashable, bytes]]:
+    def _data(
+        self, packet: Data, octets: bytes, job: _Job | None, source: Hashable
+    ) -> Iterator[tuple[Hashable, bytes]]:
         if job is None or not job.running or packet.epoch != job.epoch:
             if job is None or packet.epoch < max(job.epoch, 1) or not job.running:
                 stale = Control(Kind.STALE, packet.job, packet.epoch, packet.worker, packet.workers)
@@ -179,7 +182,7 @@ class Aggregator:
             slot.values[:] = packet.values
         elif slot.seen & bit:
             if slot.seen == whole:
-                yield source, self._result(packet, slot)
+                yield source, as_result(octets, slot.values)
             return
         else:
             slot.seen |= bit
@@ -187,13 +190,9 @@ class Aggregator:
             combine(slot.values, packet.values, out=slot.values)
         if slot.seen == whole:
             self.results += 1
-            result = self._result(packet, slot)
+            result = as_result(octets, slot.values)
             for address in job.addresses.values():
                 yield address, result
-
-    @staticmethod
-    def _result(packet: Data, slot: _Slot) -> bytes:
-        return encode(replace(packet, kind=Kind.RESULT, values=slot.values))
 
     def _leave(self, packet: Control, job: _Job) -> None:
         known = job.joined.get(packet.worker)

@@ -15,7 +15,7 @@ from kvroute.switch.worker import Worker
 from kvroute.types import InputError
 
 RETRY_S = 0.01
-"""Time after which a packet without an answer is sent again."""
+"""Least time after which a packet without an answer is sent again."""
 TIMEOUT_S = 5.0
 _BUFFER_BYTES = 4 * 2**20
 _REASONS = {Reason.SLOTS: "too few slots are free", Reason.SHAPE: "another worker gave other numbers"}
@@ -49,7 +49,7 @@ class AggregationClient:
         job: number of the group; all ranks give the same one, and every group another one.
         rank, ranks: number of this rank, and of ranks.
         slots: packets that the switch aggregates at the same time for this group.
-        retry_s: time after which a packet is sent again.
+        retry_s: least time after which a packet is sent again.
         timeout_s: time without progress after which `all_reduce` gives up.
 
         Raises:
@@ -119,7 +119,7 @@ class AggregationClient:
         received = False
         try:
             while True:
-                self._worker.receive(self._socket.recv(DATA_BYTES + 1))
+                self._worker.receive(self._socket.recv(DATA_BYTES + 1), time.monotonic())
                 received = True
                 self._socket.settimeout(0.0)
         except OSError:

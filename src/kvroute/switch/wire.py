@@ -26,6 +26,7 @@ _CONTROL = struct.Struct(_COMMON + "HBxQQQ")
 DATA_BYTES = _DATA.size + 4 * CHUNK_VALUES
 CONTROL_BYTES = _CONTROL.size
 
+_RESULT = bytes([2])
 Values: TypeAlias = npt.NDArray[np.int32]
 
 
@@ -118,6 +119,11 @@ def encode(packet: Data | Control) -> bytes:
         return _CONTROL.pack(*common, *rest)
     header = _DATA.pack(*common, packet.slot, packet.version, packet.reduction, packet.chunk)
     return header + packet.values.astype("<i4", copy=False).tobytes()
+
+
+def as_result(data: bytes, values: Values) -> bytes:
+    """Return the RESULT packet for an encoded DATA packet: the same header, other values."""
+    return b"".join((data[:3], _RESULT, data[4 : _DATA.size], values.astype("<i4", copy=False).tobytes()))
 
 
 def decode(octets: bytes) -> Data | Control:

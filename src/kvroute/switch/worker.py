@@ -61,7 +61,8 @@ class Worker:
 
     def __init__(self, job: int, number: int, workers: int, slots: int, incarnation: int, retry_s: float) -> None:
         """`incarnation`: a number that increases each time this worker starts, such as the time in nanoseconds;
-        `retry_s`: time after which a packet without an answer is sent again."""
+        `retry_s`: least time after which a packet without an answer is sent again; three
+        round trips if that is more."""
         self.state: State = "joining"
         self.reason = Reason.NONE
         self._job, self._number, self._workers, self._slots = job, number, workers, slots
@@ -71,6 +72,10 @@ class Worker:
         self._join_at_s = 0.0
         self._deadlines: dict[int, float] = {}
         """Chunks of the current operation that are under way, and when to send them again."""
+        self._sent_s: dict[int, float] = {}
+        """Chunks that were sent once, and when."""
+        self._round_trip_s = 0.0
+        """Smoothed time from a chunk to its result (RFC 6298, without its variance)."""
         self._current: _Operation | None = None
         self._previous: _Operation | None = None
         """Kept, because another worker may need it again after the switch has restarted."""
@@ -121,6 +126,7 @@ class Worker:
         for chunk in [chunk for chunk, at_s in self._deadlines.items() if at_s <= now_s]:
             self.sent_again += 1
             yield self._packet(operation, chunk, now_s)
+            self._sent_s.pop(chunk, None)  # its result may answer either packet
         while operation.sent < len(operation.values):
             chunk = operation.sent
             if chunk >= self._slots and not operation.done[chunk - self._slots]:
@@ -129,7 +135,8 @@ class Worker:
             yield self._packet(operation, chunk, now_s)
 
     def _packet(self, operation: _Operation, chunk: int, now_s: float) -> bytes:
-        self._deadlines[chunk] = now_s + self._retry_s
+        self._deadlines[chunk] = now_s + max(self._retry_s, 3.0 * self._round_trip_s)
+        self._sent_s[chunk] = now_s
         number = operation.first_chunk + chunk
         return encode(
             Data(
@@ -146,7 +153,7 @@ class Worker:
             )
         )
 
-    def receive(self, octets: bytes) -> None:
+    def receive(self, octets: bytes, now_s: float) -> None:
         """Take a packet; others than of this job and epoch are ignored."""
         try:
             packet = decode(octets)
@@ -155,7 +162,7 @@ class Worker:
         if packet.job != self._job:
             return
         if isinstance(packet, Data):
-            self._receive_result(packet)
+            self._receive_result(packet, now_s)
         elif packet.kind == Kind.STALE and packet.epoch == self._epoch and self.state == "running":
             self.state, self._join_at_s = "joining", 0.0
         elif self.state == "joining" and packet.incarnation == self._incarnation:
@@ -164,7 +171,7 @@ class Worker:
             elif packet.kind == Kind.JOINED and packet.epoch > self._epoch:
                 self._joined(packet)
 
-    def _receive_result(self, packet: Data) -> None:
+    def _receive_result(self, packet: Data, now_s: float) -> None:
         operation = self._replayed or self._current
         if packet.kind != Kind.RESULT or packet.epoch != self._epoch or operation is None or self.state != "running":
             return
@@ -175,6 +182,9 @@ class Worker:
         operation.result[chunk] = packet.values
         operation.missing -= 1
         self._deadlines.pop(chunk, None)
+        if (sent_s := self._sent_s.pop(chunk, None)) is not None:
+            sample_s = now_s - sent_s
+            self._round_trip_s += (sample_s - self._round_trip_s) * (0.125 if self._round_trip_s else 1.0)
         if operation.missing:
             return
         if operation is self._replayed:
@@ -193,6 +203,7 @@ class Worker:
             return
         self.state, self._session = "running", packet.session
         self._deadlines.clear()
+        self._sent_s.clear()
         self._next_chunk, self._replayed = 0, None
         if packet.operations < self._operations:
             self._replayed = self._current if self._complete else self._previous
