@@ -15,7 +15,8 @@ import msgspec
 from bench.measurement import CHILD_S, ROOT, Row, show
 
 BENCHES = (
-    *("simulate", "decision", "foresight", "flows", "prefix", "store", "evaluation", "plan", "placement", "storage", "switch"),
+    *("simulate", "decision", "foresight", "flows", "prefix", "store", "evaluation", "plan", "placement"),
+    *("storage", "switch"),
     *(
         "gateway.routers",
         "gateway.chaos",
