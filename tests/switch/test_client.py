@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from kvroute.switch import AggregationClient, AggregationError
+from kvroute.switch.aggregator import Aggregator
 from kvroute.switch.udp import UdpSwitch
 from kvroute.types import InputError
 
@@ -185,3 +186,26 @@ def test_the_command_serves_until_sigterm() -> None:
 def test_an_address_in_use_is_one_sentence(served: Served) -> None:
     with pytest.raises(InputError, match="cannot be bound"):
         UdpSwitch("127.0.0.1", served.address[1], 1)
+
+
+class AlsoToPortZero(Aggregator):
+    """An aggregator that also answers to port 0, to which no kernel sends."""
+
+    def receive(self, octets: bytes, source: Hashable, now_s: float) -> list[tuple[Hashable, bytes]]:
+        return [(("127.0.0.1", 0), octets), *super().receive(octets, source, now_s)]
+
+
+def test_an_address_that_cannot_be_sent_to_does_not_stop_the_switch() -> None:
+    switch = UdpSwitch("127.0.0.1", 0, 64)
+    switch.aggregator = AlsoToPortZero(64, 1)
+    stopped = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(switch.serve, stopped.is_set)
+        try:
+            with AggregationClient(switch.address, 1, 0, 1, slots=4) as client:
+                assert client.all_reduce(np.arange(3, dtype=np.int32)).tolist() == [0, 1, 2]
+        finally:
+            stopped.set()
+            serving.exception(30)
+            switch.close()
+    serving.result()

@@ -220,7 +220,7 @@ packets = st.one_of(
         Control,
         kind=st.sampled_from([Kind.JOIN, Kind.JOINED, Kind.STALE, Kind.LEAVE]),
         job=st.integers(0, 2**32 - 1),
-        epoch=st.integers(0, 2**32 - 1),
+        epoch=st.integers(0, 2**31),
         worker=st.integers(0, 3),
         workers=st.integers(4, 64),
         slots=st.integers(1, 2**16 - 1),
@@ -248,3 +248,39 @@ def test_other_bytes_are_refused_or_ignored(octets: bytes) -> None:
         decode(octets)
     Aggregator(4, 1).receive(octets, 0, 0.0)
     Worker(0, 0, 1, 1, 1, 0.01).receive(octets, 0.0)
+
+
+@pytest.mark.parametrize(("epoch", "malformed"), [(2**31, 0), (2**31 + 1, 1), (2**32 - 1, 1)])
+def test_a_join_with_an_impossible_epoch_is_malformed(epoch: int, malformed: int) -> None:
+    """Its successor would not fit into the field."""
+    switch = Aggregator(4, 1)
+    switch.receive(encode(Control(Kind.JOIN, 1, epoch, 0, 1, slots=1)), 0, 0.0)
+    assert switch.malformed == malformed
+
+
+def exchange(switch: Aggregator, machines: dict[int, Worker], now_s: float, deaf: frozenset[int] = frozenset()) -> None:
+    """Deliver packets in order, for 20 rounds; results for `deaf` workers are lost."""
+    for _ in range(20):
+        now_s += 1.0
+        for number, machine in machines.items():
+            for packet in list(machine.outgoing(now_s)):
+                for target, answer in switch.receive(packet, number, now_s):
+                    assert isinstance(target, int)
+                    if not (target in deaf and decode(answer).kind == Kind.RESULT):
+                        machines[target].receive(answer, now_s)
+
+
+def test_a_repeated_operation_leaves_the_result_that_was_returned() -> None:
+    """Worker 0 changes its result in place; then the switch restarts, and worker 1 still needs the operation."""
+    machines = {number: Worker(7, number, 2, 2, 1, 0.01) for number in (0, 1)}
+    ones = np.ones((1, CHUNK_VALUES), np.int32)
+    for machine in machines.values():
+        machine.begin(Reduction.SUM, ones)
+    exchange(Aggregator(8, 1), machines, 0.0, deaf=frozenset([1]))
+    assert [machine.busy for machine in machines.values()] == [False, True]
+    result = machines[0].result()
+    result += 100
+    machines[0].begin(Reduction.SUM, ones)
+    exchange(Aggregator(8, 1_000), machines, 100.0)
+    assert (machines[1].result() == 2).all()
+    assert (result == 102).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 from kvroute.switch.aggregator import Aggregator
 from kvroute.switch.wire import DATA_BYTES
@@ -57,10 +58,16 @@ class UdpSwitch:
             else:
                 for target, answer in self.aggregator.receive(packet, source, time.monotonic()):
                     assert isinstance(target, tuple)
-                    self._socket.sendto(answer, target)
+                    self._send(answer, target)
             if time.monotonic() - expired_s > _EXPIRE_S:
                 expired_s = time.monotonic()
                 self.aggregator.expire(expired_s)
+
+    def _send(self, answer: bytes, target: tuple[Any, ...]) -> None:
+        try:
+            self._socket.sendto(answer, target)
+        except OSError:
+            return  # such as a worker that cannot be reached; the protocol treats it as a lost packet
 
     def close(self) -> None:
         """Close the socket."""

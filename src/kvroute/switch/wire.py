@@ -20,6 +20,8 @@ CHUNK_VALUES = 256
 WORKERS_MAX = 64
 """Maximum number of workers of a job: the bits of a slot's bitmap."""
 SLOTS_MAX = 0xFFFF
+EPOCH_JOIN_MAX = 2**31
+"""Largest epoch in a JOIN. The switch begins a later one, which must fit into the field."""
 _COMMON = "<HBBIIBB"
 _DATA = struct.Struct(_COMMON + "HBBQ")
 _CONTROL = struct.Struct(_COMMON + "HBxQQQ")
@@ -160,6 +162,8 @@ def _decode_control(octets: bytes) -> Control:
         raise WireError(f"reason {reason} does not fit kind {kind}")
     if kind in (Kind.JOIN, Kind.JOINED) and not slots:
         raise WireError("a job needs a slot")
+    if kind == Kind.JOIN and epoch > EPOCH_JOIN_MAX:
+        raise WireError(f"epoch {epoch} of a JOIN is above {EPOCH_JOIN_MAX}")
     reason = Reason(reason)
     return Control(Kind(kind), job, epoch, worker, workers, slots, reason, session, operations, incarnation)
 

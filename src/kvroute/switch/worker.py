@@ -105,7 +105,7 @@ class Worker:
         """Return the result of the operation, [n, CHUNK_VALUES]."""
         assert self._current is not None
         assert not self.busy, "the operation is under way"
-        return self._current.result
+        return self._current.result.copy()  # a repeated operation writes the array again
 
     def next_s(self) -> float:
         """Return the time of the next retransmission; infinite if nothing is under way."""
