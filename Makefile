@@ -75,7 +75,7 @@ docs: $(DOCS_STAMP)  ## the documentation as a site in build/site; warnings are 
 vllm:  ## real vLLM for CPUs, in an environment of its own
 	tests/live/vllm/install.sh
 
-# From apt: python3-simgrid, chromium, chromium-driver, prometheus, systemd, libnuma1, redis-server.
+# From apt: python3-simgrid, chromium, chromium-driver, prometheus, systemd, libnuma1, redis-server, clang, libbpf-dev.
 live: $(DEV_STAMP) requirements/live.txt vllm  ## tests against real components
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/live.txt
 	$(BIN)/pytest -m live

@@ -3,6 +3,9 @@
 `python -m bench.switch`. The switch and the echo are processes of their own, the ranks are threads of a third one. The
 echo answers every packet as it is: the bound of any Python server of one packet at a time. All are on the loopback
 interface, so these figures say nothing about networks.
+
+As root, with clang and libbpf, it also measures the kernel's data plane: CPU per packet from runs of the XDP program on
+frames in memory, and packets per second of both data planes between network namespaces, whose ranks are in Python.
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench.all_reduce.frames import frame, veth_peers
+from bench.all_reduce.star import PORT, star, start, switch, xdp
 from bench.measurement import Row, fresh, median, show
+
+from kvroute.types import InputError
 
 RANKS = (2, 4)
 VALUES = 256 * 1024
@@ -84,6 +91,56 @@ def echo_figures(packets: int) -> dict[str, float]:
     return _figures(packets, seconds, cpu_s)
 
 
+def kernel_figures(ranks: int, chunks: int) -> dict[str, float]:
+    """Run the XDP program on the packets of `chunks` chunks; return its mean CPU time per packet."""
+    from kvroute.switch.wire import CHUNK_VALUES, Data, Kind, Reduction, encode
+    from kvroute.switch.xdp import XdpOffload
+    from kvroute.testbed import namespaces
+
+    slots, values = 128, np.ones(CHUNK_VALUES, np.int32)
+    with namespaces.nameless():
+        peers = veth_peers(ranks)
+        offload = XdpOffload([f"p{rank}" for rank in range(ranks)], slots, PORT)
+        try:
+            assert offload.begin(1, 1, slots, peers)
+            seconds = []
+            for chunk in range(chunks):
+                slot, version = chunk % slots, chunk // slots % 2
+                for rank, peer in enumerate(peers):
+                    packet = Data(Kind.DATA, 1, 1, rank, ranks, slot, version, Reduction.SUM, chunk, values)
+                    seconds.append(offload.program.run("aggregate", frame(peer, encode(packet)), peer.interface)[2])
+            assert offload.results == chunks
+        finally:
+            offload.close()
+    return {"cpu_us": 1e6 * sum(seconds) / len(seconds)}
+
+
+def plane_figures(ranks: int, rounds: int, in_kernel: bool) -> dict[str, float]:
+    """Reduce `rounds` tensors between network namespaces; return packets per second of one data plane."""
+    with star(ranks) as found, switch(found, *(xdp(found) if in_kernel else ())) as (_, plane):
+        assert plane == ("xdp" if in_kernel else "python")
+        group = []
+        for rank in range(ranks):
+            words = ("--rank", f"{found.switch_address(rank)}:{PORT}", rank, ranks, rounds)
+            group.append(start(found.host(rank), "-m", "bench.switch", *map(str, words)))
+        seconds = [json.loads(each.communicate(timeout=300)[0])["s"] for each in group]
+    return {"packets_per_s": rounds * ranks * VALUES // 256 / max(seconds)}
+
+
+def rank_seconds(switch_address: str, rank: int, ranks: int, rounds: int) -> dict[str, float]:
+    """Reduce `rounds` tensors after a first one, and return the time."""
+    from kvroute.switch import AggregationClient
+
+    host, _, port = switch_address.rpartition(":")
+    tensor = np.full(VALUES, rank, np.int32)
+    with AggregationClient((host, int(port)), 1, rank, ranks, timeout_s=120.0) as client:
+        client.all_reduce(tensor)
+        began = time.perf_counter()
+        for _ in range(rounds):
+            client.all_reduce(tensor)
+        return {"s": time.perf_counter() - began}
+
+
 def _figures(packets: int, seconds: float, cpu_s: float) -> dict[str, float]:
     return {"packets_per_s": packets / seconds, "cpu_us": 1e6 * cpu_s / packets}
 
@@ -114,6 +171,38 @@ def rows(repeats: int) -> list[Row]:
                 peer_name="UDP echo",
             )
             found.append(row)
+    return found + kernel_rows(repeats)
+
+
+def kernel_rows(repeats: int) -> list[Row]:
+    """Return the medians of the kernel's data plane; none if this machine cannot run it."""
+    try:
+        kernel = [kernel_figures(RANKS[0], 2_000) for _ in range(repeats)]
+    except InputError as error:
+        print(f"without the kernel's data plane: {error}", file=sys.stderr)
+        return []
+    python = [fresh("bench.switch", "--one", RANKS[0], ROUNDS) for _ in range(repeats)]
+    found = [
+        Row(
+            measure=f"switch in the kernel, {RANKS[0]} ranks, 1 MB tensors",
+            unit="us CPU per packet",
+            better="lower",
+            ours=median(kernel, "cpu_us"),
+            peer=median(python, "cpu_us"),
+            peer_name="switch in Python",
+        )
+    ]
+    for ranks in RANKS:
+        planes = [[plane_figures(ranks, ROUNDS, in_kernel) for in_kernel in (True, False)] for _ in range(repeats)]
+        row = Row(
+            measure=f"switch in the kernel, {ranks} ranks, 1 MB tensors",
+            unit="packets/s",
+            better="higher",
+            ours=median([each[0] for each in planes], "packets_per_s"),
+            peer=median([each[1] for each in planes], "packets_per_s"),
+            peer_name="switch in Python",
+        )
+        found.append(row)
     return found
 
 
@@ -124,9 +213,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, help="fresh processes")
     parser.add_argument("--one", nargs=2, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--echo", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         print(json.dumps(switch_figures(*given.one)))
+    elif given.rank:
+        address, *numbers = given.rank
+        print(json.dumps(rank_seconds(address, *map(int, numbers))))
     elif given.echo:
         print(json.dumps(echo_figures(given.echo)))
     else:

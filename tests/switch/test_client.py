@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,6 +183,28 @@ def test_the_command_serves_until_sigterm() -> None:
         _, stderr = process.communicate(timeout=30)
     assert process.returncode == 0
     assert "1 chunks" in stderr
+
+
+def test_the_kernel_s_data_plane_without_its_tools_is_a_warning(tmp_path: Path) -> None:
+    """Without clang or libbpf the switch sums the packets itself."""
+    command = [sys.executable, "-m", "kvroute.cli.app", "switch", "--port", "0", "--interface", "lo"]
+    quiet = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=quiet) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["data_plane"] == "python"
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 0
+    warning, *_ = stderr.splitlines()
+    assert re.match("warning: XDP: (clang|libbpf) is not installed.*; the switch sums the packets in Python", warning)
+
+
+def test_an_interface_that_does_not_exist_is_one_sentence() -> None:
+    command = [sys.executable, "-m", "kvroute.cli.app", "switch", "--port", "0", "--interface", "nowhere0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert not done.stdout
+    assert "there is no interface nowhere0" in done.stderr
 
 
 def test_an_address_in_use_is_one_sentence(served: Served) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from kvroute.cli.output import remarks
 from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    from kvroute.switch.udp import UdpSwitch
 
 
 def switch(
@@ -19,11 +22,17 @@ def switch(
     slots: Annotated[
         int, typer.Option(min=1, max=65535, help="Packets that are summed at the same time, for all groups together.")
     ] = 1024,
+    interface: Annotated[
+        list[str] | None,
+        typer.Option(help="Interface where workers are; the kernel sums their packets (XDP). Repeat for each."),
+    ] = None,
 ) -> None:
     """Sum the tensors of tensor-parallel groups in software (in-network aggregation, SwitchML's protocol).
 
-    Prints one JSON line when it is ready, {"address": "host:port"}, and runs until SIGTERM or SIGINT; then it prints
-    how many packets and chunks it has processed. Packets have no authentication: use it in a network that you trust.
+    Prints one JSON line when it is ready, {"address": "host:port", "data_plane": "python" or "xdp"}, and runs until
+    SIGTERM or SIGINT; then it prints how many packets and chunks it has processed. Packets have no authentication: use
+    it in a network that you trust.
+    With --interface it needs root, clang and libbpf; without them it warns and sums the packets itself.
 
     Example: [bold]kvroute switch --host 10.0.0.1 --slots 4096[/bold]
     """
@@ -39,13 +48,28 @@ def switch(
         signal.signal(each, stop)
     server = UdpSwitch(host, port, slots)
     try:
+        if interface:
+            _offload(server, interface)
         bound, number = server.address
-        sys.stdout.write(msgspec.json.encode({"address": f"{bound}:{number}"}).decode() + "\n")
+        plane = "python" if server.xdp is None else "xdp"
+        ready = {"address": f"{bound}:{number}", "data_plane": plane}
+        sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
         sys.stdout.flush()
         server.serve(lambda: stopped)
+        packets, results = server.counts()
     except OSError as error:
         raise InputError(f"the socket failed: {error.strerror}", where="kvroute switch") from error
     finally:
         server.close()
-    done = server.aggregator
-    remarks().print(f"{done.packets:,} packets, {done.results:,} chunks, {done.malformed:,} malformed")
+    remarks().print(f"{packets:,} packets, {results:,} chunks, {server.aggregator.malformed:,} malformed")
+
+
+def _offload(server: UdpSwitch, interfaces: list[str]) -> None:
+    """Use the kernel's data plane if it is available; else warn."""
+    from kvroute.switch.xdp import XdpUnavailable
+
+    try:
+        server.offload(interfaces)
+    except XdpUnavailable as error:
+        what = f"warning: {error}; the switch sums the packets in Python"
+        remarks().print(what, style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -7,8 +7,9 @@ version can be used again without asking (SwitchML, algorithm 3).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +30,22 @@ from kvroute.switch.wire import (
 
 IDLE_S = 60.0
 """A job without packets for this time loses its slots."""
+
+
+class Offload(Protocol):
+    """Something that aggregates the data of running jobs instead of this state machine, such as the kernel."""
+
+    def begin(self, job: int, epoch: int, slots: int, addresses: Sequence[Hashable]) -> bool:
+        """Take the data of a job's new epoch; addresses by worker number. False: the state machine keeps them."""
+        ...
+
+    def end(self, job: int) -> None:
+        """Give the job back, if it was taken."""
+        ...
+
+    def activity(self, job: int) -> tuple[int, int]:
+        """Return the data packets of a job that was taken, in this epoch, and the bitmap of their workers."""
+        ...
 
 
 @dataclass(slots=True)
@@ -57,6 +74,8 @@ class _Job:
     left: set[int] = field(default_factory=set)
     heard: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Incarnation of each worker, and the last epoch from which it has sent data: older JOINs of it are late."""
+    offloaded: bool = False
+    offloaded_packets: int = 0
 
 
 class Aggregator:
@@ -65,11 +84,13 @@ class Aggregator:
     Addresses are whatever the caller uses to send to a worker.
     """
 
-    def __init__(self, slots: int, first_session: int, *, idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self, slots: int, first_session: int, *, idle_s: float = IDLE_S, offload: Offload | None = None
+    ) -> None:
         """`first_session`: number of the first session, above those of all earlier switches of these workers, such as
         the time in nanoseconds; so that workers notice that a switch has restarted."""
         self._free = min(slots, SLOTS_MAX)
-        self._idle_s = idle_s
+        self._idle_s, self._offload = idle_s, offload
         self._sessions = first_session
         self._epochs = 0
         self._jobs: dict[int, _Job] = {}
@@ -106,8 +127,21 @@ class Aggregator:
 
     def expire(self, now_s: float) -> None:
         """Free the slots of jobs without packets for a long time."""
+        for number, job in self._jobs.items():
+            self._hear(number, job, now_s)
         for number in [number for number, job in self._jobs.items() if now_s - job.heard_s > self._idle_s]:
             self._end(number)
+
+    def _hear(self, number: int, job: _Job, now_s: float) -> None:
+        """Take over what an offload has received."""
+        if not job.offloaded or self._offload is None:
+            return
+        packets, heard = self._offload.activity(number)
+        if packets > job.offloaded_packets:
+            job.heard_s, job.offloaded_packets = now_s, packets
+        for worker in range(job.workers):
+            if heard >> worker & 1:
+                job.heard[worker] = job.heard[worker][0], job.epoch
 
     def _join(
         self, packet: Control, job: _Job | None, source: Hashable, now_s: float
@@ -121,6 +155,7 @@ class Aggregator:
         if (packet.workers, packet.slots) != (job.workers, job.slots):
             yield source, encode(replace(packet, kind=Kind.REFUSED, reason=Reason.SHAPE))
             return
+        self._hear(packet.job, job, now_s)
         known = job.joined.get(packet.worker)
         if (packet.incarnation, packet.epoch) < job.heard.get(packet.worker, (0, 0)):
             return  # a late packet
@@ -133,16 +168,17 @@ class Aggregator:
                 yield source, self._joined(job, packet)  # the answer was lost
                 return
             job.running = False
+            self._take_back(packet.job, job)
             job.joined.clear()
         job.joined[packet.worker] = packet
         job.addresses[packet.worker] = source
         job.left.discard(packet.worker)
         if len(job.joined) == job.workers:
-            self._begin(job)
+            self._begin(packet.job, job)
             for each in job.joined.values():
                 yield job.addresses[each.worker], self._joined(job, each)
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, number: int, job: _Job) -> None:
         """Begin an epoch: go on with the session if all workers have the same one, else begin a new one. New workers
         may enter a session without complete operations, so that workers that restart one by one find each other."""
         self._epochs = max([self._epochs, *(each.epoch for each in job.joined.values())]) + 1
@@ -155,7 +191,15 @@ class Aggregator:
         else:
             self._sessions += 1
             job.session, job.first_operation = self._sessions, 0
-        job.versions = [(_Slot(), _Slot()) for _ in range(job.slots)]
+        addresses = [job.addresses[worker] for worker in range(job.workers)]
+        job.offloaded = self._offload is not None and self._offload.begin(number, job.epoch, job.slots, addresses)
+        job.offloaded_packets = 0
+        job.versions = [] if job.offloaded else [(_Slot(), _Slot()) for _ in range(job.slots)]
+
+    def _take_back(self, number: int, job: _Job) -> None:
+        if job.offloaded and self._offload is not None:
+            self._offload.end(number)
+        job.offloaded = False
 
     def _joined(self, job: _Job, packet: Control) -> bytes:
         answer = replace(packet, kind=Kind.JOINED, epoch=job.epoch, session=job.session, operations=job.first_operation)
@@ -169,7 +213,7 @@ class Aggregator:
                 stale = Control(Kind.STALE, packet.job, packet.epoch, packet.worker, packet.workers)
                 yield source, encode(stale)
             return
-        if packet.slot >= job.slots or packet.workers != job.workers:
+        if packet.slot >= job.slots or packet.workers != job.workers or job.offloaded:
             self.malformed += 1
             return
         job.heard[packet.worker] = job.heard[packet.worker][0], job.epoch
@@ -203,4 +247,6 @@ class Aggregator:
             self._end(packet.job)
 
     def _end(self, number: int) -> None:
-        self._free += self._jobs.pop(number).slots
+        job = self._jobs.pop(number)
+        self._take_back(number, job)
+        self._free += job.slots

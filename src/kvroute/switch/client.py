@@ -69,6 +69,11 @@ class AggregationClient:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         self._socket.connect(address)
 
+    @property
+    def packets_sent_again(self) -> int:
+        """Packets that were sent again because no answer came in time."""
+        return self._worker.sent_again
+
     def all_reduce(self, tensor: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the sum over all ranks, of the tensor's shape and type; equal on all ranks, bit for bit.
 

@@ -1,0 +1,154 @@
+"""A star of network namespaces: workers on shaped, lossy wires to one switch.
+
+Every worker is a host with one interface. Its wire is a bridge in a namespace of its own, which shapes both directions
+and drops packets, so both hold for the kernel's data plane, too, which sends past the queues of its interfaces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvroute.switch.xdp.libbpf import Map, Program
+from kvroute.testbed import namespaces
+from kvroute.testbed.queues import FRAME_BYTES, QUEUE_BYTES
+
+HERE = Path(__file__).parent
+PORT = 7300
+
+
+@dataclass
+class Star:
+    """The namespaces, while they exist."""
+
+    prefix: str
+    workers: int
+    settings: Map
+    wire: Program
+
+    @property
+    def switch(self) -> str:
+        """Namespace of the switch."""
+        return f"{self.prefix}switch"
+
+    @property
+    def interfaces(self) -> list[str]:
+        """Interfaces of the switch, one for each worker."""
+        return [f"p{worker}" for worker in range(self.workers)]
+
+    def host(self, worker: int) -> str:
+        """Return the namespace of a worker."""
+        return f"{self.prefix}w{worker}"
+
+    def address(self, worker: int) -> str:
+        """Return the address of a worker."""
+        return f"10.77.{worker}.2"
+
+    def switch_address(self, worker: int) -> str:
+        """Return the switch's address on a worker's wire."""
+        return f"10.77.{worker}.1"
+
+    def lose(self, share: float) -> None:
+        """Drop this share of the packets on every wire, in both directions."""
+        self.settings.set(struct.pack("=I", 0), struct.pack("=Q", round(share * 1e6)))
+
+    @property
+    def lost(self) -> int:
+        """Packets that were dropped."""
+        found = self.settings.get(struct.pack("=I", 1))
+        assert found is not None
+        return int(struct.unpack("=Q", found)[0])
+
+
+@contextmanager
+def star(workers: int, bits_per_s: float | None = None) -> Iterator[Star]:
+    """Build a star, and remove it at the end. `bits_per_s`: rate of every wire in each direction; None: unlimited."""
+    prefix = f"kvr{os.getpid()}-"
+    with ExitStack() as cleanup:
+        wire = Program(HERE / "wire.c", {})
+        cleanup.callback(wire.close)
+        found = Star(prefix, workers, wire.map("settings", 8), wire)
+        for name in (found.switch, f"{prefix}wires", *(found.host(worker) for worker in range(workers))):
+            namespaces.make(name, 1, QUEUE_BYTES)
+            cleanup.callback(namespaces.run, "ip", "netns", "del", name)
+        for worker in range(workers):
+            _wire(found, worker, bits_per_s, cleanup)
+        yield found
+
+
+def _wire(found: Star, worker: int, bits_per_s: float | None, cleanup: ExitStack) -> None:
+    wires, host = f"{found.prefix}wires", found.host(worker)
+    near, far, port = f"w{worker}", f"s{worker}", f"p{worker}"
+    namespaces.run("ip", "link", "add", near, "netns", wires, "type", "veth", "peer", "name", "eth0", "netns", host)
+    namespaces.run(
+        "ip", "link", "add", far, "netns", wires, "type", "veth", "peer", "name", port, "netns", found.switch
+    )
+    up = [f"link add b{worker} type bridge", f"link set b{worker} up"]
+    up += [line for end in (near, far) for line in (f"link set {end} master b{worker}", f"link set {end} up")]
+    namespaces.batch(wires, "ip", up)
+    for name, device, address in (
+        (host, "eth0", found.address(worker)),
+        (found.switch, port, found.switch_address(worker)),
+    ):
+        lines = [f"address add {address}/24 dev {device}", f"link set {device} gso_max_segs 1 up", "link set lo up"]
+        namespaces.batch(name, "ip", lines)
+    namespaces.batch(host, "ip", [f"route add default via {found.switch_address(worker)}"])
+    with namespaces.inside(wires):
+        for end in (near, far):
+            cleanup.callback(os.close, found.wire.attach("wire", _index(end)))
+    if bits_per_s is not None:
+        for end in (near, far):
+            namespaces.batch(wires, "tc", _shaping(end, bits_per_s))
+
+
+def _index(device: str) -> int:
+    """Return the index of an interface of the thread's own namespace."""
+    return int(json.loads(namespaces.run("ip", "-json", "link", "show", device))[0]["ifindex"])
+
+
+def _shaping(device: str, bits_per_s: float) -> Iterator[str]:
+    """Yield the `tc` lines for a rate that UDP and TCP share equally if both want it."""
+    rate, half = f"{round(bits_per_s)}bit", f"{round(bits_per_s / 2)}bit"
+    yield f"qdisc add dev {device} root handle 1: htb default 2"
+    yield f"class add dev {device} parent 1: classid 1:1 htb rate {rate} ceil {rate} burst 16k cburst 16k"
+    for number in (2, 3):
+        leaf = f"htb rate {half} ceil {rate} burst 3200 cburst 3200 quantum {FRAME_BYTES}"
+        yield f"class add dev {device} parent 1:1 classid 1:{number} {leaf}"
+        yield f"qdisc add dev {device} parent 1:{number} bfifo limit {4 * QUEUE_BYTES}"
+    udp = "4,48 0 0 23,21 0 1 17,6 0 0 65539,6 0 0 65538"
+    yield f"filter add dev {device} parent 1: protocol ip prio 1 bpf bytecode '{udp}'"
+
+
+def start(namespace: str, *command: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a Python module or program in a namespace."""
+    inside = ["ip", "netns", "exec", namespace, sys.executable, *command]
+    return subprocess.Popen(
+        inside, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+
+
+@contextmanager
+def switch(found: Star, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `kvroute switch` in its namespace; yield the process and its data plane."""
+    process = start(found.switch, "-m", "kvroute.cli.app", "switch", "--host", "0.0.0.0", "--port", str(PORT), *options)
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield process, json.loads(line)["data_plane"]
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def xdp(found: Star) -> Sequence[str]:
+    """Return the options of a switch that uses the kernel's data plane on all its interfaces."""
+    return [word for name in found.interfaces for word in ("--interface", name)]
