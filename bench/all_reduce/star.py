@@ -22,6 +22,9 @@ from kvroute.testbed.queues import FRAME_BYTES, QUEUE_BYTES
 
 HERE = Path(__file__).parent
 PORT = 7300
+KV_PORT = 7400
+"""TCP port of KV transfers that compete with all-reduces."""
+_OTHERS, _UDP, _KV = 2, 3, 4
 
 
 @dataclass
@@ -114,16 +117,29 @@ def _index(device: str) -> int:
 
 
 def _shaping(device: str, bits_per_s: float) -> Iterator[str]:
-    """Yield the `tc` lines for a rate that UDP and TCP share equally if both want it."""
-    rate, half = f"{round(bits_per_s)}bit", f"{round(bits_per_s / 2)}bit"
-    yield f"qdisc add dev {device} root handle 1: htb default 2"
-    yield f"class add dev {device} parent 1: classid 1:1 htb rate {rate} ceil {rate} burst 16k cburst 16k"
-    for number in (2, 3):
-        leaf = f"htb rate {half} ceil {rate} burst 3200 cburst 3200 quantum {FRAME_BYTES}"
+    """Yield the `tc` lines for a rate that three classes share equally if they want it: UDP, KV transfers, all other
+    TCP."""
+    rate, third = f"{round(bits_per_s)}bit", f"{round(bits_per_s / 3)}bit"
+    burst = max(2 * FRAME_BYTES, round(bits_per_s * 1e-3 / 8))
+    yield f"qdisc add dev {device} root handle 1: htb default {_OTHERS}"
+    yield f"class add dev {device} parent 1: classid 1:1 htb rate {rate} ceil {rate} burst {burst} cburst {burst}"
+    for number in (_OTHERS, _UDP, _KV):
+        leaf = f"htb rate {third} ceil {rate} burst {2 * FRAME_BYTES} cburst {burst} quantum {FRAME_BYTES}"
         yield f"class add dev {device} parent 1:1 classid 1:{number} {leaf}"
         yield f"qdisc add dev {device} parent 1:{number} bfifo limit {4 * QUEUE_BYTES}"
-    udp = "4,48 0 0 23,21 0 1 17,6 0 0 65539,6 0 0 65538"
-    yield f"filter add dev {device} parent 1: protocol ip prio 1 bpf bytecode '{udp}'"
+    program = [
+        (0x30, 0, 0, 23),  # ldb [23]: protocol
+        (0x15, 0, 1, 17),  # jeq: UDP
+        (0x06, 0, 0, 0x1_0000 | _UDP),  # ret
+        (0x28, 0, 0, 34),  # ldh [34]: source port
+        (0x15, 2, 0, KV_PORT),  # jeq
+        (0x28, 0, 0, 36),  # ldh [36]: target port
+        (0x15, 0, 1, KV_PORT),  # jeq
+        (0x06, 0, 0, 0x1_0000 | _KV),  # ret
+        (0x06, 0, 0, 0x1_0000 | _OTHERS),  # ret
+    ]
+    code = f"{len(program)}," + ",".join(" ".join(map(str, step)) for step in program)
+    yield f"filter add dev {device} parent 1: protocol ip prio 1 bpf bytecode '{code}'"
 
 
 def start(namespace: str, *command: str, **environment: str) -> subprocess.Popen[str]:

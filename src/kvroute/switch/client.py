@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,10 @@ from kvroute.types import InputError
 RETRY_S = 0.01
 """Least time after which a packet without an answer is sent again."""
 TIMEOUT_S = 5.0
+GiveUp: TypeAlias = Callable[[float], bool]
+"""Whether to give an operation up, from the time without an answer in seconds."""
+_ASK_S = 0.1
+"""Longest time between two calls of it."""
 _BUFFER_BYTES = 4 * 2**20
 _REASONS = {Reason.SLOTS: "too few slots are free", Reason.SHAPE: "another worker gave other numbers"}
 
@@ -74,10 +79,14 @@ class AggregationClient:
         """Packets that were sent again because no answer came in time."""
         return self._worker.sent_again
 
-    def all_reduce(self, tensor: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def all_reduce(self, tensor: npt.NDArray[Any], give_up: GiveUp | None = None) -> npt.NDArray[Any]:
         """Return the sum over all ranks, of the tensor's shape and type; equal on all ranks, bit for bit.
 
         float16, float32 and float64 are summed in fixed point with a power-of-two scale per 256 values; int32 as it is.
+
+        Args:
+            tensor: of any shape.
+            give_up: called some times a second while it waits; None: give up after `timeout_s` without an answer.
 
         Raises:
             InputError: a tensor of another type.
@@ -86,17 +95,17 @@ class AggregationClient:
         if not tensor.size:
             return tensor.copy()
         if tensor.dtype == np.int32:
-            return merge(self._reduce(Reduction.SUM, split(tensor)), tensor.shape)
+            return merge(self._reduce(Reduction.SUM, split(tensor), give_up), tensor.shape)
         if tensor.dtype not in FLOAT_TYPES:
             hint = "convert it to float32"
             raise InputError(f"a tensor of {tensor.dtype} cannot be aggregated", hint=hint)
         chunks = split(tensor)
         own = exponents(chunks)
-        common = merge(self._reduce(Reduction.MAX, split(own)), own.shape)
-        sums = self._reduce(Reduction.SUM, to_fixed(chunks, common, self._ranks))
+        common = merge(self._reduce(Reduction.MAX, split(own), give_up), own.shape)
+        sums = self._reduce(Reduction.SUM, to_fixed(chunks, common, self._ranks), give_up)
         return merge(to_float(sums, common, self._ranks, tensor.dtype), tensor.shape)
 
-    def _reduce(self, reduction: Reduction, values: Values) -> Values:
+    def _reduce(self, reduction: Reduction, values: Values, give_up: GiveUp | None) -> Values:
         assert values.shape[1] == CHUNK_VALUES
         self._worker.begin(reduction, values)
         heard_s = time.monotonic()
@@ -104,11 +113,12 @@ class AggregationClient:
             now_s = time.monotonic()
             if self._worker.state in ("refused", "restarted"):
                 self._fail(_REASONS.get(self._worker.reason, "a worker has restarted"))
-            if now_s - heard_s > self._timeout_s:
-                self._fail(f"the switch or a worker did not answer for {self._timeout_s:g} s")
+            silent_s = now_s - heard_s
+            if give_up(silent_s) if give_up is not None else silent_s > self._timeout_s:
+                self._fail(f"the switch or a worker did not answer for {silent_s:.1f} s")
             for packet in self._worker.outgoing(now_s):
                 self._send(packet)
-            if self._receive(max(min(self._worker.next_s() - now_s, self._timeout_s), 1e-4)):
+            if self._receive(max(min(self._worker.next_s() - now_s, _ASK_S), 1e-4)):
                 heard_s = time.monotonic()
         return self._worker.result()
 

@@ -1,0 +1,115 @@
+"""The file that KVROUTE_ALL_REDUCE names: servers of the ranks, the switch, and the scheme for each size of tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from kvroute.connector.all_reduce import VARIABLE
+from kvroute.topology.document import read_mapping_file
+from kvroute.topology.form import Lines
+from kvroute.topology.units import Duration, Size
+
+_BEGIN = "begin with `schemes: [{scheme: ring}]`"
+LiveScheme: TypeAlias = Literal["ring", "hierarchical-ring", "ina", "hierarchical-ina"]
+"""Those of `collectives.Scheme` that a process can choose. PyTorch has no ring over several NICs of one process."""
+SWITCHED: frozenset[LiveScheme] = frozenset({"ina", "hierarchical-ina"})
+HIERARCHICAL: frozenset[LiveScheme] = frozenset({"hierarchical-ring", "hierarchical-ina"})
+_Port = Annotated[str, msgspec.Meta(pattern=r"^.+:\d{1,5}\Z")]
+
+
+class SizeRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Scheme of tensors up to a size."""
+
+    scheme: LiveScheme
+    up_to: Size | None = None
+    """Largest tensor to which the rule applies; none: any."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one tensor-parallel group reduces its tensors; the same file on all ranks."""
+
+    schemes: tuple[SizeRule, ...] = (SizeRule("ring"),)
+    """The first rule that fits a tensor applies; a ring if none does."""
+    ranks_per_server: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] = ()
+    """Number of ranks on each server, in the order of the ranks. Hierarchical schemes need it."""
+    switch: _Port | None = None
+    """`host:port` of `kvroute switch`."""
+    job: Annotated[int, msgspec.Meta(ge=0, lt=2**24)] = 1
+    """Number of this group at the switch; every group has another one."""
+    slots: Annotated[int, msgspec.Meta(ge=1, le=0xFFFF)] = 128
+    """Slots of the switch that the group reserves, for each rank of a server with `hierarchical-ina`."""
+    timeout: Duration = Duration(2.0)
+    """Silence of the switch after which the group falls back to a ring, while all ranks are waiting for it."""
+    host: str = ""
+    """Address of this rank at which the other ranks reach it; empty: that of its path to the switch."""
+    metrics: str = ""
+    """File for counters in Prometheus' text format, for node_exporter's textfile collector; `{rank}` is replaced."""
+
+    def scheme_of(self, nbytes: int) -> LiveScheme:
+        """Return the scheme of a tensor."""
+        fitting = (rule.scheme for rule in self.schemes if rule.up_to is None or nbytes <= rule.up_to)
+        return next(fitting, "ring")
+
+    @property
+    def switch_address(self) -> tuple[str, int]:
+        """Host and port of the switch."""
+        assert self.switch is not None, "only schemes that need a switch ask for it"
+        host, _, port = self.switch.rpartition(":")
+        return host, int(port)
+
+
+def read_settings(path: Path, ranks: int) -> Settings:
+    """Read and check the settings of a group of `ranks` ranks.
+
+    Raises:
+        InputError: the file cannot be read, or its values contradict each other or the group.
+    """
+    settings, lines = read_mapping_file(path, Settings, _BEGIN)
+    _check(settings, lines, ranks)
+    return settings
+
+
+def settings_path() -> Path | None:
+    """Return the file that KVROUTE_ALL_REDUCE names; None if it is not set."""
+    path = os.environ.get(VARIABLE)
+    return Path(path) if path else None
+
+
+def settings_from_environment(ranks: int) -> Settings | None:
+    """Return the settings of the file that KVROUTE_ALL_REDUCE names; None if it is not set.
+
+    Raises:
+        InputError: see `read_settings`.
+    """
+    path = settings_path()
+    return None if path is None else read_settings(path, ranks)
+
+
+def _check(settings: Settings, lines: Lines, ranks: int) -> None:
+    used = {rule.scheme for rule in settings.schemes}
+    if used & SWITCHED and settings.switch is None:
+        scheme = min(used & SWITCHED)
+        raise lines.error(f"the scheme {scheme} needs a switch", ("schemes",), hint="add `switch: HOST:PORT`")
+    if settings.ranks_per_server and sum(settings.ranks_per_server) != ranks:
+        what = f"{sum(settings.ranks_per_server)} ranks on servers, but the group has {ranks}"
+        raise lines.error(what, ("ranks_per_server",), hint="list the ranks of each server of this group")
+    if used & HIERARCHICAL and len(set(settings.ranks_per_server)) != 1:
+        scheme, hint = min(used & HIERARCHICAL), "such as `ranks_per_server: [2, 2]`"
+        raise lines.error(f"{scheme} needs servers with equally many ranks", ("ranks_per_server",), hint=hint)
+    if settings.timeout <= 0:
+        raise lines.error("a timeout of 0 s", ("timeout",), hint="give at least 100 ms")
+
+
+def local_ranks(ranks_per_server: Sequence[int], rank: int) -> tuple[range, range]:
+    """Return the ranks of the server of `rank`, and the ranks at its position on all servers.
+
+    All servers have equally many ranks.
+    """
+    each, ranks = ranks_per_server[0], sum(ranks_per_server)
+    first = rank // each * each
+    return range(first, first + each), range(rank % each, ranks, each)

@@ -1,0 +1,150 @@
+"""Sums through a switch that dies: either all ranks have the same bits, or all reduce the tensor in another way."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+
+import numpy as np
+import pytest
+
+from kvroute.connector.all_reduce.counters import Counters
+from kvroute.connector.all_reduce.peers import Operations, Peers, new_key
+from kvroute.connector.all_reduce.switched import SwitchedSums
+from kvroute.switch import AggregationClient
+from kvroute.switch.udp import UdpSwitch
+
+ROUNDS = 60
+
+
+@contextmanager
+def serving(switch: UdpSwitch) -> Iterator[threading.Event]:
+    """A switch in a thread, until the event is set."""
+    stopped = threading.Event()
+    thread = threading.Thread(target=switch.serve, args=(stopped.is_set,))
+    thread.start()
+    try:
+        yield stopped
+    finally:
+        stopped.set()
+        thread.join()
+        switch.close()
+
+
+@contextmanager
+def group(ranks: int, address: tuple[str, int], slots: int = 8) -> Iterator[list[SwitchedSums]]:
+    """The ranks of a group, connected to each other."""
+    key, operations = new_key(), [Operations() for _ in range(ranks)]
+    peers = [Peers(each, "127.0.0.1", key) for each in operations]
+    for rank, each in enumerate(peers):
+        each.connect([other.address for number, other in enumerate(peers) if number != rank])
+    clients = [AggregationClient(address, 1, rank, ranks, slots, timeout_s=60.0) for rank in range(ranks)]
+    members = [SwitchedSums(*each, 0.3) for each in zip(clients, operations, peers, strict=True)]
+    try:
+        yield members
+    finally:
+        for member in members:
+            member.close()
+
+
+def tensor(number: int, rank: int) -> np.ndarray:
+    """Return a rank's tensor of a round, of a size that depends on the round."""
+    return np.random.default_rng([number, rank]).normal(size=1 + 700 * (number % 5)).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_all_ranks_agree_when_the_switch_dies(seed: int) -> None:
+    """It dies at any time; ranks pause at random, so some have begun the next operation when others wait."""
+    drawn = random.Random(seed)
+    ranks, die_at = drawn.choice([2, 3]), drawn.randrange(1, ROUNDS - 10)
+    switch = UdpSwitch("127.0.0.1", 0, 64)
+    with serving(switch) as stopped, group(ranks, switch.address) as members:
+
+        def rank_of(rank: int) -> list[np.ndarray | None]:
+            own, found = random.Random(100 * seed + rank), []
+            for number in range(ROUNDS):
+                if own.random() < 0.05:
+                    time.sleep(own.random() * 0.02)
+                if rank == 0 and number == die_at:
+                    threading.Timer(own.random() * 0.003, stopped.set).start()
+                found.append(members[rank].all_reduce(tensor(number, rank)))
+            return found
+
+        with ThreadPoolExecutor(ranks) as pool:
+            results = list(pool.map(rank_of, range(ranks)))
+    for number, sums in enumerate(zip(*results, strict=True)):
+        assert len({each is None for each in sums}) == 1, f"ranks disagree about operation {number}"
+        if sums[0] is not None:
+            assert len({each.tobytes() for each in sums if each is not None}) == 1
+            exact = np.sum([tensor(number, rank).astype(np.float64) for rank in range(ranks)], axis=0)
+            assert np.allclose(sums[0], exact, rtol=1e-5, atol=1e-6)
+    without = [number for number, (first, *_) in enumerate(zip(*results, strict=True)) if first is None]
+    assert without == list(range(without[0], ROUNDS)), "after the first failure the switch is never used again"
+    assert all(member.failure for member in members)
+
+
+def test_a_rank_that_is_late_does_not_end_the_group() -> None:
+    """The others ask whether it has begun, and wait on although the switch is silent for longer than the timeout."""
+    switch = UdpSwitch("127.0.0.1", 0, 64)
+    late = threading.Event()
+    with serving(switch), group(2, switch.address) as members, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(members[0].all_reduce, np.ones(5, np.float32))
+        assert not late.wait(1.0), "three timeouts"
+        assert not first.done()
+        second = pool.submit(members[1].all_reduce, np.ones(5, np.float32))
+        for each in (first, second):
+            total = each.result(60)
+            assert total is not None
+            assert total.tolist() == [2.0] * 5
+    assert [member.failure for member in members] == [None, None]
+
+
+def test_a_switch_without_enough_slots_is_given_up_at_once() -> None:
+    switch = UdpSwitch("127.0.0.1", 0, 4)
+    with serving(switch), group(2, switch.address) as members, ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda member: member.all_reduce(np.ones(5, np.float32)), members))
+    assert results == [None, None]
+    assert "too few slots are free" in {member.failure for member in members}
+
+
+def test_an_operation_ends_once() -> None:
+    """Complete stays complete, abandoned stays abandoned, for this operation and all later ones."""
+    operations, result = Operations(), np.ones(1)
+    assert operations.complete(operations.begin(), result)
+    assert operations.abandon(0) is result
+    assert operations.abandon(0) is result, "a third rank asks, too"
+    assert not operations.complete(operations.begin(), result), "the rank that asked takes no part in the next one"
+    other = Operations()
+    assert other.abandon(3) is None
+    assert other.abandon(5) is None
+    assert [other.abandoned(number) for number in (2, 3, 5)] == [False, True, True]
+
+
+def test_questions_need_the_key_of_the_group() -> None:
+    operations = Operations()
+    peers = Peers(operations, "127.0.0.1", new_key())
+    with pytest.raises((AuthenticationError, EOFError, OSError)):
+        Client(peers.address, "AF_INET", authkey=b"another")
+    asking = Peers(Operations(), "127.0.0.1", b"another")
+    asking.connect([peers.address])
+    assert asking.all_have_begun(0), "a rank that does not answer is not waited for"
+    peers.close()
+
+
+def test_counters_in_the_text_format() -> None:
+    counters = Counters(3)
+    counters.add("ring", 10)
+    counters.add("ina", 4)
+    counters.add("ina", 4)
+    counters.fell_back("ina", "ring", "the switch is gone")
+    counters.fell_back("ina", "ring", "the switch is gone")
+    lines = counters.text().splitlines()
+    assert 'kvroute_all_reduces_total{rank="3",scheme="ina"} 2' in lines
+    assert 'kvroute_all_reduce_bytes_total{rank="3",scheme="ring"} 10' in lines
+    assert 'kvroute_all_reduce_fallbacks_total{rank="3",scheme="ina"} 1' in lines

@@ -1,0 +1,100 @@
+"""Live: PyTorch's backend `kvroute` on ranks in network namespaces, through the switch and in hierarchical rings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.all_reduce.star import PORT, Star, star, switch, xdp
+from tests.live.services import missing
+from tests.live.vllm.conftest import BIN, HERE, ROOT
+
+from kvroute.switch.xdp import XdpUnavailable
+from kvroute.testbed import namespaces
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _require() -> None:
+    """vLLM's environment, root, clang and libbpf are required."""
+    if not (BIN / "python").exists():
+        missing("vLLM is not installed: run tests/live/vllm/install.sh")
+    try:
+        with star(1):
+            pass
+    except (XdpUnavailable, namespaces.Unavailable) as error:
+        missing(str(error))
+
+
+def start(found: Star, folder: Path, settings: str, rounds: int) -> list[subprocess.Popen[str]]:
+    """Start one rank in the namespace of each worker. SWITCH in the settings is the switch's address there."""
+    ranks = []
+    for rank in range(found.workers):
+        path = folder / f"rank{rank}.yaml"
+        path.write_text(settings.replace("SWITCH", f"{found.switch_address(rank)}:{PORT}"), encoding="utf-8")
+        given = (rank, found.workers, found.address(0), 29500, rounds)
+        command = [BIN / "python", HERE / "reduce_tensors.py", *map(str, given)]
+        environment = {"KVROUTE_ALL_REDUCE": str(path), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT / "src")}
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", found.host(rank), *map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        ranks.append(process)
+    return ranks
+
+
+def results(ranks: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """Wait for the ranks; all have the same bits, and they are the sum in double precision but for rounding."""
+    found = []
+    for process in ranks:
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+        found.append(json.loads(out.splitlines()[-1]))
+    assert len({each["hash"] for each in found}) == 1
+    assert max(each["error"] for each in found) < 1.0
+    return found
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.01])
+def test_every_size_and_type_goes_through_the_switch(tmp_path: Path, loss: float) -> None:
+    """Integers are gloo's."""
+    with star(3) as found, switch(found, *xdp(found)):
+        found.lose(loss)
+        done = results(start(found, tmp_path, "switch: SWITCH\nschemes: [{scheme: ina}]\n", 12))
+    assert [each["calls"] for each in done] == [{"ina": 60, "ring": 1}] * 3
+    assert [each["fallbacks"] for each in done] == [{}] * 3
+
+
+def test_hierarchical_schemes_by_size(tmp_path: Path) -> None:
+    """Two servers of two ranks; each position of a server is a group of its own at the switch."""
+    schemes = "[{scheme: hierarchical-ina, up_to: 100 KB}, {scheme: hierarchical-ring}]"
+    settings = f"switch: SWITCH\nranks_per_server: [2, 2]\nschemes: {schemes}\n"
+    with star(4) as found, switch(found):
+        done = results(start(found, tmp_path, settings, 12))
+    assert [each["calls"] for each in done] == [{"hierarchical-ina": 48, "hierarchical-ring": 12, "ring": 1}] * 4
+
+
+@pytest.mark.parametrize(("scheme", "after"), [("ina", "ring"), ("hierarchical-ina", "hierarchical-ring")])
+def test_a_switch_that_is_killed_is_replaced_by_a_ring(tmp_path: Path, scheme: str, after: str) -> None:
+    """No rank hangs, and all have the same bits."""
+    settings = f"switch: SWITCH\nranks_per_server: [1, 1, 1]\nschemes: [{{scheme: {scheme}}}]\n"
+    with star(3) as found, switch(found, *xdp(found)) as (process, _):
+        ranks = start(found, tmp_path, settings, 300)
+        for each in ranks:
+            assert each.stdout is not None
+            assert each.stdout.readline() == "running\n"
+        process.kill()
+        done = results(ranks)
+    assert all(each["fallbacks"] == {scheme: 1} for each in done)
+    assert all(each["calls"][scheme] >= 1 and each["calls"][after] >= 1 for each in done), done
+    assert len({json.dumps(each["calls"], sort_keys=True) for each in done}) <= 2, (
+        "ranks differ by one operation at most"
+    )

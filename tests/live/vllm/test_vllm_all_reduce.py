@@ -1,0 +1,148 @@
+"""Live: vLLM with TP=2 on two network namespaces generates the tokens of TP=1; all-reduces through the switch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from bench.all_reduce.star import PORT, Star, star, switch, xdp
+from tests.live.services import missing
+from tests.live.vllm.conftest import BIN, HERE, ROOT, environment, make_model
+from tests.waiting import until
+
+from kvroute.switch.xdp import XdpUnavailable
+from kvroute.testbed import namespaces
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+OUTPUT_TOKENS, MANY_TOKENS = 48, 192
+LARGEST = 256 * 1024
+"""Larger tensors take the ring, in bytes."""
+
+
+class Generation:
+    """vLLM's environment, the model, and the tokens of TP=1."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model = folder, make_model(folder)
+        _install_plug_in(folder)
+        quiet = {"PYTHONPATH": f"{ROOT / 'src'}:{folder}", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        self.environment = environment() | quiet
+        done = subprocess.run(
+            self._command(1, MANY_TOKENS), env=self.environment, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        self.tokens: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+
+    def expected(self, output_tokens: int) -> list[list[int]]:
+        """Return the first tokens of TP=1."""
+        return [each[:output_tokens] for each in self.tokens]
+
+    def _command(self, ranks: int, output_tokens: int) -> list[str]:
+        return [str(BIN / "python"), str(HERE / "tensor_parallel.py"), str(self.model), str(ranks), str(output_tokens)]
+
+    def start(self, found: Star, output_tokens: int, **more: str) -> list[subprocess.Popen[str]]:
+        """Start both ranks of a tensor-parallel vLLM, each in its namespace."""
+        schemes = f"[{{scheme: ina, up_to: {LARGEST} B}}, {{scheme: ring}}]"
+        ranks = []
+        (self.folder / "counters0.prom").unlink(missing_ok=True)
+        for rank in range(2):
+            settings = self.folder / f"rank{rank}.yaml"
+            counters = self.folder / "counters{rank}.prom"
+            where = f"switch: {found.switch_address(rank)}:{PORT}\n"
+            settings.write_text(f"{where}schemes: {schemes}\nmetrics: {counters}\n", encoding="utf-8")
+            own = {
+                "KVROUTE_ALL_REDUCE": str(settings),
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "VLLM_HOST_IP": found.address(rank),
+                **{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+                **{"MASTER_ADDR": found.address(0), "MASTER_PORT": "29500"},
+                **more,
+            }
+            with (self.folder / f"rank{rank}.log").open("w") as log:
+                process = subprocess.Popen(
+                    ["ip", "netns", "exec", found.host(rank), *self._command(2, output_tokens)],
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env=self.environment | own,
+                )
+            ranks.append(process)
+        return ranks
+
+    def results(self, ranks: Sequence[subprocess.Popen[str]]) -> list[list[list[int]]]:
+        """Wait for both ranks and return their tokens."""
+        found = []
+        for rank, process in enumerate(ranks):
+            out, _ = process.communicate(timeout=400)
+            assert process.returncode == 0, (self.folder / f"rank{rank}.log").read_text(encoding="utf-8")[-4000:]
+            found.append(json.loads(out.splitlines()[-1]))
+        return found
+
+    def count(self, name: str, scheme: str) -> int:
+        """Return a counter of rank 0."""
+        path = self.folder / "counters0.prom"
+        lines = path.read_text(encoding="ascii").splitlines() if path.exists() else []
+        wanted = f'{name}{{rank="0",scheme="{scheme}"}}'
+        return next((int(line.split()[-1]) for line in lines if line.startswith(wanted)), 0)
+
+
+def _install_plug_in(folder: Path) -> None:
+    """Write the metadata by which vLLM finds the entry points of this checkout."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    installed = folder / "kvroute-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvroute\nVersion: 0\n", encoding="ascii")
+    lines = [
+        line for group, each in groups.items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in each.items()))
+    ]
+    (installed / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="ascii")
+
+
+@pytest.fixture(scope="module")
+def generation(tmp_path_factory: pytest.TempPathFactory) -> Generation:
+    """vLLM's environment, root, clang and libbpf are required."""
+    if not (BIN / "vllm").exists():
+        missing("vLLM is not installed: run tests/live/vllm/install.sh")
+    try:
+        with star(1):
+            pass
+    except (XdpUnavailable, namespaces.Unavailable) as error:
+        missing(str(error))
+    return Generation(tmp_path_factory.mktemp("tensor-parallel"))
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.01])
+@pytest.mark.parametrize("plane", ["python", "xdp"])
+def test_tokens_are_those_of_one_rank(generation: Generation, plane: str, loss: float) -> None:
+    """All-reduces of decodes go through the switch, those of long prompts through gloo's ring."""
+    with star(2) as found, switch(found, *(xdp(found) if plane == "xdp" else ())) as (_, used):
+        assert used == plane
+        found.lose(loss)
+        assert generation.results(generation.start(found, OUTPUT_TOKENS)) == [generation.expected(OUTPUT_TOKENS)] * 2
+        assert (found.lost > 0) == (loss > 0)
+    assert generation.count("kvroute_all_reduces_total", "ina") > 200
+    assert generation.count("kvroute_all_reduces_total", "ring") > 0
+    assert generation.count("kvroute_all_reduce_fallbacks_total", "ina") == 0
+
+
+def test_a_switch_that_is_killed_changes_no_token(generation: Generation) -> None:
+    with star(2) as found, switch(found, *xdp(found)) as (process, _):
+        ranks = generation.start(found, MANY_TOKENS)
+        asyncio.run(until(lambda: generation.count("kvroute_all_reduces_total", "ina") > 0))
+        process.kill()
+        assert generation.results(ranks) == [generation.tokens] * 2
+    assert generation.count("kvroute_all_reduces_total", "ring") > 100
+    assert generation.count("kvroute_all_reduce_fallbacks_total", "ina") == 1
+
+
+def test_a_wrong_sum_changes_tokens(generation: Generation) -> None:
+    """The control: the comparison would notice it."""
+    with star(2) as found, switch(found):
+        ranks = generation.start(found, OUTPUT_TOKENS, KVROUTE_TEST_CORRUPT="200")
+        for tokens in generation.results(ranks):
+            assert tokens != generation.expected(OUTPUT_TOKENS)
