@@ -120,11 +120,11 @@ def _shaping(device: str, bits_per_s: float) -> Iterator[str]:
     """Yield the `tc` lines for a rate that three classes share equally if they want it: UDP, KV transfers, all other
     TCP."""
     rate, third = f"{round(bits_per_s)}bit", f"{round(bits_per_s / 3)}bit"
-    burst = max(2 * FRAME_BYTES, round(bits_per_s * 1e-3 / 8))
+    burst = max(2 * FRAME_BYTES, round(bits_per_s * 4e-3 / 8))
     yield f"qdisc add dev {device} root handle 1: htb default {_OTHERS}"
     yield f"class add dev {device} parent 1: classid 1:1 htb rate {rate} ceil {rate} burst {burst} cburst {burst}"
     for number in (_OTHERS, _UDP, _KV):
-        leaf = f"htb rate {third} ceil {rate} burst {2 * FRAME_BYTES} cburst {burst} quantum {FRAME_BYTES}"
+        leaf = f"htb rate {third} ceil {rate} burst {burst} cburst {burst} quantum {FRAME_BYTES}"
         yield f"class add dev {device} parent 1:1 classid 1:{number} {leaf}"
         yield f"qdisc add dev {device} parent 1:{number} bfifo limit {4 * QUEUE_BYTES}"
     program = [
