@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import random
 from dataclasses import dataclass, field
 
@@ -284,3 +285,55 @@ def test_a_repeated_operation_leaves_the_result_that_was_returned() -> None:
     exchange(Aggregator(8, 1_000), machines, 100.0)
     assert (machines[1].result() == 2).all()
     assert (result == 102).all()
+
+
+def wires(packets_per_s: float, chunks: int, slots: int, limit_s: float) -> tuple[list[Worker], float]:
+    """Two workers whose wires to the switch and back send one packet after the other, without loss.
+
+    Returns the workers and the time of the operation; fails after `limit_s`.
+    """
+    switch = Aggregator(slots, 1)
+    machines = [Worker(7, number, 2, slots, 1, 0.01) for number in range(2)]
+    for number, machine in enumerate(machines):
+        machine.begin(Reduction.SUM, values_of(1, number, 0, chunks))
+    free_s = {(number, way): 0.0 for number in range(2) for way in ("up", "down")}
+    flights: list[tuple[float, int, int, str, bytes]] = []
+    sent = 0
+
+    def send(at_s: float, number: int, way: str, packet: bytes) -> None:
+        nonlocal sent
+        sent += 1
+        free_s[number, way] = max(free_s[number, way], at_s) + 1.0 / packets_per_s
+        heapq.heappush(flights, (free_s[number, way], sent, number, way, packet))
+
+    now_s = 0.0
+    while any(machine.busy for machine in machines):
+        assert now_s < limit_s, f"after {sent} packets {machines[0].sent_again} were sent again"
+        for number, machine in enumerate(machines):
+            for packet in machine.outgoing(now_s):
+                send(now_s, number, "up", packet)
+        now_s = min([*(machine.next_s() for machine in machines), *(flight[0] for flight in flights[:1])])
+        while flights and flights[0][0] <= now_s:
+            _, _, number, way, packet = heapq.heappop(flights)
+            if way == "down":
+                machines[number].receive(packet, now_s)
+                continue
+            for target, answer in switch.receive(packet, number, now_s):
+                assert isinstance(target, int)
+                send(now_s, target, "down", answer)
+    return machines, now_s
+
+
+def test_packets_that_wait_in_a_queue_are_not_sent_again() -> None:
+    """A whole window waits 53 ms, five times the least time of a retransmission."""
+    machines, seconds = wires(2_400.0, chunks=4_000, slots=128, limit_s=20.0)
+    assert seconds < 1.02 * 4_000 / 2_400
+    assert all(machine.sent_again <= 40 for machine in machines)
+
+
+def test_retransmissions_do_not_fill_the_queue() -> None:
+    """The first result comes later than three times the least time of a retransmission; the packets that are sent
+    again must not delay the results further and further."""
+    machines, seconds = wires(200.0, chunks=600, slots=128, limit_s=30.0)
+    assert seconds < 2.0 * 600 / 200
+    assert all(machine.sent_again < 600 for machine in machines)

@@ -22,8 +22,22 @@ from kvroute.switch.wire import (
     encode,
 )
 
+_SAMPLE_MAX_S = 0.2
+"""Largest round trip that counts: a result also waits for workers that have not begun the operation."""
+_RETRY_MAX_S = 1.0
+"""Longest time between two transmissions of a packet."""
 State: TypeAlias = Literal["joining", "running", "refused", "restarted"]
 """`refused`: the job gets no slots. `restarted`: another worker has restarted and knows nothing of this session."""
+
+
+@dataclass(slots=True)
+class _Transmission:
+    """A packet without an answer."""
+
+    first_s: float
+    """When it was sent for the first time."""
+    last_s: float
+    times: int = 1
 
 
 @dataclass(slots=True)
@@ -61,8 +75,8 @@ class Worker:
 
     def __init__(self, job: int, number: int, workers: int, slots: int, incarnation: int, retry_s: float) -> None:
         """`incarnation`: a number that increases each time this worker starts, such as the time in nanoseconds;
-        `retry_s`: least time after which a packet without an answer is sent again; three
-        round trips if that is more."""
+        `retry_s`: least time after which a packet without an answer is sent again; three round trips if that is more,
+        and twice the last time for a packet that was already sent again."""
         self.state: State = "joining"
         self.reason = Reason.NONE
         self._job, self._number, self._workers, self._slots = job, number, workers, slots
@@ -70,12 +84,12 @@ class Worker:
         self._epoch = self._session = self._operations = 0
         self._next_chunk = 0
         self._join_at_s = 0.0
-        self._deadlines: dict[int, float] = {}
-        """Chunks of the current operation that are under way, and when to send them again."""
-        self._sent_s: dict[int, float] = {}
-        """Chunks that were sent once, and when."""
+        self._unanswered: dict[int, _Transmission] = {}
+        """Chunks of the current operation that are under way."""
         self._round_trip_s = 0.0
-        """Smoothed time from a chunk to its result (RFC 6298, without its variance)."""
+        """Smoothed time from the first transmission of a chunk to its result (RFC 6298, without its variance). Karn's
+        rule, to leave out chunks that were sent again, does not apply: where all chunks are sent again too early,
+        the estimate would never grow."""
         self._current: _Operation | None = None
         self._previous: _Operation | None = None
         """Kept, because another worker may need it again after the switch has restarted."""
@@ -111,7 +125,16 @@ class Worker:
         """Return the time of the next retransmission; infinite if nothing is under way."""
         if self.state == "joining":
             return self._join_at_s
-        return min(self._deadlines.values(), default=float("inf"))
+        again_s = self._again_s()
+        return min((self._due_s(each, again_s) for each in self._unanswered.values()), default=float("inf"))
+
+    def _again_s(self) -> float:
+        """Return the time after which a packet is sent again for the first time, by the present round trip."""
+        return max(self._retry_s, 3.0 * self._round_trip_s)
+
+    @staticmethod
+    def _due_s(sent: _Transmission, again_s: float) -> float:
+        return sent.last_s + (again_s if sent.times == 1 else min(again_s * 2.0 ** (sent.times - 1), _RETRY_MAX_S))
 
     def outgoing(self, now_s: float) -> Iterator[bytes]:
         """Return the packets to send now: new ones, and those whose answer is overdue."""
@@ -123,20 +146,21 @@ class Worker:
         operation = self._replayed or self._current
         if self.state != "running" or operation is None or not operation.missing:
             return
-        for chunk in [chunk for chunk, at_s in self._deadlines.items() if at_s <= now_s]:
-            self.sent_again += 1
-            yield self._packet(operation, chunk, now_s)
-            self._sent_s.pop(chunk, None)  # its result may answer either packet
+        again_s = self._again_s()
+        for chunk, sent in self._unanswered.items():
+            if self._due_s(sent, again_s) <= now_s:
+                self.sent_again += 1
+                sent.last_s, sent.times = now_s, sent.times + 1
+                yield self._packet(operation, chunk)
         while operation.sent < len(operation.values):
             chunk = operation.sent
             if chunk >= self._slots and not operation.done[chunk - self._slots]:
                 break
             operation.sent += 1
-            yield self._packet(operation, chunk, now_s)
+            self._unanswered[chunk] = _Transmission(now_s, now_s)
+            yield self._packet(operation, chunk)
 
-    def _packet(self, operation: _Operation, chunk: int, now_s: float) -> bytes:
-        self._deadlines[chunk] = now_s + max(self._retry_s, 3.0 * self._round_trip_s)
-        self._sent_s[chunk] = now_s
+    def _packet(self, operation: _Operation, chunk: int) -> bytes:
         number = operation.first_chunk + chunk
         return encode(
             Data(
@@ -181,9 +205,8 @@ class Worker:
         operation.done[chunk] = True
         operation.result[chunk] = packet.values
         operation.missing -= 1
-        self._deadlines.pop(chunk, None)
-        if (sent_s := self._sent_s.pop(chunk, None)) is not None:
-            sample_s = now_s - sent_s
+        if (sent := self._unanswered.pop(chunk, None)) is not None:
+            sample_s = min(now_s - sent.first_s, _SAMPLE_MAX_S)
             self._round_trip_s += (sample_s - self._round_trip_s) * (0.125 if self._round_trip_s else 1.0)
         if operation.missing:
             return
@@ -202,8 +225,7 @@ class Worker:
             self._join_at_s = 0.0  # the switch has taken an old JOIN of some worker
             return
         self.state, self._session = "running", packet.session
-        self._deadlines.clear()
-        self._sent_s.clear()
+        self._unanswered.clear()
         self._next_chunk, self._replayed = 0, None
         if packet.operations < self._operations:
             self._replayed = self._current if self._complete else self._previous
