@@ -33,6 +33,7 @@ BENCHES = (
     "gateway.reloads",
     *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies"),
     *("storage_nics.emulated", "storage_nics.vllm"),
+    "all_reduce.truth",
 )
 PEERED = ("simulate", "decision", "gateway.routers")
 MAYBE_PLAIN = ("flows", "prefix", "evaluation")
@@ -62,6 +63,7 @@ QUICK = {
     "testbed.policies": ["--rounds", "1", "--requests", "40"],
     "storage_nics.emulated": ["--agents", "12", "--turns", "2"],
     "storage_nics.vllm": ["--rounds", "1"],
+    "all_reduce.truth": ["--rounds", "1", "--sizes", "2"],
 }
 
 

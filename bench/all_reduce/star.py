@@ -24,7 +24,10 @@ HERE = Path(__file__).parent
 PORT = 7300
 KV_PORT = 7400
 """TCP port of KV transfers that compete with all-reduces."""
-_OTHERS, _UDP, _KV = 2, 3, 4
+_OTHERS, _UDP, _KV, _SHORT = 2, 3, 4, 5
+_SHORT_BYTES = 100
+"""Largest frame that passes the queues of data, such as an acknowledgement of TCP. Where acknowledgements wait behind
+data of the other direction, TCP sends in bursts, and a link is idle in between."""
 
 
 @dataclass
@@ -118,16 +121,20 @@ def _index(device: str) -> int:
 
 def _shaping(device: str, bits_per_s: float) -> Iterator[str]:
     """Yield the `tc` lines for a rate that three classes share equally if they want it: UDP, KV transfers, all other
-    TCP."""
+    TCP. Short frames go first."""
     rate, third = f"{round(bits_per_s)}bit", f"{round(bits_per_s / 3)}bit"
     burst = max(2 * FRAME_BYTES, round(bits_per_s * 4e-3 / 8))
     yield f"qdisc add dev {device} root handle 1: htb default {_OTHERS}"
     yield f"class add dev {device} parent 1: classid 1:1 htb rate {rate} ceil {rate} burst {burst} cburst {burst}"
-    for number in (_OTHERS, _UDP, _KV):
-        leaf = f"htb rate {third} ceil {rate} burst {burst} cburst {burst} quantum {FRAME_BYTES}"
+    for number in (_OTHERS, _UDP, _KV, _SHORT):
+        first = 0 if number == _SHORT else 1
+        leaf = f"htb rate {third} ceil {rate} burst {burst} cburst {burst} quantum {FRAME_BYTES} prio {first}"
         yield f"class add dev {device} parent 1:1 classid 1:{number} {leaf}"
         yield f"qdisc add dev {device} parent 1:{number} bfifo limit {4 * QUEUE_BYTES}"
     program = [
+        (0x80, 0, 0, 0),  # ld len
+        (0x25, 1, 0, _SHORT_BYTES),  # jgt
+        (0x06, 0, 0, 0x1_0000 | _SHORT),  # ret
         (0x30, 0, 0, 23),  # ldb [23]: protocol
         (0x15, 0, 1, 17),  # jeq: UDP
         (0x06, 0, 0, 0x1_0000 | _UDP),  # ret

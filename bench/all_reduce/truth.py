@@ -13,12 +13,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.all_reduce.star import KV_PORT, PORT, Star, star, switch, xdp
+from bench.measurement import Row, show
 
 from kvroute.collectives import Aggregation, AllReduce, CollectiveFlow, Scheme, all_reduce, seconds
 from kvroute.topology import Cluster, parse
@@ -26,10 +27,11 @@ from kvroute.topology.gpu_paths import GpuPaths
 
 ROOT = Path(__file__).parents[2]
 TORCH = ROOT / ".venv-vllm" / "bin" / "python"
-BITS_PER_S = 20e6
+BITS_PER_S = 10e6
 """Rate of every link in each direction. Two cores keep up with eight ranks at this rate."""
-TCP_SHARE = 1448 / 1514
-"""Payload of a full TCP segment in the bytes that a link counts."""
+TCP_SHARE = 1448 / (1514 + 66 / 2)
+"""Payload of a full TCP segment in the bytes that a link counts: the segment, and the acknowledgements of the other
+direction, one for every two segments."""
 SWITCH_SHARE = 1024 / 1092
 """Values in a packet to the switch."""
 SIZES = (64 * 1024, 512 * 1024, 4 * 2**20)
@@ -195,25 +197,47 @@ def _kv_transfer(found: Star) -> Iterator[None]:
             each.wait()
 
 
+def rows(done: Sequence[Cell]) -> list[Row]:
+    """Return the median errors alone and beside a KV transfer, with the largest error of each scheme in the note."""
+    result = []
+    for kv, target in ((False, 10.0), (True, 15.0)):
+        found = [cell for cell in done if cell.case.kv == kv]
+        if found:
+            largest = {cell.case.scheme: 0.0 for cell in found}
+            for cell in found:
+                largest[cell.case.scheme] = max(largest[cell.case.scheme], cell.error)
+            where = "beside a KV transfer" if kv else "alone"
+            result.append(
+                Row(
+                    measure=f"time of an all-reduce, {where}: median error of the model, {len(found)} cells",
+                    unit="%",
+                    better="lower",
+                    ours=100 * statistics.median(cell.error for cell in found),
+                    target=target,
+                    note=f"largest errors {where}: "
+                    + ", ".join(f"{scheme} {100 * error:.0f} %" for scheme, error in largest.items()),
+                )
+            )
+    return result
+
+
 def main() -> None:
-    """Print every cell and the median errors."""
+    """Print every cell on standard error, and the median errors."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="measure only this many sizes, from the smallest")
     given = parser.parse_args()
     done: list[Cell] = []
     for case in CASES:
         if given.only in case.name:
-            for cell in cells(case, rounds=given.rounds):
+            for cell in cells(case, SIZES[: given.sizes], given.rounds):
                 done.append(cell)
-                sizes = (
-                    f"{cell.nbytes >> 10:>5} KiB {cell.measured_s * 1e3:9.1f} ms, model {cell.model_s * 1e3:9.1f} ms"
-                )
-                print(f"{case.name:60} {sizes} {100 * cell.error:5.1f} %", flush=True)
-    for kv in (False, True):
-        errors = [cell.error for cell in done if cell.case.kv == kv]
-        if errors:
-            print(f"{'beside a KV transfer' if kv else 'alone'}: median error {100 * statistics.median(errors):.1f} %")
+                times = f"{cell.measured_s * 1e3:9.1f} ms, model {cell.model_s * 1e3:9.1f} ms"
+                line = f"{case.name:60} {cell.nbytes >> 10:>5} KiB {times} {100 * cell.error:5.1f} %"
+                print(line, file=sys.stderr, flush=True)
+    show(rows(done), given.json)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from kvroute.collectives.schemes import (
     AllReduce,
     Collective,
     CollectiveFlow,
-    Scheme,
     all_reduce,
 )
+from kvroute.topology.schema import Scheme
 
 __all__ = [
     "INA_SCHEMES",

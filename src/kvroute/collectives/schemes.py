@@ -1,5 +1,10 @@
 """All-reduce schemes as sets of flows over the links of a cluster.
 
+`ring`: one ring over all GPUs, with one NIC per server. `multi-rail-ring`: one ring per NIC of a server, each for a
+part of the tensor (NCCL). `hierarchical-ring`: reduce-scatter over NVLink, a ring over the servers for each shard, and
+all-gather over NVLink. `ina`: every GPU sends the tensor to a switch that aggregates (SwitchML). `hierarchical-ina`:
+reduce-scatter over NVLink, then each shard through the switch, and all-gather (HeroServe).
+
 The flows of one all-reduce run at the same time, because every scheme is pipelined in chunks: its time is the time of
 the flow that ends last, plus the latency of its steps. In comments and docstrings, P is the number of GPUs of the group
 and n that of one server.
@@ -10,19 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from kvroute.topology.cluster import Cluster
 from kvroute.topology.gpu_paths import Gpu, GpuPaths, Links
 from kvroute.topology.place import Shards
-from kvroute.topology.schema import AggregationEntry, SwitchLevel, WireType
+from kvroute.topology.schema import AggregationEntry, Scheme, SwitchLevel, WireType
 from kvroute.types import SAME_DATACENTER, SAME_NODE, SAME_POD, SAME_RACK, InputError
 
-Scheme: TypeAlias = Literal["ring", "multi-rail-ring", "hierarchical-ring", "ina", "hierarchical-ina"]
-"""`ring`: one ring over all GPUs, with one NIC per server. `multi-rail-ring`: one ring per NIC of a server, each for a
-part of the tensor (NCCL). `hierarchical-ring`: reduce-scatter over NVLink, a ring over the servers for each shard, and
-all-gather over NVLink. `ina`: every GPU sends the tensor to a switch that aggregates (SwitchML). `hierarchical-ina`:
-reduce-scatter over NVLink, then each shard through the switch, and all-gather (HeroServe)."""
 WIRE_BYTES: dict[WireType, int] = {"int32": 4, "fp16": 2}
 _LEVEL: dict[SwitchLevel, int] = {"rack": SAME_RACK, "pod": SAME_POD, "core": SAME_DATACENTER}
 

@@ -33,6 +33,8 @@ Ecmp: TypeAlias = Literal["flow", "transfer"]
 Placement: TypeAlias = Literal["rack", "spread", "packed"]
 SwitchLevel: TypeAlias = Literal["rack", "pod", "core"]
 WireType: TypeAlias = Literal["int32", "fp16"]
+Scheme: TypeAlias = Literal["ring", "multi-rail-ring", "hierarchical-ring", "ina", "hierarchical-ina"]
+"""All-reduce schemes; `kvroute.collectives.schemes` defines them."""
 ReadPath: TypeAlias = Literal["prefill", "alternating", "shorter", "split"]
 _HOST_PORT = r"(\[[0-9A-Fa-f:.]+\]|[^\s/:@\[\]*]+):[0-9]{1,5}"
 ZmqEndpoint: TypeAlias = Annotated[
@@ -355,6 +357,8 @@ class Collectives(Entry, frozen=True, kw_only=True):
 
     aggregation: AggregationEntry | None = None
     """None: no switch aggregates."""
+    schemes: list[Scheme] | None = None
+    """All-reduce schemes that groups may use beside `ring`, which they always may; None: all."""
 
 
 class ClusterFile(Entry, frozen=True, kw_only=True):

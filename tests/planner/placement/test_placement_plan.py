@@ -70,6 +70,15 @@ def test_the_terminal_shows_groups_constraints_and_commands() -> None:
         assert text in result.output
 
 
+def test_a_plan_without_hierarchical_rings_is_not_better(planned: Planned, tmp_path: Path) -> None:
+    """On the testbed the best placement uses a hierarchical ring; with plain rings only, it sustains a lower rate."""
+    text = TESTBED.read_text(encoding="utf-8").replace("collectives:", "collectives:\n  schemes: [multi-rail-ring]")
+    rings = plan_placement(problem_of(tmp_path, text, "opt-66b", 2.5, 0.15), simulates=False).report
+    assert {scheme for phase in rings.phases.values() for scheme in phase.schemes} <= {"ring", "multi-rail-ring", "-"}
+    assert "hierarchical-ring" in planned.report.phases["decode"].schemes
+    assert rings.rate_per_s < 0.95 * planned.report.rate_per_s
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

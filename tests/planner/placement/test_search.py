@@ -188,6 +188,7 @@ def test_impossible_problems_say_why(
         ("    output_tokens: 100", "", "output_tokens"),
         ("{kind: constant, tokens: 500}", "{kind: constant, tokens: 0}", "tokens"),
         ("tflops: 312", "tflops: -1", "tflops"),
+        ("collectives:", "collectives:\n  schemes: [star]", "collectives.schemes.*star.*write one of ring"),
     ],
 )
 def test_wrong_files_name_the_line(tmp_path: Path, old: str, new: str, what: str) -> None:

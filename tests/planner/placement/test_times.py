@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,6 +23,19 @@ from kvroute.topology.place import Shards
 def problem(tmp_path_factory: pytest.TempPathFactory) -> PlacementProblem:
     text = cluster_text(racks=2, servers=2, gpus=4, oversubscription=2.0)
     return problem_of(tmp_path_factory.mktemp("times"), text)
+
+
+def test_groups_use_the_schemes_of_the_file(tmp_path: Path) -> None:
+    """A ring is always allowed; without the others it is the slowest choice over servers."""
+    text, group = cluster_text(), ((0, 0), (0, 1), (1, 0), (1, 1))
+    only = problem_of(tmp_path, text.replace("collectives:", "collectives:\n  schemes: [hierarchical-ring]"))
+    assert only.schemes == ("ring", "hierarchical-ring")
+    everything = problem_of(tmp_path, text)
+    assert everything.schemes == SCHEMES
+    few, all_of = (AllReduceTimes(one.cluster, Aggregation(), 2.0, one.schemes).of(group) for one in (only, everything))
+    assert set(few) == {"ring", "hierarchical-ring"}
+    assert set(all_of) == set(SCHEMES)
+    assert few["ring"].seconds(1e7) > few["hierarchical-ring"].seconds(1e7)
 
 
 groups = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=6, unique=True).map(

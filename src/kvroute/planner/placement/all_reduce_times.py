@@ -41,8 +41,15 @@ NO_TIME = Affine()
 class AllReduceTimes:
     """Times of groups of one cluster."""
 
-    def __init__(self, cluster: Cluster, aggregation: Aggregation | None, element_bytes: float) -> None:
-        self._cluster, self._aggregation = cluster, aggregation
+    def __init__(
+        self,
+        cluster: Cluster,
+        aggregation: Aggregation | None,
+        element_bytes: float,
+        allowed: Sequence[Scheme] = SCHEMES,
+    ) -> None:
+        """`allowed`: schemes that groups may use; one of them is a ring."""
+        self._cluster, self._aggregation, self._allowed = cluster, aggregation, tuple(allowed)
         self._element_bytes = max(round(element_bytes), 1)
         self._schemes: dict[Form, dict[Scheme, Affine]] = {}
         self._sends: dict[Form, Affine] = {}
@@ -54,7 +61,7 @@ class AllReduceTimes:
         form = self.form(group)
         if form not in self._schemes:
             tensor = AllReduce(group, _BYTES, self._element_bytes)
-            found = {scheme: all_reduce(scheme, tensor, self._cluster, self._aggregation) for scheme in SCHEMES}
+            found = {scheme: all_reduce(scheme, tensor, self._cluster, self._aggregation) for scheme in self._allowed}
             self._schemes[form] = {scheme: self._line(each) for scheme, each in found.items() if each is not None}
         return self._schemes[form]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from kvroute.collectives import Aggregation
+from kvroute.collectives import SCHEMES, Aggregation, Scheme
 from kvroute.llm import Model, Shape, model
 from kvroute.planner.lengths import Lengths
 from kvroute.planner.placement.schema import GpuKindEntry, KindRole, PlacementEntry, PlacementTraffic
@@ -64,6 +64,8 @@ class PlacementProblem:
     output_tokens: int
     objective: Objective
     aggregation: Aggregation | None
+    schemes: tuple[Scheme, ...]
+    """All-reduce schemes that groups may use; `ring` is one of them."""
     tp_max: int
     pp_max: int
     batch_max: int
@@ -105,12 +107,18 @@ def read_placement(path: Path, model_name: str, objective: Objective) -> Placeme
         output_tokens=entry.traffic.output_tokens,
         objective=Objective(objective.ttft_s, objective.tpot_s, entry.attainment),
         aggregation=Aggregation.of(cluster.file.collectives.aggregation),
+        schemes=_schemes(cluster),
         tp_max=entry.tp_max,
         pp_max=entry.pp_max,
         batch_max=entry.batch_max,
         memory_share=entry.memory_share,
         choices=(*remarks, *_choices(cluster, entry, lengths, kinds)),
     )
+
+
+def _schemes(cluster: Cluster) -> tuple[Scheme, ...]:
+    allowed = cluster.file.collectives.schemes
+    return SCHEMES if allowed is None else tuple(one for one in SCHEMES if one == "ring" or one in allowed)
 
 
 def _lengths(traffic: PlacementTraffic, folder: Path, lines: Lines) -> tuple[Lengths, tuple[str, ...]]:

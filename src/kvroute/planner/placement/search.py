@@ -117,7 +117,7 @@ class Search:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        times = AllReduceTimes(problem.cluster, problem.aggregation, problem.element_bytes)
+        times = AllReduceTimes(problem.cluster, problem.aggregation, problem.element_bytes, problem.schemes)
         self.builder = Builder(problem, times)
 
     def run(self) -> Found:
