@@ -11,16 +11,18 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from kvroute.switch.xdp.libbpf import Map, Program
 from kvroute.testbed import namespaces
 from kvroute.testbed.queues import FRAME_BYTES, QUEUE_BYTES
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 PORT = 7300
 KV_PORT = 7400
 """TCP port of KV transfers that compete with all-reduces."""
@@ -151,10 +153,35 @@ def _shaping(device: str, bits_per_s: float) -> Iterator[str]:
 
 def start(namespace: str, *command: str, **environment: str) -> subprocess.Popen[str]:
     """Start a Python module or program in a namespace."""
-    inside = ["ip", "netns", "exec", namespace, sys.executable, *command]
-    return subprocess.Popen(
-        inside, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    )
+    return _popen(namespace, (sys.executable, *command), os.environ | environment, None)
+
+
+def start_rank(
+    found: Star,
+    worker: int,
+    command: Sequence[str | Path],
+    settings: Path,
+    text: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    log: TextIO | None = None,
+) -> subprocess.Popen[str]:
+    """Start a rank of PyTorch's backend `kvroute` on a worker.
+
+    `text` is written to `settings`, the file of the backend's settings; SWITCH in it stands for the switch's address
+    on the worker's wire. `log`: where stderr goes; None: a pipe.
+    """
+    settings.write_text(text.replace("SWITCH", f"{found.switch_address(worker)}:{PORT}"), encoding="utf-8")
+    own = {"KVROUTE_ALL_REDUCE": str(settings), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT / "src")}
+    return _popen(found.host(worker), [str(word) for word in command], os.environ | own | dict(environment or {}), log)
+
+
+def _popen(
+    namespace: str, command: Sequence[str], environment: Mapping[str, str], log: TextIO | None
+) -> subprocess.Popen[str]:
+    inside = ["ip", "netns", "exec", namespace, *command]
+    stderr = subprocess.PIPE if log is None else log
+    return subprocess.Popen(inside, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,14 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.all_reduce.star import KV_PORT, PORT, Star, star, switch, xdp
+from bench.all_reduce.star import KV_PORT, ROOT, Star, star, start_rank, switch, xdp
 from bench.measurement import Row, show
 
 from kvroute.collectives import Aggregation, AllReduce, CollectiveFlow, Scheme, all_reduce, seconds
 from kvroute.topology import Cluster, parse
 from kvroute.topology.gpu_paths import GpuPaths
 
-ROOT = Path(__file__).parents[2]
 TORCH = ROOT / ".venv-vllm" / "bin" / "python"
 BITS_PER_S = 10e6
 """Rate of every link in each direction. Two cores keep up with eight ranks at this rate."""
@@ -39,14 +37,19 @@ ROUNDS = 3
 LATENCY_S = 150e-6
 """Time of a message between two processes on an idle wire, wake-ups included."""
 _KV = """
-import socket, sys
+import socket, sys, time
 if sys.argv[1] == "sink":
     server = socket.create_server(("0.0.0.0", int(sys.argv[2])))
     connection, _ = server.accept()
     while connection.recv(1 << 16):
         pass
 else:
-    connection = socket.create_connection((sys.argv[1], int(sys.argv[2])), 10)
+    while True:
+        try:
+            connection = socket.create_connection((sys.argv[1], int(sys.argv[2])), 10)
+            break
+        except ConnectionRefusedError:  # The sink does not listen yet.
+            time.sleep(0.05)
     connection.settimeout(None)
     while True:
         connection.sendall(bytes(1 << 16))
@@ -151,21 +154,13 @@ def _measure(found: Star, case: Case, folder: Path, sizes: tuple[int, ...], roun
     with _kv_transfer(found) if case.kv else _nothing():
         for rank in range(case.servers * case.gpus):
             server = rank // case.gpus
-            path = folder / f"{rank}.yaml"
             servers = ", ".join([str(case.gpus)] * case.servers)
-            text = f"ranks_per_server: [{servers}]\nschemes: [{{scheme: {case.scheme}}}]\ntimeout: 60 s\n"
-            path.write_text(f"{text}switch: {found.switch_address(server)}:{PORT}\n", encoding="ascii")
-            given = (rank, case.servers * case.gpus, found.address(0), rounds, *sizes)
-            command = [TORCH, Path(__file__).with_name("rank.py"), *map(str, given)]
-            own = {"KVROUTE_ALL_REDUCE": str(path), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT / "src")}
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", found.host(server), *map(str, command)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **own},
+            text = (
+                f"ranks_per_server: [{servers}]\nschemes: [{{scheme: {case.scheme}}}]\ntimeout: 60 s\nswitch: SWITCH\n"
             )
-            ranks.append(process)
+            given = (rank, case.servers * case.gpus, found.address(0), rounds, *sizes)
+            command: list[str | Path] = [TORCH, Path(__file__).with_name("rank.py"), *map(str, given)]
+            ranks.append(start_rank(found, server, command, folder / f"{rank}.yaml", text))
         outputs = [process.communicate(timeout=570) for process in ranks]
     for process, (_, error) in zip(ranks, outputs, strict=True):
         assert process.returncode == 0, error
@@ -185,10 +180,7 @@ def _kv_transfer(found: Star) -> Iterator[None]:
     """A TCP connection from the first server to the second that always has bytes to send."""
     inside = ["ip", "netns", "exec"]
     sink = subprocess.Popen([*inside, found.host(1), sys.executable, "-c", _KV, "sink", str(KV_PORT)])
-    send = f"import time\ntime.sleep(0.5)\n{_KV}"
-    source = subprocess.Popen(
-        [*inside, found.host(0), sys.executable, "-c", send, found.address(1), str(KV_PORT)],
-    )
+    source = subprocess.Popen([*inside, found.host(0), sys.executable, "-c", _KV, found.address(1), str(KV_PORT)])
     try:
         yield
     finally:

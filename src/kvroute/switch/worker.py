@@ -85,7 +85,7 @@ class Worker:
         self._next_chunk = 0
         self._join_at_s = 0.0
         self._unanswered: dict[int, _Transmission] = {}
-        """Chunks of the current operation that are under way."""
+        """Chunks of the current operation that were sent and have no result yet."""
         self._round_trip_s = 0.0
         """Smoothed time from the first transmission of a chunk to its result (RFC 6298, without its variance). Karn's
         rule, to leave out chunks that were sent again, does not apply: where all chunks are sent again too early,

@@ -18,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.all_reduce.star import star
+from tests.live.services import missing
+
+from kvroute.switch.xdp import XdpUnavailable
+from kvroute.testbed import namespaces
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -266,3 +271,15 @@ def free_ports(count: int) -> list[int]:
             if len(ports) == count:
                 return ports
     raise AssertionError("no free ports")
+
+
+@pytest.fixture(scope="session")
+def all_reduce_components() -> None:
+    """Tests of all-reduces need vLLM's environment, root, clang and libbpf."""
+    if not (BIN / "python").exists():
+        missing("vLLM is not installed: run tests/live/vllm/install.sh")
+    try:
+        with star(1):
+            pass
+    except (XdpUnavailable, namespaces.Unavailable) as error:
+        missing(str(error))

@@ -5,15 +5,9 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from bench.all_reduce.star import star
 from bench.all_reduce.truth import Case, cells
-from tests.live.services import missing
-from tests.live.vllm.conftest import BIN
 
-from kvroute.switch.xdp import XdpUnavailable
-from kvroute.testbed import namespaces
-
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.usefixtures("all_reduce_components"), pytest.mark.timeout(900)]
 SIZES = (64 * 1024, 512 * 1024)
 GROUPS = (
     ("ring", 2, 1, "python"),
@@ -25,18 +19,6 @@ GROUPS = (
 )
 TRIES = 3
 """Other load on the machine only makes the measured times longer, so one quiet try is enough."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _require() -> None:
-    """vLLM's environment, root, clang and libbpf are required."""
-    if not (BIN / "python").exists():
-        missing("vLLM is not installed: run tests/live/vllm/install.sh")
-    try:
-        with star(1):
-            pass
-    except (XdpUnavailable, namespaces.Unavailable) as error:
-        missing(str(error))
 
 
 @pytest.mark.parametrize(("kv", "most"), [(False, 0.10), (True, 0.15)])

@@ -3,51 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.all_reduce.star import PORT, Star, star, switch, xdp
-from tests.live.services import missing
-from tests.live.vllm.conftest import BIN, HERE, ROOT
+from bench.all_reduce.star import Star, star, start_rank, switch, xdp
+from tests.live.vllm.conftest import BIN, HERE
 
-from kvroute.switch.xdp import XdpUnavailable
-from kvroute.testbed import namespaces
-
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _require() -> None:
-    """vLLM's environment, root, clang and libbpf are required."""
-    if not (BIN / "python").exists():
-        missing("vLLM is not installed: run tests/live/vllm/install.sh")
-    try:
-        with star(1):
-            pass
-    except (XdpUnavailable, namespaces.Unavailable) as error:
-        missing(str(error))
+pytestmark = [pytest.mark.live, pytest.mark.usefixtures("all_reduce_components"), pytest.mark.timeout(600)]
 
 
 def start(found: Star, folder: Path, settings: str, rounds: int) -> list[subprocess.Popen[str]]:
     """Start one rank in the namespace of each worker. SWITCH in the settings is the switch's address there."""
     ranks = []
     for rank in range(found.workers):
-        path = folder / f"rank{rank}.yaml"
-        path.write_text(settings.replace("SWITCH", f"{found.switch_address(rank)}:{PORT}"), encoding="utf-8")
         given = (rank, found.workers, found.address(0), 29500, rounds)
-        command = [BIN / "python", HERE / "reduce_tensors.py", *map(str, given)]
-        environment = {"KVROUTE_ALL_REDUCE": str(path), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT / "src")}
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", found.host(rank), *map(str, command)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
-        ranks.append(process)
+        command: list[str | Path] = [BIN / "python", HERE / "reduce_tensors.py", *map(str, given)]
+        ranks.append(start_rank(found, rank, command, folder / f"rank{rank}.yaml", settings))
     return ranks
 
 

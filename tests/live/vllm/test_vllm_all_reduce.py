@@ -10,13 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from bench.all_reduce.star import PORT, Star, star, switch, xdp
-from tests.live.services import missing
+from bench.all_reduce.star import Star, star, start_rank, switch, xdp
 from tests.live.vllm.conftest import BIN, HERE, ROOT, environment, make_model
 from tests.waiting import until
-
-from kvroute.switch.xdp import XdpUnavailable
-from kvroute.testbed import namespaces
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 OUTPUT_TOKENS, MANY_TOKENS = 48, 192
@@ -51,27 +47,17 @@ class Generation:
         ranks = []
         (self.folder / "counters0.prom").unlink(missing_ok=True)
         for rank in range(2):
-            settings = self.folder / f"rank{rank}.yaml"
             counters = self.folder / "counters{rank}.prom"
-            where = f"switch: {found.switch_address(rank)}:{PORT}\n"
-            settings.write_text(f"{where}schemes: {schemes}\nmetrics: {counters}\n", encoding="utf-8")
-            own = {
-                "KVROUTE_ALL_REDUCE": str(settings),
-                "GLOO_SOCKET_IFNAME": "eth0",
+            settings = f"switch: SWITCH\nschemes: {schemes}\nmetrics: {counters}\n"
+            own = self.environment | {
                 "VLLM_HOST_IP": found.address(rank),
                 **{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
                 **{"MASTER_ADDR": found.address(0), "MASTER_PORT": "29500"},
                 **more,
             }
             with (self.folder / f"rank{rank}.log").open("w") as log:
-                process = subprocess.Popen(
-                    ["ip", "netns", "exec", found.host(rank), *self._command(2, output_tokens)],
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    env=self.environment | own,
-                )
-            ranks.append(process)
+                command, path = self._command(2, output_tokens), self.folder / f"rank{rank}.yaml"
+                ranks.append(start_rank(found, rank, command, path, settings, environment=own, log=log))
         return ranks
 
     def results(self, ranks: Sequence[subprocess.Popen[str]]) -> list[list[list[int]]]:
@@ -104,15 +90,8 @@ def _install_plug_in(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def generation(tmp_path_factory: pytest.TempPathFactory) -> Generation:
-    """vLLM's environment, root, clang and libbpf are required."""
-    if not (BIN / "vllm").exists():
-        missing("vLLM is not installed: run tests/live/vllm/install.sh")
-    try:
-        with star(1):
-            pass
-    except (XdpUnavailable, namespaces.Unavailable) as error:
-        missing(str(error))
+def generation(all_reduce_components: None, tmp_path_factory: pytest.TempPathFactory) -> Generation:
+    """vLLM's tokens with one rank, and what starts two."""
     return Generation(tmp_path_factory.mktemp("tensor-parallel"))
 
 
