@@ -5,6 +5,7 @@ Units are seconds and bytes. msgspec Structs are sent, logged or read from a fil
 
 from kvroute.types.arrays import BoolArray, FloatArray, IntArray, TierArray
 from kvroute.types.decisions import CopyPrefix, Decision, Decode, Offload, Prefill, ReadKv, Reject, Shadowed, SwitchRole
+from kvroute.types.discovered import Discovered, DiscoverySource, Place, Reporter
 from kvroute.types.errors import InputError, InputErrors, cannot_listen
 from kvroute.types.events import (
     Admitted,
@@ -78,6 +79,8 @@ __all__ = [
     "Decode",
     "DecodeFailed",
     "DecodeSpec",
+    "Discovered",
+    "DiscoverySource",
     "Endpoint",
     "Event",
     "Finished",
@@ -99,6 +102,7 @@ __all__ = [
     "NetworkCosts",
     "Offload",
     "PiecewisePrefill",
+    "Place",
     "Prefill",
     "PrefillFailed",
     "PrefillFinished",
@@ -109,6 +113,7 @@ __all__ = [
     "ReadFinished",
     "ReadKv",
     "Reject",
+    "Reporter",
     "Request",
     "ReviewDue",
     "Role",

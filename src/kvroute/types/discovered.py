@@ -1,0 +1,56 @@
+"""Engines that a discovery source reports: in Kubernetes, by DNS, or in a watched file."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from kvroute.types.instances import Endpoint, Role
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Location of a node; an empty name means that the level is not known."""
+
+    node: str
+    rack: str = ""
+    pod: str = ""
+    """Group of racks: a pod, block or spine of the network, not a Kubernetes pod."""
+    datacenter: str = ""
+
+
+class Discovered(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, or one data-parallel server of it, with an address of its own."""
+
+    name: str
+    """Unique among all engines that exist at the same time; may be used again after the engine is gone."""
+    uid: str
+    """Different for each engine that ever had the name or the address."""
+    role: Role
+    endpoint: Endpoint
+    place: Place
+    model: str = ""
+    """Empty: the model of the cluster file's `defaults`."""
+    tp: int | None = None
+    """None: as in `defaults`."""
+    pp: int | None = None
+    timing: str = ""
+    """Empty: as in `defaults`."""
+    ready: bool = True
+    """Whether it takes requests. An engine that ends is not ready, stays until its requests have ended, and then
+    disappears."""
+
+
+class Reporter(Protocol):
+    """Takes what a source finds."""
+
+    def __call__(self, engines: tuple[Discovered, ...]) -> None:
+        """Take all engines that exist now, ascending by name."""
+
+
+class DiscoverySource(Protocol):
+    """Follows the engines that exist."""
+
+    async def run(self, report: Reporter) -> None:
+        """Report all engines at the beginning and after each change, until cancelled. A source that has lost its server
+        reports nothing; the last report stays valid."""
