@@ -22,7 +22,7 @@ def test_the_first_rule_that_fits_applies(tmp_path: Path) -> None:
         "switch: 10.0.0.1:7300\nranks_per_server: [2, 2]\n"
         "schemes: [{scheme: ina, up_to: 4 KiB}, {scheme: hierarchical-ring, up_to: 1 MiB}]\n",
     )
-    assert [settings.scheme_of(size) for size in (1, 4096, 4097, 2**20, 2**20 + 1)] == [
+    assert [settings.rules.scheme_of(size) for size in (1, 4096, 4097, 2**20, 2**20 + 1)] == [
         *("ina", "ina"),
         *("hierarchical-ring", "hierarchical-ring"),
         "ring",

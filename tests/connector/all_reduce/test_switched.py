@@ -14,8 +14,9 @@ from multiprocessing.connection import Client
 import numpy as np
 import pytest
 
+from kvroute.connector.all_reduce.channel import new_key
 from kvroute.connector.all_reduce.counters import Counters
-from kvroute.connector.all_reduce.peers import Operations, Peers, new_key
+from kvroute.connector.all_reduce.peers import Operation, Operations, Peers
 from kvroute.connector.all_reduce.switched import SwitchedSums
 from kvroute.switch import AggregationClient
 from kvroute.switch.udp import UdpSwitch
@@ -117,13 +118,13 @@ def test_an_operation_ends_once() -> None:
     """Complete stays complete, abandoned stays abandoned, for this operation and all later ones."""
     operations, result = Operations(), np.ones(1)
     assert operations.complete(operations.begin(), result)
-    assert operations.abandon(0) is result
-    assert operations.abandon(0) is result, "a third rank asks, too"
+    assert operations.abandon(Operation(0, 0)) is result
+    assert operations.abandon(Operation(0, 0)) is result, "a third rank asks, too"
     assert not operations.complete(operations.begin(), result), "the rank that asked takes no part in the next one"
     other = Operations()
-    assert other.abandon(3) is None
-    assert other.abandon(5) is None
-    assert [other.abandoned(number) for number in (2, 3, 5)] == [False, True, True]
+    assert other.abandon(Operation(0, 3)) is None
+    assert other.abandon(Operation(0, 5)) is None
+    assert [other.abandoned(Operation(0, number)) for number in (2, 3, 5)] == [False, True, True]
 
 
 def test_questions_need_the_key_of_the_group() -> None:
@@ -133,7 +134,7 @@ def test_questions_need_the_key_of_the_group() -> None:
         Client(peers.address, "AF_INET", authkey=b"another")
     asking = Peers(Operations(), "127.0.0.1", b"another")
     asking.connect([peers.address])
-    assert asking.all_have_begun(0), "a rank that does not answer is not waited for"
+    assert asking.all_have_begun(Operation(0, 0)), "a rank that does not answer is not waited for"
     peers.close()
 
 
