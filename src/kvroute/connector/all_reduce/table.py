@@ -1,6 +1,6 @@
 """The scheduler's table on the ranks of a group: rank 0 reads it, commits it, and all ranks change at one operation.
 
-`control/collective_table.py` has the protocol. The commits go over a channel between the ranks.
+`collective_table.py` has the protocol. The commits go over a channel between the ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 
 from kvroute.agents.files import GroupTraffic, replace_file, traffic_path
 from kvroute.connector.all_reduce.channel import KEY_BYTES, Address, Channel, new_key
+from kvroute.connector.all_reduce.collective_table import Acknowledged, Commit, Leader, Rank, TableEntry
 from kvroute.connector.all_reduce.counters import Counters
 from kvroute.connector.all_reduce.rules import Rules
 from kvroute.connector.all_reduce.settings import Settings
 from kvroute.connector.all_reduce.table_source import SwitchReturn, TableSource
-from kvroute.control.collective_table import Acknowledged, Commit, Leader, Rank, TableEntry
 from kvroute.switch import AggregationError
 
 log = logging.getLogger("kvroute.connector")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.control.collective_table import Acknowledged, Commit, Leader, Rank, TableEntry
+from kvroute.connector.all_reduce.collective_table import Acknowledged, Commit, Leader, Rank, TableEntry
 
 Rules = tuple[tuple[str, int], ...]
 """An option: schemes by size."""
