@@ -202,7 +202,7 @@ def test_tables_and_fallbacks_together(tmp_path: Path, seed: int) -> None:
 
     with tables(settings, ranks, 0.2, alive) as (started, _, _):
 
-        def run(rank: int) -> list[tuple[bytes, bool, int, bool]]:
+        def run(rank: int) -> list[tuple[bytes, bool, int, int]]:
             nonlocal version
             own, found, returned, running = random.Random(ranks * seed + rank), [], set[int](), True
             operation = 0
@@ -304,5 +304,7 @@ def test_traffic_by_size() -> None:
     counters = Counters(0)
     for scheme, nbytes in (("ring", 1000), ("ring", 1024), ("ina", 1025), ("ring", 1)):
         counters.add(scheme, nbytes)  # type: ignore[arg-type]
-    calls, nbytes = {"ring": {10: 2, 0: 1}, "ina": {11: 1}}, {"ring": {10: 2024, 0: 1}, "ina": {11: 1025}}
-    assert counters.traffic("g", 3) == GroupTraffic("g", 3, 0, calls, nbytes)  # type: ignore[arg-type]
+    found = counters.traffic("g", 3)
+    assert found.calls == {"ring": {10: 2, 0: 1}, "ina": {11: 1}}
+    assert found.nbytes == {"ring": {10: 2024, 0: 1}, "ina": {11: 1025}}
+    assert (found.incarnation, found.table_version) == (3, 0)

@@ -14,6 +14,8 @@ from tests.live.vllm.conftest import BIN, HERE
 from tests.live.vllm.scheduled import GROUP, in_use, put, used
 from tests.waiting import until
 
+from kvroute.topology.schema import Scheme
+
 pytestmark = [pytest.mark.live, pytest.mark.usefixtures("all_reduce_components"), pytest.mark.timeout(600)]
 
 
@@ -78,22 +80,27 @@ def test_a_switch_that_is_killed_is_replaced_by_a_ring(tmp_path: Path, scheme: s
     )
 
 
+def change(folder: Path, version: int, scheme: Scheme) -> None:
+    """Write a table with this scheme for small tensors, and wait until it is in use."""
+    put(folder, version, (scheme, 4_000), ("ring", None))
+    asyncio.run(until(lambda: in_use(folder) == version))
+    shown: Scheme = "ring" if scheme == "multi-rail-ring" else scheme
+    before = used(folder, shown)
+    asyncio.run(until(lambda: used(folder, shown) > before))
+
+
 def test_a_table_that_changes_while_ranks_reduce(tmp_path: Path) -> None:
     """Each scheme of the table is used in turn by all ranks, which have the exact sums throughout."""
     settings = (
         f"switch: SWITCH\nranks_per_server: [2, 2]\nagent: {tmp_path}\ngroup: {GROUP}\n"
         "also: [ina, hierarchical-ring, hierarchical-ina]\n"
     )
-    schemes = ("ina", "hierarchical-ina", "hierarchical-ring", "multi-rail-ring", "ina")
+    schemes: tuple[Scheme, ...] = ("ina", "hierarchical-ina", "hierarchical-ring", "multi-rail-ring", "ina")
     with star(4) as found, switch(found) as _:
         ranks = start(found, tmp_path, settings, 100_000, tmp_path / "stop")
         asyncio.run(until(lambda: used(tmp_path, "ring") > 0))
         for version, scheme in enumerate(schemes, 1):
-            put(tmp_path, version, (scheme, 4_000), ("ring", None))
-            asyncio.run(until(lambda wanted=version: in_use(tmp_path) == wanted))
-            shown = "ring" if scheme == "multi-rail-ring" else scheme
-            before = used(tmp_path, shown)
-            asyncio.run(until(lambda shown=shown, before=before: used(tmp_path, shown) > before))
+            change(tmp_path, version, scheme)
         (tmp_path / "stop").touch()
         done = results(ranks)
     assert all(each["calls"] == done[0]["calls"] for each in done)
