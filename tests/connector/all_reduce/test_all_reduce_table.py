@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -308,3 +309,10 @@ def test_traffic_by_size() -> None:
     assert found.calls == {"ring": {10: 2, 0: 1}, "ina": {11: 1}}
     assert found.nbytes == {"ring": {10: 2024, 0: 1}, "ina": {11: 1025}}
     assert (found.incarnation, found.table_version) == (3, 0)
+
+
+def test_the_page_lists_exactly_the_metrics() -> None:
+    counters = Counters(0, table_version=0, received_unix_s=0.0)
+    page = Path(__file__).parents[3] / "docs/switch.md"
+    documented = re.findall(r"^\| `(kvroute_\w+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert documented == re.findall(r"^# HELP (\w+)", counters.text(), re.MULTILINE)
