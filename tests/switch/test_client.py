@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvroute.switch import AggregationClient, AggregationError
+from kvroute.switch import AggregationClient, AggregationError, is_answering
 from kvroute.switch.aggregator import Aggregator
 from kvroute.switch.udp import UdpSwitch
 from kvroute.types import InputError
@@ -233,3 +234,23 @@ def test_an_address_that_cannot_be_sent_to_does_not_stop_the_switch() -> None:
             serving.exception(30)
             switch.close()
     serving.result()
+
+
+def test_whether_a_switch_answers(served: Served) -> None:
+    """The question needs no slots and begins no job."""
+    assert is_answering(served.address, 99, 60.0)
+    with AggregationClient(served.address, 1, 0, 1, slots=256) as client:
+        assert client.all_reduce(np.ones(3, np.float32)).tolist() == [1.0] * 3
+        assert is_answering(served.address, 99, 60.0)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        assert not is_answering(silent.getsockname(), 99, 0.05)
+
+
+def test_a_closed_client_is_an_error_and_can_begin_again(served: Served) -> None:
+    client = AggregationClient(served.address, 1, 0, 1)
+    client.close()
+    with pytest.raises(AggregationError, match="closed"):
+        client.all_reduce(np.ones(3, np.float32))
+    with client.again() as other:
+        assert other.all_reduce(np.ones(3, np.float32)).tolist() == [1.0] * 3

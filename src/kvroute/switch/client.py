@@ -11,7 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvroute.switch.fixed_point import FLOAT_TYPES, exponents, merge, split, to_fixed, to_float
-from kvroute.switch.wire import CHUNK_VALUES, DATA_BYTES, SLOTS_MAX, Reason, Reduction, Values
+from kvroute.switch.wire import (
+    CHUNK_VALUES,
+    DATA_BYTES,
+    SLOTS_MAX,
+    Data,
+    Kind,
+    Reason,
+    Reduction,
+    Values,
+    WireError,
+    decode,
+    encode,
+)
 from kvroute.switch.worker import Worker
 from kvroute.types import InputError
 
@@ -28,6 +40,33 @@ _REASONS = {Reason.SLOTS: "too few slots are free", Reason.SHAPE: "another worke
 
 class AggregationError(Exception):
     """The switch did not aggregate: it is down, has no slots, or a worker has restarted. The caller can use a ring."""
+
+
+def is_answering(switch: tuple[str, int], job: int, wait_s: float) -> bool:
+    """Return whether a switch answers within `wait_s`. `job`: number of a group that does not exist.
+
+    Raises:
+        InputError: the host is not known.
+    """
+    probe = Data(Kind.DATA, job, 1, 0, 1, 0, 0, Reduction.SUM, 0, np.zeros(CHUNK_VALUES, np.int32))
+    with _connected(switch) as connection:
+        connection.settimeout(wait_s)
+        try:
+            connection.send(encode(probe))
+            answer = decode(connection.recv(DATA_BYTES + 1))
+        except (OSError, WireError):
+            return False
+        return answer.kind == Kind.STALE
+
+
+def _connected(switch: tuple[str, int]) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(*switch, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise InputError(f"the switch {switch[0]} is not known: {error.strerror}", hint="check the name") from error
+    connection = socket.socket(family, kind)
+    connection.connect(address)
+    return connection
 
 
 class AggregationClient:
@@ -64,15 +103,25 @@ class AggregationClient:
             raise InputError(f"rank {rank} of {ranks} is not possible", hint="give 1 to 64 ranks, numbered from 0")
         if not 0 < slots <= SLOTS_MAX:
             raise InputError(f"{slots} slots are not possible", hint=f"give 1 to {SLOTS_MAX}")
-        self._ranks, self._timeout_s = ranks, timeout_s
+        self._job, self._rank, self._ranks, self._slots = job, rank, ranks, slots
+        self._retry_s, self._timeout_s = retry_s, timeout_s
         self._worker = Worker(job, rank, ranks, slots, time.time_ns(), retry_s)
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(*switch, type=socket.SOCK_DGRAM)[0]
-        except OSError as error:
-            raise InputError(f"the switch {switch[0]} is not known: {error.strerror}", hint="check the name") from error
-        self._socket = socket.socket(family, kind)
+        self._socket = _connected(switch)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-        self._socket.connect(address)
+        self._switch: tuple[str, int] = self._socket.getpeername()[:2]
+
+    def again(self) -> AggregationClient:
+        """Return another client of this rank, which joins the group as a worker that has restarted. All ranks of the
+        group must do so, each after it has closed its own client."""
+        return AggregationClient(
+            self._switch,
+            self._job,
+            self._rank,
+            self._ranks,
+            self._slots,
+            retry_s=self._retry_s,
+            timeout_s=self._timeout_s,
+        )
 
     @property
     def packets_sent_again(self) -> int:
@@ -92,6 +141,8 @@ class AggregationClient:
             InputError: a tensor of another type.
             AggregationError: see the class.
         """
+        if self._socket.fileno() < 0:
+            raise AggregationError("the client is closed")
         if not tensor.size:
             return tensor.copy()
         if tensor.dtype == np.int32:

@@ -14,8 +14,9 @@ from multiprocessing.connection import Client
 import numpy as np
 import pytest
 
+from kvroute.connector.all_reduce.channel import new_key
 from kvroute.connector.all_reduce.counters import Counters
-from kvroute.connector.all_reduce.peers import Operations, Peers, new_key
+from kvroute.connector.all_reduce.peers import Operation, Operations, Peers
 from kvroute.connector.all_reduce.switched import SwitchedSums
 from kvroute.switch import AggregationClient
 from kvroute.switch.udp import UdpSwitch
@@ -117,13 +118,53 @@ def test_an_operation_ends_once() -> None:
     """Complete stays complete, abandoned stays abandoned, for this operation and all later ones."""
     operations, result = Operations(), np.ones(1)
     assert operations.complete(operations.begin(), result)
-    assert operations.abandon(0) is result
-    assert operations.abandon(0) is result, "a third rank asks, too"
+    assert operations.abandon(Operation(0, 0)) is result
+    assert operations.abandon(Operation(0, 0)) is result, "a third rank asks, too"
     assert not operations.complete(operations.begin(), result), "the rank that asked takes no part in the next one"
     other = Operations()
-    assert other.abandon(3) is None
-    assert other.abandon(5) is None
-    assert [other.abandoned(number) for number in (2, 3, 5)] == [False, True, True]
+    assert other.abandon(Operation(0, 3)) is None
+    assert other.abandon(Operation(0, 5)) is None
+    assert [other.abandoned(Operation(0, number)) for number in (2, 3, 5)] == [False, True, True]
+
+
+def test_operations_of_generations_are_apart() -> None:
+    """A question may come before its generation begins, or after: the last result of the one before is kept."""
+    operations, result = Operations(), np.ones(1)
+    first = operations.begin()
+    assert operations.complete(first, result)
+    early = Operation(2, 0)
+    assert operations.abandon(early) is None
+    assert not operations.has_begun(early)
+    assert operations.begin(2) == early
+    assert operations.has_begun(early)
+    assert operations.abandoned(early), "the rank that asked takes no part in it"
+    assert not operations.complete(early, result)
+    assert operations.abandon(first) is result
+    third = operations.begin(3)
+    assert operations.has_begun(first)
+    assert operations.complete(third, result), "the next generation can use the switch"
+
+
+def test_a_group_returns_to_the_switch() -> None:
+    """With a higher generation, also while one of the ranks is late; lower ones stay on the ring."""
+    switch = UdpSwitch("127.0.0.1", 0, 64)
+    port, ones = switch.address[1], np.ones(300, np.float32)
+    with group(2, switch.address) as members, ThreadPoolExecutor(2) as pool:
+
+        def both(generation: int) -> list[list[float] | None]:
+            found = list(pool.map(lambda member: member.all_reduce(ones, generation), members))
+            return [None if total is None else sorted(set(total.tolist())) for total in found]
+
+        with serving(switch):
+            assert both(0) == [[2.0], [2.0]]
+        assert both(0) == [None, None]
+        assert both(1) == [None, None], "the switch is away"
+        with serving(UdpSwitch("127.0.0.1", port, 64)):
+            assert both(1) == [None, None], "the generation has ended"
+            assert both(2) == [[2.0], [2.0]]
+            assert both(2) == [[2.0], [2.0]]
+            assert both(4) == [[2.0], [2.0]], "without a failure before"
+        assert [member.failure for member in members] == [None, None]
 
 
 def test_questions_need_the_key_of_the_group() -> None:
@@ -133,7 +174,7 @@ def test_questions_need_the_key_of_the_group() -> None:
         Client(peers.address, "AF_INET", authkey=b"another")
     asking = Peers(Operations(), "127.0.0.1", b"another")
     asking.connect([peers.address])
-    assert asking.all_have_begun(0), "a rank that does not answer is not waited for"
+    assert asking.all_have_begun(Operation(0, 0)), "a rank that does not answer is not waited for"
     peers.close()
 
 

@@ -1,6 +1,7 @@
 """One rank of PyTorch's backend `kvroute`: reduces tensors of several sizes and types, and prints a hash of all sums.
 
-Runs in vLLM's environment: `reduce_tensors.py RANK RANKS HOST PORT ROUNDS`. Prints `running` after the first round.
+Runs in vLLM's environment: `reduce_tensors.py RANK RANKS HOST PORT ROUNDS [STOP]`. Prints `running` after the first
+round. With STOP it ends after the round in which rank 0 finds a file of this name.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch  # type: ignore[import-not-found]
 import torch.distributed as dist  # type: ignore[import-not-found]
@@ -45,6 +47,11 @@ def main() -> None:
             digest.update(total.view(torch.uint8).numpy().tobytes())
         if number == 0:
             print("running", flush=True)
+        if len(sys.argv) > 6:
+            stop = torch.tensor([rank == 0 and Path(sys.argv[6]).exists()], dtype=torch.int32)
+            dist.all_reduce(stop)
+            if stop:
+                break
     count = torch.tensor([rank + 1])
     dist.all_reduce(count)  # integers: gloo's
     dist.barrier()

@@ -21,10 +21,10 @@ def corrupt(number: int) -> None:
 
     correct, calls = SwitchedSums.all_reduce, 0
 
-    def wrong(self: SwitchedSums, tensor: Any) -> Any:
+    def wrong(self: SwitchedSums, tensor: Any, generation: int = 0) -> Any:
         nonlocal calls
         calls += 1
-        total = correct(self, tensor)
+        total = correct(self, tensor, generation)
         return total + 1.0 if total is not None and calls == number else total
 
     SwitchedSums.all_reduce = wrong  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 from pathlib import Path
@@ -10,15 +11,21 @@ from typing import Any
 import pytest
 from bench.all_reduce.star import Star, star, start_rank, switch, xdp
 from tests.live.vllm.conftest import BIN, HERE
+from tests.live.vllm.scheduled import GROUP, in_use, put, used
+from tests.waiting import until
+
+from kvroute.topology.schema import Scheme
 
 pytestmark = [pytest.mark.live, pytest.mark.usefixtures("all_reduce_components"), pytest.mark.timeout(600)]
 
 
-def start(found: Star, folder: Path, settings: str, rounds: int) -> list[subprocess.Popen[str]]:
+def start(
+    found: Star, folder: Path, settings: str, rounds: int, stop: Path | None = None
+) -> list[subprocess.Popen[str]]:
     """Start one rank in the namespace of each worker. SWITCH in the settings is the switch's address there."""
     ranks = []
     for rank in range(found.workers):
-        given = (rank, found.workers, found.address(0), 29500, rounds)
+        given = (rank, found.workers, found.address(0), 29500, rounds, *([stop] if stop is not None else []))
         command: list[str | Path] = [BIN / "python", HERE / "reduce_tensors.py", *map(str, given)]
         ranks.append(start_rank(found, rank, command, folder / f"rank{rank}.yaml", settings))
     return ranks
@@ -71,3 +78,50 @@ def test_a_switch_that_is_killed_is_replaced_by_a_ring(tmp_path: Path, scheme: s
     assert len({json.dumps(each["calls"], sort_keys=True) for each in done}) <= 2, (
         "ranks differ by one operation at most"
     )
+
+
+def change(folder: Path, version: int, scheme: Scheme) -> None:
+    """Write a table with this scheme for small tensors, and wait until it is in use."""
+    put(folder, version, (scheme, 4_000), ("ring", None))
+    asyncio.run(until(lambda: in_use(folder) == version))
+    shown: Scheme = "ring" if scheme == "multi-rail-ring" else scheme
+    before = used(folder, shown)
+    asyncio.run(until(lambda: used(folder, shown) > before))
+
+
+def test_a_table_that_changes_while_ranks_reduce(tmp_path: Path) -> None:
+    """Each scheme of the table is used in turn by all ranks, which have the exact sums throughout."""
+    settings = (
+        f"switch: SWITCH\nranks_per_server: [2, 2]\nagent: {tmp_path}\ngroup: {GROUP}\n"
+        "also: [ina, hierarchical-ring, hierarchical-ina]\n"
+    )
+    schemes: tuple[Scheme, ...] = ("ina", "hierarchical-ina", "hierarchical-ring", "multi-rail-ring", "ina")
+    with star(4) as found, switch(found) as _:
+        ranks = start(found, tmp_path, settings, 100_000, tmp_path / "stop")
+        asyncio.run(until(lambda: used(tmp_path, "ring") > 0))
+        for version, scheme in enumerate(schemes, 1):
+            change(tmp_path, version, scheme)
+        (tmp_path / "stop").touch()
+        done = results(ranks)
+    assert all(each["calls"] == done[0]["calls"] for each in done)
+    assert set(done[0]["calls"]) == {"ring", "ina", "hierarchical-ina", "hierarchical-ring"}
+    assert [each["fallbacks"] for each in done] == [{}] * 4
+
+
+def test_ranks_return_to_a_switch_that_is_back(tmp_path: Path) -> None:
+    """The table says `ina` all the time."""
+    settings = f"switch: SWITCH\nagent: {tmp_path}\ngroup: {GROUP}\nalso: [ina]\nrejoin: 1 s\n"
+    put(tmp_path, 1, ("ina", None))
+    with star(3) as found:
+        with switch(found, *xdp(found)) as (process, _):
+            ranks = start(found, tmp_path, settings, 100_000, tmp_path / "stop")
+            asyncio.run(until(lambda: used(tmp_path, "ina") > 0))
+            before = used(tmp_path, "ring")
+            process.kill()
+            asyncio.run(until(lambda: used(tmp_path, "ring") > before + 100))
+        before = used(tmp_path, "ina")
+        with switch(found, *xdp(found)):
+            asyncio.run(until(lambda: used(tmp_path, "ina") > before + 100))
+            (tmp_path / "stop").touch()
+            done = results(ranks)
+    assert [each["fallbacks"] for each in done] == [{"ina": 1}] * 3

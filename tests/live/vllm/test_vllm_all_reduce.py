@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from bench.all_reduce.star import Star, star, start_rank, switch, xdp
 from tests.live.vllm.conftest import BIN, HERE, ROOT, environment, make_model
+from tests.live.vllm.scheduled import GROUP, in_use, put, used
 from tests.waiting import until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 OUTPUT_TOKENS, MANY_TOKENS = 48, 192
 LARGEST = 256 * 1024
 """Larger tensors take the ring, in bytes."""
+SCHEMES = f"schemes: [{{scheme: ina, up_to: {LARGEST} B}}, {{scheme: ring}}]"
 
 
 class Generation:
@@ -41,14 +43,15 @@ class Generation:
     def _command(self, ranks: int, output_tokens: int) -> list[str]:
         return [str(BIN / "python"), str(HERE / "tensor_parallel.py"), str(self.model), str(ranks), str(output_tokens)]
 
-    def start(self, found: Star, output_tokens: int, **more: str) -> list[subprocess.Popen[str]]:
-        """Start both ranks of a tensor-parallel vLLM, each in its namespace."""
-        schemes = f"[{{scheme: ina, up_to: {LARGEST} B}}, {{scheme: ring}}]"
+    def start(
+        self, found: Star, output_tokens: int, schemes: str = SCHEMES, **more: str
+    ) -> list[subprocess.Popen[str]]:
+        """Start both ranks of a tensor-parallel vLLM, each in its namespace. `schemes`: lines of the settings."""
         ranks = []
         (self.folder / "counters0.prom").unlink(missing_ok=True)
         for rank in range(2):
             counters = self.folder / "counters{rank}.prom"
-            settings = f"switch: SWITCH\nschemes: {schemes}\nmetrics: {counters}\n"
+            settings = f"switch: SWITCH\n{schemes}\nmetrics: {counters}\n"
             own = self.environment | {
                 "VLLM_HOST_IP": found.address(rank),
                 **{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
@@ -116,6 +119,41 @@ def test_a_switch_that_is_killed_changes_no_token(generation: Generation) -> Non
         process.kill()
         assert generation.results(ranks) == [generation.tokens] * 2
     assert generation.count("kvroute_all_reduces_total", "ring") > 100
+    assert generation.count("kvroute_all_reduce_fallbacks_total", "ina") == 1
+
+
+def scheduled(folder: Path) -> str:
+    """Return the settings of a group whose schemes come from a table."""
+    return f"agent: {folder}\ngroup: {GROUP}\nalso: [ina]"
+
+
+def test_a_table_that_changes_changes_no_token(generation: Generation, tmp_path: Path) -> None:
+    """From the ring to the switch and back, in the middle of a generation."""
+    with star(2) as found, switch(found, *xdp(found)):
+        ranks = generation.start(found, MANY_TOKENS, scheduled(tmp_path))
+        asyncio.run(until(lambda: used(tmp_path, "ring") > 100))
+        put(tmp_path, 1, ("ina", LARGEST), ("ring", None))
+        asyncio.run(until(lambda: used(tmp_path, "ina") > 100))
+        put(tmp_path, 2, ("ring", None))
+        asyncio.run(until(lambda: in_use(tmp_path) == 2))
+        put(tmp_path, 3, ("ina", None))
+        assert generation.results(ranks) == [generation.tokens] * 2
+    assert in_use(tmp_path) == 3
+    assert generation.count("kvroute_all_reduces_total", "ina") == used(tmp_path, "ina") > 100
+    assert generation.count("kvroute_all_reduce_fallbacks_total", "ina") == 0
+
+
+def test_a_switch_of_the_table_that_is_killed_changes_no_token(generation: Generation, tmp_path: Path) -> None:
+    """The table says `ina` before, during and after."""
+    put(tmp_path, 1, ("ina", None))
+    with star(2) as found, switch(found, *xdp(found)) as (process, _):
+        ranks = generation.start(found, MANY_TOKENS, scheduled(tmp_path))
+        asyncio.run(until(lambda: used(tmp_path, "ina") > 0))
+        process.kill()
+        put(tmp_path, 2, ("ina", LARGEST), ("ring", None))
+        assert generation.results(ranks) == [generation.tokens] * 2
+    assert in_use(tmp_path) == 2
+    assert used(tmp_path, "ring") > 100
     assert generation.count("kvroute_all_reduce_fallbacks_total", "ina") == 1
 
 

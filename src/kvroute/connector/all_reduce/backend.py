@@ -6,10 +6,12 @@ point tensors go by the settings of KVROUTE_ALL_REDUCE, all other collectives ar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvroute.connector.all_reduce.settings import Settings, settings_from_environment
+from kvroute.connector.all_reduce.channel import own_host
+from kvroute.connector.all_reduce.settings import Settings, reachable, settings_from_environment
 from kvroute.connector.all_reduce.torch_groups import Group, TorchAllReduce, counters_of
 
 import torch  # type: ignore[import-not-found]  # isort: skip
@@ -51,7 +53,7 @@ class KvrouteGroup(dist.ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: Any, rank: int, ranks: int, timeout: Any) -> None:
         super().__init__(rank, ranks)
         self._gloo = dist.ProcessGroupGloo(store, rank, ranks, timeout)
-        settings = settings_from_environment(ranks) or Settings()
+        settings = reachable(settings_from_environment(ranks) or Settings(), _own_address())
 
         def make_group(members: Sequence[int], name: str) -> Group:
             at = dist.PrefixStore(f"kvroute/{name}", store)
@@ -71,6 +73,11 @@ class KvrouteGroup(dist.ProcessGroup):  # type: ignore[misc]
             return self._gloo.allreduce(tensors, options)
         self._sums.all_reduce(tensors[0])
         return _Done(tensors)
+
+
+def _own_address() -> str:
+    """Return the address of this machine on its path to the one that PyTorch's variables name."""
+    return own_host((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))
 
 
 def _forwarded(name: str) -> Callable[..., Any]:

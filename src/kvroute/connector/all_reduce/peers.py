@@ -6,91 +6,116 @@ last result and answers two questions of other ranks in a thread: how far it is,
 operation. A rank that is asked for a result that it does not have abandons that operation: it will not complete it
 through the switch any more. So after a rank has asked all others, either one of them has the result, which it takes, or
 all of them reduce the same operation again in another way.
+
+A group that returns to the switch begins a new generation of operations, all ranks before the same one.
 """
 
 from __future__ import annotations
 
-import secrets
-import socket
 import threading
 from collections.abc import Sequence
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvroute.connector.all_reduce.channel import Address, Channel
 from kvroute.switch import AggregationError
 
-Address: TypeAlias = tuple[str, int]
 Values: TypeAlias = npt.NDArray[Any]
-KEY_BYTES = 32
-_REPLY_S = 30.0
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """An operation through the switch."""
+
+    generation: int
+    number: int
+    """Number in its generation, from 0."""
 
 
 class _Question(msgspec.Struct):
-    operation: int
+    operation: Operation
     abandon: bool
     """True: answer with the result, or abandon the operation. False: only say how far you are."""
 
 
 class _Reply(msgspec.Struct):
-    begun: int
-    """Number of operations that the rank has begun."""
+    begun: bool
+    """Whether the rank has begun the operation."""
     result: bytes | None = None
 
 
+@dataclass(slots=True)
+class _Generation:
+    begun: int = 0
+    completed: int = 0
+    result: Values | None = None
+    abandoned: int | None = None
+    """Number of the first operation that was abandoned."""
+
+    def has_abandoned(self, number: int) -> bool:
+        return self.abandoned is not None and number >= self.abandoned
+
+
 class Operations:
-    """The operations of one rank through the switch, numbered from 0; used by its own thread and by that of questions.
+    """The operations of one rank through the switch; used by its own thread and by that of questions.
 
     An operation ends as complete or as abandoned, and stays so.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begun = 0
-        self._completed = 0
-        self._result: Values | None = None
-        self._abandoned: int | None = None
+        self._current = 0
+        self._generations = {0: _Generation()}
 
-    @property
-    def begun(self) -> int:
-        """Number of operations begun."""
+    def _of(self, operation: Operation) -> _Generation:
+        return self._generations.setdefault(operation.generation, _Generation())
+
+    def begin(self, generation: int = 0) -> Operation:
+        """Begin the next operation; the generation never decreases."""
         with self._lock:
-            return self._begun
+            if generation > self._current:
+                # The last operation of the generation before may be incomplete on other ranks, no older one.
+                keep = {self._current, *(each for each in self._generations if each >= generation)}
+                self._generations = {each: self._generations[each] for each in keep}
+                self._current = generation
+            own = self._generations.setdefault(generation, _Generation())
+            own.begun += 1
+            return Operation(generation, own.begun - 1)
 
-    def begin(self) -> int:
-        """Begin the next operation, and return its number."""
+    def has_begun(self, operation: Operation) -> bool:
+        """Return whether this rank has begun an operation."""
         with self._lock:
-            self._begun += 1
-            return self._begun - 1
+            return operation.generation < self._current or self._of(operation).begun > operation.number
 
-    def abandoned(self, operation: int) -> bool:
+    def abandoned(self, operation: Operation) -> bool:
         """Return whether this operation must not be completed through the switch."""
         with self._lock:
-            return self._abandoned is not None and operation >= self._abandoned
+            return self._of(operation).has_abandoned(operation.number)
 
-    def complete(self, operation: int, result: Values) -> bool:
+    def complete(self, operation: Operation, result: Values) -> bool:
         """Keep the result; False if the operation was abandoned before, and the result must not be used."""
         with self._lock:
-            if self._abandoned is not None and operation >= self._abandoned:
+            own = self._of(operation)
+            if own.has_abandoned(operation.number):
                 return False
-            self._completed, self._result = operation + 1, result
+            own.completed, own.result = operation.number + 1, result
             return True
 
-    def abandon(self, operation: int) -> Values | None:
-        """Return the result of an operation; if there is none, abandon it and all later ones.
+    def abandon(self, operation: Operation) -> Values | None:
+        """Return the result of an operation; if there is none, abandon it and all later ones of its generation.
 
         Only the last result is kept: no rank completes an operation before all ranks have begun it.
         """
         with self._lock:
-            if self._completed > operation:
-                assert self._completed == operation + 1, "a later operation needs the rank that asks"
-                self._abandoned = self._completed
-                return self._result
-            self._abandoned = operation if self._abandoned is None else min(operation, self._abandoned)
+            own = self._of(operation)
+            if own.completed > operation.number:
+                assert own.completed == operation.number + 1, "a later operation needs the rank that asks"
+                own.abandoned = own.completed
+                return own.result
+            own.abandoned = operation.number if own.abandoned is None else min(operation.number, own.abandoned)
             return None
 
 
@@ -98,40 +123,31 @@ class Peers:
     """Questions to the other ranks of a group, and a thread that answers theirs."""
 
     def __init__(self, operations: Operations, host: str, key: bytes) -> None:
-        """Listen.
-
-        Args:
-            operations: those of this rank.
-            host: address to listen on.
-            key: secret of the group; connections without it are refused.
-        """
-        self._operations, self._key = operations, key
-        self._listener = Listener((host, 0), "AF_INET", backlog=64)  # the key is checked in a thread of each connection
+        """`operations`: those of this rank; `host`, `key`: see `Channel`."""
+        self._operations = operations
+        self._channel = Channel(host, key, self._answer)
         self._others: list[Address] = []
-        threading.Thread(target=self._serve, daemon=True, name="kvroute-all-reduce").start()
 
     @property
     def address(self) -> Address:
         """Host and port at which it listens."""
-        address = self._listener.address
-        assert isinstance(address, tuple)
-        return address
+        return self._channel.address
 
     def connect(self, others: Sequence[Address]) -> None:
         """Set the addresses of the other ranks."""
         self._others = list(others)
 
-    def all_have_begun(self, operation: int) -> bool:
+    def all_have_begun(self, operation: Operation) -> bool:
         """Return whether all other ranks that answer have begun an operation."""
         replies = (self._ask(address, _Question(operation, abandon=False)) for address in self._others)
-        return all(reply is None or reply.begun > operation for reply in replies)
+        return all(reply is None or reply.begun for reply in replies)
 
-    def abandon(self, operation: int, own: Values) -> Values | None:
+    def abandon(self, operation: Operation, own: Values) -> Values | None:
         """Return the result of an operation of which this rank has none; None if no rank has it, and all have abandoned
         it.
 
         Args:
-            operation: number of the operation, abandoned on this rank.
+            operation: the operation, abandoned on this rank.
             own: array of the result's shape and type.
 
         Raises:
@@ -147,47 +163,18 @@ class Peers:
         return found
 
     def _ask(self, address: Address, question: _Question) -> _Reply | None:
+        answer = self._channel.ask(address, msgspec.msgpack.encode(question))
         try:
-            with Client(address, "AF_INET", authkey=self._key) as connection:
-                connection.send_bytes(msgspec.msgpack.encode(question))
-                if not connection.poll(_REPLY_S):
-                    return None
-                return msgspec.msgpack.decode(connection.recv_bytes(), type=_Reply)
-        except (OSError, EOFError, AuthenticationError, msgspec.DecodeError):
+            return None if answer is None else msgspec.msgpack.decode(answer, type=_Reply)
+        except msgspec.DecodeError:
             return None
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-
-    def _answer(self, connection: Connection) -> None:
-        try:
-            with connection:
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
-                question = msgspec.msgpack.decode(connection.recv_bytes(1024), type=_Question)
-                result = self._operations.abandon(question.operation) if question.abandon else None
-                reply = _Reply(self._operations.begun, None if result is None else result.tobytes())
-                connection.send_bytes(msgspec.msgpack.encode(reply))
-        except (OSError, EOFError, AuthenticationError, msgspec.DecodeError):
-            return
+    def _answer(self, request: bytes) -> bytes:
+        question = msgspec.msgpack.decode(request, type=_Question)
+        result = self._operations.abandon(question.operation) if question.abandon else None
+        begun = self._operations.has_begun(question.operation)
+        return msgspec.msgpack.encode(_Reply(begun, None if result is None else result.tobytes()))
 
     def close(self) -> None:
         """Answer no more questions."""
-        self._listener.close()
-
-
-def new_key() -> bytes:
-    """Return a secret for a group."""
-    return secrets.token_bytes(KEY_BYTES)
-
-
-def own_host(target: Address) -> str:
-    """Return the address of this machine on its path to `target`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
+        self._channel.close()

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated
 
 import msgspec
 
 from kvroute.connector.all_reduce import VARIABLE
+from kvroute.connector.all_reduce.channel import own_host
+from kvroute.connector.all_reduce.rules import HIERARCHICAL, SWITCHED, LiveScheme, Rule, Rules
 from kvroute.topology.document import read_mapping_file
 from kvroute.topology.form import Lines
 from kvroute.topology.units import Duration, Size
 
 _BEGIN = "begin with `schemes: [{scheme: ring}]`"
-LiveScheme: TypeAlias = Literal["ring", "hierarchical-ring", "ina", "hierarchical-ina"]
-"""Those of `collectives.Scheme` that a process can choose. PyTorch has no ring over several NICs of one process."""
-SWITCHED: frozenset[LiveScheme] = frozenset({"ina", "hierarchical-ina"})
-HIERARCHICAL: frozenset[LiveScheme] = frozenset({"hierarchical-ring", "hierarchical-ina"})
 _Port = Annotated[str, msgspec.Meta(pattern=r"^.+:\d{1,5}\Z")]
 
 
@@ -46,14 +44,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     timeout: Duration = Duration(2.0)
     """Silence of the switch after which the group falls back to a ring, while all ranks are waiting for it."""
     host: str = ""
-    """Address of this rank at which the other ranks reach it; empty: that of its path to the switch."""
+    """Address of this rank at which the other ranks reach it; empty: that of its path to the switch, or that of its
+    process group."""
+    agent: str = ""
+    """Folder of the server's agent, which has the scheduler's table; empty: only the rules of `schemes`."""
+    group: str = ""
+    """Name of this group in the scheduler's cluster file."""
+    also: tuple[LiveScheme, ...] = ()
+    """Schemes that the scheduler's table may use beside those of `schemes`."""
+    rejoin: Duration = Duration(10.0)
+    """Least time between a fallback and the return to the switch; with `agent` only."""
     metrics: str = ""
     """File for counters in Prometheus' text format, for node_exporter's textfile collector; `{rank}` is replaced."""
 
-    def scheme_of(self, nbytes: int) -> LiveScheme:
-        """Return the scheme of a tensor."""
-        fitting = (rule.scheme for rule in self.schemes if rule.up_to is None or nbytes <= rule.up_to)
-        return next(fitting, "ring")
+    @property
+    def rules(self) -> Rules:
+        """The rules of `schemes`."""
+        whole = ((rule.scheme, rule.up_to) for rule in self.schemes)
+        return Rules(tuple(Rule(scheme, None if up_to is None else int(up_to)) for scheme, up_to in whole))
+
+    @property
+    def prepared(self) -> frozenset[LiveScheme]:
+        """Schemes that the group can use."""
+        return frozenset({"ring", *self.also, *(rule.scheme for rule in self.schemes)})
 
     @property
     def switch_address(self) -> tuple[str, int]:
@@ -91,10 +104,16 @@ def settings_from_environment(ranks: int) -> Settings | None:
 
 
 def _check(settings: Settings, lines: Lines, ranks: int) -> None:
-    used = {rule.scheme for rule in settings.schemes}
+    used, place = settings.prepared, ("also" if settings.also else "schemes",)
+    if bool(settings.agent) != bool(settings.group):
+        given, absent = ("agent", "group") if settings.agent else ("group", "agent")
+        hint = "add both `agent: /run/kvroute` and `group: NAME`, or neither"
+        raise lines.error(f"`{given}` needs `{absent}`", (given,), hint=hint)
+    if settings.also and not settings.agent:
+        raise lines.error("`also` needs `agent`", ("also",), hint="add `agent` and `group`, or use `schemes`")
     if used & SWITCHED and settings.switch is None:
         scheme = min(used & SWITCHED)
-        raise lines.error(f"the scheme {scheme} needs a switch", ("schemes",), hint="add `switch: HOST:PORT`")
+        raise lines.error(f"the scheme {scheme} needs a switch", place, hint="add `switch: HOST:PORT`")
     if settings.ranks_per_server and sum(settings.ranks_per_server) != ranks:
         what = f"{sum(settings.ranks_per_server)} ranks on servers, but the group has {ranks}"
         raise lines.error(what, ("ranks_per_server",), hint="list the ranks of each server of this group")
@@ -103,6 +122,15 @@ def _check(settings: Settings, lines: Lines, ranks: int) -> None:
         raise lines.error(f"{scheme} needs servers with equally many ranks", ("ranks_per_server",), hint=hint)
     if settings.timeout <= 0:
         raise lines.error("a timeout of 0 s", ("timeout",), hint="give at least 100 ms")
+    if settings.rejoin <= 0:
+        raise lines.error("a return to the switch after 0 s", ("rejoin",), hint="give at least 100 ms")
+
+
+def reachable(settings: Settings, otherwise: str) -> Settings:
+    """Return the settings with the address at which other ranks reach this one: `host`, that of the path to the switch,
+    or `otherwise`."""
+    host = settings.host or (own_host(settings.switch_address) if settings.switch is not None else otherwise)
+    return msgspec.structs.replace(settings, host=host)
 
 
 def local_ranks(ranks_per_server: Sequence[int], rank: int) -> tuple[range, range]:

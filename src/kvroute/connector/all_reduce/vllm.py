@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvroute.connector.all_reduce import plugin
-from kvroute.connector.all_reduce.settings import settings_from_environment
+from kvroute.connector.all_reduce.settings import reachable, settings_from_environment
 from kvroute.connector.all_reduce.torch_groups import Group, TorchAllReduce, counters_of
 
 import torch  # type: ignore[import-not-found]  # isort: skip
 import torch.distributed as dist  # type: ignore[import-not-found]  # isort: skip
 from vllm.logger import init_logger  # type: ignore[import-not-found]  # isort: skip
+from vllm.utils.network_utils import get_ip  # type: ignore[import-not-found]  # isort: skip
 from vllm.utils.import_utils import resolve_obj_by_qualname  # type: ignore[import-not-found]  # isort: skip
 
 init_logger("kvroute")  # vLLM prints only the log lines of its own loggers
@@ -35,6 +36,7 @@ def communicator_of(platforms: type) -> type:
             settings = settings_from_environment(self.world_size)
             if settings is None:
                 return None
+            settings = reachable(settings, get_ip())
             if hasattr(self, "dist_module"):
                 self.dist_module, self.supports_tensor_dict = dist, False
 

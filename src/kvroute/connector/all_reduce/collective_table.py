@@ -4,6 +4,8 @@ Ranks that reduce the same tensor with different schemes would wait for each oth
 central scheduler and have versions. The leader of a group commits a version from an operation on, and every rank
 acknowledges the commit. The leader does not start the operation before that one until it has all acknowledgements, and
 without the leader no rank can complete it, so no rank reaches the first operation of a version that it does not know.
+Where ranks start operations before earlier ones are complete, as on GPUs, the leader stops that many operations
+earlier. An option is any immutable value, such as a scheme or rules by size.
 
 Messages may be lost, repeated and reordered; the caller sends `Leader.pending` again from time to time. Ranks that
 restart form a new incarnation of the group, which begins with operation 0.
@@ -13,28 +15,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
+Option = TypeVar("Option")
 _AHEAD = 64
 """Operations between the decision to commit and the first operation of the version, so that acknowledgements usually
 arrive before the leader would have to wait."""
 
 
 @dataclass(frozen=True, slots=True)
-class TableEntry:
+class TableEntry(Generic[Option]):
     """The scheduler's choice for one group."""
 
     version: int
     """Increases with every change."""
-    option: int
+    option: Option
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Generic[Option]):
     """Leader to rank: use an option from an operation on."""
 
     incarnation: int
     version: int
-    option: int
+    option: Option
     first_operation: int
 
 
@@ -48,17 +52,17 @@ class Acknowledged:
 
 
 @dataclass(slots=True)
-class Rank:
+class Rank(Generic[Option]):
     """A rank of a group; the leader contains one, too."""
 
     incarnation: int
     number: int
-    option: int = 0
+    option: Option
     """Option of operation 0."""
-    _commits: dict[int, Commit] = field(default_factory=dict)
+    _commits: dict[int, Commit[Option]] = field(default_factory=dict)
     """By version."""
 
-    def receive(self, commit: Commit) -> Acknowledged | None:
+    def receive(self, commit: Commit[Option]) -> Acknowledged | None:
         """Take a commit; return the acknowledgement, also for a commit that is known. Commits of other incarnations are
         ignored."""
         if commit.incarnation != self.incarnation:
@@ -66,7 +70,7 @@ class Rank:
         self._commits.setdefault(commit.version, commit)
         return Acknowledged(self.incarnation, self.number, commit.version)
 
-    def option_of(self, operation: int) -> int:
+    def option_of(self, operation: int) -> Option:
         """Return the option of an operation: that of the last version whose first operation is not later."""
         reached = [commit for commit in self._commits.values() if commit.first_operation <= operation]
         if not reached:
@@ -79,23 +83,25 @@ class Rank:
 
 
 @dataclass(slots=True)
-class Leader:
+class Leader(Generic[Option]):
     """The leader of a group: takes entries of the scheduler's table and commits them one after the other."""
 
-    own: Rank
+    own: Rank[Option]
     ranks: frozenset[int]
     """Numbers of the other ranks."""
     ahead: int = _AHEAD
+    early: int = 0
+    """Operations that ranks may have started and not completed when they start another one."""
     _operation: int = 0
     """Next operation that the leader starts."""
     _version: int = -1
-    _waiting: TableEntry | None = None
+    _waiting: TableEntry[Option] | None = None
     """Newest entry that is not committed yet."""
-    _commit: Commit | None = None
+    _commit: Commit[Option] | None = None
     """Commit that some ranks have not acknowledged."""
     _missing: set[int] = field(default_factory=set)
 
-    def receive_entry(self, entry: TableEntry) -> None:
+    def receive_entry(self, entry: TableEntry[Option]) -> None:
         """Take an entry of the scheduler's table; older versions are ignored."""
         newest = self._waiting.version if self._waiting is not None else self._version
         if entry.version > newest:
@@ -108,7 +114,7 @@ class Leader:
             return
         entry, self._waiting = self._waiting, None
         self._version = entry.version
-        first = self._operation + max(self.ahead, 1)
+        first = self._operation + self.early + max(self.ahead, 1)
         self._commit = Commit(self.own.incarnation, entry.version, entry.option, first)
         self.own.receive(self._commit)
         self._missing = set(self.ranks)
@@ -129,18 +135,18 @@ class Leader:
             self._commit = None
             self._begin()
 
-    def pending(self) -> Iterable[tuple[int, Commit]]:
+    def pending(self) -> Iterable[tuple[int, Commit[Option]]]:
         """Return the commit for each rank that has not acknowledged it."""
         return [(rank, self._commit) for rank in sorted(self._missing)] if self._commit is not None else []
 
     def may_start(self) -> bool:
-        """Return whether the leader may start its next operation: not the one before the first operation of a commit
-        that a rank may not know."""
-        return self._commit is None or self._operation < self._commit.first_operation - 1
+        """Return whether the leader may start its next operation: not one after which a rank could start the first
+        operation of a commit that it may not know."""
+        return self._commit is None or self._operation < self._commit.first_operation - 1 - self.early
 
-    def start(self) -> tuple[int, int]:
+    def start(self) -> tuple[int, Option]:
         """Start the next operation; return its number and option. Only if `may_start`."""
-        assert self.may_start(), "a rank may not know the version of the operation after this one"
+        assert self.may_start(), "a rank may not know the version of an operation that it could start then"
         operation = self._operation
         self._operation += 1
         return operation, self.own.option_of(operation)
