@@ -28,7 +28,7 @@ INSTANCES = 8
 LOADS = {
     "paced": ["--connections", "1", "--rate", "150"],
     "closed": ["--connections", "32"],
-    "streams": ["--connections", "64", "--stream-tokens", "100"],
+    "streams": ["--connections", "64", "--stream-tokens", "300"],
 }
 TICK_MS = 5.0
 CHUNK_TARGET_MS = 0.3
@@ -123,6 +123,7 @@ MEASURES: dict[str, tuple[str, Any]] = {
     "CPU per request, 150 requests/s": ("us", lambda f, n: figure(f[n], "paced", "cpu_us_per_answer")),
     "added latency, median": ("us", added_us),
     "delay of a streamed chunk, median": ("ms", lambda f, n: _thousandths(figure(f[n], "streams", "chunk_us", "p50"))),
+    "CPU of a streamed answer": ("us", lambda f, n: figure(f[n], "streams", "cpu_us_per_answer")),
     "CPU per streamed chunk": ("us", lambda f, n: figure(f[n], "streams", "cpu_us_per_chunk")),
     "requests/s, one core, 32 connections": ("1/s", lambda f, n: figure(f[n], "closed", "answers_per_s")),
     "CPU share without requests": ("%", lambda f, n: [100 * share for share in figure(f[n], "idle_share")]),
@@ -132,6 +133,7 @@ COMPARED = {
     "CPU per request, 150 requests/s": (VLLM, SGLANG),
     "added latency, median": (VLLM, SGLANG),
     "delay of a streamed chunk, median": (VLLM, SGLANG),
+    "CPU of a streamed answer": (VLLM, SGLANG),
     "requests/s, one core, 32 connections": (VLLM, SGLANG),
 }
 

@@ -222,7 +222,7 @@ def test_after_any_input_the_server_responds_or_closes_and_serves_the_next_clien
 @settings(max_examples=60, deadline=None)
 @given(
     parts=st.lists(st.one_of(st.binary(max_size=50), st.integers(16_000, 70_000).map(lambda n: b"z" * n)), max_size=6),
-    how=st.sampled_from(["whole", "length", "chunked"]),
+    how=st.sampled_from(["whole", "length", "chunked", "chunks"]),
     version=st.sampled_from([b"1.0", b"1.1"]),
     method=st.sampled_from([b"GET", b"HEAD"]),
 )
@@ -236,7 +236,10 @@ def test_a_response_is_read_as_it_was_written(parts: list[bytes], how: str, vers
             return
         exchange.start(200, [(b"x-a", b"1")], len(body) if how == "length" else None)
         for part in parts:
-            exchange.write(part)
+            if how == "chunks" and part:
+                exchange.write_chunk(b"%x\r\n%b\r\n" % (len(part), part), len(part))
+            else:
+                exchange.write(part)
         exchange.end()
 
     async def main() -> bytes:

@@ -350,6 +350,104 @@ def test_a_parsed_response_does_not_depend_on_how_the_bytes_are_split(
     asyncio.run(main())
 
 
+SPELLINGS = (b"%x\r\n", b"%X\r\n", b"0%x\r\n", b"%x;x=y\r\n")
+"""Size lines of chunks; the gateway itself writes the first form."""
+
+
+@given(
+    datas=st.lists(st.tuples(st.binary(min_size=1, max_size=40), st.booleans(), st.integers(0, 3)), max_size=6),
+    cuts=st.lists(st.integers(0, 300), max_size=4),
+)
+def test_chunks_that_arrive_alone_are_relayed_with_their_framing_and_all_bytes_arrive_once_in_order(
+    datas: list[tuple[bytes, bool, int]], cuts: list[int]
+) -> None:
+    """The body does not depend on which chunks skip the parser."""
+    raw, ends, body, events = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", list[int](), b"", set[bytes]()
+    for data, ends_event, spelling in datas:
+        data += b"\n\n" if ends_event else b""
+        raw += SPELLINGS[spelling] % len(data) + data + b"\r\n"
+        body += data
+        if data.endswith(b"\n\n"):
+            events.add(b"%x\r\n%b\r\n" % (len(data), data))
+        ends.append(len(raw))
+    raw += b"0\r\n\r\n"
+
+    async def main() -> None:
+        pool, response = UpstreamPool("http://engine:1"), RecordedResponse()
+        connection, wire = UpstreamConnection(pool), Wire()
+        connection.connection_made(wire)
+        pool.keep(connection)
+        call, alone = send(pool, response), list[bytes]()
+
+        def on_chunk(chunk: bytes, data_bytes: int) -> None:
+            alone.append(chunk)
+            response.on_body(chunk[-2 - data_bytes : -2])
+
+        call.on_chunk = on_chunk
+        edges = sorted({0, len(raw), *ends, *(cut for cut in cuts if cut < len(raw))})
+        for start, end in pairwise(edges):
+            connection.data_received(raw[start:end])
+        response.check()
+        assert (response.body, response.callbacks[-1]) == (body, "end")
+        assert (pool.busy, pool.idle, wire.closing) == (0, 1, False)
+        spans = set(pairwise(ends)) & set(pairwise(edges))
+        assert alone == [raw[slice(*span)] for span in sorted(spans) if raw[slice(*span)] in events]
+        connection.connection_lost(None)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("chunk", "alone"),
+    [
+        (b"5\r\nabc\n\n\r\n", True),
+        (b"4\r\nabc\n\n\r\n", False),
+        (b"5\r\nabcde\r\n", False),
+        (b"05\r\nabc\n\n\r\n", False),
+        (b"5;\r\nabc\n\n\r\n", False),
+        (b"3\r\nabc\r\n5\r\nabc\n\n\r\n", False),
+    ],
+    ids=["alone", "wrong-size", "no-event", "zero", "extension", "two"],
+)
+def test_a_chunk_skips_the_parser_only_if_it_is_exactly_one_event_in_the_gateways_own_form(
+    chunk: bytes, alone: bool
+) -> None:
+    async def main() -> None:
+        pool, response = UpstreamPool("http://engine:1"), RecordedResponse()
+        connection = UpstreamConnection(pool)
+        connection.connection_made(Wire())
+        pool.keep(connection)
+        call, seen = send(pool, response), list[tuple[bytes, int]]()
+        call.on_chunk = lambda data, data_bytes: seen.append((data, data_bytes))
+        connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        connection.data_received(b"2\r\nok\r\n")
+        connection.data_received(chunk)
+        assert seen == ([(chunk, 5)] if alone else [])
+        connection.connection_lost(None)
+
+    asyncio.run(main())
+
+
+def test_bytes_between_chunks_that_are_no_chunk_are_malformed() -> None:
+    """After chunks that skip the parser, it still detects an invalid size line."""
+
+    async def main() -> None:
+        pool, response = UpstreamPool("http://engine:1"), RecordedResponse()
+        connection = UpstreamConnection(pool)
+        connection.connection_made(Wire())
+        pool.keep(connection)
+        send(pool, response).on_chunk = lambda data, data_bytes: None
+        connection.data_received(CHUNKED)
+        connection.data_received(b"5\r\nabc\n\n\r\n")
+        connection.data_received(b"no chunk\n\n\r\n")
+        response.check()
+        assert response.failure is not None
+        assert response.failure.kind == "malformed"
+        connection.connection_lost(None)
+
+    asyncio.run(main())
+
+
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n"
 
 

@@ -71,6 +71,7 @@ class Call:
         "handler",
         "head_only",
         "idle_s",
+        "on_chunk",
         "over",
         "paused",
         "request",
@@ -96,6 +97,10 @@ class Call:
         self.connection: CallConnection | None = None
         """The upstream connection; None before there is one and after the end."""
         self.paused = False
+        self.on_chunk: Callable[[bytes, int], None] | None = None
+        """Takes, in place of `handler.on_body`, a chunk of a chunked body that arrived alone: the chunk as it was
+        received, with its framing, and the size of its data. The data ends with an empty line, as an event of a
+        stream does. None: such chunks go to `handler.on_body`, too."""
         self.retried = False
         self.over = False
         self._on_done = on_done

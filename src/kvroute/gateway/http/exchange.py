@@ -195,6 +195,18 @@ class Exchange:
         else:
             self._transport.write(data)
 
+    def write_chunk(self, chunk: bytes, data_bytes: int) -> None:
+        """Send body bytes that have the framing of a chunk already, without another copy.
+
+        Args:
+            chunk: size line without extensions, data and line end.
+            data_bytes: size of the data.
+        """
+        if self._left == _CHUNKED and not self._unwritten and not self.gone and not self.finished:
+            self._transport.write(chunk)
+        else:
+            self.write(chunk[-2 - data_bytes : -2])
+
     def end(self) -> None:
         """End the response. If it is shorter than its length, abort it, so that the client detects the error."""
         if self.gone or self.finished:

@@ -17,6 +17,10 @@ HEAD_BYTES_MAX = 256 * 1024
 HEAD_LINES_MAX = 256
 """Maximum header lines of one response."""
 
+_EVENT_CHUNK_END = b"\n\n\r\n"
+"""End of a chunk whose data ends with an empty line."""
+_SIZE_LINE_MAX = 10
+"""Longest size line that is compared, its line end included."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 _SPENT = httptools.HttpResponseParser(object())
 """A parser without callbacks."""
@@ -66,6 +70,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._keep_alive = False
         self._complete = False
         self._surplus = False
+        self._chunk_ended = False
+        """The last chunk that has begun is complete."""
+        self._between_chunks = False
+        """The last received data ended with a complete chunk."""
         self._parts: list[bytes] = []
 
     @property
@@ -134,6 +142,15 @@ class UpstreamConnection(asyncio.Protocol):
         if call is None:  # unexpected data: no call is in progress
             self.close()
             return
+        on_chunk = call.on_chunk
+        if on_chunk is not None and self._between_chunks and data.endswith(_EVENT_CHUNK_END):
+            # Without a call of the parser, if the data is exactly one chunk as the gateway itself would write it.
+            data_bytes = len(data) - data.find(b"\r\n", 0, _SIZE_LINE_MAX) - 4
+            if data.startswith(b"%x\r\n" % data_bytes):
+                if not call.paused:
+                    self.deadline_s = self._now() + call.idle_s  # first: the callback may pause or end the call
+                on_chunk(data, data_bytes)
+                return
         error = self._feed(data)
         if self._status and not self._head_told:
             self._head_told = True
@@ -203,6 +220,12 @@ class UpstreamConnection(asyncio.Protocol):
         if not self._complete:
             self._parts.append(data)
 
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = True
+
     def on_message_complete(self) -> None:
         self._complete = self._status != 0
 
@@ -215,6 +238,7 @@ class UpstreamConnection(asyncio.Protocol):
             return "the engine switches protocols without a request for it"
         except httptools.HttpParserError as error:
             return f"the response is not valid HTTP ({error})"
+        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
         if self._parts:
             self._bare_bytes = 0
             return ""

@@ -24,6 +24,8 @@ _MEASURABLE_BYTES = 1 << 20
 _ERROR_START = (b'data: {"error"', b'data: {"object":"error"')
 """First bytes of an engine's stream that has failed before its first token."""
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_EVENT, _DONE_CHUNK = b"\ndata:", b"\ndata: [DONE]\n\n\r\n"
+"""Beginning of an event after a line end, and the end of a chunk whose last event is not a token."""
 _HELD_BYTES_MAX = 1 << 20
 """Longest part of an event that is held back; a longer event is relayed in pieces."""
 
@@ -194,6 +196,18 @@ class DecodeLeg(Leg):
         except Exception as error:
             self.owner.internal_error(error)
 
+    def _on_chunk(self, chunk: bytes, data_bytes: int) -> None:
+        """Relay a chunk of whole events as it was received."""
+        if self._held:
+            self.on_body(chunk[-2 - data_bytes : -2])
+            return
+        try:
+            self.events += chunk.count(_EVENT) - chunk.endswith(_DONE_CHUNK)
+            self.size += data_bytes
+            self.state.exchange.write_chunk(chunk, data_bytes)
+        except Exception as error:
+            self.owner.internal_error(error)
+
     def _whole_events(self, data: bytes) -> bytes:
         """Return the whole events of `data` and hold back the rest. If the engine failed within a relayed event, the
         error event that ends the stream would become part of that event."""
@@ -227,6 +241,8 @@ class DecodeLeg(Leg):
         prefill_s = max(0.0, now - state.received_at - queue_s - transfer_s - step_s)
         self.owner.on_first_token(self, Ttft(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
         exchange.on_pause, exchange.on_resume = self.pause, self.resume
+        if self.call is not None:
+            self.call.on_chunk = self._on_chunk
         content_type, headers = answered(self.headers, state.request_id)
         exchange.start(self.status, [(b"content-type", content_type), *headers], None)
         return True
