@@ -18,6 +18,8 @@ from kvroute.types import FloatArray
 EXPONENTS = range(12, 31)
 """Size classes: class e has tensors of more than 2^(e - 1) and up to 2^e bytes. The first one has all smaller tensors,
 too, and the last one all larger ones."""
+WINDOW_PERIODS = 3
+"""Loads are means over this number of periods."""
 HYSTERESIS = 0.1
 """Share of the time that another option must save before a choice changes."""
 Cell: TypeAlias = tuple[int, int]
@@ -79,7 +81,8 @@ def derive(
 ) -> dict[Cell, int]:
     """Return the number of the option for each group and size class.
 
-    Cells without demand get the option that is fastest for one tensor beside the mean load of all demand.
+    Cells without demand get the option that is fastest for one tensor beside the mean load of all demand, large sizes
+    first.
 
     Args:
         groups: options of each group; at least one needs no slots.
@@ -101,7 +104,7 @@ def derive(
     mean = LinkLoads(period.capacity_bytes_per_s)
     used = loads.outstanding_bytes / (period.capacity_bytes_per_s * period.seconds)
     mean.background = np.minimum(period.background + used, 1.0)
-    for cell in ((group, exponent) for group in range(len(groups)) for exponent in EXPONENTS):
+    for cell in ((group, exponent) for exponent in reversed(EXPONENTS) for group in range(len(groups))):
         if cell not in chosen:
             one = Demand(1.0, float(1 << cell[1]))
             chosen[cell] = _best(groups, cell, one, mean, slots, previous.get(cell), hysteresis)

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, cast
 
 import numpy as np
 
-from kvroute.agents.derivation import EXPONENTS, HYSTERESIS, Cell, Demand, Period, derive, size_class
+from kvroute.agents.derivation import EXPONENTS, HYSTERESIS, WINDOW_PERIODS, Cell, Demand, Period, derive, size_class
 from kvroute.agents.files import GroupEntry, GroupTraffic, SchemeRule
 from kvroute.agents.groups import Group, groups_of, groups_on, nvlink_links, port_links, switch_names
 from kvroute.agents.rates import Rate
@@ -21,8 +21,6 @@ from kvroute.topology.cluster import Cluster
 from kvroute.topology.schema import Scheme
 from kvroute.types import FloatArray, InputError
 
-_WINDOW_PERIODS = 3
-"""Rates are means over this number of periods."""
 _SILENT_PERIODS = 3
 _SILENT_LEAST_S = 3.0
 AgentKind: TypeAlias = Literal["server", "switch"]
@@ -145,7 +143,7 @@ class Tables:
         ports = port_links(self.cluster, agent.name, switch=agent.kind == "switch")
         for port, counted in sorted(report.ports.items()):
             for link, value in zip(_ends(ports, port, f"{agent}: port"), counted, strict=True):
-                rate = known.links.setdefault(link, Rate(_WINDOW_PERIODS * self.period_s))
+                rate = known.links.setdefault(link, Rate(WINDOW_PERIODS * self.period_s))
                 rate.read(report.clock_s, value, report.incarnation)
         if agent.kind == "switch":
             return
@@ -167,7 +165,7 @@ class Tables:
             flat = {(scheme, exponent): n for scheme, sizes in counts.items() for exponent, n in sizes.items()}
             for key in dict.fromkeys([*rates, *flat]):
                 if key not in rates:
-                    rates[key] = Rate(_WINDOW_PERIODS * self.period_s)
+                    rates[key] = Rate(WINDOW_PERIODS * self.period_s)
                     if clock_s > known.clock_s:
                         rates[key].read(known.clock_s, 0, traffic.incarnation)
                 rates[key].read(clock_s, flat.get(key, 0), traffic.incarnation)
