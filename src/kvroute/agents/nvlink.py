@@ -20,8 +20,9 @@ def nvlink_rates(page: str) -> dict[int, tuple[float, float]]:
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             gpu = sample.labels.get("gpu", "")
-            if sample.name in found and gpu.isdecimal() and math.isfinite(sample.value) and sample.value >= 0:
-                found[sample.name][int(gpu)] = sample.value
+            name = sample.name.removesuffix("_total")  # the parser's names of counters
+            if name in found and gpu.isdecimal() and math.isfinite(sample.value) and sample.value >= 0:
+                found[name][int(gpu)] = sample.value
     return {gpu: (found[_OUT][gpu], found[_IN][gpu]) for gpu in sorted(found[_OUT].keys() & found[_IN].keys())}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -14,6 +15,7 @@ from kvroute.types import InputError
 
 def check_installed() -> None:
     """Raise an InputError if the packages of the extra `agents` are missing."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC would print causes beside our sentences
     try:
         import kvroute.agents.metrics  # noqa: F401
     except ImportError as error:
