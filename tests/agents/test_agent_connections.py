@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +19,7 @@ from tests.waiting import HANGS_S, until
 
 from kvroute.agents.agent import Agent, Sources
 from kvroute.agents.agents_pb2 import FromAgent, FromScheduler, Hello
-from kvroute.agents.counters import PortCounters
+from kvroute.agents.counters import Nic, PortCounters
 from kvroute.agents.files import TABLE, GroupTraffic, TableFile, read_file, replace_file, traffic_path
 from kvroute.agents.messages import METHOD, PROTOCOL, hello_message, report_message
 from kvroute.agents.metrics import MetricsServer, agent_metrics, scheduler_metrics
@@ -45,10 +46,17 @@ class Rig:
     def address(self) -> str:
         return self.service.address
 
-    def agent(self, name: AgentName = A0, token: str = "", tls: Tls | None = None, **more: Any) -> Agent:
+    def agent(
+        self,
+        name: AgentName = A0,
+        token: str = "",
+        tls: Tls | None = None,
+        nics: tuple[Nic, ...] = (),
+        switch_status: Path | None = None,
+    ) -> Agent:
         folder = self.folder / name.name
         folder.mkdir(exist_ok=True)
-        sources = Sources(PortCounters(self.folder, ()), folder, incarnation=1, **more)
+        sources = Sources(PortCounters(self.folder, nics), folder, "", switch_status, 1)
         return Agent(name, self.address, sources, self.said.append, token, tls)
 
 
@@ -269,6 +277,24 @@ def test_wrong_messages_end_the_call_with_a_status(tmp_path: Path) -> None:
     within_limit(scenario)
 
 
+def test_an_agent_says_which_counters_it_cannot_read(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder = tmp_path / "class/net/eth0/statistics"
+        folder.mkdir(parents=True)
+        for name in ("tx_bytes", "rx_bytes"):
+            (folder / name).write_text("1\n")
+        async with scheduler(tmp_path) as rig:
+            agent = rig.agent(nics=(Nic("eth0", 0),))
+            async with running(agent.run()):
+                await until(lambda: agent.connected)
+                (folder / "rx_bytes").rename(folder / "gone")
+                await until(lambda: f"counters that cannot be read: {folder / 'rx_bytes'}" in rig.said)
+                (folder / "gone").rename(folder / "rx_bytes")
+                await until(lambda: "all counters can be read again" in rig.said)
+
+    within_limit(scenario)
+
+
 def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with scheduler(tmp_path) as rig:
@@ -301,8 +327,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(folder: Path, name: str, authority: str | None) -> Tls | None:
-    pair = (folder / f"{name}.pem", folder / f"{name}.key") if name else (None, None)
-    return Tls.read(*pair, folder / f"{authority}.pem" if authority else None, "--ca")
+    certificate, key = (folder / f"{name}.pem", folder / f"{name}.key") if name else (None, None)
+    return Tls.read(certificate, key, folder / f"{authority}.pem" if authority else None, "--ca")
 
 
 def test_tls_with_and_without_certificates_of_agents(tmp_path: Path, certificates: Path) -> None:
@@ -361,3 +387,13 @@ def _fetch(url: str) -> str:
     with urlopen(url, timeout=60) as answer:
         text: str = answer.read().decode()
         return text
+
+
+def test_the_docs_page_lists_every_metric(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with scheduler(tmp_path) as rig:
+            names = [metric.name for metric in (*agent_metrics(rig.agent()), *scheduler_metrics(rig.service))]
+            page = (Path(__file__).resolve().parents[2] / "docs/agents.md").read_text()
+            assert re.findall(r"^\| `(kvroute_\w+)`", page, re.MULTILINE) == names
+
+    within_limit(scenario)

@@ -65,7 +65,7 @@ def test_every_group_has_an_option_for_every_size_and_the_same_input_gives_the_s
     assert set(found) == {(number, exponent) for number in range(len(groups)) for exponent in EXPONENTS}
     assert all(0 <= found[cell] < len(groups[cell[0]]) for cell in found)
     shuffled = Period(
-        dict(reversed(period.demand.items())), period.capacity_bytes_per_s, period.background, 1.0, period.slots
+        dict(reversed(list(period.demand.items()))), period.capacity_bytes_per_s, period.background, 1.0, period.slots
     )
     assert derive(groups, shuffled, previous) == found
 

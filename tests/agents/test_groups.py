@@ -6,7 +6,7 @@ import pytest
 from tests.agents.agent_clusters import TIMING, cluster_of
 
 from kvroute.agents.groups import groups_of, groups_on, nvlink_links, port_links, switch_names
-from kvroute.collectives import AllReduce, all_reduce, seconds
+from kvroute.collectives import Aggregation, AllReduce, all_seconds
 from kvroute.topology import load, parse
 from kvroute.types import InputError
 
@@ -31,27 +31,18 @@ def test_without_aggregation_there_are_rings_only() -> None:
 def test_the_time_of_a_lonely_tensor_is_that_of_the_cost_model() -> None:
     """Busiest link, latency and limit of the slots together; 4 slots of 1 kB limit aggregation."""
     cluster = cluster_of(slots=4)
-    [group] = groups_of(cluster)
-    for choice in group.choices:
-        option = choice.option
-        for nbytes in (1e4, 1e7):
-            busiest_s = float((option.share * nbytes / cluster.capacity_bytes_per_s[option.links]).max())
+    aggregation = Aggregation.of(cluster.file.collectives.aggregation)
+    choices = {choice.option.name: choice for choice in groups_of(cluster)[0].choices}
+    for nbytes in (1e4, 1e7):
+        tensor = AllReduce(cluster.shards[0], nbytes)
+        times = {str(scheme): time_s for scheme, time_s in all_seconds(tensor, cluster, aggregation).items()}
+        for scheme, choice in choices.items():
+            links = choice.option.links
+            busiest_s = float((choice.option.share * nbytes / cluster.capacity_bytes_per_s[links]).max())
             found_s = busiest_s + choice.latency_s + choice.extra_s_per_byte * nbytes
-            collective = all_reduce("ring", AllReduce(cluster.shards[0], nbytes), cluster)
-            collective = next(
-                made
-                for scheme in ("ring", "hierarchical-ring", "ina", "hierarchical-ina")
-                if scheme == option.name
-                and (made := all_reduce(scheme, AllReduce(cluster.shards[0], nbytes), cluster, _aggregation(cluster)))
-            )
-            assert found_s == pytest.approx(seconds(collective, cluster.capacity_bytes_per_s))
-    assert any(choice.extra_s_per_byte > 0 for choice in group.choices)
-
-
-def _aggregation(cluster):  # type: ignore[no-untyped-def]
-    from kvroute.collectives import Aggregation
-
-    return Aggregation.of(cluster.file.collectives.aggregation)
+            assert found_s == pytest.approx(times[scheme])
+    assert choices["ina"].extra_s_per_byte > 0
+    assert choices["ring"].extra_s_per_byte == pytest.approx(0.0, abs=1e-15)
 
 
 def test_pipeline_stages_are_groups_of_their_own() -> None:

@@ -81,9 +81,10 @@ def test_versions_increase_exactly_when_entries_change_and_all_entries_can_be_us
         for name, entry in tables.entries.items():
             same = name in before and before[name].rules == entry.rules
             assert entry.version == before[name].version if same else entry.version > newest
-            limits = [rule.up_to_bytes for rule in entry.rules]
-            assert limits[-1] is None
-            assert [limit for limit in limits[:-1] if limit is not None] == sorted(set(limits[:-1]))
+            assert entry.rules[-1].up_to_bytes is None
+            limits = [rule.up_to_bytes or 0 for rule in entry.rules[:-1]]
+            assert limits == sorted(set(limits))
+            assert 0 not in limits
             assert all(a.scheme != b.scheme for a, b in zip(entry.rules, entry.rules[1:], strict=False))
         assert set(tables.entries) == {"decode-0", "decode-1"}
         if slots is None or slots[0] == 0 or now_s - switch_s > tables.silent_s:

@@ -47,7 +47,7 @@ def test_the_command_writes_its_free_slots_and_removes_the_file_at_its_end(tmp_p
         "--slots",
         "300",
         "--status-file",
-        path,
+        str(path),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -104,6 +104,7 @@ class Agent:
         """Whether the scheduler has ever accepted this agent."""
         self._attempts = 0
         """Since the last connection."""
+        self._unread: set[Path] = set()
         self._reason = ""
         """Why the connection was lost, as said."""
 
@@ -136,8 +137,8 @@ class Agent:
             return
         self._reason = why
         age_s = self.age_s()
-        kept = "there is no table yet" if age_s is None else f"table {self.held.version} stays, {age_s:.1f} s old"
-        self._say(f"no scheduler at {self._scheduler} ({why}); {kept}")
+        kept = "; there is no table yet" if age_s is None else f"; table {self.held.version} stays, {age_s:.1f} s old"
+        self._say(f"no scheduler at {self._scheduler} ({why}){kept if self.name.kind == 'server' else ''}")
 
     async def _session(self) -> None:
         """Serve one connection; raises Lost at its end."""
@@ -203,11 +204,19 @@ class Agent:
         except InputError as error:
             raise Lost(str(error)) from None
 
+    def _say_unread(self, failed: set[Path]) -> None:
+        """Say which counters cannot be read, whenever that changes."""
+        if failed != self._unread:
+            what = f"counters that cannot be read: {', '.join(sorted(map(str, failed)))}" if failed else ""
+            self._say(what or "all counters can be read again")
+        self._unread = failed
+
     async def _report(self, call: Any, period_s: float) -> None:
         """Send the counters once per period, until the stream ends; the reader then says why it has ended."""
         try:
             while True:
                 report = await asyncio.to_thread(self._sources.read)
+                self._say_unread(self._sources.ports.failed)
                 await call.write(report_message(report))
                 await asyncio.sleep(period_s)
         except (grpc.RpcError, asyncio.InvalidStateError):

@@ -32,7 +32,10 @@ def agent(
         typer.Option(help="Rack, pod or datacenter whose switch this is; needs --status-file.", rich_help_panel=WHO),
     ] = None,
     folder: Annotated[
-        Path, typer.Option(help="Folder for the table and for the files of the ranks.", rich_help_panel=PLACE)
+        Path,
+        typer.Option(
+            help="Folder for the table and for the files of the ranks; a switch needs none.", rich_help_panel=PLACE
+        ),
     ] = Path("/run/kvroute"),
     nic: Annotated[
         list[str] | None,
@@ -93,8 +96,9 @@ def agent(
         raise InputError(f"{scheduler!r} is not an address", where="--scheduler", hint="write HOST:PORT")
     nics = tuple(Nic.parse(text) for text in nic) if nic else default_nics(sysfs) if name.kind == "server" else ()
     authorities = Tls.read(cert, key, ca, "--ca") or (Tls() if tls else None)
-    make_folder(folder, "--folder")
-    check_writable(folder / "table.json", "--folder")
+    if name.kind == "server":
+        make_folder(folder, "--folder")
+        check_writable(folder / "table.json", "--folder")
     sources = Sources(PortCounters(sysfs, nics), folder, dcgm, status_file, time.time_ns())
     made = Agent(name, scheduler, sources, say, read_token(token_file), authorities)
     metrics = None if metrics_port is None else (metrics_host, metrics_port)
