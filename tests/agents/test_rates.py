@@ -36,6 +36,13 @@ def test_a_total_survives_the_wrap_around_of_32_bits(steps: list[int], first: in
     assert total.value == expected
 
 
+def test_a_counter_of_32_bits_wraps_around() -> None:
+    """From 100 below 2^32 to 50."""
+    assert increase(2**32 - 100, 50) == 150
+    assert increase(2**31, 2**31 - 1) == 2**32 - 1
+    assert increase(2**31 - 1, 50) == 50, "in the lower half it has begun again"
+
+
 def test_a_counter_that_begins_again_has_counted_its_value() -> None:
     assert increase(10**12, 500) == 500
     assert increase(1000, 500) == 500
