@@ -19,7 +19,7 @@ SOAK_RUNS := 10
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage soak fuzz lint types layers docs check vllm live bench requirements clean
+.PHONY: help demo test coverage soak fuzz lint types layers docs protos check vllm live bench requirements clean
 
 help:  ## this list
 	@awk -F ':.*##[ ]*' '/^[a-z-]+:.*##/ { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -72,6 +72,9 @@ docs: $(DOCS_STAMP)  ## the documentation as a site in build/site; warnings are 
 	$(BIN)/python -m docs.generate build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+protos: $(DEV_STAMP)  ## Python code of src/kvroute/agents/agents.proto, after a change of it
+	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/kvroute/agents/agents.proto
+
 vllm:  ## real vLLM for CPUs, in an environment of its own
 	tests/live/vllm/install.sh
 
@@ -84,7 +87,7 @@ bench: $(DEV_STAMP)  ## every measurement, beside its peer or bound
 	$(BIN)/python -m bench.all
 
 requirements: $(BIN)/uv  ## requirements/*.txt anew, after a change of dependencies in pyproject.toml
-	for set in core: serve:--extra=serve docs:--group=docs,--extra=serve dev:--group=dev,--extra=serve,--extra=paper live:--group=dev,--group=live,--extra=serve,--extra=paper,--extra=ray,--extra=store; do \
+	for set in core: serve:--extra=serve docs:--group=docs,--extra=serve dev:--group=dev,--extra=agents,--extra=serve,--extra=paper live:--group=dev,--group=live,--extra=agents,--extra=serve,--extra=paper,--extra=ray,--extra=store; do \
 		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate pyproject.toml \
 			$$(echo $${set#*:} | tr , ' ') --output-file requirements/$${set%%:*}.txt; done
 

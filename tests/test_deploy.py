@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from tests.dockerfile import of, stages
 
@@ -67,10 +68,10 @@ def test_the_final_stage_runs_the_gateway_as_an_unprivileged_user() -> None:
     assert not re.search(r"apt-get|gcc|hatchling", " ".join(step.rest for step in final))
 
 
-def _unit() -> configparser.SectionProxy:
+def _unit(path: Path = UNIT) -> configparser.SectionProxy:
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read(UNIT)
+    unit.read(path)
     return unit["Service"]
 
 
@@ -99,6 +100,26 @@ def test_the_unit_may_write_only_to_its_own_folders() -> None:
     assert service["ProtectSystem"] == "strict"
     assert service["Environment"] == f"NUMBA_CACHE_DIR=/var/cache/{service['CacheDirectory']}"
     assert "MemoryDenyWriteExecute" not in service, "numba writes machine code and runs it"
+
+
+@pytest.mark.parametrize("name", ["scheduler", "agent"])
+def test_the_units_of_scheduler_and_agents_start_what_their_page_installs(name: str) -> None:
+    """Same protection as the gateway's unit; the command, its files and its variables are in docs/agents.md."""
+    path = UNIT.with_name(f"kvroute-{name}.service")
+    service, gateway = _unit(path), _unit()
+    command = service["ExecStart"].split()
+    _assert_command_exists(command)
+    page = (ROOT / "docs/agents.md").read_text()
+    assert f"deploy/systemd/{path.name}" in page
+    variables = re.findall(r"\$\{(\w+)\}", service["ExecStart"])
+    assert variables
+    wanted = [*(f"{each}=" for each in variables), service["EnvironmentFile"], command[-1]]
+    assert [each for each in wanted if each not in page] == []
+    own = {"execstart", "execreload", "killmode", "timeoutstopsec", "limitnofile", "umask", "dynamicuser"}
+    places = {"environmentfile", "environment", "cachedirectory", "logsdirectory", "logsdirectorymode"}
+    shared = [key for key in gateway if key.lower() not in own | places]
+    assert len(shared) > 20
+    assert {key: service.get(key) for key in shared} == {key: gateway[key] for key in shared}
 
 
 def test_the_docs_page_lists_every_alert_with_its_severity() -> None:

@@ -80,7 +80,7 @@ def test_the_page_has_every_policy(records: list[Record], tmp_path: Path) -> Non
 
 def test_all_cells_have_names() -> None:
     found = cells(ONLINE, "paper", ONLINE.profiles, (0, 1, 2))
-    assert len({each.key for each in found}) == 3 * 2 * 9 * 3
+    assert len({each.key for each in found}) == 3 * 2 * 10 * 3
 
 
 def test_one_cell_runs_from_the_command_line(tmp_path: Path) -> None:

@@ -10,19 +10,20 @@ from pathlib import Path
 import pytest
 from tests.live.services import required
 
-UNIT = Path(__file__).resolve().parents[2] / "deploy/systemd/kvroute.service"
+UNITS = sorted((Path(__file__).resolve().parents[2] / "deploy/systemd").glob("*.service"))
 PROGRAM = Path(sys.executable).with_name("kvroute")
 EXPOSURE_MAX = 2.0
 """Highest accepted exposure, on a scale up to 10; a unit without any protection has 9.6."""
 pytestmark = pytest.mark.live
 
 
-@pytest.fixture
-def unit(tmp_path: Path) -> Path:
-    """The unit, with the program of this environment instead of the installed one."""
-    text = UNIT.read_text()
+@pytest.fixture(params=UNITS, ids=lambda path: path.stem)
+def unit(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Each unit, with the program of this environment instead of the installed one."""
+    source: Path = request.param
+    text = source.read_text()
     assert "/opt/kvroute/bin/kvroute" in text
-    path = tmp_path / UNIT.name
+    path = tmp_path / source.name
     path.write_text(text.replace("/opt/kvroute/bin/kvroute", str(PROGRAM)))
     return path
 

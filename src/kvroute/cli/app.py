@@ -29,6 +29,8 @@ COMMANDS = {
     "doctor": "doctor:doctor",
     "buffer": "buffer:buffer",
     "switch": "switch:switch",
+    "scheduler": "scheduler:scheduler",
+    "agent": "agent:agent",
     "emulate": "emulate:emulate",
     "demo": "demo:demo",
     "testbed": "testbed:app",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from kvroute.cli.output import remarks
+from kvroute.cli.output import check_writable, remarks
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -26,6 +28,10 @@ def switch(
         list[str] | None,
         typer.Option(help="Interface where workers are; the kernel sums their packets (XDP). Repeat for each."),
     ] = None,
+    status_file: Annotated[
+        Path | None,
+        typer.Option(help="Write slots and counters to this file as JSON once a second, for `kvroute agent --switch`."),
+    ] = None,
 ) -> None:
     """Sum the tensors of tensor-parallel groups in software (in-network aggregation, SwitchML's protocol).
 
@@ -38,6 +44,8 @@ def switch(
     """
     from kvroute.switch.udp import UdpSwitch  # its import of numpy takes a moment
 
+    if status_file is not None:
+        check_writable(status_file, "--status-file")
     stopped = False
 
     def stop(*_: object) -> None:
@@ -51,17 +59,27 @@ def switch(
         if interface:
             _offload(server, interface)
         bound, number = server.address
-        plane = "python" if server.xdp is None else "xdp"
-        ready = {"address": f"{bound}:{number}", "data_plane": plane}
+        ready = {"address": f"{bound}:{number}", "data_plane": server.status().data_plane}
         sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
         sys.stdout.flush()
-        server.serve(lambda: stopped)
+        server.serve(lambda: stopped, lambda: _write(status_file, server))
         packets, results = server.counts()
     except OSError as error:
         raise InputError(f"the socket failed: {error.strerror}", where="kvroute switch") from error
     finally:
         server.close()
+        if status_file is not None:
+            status_file.unlink(missing_ok=True)
     remarks().print(f"{packets:,} packets, {results:,} chunks, {server.aggregator.malformed:,} malformed")
+
+
+def _write(status_file: Path | None, server: UdpSwitch) -> None:
+    """Write the status; without room on the disk the file grows old, and readers take the switch for absent."""
+    from kvroute.switch.status import write_status
+
+    if status_file is not None:
+        with suppress(OSError):
+            write_status(status_file, server.status())
 
 
 def _offload(server: UdpSwitch, interfaces: list[str]) -> None:

@@ -13,6 +13,7 @@ from kvroute.experiments.cells import Experiment
 from kvroute.policies.collective import CollectiveScheduler
 from kvroute.sim.all_reduces import AllReduceSimulation, Reduced, Replicas, Scheduler, Traffic, Way
 from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
+from kvroute.sim.periodic_table import PeriodicTable
 from kvroute.types import FloatArray
 
 SERVERS, TRACKS, GROUPS = 8, 2, 8
@@ -22,7 +23,9 @@ SLOTS_BYTES_PER_S = 21e9
 """Rate at which the slots of one switch aggregate."""
 END_S = 0.2
 REPLICAS, SYNC_EVERY = 8, 32
-STALE, RINGS, AGGREGATION = "stale-replicas", "rings-only", "aggregation-only"
+TABLE_PERIOD_S = 10e-3
+"""Period of the policy `periodic-table`: two to three phases of a group, and two bursts."""
+STALE, RINGS, AGGREGATION, TABLE = "stale-replicas", "rings-only", "aggregation-only", "periodic-table"
 
 ONLINE = Experiment(
     name="heroserve-online",
@@ -36,6 +39,7 @@ ONLINE = Experiment(
         "utilisation-table",
         "corrected-table",
         "outstanding",
+        TABLE,
         STALE,
         RINGS,
         AGGREGATION,
@@ -123,6 +127,8 @@ def run_cell(cell: Cell, end_s: float = END_S) -> Record:
 
 def _scheduler(cell: Cell, ways: list[list[Way]], capacity: FloatArray) -> Scheduler:
     options = [[way.option for way in choices] for choices in ways]
+    if cell.policy == TABLE:
+        return PeriodicTable(options, capacity, TABLE_PERIOD_S)
     policy = cell.policy if cell.policy not in (STALE, RINGS, AGGREGATION) else "outstanding"
     if cell.policy == STALE:
         return Replicas([CollectiveScheduler(options, capacity, policy) for _ in range(REPLICAS)], SYNC_EVERY)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from kvroute.comparison.cells import Record
 from kvroute.experiments.cells import Experiment
-from kvroute.experiments.heroserve import AGGREGATION, ONLINE, RINGS, STALE
+from kvroute.experiments.heroserve import AGGREGATION, ONLINE, RINGS, STALE, TABLE
 from kvroute.report.drawing import INK, grid, panels, style
 from kvroute.report.estimate import Estimate, estimate, estimate_entry
 from kvroute.report.experiment_page import headline, shared_parameters
@@ -47,6 +47,8 @@ _PAIRS = (
     ("outstanding", "utilisation-table"),
     ("corrected-table", "utilisation-table"),
     ("outstanding", "static"),
+    ("outstanding", TABLE),
+    (TABLE, "static"),
     ("outstanding", STALE),
     ("outstanding", RINGS),
     ("outstanding", AGGREGATION),

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 
 from kvroute.switch.aggregator import Aggregator
-from kvroute.switch.wire import DATA_BYTES
+from kvroute.switch.status import SwitchStatus
+from kvroute.switch.wire import DATA_BYTES, SLOTS_MAX
 from kvroute.switch.xdp import Peer, XdpOffload, XdpUnavailable
 from kvroute.types import InputError
 
@@ -65,11 +66,12 @@ class UdpSwitch:
         host, port = self._socket.getsockname()[:2]
         return str(host), int(port)
 
-    def serve(self, stopped: Callable[[], bool]) -> None:
-        """Aggregate until `stopped` returns True; it is asked after every packet, and ten times a second."""
+    def serve(self, stopped: Callable[[], bool], each_second: Callable[[], None] | None = None) -> None:
+        """Aggregate until `stopped` returns True; it is asked after every packet, and ten times a second.
+        `each_second` is called at the start and about once a second."""
         self._socket.settimeout(0.1)
         receive = self._receive if self.xdp is None else self._receive_with_interface
-        expired_s = time.monotonic()
+        expired_s = time.monotonic() - _EXPIRE_S
         while not stopped():
             try:
                 packet, source = receive()
@@ -81,6 +83,8 @@ class UdpSwitch:
             if time.monotonic() - expired_s > _EXPIRE_S:
                 expired_s = time.monotonic()
                 self.aggregator.expire(expired_s)
+                if each_second is not None:
+                    each_second()
 
     def _receive(self) -> tuple[bytes, Hashable]:
         return self._socket.recvfrom(DATA_BYTES + 1)
@@ -105,6 +109,14 @@ class UdpSwitch:
         ours = self.aggregator
         kernel = (0, 0) if self.xdp is None else (self.xdp.packets, self.xdp.results)
         return ours.packets + kernel[0], ours.results + kernel[1]
+
+    def status(self) -> SwitchStatus:
+        """Return the present state."""
+        host, port = self.address
+        packets, chunks = self.counts()
+        plane = "python" if self.xdp is None else "xdp"
+        slots = min(self._slots, SLOTS_MAX)
+        return SwitchStatus(time.time(), f"{host}:{port}", plane, slots, self.aggregator.free_slots, packets, chunks)
 
     def close(self) -> None:
         """Close the socket, and detach from the kernel."""

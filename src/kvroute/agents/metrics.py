@@ -1,0 +1,110 @@
+"""Prometheus metrics of scheduler and agent."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvroute.agents.agent import Agent
+from kvroute.agents.service import SchedulerService
+from kvroute.types import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Collector):
+    """Metrics that a function makes at each request."""
+
+    make: Callable[[], Iterable[Metric]]
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics."""
+        return self.make()
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsServer:
+    """An HTTP port with metrics, in a thread of its own."""
+
+    address: str
+    _server: Any
+    _thread: threading.Thread
+
+    @classmethod
+    def start(cls, host: str, port: int, make: Callable[[], Iterable[Metric]]) -> MetricsServer:
+        """Listen; port 0 takes a free one.
+
+        Raises:
+            InputError: the address cannot be bound.
+        """
+        registry = CollectorRegistry()
+        registry.register(Page(lambda: list(make())))
+        try:
+            server, thread = start_http_server(port, host, registry)
+        except OSError as error:
+            what = f"{host}:{port} cannot be bound ({error.strerror})"
+            raise InputError(what, where="--metrics-port", hint="choose a free port") from None
+        return cls(f"{host}:{server.server_port}", server, thread)
+
+    def close(self) -> None:
+        """Stop the server and its thread."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def agent_metrics(agent: Agent) -> Iterator[Metric]:
+    """Yield the metrics of an agent."""
+    age_s = agent.age_s()
+    help_ = "Seconds since the scheduler last said that the table is current; NaN without a table."
+    yield GaugeMetricFamily("kvroute_agent_table_age_seconds", help_, value=math.nan if age_s is None else age_s)
+    yield GaugeMetricFamily(
+        "kvroute_agent_table_version", "Version of the table; 0 without a table.", value=agent.held.version
+    )
+    yield GaugeMetricFamily(
+        "kvroute_agent_connected", "1 while the scheduler is connected.", value=int(agent.connected)
+    )
+
+
+def scheduler_metrics(service: SchedulerService) -> Iterator[Metric]:
+    """Yield the metrics of a scheduler."""
+    tables, connected = service.tables, set(service.agents)
+    agents = GaugeMetricFamily(
+        "kvroute_scheduler_agent_connected", "1 for each connected agent.", labels=["kind", "agent"]
+    )
+    for agent in sorted(connected, key=str):
+        agents.add_metric([agent.kind, agent.name], 1)
+    version = GaugeMetricFamily(
+        "kvroute_scheduler_entry_version", "Version of the entry of each group.", labels=["group"]
+    )
+    scheme = GaugeMetricFamily(
+        "kvroute_scheduler_entry_rule",
+        "1 for each rule of each group: scheme of tensors up to a size in bytes.",
+        labels=["group", "scheme", "up_to_bytes"],
+    )
+    for name, entry in sorted(tables.entries.items()):
+        version.add_metric([name], entry.version)
+        for rule in entry.rules:
+            scheme.add_metric([name, rule.scheme, str(rule.up_to_bytes or "+Inf")], 1)
+    in_use = GaugeMetricFamily(
+        "kvroute_scheduler_entry_version_in_use",
+        "Version that the ranks of each group use, as their server's agent reports; 0: none.",
+        labels=["group"],
+    )
+    for name, used in tables.versions_in_use().items():
+        in_use.add_metric([name], used)
+    background = GaugeMetricFamily(
+        "kvroute_scheduler_link_background",
+        "Share of a link that traffic other than all-reduces takes, for links above 0.",
+        labels=["link"],
+    )
+    for link, share in enumerate(tables.background.tolist()):
+        if share > 0.0:
+            background.add_metric([tables.cluster.links[link].name], share)
+    yield from (agents, version, scheme, in_use, background)
