@@ -38,6 +38,8 @@ class ScriptedApi:
     """Bearer token that requests need; empty: none."""
     answers: deque[bytes] = field(default_factory=deque)
     """Raw answers to the next requests, after each of which the connection is closed."""
+    refusals: dict[str, bytes] = field(default_factory=dict)
+    """Raw answer to every request for objects of a kind."""
     requests: list[str] = field(default_factory=list)
     mute: bool = False
     """Whether requests get no answer, and open watches send nothing."""
@@ -137,6 +139,9 @@ class ScriptedApi:
     async def _answer(self, target: str, writer: asyncio.StreamWriter) -> None:
         path, query = urlsplit(target).path, {key: value[0] for key, value in parse_qs(urlsplit(target).query).items()}
         plural = path.rpartition("/")[2]
+        if plural in self.refusals:
+            writer.write(self.refusals[plural])
+            return
         if query.get("watch") == "1":
             await self._watch(plural, number(query["resourceVersion"]), float(query["timeoutSeconds"]), writer)
             return

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.manifests import node_document, pod_document
 from tests.kube.scripted_api import ScriptedApi, answer, status
 from tests.waiting import HANGS_S, until
@@ -22,19 +23,6 @@ from kvroute.kube.store import Key, Store
 from kvroute.types import InputError
 
 FAST = Timing(watch_s=2.0, silence_s=1.0, retry_first_s=0.01, retry_max_s=0.05, short_watch_s=0.0, page=2)
-
-
-def kubeconfig(folder: Path, url: str, user: dict[str, str] | None = None) -> Path:
-    """Write a kubeconfig for a server."""
-    path = folder / "kubeconfig"
-    document = {
-        "current-context": "test",
-        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "me", "namespace": "llm"}}],
-        "clusters": [{"name": "test", "cluster": {"server": url}}],
-        "users": [{"name": "me", "user": user or {}}],
-    }
-    path.write_text(json.dumps(document))
-    return path
 
 
 @dataclass
@@ -230,9 +218,20 @@ def test_a_silent_server_is_left(tmp_path: Path) -> None:
         rig.api.mute = False
         await rig.equal()
 
-    play(
-        scenario, tmp_path, Timing(watch_s=1.0, silence_s=0.5, retry_first_s=0.01, retry_max_s=0.05, short_watch_s=0.0)
-    )
+    play(scenario, tmp_path, replace(FAST, watch_s=1.0, silence_s=0.5))
+
+
+def test_watches_that_end_at_once_are_failures(tmp_path: Path) -> None:
+    """Otherwise the informer would ask without a pause."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.equal()
+        rig.api.answers.extend([b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"] * 3)
+        await rig.api.drop_watches()
+        await until(lambda: rig.informer.failure == "the server ends every watch at once")
+        await until(lambda: rig.informer.failure == "")
+
+    play(scenario, tmp_path, replace(FAST, short_watch_s=1.0, retry_first_s=0.2))
 
 
 def test_one_list_for_a_command(tmp_path: Path) -> None:

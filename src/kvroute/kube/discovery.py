@@ -18,8 +18,9 @@ from kvroute.kube.informer import DEFAULT_TIMING, Informer, Timing
 from kvroute.kube.labels import KEPT_ANNOTATIONS
 from kvroute.kube.objects import Node, Pod
 from kvroute.kube.places import DEFAULT_LEVELS, LevelKeys
-from kvroute.kube.pods import Finding, Reading, ReadOptions, merged, read_pod
+from kvroute.kube.pods import Finding, Reading, ReadOptions, merged, read_pod, read_pods
 from kvroute.kube.store import Key, Store
+from kvroute.types import InputError
 from kvroute.types.discovered import Reporter
 
 
@@ -102,7 +103,7 @@ class KubernetesDiscovery:
         loop = asyncio.get_running_loop()
         limit_s = loop.time() + self._options.nodes_wait_s
         while not self._pods.synced or not (self._nodes.synced or self._node_informer.refused or loop.time() > limit_s):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
 
     def _pods_changed(self, keys: frozenset[Key]) -> None:
         self._dirty |= keys
@@ -145,3 +146,22 @@ def kept_node(levels: LevelKeys) -> Callable[[Node], Node]:
         return replace(node, metadata=replace(node.metadata, labels=labels, annotations=None))
 
     return kept
+
+
+async def read_once(access: Access, options: DiscoveryOptions) -> tuple[Reading, str]:
+    """Return what discovery would find now, and why nodes could not be listed (empty if they could).
+
+    Raises:
+        InputError: there is no usable kubeconfig, or the server does not list the pods.
+    """
+    pods, nodes = Store(kept_pod), Store(kept_node(options.levels))
+    selection = options.selection(access)
+    await Informer(access.connect, PODS, selection, pods, lambda _: None, options.timing).list_once()
+    failure = ""
+    try:
+        await Informer(access.connect, NODES, Selection(), nodes, lambda _: None, options.timing).list_once()
+    except InputError as error:
+        failure = str(error)
+    by_name = {name: node for (_, name), node in nodes.objects.items()}
+    read_options = ReadOptions(options.levels, bool(options.selector), not failure)
+    return read_pods(pods.objects.values(), by_name, read_options), failure
