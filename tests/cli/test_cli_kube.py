@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,3 +100,45 @@ def test_nodes_that_may_not_be_listed_are_a_finding(kvroute: Kvroute, api: Scrip
     assert ended.code == 1
     assert "llm.decode" in ended.out
     assert "nodes is forbidden" in ended.out
+
+
+def started(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `kvroute kube run-worker` in a process of its own, which it may replace."""
+    command = [sys.executable, "-m", "kvroute.cli.app", "kube", "run-worker", *arguments]
+    variables = {**os.environ, "KVROUTE_TOPOLOGY_MOUNT_PATH": str(folder), **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+
+SHOW = [sys.executable, "-c", "import os, sys; print(os.environ.get('KVROUTE_TOPOLOGY'), sys.argv[1:])"]
+
+
+def test_run_worker_becomes_the_engine(tmp_path: Path) -> None:
+    """With the labels, the engine's own options, and its exit code."""
+    (tmp_path / "zone").write_text("z1")
+    on = {"DYN_TOPOLOGY_ENABLED": "true", "DYN_KV_TRANSFER_DOMAIN": "zone"}
+    assert (
+        started(tmp_path, "--", *SHOW, "--port", "1", "-x", **on).stdout == "{\"zone\":\"z1\"} ['--port', '1', '-x']\n"
+    )
+    assert started(tmp_path, "--", *SHOW).stdout == "None []\n"
+    assert started(tmp_path, "--", sys.executable, "-c", "raise SystemExit(7)", **on).returncode == 7
+    waited = started(tmp_path, "--wait", **on)
+    assert (waited.returncode, waited.stdout, waited.stderr) == (0, "", "")
+
+
+def test_run_worker_starts_nothing_without_the_level(tmp_path: Path) -> None:
+    """Exit code 1 and one sentence."""
+    on = {"KVROUTE_TOPOLOGY_ENABLED": "true", "KVROUTE_TOPOLOGY_WAIT_S": "0"}
+    for arguments in (("--", *SHOW), ("--wait",)):
+        ended = started(tmp_path, *arguments, KVROUTE_KV_TRANSFER_TOPOLOGY_LEVEL="rack", **on)
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert ended.stderr.startswith(f"kvroute: {tmp_path / 'rack'} does not exist after 0 s")
+        assert ended.stderr.count("\n") == 1
+
+
+def test_run_worker_with_wrong_arguments(tmp_path: Path) -> None:
+    """Exit code 2, and 127 for a command that does not exist."""
+    assert "give either a command or --wait" in started(tmp_path).stderr
+    assert started(tmp_path, "--wait", "--", "true").returncode == 2
+    assert started(tmp_path, "--wait", KVROUTE_TOPOLOGY_ENABLED="maybe").returncode == 2
+    missing = started(tmp_path, "--", "no-such-engine")
+    assert (missing.returncode, missing.stderr.count("\n")) == (127, 1)

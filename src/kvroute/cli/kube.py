@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from kvroute.cli.output import console, print_json, thin_table
+from kvroute.cli.output import console, print_json, tell, thin_table
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -74,6 +75,51 @@ def check(
     else:
         _print(report)
     raise typer.Exit(1 if report.faults else 0)
+
+
+@app.command("run-worker", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run_worker(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="The engine and its options, after `--`.", metavar="COMMAND...", show_default=False),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Only wait for the labels, as an init container, and start nothing.")
+    ] = False,
+) -> None:
+    """Wait for the topology labels of this pod, then become the engine.
+
+    Reads the files of a Downward API volume. If the level in KVROUTE_KV_TRANSFER_TOPOLOGY_LEVEL has no value within
+    KVROUTE_TOPOLOGY_WAIT_S (30) seconds, the engine is not started. It does nothing unless KVROUTE_TOPOLOGY_ENABLED is
+    true. The names of Dynamo (DYN_TOPOLOGY_ENABLED, ...) work as well.
+
+    Exit code: that of the engine; 1 the level has no value, 2 a variable is wrong, 127 the engine cannot be started.
+
+    Example: [bold]kvroute kube run-worker -- vllm serve my-model[/bold]
+    """
+    from kvroute.kube.topology import MissingTopology, WorkerSettings, engine_environment, wait_for_labels
+
+    if bool(command) == wait:
+        raise InputError("give either a command or --wait", where="kvroute kube run-worker", hint="put it after `--`")
+    settings = WorkerSettings.read(os.environ)
+    try:
+        labels = wait_for_labels(settings)
+    except MissingTopology as missing:
+        tell([f"kvroute: {missing}"])
+        raise typer.Exit(1) from None
+    except OSError as error:
+        raise InputError(str(error), where=str(settings.folder), hint="mount a Downward API volume there") from None
+    if command:
+        _become(command, engine_environment(os.environ, labels))
+
+
+def _become(command: list[str], environment: dict[str, str]) -> None:
+    """Replace this process by the engine, so that it gets the pod's signals itself."""
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        tell([f"kvroute: {command[0]} cannot be started ({error.strerror}); check the command after `--`"])
+        raise typer.Exit(127) from None
 
 
 def _print(report: CheckReport) -> None:
