@@ -87,7 +87,7 @@ bench: $(DEV_STAMP)  ## every measurement, beside its peer or bound
 	$(BIN)/python -m bench.all
 
 requirements: $(BIN)/uv  ## requirements/*.txt anew, after a change of dependencies in pyproject.toml
-	for set in core: serve:--extra=serve docs:--group=docs,--extra=serve dev:--group=dev,--extra=agents,--extra=serve,--extra=paper live:--group=dev,--group=live,--extra=agents,--extra=serve,--extra=paper,--extra=ray,--extra=store; do \
+	for set in core: serve:--extra=serve docs:--group=docs,--extra=serve dev:--group=dev,--extra=agents,--extra=kube,--extra=serve,--extra=paper live:--group=dev,--group=live,--extra=agents,--extra=kube,--extra=serve,--extra=paper,--extra=ray,--extra=store; do \
 		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate pyproject.toml \
 			$$(echo $${set#*:} | tr , ' ') --output-file requirements/$${set%%:*}.txt; done
 

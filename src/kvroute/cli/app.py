@@ -27,6 +27,7 @@ COMMANDS = {
     "simulate": "simulate:simulate",
     "serve": "serve:serve",
     "doctor": "doctor:doctor",
+    "kube": "kube:app",
     "buffer": "buffer:buffer",
     "switch": "switch:switch",
     "scheduler": "scheduler:scheduler",

@@ -52,6 +52,12 @@ VARIABLES = {
     "COLUMNS": "width of tables, where the output is not a terminal",
     "SSL_CERT_FILE": "certificates to trust at `https://` engines, in place of the system's",
     "KVROUTE_TRACES": "folder of recorded traces for `kvroute experiment never-worse`",
+    "KUBECONFIG": "kubeconfig of `kvroute kube check`, outside of a pod",
+    "KVROUTE_TOPOLOGY_ENABLED": "whether `kvroute kube run-worker` reads topology labels",
+    "KVROUTE_TOPOLOGY_MOUNT_PATH": "folder of the label files for `kvroute kube run-worker`",
+    "KVROUTE_TOPOLOGY_WAIT_S": "seconds that the labels may take; then the engine is not started",
+    "KVROUTE_KV_TRANSFER_TOPOLOGY_LEVEL": "level whose label must exist before the engine is started",
+    "KVROUTE_KV_TRANSFER_MISMATCH_POLICY": "`fail` or `fallback`; checked by `kvroute kube run-worker`",
     "VLLM_HOST_IP": "address that kvroute's connector advertises, if it listens on all addresses",
 }
 """The environment variables that kvroute, or a library that it uses, reads under a fixed name."""
@@ -148,11 +154,16 @@ def _exit_codes() -> Topic:
         paragraphs=("Errors are printed on stderr. With `--json` stdout has one document and nothing else.",),
         rows=(
             ("0", "success"),
-            ("1", "the check has failed: `doctor` has findings, or `replay` finds a decision that differs"),
+            (
+                "1",
+                "the check has failed: `doctor` or `kube check` has findings, `replay` finds a decision that differs, "
+                "or `kube run-worker` finds no label",
+            ),
             (
                 "2",
                 "the command line or a file is wrong, or an output cannot be written; the sentence says how to fix it",
             ),
+            ("127", "`kube run-worker` cannot start the engine"),
             ("above 128", "a signal ended the command: 130 after Ctrl-C"),
         ),
         page="cli.md",

@@ -21,6 +21,7 @@ from kvroute.policies.decode import (
 from kvroute.policies.foresight import Foresight
 from kvroute.policies.foresight_joint import PairingForesight
 from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.soft_topology import SoftTopology
 
 
 def _closed_form(spec: ForesightSpec) -> Foresight:
@@ -40,6 +41,7 @@ DECODE_POLICIES: dict[str, Callable[..., DecodePolicy]] = {
     "cache-aware": CacheAware,
     "cla": CacheAndLoadAware,
     "dualpath": BalancedTokens,
+    "soft-topology": SoftTopology,
     "netkv-topo": netkv_topo,
     "netkv-static": netkv_static,
     "netkv": netkv,
@@ -55,6 +57,7 @@ DECODE_USES = {
     "netkv-topo": "no telemetry, light traffic",
     "cla": "what Mooncake's Conductor and llm-d's scorers do; the baseline to beat",
     "dualpath": "equal instances behind a flat network whose memory is the limit; DualPath's own choice",
+    "soft-topology": "to compare with Dynamo's proposed cost, or to keep its `kvTransferWeight` when you migrate",
     "cache-aware": "few hot prefixes, much spare capacity",
     "load-aware": "no shared prefixes, flat network",
     "round-robin": "as a baseline; equal, short requests",
@@ -68,7 +71,8 @@ DEFAULT_DECODE_POLICY = "foresight"
 def decode_policy(name: str, **parameters: float) -> DecodePolicy:
     """Return the decode policy with this name.
 
-    `cla` takes `cache_weight` and `load_weight`, `dualpath` takes `balance`; the foresight policies take the fields of
+    `cla` takes `cache_weight` and `load_weight`, `dualpath` takes `balance`, `soft-topology` takes
+    `kv_transfer_weight`; the foresight policies take the fields of
     `ForesightSpec`.
 
     Raises:

@@ -1,0 +1,120 @@
+"""What discovery finds, and what a topology constraint would make of it; pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import msgspec
+
+from kvroute.kube.places import LevelKeys
+from kvroute.kube.pods import Finding, Reading
+from kvroute.policies import Level
+from kvroute.types.discovered import Discovered, Place
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+"""Levels of a constraint, narrowest first."""
+
+
+class LevelReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One level: who has no label for it, and what `level:required` would do."""
+
+    level: Level
+    domains: int
+    """Number of domains with engines."""
+    keys: tuple[str, ...]
+    """Node labels that give the level, best first; none for `node`, which is the node's name."""
+    unlabelled: tuple[str, ...]
+    """Nodes with engines and without a label for the level."""
+    stranded: tuple[str, ...]
+    """Prefill engines without a decode engine in their domain: they would get no requests."""
+    unreached: tuple[str, ...]
+    """Decode engines without a prefill engine in their domain."""
+
+
+class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that `kvroute kube check` prints."""
+
+    engines: tuple[Discovered, ...]
+    findings: tuple[Finding, ...]
+    levels: tuple[LevelReport, ...]
+    constraint: Level | None
+    """Level of the constraint that was asked for."""
+    nodes_failure: str = ""
+    """Why nodes could not be listed."""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What the owner of the cluster should change, one sentence each."""
+        found = [each.sentence for each in self.findings if each.effect != "waiting"]
+        if self.nodes_failure:
+            found.append(f"{self.nodes_failure}; places come from labels of pods alone")
+        if not self.engines:
+            found.append("no pod is an engine; see docs/kubernetes-labels.md for the labels")
+        for each in self.levels:
+            if each.level == self.constraint:
+                found += [_unlabelled(each, node) for node in each.unlabelled]
+                found += [
+                    f"{name}: no decode engine is in its {each.level}, so {each.level}:required gives it no requests"
+                    for name in each.stranded
+                ]
+        return tuple(found)
+
+
+def _unlabelled(level: LevelReport, node: str) -> str:
+    keys = f"{', '.join(level.keys[:2])} or another label of the {level.level}"
+    return f"node {node}: it has no {level.level}, so {level.level}:required excludes its engines; label it with {keys}"
+
+
+def check_report(
+    reading: Reading, levels: LevelKeys, constraint: Level | None = None, nodes_failure: str = ""
+) -> CheckReport:
+    """Return the report on what was read from the cluster."""
+    return CheckReport(
+        engines=reading.engines,
+        findings=reading.findings,
+        levels=tuple(_level_report(level, reading.engines, levels) for level in LEVELS),
+        constraint=constraint,
+        nodes_failure=nodes_failure,
+    )
+
+
+def _level_report(level: Level, engines: Sequence[Discovered], levels: LevelKeys) -> LevelReport:
+    names = {_domain(engine.place, level) for engine in engines} - {""}
+    unlabelled = {engine.place.node for engine in engines if not _domain(engine.place, level)}
+    if level == "datacenter" and not names:
+        unlabelled = set()  # the cluster is in one datacenter
+    return LevelReport(
+        level=level,
+        domains=len(names),
+        keys=() if level == "node" else getattr(levels, level),
+        unlabelled=tuple(sorted(unlabelled)),
+        stranded=_alone(engines, level, "prefill", "decode"),
+        unreached=_alone(engines, level, "decode", "prefill"),
+    )
+
+
+def _alone(engines: Sequence[Discovered], level: Level, role: str, other: str) -> tuple[str, ...]:
+    """Return the engines of a role that have none of the other role, of their protocol and model, in their domain."""
+    present = {point for engine in engines if engine.role == other for point in _meeting_points(engine, level)}
+    alone = (each for each in engines if each.role == role and present.isdisjoint(_meeting_points(each, level)))
+    return tuple(engine.name for engine in alone)
+
+
+def _meeting_points(engine: Discovered, level: Level) -> set[tuple[object, ...]]:
+    """Return keys of which two engines share one if they are in one domain of the level, or of a narrower level.
+
+    An engine without a label shares a domain with no other, except a datacenter: all without a label are in one.
+    """
+    kind = (engine.endpoint.protocol, engine.model)
+    narrower = LEVELS[: LEVELS.index(level) + 1]
+    points: set[tuple[object, ...]] = {
+        (each, domain, *kind) for each in narrower if (domain := _domain(engine.place, each))
+    }
+    if level == "datacenter" and not engine.place.datacenter:
+        points.add((level, "", *kind))
+    return points
+
+
+def _domain(place: Place, level: Level) -> str:
+    return str(getattr(place, level))
