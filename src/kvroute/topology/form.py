@@ -90,7 +90,7 @@ def form_faults(value: object, kind: Any, key: Key, lines: Lines) -> Iterator[Fi
             yield from form_faults(item, items, (*key, name), lines)
     elif structs and isinstance(value, dict):
         yield from _struct_faults(value, structs, key, lines)
-    elif structs or array is not None or table is not None:
+    elif structs or table is not None or (array is not None and not _leaves(options)):
         wanted = " or ".join(
             (["a list of entries"] if array is not None else [])
             + (["a mapping"] if structs or table is not None else [])
@@ -112,6 +112,12 @@ def entry_kinds(options: Sequence[Any]) -> tuple[list[type[msgspec.Struct]], Any
     structs = [option for option in options if isinstance(option, type) and issubclass(option, msgspec.Struct)]
     array = next((option for option in options if get_origin(option) is list), None)
     return structs, array, next((option for option in options if get_origin(option) is dict), None)
+
+
+def _leaves(options: Sequence[Any]) -> list[Any]:
+    """Return the alternatives that are neither mappings nor lists nor null."""
+    structs, array, table = entry_kinds(options)
+    return [option for option in options if option not in (*structs, array, table, type(None))]
 
 
 def struct_of(value: Mapping[str, object], structs: Sequence[type[msgspec.Struct]]) -> type[msgspec.Struct]:
