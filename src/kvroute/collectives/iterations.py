@@ -21,7 +21,7 @@ _PROMPTS = tuple(2**power for power in range(21))
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class IterationTraffic:
     """All-reduces of one iteration by the groups that reduce at the same time. Sizes are for one token of the
     iteration."""
@@ -32,8 +32,10 @@ class IterationTraffic:
     """All links that its all-reduces use, ascending."""
     link_bytes: FloatArray
     """Bytes on each of `links`."""
+    count: float
+    """All-reduces one after another."""
     latency_s: float
-    """Latency of all its all-reduces one after another."""
+    """Latency of all of them."""
     s_per_token: float
     """Transmission time on an idle network."""
 
@@ -138,6 +140,7 @@ def _iteration(cluster: Cluster, reduced: Collective, count: float, own: frozens
         flows=tuple(flow for flow in reduced.flows if not own.issuperset(flow.links)),
         links=np.array(list(carried), dtype=np.int64),
         link_bytes=np.array(list(carried.values())),
+        count=count,
         latency_s=count * reduced.latency_s,
         s_per_token=seconds(alone, cluster.capacity_bytes_per_s),
     )

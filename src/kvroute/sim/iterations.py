@@ -31,6 +31,7 @@ class _Iteration:
     began_s: float
     ended: Ended
     slice_ended: SliceEnded | None
+    slices: int
     slices_done: int = 0
     sent_s: float = 0.0
     """Start of the flows of the current slice."""
@@ -77,7 +78,8 @@ class Iterations:
     delivery: Delivery
     advance: Callable[[], None]
     """Moves bytes up to now."""
-    slices: int
+    slice_s: float
+    """Longest slice."""
     carried_bytes: FloatArray
     """[link]: bytes of all-reduces so far, counted at the end of each slice."""
     totals: dict[Role, _Totals] = field(default_factory=lambda: {"prefill": _Totals(), "decode": _Totals()})
@@ -105,12 +107,17 @@ class Iterations:
         """
         now, number = self.agenda.now, self._started
         seconds = max(seconds, traffic.idle_s(tokens))
-        self._running[number] = _Iteration(phase, traffic, tokens, seconds, now, ended, slice_ended)
+        slices = self.slices_of(traffic, seconds)
+        self._running[number] = _Iteration(phase, traffic, tokens, seconds, now, ended, slice_ended, slices)
         self._started += 1
         if tokens:
             self.agenda.at(now + self._compute_s(self._running[number]), self._send, number)
         else:
             self.agenda.at(now + seconds, self._end, number)
+
+    def slices_of(self, traffic: IterationTraffic, seconds: float) -> int:
+        """Return the number of slices of an iteration that takes `seconds` on an idle network."""
+        return max(math.ceil(min(seconds / self.slice_s, traffic.count)), 1)
 
     def costs(self) -> dict[str, AllReduceCost]:
         """Return the cost of all-reduces by phase, of iterations that have ended."""
@@ -118,14 +125,14 @@ class Iterations:
 
     def _compute_s(self, iteration: _Iteration) -> float:
         """Return the time in which a slice computes."""
-        return (iteration.seconds - iteration.traffic.idle_s(iteration.tokens)) / self.slices
+        return (iteration.seconds - iteration.traffic.idle_s(iteration.tokens)) / iteration.slices
 
     def _send(self, number: int, _: int) -> None:
         """Start the all-reduces of a slice."""
         iteration = self._running[number]
         self.advance()
         iteration.sent_s = self.agenda.now
-        self.delivery.fabric.reduce(number, iteration.traffic, iteration.tokens / self.slices)
+        self.delivery.fabric.reduce(number, iteration.traffic, iteration.tokens / iteration.slices)
         self.delivery.look_ahead()
 
     def reduced(self) -> None:
@@ -137,15 +144,15 @@ class Iterations:
 
     def _slice_ends(self, number: int, iteration: _Iteration) -> None:
         now, traffic = self.agenda.now, iteration.traffic
-        self.carried_bytes[traffic.links] += traffic.link_bytes * (iteration.tokens / self.slices)
-        idle_s = traffic.s_per_token * iteration.tokens / self.slices
+        self.carried_bytes[traffic.links] += traffic.link_bytes * (iteration.tokens / iteration.slices)
+        idle_s = traffic.s_per_token * iteration.tokens / iteration.slices
         late_s = now - iteration.sent_s - idle_s
         if late_s > max(_ROUNDING * idle_s, _ULPS * math.ulp(now)):
             iteration.delay_s += late_s
         iteration.slices_done += 1
         done = iteration.slices_done
-        at = iteration.began_s + iteration.seconds * done / self.slices + iteration.delay_s
-        if done == self.slices:
+        at = iteration.began_s + iteration.seconds * done / iteration.slices + iteration.delay_s
+        if done == iteration.slices:
             self.agenda.at(max(now, at), self._end, number)
             return
         if iteration.slice_ended is not None:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from kvroute.collectives import IterationTraffic
-from kvroute.flows import FlowNetwork
+from kvroute.flows import FlowNetwork, FlowSet
 from kvroute.flows.network import WEIGHT_MIN
 from kvroute.sim.capacity import Capacity
 from kvroute.sim.settings import WanTransport
@@ -93,10 +93,9 @@ class Fabric:
     """Numbers of the sets of all-reduces that have ended; the caller empties it."""
     _transfers: dict[int, Transfer] = field(default_factory=dict)
     """The transfer of each flow."""
-    _reducing: dict[int, int] = field(default_factory=dict)
-    """The set of all-reduces of each of their flows."""
+    _sets: dict[IterationTraffic, FlowSet] = field(default_factory=dict)
     _reducing_left: dict[int, int] = field(default_factory=dict)
-    """Flows of each set that have not ended."""
+    """Flows of each set of all-reduces that have not ended. The flow network knows set n as -1 - n."""
     _next_flow: int = 0
     _dead: frozenset[int] = frozenset()
     """Links that have no capacity now."""
@@ -182,17 +181,13 @@ class Fabric:
 
         They are not transfers: they have no stall timeout.
         """
-        for flow in traffic.flows:
-            self._reducing[self._next_flow] = number
-            self.network.start(
-                self._next_flow,
-                flow.links,
-                flow.nbytes * tokens,
-                traffic_class=_ALL_REDUCE,
-                ceiling_bytes_per_s=flow.ceiling_bytes_per_s,
-            )
-            self._next_flow += 1
-        self._reducing_left[number] = len(traffic.flows)
+        flows = self._sets.get(traffic)
+        if flows is None:
+            rows = [(flow.links, flow.nbytes, flow.ceiling_bytes_per_s) for flow in traffic.flows]
+            paths, sizes, ceilings = zip(*rows, strict=True)
+            flows = self._sets[traffic] = self.network.prepared(paths, sizes, ceilings)
+        self.network.start_set(-1 - number, flows, tokens, _ALL_REDUCE)
+        self._reducing_left[number] = flows.count
 
     def release(self, transfer: Transfer) -> None:
         """Remove the production limit: the KV cache is complete."""
@@ -229,10 +224,10 @@ class Fabric:
         last flow has ended are added to `reduced`."""
         ended = []
         for flow in self.network.advance(to):
-            transfer = self._transfers.pop(flow, None)
-            if transfer is None:
-                self._reduced(self._reducing.pop(flow))
+            if flow < 0:
+                self._reduced(-1 - flow)
                 continue
+            transfer = self._transfers.pop(flow)
             transfer.flows_left -= 1
             if not transfer.flows_left:
                 ended.append(transfer)
@@ -295,7 +290,9 @@ class Fabric:
         carried = np.bincount(self._link_bin, self.network.link_rate_bytes_per_s, TIER_COUNT + 1)
         return carried[:TIER_COUNT] / self._tier_bytes_per_s
 
-    def congestion(self, separates_own_traffic: bool, reduced_bytes_per_s: FloatArray | None) -> tuple[float, ...]:
+    def congestion(
+        self, separates_own_traffic: bool, reduced_bytes_per_s: FloatArray | None = None
+    ) -> tuple[float, ...]:
         """Telemetry per tier: the share that is not available, plus own transfers unless telemetry separates them.
 
         Args: `reduced_bytes_per_s`: mean rate of all-reduces by link. They are not the router's own transfers; without
@@ -309,7 +306,9 @@ class Fabric:
             share = share + carried[:TIER_COUNT] / self._tier_bytes_per_s
         return tuple(np.minimum(share, CONGESTION_MAX).tolist())
 
-    def utilisation(self, separates_own_traffic: bool, reduced_bytes_per_s: FloatArray | None) -> tuple[float, ...]:
+    def utilisation(
+        self, separates_own_traffic: bool, reduced_bytes_per_s: FloatArray | None = None
+    ) -> tuple[float, ...]:
         """Telemetry per link, in the cluster's order: the share that is not available, plus own transfers unless
         telemetry separates them. Args: as for `congestion`."""
         share = self.capacity.missing_per_link()

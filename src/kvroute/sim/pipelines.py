@@ -47,6 +47,11 @@ class PrefillPipeline:
         self._waiting = [deque() for _ in self.stages]
         self._busy = [False for _ in self.stages]
 
+    def slices(self, seconds: float) -> int:
+        """Return the number of slices of a prompt that takes `seconds` on an idle network, over all stages."""
+        count = len(self.stages)
+        return count * self.iterations.slices_of(self.stages[0], seconds / count)
+
     def submit(self, prompt: Prompt) -> None:
         """Add a prompt now."""
         self._enter(prompt, 0)
@@ -62,15 +67,13 @@ class PrefillPipeline:
         count = len(self.stages)
         if stage == 0:
             prompt.begun(prompt.number)
-        slice_ended = None
-        if prompt.progressed is not None:
-            slice_ended = partial(self._slice_ended, prompt, stage)
+        slice_ended = None if prompt.progressed is None else partial(self._slice_ended, prompt, stage)
         ended = partial(self._ended, prompt, stage)
         self.iterations.start("prefill", self.stages[stage], prompt.tokens, prompt.seconds / count, ended, slice_ended)
 
     def _slice_ended(self, prompt: Prompt, stage: int, done: int) -> None:
         assert prompt.progressed is not None
-        prompt.progressed(prompt.number, (stage + done / self.iterations.slices) / len(self.stages))
+        prompt.progressed(prompt.number, stage / len(self.stages) + done / self.slices(prompt.seconds))
 
     def _ended(self, prompt: Prompt, stage: int) -> None:
         self._busy[stage] = False

@@ -92,8 +92,8 @@ class RequestTimelines:
         }
         """What follows a transfer, by its kind."""
         self._shared = groups.traffic
-        slices = settings.all_reduce_slices
-        self.iterations = Iterations(agenda, delivery, self.advance, slices, groups.carried_bytes)
+        slice_s = settings.all_reduce_slice_s
+        self.iterations = Iterations(agenda, delivery, self.advance, slice_s, groups.carried_bytes)
         self._streams = Streams(agenda, delivery, self.advance, self.watch_stalls)
         self._pipelines = {
             index: PrefillPipeline(traffic.stages, self.iterations, settings.prefill_queueing)
@@ -241,8 +241,7 @@ class RequestTimelines:
         def begun(number: int) -> None:
             self._outcomes.prefill_started_s[number] = self._agenda.now
             if streams:
-                slices = len(pipeline.stages) * self._settings.all_reduce_slices
-                kv_bytes = float(self._outcomes.kv_bytes[number])
+                kv_bytes, slices = float(self._outcomes.kv_bytes[number]), pipeline.slices(seconds)
                 self._streams.plan(number, kv_bytes, seconds, self._fleet.layers[source], slices)
 
         def ended(number: int) -> None:

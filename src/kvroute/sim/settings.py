@@ -11,7 +11,6 @@ from kvroute.flows.network import WEIGHT_MAX, WEIGHT_MIN
 from kvroute.types import TIER_COUNT, InputError
 
 Telemetry: TypeAlias = Literal["tier", "link", "none"]
-_SLICES_MAX = 10_000
 TransferMode: TypeAlias = Literal["serial", "layerwise"]
 
 
@@ -138,9 +137,9 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferMode = "serial"
     """"serial": a KV cache is sent after its prefill; "layerwise": layer by layer during prefill, if the target is
     known."""
-    all_reduce_slices: int = 4
-    """Parts of an iteration whose all-reduces share links: each computes first, then runs its part of the
-    all-reduces."""
+    all_reduce_slice_s: float = 0.025
+    """Longest slice of an iteration whose all-reduces share links: a slice computes, then runs its part of the
+    all-reduces. There are at most as many slices as all-reduces."""
     all_reduce_weight: float = 1.0
     """Weight of each flow of an all-reduce on a shared link; a flow of a KV transfer has 1."""
     wan: WanTransport | None = None
@@ -170,9 +169,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
             len(self.reported) != TIER_COUNT or any(not 0 <= share < 1 for share in self.reported)
         ):
             raise InputError(f"reported is {self.reported}", hint=f"give {TIER_COUNT} shares in [0, 1) or null")
-        if not 1 <= self.all_reduce_slices <= _SLICES_MAX:
-            what = f"all_reduce_slices is {self.all_reduce_slices}"
-            raise InputError(what, hint=f"give a number from 1 to {_SLICES_MAX}")
+        if not 0 < self.all_reduce_slice_s < float("inf"):
+            raise InputError(f"all_reduce_slice_s is {self.all_reduce_slice_s}", hint="give finite seconds above 0")
         if not WEIGHT_MIN <= self.all_reduce_weight <= WEIGHT_MAX:
             what = f"all_reduce_weight is {self.all_reduce_weight}"
             raise InputError(what, hint=f"give a weight from {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
