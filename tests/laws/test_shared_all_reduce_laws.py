@@ -20,7 +20,7 @@ from kvroute.event_log import EventLog
 from kvroute.flows import FlowNetwork
 from kvroute.sim.metrics import FINISHED
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSettings, TransferMode
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
 from kvroute.types import FloatArray
@@ -29,6 +29,7 @@ PER_ITERATION, TOKEN_BYTES = 128, 18e3
 BASE_S, PER_REQUEST_S = 40.3457e-3, 0.9013e-3
 PREFILL_BASE_S, PREFILL_TOKEN_S = 41.7e-3, 0.9173e-3
 SCHEMES: tuple[Scheme, ...] = ("ring", "multi-rail-ring", "hierarchical-ring", "ina", "hierarchical-ina")
+SGLANG = '{url: "http://10.0.0.1:1", protocol: sglang, bootstrap: "10.0.0.1:2"}'
 many = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -45,6 +46,8 @@ class Shape:
     batch_max: int = 8
     gbps: int = 100
     per_context_token_us: float = 0.37
+    early: bool = False
+    """The target of a transfer is known before the prefill."""
     together: bool = False
     """Both instances are on the same servers."""
 
@@ -74,6 +77,7 @@ def cluster(shape: Shape, *, reduces: bool = True) -> Cluster:
             f"{{scheme: {shape.scheme(role)}, per_iteration: {PER_ITERATION}, token_bytes: {TOKEN_BYTES / 1e3:g} KB}}"
         )
         field = f", all_reduce: {text}" if reduces else ""
+        field += f", endpoint: {SGLANG}" if shape.early else ""
         lines.append(
             f'  - {{name: {role}, role: {role}, gpus: "{",".join(parts)}", tp: {shape.tp}, '
             f"pp: {shape.stages(role)}{field}}}"
@@ -209,11 +213,11 @@ def test_every_link_carries_the_bytes_of_the_schemes_and_of_the_transfers(
 @many
 @given(shapes, traces(), slices, st.booleans(), st.sampled_from(["serial", "layerwise"]))
 def test_other_traffic_never_makes_an_iteration_shorter(
-    shape: Shape, trace: Trace, slice_s: float, together: bool, transfer: str
+    shape: Shape, trace: Trace, slice_s: float, together: bool, transfer: TransferMode
 ) -> None:
     """A prompt takes at least its time by the timing model; a batch of at least one request, too."""
-    shape = replace(shape, together=together)
-    assumed = SimSettings(all_reduce_slice_s=slice_s, transfer="layerwise" if transfer == "layerwise" else "serial")
+    shape = replace(shape, together=together, early=True)
+    assumed = SimSettings(all_reduce_slice_s=slice_s, transfer=transfer)
     rows = (found := run(shape, trace, assumed)).outcomes
     idle_s = PREFILL_BASE_S + PREFILL_TOKEN_S * rows.input_tokens
     assert (rows.prefill_finished_s - rows.prefill_started_s >= idle_s * (1 - 1e-12)).all()
@@ -252,6 +256,26 @@ def test_more_bandwidth_never_makes_a_lonely_request_slower(
     assert fast.outcomes.ttft_s[0] <= slow.outcomes.ttft_s[0] * (1 + 1e-9)
 
 
+@many
+@given(shapes, st.integers(100, 4_000), slices, st.booleans())
+def test_a_layerwise_transfer_lands_after_its_prefill_and_before_a_serial_one(
+    shape: Shape, tokens: int, slice_s: float, together: bool
+) -> None:
+    """It slows the all-reduces of its own prefill, and the last layer is sent after the prefill."""
+    shape = replace(shape, early=True, together=together)
+    trace = Trace("one", (TracedRequest(0.0, tokens, 2, (), 512),))
+    serial, streamed = (
+        run(shape, trace, SimSettings(all_reduce_slice_s=slice_s, transfer=transfer)).outcomes for transfer in MODES
+    )
+    assert streamed.prefill_finished_s[0] >= serial.prefill_finished_s[0] * (1 - 1e-12)
+    assert streamed.landed_s[0] - streamed.prefill_finished_s[0] > 1e-4
+    lost_s = streamed.prefill_finished_s[0] - serial.prefill_finished_s[0]
+    assert streamed.landed_s[0] <= serial.landed_s[0] + lost_s + 1e-12
+    if shape.prefill_stages == 2 or slice_s < 0.1:
+        assert streamed.landed_s[0] < serial.landed_s[0] + lost_s
+
+
+MODES: tuple[TransferMode, ...] = ("serial", "layerwise")
 BUSY = Shape(decode_scheme="ring", servers=3, per_server=2, batch_max=64)
 DECODING = tuple(TracedRequest(0.0, 16, 240, (), 512) for _ in range(40))
 LATE = TracedRequest(0.1, 15_000, 2, (), 512)

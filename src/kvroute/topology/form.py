@@ -6,6 +6,7 @@ import difflib
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -22,10 +23,14 @@ class FileError(InputError):
     """A fault of a cluster file with its `line` (0: not read from a text) and its `field`."""
 
     def __init__(self, what: str, *, source: str, line: int, field: str, hint: str = "") -> None:
-        self.line, self.field = line, field
+        self.line, self.field, self._source = line, field, source
         place = f"{source}:{line}" if line else source
         where = f"{place}: {field}" if field else place
         super().__init__(_on_one_line(what), where=where, hint=_on_one_line(hint))
+
+    def __reduce__(self) -> tuple[partial[FileError], tuple[str]]:
+        again = partial(FileError, source=self._source, line=self.line, field=self.field, hint=self.hint)
+        return again, (self.what,)
 
 
 @dataclass(frozen=True, slots=True)
