@@ -168,6 +168,10 @@ def reached(fields: str) -> str:
     return edited('0-3"}', f'0-3", endpoint: {{{fields}}}}}')
 
 
+def reducing(scheme: str, settings: str = "") -> str:
+    return edited('0-3"}', f'0-3", {settings}all_reduce: {{{scheme}, per_iteration: 160, token_bytes: 16 KB}}}}')
+
+
 def card_with(field: str) -> str:
     return edited("100 Gbps", f"100 Gbps, {field}")
 
@@ -212,6 +216,21 @@ FAULTS = {
         edited("role: prefill,", "role: prefill, group: g0,"),
         "instances[0].group",
         "only decode instances have a group",
+    ),
+    "all-reduce of one GPU": (
+        reducing("scheme: ring", "tp: 1, "),
+        "instances[0].all_reduce",
+        "tp is 1, so there is no all-reduce; remove `all_reduce`",
+    ),
+    "too many schemes": (
+        reducing("scheme: [ring, ina]"),
+        "instances[0].all_reduce.scheme",
+        "2 schemes are given, but pp is 1; give one scheme for all pipeline stages",
+    ),
+    "unknown scheme": (
+        reducing("scheme: rings"),
+        "instances[0].all_reduce.scheme",
+        "'rings' does not fit; write one of ring, multi-rail-ring",
     ),
     "no decode": (NO_DECODE, "instances", "no decode"),
     "no uplinks": (TWO_RACKS, "racks[0]", "rack0 has no uplinks, so decode0 cannot be reached from prefill0"),

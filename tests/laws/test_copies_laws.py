@@ -75,10 +75,23 @@ CAPACITY = {
 }
 
 
+SPANNING = {
+    '"node1:0-3"': '"node1:0-1,node2:0-1"',
+    '"node1:4-7"': '"node1:2-3,node2:2-3"',
+    '"node2:0-3"': '"node2:4-5,node1:4-5"',
+    '"node2:4-7"': '"node2:6-7,node1:6-7"',
+}
+ALL_REDUCE = ", all_reduce: {scheme: hierarchical-ring, per_iteration: 120, token_bytes: 14 KB}"
+
+
 @lru_cache
-def sites(model: str = "prfaas-1t-hybrid", memory: str = "20 GB") -> Cluster:
-    """Return two prefill instances at either site; with the smaller memory, copies and prompts compete for it."""
-    return parse(TEXT.replace("MODEL", model).replace("MEMORY", memory))
+def sites(model: str = "prfaas-1t-hybrid", memory: str = "20 GB", reduces: bool = False) -> Cluster:
+    """Return two prefill instances at either site; with the smaller memory, copies and prompts compete for it. With
+    `reduces`, groups span servers and their all-reduces share NICs with KV transfers and copies."""
+    text = TEXT.replace("MODEL", model).replace("MEMORY", memory)
+    for here, spanning in SPANNING.items() if reduces else ():
+        text = text.replace(here, spanning + ALL_REDUCE)
+    return parse(text)
 
 
 @st.composite
@@ -178,36 +191,36 @@ def records_of(log: bytes) -> list[LogRecord]:
 
 
 @many
-@example(("llama-3-8b", "20 GB"), WARM, POOLED, WITH_REVIEWS)
-@given(models, traces(), specs, assumptions)
+@example(("llama-3-8b", "20 GB"), WARM, POOLED, WITH_REVIEWS, False)
+@given(models, traces(), specs, assumptions, st.booleans())
 def test_every_request_ends_and_the_log_replays(
-    model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
+    model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings, reduces: bool
 ) -> None:
     """For any failure of copies nothing is lost, the same run gives the same log, and a replay makes the same
     decisions."""
-    run, log = logged(sites(*model), trace, spec, assumed)
-    assert logged(sites(*model), trace, spec, assumed)[1] == log
+    run, log = logged(sites(*model, reduces), trace, spec, assumed)
+    assert logged(sites(*model, reduces), trace, spec, assumed)[1] == log
     assert np.isin(run.outcomes.state, (FINISHED, REJECTED)).all()
     records = records_of(log)
-    for record, again in replay(spec.build(sites(*model)), records):
+    for record, again in replay(spec.build(sites(*model, reduces)), records):
         assert decisions_equal(record.decisions, again)
 
 
 @many
-@example(("llama-3-8b", "20 GB"), WARM, POOLED, WITH_REVIEWS)
-@given(models, traces(), specs, assumptions)
+@example(("llama-3-8b", "20 GB"), WARM, POOLED, WITH_REVIEWS, False)
+@given(models, traces(), specs, assumptions, st.booleans())
 def test_bytes_sent_are_bytes_received_or_accounted_for(
-    model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
+    model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings, reduces: bool
 ) -> None:
     """The bytes of all hops are those of KV caches, failed transfers, copies for requests, and copies ahead of
     demand."""
-    cluster = sites(*model)
+    cluster = sites(*model, reduces)
     run = simulate(cluster, trace, spec, assumed)
     rows, summary = run.outcomes, run.summary
     sent = np.isfinite(rows.landed_s)
     hops = [len(cluster.hops(int(a), int(b), 0)) for a, b in zip(rows.source[sent], rows.target[sent], strict=True)]
     accounts = (summary.failed_transfers, summary.copied_prefixes, summary.copied_ahead)
-    apart_bytes = sum(account.network_bytes for account in accounts)
+    apart_bytes = sum(account.network_bytes for account in (*accounts, *summary.all_reduces.values()))
     landed_bytes = float((rows.kv_bytes[sent] * hops).sum())
     assert run.network_bytes == pytest.approx(landed_bytes + apart_bytes, rel=1e-9, abs=1.0)
     assert (run.link_bytes <= cluster.capacity_bytes_per_s * run.end_s * (1 + 1e-9) + 1.0).all()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.flows import FlowNetwork, fill_to_the_end, max_min_rates
+from kvroute.types import InputError
 
 LAW = settings(max_examples=40, deadline=None)
 CAPACITIES = st.lists(st.sampled_from([1e9, 2.5e9, 1e10]) | st.floats(1e3, 1e12), min_size=1, max_size=8)
@@ -86,6 +87,40 @@ def _check_bottlenecks(
         assert net.rate(flow) >= ceilings[flow] * (1.0 - 1e-9) or any(
             load[link] >= capacity[link] * (1.0 - 1e-9) and share[flow] >= top[link] * (1.0 - 1e-9) for link in path
         ), f"flow {flow} could go faster"
+
+
+@LAW
+@given(cases(), st.floats(0.1, 10.0), st.booleans())
+def test_a_set_of_flows_equals_its_flows_one_by_one(case: Case, units: float, staged: bool) -> None:
+    """Beside a flow that is there already, or starts at the same time: the same ends, and the same bytes on links."""
+    each, together = case.network(), case.network()
+    for net in (each, together):
+        net.start(1_000, case.paths[0], 3e8)
+        if not staged:
+            net.advance(0.0)
+    for flow, path in enumerate(case.paths):
+        each.start(flow, path, case.sizes[flow] * units, ceiling_bytes_per_s=case.ceilings[flow])
+    together.start_set(-1, together.prepared(case.paths, case.sizes, case.ceilings), units)
+    assert together.active == (1_000, *(-1 for _ in case.paths))
+    np.testing.assert_array_equal(together.link_rate_bytes_per_s, each.link_rate_bytes_per_s)
+    while (upcoming := each.next_finish()) is not None:
+        same = together.next_finish()
+        assert same is not None
+        assert same[0] == upcoming[0]
+        ended = [flow if flow == 1_000 else -1 for flow in each.advance(upcoming[0])]
+        assert together.advance(upcoming[0]) == ended
+        np.testing.assert_array_equal(together.link_bytes, each.link_bytes)
+    assert together.next_finish() is None
+
+
+def test_a_set_needs_a_number_and_links_of_its_own() -> None:
+    net = FlowNetwork(np.array([1e9]))
+    flows = net.prepared([(0,)], [1.0], [math.inf])
+    net.start(3, (0,), 1e9)
+    with pytest.raises(InputError, match="already in flight"):
+        net.start_set(3, flows, 1.0)
+    with pytest.raises(InputError, match="outside 0 to 0"):
+        net.prepared([(1,)], [1.0], [math.inf])
 
 
 @LAW

@@ -48,9 +48,16 @@ LAYERS = 60
 STATE_BYTES, TOKEN_BYTES = 173.9 * 2**20, 17_280
 
 
-def sites(*, protocol: str = "sglang", wan: str = "10 Gbps", count: int = 2, memory: str = "20 GB") -> Cluster:
-    """Return a prefill-only site and one with both roles; with `sglang` the target is known before the prefill."""
+ALL_REDUCE = "all_reduce: {scheme: ring, per_iteration: 120, token_bytes: 14 KB}"
+
+
+def sites(
+    *, protocol: str = "sglang", wan: str = "10 Gbps", count: int = 2, memory: str = "20 GB", reduces: bool = False
+) -> Cluster:
+    """Return a prefill-only site and one with both roles; with `sglang` the target is known before the prefill. With
+    `reduces`, all-reduces at the second site share NVLink with KV transfers."""
     endpoint = f'endpoint: {{url: "http://10.0.0.1:1", protocol: {protocol}, bootstrap: "10.0.0.1:2"}}'
+    endpoint += f", {ALL_REDUCE}" if reduces else ""
     text = TEXT.replace("ENDPOINT", endpoint).replace("WAN", wan).replace("COUNT", str(count))
     return parse(text.replace("MEMORY", memory))
 
@@ -109,7 +116,12 @@ assumptions = st.builds(
     role_switch_s=st.sampled_from([0.0, 2.0]),
     review_s=st.sampled_from([None, 1.0]),
 )
-clusters = st.builds(sites, protocol=st.sampled_from(["sglang", "vllm"]), memory=st.sampled_from(["1 GB", "20 GB"]))
+clusters = st.builds(
+    sites,
+    protocol=st.sampled_from(["sglang", "vllm"]),
+    memory=st.sampled_from(["1 GB", "20 GB"]),
+    reduces=st.booleans(),
+)
 specs = st.builds(
     ControlSpec,
     decode=st.sampled_from(["netkv", "round-robin"]),
@@ -170,6 +182,7 @@ def test_bytes_sent_are_bytes_received_or_accounted_as_failed(
     hops = [len(cluster.hops(int(a), int(b), 0)) for a, b in zip(rows.source[sent], rows.target[sent], strict=True)]
     landed_bytes = float((rows.kv_bytes[sent] * hops).sum())
     apart_bytes = failed.network_bytes + copied.network_bytes
+    apart_bytes += sum(cost.network_bytes for cost in run.summary.all_reduces.values())
     assert run.network_bytes == pytest.approx(landed_bytes + apart_bytes, rel=1e-9, abs=1.0)
     assert (run.link_bytes <= cluster.capacity_bytes_per_s * run.end_s * (1 + 1e-9) + 1.0).all()
     assert assumed.stall_s is not None or failed.transfers == 0

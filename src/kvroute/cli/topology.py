@@ -14,6 +14,7 @@ from rich.tree import Tree
 
 from kvroute.cli.output import check_writable, console, own_command, print_json, tell
 from kvroute.cli.topology_expand import expand_file
+from kvroute.collectives import instance_traffic
 from kvroute.llm import model as find_model
 from kvroute.planner.placement.schema import PlacementEntry
 from kvroute.planner.qos import read_qos
@@ -197,6 +198,7 @@ def _checked(file: Path) -> tuple[Cluster, bool]:
             faults += tuple(fault for fault in error.problems if str(fault) not in map(str, faults))
     if faults:
         raise InputErrors(faults)
+    instance_traffic(cluster)
     return cluster, whole
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvroute.collectives import instance_traffic
 from kvroute.comparison.cells import Cell, Record
 from kvroute.comparison.parallel import stream
 from kvroute.comparison.workload import Workload
@@ -42,8 +43,9 @@ class Question:
         return msgspec.structs.replace(self.spec, decode=policy, parameters=parameters)
 
     def check(self, policies: Sequence[str], seed: int) -> None:
-        """Raise InputError if a run cannot start: a wrong cluster, link, trace, policy or constraint."""
+        """Raise InputError if a run cannot start: a wrong cluster, all-reduce, link, trace, policy or constraint."""
         cluster = cluster_of(self.cluster)
+        instance_traffic(cluster)
         changes, fluctuations = self.settings.changes, self.settings.fluctuations
         for link in [each.link for each in changes] + [each.link for each in fluctuations]:
             links_named(cluster, link)

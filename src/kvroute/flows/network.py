@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvroute.flows import arrays, kernels, state
+from kvroute.flows.sets import FlowSet
 from kvroute.types import FloatArray, InputError, IntArray
 
 LinkId: TypeAlias = int
@@ -102,6 +103,50 @@ class FlowNetwork:
         size."""
         for flow, path, size in zip(flows, paths, nbytes, strict=True):
             self.start(flow, path, size, weight, traffic_class, ceiling_bytes_per_s)
+
+    def prepared(
+        self,
+        paths: Sequence[Sequence[LinkId]],
+        nbytes: Sequence[float],
+        ceilings_bytes_per_s: Sequence[float],
+    ) -> FlowSet:
+        """Return a set of flows for `start_set`, with sizes for one unit; an infinite ceiling is none.
+
+        Raises InputError as `start` does.
+        """
+        for path, size, ceiling in zip(paths, nbytes, ceilings_bytes_per_s, strict=True):
+            self._checked(path, size, 1.0, next(iter(self._classes)))
+            _check_ceiling(ceiling)
+        return FlowSet.of(paths, nbytes, ceilings_bytes_per_s)
+
+    def start_set(self, number: FlowId, flows: FlowSet, units: float, traffic_class: str = "kv") -> None:
+        """Start all flows of a set at `now`, each with its size times `units`.
+
+        All have the id `number`: `advance` returns it once for each flow, and they cannot be changed or cancelled.
+        Raises InputError for the id of another flow in flight, an unknown class, or a number of units out of range.
+        """
+        if number in self._slot:
+            raise InputError(f"flow {number} is already in flight", hint="give every set a number of its own")
+        _, weight = self._checked((), units, 1.0, traffic_class)
+        while len(self._free) < flows.count:
+            self._widen()
+        if flows.longest > self._longest:
+            self._lengthen(flows.longest)
+        slots = self._free[-flows.count :] if flows.count else []
+        del self._free[len(self._free) - flows.count :]
+        for slot in slots:
+            self._ids[slot] = number
+        self._flush()
+        taken = np.array(slots, np.int64)
+        ints = flows.template.copy()
+        ints[flows.slot_at] = taken
+        if len(flows.limited):
+            private = self._links + taken[flows.limited]
+            ints[flows.private_at] = private
+            self._state.link[private, state.CAPACITY] = flows.ceilings_bytes_per_s
+        floats = np.empty(2 * flows.count)
+        floats[0::2], floats[1::2] = flows.nbytes * units, weight
+        _, self._next_s, self._next_slot = kernels.drive(self.now, -math.inf, *self._state, ints, floats, self._out)
 
     def cancel(self, flow: FlowId) -> float:
         """Stop a transfer at `now`; return the bytes not sent. Raises InputError when it is not in flight."""
@@ -254,7 +299,7 @@ class FlowNetwork:
 
     def _release(self, slot: int) -> FlowId:
         flow = self._ids[slot]
-        del self._slot[flow]
+        self._slot.pop(flow, None)  # flows of a set have no entry
         self._free.append(slot)
         return flow
 
@@ -273,13 +318,17 @@ class FlowNetwork:
     def _make_room(self, hops: int) -> None:
         """Make sure that a slot is free and that paths of `hops` links fit."""
         if not self._free:
-            slots = len(self._ids)
-            self._state = arrays.widened(self._state, 2 * slots)
-            self._out = np.zeros(2 * slots, np.int64)
-            self._free = list(range(2 * slots - 1, slots - 1, -1))
-            self._ids += [0] * slots
+            self._widen()
         if hops > self._longest:
             self._lengthen(hops)
+
+    def _widen(self) -> None:
+        """Double the number of slots."""
+        slots = len(self._ids)
+        self._state = arrays.widened(self._state, 2 * slots)
+        self._out = np.zeros(2 * slots, np.int64)
+        self._free = [*range(2 * slots - 1, slots - 1, -1), *self._free]
+        self._ids += [0] * slots
 
     def _lengthen(self, hops: int) -> None:
         self._longest = 2 ** math.ceil(math.log2(hops))

@@ -130,6 +130,11 @@ def simulation_grid(plan: PlacementPlan) -> Grid | None:
         ("KV transfer, mean", _ms(plan.transfer_s), _ms(found.transfer_s.mean)),
         ("TPOT, median", _ms(plan.phases["decode"].iteration_s), _ms(found.tpot_s.p50)),
         ("TTFT, p99", UNKNOWN, _ms(found.ttft_s.p99)),
+        *(
+            (f"all-reduces of {phase}, compared with an idle network", UNKNOWN, f"{cost.slowdown:.3f}")
+            for phase, cost in found.all_reduces.items()
+            if cost.slowdown is not None
+        ),
     )
     headings = (Heading(""), Heading("predicted"), Heading("simulated"))
     return Grid("Prediction and simulation", headings, tuple(tuple(map(Entry, row)) for row in rows))

@@ -102,6 +102,22 @@ _FROM_STORE = (
     ),
 )
 """Columns shown if cached KV is read from a store."""
+
+
+def _slowdown(phase: str) -> Metric:
+    return lambda run: run.all_reduces[phase].slowdown if phase in run.all_reduces else None
+
+
+_SHARED_ALL_REDUCES = tuple(
+    _Column(
+        Heading(f"all-reduce {phase}", f"Time of all-reduces in {phase}, divided by that on an idle network", 15),
+        _slowdown(phase),
+        least_wins=True,
+        digits=2,
+    )
+    for phase in ("prefill", "decode")
+)
+"""Columns shown if all-reduces share links with other traffic."""
 _TIERS_AFTER = "good /s"
 
 
@@ -127,7 +143,8 @@ def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) ->
     columns = [[Entry(policy) for policy in policies]]
     headings = [Heading("policy")]
     reads = any(run.store is not None and run.store.reads for run in runs)
-    for column in (*_COLUMNS, *(_BETWEEN_SITES if _between_sites(runs) else ()), *(_FROM_STORE if reads else ())):
+    shown = [*_COLUMNS, *(_BETWEEN_SITES if _between_sites(runs) else ()), *(_FROM_STORE if reads else ())]
+    for column in (*shown, *(_SHARED_ALL_REDUCES if any(run.all_reduces for run in runs) else ())):
         headings.append(_with_slo(column.heading, slo_ttft_s))
         columns.append(
             _entries(column, [estimate(column.value(run) for run in of_policy(runs, name)) for name in policies])

@@ -94,6 +94,11 @@ class Delivery:
         self.fabric.release(self.transfers[request])
         self.next_s = self.fabric.next_finish_s()
 
+    def limit(self, request: int, produced_bytes_per_s: float) -> None:
+        """Change the production rate of a transfer that streams; 0 pauses it."""
+        self.fabric.limit(self.transfers[request], produced_bytes_per_s)
+        self.next_s = self.fabric.next_finish_s()
+
     def copy(self, number: int, source: int, target: int, nbytes: float, *, ahead: bool = False) -> None:
         """Start to copy a cached prefix now, for the request `number` or `ahead` of demand."""
         self.transfers[number] = self.fabric.send(number, source, target, nbytes, kind="ahead" if ahead else "copy")

@@ -124,6 +124,19 @@ class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes read by the busiest node divided by the mean of all nodes with a storage NIC; None: nothing was read."""
 
 
+class AllReduceCost(msgspec.Struct, frozen=True, kw_only=True):
+    """All-reduces on shared links in the iterations of one phase that have ended in the whole run."""
+
+    iterations: int = 0
+    """Decode iterations, or prompts in one pipeline stage."""
+    share: float | None = None
+    """Share of the time of these iterations that all-reduces took; None: there was no iteration."""
+    slowdown: float | None = None
+    """Time of the all-reduces divided by that on an idle network; None: there was no all-reduce."""
+    network_bytes: float = 0.0
+    """Bytes of the all-reduces, summed over all links."""
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of one run. Counts cover the whole run, all other values the measurement window."""
 
@@ -158,6 +171,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Cached prefixes copied in the whole run before a request needed them at the target."""
     store: StoreTotals | None = None
     """Reads and writes of the store; None without one."""
+    all_reduces: dict[str, AllReduceCost] = {}
+    """By phase, `prefill` and `decode`; empty if no all-reduce shares a link with other traffic."""
     role_switches: int = 0
     """Completed role switches in the whole run."""
     threshold_tokens: float | None = None
@@ -190,6 +205,7 @@ def summarise(
     copied: Moved = NOTHING,
     copied_ahead: Moved = NOTHING,
     store: StoreTotals | None = None,
+    all_reduces: dict[str, AllReduceCost] | None = None,
     role_switches: int = 0,
     thresholds: Sequence[float] = (),
     decision_s: float | None,
@@ -231,6 +247,7 @@ def summarise(
         copied_prefixes=copied,
         copied_ahead=copied_ahead,
         store=store,
+        all_reduces=all_reduces or {},
         role_switches=role_switches,
         threshold_tokens=float(np.median(thresholds)) if thresholds else None,
         decision_s=decision_s,

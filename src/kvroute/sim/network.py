@@ -8,7 +8,8 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from kvroute.flows import FlowNetwork
+from kvroute.collectives import IterationTraffic
+from kvroute.flows import FlowNetwork, FlowSet
 from kvroute.flows.network import WEIGHT_MIN
 from kvroute.sim.capacity import Capacity
 from kvroute.sim.settings import WanTransport
@@ -21,7 +22,7 @@ UNBOUNDED = float("inf")
 Kind: TypeAlias = Literal["kv", "copy", "ahead", "storage"]
 """What a transfer carries: a request's KV, a cached prefix that a request waits for, one that none waits for, or blocks
 of the store."""
-_KV, _AHEAD = "kv", "ahead"
+_KV, _AHEAD, _ALL_REDUCE = "kv", "ahead", "all-reduce"
 """Traffic classes. A flow ahead of demand has a thousandth of the weight of a request's flow."""
 
 
@@ -78,6 +79,8 @@ class Fabric:
     capacity: Capacity
     seed: int
     wan: WanTransport | None = None
+    all_reduce_weight: float = 1.0
+    """Weight of each flow of an all-reduce; a flow of a KV transfer has 1."""
     network: FlowNetwork = field(init=False)
     failed: Moved = field(default_factory=Moved)
     """Totals of the bytes sent by failed transfers."""
@@ -86,8 +89,13 @@ class Fabric:
     copied_ahead: Moved = field(default_factory=Moved)
     """Totals of the copies that no request waited for."""
     tier_links: list[IntArray] = field(default_factory=list)
+    reduced: list[int] = field(default_factory=list)
+    """Numbers of the sets of all-reduces that have ended; the caller empties it."""
     _transfers: dict[int, Transfer] = field(default_factory=dict)
     """The transfer of each flow."""
+    _sets: dict[IterationTraffic, FlowSet] = field(default_factory=dict)
+    _reducing_left: dict[int, int] = field(default_factory=dict)
+    """Flows of each set of all-reduces that have not ended. The flow network knows set n as -1 - n."""
     _next_flow: int = 0
     _dead: frozenset[int] = frozenset()
     """Links that have no capacity now."""
@@ -97,7 +105,8 @@ class Fabric:
     _paths: EcmpPaths = field(init=False)
 
     def __post_init__(self) -> None:
-        self.network = FlowNetwork(self.cluster.capacity_bytes_per_s, {_KV: 1.0, _AHEAD: WEIGHT_MIN})
+        classes = {_KV: 1.0, _AHEAD: WEIGHT_MIN, _ALL_REDUCE: self.all_reduce_weight}
+        self.network = FlowNetwork(self.cluster.capacity_bytes_per_s, classes)
         self.tier_links = [np.asarray(self.cluster.links_of_tier(tier), dtype=np.int64) for tier in range(TIER_COUNT)]
         self._link_bin = np.full(len(self.cluster.links), TIER_COUNT, dtype=np.int64)
         for tier, links in enumerate(self.tier_links):
@@ -167,10 +176,29 @@ class Fabric:
         self.network.start_many(numbers, paths, sizes, traffic_class=traffic_class, ceiling_bytes_per_s=bound)
         return transfer
 
+    def reduce(self, number: int, traffic: IterationTraffic, tokens: float) -> None:
+        """Start the flows of all-reduces now, as one set, whose number is not in progress.
+
+        They are not transfers: they have no stall timeout.
+        """
+        flows = self._sets.get(traffic)
+        if flows is None:
+            rows = [(flow.links, flow.nbytes, flow.ceiling_bytes_per_s) for flow in traffic.flows]
+            paths, sizes, ceilings = zip(*rows, strict=True)
+            flows = self._sets[traffic] = self.network.prepared(paths, sizes, ceilings)
+        self.network.start_set(-1 - number, flows, tokens, _ALL_REDUCE)
+        self._reducing_left[number] = flows.count
+
     def release(self, transfer: Transfer) -> None:
         """Remove the production limit: the KV cache is complete."""
         for flow in self._active(transfer):
             self.network.set_ceiling(flow, transfer.ceiling_bytes_per_s)
+
+    def limit(self, transfer: Transfer, produced_bytes_per_s: float) -> None:
+        """Change the production limit of a transfer."""
+        bound = min(transfer.ceiling_bytes_per_s, produced_bytes_per_s / len(transfer.paths))
+        for flow in self._active(transfer):
+            self.network.set_ceiling(flow, bound)
 
     def give_up(self, transfer: Transfer) -> None:
         """Stop a transfer now; the bytes that it has sent are counted separately."""
@@ -192,9 +220,13 @@ class Fabric:
             self.copied = self.copied.plus(kv_bytes, network_bytes)
 
     def advance(self, to: float) -> list[Transfer]:
-        """Move bytes up to `to`; return the transfers whose last flow has ended, in order."""
+        """Move bytes up to `to`; return the transfers whose last flow has ended, in order. Sets of all-reduces whose
+        last flow has ended are added to `reduced`."""
         ended = []
         for flow in self.network.advance(to):
+            if flow < 0:
+                self._reduced(-1 - flow)
+                continue
             transfer = self._transfers.pop(flow)
             transfer.flows_left -= 1
             if not transfer.flows_left:
@@ -204,6 +236,13 @@ class Fabric:
                     size = transfer.flow_bytes
                     self._count_copy(transfer, size * len(transfer.paths), size * hops)
         return ended
+
+    def _reduced(self, number: int) -> None:
+        """Count the end of one flow of a set of all-reduces."""
+        self._reducing_left[number] -= 1
+        if not self._reducing_left[number]:
+            del self._reducing_left[number]
+            self.reduced.append(number)
 
     def next_finish_s(self) -> float:
         """Time at which the next flow ends if nothing changes; infinity if none will."""
@@ -251,19 +290,32 @@ class Fabric:
         carried = np.bincount(self._link_bin, self.network.link_rate_bytes_per_s, TIER_COUNT + 1)
         return carried[:TIER_COUNT] / self._tier_bytes_per_s
 
-    def congestion(self, separates_own_traffic: bool) -> tuple[float, ...]:
-        """Telemetry per tier: the share that is not available, plus own transfers unless telemetry separates them."""
+    def congestion(
+        self, separates_own_traffic: bool, reduced_bytes_per_s: FloatArray | None = None
+    ) -> tuple[float, ...]:
+        """Telemetry per tier: the share that is not available, plus own transfers unless telemetry separates them.
+
+        Args: `reduced_bytes_per_s`: mean rate of all-reduces by link. They are not the router's own transfers; without
+        separation their current rate is part of the sum.
+        """
         share = self.capacity.missing_per_tier()
         if not separates_own_traffic:
             share = share + self.own_share()
+        elif reduced_bytes_per_s is not None:
+            carried = np.bincount(self._link_bin, reduced_bytes_per_s, TIER_COUNT + 1)
+            share = share + carried[:TIER_COUNT] / self._tier_bytes_per_s
         return tuple(np.minimum(share, CONGESTION_MAX).tolist())
 
-    def utilisation(self, separates_own_traffic: bool) -> tuple[float, ...]:
+    def utilisation(
+        self, separates_own_traffic: bool, reduced_bytes_per_s: FloatArray | None = None
+    ) -> tuple[float, ...]:
         """Telemetry per link, in the cluster's order: the share that is not available, plus own transfers unless
-        telemetry separates them."""
+        telemetry separates them. Args: as for `congestion`."""
         share = self.capacity.missing_per_link()
         if not separates_own_traffic:
             share = share + self.network.link_rate_bytes_per_s / self.cluster.capacity_bytes_per_s
+        elif reduced_bytes_per_s is not None:
+            share = share + reduced_bytes_per_s / self.cluster.capacity_bytes_per_s
         return tuple(np.minimum(share, CONGESTION_MAX).tolist())
 
     def _apply_capacity(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvroute import llm
 from kvroute.sim.agenda import Agenda
@@ -11,12 +12,16 @@ from kvroute.sim.arrivals import Arrivals
 from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
+from kvroute.sim.iterations import Iterations
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
 from kvroute.sim.network import Kind
+from kvroute.sim.pipelines import PrefillPipeline, Prompt
 from kvroute.sim.router import Router
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.store import Store, continued_blocks
+from kvroute.sim.streams import Streams
 from kvroute.sim.telemetry import Telemetry
+from kvroute.sim.tensor_groups import TensorGroups
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster
 from kvroute.types import (
@@ -52,12 +57,18 @@ class RequestTimelines:
         telemetry: Telemetry,
         outcomes: Outcomes,
         arrivals: Arrivals,
+        groups: TensorGroups,
         prefill_cache: bool,
         copy_queues: bool = False,
         store: Store | None = None,
     ) -> None:
-        """`prefill_cache`: prefill instances keep the KV of their prompts. `copy_queues`: a request for a cached prefix
-        takes a place in the prefill queue of the instance that has it, as a prompt does. `store`: None without one."""
+        """Args that are not parts of the run:
+
+        prefill_cache: prefill instances keep the KV of their prompts.
+        copy_queues: a request for a cached prefix takes a place in the prefill queue of the instance that has it, as
+            a prompt does.
+        store: None without one.
+        """
         self._cluster, self._trace, self._settings = cluster, trace.requests, settings
         self._agenda, self._router, self._fleet = agenda, router, fleet
         self._delivery, self._copies = delivery, copies
@@ -80,6 +91,14 @@ class RequestTimelines:
             "storage": self._store_landed,
         }
         """What follows a transfer, by its kind."""
+        self._shared = groups.traffic
+        slice_s = settings.all_reduce_slice_s
+        self.iterations = Iterations(agenda, delivery, self.advance, slice_s, groups.carried_bytes)
+        self._streams = Streams(agenda, delivery, self.advance, self.watch_stalls)
+        self._pipelines = {
+            index: PrefillPipeline(traffic.stages, self.iterations, settings.prefill_queueing)
+            for index, traffic in groups.traffic.items()
+        }
         self.reject_reason: str | None = None
         """Reason for the first rejection of the run."""
         self.decisions_s: list[float] = []
@@ -103,6 +122,8 @@ class RequestTimelines:
         now = self._agenda.now
         for transfer in self._delivery.fabric.advance(now):
             self._agenda.at(now + transfer.latency_s, self._steps[transfer.kind], transfer.request)
+        if self._delivery.fabric.reduced:
+            self.iterations.reduced()
 
     def watch_stalls(self) -> None:
         """Schedule the stall timeout of the transfers that have no usable path from now on."""
@@ -136,9 +157,7 @@ class RequestTimelines:
         if begun == "refused":
             self._go_without(request)
         if begun == "held" and self._copy_queues:
-            tokens = prefill.cached_tokens
-            _, held_s = self._fleet.prefill[holder].submit(self._agenda.now, tokens, tokens)
-            self._agenda.at(held_s, self._held_out, request)
+            self._hold_out(request, holder, prefill.cached_tokens)
         elif begun == "held":
             self._held_out(request, 0)
 
@@ -170,6 +189,17 @@ class RequestTimelines:
                 self._prefilled(request, 0)
         self.watch_stalls()
 
+    def _hold_out(self, request: int, holder: int, tokens: int) -> None:
+        """Add a request for a cached prefix to the queue of the prefill instance that has it."""
+        prefill = self._fleet.prefill[holder]
+        if holder in self._pipelines:
+            seconds = prefill.time.seconds(tokens, tokens)
+            prompt = Prompt(request, 0, seconds, lambda _: None, lambda number: self._held_out(number, 0))
+            self._pipelines[holder].submit(prompt)
+            return
+        _, held_s = prefill.submit(self._agenda.now, tokens, tokens)
+        self._agenda.at(held_s, self._held_out, request)
+
     def _held_out(self, request: int, _: int) -> None:
         """Start the transfer of a prefix from its source."""
         prefill = self._awaiting_copy[request]
@@ -193,11 +223,38 @@ class RequestTimelines:
         """Add the request to the queue of its prefill instance."""
         traced, outcomes, source = self._trace[request], self._outcomes, int(self._outcomes.source[request])
         cached_tokens = int(outcomes.cached_tokens[request])
+        if source in self._pipelines:
+            self._submit_prompt(request, source, cached_tokens)
+            return
         start, finish = self._fleet.prefill[source].submit(self._agenda.now, traced.input_tokens, cached_tokens)
         outcomes.prefill_started_s[request] = start
-        if self._settings.transfer == "layerwise" and request in self._booked and traced.output_tokens:
+        if self._streams_kv(request):
             self._plan_stream(request, start, finish, self._fleet.layers[source])
         self._agenda.at(finish, self._prefilled, request)
+
+    def _submit_prompt(self, request: int, source: int, cached_tokens: int) -> None:
+        """Add the request to the queue of a prefill instance whose all-reduces share links."""
+        input_tokens, pipeline = self._trace[request].input_tokens, self._pipelines[source]
+        seconds = self._fleet.prefill[source].time.seconds(input_tokens, cached_tokens)
+        streams = self._streams_kv(request)
+
+        def begun(number: int) -> None:
+            self._outcomes.prefill_started_s[number] = self._agenda.now
+            if streams:
+                kv_bytes, slices = float(self._outcomes.kv_bytes[number]), pipeline.slices(seconds)
+                self._streams.plan(number, kv_bytes, seconds, self._fleet.layers[source], slices)
+
+        def ended(number: int) -> None:
+            self._streams.end(number)
+            self._prefilled(number, 0)
+
+        progressed = self._streams.progressed if streams else None
+        pipeline.submit(Prompt(request, max(input_tokens - cached_tokens, 0), seconds, begun, ended, progressed))
+
+    def _streams_kv(self, request: int) -> bool:
+        """Return True if the request's KV cache is sent while it is computed."""
+        layerwise = self._settings.transfer == "layerwise"
+        return layerwise and request in self._booked and self._trace[request].output_tokens > 0
 
     def _plan_stream(self, request: int, start: float, finish: float, layers: int) -> None:
         """Schedule the streamed transfer from the end of the first layer on, if there are several layers and bytes to
@@ -300,7 +357,7 @@ class RequestTimelines:
         self._router.give_back(int(outcomes.source[request]))
         decode = self._fleet.decode[target]
         wake_s = decode.transfer_done(now, request, traced.input_tokens, traced.output_tokens)
-        if wake_s is not None:
+        if wake_s is not None and (not decode.batch or target not in self._shared):
             self._agenda.at(wake_s, self._step, target, decode.version)
 
     def _stalled(self, request: int, _: int) -> None:
@@ -343,11 +400,28 @@ class RequestTimelines:
             self._router.give_back(target)
         for request in step.admitted:
             outcomes.admitted_s[request] = now
-            outcomes.first_token_s[request] = step.first_token_s
-            outcomes.entry_iteration_s[request] = step.iteration_s
             self._router.handle(Admitted(now, request))
-        if wake_s is not None:
-            self._agenda.at(wake_s, self._step, target, decode.version)
+        if wake_s is None:
+            return
+        if target in self._shared:
+            ended = partial(self._iterated, target, step.admitted, now)
+            traffic = self._shared[target].together
+            self.iterations.start("decode", traffic, decode.batch, step.iteration_s, ended)
+            return
+        self._record_first_tokens(step.admitted, step.first_token_s, step.iteration_s)
+        self._agenda.at(wake_s, self._step, target, decode.version)
+
+    def _iterated(self, target: int, admitted: tuple[int, ...], began_s: float) -> None:
+        """End an iteration whose all-reduces share links; the next one begins."""
+        decode, now = self._fleet.decode[target], self._agenda.now
+        self._record_first_tokens(admitted, now, now - began_s)
+        decode.planned_steps = 1
+        self._step(target, decode.version)
+
+    def _record_first_tokens(self, admitted: tuple[int, ...], at: float, iteration_s: float) -> None:
+        for request in admitted:
+            self._outcomes.first_token_s[request] = at
+            self._outcomes.entry_iteration_s[request] = iteration_s
 
     def _finish(self, request: int, free_kv_bytes: float | None) -> None:
         now = self._agenda.now

@@ -23,6 +23,7 @@ from kvroute.sim.router import Router
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.store import Store
 from kvroute.sim.telemetry import Telemetry
+from kvroute.sim.tensor_groups import TensorGroups
 from kvroute.sim.workload import Trace
 from kvroute.topology import Cluster
 from kvroute.types import CopyPrefix, FloatArray, InputError, ReviewDue
@@ -38,7 +39,8 @@ class Run:
     link_bytes: FloatArray
     """Bytes carried by each link, in the cluster's order of links."""
     network_bytes: float
-    """Bytes carried by the network, from the flow network's own totals; failed transfers and copies included."""
+    """Bytes carried by the network, from the flow network's own totals; failed transfers, copies and all-reduces
+    included."""
     end_s: float
 
 
@@ -56,6 +58,7 @@ def simulate(
     Raises:
         InputError: a policy or parameter that does not exist, instances of role `both` or of several models, a trace
             whose prefix blocks differ in size, a change of a link that does not exist, or a cut that never ends.
+        InputErrors: an `all_reduce` of the cluster file that does not fit its instance.
     """
     return Simulation(cluster, trace, spec, settings, seed=seed, log=log).run()
 
@@ -85,7 +88,7 @@ def _fabric(cluster: Cluster, settings: SimSettings, seed: int) -> Fabric:
     if len(cut) and settings.until_s is None:
         what = f"link {cluster.links[int(cut[0])].name!r} is cut permanently, so transfers over it never end"
         raise InputError(what, where="changes", hint="restore the link later, or set until_s")
-    return Fabric(cluster, capacity, seed, settings.wan)
+    return Fabric(cluster, capacity, seed, settings.wan, settings.all_reduce_weight)
 
 
 class Simulation:
@@ -105,6 +108,7 @@ class Simulation:
         self._spec, self._seed = spec, seed
         self._agenda, self._arrivals, self._outcomes = Agenda(), Arrivals(trace), _outcomes(trace)
         control = spec.build(cluster)
+        self._groups = TensorGroups.of(cluster)
         self._fabric = _fabric(cluster, settings, seed)
         self._fleet = Fleet(cluster, block_tokens=_block_tokens(trace), prefill_queueing=settings.prefill_queueing)
         self._router = Router(control, cluster, self._fleet, self._agenda, log, role_switch_s=settings.role_switch_s)
@@ -123,7 +127,10 @@ class Simulation:
                 block_tokens=self._fleet.block_tokens,
                 block_bytes=self._fleet.block_bytes,
             )
-        self._telemetry = Telemetry(self._fabric, settings, self._outcomes, self._router.threshold_tokens)
+        reduced_bytes = self._groups.carried_bytes if self._groups.traffic else None
+        self._telemetry = Telemetry(
+            self._fabric, settings, self._outcomes, self._router.threshold_tokens, reduced_bytes
+        )
         self._timelines = RequestTimelines(
             cluster,
             trace,
@@ -136,6 +143,7 @@ class Simulation:
             telemetry=self._telemetry,
             outcomes=self._outcomes,
             arrivals=self._arrivals,
+            groups=self._groups,
             prefill_cache=spec.prefill_cache,
             copy_queues=spec.offload is not None and spec.offload.copy_queues,
             store=self._store,
@@ -214,7 +222,8 @@ class Simulation:
     def _result(self, wall_s: float, cpu_s: float) -> Run:
         self._timelines.advance()
         self._copies.stop()
-        end_s, carried, decisions_s = self._agenda.now, self._fabric.network.link_bytes, self._timelines.decisions_s
+        end_s, decisions_s = self._agenda.now, self._timelines.decisions_s
+        carried = self._groups.with_unshared(self._fabric.network.link_bytes)
         timeline = self._telemetry.timeline()
         summary = summarise(
             self._outcomes,
@@ -228,6 +237,7 @@ class Simulation:
             copied=self._fabric.copied,
             copied_ahead=self._fabric.copied_ahead,
             store=self._store.totals() if self._store is not None else None,
+            all_reduces=self._timelines.iterations.costs() if self._groups.traffic else {},
             role_switches=self._fleet.role_switches,
             thresholds=timeline.threshold_tokens,
             decision_s=float(np.median(decisions_s)) if decisions_s else None,

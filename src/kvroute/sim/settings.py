@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from kvroute.flows import connection_bytes_per_s
+from kvroute.flows.network import WEIGHT_MAX, WEIGHT_MIN
 from kvroute.types import TIER_COUNT, InputError
 
 Telemetry: TypeAlias = Literal["tier", "link", "none"]
@@ -136,6 +137,11 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferMode = "serial"
     """"serial": a KV cache is sent after its prefill; "layerwise": layer by layer during prefill, if the target is
     known."""
+    all_reduce_slice_s: float = 0.025
+    """Longest slice of an iteration whose all-reduces share links: a slice computes, then runs its part of the
+    all-reduces. There are at most as many slices as all-reduces."""
+    all_reduce_weight: float = 1.0
+    """Weight of each flow of an all-reduce on a shared link; a flow of a KV transfer has 1."""
     wan: WanTransport | None = None
     """Transport of transfers between datacenters; None: like any other transfer."""
     changes: tuple[CapacityChange, ...] = ()
@@ -163,6 +169,11 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
             len(self.reported) != TIER_COUNT or any(not 0 <= share < 1 for share in self.reported)
         ):
             raise InputError(f"reported is {self.reported}", hint=f"give {TIER_COUNT} shares in [0, 1) or null")
+        if not 0 < self.all_reduce_slice_s < float("inf"):
+            raise InputError(f"all_reduce_slice_s is {self.all_reduce_slice_s}", hint="give finite seconds above 0")
+        if not WEIGHT_MIN <= self.all_reduce_weight <= WEIGHT_MAX:
+            what = f"all_reduce_weight is {self.all_reduce_weight}"
+            raise InputError(what, hint=f"give a weight from {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
         measure_s = 1.0 if self.measure_s is None else self.measure_s
         if not (0 <= self.warmup_s < float("inf") and 0 < measure_s < float("inf")):
             hint = "give finite warmup_s >= 0 and measure_s > 0"

@@ -9,22 +9,33 @@ import numpy as np
 from kvroute.sim.metrics import Outcomes, Timeline
 from kvroute.sim.network import Fabric
 from kvroute.sim.settings import SimSettings
-from kvroute.types import TIER_COUNT, CongestionMeasured, Event, LinksMeasured, TransferMeasured
+from kvroute.types import TIER_COUNT, CongestionMeasured, Event, FloatArray, LinksMeasured, TransferMeasured
 
 
 class Telemetry:
     """Reads the fabric and the run's rows; changes neither."""
 
     def __init__(
-        self, fabric: Fabric, settings: SimSettings, outcomes: Outcomes, threshold_tokens: Callable[[], float | None]
+        self,
+        fabric: Fabric,
+        settings: SimSettings,
+        outcomes: Outcomes,
+        threshold_tokens: Callable[[], float | None],
+        reduced_bytes: FloatArray | None = None,
     ) -> None:
-        """`threshold_tokens` returns the router's current routing threshold; None if nothing is offloaded."""
+        """Args:
+
+        threshold_tokens: returns the router's current routing threshold; None if nothing is offloaded.
+        reduced_bytes: bytes of all-reduces by link so far, which their owner updates; None: no all-reduce uses a link.
+        """
         self._fabric, self._settings, self._outcomes = fabric, settings, outcomes
         self._threshold_tokens, self._thresholds = threshold_tokens, list[float]()
         self._names = [instance.name for instance in fabric.cluster.instances]
         self._samples: list[tuple[float, list[float]]] = []
         self._last_s, self._sent = 0.0, fabric.own_bytes()
         """Time of the last refresh, and the bytes sent by tier until then."""
+        self._reduced_bytes = reduced_bytes
+        self._reduced_before, self._reduced_s = None if reduced_bytes is None else reduced_bytes.copy(), 0.0
         self._unmeasured: dict[tuple[int, int], list[tuple[int, float]]] = {}
         """Requests whose KV has arrived since the last refresh, with the start time of the transfer, by (source,
         target)."""
@@ -42,13 +53,21 @@ class Telemetry:
         if self._settings.reported is not None:
             yield CongestionMeasured(at, self._settings.reported)
         elif self._settings.telemetry == "tier":
-            yield CongestionMeasured(at, self._fabric.congestion(separate))
+            yield CongestionMeasured(at, self._fabric.congestion(separate, self._reduced_bytes_per_s(at)))
         elif self._settings.telemetry == "link":
-            yield LinksMeasured(at, self._fabric.utilisation(separate))
+            yield LinksMeasured(at, self._fabric.utilisation(separate, self._reduced_bytes_per_s(at)))
         yield from self._transfers(at)
         self._sample(at)
         if (threshold := self._threshold_tokens()) is not None:
             self._thresholds.append(threshold)
+
+    def _reduced_bytes_per_s(self, at: float) -> FloatArray | None:
+        """Return the mean rate of all-reduces on each link since the last refresh."""
+        if self._reduced_bytes is None or self._reduced_before is None or at <= self._reduced_s:
+            return None
+        rates: FloatArray = (self._reduced_bytes - self._reduced_before) / (at - self._reduced_s)
+        self._reduced_before, self._reduced_s = self._reduced_bytes.copy(), at
+        return rates
 
     def _sample(self, at: float) -> None:
         """Store the mean shares since the last refresh: transfers are shorter than one period."""

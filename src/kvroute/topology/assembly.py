@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvroute.topology.all_reduce_check import all_reduce_faults
 from kvroute.topology.bandwidth import tier_bytes_per_s
 from kvroute.topology.check import (
     can_expand,
@@ -129,12 +130,13 @@ def _assembled(
         problems += reach_faults(flat, places, lines)
         problems += storage_faults(flat, lines)
     problems += setting_faults(file, lines)
+    problems += all_reduce_faults(file, lines)
     problems += port_faults(flat or file, lines)
     cluster = None
     known = all(lines.sure(section, whole=True) for section in _NEEDED)
     if flat is not None and places is not None and not problems and known:
         doubts = tuple(str(doubt) for doubt in unit_doubts(flat, file, lines))
-        cluster = replace(_cluster(flat, places), remarks=doubts)
+        cluster = replace(_cluster(flat, places), remarks=doubts, lines=lines)
     return cluster, sorted([*faults_of_form, *problems], key=lambda problem: problem.line)
 
 

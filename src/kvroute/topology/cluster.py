@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from kvroute.topology.form import Lines
 from kvroute.topology.place import Places, Route, Shards, card_of
 from kvroute.topology.schema import ClusterFile, Ecmp
 from kvroute.types import (
@@ -89,6 +90,8 @@ class Cluster:
     """[instance][shard]: node number and GPU index."""
     remarks: tuple[str, ...] = ()
     """Implausible values in the file, in sentences for the user."""
+    lines: Lines = field(default_factory=lambda: Lines(""), repr=False)
+    """Lines of the file's keys, for faults that other packages find in it."""
     _positions: dict[str, int] = field(default_factory=dict, repr=False)
     _climbs: dict[tuple[int, int], tuple[tuple[Path, Path], ...]] = field(default_factory=dict, repr=False)
     _paths: dict[tuple[int, int, int], Path] = field(default_factory=dict, repr=False)

@@ -153,7 +153,8 @@ def _placed(counts: InstanceCounts, defaults: InstanceDefaults, nodes: Sequence[
         racks.setdefault(node.rack or f"{node.name} alone", []).append(node)
     by_rack = [list(_slots(members, size)) for members in racks.values()]
     prefill, decode = _choose_slots(counts, by_rack, size)
-    shared = {key: getattr(counts, key) for key in ("model", "tp", "pp", "batch_max", "kv_capacity_bytes", "timing")}
+    keys = ("model", "tp", "pp", "batch_max", "kv_capacity_bytes", "timing", "all_reduce")
+    shared = {key: getattr(counts, key) for key in keys}
     entries = []
     roles: tuple[tuple[Role, list[str]], ...] = (("prefill", prefill), ("decode", decode))
     for role, slots in roles:

@@ -6,6 +6,7 @@ import difflib
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -22,10 +23,14 @@ class FileError(InputError):
     """A fault of a cluster file with its `line` (0: not read from a text) and its `field`."""
 
     def __init__(self, what: str, *, source: str, line: int, field: str, hint: str = "") -> None:
-        self.line, self.field = line, field
+        self.line, self.field, self._source = line, field, source
         place = f"{source}:{line}" if line else source
         where = f"{place}: {field}" if field else place
         super().__init__(_on_one_line(what), where=where, hint=_on_one_line(hint))
+
+    def __reduce__(self) -> tuple[partial[FileError], tuple[str]]:
+        again = partial(FileError, source=self._source, line=self.line, field=self.field, hint=self.hint)
+        return again, (self.what,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ def form_faults(value: object, kind: Any, key: Key, lines: Lines) -> Iterator[Fi
             yield from form_faults(item, items, (*key, name), lines)
     elif structs and isinstance(value, dict):
         yield from _struct_faults(value, structs, key, lines)
-    elif structs or array is not None or table is not None:
+    elif structs or table is not None or (array is not None and not _leaves(options)):
         wanted = " or ".join(
             (["a list of entries"] if array is not None else [])
             + (["a mapping"] if structs or table is not None else [])
@@ -112,6 +117,12 @@ def entry_kinds(options: Sequence[Any]) -> tuple[list[type[msgspec.Struct]], Any
     structs = [option for option in options if isinstance(option, type) and issubclass(option, msgspec.Struct)]
     array = next((option for option in options if get_origin(option) is list), None)
     return structs, array, next((option for option in options if get_origin(option) is dict), None)
+
+
+def _leaves(options: Sequence[Any]) -> list[Any]:
+    """Return the alternatives that are neither mappings nor lists nor null."""
+    structs, array, table = entry_kinds(options)
+    return [option for option in options if option not in (*structs, array, table, type(None))]
 
 
 def struct_of(value: Mapping[str, object], structs: Sequence[type[msgspec.Struct]]) -> type[msgspec.Struct]:

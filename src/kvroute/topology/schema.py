@@ -261,6 +261,24 @@ class EndpointEntry(Entry, frozen=True, kw_only=True):
         )
 
 
+class AllReduceEntry(Entry, frozen=True, kw_only=True):
+    """All-reduces in the iterations of an instance. Its `timing` includes their time on an idle network; `kvroute
+    simulate` makes them share links with other traffic."""
+
+    scheme: Scheme | list[Scheme]
+    """All-reduce scheme of all pipeline stages, or one for each stage."""
+    per_iteration: Count
+    """All-reduces of one iteration over all pipeline stages: two per layer of most models."""
+    token_bytes: Size
+    """Bytes that one token adds to each tensor: hidden size x bytes of an element."""
+    element_bytes: Annotated[int, Meta(ge=1, le=8)] = 2
+    """Size of an element in GPU memory; switches that aggregate have their own on the wire."""
+
+    def schemes(self, stages: int) -> list[Scheme]:
+        """Return the scheme of each stage; a list in the file is returned as written."""
+        return self.scheme if isinstance(self.scheme, list) else [self.scheme] * stages
+
+
 class InstanceEntry(Entry, frozen=True, kw_only=True):
     """One serving engine; `gpus` is "node0:0-3" or "node0:0-7,node1:0-7", shard by shard."""
 
@@ -276,6 +294,8 @@ class InstanceEntry(Entry, frozen=True, kw_only=True):
     timing: Name | None = None
     group: Name | None = None
     """Group of decode engines; the decode policy `dualpath` balances groups first, then the instances of a group."""
+    all_reduce: AllReduceEntry | None = None
+    """None: all-reduces use no links in a simulation; `timing` is all that they cost."""
     endpoint: EndpointEntry | None = None
 
 
@@ -295,6 +315,7 @@ class InstanceCounts(Entry, frozen=True, kw_only=True):
     batch_max: Count | None = None
     kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
     timing: Name | None = None
+    all_reduce: AllReduceEntry | None = None
 
 
 class Oversubscription(Entry, frozen=True, kw_only=True):

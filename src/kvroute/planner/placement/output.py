@@ -14,7 +14,7 @@ from kvroute.planner.placement.problem import PlacementProblem
 from kvroute.planner.placement.schema import Phase
 from kvroute.topology import ClusterFile, InstanceEntry, TimingEntry
 from kvroute.topology.gpu_paths import Gpu
-from kvroute.topology.schema import DecodeEntry, QuadraticPrefillEntry
+from kvroute.topology.schema import AllReduceEntry, DecodeEntry, QuadraticPrefillEntry
 from kvroute.topology.units import Duration, Size
 
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -53,7 +53,7 @@ def gpu_name(problem: PlacementProblem, gpu: Gpu) -> str:
 def cluster_file(problem: PlacementProblem, instances: Sequence[Named]) -> ClusterFile:
     """Return the problem's cluster file, expanded, with the instances and their times.
 
-    Times contain the all-reduces on an idle network.
+    Times contain the all-reduces on an idle network; `all_reduce` of each instance describes them.
     """
     file = problem.cluster.file
     timings: dict[str, TimingEntry] = {}
@@ -98,6 +98,19 @@ def _entry(problem: PlacementProblem, each: Named, timing: str) -> InstanceEntry
         batch_max=problem.batch_max * instance.split.pp,
         kv_capacity_bytes=Size(capacity),
         timing=timing,
+        all_reduce=_all_reduce(problem, instance),
+    )
+
+
+def _all_reduce(problem: PlacementProblem, instance: PlacedInstance) -> AllReduceEntry | None:
+    schemes = [scheme for scheme in instance.schemes if scheme is not None]
+    if not schemes:
+        return None
+    return AllReduceEntry(
+        scheme=schemes[0] if len(set(schemes)) == 1 else schemes,
+        per_iteration=instance.roofline.all_reduces,
+        token_bytes=Size(instance.roofline.hidden_bytes),
+        element_bytes=max(round(problem.element_bytes), 1),
     )
 
 

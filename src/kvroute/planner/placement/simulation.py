@@ -13,7 +13,7 @@ from kvroute.planner.placement.instances import PlacedInstance
 from kvroute.planner.placement.output import cluster_file, named
 from kvroute.planner.placement.problem import PlacementProblem
 from kvroute.planner.placement.search import Placement
-from kvroute.sim.metrics import Spread
+from kvroute.sim.metrics import AllReduceCost, Spread
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings, Slo
 from kvroute.sim.workload import Trace, TracedRequest
@@ -44,10 +44,14 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: Spread
     tpot_s: Spread
     transfer_s: Spread
+    all_reduces: dict[str, AllReduceCost] = {}
+    """By phase: all-reduces that share links with other traffic; empty if there are none."""
 
 
 def simulated(problem: PlacementProblem, placement: Placement, rate_per_s: float) -> Simulated:
     """Run Poisson arrivals on the placement, with prompt lengths as in the problem's traffic.
+
+    All-reduces of groups that span servers share links with KV transfers.
 
     Args:
         problem: the problem.
@@ -76,6 +80,7 @@ def simulated(problem: PlacementProblem, placement: Placement, rate_per_s: float
         ttft_s=summary.ttft_s,
         tpot_s=summary.tpot_s,
         transfer_s=summary.transfer_s,
+        all_reduces=summary.all_reduces,
     )
 
 
