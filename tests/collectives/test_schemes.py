@@ -268,7 +268,9 @@ def test_wrong_groups(scheme: Scheme, gpus: Shards, problem: str) -> None:
         all_reduce(scheme, AllReduce(gpus, 1e6), no_uplinks())
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 0}, {"packet_bytes": 0}, {"switch_s": -1.0}, {"switch_s": math.inf}, {"fallback_share": 1.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"slots": 0}, {"packet_bytes": 0}, {"switch_s": -1.0}, {"switch_s": math.inf}, {"fallback_share": 1.5}]
+)
 def test_wrong_aggregation(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError, match="aggregation"):
         Aggregation(**wrong)  # type: ignore[arg-type]

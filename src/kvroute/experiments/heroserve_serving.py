@@ -12,10 +12,8 @@ from kvroute.collectives import INA_SCHEMES
 from kvroute.comparison.cells import Cell, Record
 from kvroute.control import ControlSpec
 from kvroute.experiments.cells import Experiment
+from kvroute.experiments.heroserve_baselines import BASELINES, HERO, WITHOUT
 from kvroute.experiments.heroserve_setup import (
-    BASELINES,
-    HERO,
-    WITHOUT,
     WORKLOADS,
     best_placement,
     fixed_placement,

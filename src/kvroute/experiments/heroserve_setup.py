@@ -8,8 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeAlias
 
-from kvroute.collectives import SCHEMES, Scheme
 from kvroute.comparison.cells import Cell
+from kvroute.experiments.heroserve_baselines import Baseline
 from kvroute.planner.placement.all_reduce_times import AllReduceTimes
 from kvroute.planner.placement.compute import Parallelism
 from kvroute.planner.placement.instances import Builder
@@ -26,34 +26,6 @@ GROUPS = 4
 SLOTS, PACKET_BYTES = 512, 1024
 WIRES: dict[int, WireType] = {2: "fp16", 4: "int32"}
 """Type of the elements in packets by their bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """A system as the all-reduce schemes that its groups may use."""
-
-    schemes: tuple[Scheme, ...]
-    """`ring` is one of them: groups on one server always use it."""
-    scheme: Scheme | None
-    """Scheme of a group that spans servers in a fixed placement; None: the fastest one."""
-    fallback_share: float = 0.0
-    """Share of the packets that find no slot."""
-    stays: bool = True
-    """Whether groups stay on one server if the weights fit (DistServe)."""
-
-
-BASELINES = {
-    "ring": Baseline(("ring",), "ring"),
-    "multi-rail-ring": Baseline(("ring", "multi-rail-ring"), "multi-rail-ring"),
-    "switchml": Baseline(("ring", "ina"), "ina"),
-    "atp-5": Baseline(("ring", "ina"), "ina", 0.05),
-    "atp-25": Baseline(("ring", "ina"), "ina", 0.25),
-    "hierarchical-ring": Baseline(("ring", "hierarchical-ring"), "hierarchical-ring", stays=False),
-    "heroserve": Baseline(SCHEMES, None, stays=False),
-}
-"""By name. DistServe with a ring over one NIC and with one ring per NIC; the same with flat aggregation, without
-fallback and with 5 and 25 % of the packets; HeroServe's placement without aggregation, and with all schemes."""
-HERO, WITHOUT = "heroserve", "hierarchical-ring"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`heroserve-ina-throughput`: time of an all-reduce by scheme and size, by the model of flows; and `heroserve-ina-loss`:
+"""`heroserve-ina-throughput` and `heroserve-ina-loss`: all-reduces by scheme and size, by the model of flows, and
 aggregation under packet loss, by the state machines of the switch in virtual time."""
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from functools import lru_cache
 from kvroute.collectives import INA_SCHEMES, SCHEMES, Aggregation, AllReduce, Scheme, all_seconds
 from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.cells import Experiment
-from kvroute.experiments.heroserve_setup import BASELINES, HERO, WITHOUT, no_requests
+from kvroute.experiments.heroserve_baselines import BASELINES, HERO, RETRY_S, WITHOUT
+from kvroute.experiments.heroserve_setup import no_requests
 from kvroute.sim.switch_network import SwitchLinks, SwitchNetwork, random_values
 from kvroute.switch.wire import CHUNK_VALUES, DATA_BYTES
 from kvroute.topology import Cluster, parse
@@ -57,12 +58,11 @@ LOSS = Experiment(
     title="Aggregation under packet loss",
     source="none: the protocol of kvroute's switch",
     axes={"workers": (2.0, 4.0, 8.0), "slots": (32.0, 128.0, 512.0), "loss": (0.0, 0.001, 0.01)},
-    policies=("retry-100us", "retry-1ms"),
+    policies=tuple(RETRY_S),
     profiles=("int32-100g",),
     expectation="without loss the protocol reaches the model's rate; with loss, windows wait for retransmissions",
     versus=("retry-100us", "retry-1ms"),
 )
-_RETRY_S = {"retry-100us": 1e-4, "retry-1ms": 1e-3}
 
 
 @lru_cache(maxsize=16)
@@ -109,7 +109,7 @@ def run_loss(cell: Cell) -> Record:
     workers, slots = int(cell.settings["workers"]), int(cell.settings["slots"])
     links = SwitchLinks(NIC_BYTES_PER_S, LATENCY_S, cell.settings["loss"], FRAME_BYTES, SWITCH_S)
     values = random_values(workers, CHUNKS, cell.seed)
-    run = SwitchNetwork(links, workers, slots, _RETRY_S[cell.policy], cell.seed).run(values)
+    run = SwitchNetwork(links, workers, slots, RETRY_S[cell.policy], cell.seed).run(values)
     nbytes = CHUNKS * CHUNK_BYTES
     figures = {
         "gb_per_s": nbytes / run.seconds / 1e9,
@@ -118,7 +118,7 @@ def run_loss(cell: Cell) -> Record:
         "sent_again_share": run.sent_again / (workers * CHUNKS),
     }
     config = {"chunks": CHUNKS, "chunk_bytes": CHUNK_BYTES, "frame_bytes": FRAME_BYTES, "latency_s": LATENCY_S}
-    config |= {"nic_bytes_per_s": NIC_BYTES_PER_S, "switch_s": SWITCH_S, "retry_s": _RETRY_S[cell.policy]}
+    config |= {"nic_bytes_per_s": NIC_BYTES_PER_S, "switch_s": SWITCH_S, "retry_s": RETRY_S[cell.policy]}
     return Record(key=cell.key, cell=cell, config=config, summary=no_requests(cell), figures=figures)
 
 

@@ -16,7 +16,7 @@ from kvroute.report.rerun import cell_options, sweep_options
 
 _BASELINES = (
     "ring, multi-rail-ring: DistServe (groups stay on a server if the model fits), with one ring or one ring per NIC",
-    "switchml, atp-5, atp-25: the same with flat aggregation where it is faster; 0, 5 or 25 % of the packets find no slot",
+    "switchml, atp-5, atp-25: the same, or flat aggregation where it is faster; 0, 5, 25 % of packets find no slot",
     "hierarchical-ring: any groups, without aggregation; heroserve: any groups and schemes",
 )
 _NOTES = {
@@ -35,7 +35,7 @@ _NOTES = {
     ),
     "heroserve-ina-loss": (
         "kvroute's worker and switch, packet by packet in virtual time: 100 Gbps, 3 us each way, 1 us in the switch",
-        "each data packet and each result is lost independently; a lost packet occupies its slot until it is sent again",
+        "each data packet and each result is lost independently; a lost one holds its slot until it is sent again",
         "model: rate of the NIC without headers, or slots x packet / round trip; rings under loss are not modelled",
     ),
     "heroserve-memory": (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvroute.comparison.cells import Record
 from kvroute.experiments.cells import Experiment
-from kvroute.experiments.heroserve_setup import BASELINES, HERO, WITHOUT
+from kvroute.experiments.heroserve_baselines import BASELINES, HERO, WITHOUT
 from kvroute.report.estimate import estimate, estimate_entry
 from kvroute.report.findings import Finding, Holds
 from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
