@@ -35,7 +35,7 @@ BENCHES = (
     *("storage_nics.emulated", "storage_nics.vllm"),
     "all_reduce.truth",
 )
-PEERED = ("simulate", "decision", "gateway.routers")
+PEERED = ("simulate", "decision", "gateway.routers", "placement")
 MAYBE_PLAIN = ("flows", "prefix", "evaluation")
 """Benches that run again without --json if they fail with it."""
 QUICK = {

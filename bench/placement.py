@@ -1,4 +1,5 @@
-"""Seconds and memory to plan placements of growing clusters, compared with limits: `python -m bench.placement`.
+"""Seconds and memory to plan placements of growing clusters, compared with limits, and one plan beside a peer's:
+`python -m bench.placement`.
 
 Each plan runs in a fresh process: reading the file and the search, without the simulation. The limits are
 five minutes and 4 GB for 9,600 GPUs, and ten seconds for the testbed of the publication.
@@ -12,7 +13,8 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.measurement import ROOT, Row, fresh, median, process_figures, show
+from bench.measurement import ROOT, Failed, Row, fresh, median, process_figures, show
+from bench.peers.environment import programs
 
 EXAMPLES = ROOT / "examples"
 TESTBED, LARGE = EXAMPLES / "heroserve-testbed.yaml", EXAMPLES / "heroserve-2tracks.yaml"
@@ -20,6 +22,21 @@ RACKS = (2, 20, 200)
 """Racks of 48 GPUs in the file of the large cluster."""
 REPEATS = 3
 TESTBED_S, LARGE_S, LARGE_BYTES = 10.0, 300.0, 4e9
+SHARED_MODEL, SHARED_TOKENS, SHARED_LIMITS_S = "llama-3.1-70b", (500, 200), (2.5, 0.06)
+SHARED = """name: two-servers
+fabric:
+  kind: fat-tree
+  pods: 1
+  racks_per_pod: 1
+  nodes_per_rack: 2
+  gpus_per_node: 8
+  nvlink: 450 GB/s
+  nics: {compute: {count: 8, capacity: 400 Gbps}}
+placement:
+  gpus: {h100: {memory: 80 GB, tflops: 989, memory_bandwidth: 3350 GB/s}}
+  traffic: {lengths: {kind: constant, tokens: 500}, output_tokens: 200}
+"""
+"""The question that is also put to the peer: 16 H100 on two servers."""
 
 
 def figures(path: Path, model: str, ttft_s: float, tpot_s: float, method: str) -> dict[str, float]:
@@ -30,6 +47,50 @@ def figures(path: Path, model: str, ttft_s: float, tpot_s: float, method: str) -
     start_s = time.perf_counter()
     found = search(read_placement(path, model, Objective(ttft_s, tpot_s)), "greedy" if method == "greedy" else "milp")
     return {"plan_s": time.perf_counter() - start_s, "rate_per_s": found.best.rate_per_s, **process_figures()}
+
+
+def answer(path: Path) -> dict[str, float | str]:
+    """Plan the shared question once in this process; return wall seconds, the rate and the parallelism."""
+    from kvroute.planner.placement.problem import Objective, read_placement
+    from kvroute.planner.placement.search import search
+
+    start_s = time.perf_counter()
+    best = search(read_placement(path, SHARED_MODEL, Objective(*SHARED_LIMITS_S))).best
+    plan_s = time.perf_counter() - start_s
+    sides = (f"{len(side)} x TP{side[0].split.tp} PP{side[0].split.pp}" for side in (best.prefill, best.decode))
+    return {"plan_s": plan_s, "rate_per_s": best.rate_per_s, "answer": " : ".join(sides)}
+
+
+def beside_the_peer() -> list[Row]:
+    """Return the time and the rate of the shared question, ours and aiconfigurator's."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "two-servers.yaml"
+        path.write_text(SHARED)
+        ours = fresh("bench.placement", "--shared", path)
+    peer, note = dict[str, float | str](), ""
+    try:
+        python = str(programs("aiconfigurator") / "python")
+        question = ("meta-llama/Meta-Llama-3.1-70B", "h100_sxm", 16, *SHARED_TOKENS, *SHARED_LIMITS_S)
+        peer = fresh("bench.peers.planner", *question, python=python)
+        note = f"aiconfigurator chooses {peer['answer']}, kvroute {ours['answer']} (prefill : decode)"
+    except Failed as error:
+        note = f"aiconfigurator: {error}"
+    name = "placement, Llama-3.1-70B on 16 H100, 500 and 200 tokens"
+    return [
+        Row(
+            measure=f"{name}, {what}",
+            unit=unit,
+            better=better,
+            ours=ours[field],
+            peer=float(peer[field]) if peer else None,
+            peer_name="aiconfigurator" if peer else "",
+            note=note,
+        )
+        for what, unit, better, field in (
+            ("search, wall", "s", "lower", "plan_s"),
+            ("predicted rate", "requests/s", "higher", "rate_per_s"),
+        )
+    ]
 
 
 def rows(repeats: int) -> list[Row]:
@@ -99,13 +160,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="fresh processes")
+    parser.add_argument("--no-peer", action="store_true", help="do not install and run aiconfigurator")
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--shared", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.shared:
+        print(json.dumps(answer(given.shared)))
+        return
     if given.one:
         path, model, ttft_s, tpot_s, method = given.one
         print(json.dumps(figures(Path(path), model, float(ttft_s), float(tpot_s), method)))
         return
-    show(rows(given.repeats), given.json)
+    found = rows(given.repeats)
+    show(found if given.no_peer else [*found, *beside_the_peer()], given.json)
 
 
 if __name__ == "__main__":

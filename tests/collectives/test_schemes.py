@@ -268,7 +268,65 @@ def test_wrong_groups(scheme: Scheme, gpus: Shards, problem: str) -> None:
         all_reduce(scheme, AllReduce(gpus, 1e6), no_uplinks())
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 0}, {"packet_bytes": 0}, {"switch_s": -1.0}, {"switch_s": math.inf}])
+@pytest.mark.parametrize(
+    "wrong", [{"slots": 0}, {"packet_bytes": 0}, {"switch_s": -1.0}, {"switch_s": math.inf}, {"fallback_share": 1.5}]
+)
 def test_wrong_aggregation(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError, match="aggregation"):
         Aggregation(**wrong)  # type: ignore[arg-type]
+
+
+shares = st.floats(0.0, 1.0)
+
+
+@given(st.sampled_from(["ina", "hierarchical-ina"]), shapes, sizes, shares)
+def test_a_fallback_loads_the_nic_of_the_worker_that_sums(
+    scheme: Scheme, shape: tuple[int, int], nbytes: float, share: float
+) -> None:
+    """Each NIC carries the tensor as before, that of the summing worker 1 - f + (W - 1) f times as much."""
+    servers, gpus = shape
+    cluster = cluster_of(servers, gpus)
+    collective = all_reduce(scheme, AllReduce(everyone(cluster), nbytes), cluster, with_fallback(share))
+    assert collective is not None
+    each, workers = (nbytes, servers * gpus) if scheme == "ina" else (nbytes / gpus, servers)
+    loads = link_bytes(collective)
+    for server in range(servers):
+        for gpu, pair in enumerate(cluster.cables.nic[server]):
+            sums = server == 0 and (gpu == 0 or scheme == "hierarchical-ina")
+            expected = (1 - share + (workers - 1) * share) * each if sums else each
+            assert [loads.get(link, 0.0) for link in pair] == pytest.approx([expected] * 2)
+
+
+def with_fallback(share: float) -> Aggregation:
+    return Aggregation(frozenset({"rack", "pod"}), slots=100_000, wire="fp16", fallback_share=share)
+
+
+@given(groups(), sizes, shares, shares)
+def test_more_fallback_is_never_faster_where_slots_suffice(
+    drawn: tuple[Cluster, Shards], nbytes: float, one: float, other: float
+) -> None:
+    """The bound of the links is that of the summing NIC; a rate that slots limit can profit from a fallback."""
+    cluster, gpus = drawn
+    if len(gpus) < 2:
+        return
+    low, high = sorted((one, other))
+    tensor, capacity = AllReduce(gpus, nbytes), cluster.capacity_bytes_per_s
+    for scheme in ("ina", "hierarchical-ina"):
+        less = all_reduce(scheme, tensor, cluster, with_fallback(low))
+        more = all_reduce(scheme, tensor, cluster, with_fallback(high))
+        if less is not None and more is not None:
+            assert seconds(more, capacity) >= seconds(less, capacity) * (1 - 1e-6)
+
+
+@given(st.sampled_from(["ina", "hierarchical-ina"]), shapes, sizes)
+def test_no_fallback_is_plain_aggregation(scheme: Scheme, shape: tuple[int, int], nbytes: float) -> None:
+    cluster = cluster_of(*shape)
+    tensor = AllReduce(everyone(cluster), nbytes)
+    assert all_reduce(scheme, tensor, cluster, with_fallback(0.0)) == all_reduce(scheme, tensor, cluster, FP16)
+
+
+def test_worked_example_of_a_fallback() -> None:
+    """Four servers of one GPU, 8 MB, a quarter without slots: the summing NIC carries 0.75 + 3 * 0.25 = 1.5 times."""
+    cluster = cluster_of(4, 1)
+    time_s = all_seconds(AllReduce(everyone(cluster), 8e6), cluster, with_fallback(0.25), ["ina"])["ina"]
+    assert time_s == pytest.approx(1.5 * 8e6 / 11.25e9 + 11e-6)

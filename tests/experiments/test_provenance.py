@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvroute
 from kvroute.experiments.never_worse import BASELINES, CLAIRVOYANT, VARIANTS
-from kvroute.experiments.provenance import FORESIGHT, MODULES, code_of, digest, meaning, meanings
+from kvroute.experiments.provenance import FORESIGHT, MODULES, PLACEMENT, code_of, digest, meaning, meanings
 
 PACKAGE = Path(kvroute.__file__).parent
 MODULE = '''"""What it is."""
@@ -98,7 +98,17 @@ def test_a_renamed_module_changes_the_digest(package: Path) -> None:
 def test_baselines_share_one_digest_and_all_others_another() -> None:
     """All counted modules exist, also those that are left out for baselines: a moved module leaves no outdated name."""
     assert all((PACKAGE / name).exists() for name in MODULES)
-    assert all(any(fnmatch(name, pattern) for name in meanings(PACKAGE)) for pattern in FORESIGHT)
+    assert all(any(fnmatch(name, pattern) for name in meanings(PACKAGE)) for pattern in (*FORESIGHT, *PLACEMENT))
     ours = {code_of(name) for name in (*VARIANTS, CLAIRVOYANT, "foresight-joint", "whatever an experiment calls it")}
     others = {code_of(name) for name in BASELINES}
     assert (len(ours), len(others), ours & others) == (1, 1, set())
+
+
+def test_code_of_placements_counts_for_their_experiments_only(package: Path) -> None:
+    before = meanings(package)
+    (package / "planner/placement/search.py").write_text("A = 2\n", encoding="utf-8")
+    after = meanings(package)
+    (package / "planner/placement/search.py").write_text("A = 1\n", encoding="utf-8")
+    assert digest(before) != digest(after)
+    assert digest(before, PLACEMENT) == digest(after, PLACEMENT)
+    assert code_of("heroserve") == code_of("retry-1ms") != code_of("netkv")

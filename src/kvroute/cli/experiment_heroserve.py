@@ -1,4 +1,4 @@
-"""`heroserve-online` for the terminal: its own table and page."""
+"""`heroserve-*` for the terminal: tables of ranges over the baselines, all cells of a small selection, and pages."""
 
 from __future__ import annotations
 
@@ -9,21 +9,36 @@ from kvroute.cli.experiment_family import Results, plain_family
 from kvroute.cli.output import console
 from kvroute.comparison.cells import Record
 from kvroute.experiments.cells import Experiment
-from kvroute.experiments.heroserve import EXPERIMENTS, run_cell
-from kvroute.report.grid import rich_table
+from kvroute.experiments.heroserve import ONLINE
+from kvroute.experiments.heroserve_evaluation import EXPERIMENTS, run_cell
+from kvroute.report.grid import Grid, rich_table
+
+_ROWS_MAX = 60
+"""Longest table of all cells in the terminal; the page always has it."""
 
 
 def _write(one: Experiment, records: Sequence[Record], folder: Path) -> Path:
-    from kvroute.report.heroserve_results import write_online  # its import of plots takes a second
+    from kvroute.report.heroserve_page import write_heroserve  # its import of plots takes a second
+    from kvroute.report.heroserve_results import write_online
 
-    return write_online(one, records, folder)
+    return write_online(one, records, folder) if one.name == ONLINE.name else write_heroserve(one, records, folder)
+
+
+def _grids(one: Experiment, records: Sequence[Record]) -> list[Grid]:
+    from kvroute.report.heroserve_results import online_grid
+    from kvroute.report.heroserve_tables import cells_grid, range_grids
+
+    if one.name == ONLINE.name:
+        return [online_grid(records)]
+    every = cells_grid(one, records)
+    ranges = [grid for grid in range_grids(one, records) if grid.rows]
+    return [*ranges, every] if len(every.rows) <= _ROWS_MAX else ranges
 
 
 def _print_tables(results: Results[None]) -> None:
-    from kvroute.report.heroserve_results import online_grid
-
-    for records in results.records.values():
-        console().print(rich_table(online_grid(records), console().width))
+    for one in results.sweeps.experiments:
+        for each in _grids(one, results.records[one.name]):
+            console().print(rich_table(each, console().width))
 
 
 FAMILY = plain_family("heroserve", EXPERIMENTS, run_cell, _write, _print_tables)

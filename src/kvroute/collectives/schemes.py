@@ -3,7 +3,8 @@
 `ring`: one ring over all GPUs, with one NIC per server. `multi-rail-ring`: one ring per NIC of a server, each for a
 part of the tensor (NCCL). `hierarchical-ring`: reduce-scatter over NVLink, a ring over the servers for each shard, and
 all-gather over NVLink. `ina`: every GPU sends the tensor to a switch that aggregates (SwitchML). `hierarchical-ina`:
-reduce-scatter over NVLink, then each shard through the switch, and all-gather (HeroServe).
+reduce-scatter over NVLink, then each shard through the switch, and all-gather (HeroServe). With a fallback, a share of
+the packets finds no slot in the switch and is summed at a worker (ATP).
 
 The flows of one all-reduce run at the same time, because every scheme is pipelined in chunks: its time is the time of
 the flow that ends last, plus the latency of its steps. In comments and docstrings, P is the number of GPUs of the group
@@ -40,6 +41,8 @@ class Aggregation:
     """Type of the elements in packets: fixed point in 4 bytes, or half precision."""
     switch_s: float = 1e-6
     """Time of the aggregation in the switch (HeroServe's T_agg)."""
+    fallback_share: float = 0.0
+    """Share of the packets that find no slot and are summed at one worker of the group (ATP's parameter server)."""
 
     @classmethod
     def of(cls, entry: AggregationEntry | None) -> Aggregation | None:
@@ -47,7 +50,7 @@ class Aggregation:
         if entry is None:
             return None
         nbytes, seconds = int(entry.packet_bytes), float(entry.switch_s)
-        return cls(frozenset(entry.levels), entry.slots, nbytes, entry.wire, seconds)
+        return cls(frozenset(entry.levels), entry.slots, nbytes, entry.wire, seconds, entry.fallback_share)
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.packet_bytes < 1:
@@ -55,6 +58,9 @@ class Aggregation:
             raise InputError(what, where="aggregation", hint="give 1 or more of both")
         if not 0 <= self.switch_s < math.inf:
             raise InputError(f"{self.switch_s} s", where="aggregation", hint="give a finite time of 0 or more")
+        if not 0 <= self.fallback_share <= 1:
+            what = f"a fallback of {self.fallback_share}"
+            raise InputError(what, where="aggregation", hint="give a share of the packets between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +251,13 @@ def _switch_flows(
     Switches below the one that joins the group aggregate, too, if they can: above them, one flow has the sum of all
     their workers. The slots limit the rate of every flow to slots * packet / round trip.
     """
-    wire_bytes = nbytes * WIRE_BYTES[aggregation.wire] / element_bytes
+    whole_bytes = nbytes * WIRE_BYTES[aggregation.wire] / element_bytes
+    wire_bytes = (1.0 - aggregation.fallback_share) * whole_bytes
     ceiling = aggregation.slots * aggregation.packet_bytes / _switch_latency_s(group, aggregation)
-    paths, flows, low, senders = group.paths, list[CollectiveFlow](), 0, workers
+    paths, low, senders = group.paths, 0, workers
+    flows = _fallback_flows(group, workers, aggregation.fallback_share * whole_bytes)
+    if not wire_bytes:
+        return flows
     capable = sorted(_LEVEL[level] for level in aggregation.levels if _LEVEL[level] <= paths.level)
     for level in capable:
         for gpu in senders:
@@ -260,6 +270,17 @@ def _switch_flows(
             domains.setdefault(paths.domain(gpu, level), gpu)
         low, senders = level, list(domains.values())
     return flows
+
+
+def _fallback_flows(group: _Group, workers: list[Gpu], nbytes: float) -> list[CollectiveFlow]:
+    """Return the flows of packets without a slot: from every worker over the switch to the first one, which sums them,
+    and back.
+
+    They take no longer than packets with a slot: two messages.
+    """
+    server, paths, level = workers[0], group.paths, group.paths.level
+    ends = [pair for gpu in workers[1:] for pair in ((gpu, server), (server, gpu))] if nbytes else []
+    return [CollectiveFlow(paths.up(a, level) + paths.down(b, level), nbytes) for a, b in ends]
 
 
 _RINGS: dict[Scheme, Callable[[_Group, AllReduce, Scheme], Collective]] = {

@@ -10,9 +10,10 @@ import numpy as np
 from kvroute.collectives import CollectiveFlow
 from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.cells import Experiment
+from kvroute.experiments.heroserve_setup import no_requests
 from kvroute.policies.collective import CollectiveScheduler
 from kvroute.sim.all_reduces import AllReduceSimulation, Reduced, Replicas, Scheduler, Traffic, Way
-from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
+from kvroute.sim.metrics import Spread, Summary
 from kvroute.sim.periodic_table import PeriodicTable
 from kvroute.types import FloatArray
 
@@ -48,7 +49,6 @@ ONLINE = Experiment(
     expectation="a load-aware choice between rings and in-network aggregation lowers the time of all-reduces",
     versus=("outstanding", "utilisation-table"),
 )
-EXPERIMENTS = {ONLINE.name: ONLINE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,24 +153,9 @@ def figures_of(reduced: Reduced, end_s: float) -> dict[str, float]:
 def _summary(cell: Cell, reduced: Reduced, end_s: float) -> Summary:
     """Return the general numbers; an all-reduce is not a request, so most are empty."""
     count = len(reduced.seconds)
-    return Summary(
-        policy=cell.policy,
-        seed=cell.seed,
-        requests=Counts(arrived=0, finished=0, rejected=0, in_flight=0),
+    return msgspec.structs.replace(
+        no_requests(cell),
         measured=count,
-        ttft_s=Spread(),
-        ttft_parts_s=TtftParts(),
         transfer_s=Spread.of(np.array(reduced.seconds)),
-        tbt_s=Spread(),
-        tpot_s=Spread(),
-        slo_attainment=None,
-        goodput_per_s=None,
         throughput_per_s=count / end_s,
-        tier_share={},
-        cache_hit=None,
-        prefill_cache_hit=None,
-        kv_bytes=0.0,
-        link_load={},
-        wall_s=0.0,
-        cpu_s=0.0,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import xxhash
 
+from kvroute.experiments.heroserve_baselines import BASELINES, RETRY_S
 from kvroute.policies import DECODE_POLICIES, FORESIGHT_POLICIES
 
 MODULES = (
@@ -31,6 +32,14 @@ MODULES = (
     "experiments/dualpath_setup.py",
     "experiments/readings.py",
     "experiments/clairvoyant.py",
+    "collectives",
+    "switch",
+    "planner/placement",
+    "experiments/heroserve.py",
+    "experiments/heroserve_baselines.py",
+    "experiments/heroserve_serving.py",
+    "experiments/heroserve_setup.py",
+    "experiments/heroserve_throughput.py",
 )
 """Folders and files of the package. Further settings of a family of experiments are in the config of its records."""
 FORESIGHT = (
@@ -41,13 +50,17 @@ FORESIGHT = (
     "control/transfer_tracker.py",
 )
 """Modules without effect on the decisions of other policies than foresight's."""
+PLACEMENT = ("collectives/*", "switch/*", "planner/placement/*", "experiments/heroserve*.py")
+"""Modules with an effect on HeroServe's experiments alone."""
+_PLACED = BASELINES.keys() | RETRY_S.keys()
 _BASELINES = DECODE_POLICIES.keys() - FORESIGHT_POLICIES.keys()
 
 
 @lru_cache(maxsize=256)
 def code_of(policy: str) -> str:
     """Return the digest of the code behind a cell of that policy, 16 hexadecimal digits; computed once per process."""
-    return digest(_here(), FORESIGHT if policy in _BASELINES else ())
+    without = FORESIGHT if policy in _BASELINES else ()
+    return digest(_here(), without if policy in _PLACED else (*without, *PLACEMENT))
 
 
 @lru_cache(maxsize=1)

@@ -56,6 +56,9 @@ AXIS_LABELS = {
     "storage": "share of the storage NIC's line rate",
     "quota": "compute quota, s",
     "think": "think time, s",
+    "kib": "tensor, KiB",
+    "slots": "slots",
+    "span": "servers of a group",
 }
 _STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -117,6 +120,13 @@ _LINE_STYLES = {
     "scheduling": LineStyle("#0072b2", "s", "-"),
     "split-reads": LineStyle("#d55e00", "o", "-"),
     "oracle": LineStyle("#26323d", "*", "-."),
+    "ring": LineStyle("#8a8a8a", "x", ":"),
+    "multi-rail-ring": LineStyle("#b8629a", "v", "--"),
+    "switchml": LineStyle("#c98b00", "^", "--"),
+    "atp-5": LineStyle("#009e73", "P", "-."),
+    "atp-25": LineStyle("#56b4e9", "D", ":"),
+    "hierarchical-ring": LineStyle("#0072b2", "s", "-"),
+    "heroserve": LineStyle("#d55e00", "o", "-"),
 }
 
 

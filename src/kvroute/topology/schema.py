@@ -371,6 +371,8 @@ class AggregationEntry(Entry, frozen=True, kw_only=True):
     """Type of the elements in packets: fixed point in 4 bytes, or half precision."""
     switch_s: Latency = field(name="time", default=Latency(1e-6))
     """Time of an aggregation in the switch."""
+    fallback_share: Annotated[float, Meta(ge=0, le=1)] = field(name="fallback", default=0.0)
+    """Share of the packets that find no slot and are summed on a GPU of the group (ATP)."""
 
 
 class Collectives(Entry, frozen=True, kw_only=True):

@@ -89,8 +89,14 @@ class Builder:
         chains = [tuple(ordered[first : first + split.pp]) for first in range(0, len(ordered), split.pp)]
         return [self._instance(phase, roofline, chain) for chain in chains if len(chain) == split.pp]
 
-    def _instance(self, phase: Phase, roofline: Roofline, stages: tuple[Shards, ...]) -> PlacedInstance:
-        nbytes = self.tokens(phase) * roofline.hidden_bytes
+    def rechosen(self, instance: PlacedInstance, tokens: float) -> PlacedInstance:
+        """Return an instance with the schemes that are fastest for iterations of `tokens`."""
+        return self._instance(instance.phase, instance.roofline, instance.stages, tokens)
+
+    def _instance(
+        self, phase: Phase, roofline: Roofline, stages: tuple[Shards, ...], tokens: float | None = None
+    ) -> PlacedInstance:
+        nbytes = (self.tokens(phase) if tokens is None else tokens) * roofline.hidden_bytes
         chosen = [self.times.best(stage, nbytes) for stage in stages]
         sends = [self.times.send(here, there) for here, there in pairwise(stages)]
         slowest = max((line for _, line in chosen), key=lambda line: line.seconds(nbytes))

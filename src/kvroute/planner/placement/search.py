@@ -137,7 +137,7 @@ class Search:
         if not found:
             raise self._impossible()
         found.sort(key=lambda each: (-each.rate_per_s, each.gpus))
-        return Found(self._trimmed(found[0]), tuple(found), len(candidates), self)
+        return Found(self.refined(self._trimmed(found[0])), tuple(found), len(candidates), self)
 
     def of(self, prefill: Parallelism, decode: Parallelism) -> Placement | None:
         """Return the best placement with this parallelism; None if there is none."""
@@ -258,6 +258,16 @@ class Search:
             return None
         evaluation = Evaluation(self.problem, *sides)
         return Placement(sides[0], sides[1], evaluation, evaluation.rate_per_s())
+
+    def refined(self, placed: Placement) -> Placement:
+        """Return the placement with the schemes that are fastest for the batches that it has at its rate, if it then
+        sustains more. Groups are compared at a batch of `DESIGN_BATCH`."""
+        batch = placed.evaluation.operation(placed.rate_per_s).decode_batch
+        decode = [self.builder.rechosen(one, batch / one.split.pp) for one in placed.decode]
+        if [one.schemes for one in decode] == [one.schemes for one in placed.decode]:
+            return placed
+        tried = self.placement(placed.prefill, decode)
+        return placed if tried is None or tried.rate_per_s <= placed.rate_per_s else tried
 
     def _trimmed(self, placed: Placement) -> Placement:
         """Return the placement without instances that the rate does not need, the slowest first."""

@@ -70,7 +70,9 @@ def simulated(problem: PlacementProblem, placement: Placement, rate_per_s: float
     warmup_s = min(_WARMUP_RESIDENCES * residence_s, 0.5 * count / rate_per_s)
     # Requests share no prefix, so a cache on decode instances would only take memory.
     settings = SimSettings(slo=slo, warmup_s=warmup_s, decode_cache=False)
-    summary = simulate(cluster, _trace(problem, count, rate_per_s), ControlSpec(), settings, seed=_SEED).summary
+    summary = simulate(
+        cluster, poisson_trace(problem, count, rate_per_s, _SEED), ControlSpec(), settings, seed=_SEED
+    ).summary
     return Simulated(
         prefill_instances=len(sides["prefill"]),
         decode_instances=len(sides["decode"]),
@@ -93,8 +95,9 @@ def _total_per_s(problem: PlacementProblem, instances: Sequence[PlacedInstance])
     return sum(alone_per_s(problem, one) for one in instances)
 
 
-def _trace(problem: PlacementProblem, count: int, rate_per_s: float) -> Trace:
-    draw = np.random.default_rng(_SEED)
+def poisson_trace(problem: PlacementProblem, count: int, rate_per_s: float, seed: int) -> Trace:
+    """Return requests with Poisson arrivals and prompt lengths as in the problem's traffic."""
+    draw = np.random.default_rng(seed)
     at_s: FloatArray = np.cumsum(draw.exponential(1.0 / rate_per_s, count))
     mix = problem.lengths.mix
     tokens = np.maximum(np.rint(draw.choice(mix.tokens, count, p=mix.share)), 1).astype(np.int64)
