@@ -120,8 +120,8 @@ class Iterations:
         return max(math.ceil(min(seconds / self.slice_s, traffic.count)), 1)
 
     def costs(self) -> dict[str, AllReduceCost]:
-        """Return the cost of all-reduces by phase, of iterations that have ended."""
-        return {phase: totals.cost() for phase, totals in self.totals.items()}
+        """Return the cost of all-reduces by phase, of iterations that have ended; without such a phase if it has none."""
+        return {phase: totals.cost() for phase, totals in self.totals.items() if totals.iterations}
 
     def _compute_s(self, iteration: _Iteration) -> float:
         """Return the time in which a slice computes."""

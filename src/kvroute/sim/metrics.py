@@ -130,7 +130,7 @@ class AllReduceCost(msgspec.Struct, frozen=True, kw_only=True):
     iterations: int = 0
     """Decode iterations, or prompts in one pipeline stage."""
     share: float | None = None
-    """Share of the time of these iterations that all-reduces took; None: there was no iteration."""
+    """Share of the time of these iterations that all-reduces took; None: they took no time."""
     slowdown: float | None = None
     """Time of the all-reduces divided by that on an idle network; None: there was no all-reduce."""
     network_bytes: float = 0.0
@@ -172,7 +172,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreTotals | None = None
     """Reads and writes of the store; None without one."""
     all_reduces: dict[str, AllReduceCost] = {}
-    """By phase, `prefill` and `decode`; empty if no all-reduce shares a link with other traffic."""
+    """By phase, `prefill` and `decode`, if it had iterations whose all-reduces share links with other traffic."""
     role_switches: int = 0
     """Completed role switches in the whole run."""
     threshold_tokens: float | None = None
