@@ -381,7 +381,8 @@ class Reference:
 def idle_s(known: Cluster, reduced: Collective) -> float:
     """Return the time of one all-reduce on an idle network."""
     carried = link_bytes(reduced)
-    return max(nbytes / known.capacity_bytes_per_s[link] for link, nbytes in carried.items()) + reduced.latency_s
+    links_s = [nbytes / float(known.capacity_bytes_per_s[link]) for link, nbytes in carried.items()]
+    return max(links_s) + reduced.latency_s
 
 
 @pytest.mark.parametrize("per_server", [1, 2])

@@ -92,7 +92,7 @@ def scalability_lines(experiment: Experiment, records: Sequence[Record]) -> Figu
 
 def latency_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
     """Draw mean TTFT and TPOT over the load: one column per span, for the first profile, half precision in packets."""
-    first = {"wire": min(_values(records, "wire")), "profile": records[0].cell.profile}
+    first: Filter = {"wire": min(_values(records, "wire")), "profile": records[0].cell.profile}
     some = _some(records, first)
     spans = _values(some, "span")
     with style():
@@ -157,9 +157,9 @@ def loss_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
 
 
 def memory_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
-    """Draw the share of the KV memory of decode instances in use over time: one panel per span, for the first profile
-    and seed, half precision in packets."""
-    first = {"wire": min(_values(records, "wire")), "profile": records[0].cell.profile}
+    """Draw the share of the KV memory of decode instances in use, in windows of the run: one panel per span, for the
+    first profile and seed, half precision in packets."""
+    first: Filter = {"wire": min(_values(records, "wire")), "profile": records[0].cell.profile}
     some = [one for one in _some(records, first) if one.cell.seed == records[0].cell.seed]
     spans = _values(some, "span")
     with style():
