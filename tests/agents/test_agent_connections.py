@@ -72,10 +72,12 @@ async def scheduler(
     said: list[str] = []
     tables = Tables(cluster_of(slots=slots), first_version, PERIOD_S)
     service = SchedulerService(tables, said.append, token, settle_s=PERIOD_S)
-    await service.start(address, tls)
-    async with running(service.run()):
-        yield Rig(folder, service, said)
-    await service.stop()
+    try:
+        await service.start(address, tls)
+        async with running(service.run()):
+            yield Rig(folder, service, said)
+    finally:
+        await service.stop()
 
 
 @asynccontextmanager
