@@ -14,7 +14,7 @@ from kvroute.experiments.heroserve_evaluation import EXPERIMENTS, run_cell
 from kvroute.report.grid import Grid, rich_table
 
 _ROWS_MAX = 60
-"""Longest table of all cells in the terminal; the page always has it."""
+"""Longest table of all cells beside ranges in the terminal; the page always has it."""
 
 
 def _write(one: Experiment, records: Sequence[Record], folder: Path) -> Path:
@@ -32,7 +32,7 @@ def _grids(one: Experiment, records: Sequence[Record]) -> list[Grid]:
         return [online_grid(records)]
     every = cells_grid(one, records)
     ranges = [grid for grid in range_grids(one, records) if grid.rows]
-    return [*ranges, every] if len(every.rows) <= _ROWS_MAX else ranges
+    return [*ranges, every] if not ranges or len(every.rows) <= _ROWS_MAX else ranges
 
 
 def _print_tables(results: Results[None]) -> None:

@@ -34,8 +34,8 @@ from kvroute.types import FloatArray
 REQUESTS_MIN, REQUESTS_MAX = 1_200, 4_000
 RESIDENCES, WARMUP_RESIDENCES = 6.0, 2.0
 """Length of a run, and of its beginning that is not counted, in residence times of a decode."""
-SAMPLES, SHOWN = 600, 60
-"""Times at which the use of KV memory is computed, and those that a record keeps."""
+SAMPLES, WINDOWS = 600, 20
+"""Times at which the use of KV memory is computed, and windows whose means a record keeps."""
 _GAIN = "a placement with hierarchical aggregation sustains at least the rate of every baseline"
 
 SCALABILITY = Experiment(
@@ -124,9 +124,8 @@ def run_memory(cell: Cell) -> Record:
         "kv_peak_share": float(shares.max()),
         "kv_mean_gb_per_gpu": float(shares.mean()) * capacity_gb / gpus,
     }
-    step = max(len(at_s) // SHOWN, 1)
-    mean = shares.mean(axis=0)
-    series = {"kv_share": tuple(zip(at_s[::step].tolist(), mean[::step].tolist(), strict=True))}
+    middle_s, mean = at_s.reshape(WINDOWS, -1).mean(axis=1), shares.mean(axis=0).reshape(WINDOWS, -1).mean(axis=1)
+    series = {"kv_share": tuple(zip(middle_s.tolist(), mean.tolist(), strict=True))}
     return _record(cell, case, run, settings, figures, series)
 
 

@@ -77,8 +77,8 @@ VIEWS = {
         ),
     ),
     "heroserve-memory": View(
-        ("profile", "span", "wire"),
-        (Metric("kv_mean_gb_per_gpu", "mean KV per GPU", higher_wins=True),),
+        (),
+        (),
         (
             ("rate_per_gpu", "req/s per GPU", 4),
             ("kv_gb_per_gpu", "KV GB per GPU", 2),
