@@ -120,7 +120,7 @@ class Iterations:
         return max(math.ceil(min(seconds / self.slice_s, traffic.count)), 1)
 
     def costs(self) -> dict[str, AllReduceCost]:
-        """Return the cost of all-reduces by phase, of iterations that have ended; without such a phase if it has none."""
+        """Return the cost of all-reduces by phase, of iterations that have ended; phases without any are left out."""
         return {phase: totals.cost() for phase, totals in self.totals.items() if totals.iterations}
 
     def _compute_s(self, iteration: _Iteration) -> float:
