@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from kvroute.collectives import Aggregation, AllReduce, Collective, Scheme, all_reduce, link_bytes
 from kvroute.control import ControlSpec, LogHeader
-from kvroute.event_log import EventLog
+from kvroute.event_log import EventLog, read_log
 from kvroute.flows import FlowNetwork
 from kvroute.sim.metrics import FINISHED
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings, TransferMode
+from kvroute.sim.settings import SimSettings, Telemetry, TransferMode
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
-from kvroute.types import FloatArray
+from kvroute.types import SAME_RACK, CongestionMeasured, FloatArray, LinksMeasured
 
 PER_ITERATION, TOKEN_BYTES = 128, 18e3
 BASE_S, PER_REQUEST_S = 40.3457e-3, 0.9013e-3
@@ -302,6 +302,28 @@ def test_a_transfer_and_a_decoding_group_slow_each_other() -> None:
     assert cost.slowdown is not None
     assert cost.slowdown > 1.0
     assert quiet.summary.all_reduces["decode"].iterations <= cost.iterations
+
+
+@pytest.mark.parametrize("telemetry", ["tier", "link"])
+def test_telemetry_counts_all_reduces_as_other_traffic(telemetry: Telemetry, tmp_path: Path) -> None:
+    """The router receives their mean rate since the last refresh: over all refreshes, the bytes of all slices."""
+    known, spec, path = cluster(BUSY), ControlSpec(), tmp_path / "run.log"
+    with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
+        found = simulate(known, Trace("decoding", DECODING), spec, SimSettings(telemetry=telemetry), seed=1, log=log)
+    events = [record.event for record in read_log(path)[1]]
+    shares = [event for event in events if isinstance(event, CongestionMeasured | LinksMeasured)]
+    nics = np.array(known.links_of_tier(SAME_RACK))
+    capacity = known.capacity_bytes_per_s[nics]
+    measured = 0.0
+    for before, event in pairwise(shares):
+        seconds = event.at - before.at
+        if isinstance(event, CongestionMeasured):
+            measured += event.per_tier[SAME_RACK] * float(capacity.sum()) * seconds
+        else:
+            measured += float((np.array(event.utilisation)[nics] * capacity).sum()) * seconds
+    kv_bytes = 2 * float(np.nansum(found.outcomes.kv_bytes))
+    reduced = float(found.link_bytes[nics].sum()) - kv_bytes
+    assert 0.9 * reduced < measured <= reduced * (1 + 1e-9)
 
 
 def test_a_heavier_class_of_all_reduces_is_slowed_less() -> None:
