@@ -58,6 +58,7 @@ VARIABLES = {
     "KVROUTE_TOPOLOGY_WAIT_S": "seconds that the labels may take; then the engine is not started",
     "KVROUTE_KV_TRANSFER_TOPOLOGY_LEVEL": "level whose label must exist before the engine is started",
     "KVROUTE_KV_TRANSFER_MISMATCH_POLICY": "`fail` or `fallback`; checked by `kvroute kube run-worker`",
+    "MASTER_ADDR": "host of rank 0 of a PyTorch group, from which a rank derives its own address",
     "VLLM_HOST_IP": "address that kvroute's connector advertises, if it listens on all addresses",
 }
 """The environment variables that kvroute, or a library that it uses, reads under a fixed name."""
