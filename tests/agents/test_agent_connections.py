@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import subprocess
 import time
@@ -96,7 +97,10 @@ def within_limit(scenario: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
         await asyncio.wait_for(scenario(), HANGS_S)
 
-    asyncio.run(limited())
+    try:
+        asyncio.run(limited())
+    finally:
+        gc.collect()  # ends gRPC's threads, without which later tests can fork
 
 
 def held(folder: Path, name: str = "a0") -> TableFile | None:

@@ -78,6 +78,8 @@ class SchedulerService:
             else:
                 port = self._server.add_secure_port(address, tls.server_credentials())
         except RuntimeError:
+            await self._server.start()  # gRPC can only stop a server that was started
+            await self._server.stop(None)
             hint = "choose an address of this machine and a free port, and a certificate with its key"
             raise InputError(f"{address} cannot be bound", where="--listen", hint=hint) from None
         self.address = f"{address.rpartition(':')[0]}:{port}"
