@@ -3,12 +3,12 @@
 # Python 3.11 is the version that the tests run on.
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /build
-COPY requirements/build.txt requirements/serve.txt requirements/
+COPY requirements/build.txt requirements/kube.txt requirements/
 RUN python -m venv tools \
  && tools/bin/pip install --no-cache-dir --require-hashes -r requirements/build.txt
 RUN python -m venv --without-pip /opt/kvroute \
  && tools/bin/pip --python /opt/kvroute/bin/python install \
-      --no-cache-dir --only-binary :all: --require-hashes -r requirements/serve.txt
+      --no-cache-dir --only-binary :all: --require-hashes -r requirements/kube.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN tools/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist . \

@@ -97,6 +97,12 @@ def test_engines_of_other_protocols_and_models_do_not_count() -> None:
         report = check_report(Reading((engine("e0", "prefill", place), other)), DEFAULT_LEVELS)
         assert one(report, "rack").stranded == ("e0",)
         assert one(report, "rack").unreached == ("e1",)
+        assert report.faults == (
+            "e0: no decode engine has its model and protocol",
+            "e1: no prefill engine has its model and protocol",
+        )
+        constrained = check_report(Reading((engine("e0", "prefill", place), other)), DEFAULT_LEVELS, "rack")
+        assert constrained.faults == report.faults
 
 
 def test_what_the_owner_should_change() -> None:

@@ -118,6 +118,19 @@ def test_dropped_watches_resume_and_expired_versions_relist(tmp_path: Path) -> N
     play(scenario, tmp_path)
 
 
+def test_cuts_of_quiet_watches_do_not_add_up(tmp_path: Path) -> None:
+    """Each is resumed after the first pause, and not after one that doubles each time."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.equal()
+        for _ in range(25):
+            watches = rig.api.watching("pods")
+            await rig.api.drop_watches()
+            await until(lambda watches=watches: rig.api.watching("pods") > watches)  # type: ignore[misc]
+
+    play(scenario, tmp_path, replace(FAST, watch_s=600.0, retry_first_s=0.001, retry_max_s=1e6))
+
+
 def test_an_outage_changes_nothing(tmp_path: Path) -> None:
     """The last contents stay, and the first change after it is seen."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from kvroute.cli.kube_operator import operator
 from kvroute.cli.output import console, print_json, tell, thin_table
 from kvroute.types import InputError
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from kvroute.types.discovered import Discovered
 
 app = typer.Typer(no_args_is_help=True, help="Kubernetes: check discovery, and start engines with topology labels.")
+
+app.command("operator")(operator)
 
 
 @app.command()
@@ -55,6 +58,7 @@ def check(
     try:
         from kvroute.kube.client import Access
         from kvroute.kube.discovery import DiscoveryOptions, read_once
+        from kvroute.kube.preflight import check_access
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[kube]'") from None
     from kvroute.kube.check import check_report
@@ -68,7 +72,9 @@ def check(
     for each in level or ():
         levels = levels.with_keys(each)
     options = DiscoveryOptions("" if all_namespaces else namespace, selector, levels)
-    reading, failure = asyncio.run(read_once(Access(kubeconfig, context), options))
+    access = Access(kubeconfig, context)
+    asyncio.run(check_access(access, options))
+    reading, failure = asyncio.run(read_once(access, options))
     report = check_report(reading, levels, wanted.level if wanted else None, failure)
     if as_json:
         print_json({"ok": not report.faults, "faults": report.faults, **msgspec.to_builtins(report)})

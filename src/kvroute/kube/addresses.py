@@ -22,7 +22,7 @@ _DEFAULT_PORTS = {"vllm": 8000, "sglang": 30000}
 _PORT_NAMES = ("http", "openai", "api", "modelserver", "vllm", "sglang")
 """Names of container ports that are the engine's HTTP port, best first."""
 _BOOTSTRAP_DEFAULT = 8998
-"""Of SGLang, and of vLLM's Mooncake connector."""
+"""Default bootstrap port of SGLang, and of vLLM's Mooncake connector."""
 _MOST_PORTS = 64
 _CONNECTORS: Mapping[object, KvProtocol] = {
     "NixlConnector": "vllm",
@@ -46,7 +46,7 @@ def addresses_of(source: Source, role: Role, warnings: list[InputError]) -> dict
     scheme = "https" if command is not None and command.has("--ssl-keyfile", "--ssl-certfile") else "http"
     events, replay = _event_ports(source, warnings)
     bootstrap = _bootstrap_port(source, role, protocol)
-    ports = _http_ports(source)
+    ports = _http_ports(source, warnings)
     _warn_of_ranks(source, len(ports), events, warnings)
     first = (command.number("--data-parallel-rank") or 0) if command is not None and len(ports) == 1 else 0
     step = (shards_of(source)[0] or 1) if not TRAITS[protocol].needs_bootstrap else 0
@@ -96,8 +96,13 @@ def _connectors(source: Source) -> list[object]:
     return [config["kv_connector"]] if "kv_connector" in config else []
 
 
-def _http_ports(source: Source) -> list[int]:
+def _http_ports(source: Source, warnings: list[InputError]) -> list[int]:
     own = source.named(PORT)
+    if source.ports:
+        if own and _port_list(own) != list(source.ports):
+            what = f"ports {own} are not used: those of the InferencePool are {', '.join(map(str, source.ports))}"
+            warnings.append(InputError(what, where=PORT, hint="remove the label, or change the pool's targetPorts"))
+        return list(source.ports)
     if own:
         return _port_list(own)
     command = source.command

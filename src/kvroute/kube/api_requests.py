@@ -9,6 +9,7 @@ from typing import Generic
 import httpx2
 import msgspec
 
+from kvroute.kube.inference_pool import GROUP_VERSION, InferencePool, Service
 from kvroute.kube.objects import Node, Pod
 from kvroute.kube.store import Object
 
@@ -51,6 +52,8 @@ class Resource(Generic[Object]):
 
 PODS = Resource("api/v1", "pods", Pod)
 NODES = Resource("api/v1", "nodes", Node)
+POOLS = Resource(f"apis/{GROUP_VERSION}", "inferencepools", InferencePool)
+SERVICES = Resource("api/v1", "services", Service)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,13 @@ class Selection:
     """Empty: all."""
     labels: str = ""
     """Label selector, such as `app=vllm,role in (prefill,decode)`; empty: all."""
+    name: str = ""
+    """Name of the only object; empty: all."""
 
     def parameters(self) -> dict[str, str]:
         """Return the parameters of a request."""
-        return {"labelSelector": self.labels} if self.labels else {}
+        labels = {"labelSelector": self.labels} if self.labels else {}
+        return labels | ({"fieldSelector": f"metadata.name={self.name}"} if self.name else {})
 
 
 class Refused(Exception):

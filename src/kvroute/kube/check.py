@@ -51,12 +51,18 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"{self.nodes_failure}; places come from labels of pods alone")
         if not self.engines:
             found.append("no pod is an engine; see docs/kubernetes-labels.md for the labels")
+        nowhere = set[str]()
+        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+            partnerless = _alone(self.engines, None, role, other)
+            found += [f"{name}: no {other} engine has its model and protocol" for name in partnerless]
+            nowhere.update(partnerless)
         for each in self.levels:
             if each.level == self.constraint:
                 found += [_unlabelled(each, node) for node in each.unlabelled]
                 found += [
                     f"{name}: no decode engine is in its {each.level}, so {each.level}:required gives it no requests"
                     for name in each.stranded
+                    if name not in nowhere
                 ]
         return tuple(found)
 
@@ -94,19 +100,22 @@ def _level_report(level: Level, engines: Sequence[Discovered], levels: LevelKeys
     )
 
 
-def _alone(engines: Sequence[Discovered], level: Level, role: str, other: str) -> tuple[str, ...]:
-    """Return the engines of a role that have none of the other role, of their protocol and model, in their domain."""
+def _alone(engines: Sequence[Discovered], level: Level | None, role: str, other: str) -> tuple[str, ...]:
+    """Return the engines of a role that have none of the other role, of their protocol and model, in their domain of
+    the level; None: anywhere."""
     present = {point for engine in engines if engine.role == other for point in _meeting_points(engine, level)}
     alone = (each for each in engines if each.role == role and present.isdisjoint(_meeting_points(each, level)))
     return tuple(engine.name for engine in alone)
 
 
-def _meeting_points(engine: Discovered, level: Level) -> set[tuple[object, ...]]:
+def _meeting_points(engine: Discovered, level: Level | None) -> set[tuple[object, ...]]:
     """Return keys of which two engines share one if they are in one domain of the level, or of a narrower level.
 
     An engine without a label shares a domain with no other, except a datacenter: all without a label are in one.
     """
     kind = (engine.endpoint.protocol, engine.model)
+    if level is None:
+        return {kind}
     narrower = LEVELS[: LEVELS.index(level) + 1]
     points: set[tuple[object, ...]] = {
         (each, domain, *kind) for each in narrower if (domain := _domain(engine.place, each))

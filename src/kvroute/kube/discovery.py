@@ -38,6 +38,11 @@ class DiscoveryOptions:
     nodes_wait_s: float = 10.0
     """How long the first report waits for nodes that cannot be listed."""
     timing: Timing = DEFAULT_TIMING
+    ports: tuple[int, ...] = ()
+    """HTTP ports of each selected pod, which an InferencePool gives; empty: the pod tells."""
+    handover_s: float = 5.0
+    """How long the former pods of an InferencePool serve on after a change of its selector: until the new ones have
+    joined and passed their health check."""
 
     def selection(self, access: Access) -> Selection:
         """Return the pods to list; raise InputError if the namespace is not known."""
@@ -64,6 +69,8 @@ class KubernetesDiscovery:
         self._pods = Store(kept_pod)
         self._nodes = Store(kept_node(options.levels))
         self._readings: dict[Key, Reading] = {}
+        self._joined: Reading | None = None
+        """All readings together; None: nothing has been read."""
         self._dirty: set[Key] = set()
         self._changed = asyncio.Event()
         self._nodes_known = False
@@ -116,19 +123,24 @@ class KubernetesDiscovery:
         self._changed.set()
 
     def _read(self) -> Reading:
-        """Read the pods that have changed or whose node has changed, and join all readings."""
+        """Read the pods that have changed or whose node has changed, and join all readings if one is another one."""
         self._changed.clear()
         dirty, self._dirty = self._dirty, set()
         if self._nodes.synced and not self._nodes_known:
             self._nodes_known, dirty = True, set(self._pods.objects)
-        options = ReadOptions(self._options.levels, bool(self._options.selector), self._nodes_known)
+        options = ReadOptions(
+            self._options.levels, bool(self._options.selector), self._nodes_known, self._options.ports
+        )
+        same = True
         for key in dirty:
-            pod = self._pods.objects.get(key)
-            if pod is None:
-                self._readings.pop(key, None)
-            else:
-                self._readings[key] = read_pod(pod, self._nodes.objects.get(("", pod.spec.node_name)), options)
-        return merged(self._readings.values())
+            pod, before = self._pods.objects.get(key), self._readings.pop(key, None)
+            now = None if pod is None else read_pod(pod, self._nodes.objects.get(("", pod.spec.node_name)), options)
+            if now is not None:
+                self._readings[key] = now
+            same = same and (now or Reading()) == (before or Reading())
+        if self._joined is None or not same:
+            self._joined = merged(self._readings.values())
+        return self._joined
 
 
 def kept_pod(pod: Pod) -> Pod:

@@ -18,7 +18,7 @@ from kvroute.kube.api_requests import HEADERS, Refused, Resource, Selection, Sta
 from kvroute.kube.store import Key, Object, Store, WatchEvent
 from kvroute.types import InputError
 
-_FAILURES = (
+FAILURES = (
     httpx2.HTTPError,
     httpx2.StreamError,
     httpx2.InvalidURL,
@@ -28,6 +28,7 @@ _FAILURES = (
     ConfigError,
     InputError,
 )
+"""How a request to an API server fails that gets no answer of it."""
 _GONE = 410
 
 
@@ -104,7 +105,7 @@ class Informer(Generic[Object]):
         except Refused as refused:
             what = f"the API server refuses to list {self._resource.plural}: {refused}"
             raise InputError(what, where=str(client.base_url), hint="check the namespace and the RBAC rules") from None
-        except _FAILURES as error:
+        except FAILURES as error:
             what = f"the API server cannot be reached ({_sentence(error)})"
             raise InputError(what, where=str(client.base_url), hint="check its address and the network") from None
         finally:
@@ -129,7 +130,7 @@ class Informer(Generic[Object]):
                 self._store.expired()
             pause_s = self._failed(str(refused), refused.status)
             return 0.0 if refused.status == _GONE and self._failures == 1 else max(pause_s, refused.retry_after_s)
-        except _FAILURES as error:
+        except FAILURES as error:
             return self._failed(_sentence(error), 0)
 
     def _failed(self, why: str, status: int) -> float:
@@ -187,9 +188,13 @@ class Informer(Generic[Object]):
                 await response.aread()
                 raise refusal_of(response)
             self._answered()
-            async for line in lines_of(response.aiter_bytes()):
-                events += 1
-                self._apply(attempt, msgspec.json.decode(line, type=WatchEvent))
+            try:
+                async for line in lines_of(response.aiter_bytes()):
+                    events += 1
+                    self._apply(attempt, msgspec.json.decode(line, type=WatchEvent))
+            finally:
+                if time.monotonic() - began_s >= self._timing.short_watch_s:
+                    self._failures = 0  # however it has ended: the next attempt is the first after a good one
         return events > 0 or time.monotonic() - began_s >= self._timing.short_watch_s
 
     def _apply(self, attempt: int, event: WatchEvent) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -20,10 +21,10 @@ Effect = Literal["left out", "warning", "waiting"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something about one pod that its owner should know."""
+    """Something about one pod, or about an InferencePool, that its owner should know."""
 
     pod: str
-    """`namespace/name`."""
+    """`namespace/name`; of another object, with its kind before it."""
     effect: Effect
     """`left out`: it is no engine until this is fixed. `waiting`: it will be one without help."""
     field: str
@@ -54,6 +55,8 @@ class ReadOptions:
     """Whether the user has selected the pods, so that one that is no engine is worth a finding."""
     nodes_known: bool = True
     """False if nodes cannot be read; places then come from labels of pods alone."""
+    ports: tuple[int, ...] = ()
+    """Ports of each pod that an InferencePool gives; empty: there is no pool."""
 
 
 DEFAULT_OPTIONS = ReadOptions()
@@ -79,6 +82,16 @@ def merged(readings: Iterable[Reading]) -> Reading:
     for reading in readings:
         engines += reading.engines
         findings += reading.findings
+    names, urls = {engine.name for engine in engines}, {engine.endpoint.url for engine in engines}
+    if min(len(names), len(urls)) < len(engines):
+        engines = _without_duplicates(engines, findings)
+    engines.sort(key=attrgetter("name"))
+    findings.sort(key=lambda finding: (finding.pod, finding.field, finding.what))
+    return Reading(tuple(engines), tuple(dict.fromkeys(findings)))
+
+
+def _without_duplicates(engines: Iterable[Discovered], findings: list[Finding]) -> list[Discovered]:
+    """Return one engine of each name and each address; a ready one whose address another one has is a finding."""
     owners: dict[str, str] = {}
     names: set[str] = set()
     kept = []
@@ -97,9 +110,7 @@ def merged(readings: Iterable[Reading]) -> Reading:
             owners[url] = engine.name
         names.add(engine.name)
         kept.append(engine)
-    kept.sort(key=lambda engine: engine.name)
-    findings.sort(key=lambda finding: (finding.pod, finding.field, finding.what))
-    return Reading(tuple(kept), tuple(dict.fromkeys(findings)))
+    return kept
 
 
 def read_pod(pod: Pod, node: Node | None, options: ReadOptions = DEFAULT_OPTIONS) -> Reading:
@@ -130,7 +141,7 @@ def _finding(pod: str, effect: Effect, field: str, what: str, hint: str = "") ->
 
 
 def _engines(pod: Pod, node: Node | None, options: ReadOptions, warnings: list[InputError]) -> tuple[Discovered, ...]:
-    source = source_of(pod)
+    source = replace(source_of(pod), ports=options.ports)
     role = role_of(source, options.selected, warnings)
     if role is None:
         return ()

@@ -38,6 +38,8 @@ class Source:
     container: Container
     command: EngineCommand | None
     """None: the container's command line is not that of a known engine."""
+    ports: tuple[int, ...] = ()
+    """Ports that the pod's InferencePool gives, each of which serves HTTP; empty: the pod is not read for a pool."""
 
     def named(self, key: str) -> str:
         """Return kvroute's label or annotation with this key; empty if there is none."""
@@ -72,7 +74,8 @@ def role_of(source: Source, selected: bool, warnings: list[InputError]) -> Role 
         warnings: gets a warning if labels and command line contradict each other.
 
     Raises:
-        InputError: the label is wrong, or the role is not known.
+        InputError: the label is wrong, or the role is not known. A member of an InferencePool serves whole requests if
+            nothing says otherwise.
     """
     if _follows(source):
         return None
@@ -80,7 +83,7 @@ def role_of(source: Source, selected: bool, warnings: list[InputError]) -> Role 
     command = source.command
     if labelled == NOT_AN_ENGINE:
         return None
-    if command is not None and command.kind == "dynamo" and not source.named(PORT):
+    if command is not None and command.kind == "dynamo" and not (source.named(PORT) or source.ports):
         what = "the container runs a Dynamo worker, which has no HTTP server"
         raise InputError(what, where=ARGS, hint=f"run `vllm serve` or SGLang, or give the port of one with {PORT}")
     started, known = _started(command)
@@ -91,7 +94,7 @@ def role_of(source: Source, selected: bool, warnings: list[InputError]) -> Role 
         return labelled
     if command is None and not selected:
         return None
-    if not known:
+    if not known and not source.ports:
         what = "no label gives the role, and the command line leaves it open"
         raise InputError(what, where=ROLE, hint=f"add the label {ROLE}: prefill, decode, both or none")
     return started

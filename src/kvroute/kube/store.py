@@ -7,14 +7,23 @@ the server's order, so the store takes each event as it comes, and ignores event
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
 
-from kvroute.kube.objects import Node, Pod
+from kvroute.kube.objects import ObjectMeta
 
-Object = TypeVar("Object", bound=Pod | Node)
+
+class Stored(Protocol):
+    """A Struct of an object of the API server."""
+
+    @property
+    def metadata(self) -> ObjectMeta:
+        """Its name and version."""
+
+
+Object = TypeVar("Object", bound=Stored)
 Key = tuple[str, str]
 """Namespace and name; the namespace is empty for nodes."""
 
@@ -94,8 +103,11 @@ class Store(Generic[Object]):
         if known is not None and (known.metadata.uid, known.metadata.resource_version) == (found.metadata.uid, version):
             return False
         kept = self._objects[key] = self._keep(found)
-        return known is None or replace(known, metadata=replace(known.metadata, resource_version=version)) != kept
+        return (
+            known is None
+            or replace(cast(Any, known), metadata=replace(known.metadata, resource_version=version)) != kept
+        )
 
 
-def _key(found: Pod | Node) -> Key:
+def _key(found: Stored) -> Key:
     return found.metadata.namespace, found.metadata.name

@@ -1,0 +1,1 @@
+"""Discovery in Kubernetes, beside the informer of the official client."""

@@ -1,0 +1,94 @@
+"""HTTPS server of the webhooks: `/validate` and `/mutate` for the API server, `/healthz` and `/readyz` for probes."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from kvroute.kube.admission.certificates import Pair
+from kvroute.kube.admission.injection import InjectionSettings, inject
+from kvroute.kube.admission.review import AdmissionRequest, Verdict, read_review, response_body
+from kvroute.kube.admission.validation import ClusterView, validate
+from kvroute.types import InputError, cannot_listen
+
+_LONGEST_BODY = 8 * 2**20
+"""The API server accepts objects of 3 MiB; a review has two of them."""
+_CONTENT_TYPE = "application/json"
+
+
+class WebhookServer:
+    """Serves admission reviews over HTTPS. `view` returns what is known of the cluster, or None before that is
+    complete; until then reviews get status 503, so that the API server follows the webhook's failurePolicy."""
+
+    def __init__(self, view: Callable[[], ClusterView | None], settings: InjectionSettings, pair: Pair) -> None:
+        self._view = view
+        self._settings = settings
+        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.use(pair)
+        self._runner: web.AppRunner | None = None
+
+    def use(self, pair: Pair) -> None:
+        """Serve new connections with this certificate; open connections keep theirs."""
+        with tempfile.TemporaryDirectory() as folder:
+            certificate, key = Path(folder) / "tls.crt", Path(folder) / "tls.key"
+            certificate.write_bytes(pair.certificate)
+            with open(os.open(key, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                file.write(pair.key)
+            self._context.load_cert_chain(certificate, key)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and return the port.
+
+        Raises:
+            InputError: the address cannot be used.
+        """
+        app = web.Application(client_max_size=_LONGEST_BODY)
+        app.router.add_post("/validate", self._validate)
+        app.router.add_post("/mutate", self._mutate)
+        app.router.add_get("/healthz", self._healthy)
+        app.router.add_get("/readyz", self._ready)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, ssl_context=self._context)
+        try:
+            await site.start()
+        except OSError as error:
+            raise cannot_listen(f"{host}:{port}", error.errno, error.strerror or str(error)) from error
+        bound: int = self._runner.addresses[0][1]
+        return bound
+
+    async def stop(self) -> None:
+        """Finish open reviews and close the port."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _validate(self, request: web.Request) -> web.Response:
+        return await self._answer(request, validate)
+
+    async def _mutate(self, request: web.Request) -> web.Response:
+        return await self._answer(request, lambda review, view: inject(review, view, self._settings))
+
+    async def _answer(
+        self, request: web.Request, judge: Callable[[AdmissionRequest, ClusterView], Verdict]
+    ) -> web.Response:
+        view = self._view()
+        if view is None:
+            return web.Response(status=503, text="the operator has not read the cluster yet\n")
+        try:
+            review = read_review(await request.read())
+        except InputError as error:
+            return web.Response(status=400, text=f"{error}\n")
+        return web.Response(body=response_body(review, judge(review, view)), content_type=_CONTENT_TYPE)
+
+    async def _healthy(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        ready = self._view() is not None
+        return web.Response(status=200 if ready else 503, text="ok\n" if ready else "the cluster is not read yet\n")

@@ -1,0 +1,139 @@
+"""Caches of everything that the operator watches, and the snapshot that a reconcile takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import httpx2
+
+from kvroute.kube.admission.validation import ClusterView
+from kvroute.kube.api_requests import Selection
+from kvroute.kube.informer import DEFAULT_TIMING, Informer, Timing
+from kvroute.kube.operator.api_calls import ApiCalls
+from kvroute.kube.operator.observed import Observed, OperatorSettings
+from kvroute.kube.operator.pod_labels import WRITTEN
+from kvroute.kube.operator.rights import BINDINGS, GROVE, NODES, OWNED, PODS, ROUTERS, TOPOLOGIES, Kind
+from kvroute.kube.operator.routers import read_catalog
+from kvroute.kube.operator.watched import WATCHED, WatchedObject, as_json, resource_of
+from kvroute.kube.resources import Object
+from kvroute.kube.resources.engines import selects
+from kvroute.kube.store import Store
+
+_NOT_INSTALLED = 404
+_PARALLEL_READS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """One kind with its cache."""
+
+    kind: Kind
+    store: Store[WatchedObject]
+    informer: Informer[WatchedObject]
+
+    @property
+    def absent(self) -> bool:
+        """Whether the server has no such kind."""
+        return self.informer.refused == _NOT_INSTALLED
+
+    @property
+    def known(self) -> bool:
+        return self.store.synced or self.absent
+
+    def objects(self) -> tuple[Object, ...]:
+        return tuple(as_json(self.kind, each) for _, each in sorted(self.store.objects.items()))
+
+
+class Caches:
+    """Follows KvRouters, topologies, nodes and pods of the whole cluster."""
+
+    def __init__(
+        self, connect: Callable[[], httpx2.AsyncClient], on_change: Callable[[], None], timing: Timing = DEFAULT_TIMING
+    ) -> None:
+        """Args: `on_change` is called after each change of what is kept."""
+        self._followed: dict[Kind, _Followed] = {}
+        for kind, keep in WATCHED:
+            store = Store(keep)
+            informer = Informer(connect, resource_of(kind), Selection(), store, lambda _: on_change(), timing)
+            self._followed[kind] = _Followed(kind, store, informer)
+
+    async def run(self) -> None:
+        """Follow the server until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for followed in self._followed.values():
+                group.create_task(followed.informer.run())
+
+    @property
+    def complete(self) -> bool:
+        """Whether each kind has been listed, or does not exist."""
+        return self._known(*self._followed)
+
+    def view(self) -> ClusterView | None:
+        """Return what admission checks read; None until it is complete."""
+        if not self._known(ROUTERS, TOPOLOGIES, *GROVE):
+            return None
+        routers = self._followed[ROUTERS].objects()
+        observed = Observed(OperatorSettings(""), routers, self._topologies(), self._grove())
+        return ClusterView(read_catalog(observed), routers)
+
+    async def snapshot(self, calls: ApiCalls, settings: OperatorSettings, *, service_monitors: bool) -> Observed:
+        """Return everything that a reconcile needs. Objects of gateways are read by name, from the server itself."""
+        routers = self._followed[ROUTERS].objects()
+        pods = self._pods(routers)
+        owned = await _owned(calls, settings, routers, service_monitors)
+        return Observed(
+            settings=settings,
+            routers=routers,
+            topologies=self._topologies(),
+            grove_topologies=self._grove(),
+            nodes=self._followed[NODES].objects(),
+            pods=pods,
+            owned=owned,
+            service_monitors=service_monitors,
+        )
+
+    def _known(self, *kinds: Kind) -> bool:
+        return all(self._followed[kind].known for kind in kinds)
+
+    def _pods(self, routers: Iterable[Object]) -> tuple[Object, ...]:
+        """Return pods that a KvRouter selects, and those that have labels of the operator."""
+        listed = tuple(routers)
+        found = []
+        for (namespace, _), pod in sorted(self._followed[PODS].store.objects.items()):
+            labels = pod.metadata.labels or {}
+            if WRITTEN in (pod.metadata.annotations or {}) or any(selects(each, namespace, labels) for each in listed):
+                found.append(as_json(PODS, pod))
+        return tuple(found)
+
+    def _topologies(self) -> tuple[Object, ...] | None:
+        followed = self._followed[TOPOLOGIES]
+        return None if followed.absent else followed.objects()
+
+    def _grove(self) -> tuple[Object, ...] | None:
+        installed = [self._followed[kind] for kind in GROVE if not self._followed[kind].absent]
+        return tuple(obj for followed in installed for obj in followed.objects()) if installed else None
+
+
+async def _owned(
+    calls: ApiCalls, settings: OperatorSettings, routers: Iterable[Object], service_monitors: bool
+) -> tuple[Object, ...]:
+    """Read the objects with names that the operator uses, a few at a time."""
+    kinds = [kind for kind in OWNED if service_monitors or kind.kind != "ServiceMonitor"]
+    names = [(BINDINGS, "", settings.nodes_binding)]
+    for router in routers:
+        metadata = router["metadata"]
+        for kind in kinds:
+            name = f"{metadata['name']}-cluster" if kind.kind == "ConfigMap" else metadata["name"]
+            names.append((kind, metadata["namespace"], name))
+    limit = asyncio.Semaphore(_PARALLEL_READS)
+
+    async def read(kind: Kind, namespace: str, name: str) -> Object | None:
+        async with limit:
+            return await calls.get(kind, namespace, name)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(read(*each)) for each in names]
+    found = [task.result() for task in tasks]
+    return tuple(obj for obj in found if obj is not None)

@@ -1,0 +1,104 @@
+"""Status of a KvRouter: conditions with the time of their last change, counts of engines, and Events for changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from kvroute.kube.operator.actions import Action, Emit, SetStatus, covers
+from kvroute.kube.operator.observed import is_ready, labels_of, ref_of
+from kvroute.kube.operator.role_switch import timestamp
+from kvroute.kube.resources import Object
+from kvroute.kube.resources.engines import role_of
+from kvroute.kube.resources.status import Condition, EngineCounts, KvRouterStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One condition before it is compared with the last one."""
+
+    type: Literal["Ready", "TopologyResolved", "EnginesLabelled"]
+    status: Literal["True", "False", "Unknown"]
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Numbers of the status."""
+
+    ready_replicas: int
+    engines: EngineCounts
+    labelled_pods: int
+
+
+def engine_counts(pods: Sequence[Object]) -> EngineCounts:
+    """Return the numbers of ready engines by role."""
+    roles = [role_of(labels_of(pod)) for pod in pods if is_ready(pod)]
+    return EngineCounts(prefill=roles.count("prefill"), decode=roles.count("decode"), both=roles.count("both"))
+
+
+def ready_replicas(deployment: Object | None) -> int:
+    """Return the number of gateways that are ready."""
+    return int(((deployment or {}).get("status") or {}).get("readyReplicas") or 0)
+
+
+def status_changes(router: Object, findings: Sequence[Finding], counts: Counts, now: float) -> Iterator[Action]:
+    """Yield Events for conditions that have changed, then the new status; nothing if the status is as it should be.
+
+    Args:
+        router: as observed.
+        findings: all conditions that the KvRouter should have.
+        counts: numbers of the status.
+        now: Unix time in seconds, used for conditions that change.
+    """
+    before = {each["type"]: each for each in (router.get("status") or {}).get("conditions") or ()}
+    generation = int(router["metadata"].get("generation") or 0)
+    conditions = []
+    for finding in findings:
+        old = before.get(finding.type, {})
+        same = old.get("status") == finding.status
+        if not same or old.get("reason") != finding.reason:
+            yield _event(router, finding, old)
+        conditions.append(
+            Condition(
+                type=finding.type,
+                status=finding.status,
+                reason=finding.reason,
+                message=finding.message[:2000],
+                last_transition_time=str(old["lastTransitionTime"]) if same else timestamp(now),
+                observed_generation=generation,
+            )
+        )
+    status = KvRouterStatus(
+        observed_generation=generation,
+        ready_replicas=counts.ready_replicas,
+        engines=counts.engines,
+        labelled_pods=counts.labelled_pods,
+        conditions=conditions,
+    )
+    wanted = _with_zeros(status)
+    if not covers(wanted, router.get("status") or {}) or before.keys() != {each.type for each in findings}:
+        yield SetStatus(ref_of(router), wanted)
+
+
+def _with_zeros(value: msgspec.Struct) -> dict[str, Any]:
+    """Return a Struct as JSON with the fields that are at their default: an absent field would keep its old value."""
+    found: dict[str, Any] = {}
+    for entry in msgspec.structs.fields(value):
+        part = getattr(value, entry.name)
+        if isinstance(part, list):
+            found[entry.encode_name] = [_with_zeros(each) for each in part]
+        else:
+            found[entry.encode_name] = _with_zeros(part) if isinstance(part, msgspec.Struct) else part
+    return found
+
+
+def _event(router: Object, finding: Finding, old: Object) -> Emit:
+    good = finding.status == "True" or finding.reason == "NoConstraint"
+    occasion = f"{router['metadata'].get('generation')} {old.get('lastTransitionTime', '')}"
+    kind: Literal["Normal", "Warning"] = "Normal" if good else "Warning"
+    return Emit(ref_of(router), router["metadata"].get("uid", ""), kind, finding.reason, finding.message, occasion)

@@ -1,0 +1,77 @@
+"""Objects that the operator watches, reduced to what a reconcile reads, and back to JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from kvroute.kube.api_requests import Resource
+from kvroute.kube.labels import CONTAINER, PREFIX
+from kvroute.kube.objects import ObjectMeta
+from kvroute.kube.operator.rights import GROVE, NODES, PODS, ROUTERS, TOPOLOGIES, Kind
+
+
+class WatchedMeta(ObjectMeta, frozen=True, rename="camel", kw_only=True, omit_defaults=True):
+    """Metadata with the fields that controllers need."""
+
+    generation: int = 0
+    finalizers: list[str] | None = None
+
+
+class WatchedObject(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
+    """An object of any kind."""
+
+    metadata: WatchedMeta = WatchedMeta()
+    spec: dict[str, Any] = {}
+    status: dict[str, Any] = {}
+
+
+def as_json(kind: Kind, obj: WatchedObject) -> dict[str, Any]:
+    """Return an object as the API server writes it; lists of built-in kinds leave out `apiVersion` and `kind`."""
+    found: dict[str, Any] = msgspec.to_builtins(obj)
+    return {"apiVersion": kind.api_version, "kind": kind.kind} | found
+
+
+def kept_router(obj: WatchedObject) -> WatchedObject:
+    """Return a KvRouter or a ClusterTopology as it is, but without annotations."""
+    return replace(obj, metadata=replace(obj.metadata, annotations=None))
+
+
+def kept_node(obj: WatchedObject) -> WatchedObject:
+    """Return a node with its labels alone: its status changes every few seconds."""
+    return WatchedObject(metadata=replace(obj.metadata, annotations=None))
+
+
+def kept_pod(obj: WatchedObject) -> WatchedObject:
+    """Return a pod with its labels, kvroute's annotations, its node and its readiness."""
+    notes = obj.metadata.annotations or {}
+    own = {key: value for key, value in notes.items() if key.startswith(PREFIX) and key != CONTAINER}
+    conditions = [
+        {"type": "Ready", "status": each.get("status", "")}
+        for each in obj.status.get("conditions") or ()
+        if each.get("type") == "Ready"
+    ]
+    node = obj.spec.get("nodeName")
+    return WatchedObject(
+        metadata=replace(obj.metadata, annotations=own or None, finalizers=None),
+        spec={"nodeName": node} if node else {},
+        status={"conditions": conditions} if conditions else {},
+    )
+
+
+WATCHED: tuple[tuple[Kind, Callable[[WatchedObject], WatchedObject]], ...] = (
+    (ROUTERS, kept_router),
+    (TOPOLOGIES, kept_router),
+    *((kind, kept_router) for kind in GROVE),
+    (NODES, kept_node),
+    (PODS, kept_pod),
+)
+"""Kinds that the operator watches, and what it keeps of their objects."""
+
+
+def resource_of(kind: Kind) -> Resource[WatchedObject]:
+    """Return where an informer finds the objects of a kind."""
+    return Resource(kind.path().rpartition("/")[0], kind.plural, WatchedObject)
