@@ -37,6 +37,7 @@ from kvroute.types import (
     PrefillFinished,
     Reject,
     Request,
+    Served,
     TransferFinished,
 )
 
@@ -69,6 +70,10 @@ class RequestState:
     admitted: bool = False
     failed: list[str] = field(default_factory=list)
     """Instances that failed the request, the latest one last."""
+    only: tuple[str, ...] | None = None
+    """Instances that may serve it; None: all."""
+    joint: bool = False
+    """Both legs are chosen on arrival."""
 
     def fails(self, name: str) -> None:
         """Record a failure of this instance."""
@@ -76,6 +81,7 @@ class RequestState:
 
     def allows(self, able: list[str]) -> list[str]:
         """Return those of `able` that have not failed the request; if all have, the one that failed first."""
+        able = [name for name in able if self.only is None or name in self.only]
         rounds = ([name for name in able if name not in self.failed[k:]] for k in range(len(self.failed) + 1))
         return next(filter(None, rounds), [])
 
@@ -130,13 +136,19 @@ class Histories(RuleBasedStateMachine):
         answer=st.integers(0, 3_000),
         one_leg=st.sampled_from([False, False, False, True]),
         depth=st.integers(0, len(CHAIN)),
+        only=st.none() | st.lists(st.sampled_from((*NAMES, "unknown")), max_size=8, unique=True).map(tuple),
+        joint=st.sampled_from([False, False, True]),
     )
-    def arrive(self, tokens: int, answer: int, one_leg: bool, depth: int) -> None:
-        """A request arrives."""
+    def arrive(
+        self, tokens: int, answer: int, one_leg: bool, depth: int, only: tuple[str, ...] | None, joint: bool
+    ) -> None:
+        """A request arrives, possibly with the instances that may serve it, or with both legs to be chosen."""
         blocks = CHAIN[: min(depth, tokens // BLOCK_TOKENS)]
-        state = RequestState(request(self.count, tokens, answer, one_leg=one_leg, blocks=blocks))
+        state = RequestState(
+            request(self.count, tokens, answer, one_leg=one_leg, blocks=blocks), only=only, joint=joint
+        )
         self.count += 1
-        self.follow(state, self.notify(Arrived(0, state.request)))
+        self.follow(state, self.notify(Arrived(0, state.request, only, joint)))
 
     @precondition(lambda self: self.some_request_with(prefilling))
     @rule(data=st.data())
@@ -181,6 +193,28 @@ class Histories(RuleBasedStateMachine):
         state.fails(state.target)
         self.clear(state)
         self.follow(state, decisions, source if kept else "")
+
+    @precondition(lambda self: self.some_request_with(placed))
+    @rule(data=st.data())
+    def served_elsewhere(self, data: st.DataObject) -> None:
+        """Another instance serves the decode, whatever the state of that instance: what was booked moves there."""
+        state = self.pick(data, placed)
+        protocol = PLACE[state.target].protocol
+        partners = [name for name, each in PLACE.items() if each.role != "prefill" and each.protocol == protocol]
+        served = data.draw(st.sampled_from(partners))
+        decisions = self.notify(Served(0, state.request.id, served))
+        if served == state.target:
+            assert decisions == ()
+            return
+        (decode,) = decisions
+        assert isinstance(decode, Decode)
+        alone = state.source == state.target
+        assert (decode.source, decode.target) == (served if alone else state.source, served)
+        assert decode.kv_bytes == (0.0 if alone else (state.request.input_tokens - decode.hit_tokens) * TOKEN_BYTES)
+        state.crossing = not alone and not state.prefill and not state.admitted
+        if alone and state.prefill:
+            state.prefill = served if PLACE[served].role == "both" else ""
+        state.source, state.target = decode.source, decode.target
 
     @precondition(lambda self: self.some_request_with(crossing))
     @rule(data=st.data())
@@ -256,6 +290,7 @@ class Histories(RuleBasedStateMachine):
                 impossible += [PrefillFinished(0, number), PrefillFailed(0, number)]
             if not state.target:
                 impossible += [DecodeFailed(0, number), DecodeFailed(0, number, kv_lost=True)]
+                impossible.append(Served(0, number, "vd0"))
             if not state.crossing:
                 impossible.append(TransferFinished(0, number))
             if not state.target or state.admitted:
@@ -281,7 +316,7 @@ class Histories(RuleBasedStateMachine):
                 state.prefill = state.source = prefill.instance
                 state.booked_s = 0.010 + 100e-6 * (state.request.input_tokens - prefill.cached_tokens)
                 instance = PLACE[prefill.instance]
-                assert len(rest) == (instance.role == "both" or instance.protocol == "sglang")
+                assert len(rest) == (state.joint or instance.role == "both" or instance.protocol == "sglang")
                 for decode in rest:
                     assert isinstance(decode, Decode)
                     self.check_decode(state, decode)
@@ -325,13 +360,13 @@ class Histories(RuleBasedStateMachine):
     def check_reject(self, state: RequestState, source: str) -> None:
         """Check that no instance can serve: none is up, or none of those that are up has room."""
         if state.request.one_leg:
-            able = self.able_alone()
+            able = [name for name in self.able_alone() if state.only is None or name in state.only]
         elif source:
             able = state.allows(self.targets_of(PLACE[source]))
         else:
             prefill = [PLACE[name] for name in state.allows(self.able_to_prefill())]
             # The core chooses any other prefill instance before it considers decode instances.
-            assert all((place.protocol, place.role) == ("sglang", "prefill") for place in prefill)
+            assert all(place.role == "prefill" and (state.joint or place.protocol == "sglang") for place in prefill)
             able = [taker for place in prefill for taker in state.allows(self.targets_of(place))]
         assert not any(self.has_room(state.request, name) for name in able)
         assert not able or not self.spec.get("overcommit")
@@ -432,7 +467,7 @@ class Histories(RuleBasedStateMachine):
 
     def keeps_kv(self, state: RequestState) -> bool:
         """Return whether its KV cache survives a failed decode leg."""
-        return state.source != state.target and PLACE[state.source].protocol != "sglang"
+        return state.source != state.target and PLACE[state.source].protocol != "sglang" and not state.joint
 
     def pick(self, data: st.DataObject, fits: Any) -> RequestState:
         """Draw a request in flight that fits."""

@@ -162,3 +162,37 @@ def test_slow_start_is_deterministic_and_old_logs_replay(data: st.DataObject) ->
     plain = decided(core(window_s=0.0), old)
     assert plain == decided(core(), old)
     assert plain == decided(core(window_s=0.0), events)
+
+
+TWO_RACKS = """
+name: apart
+racks:
+  - {name: rack0, uplinks: {count: 8, capacity: 100 Gbps}}
+  - {name: rack1, uplinks: {count: 8, capacity: 100 Gbps}}
+nodes:
+  - {name: node0, rack: rack0, gpus: 16, nics: {compute: {count: 8, capacity: 100 Gbps}}}
+  - {name: node1, rack: rack1, gpus: 16, nics: {compute: {count: 8, capacity: 100 Gbps}}}
+timing:
+  default: {prefill: {kind: linear, per_token: 1 us, base: 1 ms}, decode: {base: 2 ms, per_request: 10 us}}
+defaults: {model: llama-3-70b, tp: 2, kv_capacity: 600 GB}
+instances:
+  - {name: prefill0, role: prefill, gpus: "node0:0-1"}
+  - {name: decode0, role: decode, gpus: "node0:4-5"}
+  - {name: decode1, role: decode, gpus: "node1:6-7"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("constraint", "stays"), [("rack:fallback", True), ("rack:required", True), ("rack:preferred", False)]
+)
+def test_slow_start_is_no_reason_to_leave_the_domain(constraint: str, stays: bool) -> None:
+    """Under `fallback` a request leaves the domain only if nothing inside has room; a weighted preference is a cost."""
+    spec = ControlSpec(decode="load-aware", overcommit=True, slow_start_s=WINDOW_S, constraint=constraint)
+    control = spec.build(parse(TWO_RACKS))
+    control.handle(InstanceDown(0.0, "decode0"))
+    control.handle(InstanceUp(1.0, "decode0", returned=True))
+    targets = {place(control, number, 1.0 + number / 1000)[1] for number in range(20)}
+    assert (targets == {"decode0"}) is stays
+    if constraint == "rack:fallback":
+        control.handle(InstanceDown(1.5, "decode0"))
+        assert place(control, 99, 1.6)[1] == "decode1"

@@ -12,15 +12,24 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from kvroute.cli.kubernetes_options import (
+    KUBERNETES,
+    Context,
+    Kubeconfig,
+    Namespace,
+    Selector,
+    kubernetes_overlay,
+)
 from kvroute.cli.output import check_writable, console, own_command, print_json, tell
 from kvroute.cli.topology_expand import expand_file
+from kvroute.cli.topology_kubernetes import kubernetes_draft
 from kvroute.collectives import instance_traffic
 from kvroute.llm import model as find_model
 from kvroute.planner.placement.schema import PlacementEntry
 from kvroute.planner.qos import read_qos
 from kvroute.planner.qos_schema import QosEntry
-from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, parse, size_text
-from kvroute.topology.assembly import read_text
+from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, parse, size_text
+from kvroute.topology.assembly import NO_INSTANCES, read_text
 from kvroute.topology.document import read_section
 from kvroute.topology.draft import draft
 from kvroute.topology.json_schema import cluster_json_schema
@@ -74,6 +83,9 @@ def check(file: File, as_json: AsJson = False) -> None:
         print_json({"file": str(file), "ok": True, "faults": [], "counts": counts, "gateway_checked": whole})
         return
     words = (f"{count} {noun[:-1] if count == 1 and noun.endswith('s') else noun}" for noun, count in counts.items())
+    if not cluster.instances:
+        typer.echo(f"OK: {cluster.name}: {NO_INSTANCES}" + ("" if whole else "; the gateway section was not checked"))
+        return
     rest = "" if whole else "; the gateway section was not checked: this needs pip install 'kvroute[serve]'"
     typer.echo(f"OK: {cluster.name}: {', '.join(words)}{rest}")
 
@@ -89,12 +101,31 @@ def new(
     gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs per host.")] = 8,
     nic: Annotated[str, typer.Option(help="Bandwidth of each GPU's NIC.")] = "100 Gbps",
     name: Annotated[str, typer.Option(help="Name of the cluster.")] = "my-cluster",
+    kubernetes: Annotated[
+        bool,
+        typer.Option(
+            "--kubernetes",
+            help="Take engines, nodes and their places from a Kubernetes cluster.",
+            rich_help_panel=KUBERNETES,
+        ),
+    ] = False,
+    namespace: Namespace = None,
+    selector: Selector = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.", show_default=False)] = None,
 ) -> None:
     """Write a first cluster file for engines that already run; the file marks the values to change.
 
+    With --kubernetes, --model and --tp are for engines that do not tell theirs, and --gpus is the least for a node.
+
     Example: [bold]kvroute topology new --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000[/bold]
+    or [bold]kvroute topology new --kubernetes --namespace llm --out cluster.yaml[/bold]
     """
+    overlay = kubernetes_overlay(namespace, selector, kubeconfig, context, asked=kubernetes)
+    if overlay is not None and (prefill or decode or both):
+        what = "--kubernetes finds the engines itself"
+        raise InputError(what, where="--kubernetes", hint="leave out --prefill, --decode and --both")
     if protocol not in get_args(KvProtocol):
         hint = f"choose one of {', '.join(get_args(KvProtocol))}"
         raise InputError(f"there is no protocol {protocol!r}", where="--protocol", hint=hint)
@@ -106,23 +137,31 @@ def new(
         nic_bytes_per_s = bandwidth_bytes_per_s(nic)
     except InputError as error:
         raise InputError(error.what, where="--nic", hint=error.hint) from None
-    text = draft(
-        name,
-        prefill or (),
-        decode or (),
-        both or (),
-        model=model,
-        protocol=cast(KvProtocol, protocol),
-        tp=tp,
-        gpus_per_node=gpus,
-        nic_bytes_per_s=nic_bytes_per_s,
-    )
+    if overlay is not None:
+        text = kubernetes_draft(overlay, name, model=model, tp=tp, gpus_per_node=gpus, nic_bytes_per_s=nic_bytes_per_s)
+    else:
+        text = draft(
+            name,
+            prefill or (),
+            decode or (),
+            both or (),
+            model=model,
+            protocol=cast(KvProtocol, protocol),
+            tp=tp,
+            gpus_per_node=gpus,
+            nic_bytes_per_s=nic_bytes_per_s,
+        )
     try:
         parse(text, where=str(out or name))
     except InputErrors as errors:
         # The file does not exist yet, so line numbers would be useless to the reader.
         problems = [InputError(fault.what, where=_option(fault), hint=fault.hint) for fault in errors.problems]
         raise InputErrors(problems) from None
+    _write(text, out)
+
+
+def _write(text: str, out: Path | None) -> None:
+    """Write a new file, or to stdout."""
     if out is None:
         typer.echo(text, nl=False)
         return
@@ -165,12 +204,14 @@ def show(
     """
     from kvroute.report.topology_figure import draw_topology  # its import of plots takes a second
 
-    cluster = load(file)
+    cluster = parse(read_text(file), str(file))
     tell(cluster.remarks)
     pictures = [path for path in (svg, png) if path is not None]
     for path, ending in ((svg, ".svg"), (png, ".png")):
         if path is not None:
             _check_picture(path, ending)
+    if pictures and not cluster.instances:
+        raise InputError(NO_INSTANCES, where=str(file), hint="list instances to draw them")
     for path in pictures:
         draw_topology(cluster, path)
         typer.echo(f"drew {path}", err=True)
@@ -180,7 +221,10 @@ def show(
     out = console()
     out.print(_tree(cluster))
     out.print(_tier_table(cluster))
-    _print_matrix(out, cluster)
+    if cluster.instances:
+        _print_matrix(out, cluster)
+    else:
+        out.print(f"\n{NO_INSTANCES[0].upper()}{NO_INSTANCES[1:]}.", soft_wrap=True)
 
 
 def _checked(file: Path) -> tuple[Cluster, bool]:

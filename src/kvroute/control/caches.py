@@ -10,6 +10,7 @@ from kvroute.control.kernels import cached_tokens
 from kvroute.llm import Model
 from kvroute.prefix import PrefixIndex, StateIndex
 from kvroute.prefix.tree import Blocks
+from kvroute.slots import Slots
 from kvroute.types import Instance, IntArray, MemoryTier, Request
 
 _INT64 = np.dtype(np.int64)
@@ -22,10 +23,11 @@ class Caches:
 
     def __init__(self, instances: Sequence[Instance], models: Mapping[str, Model], block_tokens: int) -> None:
         """Args: `block_tokens`: above 0, it bounds the view of an instance by its KV memory, in blocks of this size."""
-        self._models = models
-        self.prefix = PrefixIndex(len(instances), [self._capacity(instance, block_tokens) for instance in instances])
-        hybrid = any(model.request_state_bytes for model in models.values())
-        self._states = StateIndex(len(instances)) if hybrid else None
+        self._models, self._block_tokens = models, block_tokens
+        self._slots = Slots(len(instances))
+        self.prefix = PrefixIndex(len(instances), [self._capacity(instance) for instance in instances])
+        """By slot of the instance, which is its index in the cluster until the cluster has changed."""
+        self._states = StateIndex(len(instances)) if self._hybrid() else None
         self._model_names = [instance.model for instance in instances]
         self._cpu: PrefixIndex | None = None
         """Prefixes in CPU memory, by instance; None: none was ever reported."""
@@ -37,10 +39,34 @@ class Caches:
         """Whether a prefix was ever reported in another tier than GPU memory."""
         return self._cpu is not None or bool(self._store)
 
-    def _capacity(self, instance: Instance, block_tokens: int) -> int | None:
-        if not block_tokens:
+    def _hybrid(self) -> bool:
+        return any(model.request_state_bytes for model in self._models.values())
+
+    def change(self, instances: Sequence[Instance], models: Mapping[str, Model], before: IntArray) -> None:
+        """Follow a change of the cluster: instances that stay keep their prefixes. Args: `before` as in
+        `Slots.change`."""
+        self._models = models
+        left, taken = self._slots.change(before)
+        for slot in left:
+            self._clear(slot)
+        for index, slot in zip(np.flatnonzero(before < 0).tolist(), taken, strict=True):
+            capacity = self._capacity(instances[index])
+            if slot < len(self.prefix):
+                self.prefix.set_capacity(slot, capacity)
+                continue
+            self.prefix.add_instance(capacity)
+            if self._states is not None:
+                self._states.add_instance()
+            if self._cpu is not None:
+                self._cpu.add_instance()
+        if self._states is None and self._hybrid():
+            self._states = StateIndex(len(self.prefix))
+        self._model_names = [instance.model for instance in instances]
+
+    def _capacity(self, instance: Instance) -> int | None:
+        if not self._block_tokens:
             return None
-        block_bytes = float(self._models[instance.model].kv_bytes(block_tokens))
+        block_bytes = float(self._models[instance.model].kv_bytes(self._block_tokens))
         return int(instance.kv_capacity_bytes // block_bytes) if block_bytes else None
 
     def stored(self, index: int, blocks: tuple[int, ...], tier: MemoryTier = "gpu") -> None:
@@ -49,9 +75,10 @@ class Caches:
             held, holder = self._tier(index, tier)
             held.store(holder, blocks)
             return
-        self.prefix.store(index, blocks)
+        slot = self._slots.slot(index)
+        self.prefix.store(slot, blocks)
         if self._states is not None:
-            self._states.store(index, blocks)
+            self._states.store(slot, blocks)
 
     def evicted(self, index: int, blocks: tuple[int, ...], keep: int, tier: MemoryTier = "gpu") -> None:
         """Record that an instance has dropped the chain from position `keep` on from a tier of memory."""
@@ -59,16 +86,17 @@ class Caches:
             held, holder = self._tier(index, tier)
             held.evict(holder, blocks, keep)
             return
-        self.prefix.evict(index, blocks, keep)
+        slot = self._slots.slot(index)
+        self.prefix.evict(slot, blocks, keep)
         if self._states is not None:
-            self._states.evict(index, blocks, keep)
+            self._states.evict(slot, blocks, keep)
 
     def _tier(self, index: int, tier: MemoryTier) -> tuple[PrefixIndex, int]:
         """Return the index of a tier other than GPU memory, and the number of the holder in it."""
         if tier == "cpu":
             if self._cpu is None:
-                self._cpu = PrefixIndex(len(self._model_names))
-            return self._cpu, index
+                self._cpu = PrefixIndex(len(self.prefix))
+            return self._cpu, self._slots.slot(index)
         return self._store.setdefault(self._model_names[index], PrefixIndex(1)), 0
 
     def cpu_tokens(self, request: Request, model: str, ids: IntArray, most: int) -> IntArray:
@@ -76,7 +104,7 @@ class Caches:
         it, because its states are not reported."""
         if self._cpu is None or self._models[model].request_state_bytes:
             return np.zeros(len(ids), dtype=np.int64)
-        return np.minimum(self._cpu.match(request.blocks)[ids] * request.block_tokens, most)
+        return np.minimum(self._cpu.match(request.blocks)[self._slots.slots(ids)] * request.block_tokens, most)
 
     def stored_tokens(self, request: Request, model: str) -> int:
         """Longest prefix in the store, in tokens. A hybrid model cannot resume from it."""
@@ -87,9 +115,10 @@ class Caches:
 
     def chains(self, index: int) -> Iterator[tuple[MemoryTier, Blocks]]:
         """What an instance holds in GPU and CPU memory, each as chains in the order of their last touch."""
-        for blocks in self.prefix.chains(index):
+        slot = self._slots.slot(index)
+        for blocks in self.prefix.chains(slot):
             yield "gpu", blocks
-        for blocks in self._cpu.chains(index) if self._cpu is not None else ():
+        for blocks in self._cpu.chains(slot) if self._cpu is not None else ():
             yield "cpu", blocks
 
     def stored_chains(self, model: str) -> Iterator[Blocks]:
@@ -99,19 +128,22 @@ class Caches:
 
     def cleared(self, index: int) -> None:
         """Record that an instance has dropped all blocks in its GPU and CPU memory."""
+        self._clear(self._slots.slot(index))
+
+    def _clear(self, slot: int) -> None:
         if self._cpu is not None:
-            self._cpu.clear(index)
-        self.prefix.clear(index)
+            self._cpu.clear(slot)
+        self.prefix.clear(slot)
         if self._states is not None:
-            self._states.clear(index)
+            self._states.clear(slot)
 
     def reusable_blocks(self, blocks: tuple[int, ...], model: str, most: int) -> IntArray:
         """Number of blocks of this chain, at most `most`, that a prefill can reuse on each instance. For a hybrid model
         it is the longest cached prefix that ends where a cached prompt ended."""
         depths: IntArray = np.minimum(self.prefix.match(blocks), most)
-        if self._states is None or not self._models[model].request_state_bytes:
-            return depths
-        return self._states.match(blocks, depths)
+        if self._states is not None and self._models[model].request_state_bytes:
+            depths = self._states.match(blocks, depths)
+        return depths if self._slots.of is None else depths.take(self._slots.of)
 
     def reusable_tokens(self, request: Request, model: str, ids: IntArray, most: int) -> IntArray:
         """Like `hit_tokens`, but for a hybrid model only up to a position where a cached prompt ended."""
@@ -126,5 +158,6 @@ class Caches:
         if not request.blocks:
             return np.zeros(len(ids), dtype=np.int64)
         hit_tokens: IntArray = np.empty(len(ids), _INT64)
-        cached_tokens(self.prefix.match(request.blocks), ids, request.block_tokens, most, hit_tokens)
+        slots = self._slots.slots(ids)
+        cached_tokens(self.prefix.match(request.blocks), slots, request.block_tokens, most, hit_tokens)
         return hit_tokens

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvroute.control.caches import Caches
-from kvroute.control.dispatcher import Booking, Dispatcher
-from kvroute.control.offloader import Offloader
-from kvroute.control.prefix_copies import PrefixCopies
+from kvroute.control.cluster_change import GONE, NextCluster, Parts, carry_over, next_cluster, refuse_in_use
+from kvroute.control.dispatcher import Booking
+from kvroute.control.peers import Peers
 from kvroute.control.settings import ControlSettings
-from kvroute.control.view import ClusterView, Load
+from kvroute.control.view import Load
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import TierLearned
 from kvroute.prefix import PrefixIndex
@@ -20,6 +23,7 @@ from kvroute.types import (
     Arrived,
     BandwidthLearned,
     CapacityLearned,
+    ClusterChanged,
     CongestionMeasured,
     CopyFinished,
     Decision,
@@ -30,16 +34,23 @@ from kvroute.types import (
     InstanceDown,
     InstanceMeasured,
     InstanceUp,
+    Joined,
     KvCleared,
     KvEvicted,
     KvStored,
     LinksMeasured,
+    PeerBooking,
+    PeerEvent,
+    PeerLost,
+    PeerReported,
     PrefillFailed,
     PrefillFinished,
     ReadFinished,
     Reject,
     ReviewDue,
+    Role,
     RoleSwitched,
+    Served,
     SwitchRole,
     ThresholdKnown,
     TransferFinished,
@@ -61,30 +72,65 @@ class Control:
             settings: policies and limits.
             oracle: the router's model of the network; this core reports its own transfers to it.
         """
-        self.oracle = oracle
-        self._cluster = cluster
-        self._view = ClusterView(cluster, settings, oracle)
-        offload = settings.options.offload
-        self.offloading = Offloader(offload, self._view) if offload else None
-        """Sites, thresholds and traffic, if prefills may be offloaded to another datacenter; read by displays."""
-        self._prefixes = PrefixCopies(self._view, self.offloading)
-        self._dispatcher = Dispatcher(self._view, self.offloading, self._prefixes)
+        self._base, self._settings = cluster, settings
+        self._members: Mapping[str, Joined] = {}
+        """Discovered engines of the cluster, by name."""
+        self._following: NextCluster | None = None
         self._bookings: dict[int, Booking] = {}
+        parts = Parts.of(cluster, settings, oracle)
+        self.peers = Peers(parts)
+        """The other gateways of the cluster; read by displays and by `Replica`."""
+        self._adopt(parts)
+
+    def _adopt(self, parts: Parts) -> None:
+        self._parts, self._cluster, self._view = parts, parts.cluster, parts.view
+        self._prefixes, self._dispatcher, self.oracle = parts.prefixes, parts.dispatcher, parts.oracle
+        self.offloading = parts.offloading
+        """Sites, thresholds and traffic, if prefills may be offloaded to another datacenter; read by displays."""
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
         """Process one event and return the decisions that follow from it (often none).
 
-        `Arrived` gives a `Prefill`. A `Decode` comes with it if both legs start at once, or if the instance serves the
-        request alone (source and target are then the same). A request of one leg gets a single `Decode`.
+        `Arrived` gives a `Prefill`. A `Decode` comes with it if both legs start at once (or are `joint`), or if the
+        instance serves the request alone (source and target are then the same). A request of one leg gets a single
+        `Decode`.
         `PrefillFinished` gives the `Decode` if there was none. The two failure events give the decisions that replace
-        the failed leg. A `Reject` ends the request: all its bookings are released, and no further event about it may
-        follow.
+        the failed leg. `Served` gives the `Decode` as it is booked from then on, if its instance was another one. A
+        `Reject` ends the request: all its bookings are released, and no further event about it may follow.
 
         Raises:
             InputError: the event is impossible: a request arrives twice, is not in flight or has not reached that
                 step, or the cluster does not have the instance. The view does not change.
         """
         return _HANDLERS[type(event)](self, event)
+
+    def prepare(self, joined: tuple[Joined, ...], left: tuple[str, ...]) -> NextCluster:
+        """Do all of a `ClusterChanged` that does not depend on the load; may run in a thread while the core handles
+        other events than `ClusterChanged`. Changes nothing.
+
+        Raises:
+            InputError: see `next_cluster`.
+        """
+        return next_cluster(self._base, self._members, self._parts, self._settings, joined, left)
+
+    def expect(self, following: NextCluster) -> None:
+        """Use the result of `prepare` for the next `ClusterChanged`, which then takes a short time only."""
+        self._following = following
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster as the last `ClusterChanged` has left it."""
+        return self._cluster
+
+    @property
+    def parts(self) -> Parts:
+        """What belongs to the present cluster. A caller that holds it over a `ClusterChanged` frees its memory."""
+        return self._parts
+
+    @property
+    def members(self) -> Mapping[str, Joined]:
+        """The discovered engines of the cluster, by name."""
+        return self._members
 
     @property
     def in_flight(self) -> int:
@@ -95,10 +141,47 @@ class Control:
         """Whether a request has arrived and not left."""
         return request_id in self._bookings
 
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """Ids of the requests that have arrived and not left."""
+        return tuple(self._bookings)
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        """Present roles of the instances whose roles are not those of the cluster file."""
+        pairs = zip(self._cluster.instances, self._view.roles, strict=True)
+        return {instance.name: role for instance, role in pairs if role is not None and role != instance.role}
+
+    def booked(self, request_id: int) -> PeerBooking:
+        """What is booked for an own request, as other gateways count it; empty if it has left."""
+        booking = self._bookings.get(request_id)
+        if booking is None:
+            return PeerBooking(request_id)
+        instances, decodes = self._cluster.instances, booking.pool is not None and booking.position >= 0
+        prefills, sends = booking.prefill >= 0, booking.in_transfer and booking.source >= 0
+        return PeerBooking(
+            request_id,
+            prefill=instances[booking.source].name if prefills else "",
+            prefill_s=booking.prefill_s if prefills else 0.0,
+            target=instances[booking.target].name if decodes else "",
+            need_bytes=booking.need_bytes if decodes else 0.0,
+            admitted=decodes and booking.admitted,
+            source=instances[booking.source].name if decodes and sends else "",
+            kv_bytes=booking.kv_bytes if decodes and sends else 0.0,
+        )
+
     def prefilling(self, request_id: int) -> bool:
         """Whether the prefill of a request is in progress on an instance."""
         booking = self._bookings.get(request_id)
         return booking is not None and booking.prefill >= 0
+
+    def prefill_left_s(self, request_id: int, at: float) -> float:
+        """Return the longest time, in seconds, until the prefill in progress of a request ends, as predicted: the work
+        of its instance. 0.0 if it has no prefill in progress."""
+        booking = self._bookings.get(request_id)
+        if booking is None or booking.prefill < 0:
+            return 0.0
+        return float(self._view.prefill[booking.model].pending_s(at)[booking.prefill])
 
     def admitted(self, request_id: int) -> bool:
         """Whether a request is part of the batch of its decode instance."""
@@ -143,7 +226,7 @@ class Control:
 
     @property
     def prefix(self) -> PrefixIndex:
-        """The index of cached prefixes, by index of the instance in the cluster."""
+        """The index of cached prefixes, by slot of the instance: its index in the cluster until this changes."""
         return self._view.caches.prefix
 
     def _arrived(self, event: Arrived) -> tuple[Decision, ...]:
@@ -154,8 +237,11 @@ class Control:
         if model is None:
             unnamed = "a request without a model (the cluster has several)"
             what = f"model {request.model!r}" if request.model else unnamed
-            return (Reject(request.id, f"no prefill and decode instances serve {what}"),)
-        return self._start(Booking(request, model), event.at)
+            why = f"no prefill and decode instances serve {what}" if self._cluster.instances else "no instance is up"
+            return (Reject(request.id, why),)
+        booking = Booking(request, model, joint=event.joint, only=event.only)
+        booking.bar_others(self._cluster.instances)
+        return self._start(booking, event.at)
 
     def _start(self, booking: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the first leg, and the second one if both are due. Keep the booking unless the request is rejected."""
@@ -167,7 +253,7 @@ class Control:
         if isinstance(decisions[-1], Reject):
             self._dispatcher.release_prefill(booking, at)
             self._bookings.pop(booking.request.id, None)
-            return decisions[-1:]
+            return (_restricted(decisions[-1], booking),)
         self._bookings[booking.request.id] = booking
         return decisions
 
@@ -198,8 +284,10 @@ class Control:
         booking = self._booking(event.request_id)
         if booking.position < 0 or booking.planned is not None:
             raise InputError(f"decode of request {event.request_id} is not in progress", hint=_ONCE)
+        if booking.source == GONE:
+            return self._again(booking, booking.target, event.at)
         alone = booking.source == booking.target
-        joint = self._cluster.instances[booking.source].traits.concurrent_legs
+        joint = booking.joint or self._cluster.instances[booking.source].traits.concurrent_legs
         if event.kv_lost and self._dispatcher.is_offloaded(booking):
             booking.at_home = True  # the WAN path failed, neither of the two instances
             return self._again(booking, None, event.at)
@@ -209,10 +297,23 @@ class Control:
         booking.exclude(booking.target)
         return (self._decode(booking, event.at),)
 
+    def _served(self, event: Served) -> tuple[Decision, ...]:
+        booking, index = self._booking(event.request_id), self._cluster.index(event.instance)
+        if booking.pool is None or booking.position < 0 or booking.planned is not None or booking.source == GONE:
+            raise InputError(f"decode of request {event.request_id} is not in progress", hint=_ONCE)
+        position = booking.pool.position.get(index)
+        if position is None:
+            what = f"instance {event.instance} cannot serve the decode of request {event.request_id}"
+            raise InputError(what, hint="name an instance of its model that decodes with the same protocol")
+        if position == booking.position:
+            return ()
+        return (self._dispatcher.move(booking, position, event.at),)
+
     def _decode(self, booking: Booking, at: float) -> Decision:
         decision = self._dispatcher.choose_decode(booking, at)
         if isinstance(decision, Reject):
             del self._bookings[booking.request.id]
+            return _restricted(decision, booking)
         return decision
 
     def _again(self, booking: Booking, failed: int | None, at: float) -> tuple[Decision, ...]:
@@ -226,6 +327,8 @@ class Control:
 
     def _transfer_finished(self, event: TransferFinished) -> tuple[Decision, ...]:
         booking = self._booking(event.request_id)
+        if booking.source == GONE:
+            return ()  # the transfer has ended with its source, as far as this core knows
         if not booking.in_transfer:
             raise InputError(f"request {event.request_id} has no transfer in progress", hint=_ONCE)
         self._dispatcher.end_transfer(booking, event.at, landed=True)
@@ -351,9 +454,48 @@ class Control:
         self.oracle.congestion_measured(event.at, event.per_tier)
         return ()
 
+    def _cluster_changed(self, event: ClusterChanged) -> tuple[Decision, ...]:
+        following, self._following = self._following, None
+        if following is None or not following.is_for(event):
+            following = self.prepare(event.joined, event.left)
+        refuse_in_use(self._parts, following, self._bookings)
+        self.peers.lift(event.at)
+        carry_over(self._parts, following, self._bookings, event.at)
+        self._members = following.members
+        self._adopt(following.parts)
+        self.peers.put_back(event.at, following.parts)
+        return ()
+
+    def _peer_reported(self, event: PeerReported) -> tuple[Decision, ...]:
+        ahead_s = event.at - event.report.at
+        for each in self.peers.reported(event.at, event.report):
+            with suppress(InputError):  # this core does not have the instance or the feature
+                _HANDLERS[type(each)](self, _at(each, event.at, ahead_s))
+        return ()
+
+    def _peer_lost(self, event: PeerLost) -> tuple[Decision, ...]:
+        self.peers.lost(event.at, event.gateway)
+        return ()
+
     def _links_measured(self, event: LinksMeasured) -> tuple[Decision, ...]:
         self.oracle.links_measured(event.at, event.utilisation)
         return ()
+
+
+def _restricted(reject: Reject, booking: Booking) -> Reject:
+    """Return a Reject whose reason says that the request may use some instances only, if so."""
+    if booking.only is None:
+        return reject
+    return replace(reject, reason=f"{reject.reason} among those that may serve the request")
+
+
+def _at(event: PeerEvent, at: float, ahead_s: float) -> PeerEvent:
+    """An event of another gateway by this core's clock, which is `ahead_s` ahead of that gateway's."""
+    if not isinstance(event, BandwidthLearned):
+        return replace(event, at=at)
+    tiers = tuple([known and replace(known, at=known.at + ahead_s) for known in event.tiers])
+    pairs = tuple([(source, target, replace(known, at=known.at + ahead_s)) for source, target, known in event.pairs])
+    return BandwidthLearned(at, tiers, pairs)
 
 
 _HANDLERS: dict[type, Callable[[Control, Any], tuple[Decision, ...]]] = {
@@ -363,6 +505,7 @@ _HANDLERS: dict[type, Callable[[Control, Any], tuple[Decision, ...]]] = {
     TransferFinished: Control._transfer_finished,
     Admitted: Control._admitted,
     DecodeFailed: Control._decode_failed,
+    Served: Control._served,
     Finished: Control._finished,
     KvStored: Control._kv_stored,
     KvEvicted: Control._kv_evicted,
@@ -380,5 +523,8 @@ _HANDLERS: dict[type, Callable[[Control, Any], tuple[Decision, ...]]] = {
     TransferMeasured: Control._transfer_measured,
     CongestionMeasured: Control._congestion_measured,
     LinksMeasured: Control._links_measured,
+    ClusterChanged: Control._cluster_changed,
+    PeerReported: Control._peer_reported,
+    PeerLost: Control._peer_lost,
 }
 """Functions and not bound methods: a core that holds its own bound methods would be a reference cycle."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from kvroute.control.pool import DecodePool
 from kvroute.control.prefix_copies import PrefixCopies
 from kvroute.control.shadow_policy import ShadowPolicy
 from kvroute.control.storage_reads import ReadRange, StorageReads
-from kvroute.control.view import ClusterView, DecodePick, PoolKey
+from kvroute.control.view import NOTHING_AVOIDED, Avoided, ClusterView, DecodePick, PoolKey
 from kvroute.policies import PrefillCandidates
 from kvroute.types import (
     CROSS_DATACENTER,
@@ -23,6 +24,7 @@ from kvroute.types import (
     Choice,
     Decision,
     Decode,
+    Instance,
     Prefill,
     Reject,
     Request,
@@ -67,12 +69,23 @@ class Booking:
     """Decode decision that was made on arrival, because the read path depends on it, and is due after the prefill."""
     at_home: bool = False
     """True if the transfer from another datacenter failed: the request is not offloaded again."""
-    avoid: list[int] = field(default_factory=list)
-    """Instances that have failed this request, the latest last."""
+    joint: bool = False
+    """True if both legs must be chosen on arrival."""
+    only: tuple[str, ...] | None = None
+    """Names of the instances that may serve it; None: all."""
+    avoid: Avoided = NOTHING_AVOIDED
+    """Instances that have failed this request or must not serve it."""
 
     def exclude(self, index: int) -> None:
         """Record that this instance has failed the request."""
-        self.avoid = [each for each in self.avoid if each != index] + [index]
+        failed = [each for each in self.avoid.failed if each != index]
+        self.avoid = self.avoid._replace(failed=[*failed, index])
+
+    def bar_others(self, instances: Sequence[Instance]) -> None:
+        """Exclude the instances of the cluster that are not in `only`."""
+        if self.only is not None:
+            others = [index for index, instance in enumerate(instances) if instance.name not in self.only]
+            self.avoid = self.avoid._replace(barred=others)
 
 
 class Dispatcher:
@@ -99,7 +112,7 @@ class Dispatcher:
         choice = self._pairing.prefill(request, model, candidates, choice, at)
         pool = view.prefill[model]
         pick: DecodePick | Reject | None = None
-        if self._view.cluster.instances[int(pool.ids[choice.index])].traits.concurrent_legs:
+        if booking.joint or self._view.cluster.instances[int(pool.ids[choice.index])].traits.concurrent_legs:
             choice, pick = self._jointly(booking, at, candidates, choice)
         pool.decisions += 1
         index = int(pool.ids[choice.index])
@@ -225,7 +238,7 @@ class Dispatcher:
         later and not `early`."""
         index = int(self._view.prefill[booking.model].ids[position])
         instance = self._view.cluster.instances[index]
-        if instance.role == "both" or not (instance.traits.concurrent_legs or early):
+        if instance.role == "both" or not (instance.traits.concurrent_legs or booking.joint or early):
             return None
         key = (booking.model, instance.protocol)
         return self._view.choose_decode(booking.request, key, index, at, booking.avoid)
@@ -309,35 +322,79 @@ class Dispatcher:
         if booking.in_transfer:
             return
         booking.in_transfer = True
-        self._view.oracle.transfer_started(booking.source, booking.target)
-        for state in self._view.states.all:
-            state.started(at, booking.request.id, booking.source, booking.target, booking.kv_bytes)
-        egress = self._egress(booking)
-        if egress is not None:
-            egress.started(booking.request.id, booking.kv_bytes)
+        self.transfer_started(at, booking.request.id, booking.source, booking.target, booking.kv_bytes)
 
     def end_transfer(self, booking: Booking, at: float, *, landed: bool = False) -> None:
         """Record that the transfer is complete (`landed`) or has failed. Does nothing if none is in progress."""
         if booking.in_transfer:
             booking.in_transfer = False
-            self._view.oracle.transfer_finished(booking.source, booking.target)
-            for state in self._view.states.all:
-                state.finished(at, booking.request.id, landed=landed)
-            egress = self._egress(booking)
-            if egress is not None:
-                egress.ended(at, booking.request.id, landed=landed)
+            self.transfer_ended(at, booking.request.id, booking.source, booking.target, landed=landed)
+
+    def transfer_started(self, at: float, number: int, source: int, target: int, kv_bytes: float) -> None:
+        """Count a transfer. Args: `number`: identifies it; `source` and `target`: indices in the cluster."""
+        self._view.oracle.transfer_started(source, target)
+        for state in self._view.states.all:
+            state.started(at, number, source, target, kv_bytes)
+        egress = self._egress_between(source, target)
+        if egress is not None:
+            egress.started(number, kv_bytes)
+
+    def transfer_ended(self, at: float, number: int, source: int, target: int, *, landed: bool) -> None:
+        """Count the end of a transfer that was started. Args: see `transfer_started`."""
+        self._view.oracle.transfer_finished(source, target)
+        for state in self._view.states.all:
+            state.finished(at, number, landed=landed)
+        egress = self._egress_between(source, target)
+        if egress is not None:
+            egress.ended(at, number, landed=landed)
 
     def _egress(self, booking: Booking) -> Egress | None:
         """The link between datacenters that the KV cache takes, or None."""
-        if self._offloader is None or self._view.cluster.tier[booking.source, booking.target] < CROSS_DATACENTER:
+        return self._egress_between(booking.source, booking.target)
+
+    def _egress_between(self, source: int, target: int) -> Egress | None:
+        if self._offloader is None or self._view.cluster.tier[source, target] < CROSS_DATACENTER:
             return None
-        return self._offloader.egress.get(self._offloader.site_of(booking.source))
+        return self._offloader.egress.get(self._offloader.site_of(source))
 
     def end_copy(self, booking: Booking, at: float) -> None:
         """End the copy of a cached prefix that the request waits for. Does nothing if there is none."""
         if booking.copy_id:
             self._prefixes.ended(at, booking.copy_id, landed=False)
             booking.copy_id = 0
+
+    def move(self, booking: Booking, position: int, at: float) -> Decode:
+        """Book the decode on another instance of the same pool, which serves it already. The transfer starts again."""
+        pool, admitted, request = booking.pool, booking.admitted, booking.request
+        assert pool is not None, "only a decode that is booked moves"
+        self.release_decode(booking, at)
+        hit_tokens = self._view.caches.hit_tokens(request, pool.ids, request.input_tokens)
+        model, options = self._view.models[booking.model], self._view.options
+        candidates = pool.candidates(request, model, hit_tokens, options.reserve_bytes, None)
+        index = int(pool.ids[position])
+        if booking.source == booking.target:
+            self._move_prefill(booking, index, at)
+            booking.source = index
+        if booking.source == index:
+            candidates.kv_bytes[:] = 0.0
+        tier = int(self._view.cluster.tier[booking.source, index])
+        decode = self._book(booking, at, pool, position, candidates, tier, None)
+        if admitted:
+            self.end_transfer(booking, at, landed=True)
+            pool.admit(position)
+            booking.admitted = True
+        return decode
+
+    def _move_prefill(self, booking: Booking, index: int, at: float) -> None:
+        """Book the unfinished prefill of a request that one instance serves on another one, if that prefills."""
+        if booking.prefill < 0:
+            return
+        pool, prefill_s = self._view.prefill[booking.model], booking.prefill_s
+        self.release_prefill(booking, at)
+        position = pool.position.get(index, -1)
+        if position >= 0:
+            pool.book(position, at, prefill_s)
+            booking.prefill = position
 
     def take_planned(self, booking: Booking, at: float, kept_tokens: int) -> Decode | None:
         """Return the decode decision that was made on arrival, and start its transfer. Only the KV that the instance

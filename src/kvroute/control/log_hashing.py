@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvroute.compiled import compiled
-from kvroute.types import Arrived, CopyPrefix, Decision, Event, KvEvicted, KvStored
+from kvroute.types import Arrived, CopyPrefix, Decision, Event, KvEvicted, KvStored, PeerEvent, PeerReported
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -79,8 +79,16 @@ class LogHashing:
                 return msgspec.structs.replace(event, request=keyed)
             case KvStored() | KvEvicted():
                 return msgspec.structs.replace(event, blocks=self.blocks(event.blocks))
+            case PeerReported(report=report) if report.events:
+                keyed_events = tuple([self._peer_event(each) for each in report.events])
+                return msgspec.structs.replace(event, report=msgspec.structs.replace(report, events=keyed_events))
             case _:
                 return event
+
+    def _peer_event(self, event: PeerEvent) -> PeerEvent:
+        if not isinstance(event, KvStored):
+            return event
+        return msgspec.structs.replace(event, blocks=self.blocks(event.blocks))
 
     def decisions(self, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
         """The decisions with their block hashes rewritten."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvroute.control.transfer_tracker import TransferTracker
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import CapacityLearner, DecodePolicy, PolicyState, ResponseObserver, SightedPolicy
 from kvroute.topology import Cluster
+from kvroute.types import IntArray
 
 
 def state_of(policy: DecodePolicy | None, cluster: Cluster, oracle: NetworkOracle) -> PolicyState | None:
@@ -28,4 +31,15 @@ class PolicyStates:
         self.all: tuple[PolicyState, ...] = tuple([state for state in states if state is not None])
         """All states, the acting policy's first."""
         self.response_observers = tuple([state for state in self.all if isinstance(state, ResponseObserver)])
+        self.trackers = tuple([state for state in self.all if isinstance(state, TransferTracker)])
         self.learners = tuple([state for state in self.all if isinstance(state, CapacityLearner)])
+
+    def links_after(self, old: PolicyStates, before: IntArray) -> tuple[IntArray, ...]:
+        """Return for each tracker the numbers of the earlier links, see `LinkModel.after`."""
+        pairs = zip(self.trackers, old.trackers, strict=True)
+        return tuple(own.links_after(earlier, before) for own, earlier in pairs)
+
+    def take_over(self, old: PolicyStates, links_after: Iterable[IntArray]) -> None:
+        """Continue with the states of the cluster before. Args: `links_after`: from the method of this name."""
+        for own, earlier, after in zip(self.trackers, old.trackers, links_after, strict=True):
+            own.take_over(earlier, after)

@@ -104,6 +104,26 @@ class DecodePool:
             group=self.group,
         )
 
+    def take_over(self, old: DecodePool, before: IntArray) -> IntArray:
+        """Continue with the load and health of the instances that stay; new ones are down.
+
+        Args:
+            old: the pool of the cluster before.
+            before: [cluster] earlier index of each instance; -1: it is new.
+
+        Returns:
+            position here of each instance of the old pool; -1: it has left.
+        """
+        here, there, after = _moves(self.ids, old.ids, before)
+        for name in ("batch", "queued", "free_kv_bytes", "others_batch", "others_queued", "others_bytes"):
+            getattr(self, name)[here] = getattr(old, name)[there]
+        self.up[:] = False
+        self.up[here] = old.up[there]
+        self.open = bool(self.up.all() and self.partner.all())
+        self.decisions = old.decisions
+        self.slow_start.take_over(old.slow_start, dict(zip(there.tolist(), here.tolist(), strict=True)))
+        return after
+
     def set_up(self, position: int, up: bool) -> None:
         """Set whether an instance takes requests."""
         self.up[position] = up
@@ -224,9 +244,33 @@ class PrefillPool:
             stage_s = unfinished_s / float(self.stages[position])
             self.busy_until_s[position] = max(float(self.busy_until_s[position]) - stage_s, at)
 
+    def take_over(self, old: PrefillPool, before: IntArray) -> IntArray:
+        """See `DecodePool.take_over`."""
+        here, there, after = _moves(self.ids, old.ids, before)
+        for name in ("busy_until_s", "assigned", "others"):
+            getattr(self, name)[here] = getattr(old, name)[there]
+        self.up[:] = False
+        self.up[here] = old.up[there]
+        self.decisions, self.mean_s = old.decisions, old.mean_s
+        self.slow_start.take_over(old.slow_start, dict(zip(there.tolist(), here.tolist(), strict=True)))
+        return after
+
     def measured(self, position: int, running: int, waiting: int) -> None:
         """Store an engine's own load figures; load beyond our own requests counts as that of others."""
         self.others[position] = max(running + waiting - int(self.assigned[position]), 0)
+
+
+def _moves(ids: IntArray, old_ids: IntArray, before: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the positions of the instances that stay, here and in the old pool, and for each position in the old pool
+    the one here (-1: none)."""
+    position = np.full(max(int(old_ids.max(initial=-1)), int(before.max(initial=-1))) + 2, -1, dtype=np.int64)
+    position[old_ids] = np.arange(len(old_ids))
+    there = position[before[ids]]  # index -1 is the last entry, which is -1
+    here = np.flatnonzero(there >= 0)
+    there = there[here]
+    after = np.full(len(old_ids), -1, dtype=np.int64)
+    after[there] = here
+    return here, there, after
 
 
 def _groups(names: list[str]) -> IntArray | None:

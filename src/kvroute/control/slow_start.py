@@ -35,6 +35,12 @@ class SlowStart:
             self.started[position] = at
             self.credit[position] = 1.0
 
+    def take_over(self, old: SlowStart, after: dict[int, int]) -> None:
+        """Continue with the windows of the instances that stay. Args: `after`: position of each of them here, by its
+        position there."""
+        self.started = {after[position]: at for position, at in old.started.items() if position in after}
+        self.credit = {after[position]: credit for position, credit in old.credit.items() if position in after}
+
     def left(self, position: int) -> None:
         """End the window of an instance that no longer takes requests, or that takes its full share."""
         if self.started.pop(position, None) is not None:

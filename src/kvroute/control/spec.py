@@ -10,6 +10,7 @@ from kvroute.control.settings import ControlOptions, ControlSettings
 from kvroute.oracle import NetworkOracle, OracleSettings
 from kvroute.policies import DEFAULT_DECODE_POLICY, TopologyConstraint, decode_policy, prefill_policy
 from kvroute.topology import Cluster
+from kvroute.topology.discovery import specimen
 from kvroute.types import Arrived, Prefill, PrefillFinished, Request
 
 
@@ -36,6 +37,7 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
 
     def rehearse(self, cluster: Cluster) -> None:
         """Run one synthetic request through a separate core, to compile now what is compiled on first use."""
+        cluster = cluster if cluster.instances else specimen(cluster)
         control, model = self.build(cluster), cluster.instances[0].model
         request = Request(id=0, input_tokens=16, blocks=(1,), block_tokens=16, max_output_tokens=1, model=model)
         decisions = control.handle(Arrived(0.0, request))

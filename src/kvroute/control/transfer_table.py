@@ -62,6 +62,33 @@ class InFlight:
         self._mean: float | None = None
         """Mean rate of a hashed path; valid until time or the table changes."""
 
+    def take_over(self, old: InFlight, after: IntArray) -> None:
+        """Continue with the transfers and the knowledge of the table of the cluster before, which must not be used any
+        more.
+
+        Args:
+            old: that table; no transfer in it uses an instance that has left.
+            after: see `LinkModel.after`.
+        """
+        self.learned, self.answers, self.now, self._told = old.learned, old.answers, old.now, old._told
+        congestion = np.minimum(self._told, CONGESTION_MAX)
+        left = self.links.left(congestion)
+        self._cable = self.links.cable_bytes_per_s * left
+        self._tier_left = self.links.tier_bytes_per_s * (1.0 - congestion)
+        capacity = self.links.capacity_bytes_per_s * left
+        before = capacity.copy()
+        before[after[after >= 0]] = old._state.link[: len(after), state.CAPACITY][after >= 0]
+        self._state = arrays.relinked(old._state, before, after)
+        self._predicted, self._limited, self._out, self._free = old._predicted, old._limited, old._out, old._free
+        self._crowd[after[after >= 0]] = old._crowd[after >= 0]
+        numbers = after.tolist()
+        self._under = {
+            each: under._replace(path=tuple([numbers[link] for link in under.path]))
+            for each, under in old._under.items()
+        }
+        kernels.set_capacities(self._all, capacity, self._state)
+        self._solve()
+
     def started(self, at: float, transfer: int, source: int, target: int, kv_bytes: float) -> None:
         """Add a transfer. One inside a node or with zero bytes competes with no other transfer and is not stored.
 

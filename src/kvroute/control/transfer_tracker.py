@@ -31,6 +31,14 @@ class TransferTracker:
         self.started, self.finished, self.answered = table.started, table.finished, table.answers.finished
         self.known_at, self.resume = table.known_at, table.resume
 
+    def take_over(self, old: TransferTracker, after: IntArray) -> None:
+        """See `InFlight.take_over`."""
+        self.table.take_over(old.table, after)
+
+    def links_after(self, old: TransferTracker, before: IntArray) -> IntArray:
+        """See `LinkModel.after`."""
+        return self.table.links.after(old.table.links, before)
+
     def policy(self, source: int, targets: IntArray, costs: NetworkCosts, at: float) -> DecodePolicy:
         """The policy with its view of the network at this time."""
         return self._policy.informed(self.sight(source, targets, costs, at))

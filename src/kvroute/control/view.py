@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from kvroute.types import (
     Candidates,
     Choice,
     InstanceMeasured,
+    IntArray,
     KvProtocol,
     NetworkCosts,
     Reject,
@@ -64,10 +66,41 @@ class DecodePick(msgspec.Struct, frozen=True, gc=False):
     """Instances that were up and not to be avoided; None: all."""
 
 
+class Moved(NamedTuple):
+    """Position of each earlier pool member in the pools of the next cluster; -1: it has left."""
+
+    prefill: dict[str, IntArray]
+    decode: dict[PoolKey, IntArray]
+
+
+class Avoided(NamedTuple):
+    """Indices of the instances that a request should not or must not use."""
+
+    failed: Sequence[int] = ()
+    """They have failed the request, the latest last."""
+    barred: Sequence[int] = ()
+    """They must not serve it (`Arrived.only`)."""
+
+    def __bool__(self) -> bool:
+        return bool(self.failed or self.barred)
+
+    def rounds(self) -> Iterator[Sequence[int]]:
+        """Instances to exclude in each round: all, then all but the one that failed first, and so on; those that must
+        not serve it in each. An instance that is dead but not detected as down has no load, so it would otherwise be
+        chosen again and again."""
+        return ([*self.failed[first:], *self.barred] for first in range(len(self.failed) + 1))
+
+
+NOTHING_AVOIDED = Avoided()
+
+
 class ClusterView:
     """Pools by model and protocol, with health. Its `choose_*` methods change nothing; only its setters do."""
 
-    def __init__(self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle) -> None:
+    def __init__(
+        self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle, caches: Caches | None = None
+    ) -> None:
+        """Start without load. Args: `caches` of a cluster that this one may follow (`take_over`); None: empty ones."""
         self.oracle, self.cluster, self.settings = oracle, cluster, settings
         self.options = settings.options
         self.states = PolicyStates(settings.decode_policy, settings.shadow_policy, cluster, oracle)
@@ -75,7 +108,7 @@ class ClusterView:
         self.models: dict[str, Model] = {
             name: llm.model(name) for name in sorted({instance.model for _, instance in members})
         }
-        self.caches = Caches(cluster.instances, self.models, settings.options.cache_block_tokens)
+        self.caches = caches or Caches(cluster.instances, self.models, settings.options.cache_block_tokens)
         self.decode_ids = np.array([index for index, instance in members if instance.role == "decode"], dtype=np.int64)
         """Indices in the cluster of the decode instances."""
         self.reads = StorageReads(cluster) if cluster.file.storage is not None else None
@@ -103,6 +136,30 @@ class ClusterView:
         self._allowed: dict[str, BoolArray | None] = {name: self._allowed_prefill(name) for name in self.models}
         for index in sorted(turns):
             self._settle(index)
+
+    def take_over(self, old: ClusterView, before: IntArray) -> Moved:
+        """Continue with the state of the view of the cluster before, except oracle and policy states.
+
+        Args:
+            old: that view, which must not be used any more; this one was made with its caches.
+            before: [n] earlier index of each instance; -1: it is new, and therefore down.
+        """
+        self.caches.change(self.cluster.instances, self.models, before)
+        healthy = [*old._healthy, False]
+        self._healthy = [healthy[index] for index in before.tolist()]
+        prefill, decode = dict[str, IntArray](), dict[PoolKey, IntArray]()
+        for name, pool in self.prefill.items():
+            if name in old.prefill:
+                prefill[name] = pool.take_over(old.prefill[name], before)
+            else:
+                pool.up[:] = False
+        for key, takers in self.decode.items():
+            if key in old.decode:
+                decode[key] = takers.take_over(old.decode[key], before)
+            else:
+                takers.up[:] = takers.open = False
+        self._allowed = {name: self._allowed_prefill(name) for name in self.models}
+        return Moved(prefill, decode)
 
     def model_name(self, request: Request) -> str | None:
         """The model that serves a request. None if no instance serves it, or if it names none and there are several."""
@@ -184,9 +241,9 @@ class ClusterView:
             mask = pool.up & served
         return None if mask.all() else mask
 
-    def prefill_candidates(self, request: Request, model: str, at: float, avoid: Sequence[int]) -> PrefillCandidates:
-        """The prefill pool as the candidates of a request. Instances to avoid are allowed only if no other is left,
-        beginning with the one that failed first."""
+    def prefill_candidates(self, request: Request, model: str, at: float, avoid: Avoided) -> PrefillCandidates:
+        """The prefill pool as the candidates of a request. Instances that have failed it are allowed only if no other
+        is left, beginning with the one that failed first."""
         pool = self.prefill[model]
         if self.options.prefill_cache and request.blocks:
             # The last token is always computed: its output is the first logits.
@@ -194,10 +251,10 @@ class ClusterView:
         else:
             hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
         allowed = self._allowed[model]
-        for shunned in _rounds(avoid) if avoid else ():
-            fresh = ~np.isin(pool.ids, shunned) & (True if allowed is None else allowed)
-            if fresh.any():
-                allowed = fresh
+        usable = allowed
+        for shunned in avoid.rounds() if avoid else ():
+            allowed = ~np.isin(pool.ids, shunned) & (True if usable is None else usable)
+            if allowed.any():
                 break
         if pool.slow_start.started:
             usable = pool.up if allowed is None else allowed
@@ -216,7 +273,7 @@ class ClusterView:
         return self.settings.prefill_policy.choose(request, candidates, pool.decisions)
 
     def choose_decode(
-        self, request: Request, key: PoolKey, source: int, at: float, avoid: Sequence[int]
+        self, request: Request, key: PoolKey, source: int, at: float, avoid: Avoided
     ) -> DecodePick | Reject:
         """Choose the decode instance for a request whose KV is (or will be) on instance `source`."""
         pool = self.decode[key]
@@ -226,17 +283,33 @@ class ClusterView:
         hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
         reserve_bytes = self.options.reserve_bytes
         refused: Reject | None = None
+        outside: DecodePick | None = None
         for mask in self._slowly(pool, usable, at) if pool.slow_start.started else (usable,):
             candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, mask)
             if mask is not usable and not (candidates.need_bytes <= candidates.free_kv_bytes).any():
                 continue
             choice = self.decode_choice(self.settings.decode_policy, request, key, source, candidates, at, mask)
-            if not isinstance(choice, Reject):
-                tier = int(self.cluster.tier[source, pool.ids[choice.index]])
-                return DecodePick(choice, candidates, tier, mask)
-            refused = choice
+            if isinstance(choice, Reject):
+                refused = choice
+                continue
+            tier = int(self.cluster.tier[source, pool.ids[choice.index]])
+            pick = DecodePick(choice, candidates, tier, mask)
+            if not self._falls_back(tier):
+                return pick
+            outside = outside or pick
+        if outside is not None:
+            return outside
         assert refused is not None
         return refused
+
+    def _falls_back(self, tier: int) -> bool:
+        """Whether a transfer of this tier leaves the domain under `fallback`: slow start is no reason for that."""
+        constraint = self.settings.constraint
+        return (
+            constraint is not None
+            and (constraint.enforcement, constraint.weight) == ("preferred", None)
+            and tier > constraint.tier_max
+        )
 
     def _slowly(self, pool: DecodePool, usable: BoolArray | None, at: float) -> tuple[BoolArray | None, ...]:
         """The masks to try in order: usable instances without those that slow start excludes, then all usable
@@ -266,13 +339,13 @@ class ClusterView:
         return self._constrained(policy, request, candidates, costs, pool.decisions, usable)
 
     def choose_alone(
-        self, request: Request, model: str, at: float, avoid: Sequence[int]
+        self, request: Request, model: str, at: float, avoid: Avoided
     ) -> tuple[PoolKey, DecodePick] | Reject:
         """Choose the instance that prefills and decodes a request alone, without a KV transfer. The instances of a
-        protocol are tried if those of the protocols before are down or full. Instances to avoid are tried last."""
+        protocol are tried if those of the protocols before are down or full. Those that have failed it come last."""
         refused = Reject(request.id, "no decode instance is up")
         keys = [key for key in self.decode if key[0] == model]
-        for key, shunned in [(key, shunned) for shunned in _rounds(avoid) for key in keys]:
+        for key, shunned in [(key, shunned) for shunned in avoid.rounds() for key in keys]:
             pool = self.decode[key]
             usable = pool.up & ~np.isin(pool.ids, shunned)
             if not TRAITS[key[1]].decode_prefills:
@@ -292,17 +365,18 @@ class ClusterView:
                 refused = choice
         return refused
 
-    def _usable(self, pool: DecodePool, source: int, avoid: Sequence[int]) -> BoolArray:
-        """Mask of the instances that are up and take KV. Instances to avoid are included only as a last resort."""
+    def _usable(self, pool: DecodePool, source: int, avoid: Avoided) -> BoolArray:
+        """Mask of the instances that are up and take KV. Those that have failed the request are a last resort."""
         usable: BoolArray = pool.up & pool.partner
         constraint = self.settings.constraint
-        for shunned in _rounds(avoid) if avoid else ():
+        fresh = usable
+        for shunned in avoid.rounds() if avoid else ():
             fresh = eligible = usable & ~np.isin(pool.ids, shunned)
             if constraint is not None and constraint.enforcement == "required":
                 eligible = fresh & (self.cluster.tier[source].take(pool.ids) <= constraint.tier_max)
             if eligible.any():
-                return fresh
-        return usable
+                break
+        return fresh
 
     def _constrained(
         self,
@@ -342,12 +416,6 @@ class ClusterView:
         if not isinstance(choice, Reject) or not self.options.overcommit:
             return choice
         return policy.choose(request, _with_room(candidates, usable), costs, turn)
-
-
-def _rounds(avoid: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Instances to exclude in each round: all in `avoid`, then all but the one that failed first, and so on to none. An
-    instance that is dead but not detected as down has no load, so it would otherwise be chosen again and again."""
-    return (avoid[first:] for first in range(len(avoid) + 1))
 
 
 def _with_room(candidates: Candidates, usable: BoolArray | None) -> Candidates:

@@ -23,7 +23,8 @@ from kvroute.topology.check import (
     storage_faults,
 )
 from kvroute.topology.cluster import STORAGE, Cables, Cluster, Link, tier_latency_s, tier_matrix
-from kvroute.topology.document import read_document
+from kvroute.topology.discovery_check import discovery_faults
+from kvroute.topology.document import Overlay, read_document
 from kvroute.topology.doubts import unit_doubts
 from kvroute.topology.expansion import expand
 from kvroute.topology.form import FileError, Lines
@@ -40,18 +41,23 @@ from kvroute.types import (
     Instance,
 )
 
+NO_INSTANCES = "the file has no instances of its own: `kvroute serve` discovers them"
 _NEEDED = ("datacenters", "nodes", "wan", "timing", "defaults", "instances")
 """Sections that must be free of placeholders before the gateway's section is checked against them."""
 
 
 def load(path: Path | str) -> Cluster:
-    """Return the cluster of a file.
+    """Return the cluster of a file that has instances of its own.
 
     Raises:
         InputErrors: every fault of the file, each with its line and field.
-        InputError: the file cannot be read.
+        InputError: the file cannot be read, or it leaves its instances to `discovery`.
     """
-    return parse(read_text(path), where=str(path))
+    cluster = parse(read_text(path), where=str(path))
+    if cluster.file.discovery is not None and not cluster.instances:
+        hint = "list instances to simulate or emulate them"
+        raise InputError(NO_INSTANCES, where=str(path), hint=hint)
+    return cluster
 
 
 def read_text(path: Path | str) -> str:
@@ -77,15 +83,17 @@ def parse(text: str, where: str = "<text>") -> Cluster:
     return cluster
 
 
-def examine(text: str, where: str = "<text>") -> tuple[Cluster | None, list[FileError]]:
+def examine(
+    text: str, where: str = "<text>", overlay: Overlay = lambda plain: plain
+) -> tuple[Cluster | None, list[FileError]]:
     """Return the cluster of a file's text and every fault in the file's order; None if it cannot be assembled.
 
-    If there are faults, some values of the cluster may be placeholders.
+    If there are faults, some values of the cluster may be placeholders. `overlay` adds values of the command line.
 
     Raises:
         InputErrors: the text is no YAML mapping, or a file of another kind.
     """
-    return _assembled(*read_document(text, where))
+    return _assembled(*read_document(text, where, overlay))
 
 
 def load_network(path: Path | str) -> Cluster:
@@ -123,7 +131,7 @@ def _assembled(
             flat = expand(file)
         except InputError as error:
             problems.append(lines.error(error.what, ("instances",), error.hint))
-    problems += place_faults(flat or file, lines, placed=placed)
+    problems += place_faults(flat or file, lines, placed=placed and file.discovery is None)
     places = None
     if flat is not None and not problems and can_place(lines):
         places = places_of(flat)
@@ -131,16 +139,18 @@ def _assembled(
         problems += storage_faults(flat, lines)
     problems += setting_faults(file, lines)
     problems += all_reduce_faults(file, lines)
+    problems += discovery_faults(file, lines)
     problems += port_faults(flat or file, lines)
     cluster = None
     known = all(lines.sure(section, whole=True) for section in _NEEDED)
     if flat is not None and places is not None and not problems and known:
         doubts = tuple(str(doubt) for doubt in unit_doubts(flat, file, lines))
-        cluster = replace(_cluster(flat, places), remarks=doubts, lines=lines)
+        cluster = replace(assembled(flat, places), remarks=doubts, lines=lines)
     return cluster, sorted([*faults_of_form, *problems], key=lambda problem: problem.line)
 
 
-def _cluster(file: ClusterFile, places: Places) -> Cluster:
+def assembled(file: ClusterFile, places: Places) -> Cluster:
+    """Return the cluster of an expanded file without faults. Args: `places` of the file."""
     entries = sorted(entries_of(file), key=lambda entry: entry.name)
     shards = tuple(tuple((places.index[node], gpu) for node, gpu in gpu_list(entry.gpus)) for entry in entries)
     links: list[Link] = []

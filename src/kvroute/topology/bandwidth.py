@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
-from kvroute.topology.place import Places, Route, Shards, card_of
+from kvroute.topology.place import Places, Route, Shards, card_of, places_of
 from kvroute.topology.schema import ClusterFile, Ecmp, Uplinks
-from kvroute.types import SAME_NODE, TIER_COUNT, FloatArray
+from kvroute.topology.templates import with_domains
+from kvroute.types import SAME_NODE, TIER_COUNT, FloatArray, Place
 
 
 def tier_bytes_per_s(
@@ -25,7 +27,8 @@ def tier_bytes_per_s(
     draws once, else flows / count on each, rounded up. A path gives the rate of its narrowest stage. The result is the
     least value over all instances with a peer in the tier, each paired with an equal peer. Declared values take
     precedence; a tier without pairs takes the value of the next nearer tier that has one, else of the next farther.
-    Without instances, the first GPU of each node counts as one.
+    Without instances, the first GPU of each node counts as one. If engines are discovered, a tier without pairs takes
+    the value of an engine in a domain made from the templates.
     """
     shards = shards or [((node, 0),) for node in range(len(places.nodes))]
     derived: list[float | None] = [None] * TIER_COUNT
@@ -36,6 +39,10 @@ def tier_bytes_per_s(
         for tier in np.flatnonzero(occurs[:, instance]) if len(shards) > 1 else [SAME_NODE]:
             known = derived[tier]
             derived[tier] = ceilings[tier] if known is None else min(known, ceilings[tier])
+    if file.discovery is not None:
+        derived = [
+            expected if found is None else found for found, expected in zip(derived, _templates(file), strict=True)
+        ]
     says = file.network.tier_bandwidth
     declared = (
         says.node_bytes_per_s,
@@ -49,9 +56,20 @@ def tier_bytes_per_s(
     )
 
 
+def _templates(file: ClusterFile) -> list[float | None]:
+    """Return the limits in tiers 0 to 4 of an engine whose node, rack and pod are made from the templates; None where
+    it has no link."""
+    one = with_domains(
+        msgspec.structs.replace(file, datacenters=[], pods=[], racks=[], nodes=[]), [Place(node="n", rack="r", pod="p")]
+    )
+    size = file.defaults.tp * file.defaults.pp
+    ceilings = _ceilings(file, places_of(one), tuple((0, gpu) for gpu in range(min(size, max(one.nodes[0].gpus, 1)))))
+    return [*(ceiling or None for ceiling in ceilings), None]
+
+
 def _occurring(places: Places, first_nodes: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Return True where the instance has a peer in that tier, [TIER_COUNT, n]."""
-    codes = places.code[:, np.array(first_nodes)]
+    codes = places.code[:, np.array(first_nodes, dtype=np.int64)]
     sizes = [np.ones(len(first_nodes), dtype=np.int64)]
     for code in codes:
         _, inverse, count = np.unique(code, return_inverse=True, return_counts=True)

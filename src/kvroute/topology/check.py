@@ -34,7 +34,7 @@ def shorthand_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
             yield lines.error("a fabric has one datacenter", ("datacenters",), "list nodes and racks instead")
     if isinstance(file.fabric, FatTree):
         yield from _fat_tree_faults(file.fabric, lines)
-    elif file.fabric is None and not file.nodes and lines.sure("nodes") and lines.sure("fabric"):
+    elif file.fabric is None and not file.nodes and not file.discovery and lines.sure("nodes") and lines.sure("fabric"):
         yield lines.error("there are no nodes", (), "add `nodes:` or `fabric:`")
 
 
@@ -214,14 +214,15 @@ def _setting_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
                 value = inherited if own is None else own
                 if setting == "timing" and not lines.sure("timing"):
                     continue
-                fault = _setting_fault(setting, value, file)
+                fault = setting_fault(setting, value, file)
                 if fault is not None:
                     reported.add(place)
                     missing = own is None and inherited is None
                     yield lines.error(fault.what, key if missing else place, fault.hint)
 
 
-def _setting_fault(setting: str, value: str | float | None, file: ClusterFile) -> InputError | None:
+def setting_fault(setting: str, value: str | float | None, file: ClusterFile) -> InputError | None:
+    """Return the fault of a model, a timing or a KV memory (`kv_capacity`) of an instance; None if it is valid."""
     if value is None:
         example = "`model: llama-3-70b`" if setting == "model" else "`kv_capacity: 180 GB` (all GPUs of an instance)"
         return InputError(f"no {setting} is given", hint=f"add {example}, here or under `defaults`")

@@ -201,8 +201,10 @@ def tier_matrix(places: Places, first_nodes: Sequence[int]) -> TierArray:
     """Return the tiers of instances whose first GPU is on these nodes, [n, n]."""
     codes = places.code[:, np.array(first_nodes, dtype=np.int64)]
     tier = np.full((len(first_nodes), len(first_nodes)), CROSS_DATACENTER, dtype=np.int8)
+    same = np.empty(tier.shape, dtype=np.bool_)
     for code in codes:
-        tier -= (code[:, None] == code[None, :]).view(np.int8)
+        np.equal(code[:, None], code[None, :], out=same)
+        tier -= same.view(np.int8)
     return tier
 
 

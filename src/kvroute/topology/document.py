@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import yaml
@@ -32,7 +33,13 @@ _KINDS = (
 _CLUSTER_BEGINS = "begin with `name: my-cluster`, `nodes:` and `instances:`"
 
 
-def read_document(text: str, source: str) -> tuple[ClusterFile, Lines, list[FileError]]:
+Overlay: TypeAlias = Callable[[dict[str, object]], dict[str, object]]
+"""Returns the plain values of a file with those of the command line."""
+
+
+def read_document(
+    text: str, source: str, overlay: Overlay = lambda plain: plain
+) -> tuple[ClusterFile, Lines, list[FileError]]:
     """Read a cluster file as far as possible; return it with its lines and every fault of form, each with line and
     field. The lines record which values are placeholders.
 
@@ -40,7 +47,7 @@ def read_document(text: str, source: str) -> tuple[ClusterFile, Lines, list[File
         InputErrors: the text is no YAML mapping, or a file of another kind.
     """
     value, lines, found = _read_yaml(text, source, _CLUSTER_BEGINS)
-    return _salvaged(value, ClusterFile, (), lines, found)
+    return _salvaged(overlay(value), ClusterFile, (), lines, found)
 
 
 def read_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T, Lines]:
@@ -77,6 +84,26 @@ def read_mapping(text: str, source: str, kind: type[T], begin: str) -> tuple[T, 
     """
     value, lines, found = _read_yaml(text, source, begin)
     result, lines, found = _salvaged(value, kind, (), lines, found)
+    if found:
+        raise InputErrors(found)
+    return result, lines
+
+
+def read_list(text: str, source: str, kind: type[T], begin: str) -> tuple[list[T], Lines]:
+    """Read a whole file that is one list, as values of a `kind`; `begin` describes the start of such a file. An empty
+    file is an empty list.
+
+    Raises:
+        InputErrors: every fault of form, each with its line and field.
+    """
+    value, lines, found = _read_value(text, source)
+    if value is None and not found:
+        return [], lines
+    if not isinstance(value, list) and not found:
+        found = [lines.error("the file is not a list", (), begin)]
+    if found:
+        raise InputErrors(found)
+    result, lines, found = _salvaged(value, list[kind], (), lines, found)  # type: ignore[valid-type]
     if found:
         raise InputErrors(found)
     return result, lines
@@ -153,6 +180,16 @@ def _other_kind(value: object, kind: type) -> tuple[str, str] | None:
 def _read_yaml(text: str, source: str, begin: str) -> tuple[dict[str, object], Lines, list[FileError]]:
     """Return plain values, the line of every key, and unsupported YAML features; `begin` is the advice for an empty
     file."""
+    value, lines, faults = _read_value(text, source)
+    if not isinstance(value, dict):
+        what = "the file is empty" if value is None else "the file is not a mapping of keys to values"
+        raise InputErrors(faults or [FileError(what, source=source, line=1, field="", hint=begin)])
+    return value, lines, faults
+
+
+def _read_value(text: str, source: str) -> tuple[object, Lines, list[FileError]]:
+    """Return the value of the only document, None if there is none, the line of every key, and unsupported YAML
+    features."""
     if len(text) > _LONGEST_FILE:
         raise InputErrors([FileError("the file is larger than 64 MiB", source=source, line=1, field="")])
     try:
@@ -160,9 +197,6 @@ def _read_yaml(text: str, source: str, begin: str) -> tuple[dict[str, object], L
         value = reader.document()
     except (yaml.YAMLError, UnicodeError) as error:
         raise InputErrors([_syntax_error(error, source)]) from None
-    if not isinstance(value, dict):
-        what = "the file is empty" if value is None else "the file is not a mapping of keys to values"
-        raise InputErrors(reader.faults or [FileError(what, source=source, line=1, field="", hint=begin)])
     return value, Lines(source, reader.lines), reader.faults
 
 

@@ -26,7 +26,7 @@ from kvroute.types import InputError, KvProtocol, Role
 
 _RACK = "rack0"
 _MEASURED_TP = 4
-_KV_BYTES_PER_GPU = 40e9
+KV_BYTES_PER_GPU = 40e9
 _TODO = """\
 # First draft: engines and addresses are as given, all other values are guesses. Correct them in this order:
 #  1. racks, pods and their uplinks, unless one switch connects all nodes; `nics` of the real nodes;
@@ -80,15 +80,16 @@ def draft(
         name=name,
         racks=[Rack(name=_RACK)],
         nodes=[Node(name=f"node{i}", rack=_RACK, gpus=gpus_per_node, nics=nics) for i in range(len(places))],
-        timing={"default": _scaled(tp)},
-        defaults=InstanceDefaults(model=model, tp=tp, kv_capacity_bytes=Size(_KV_BYTES_PER_GPU * tp)),
+        timing={"default": scaled_times(tp)},
+        defaults=InstanceDefaults(model=model, tp=tp, kv_capacity_bytes=Size(KV_BYTES_PER_GPU * tp)),
         instances=_instances(places, protocol, tp),
     )
     return _TODO.format(tp=_count(tp, "GPU")) + file.to_yaml()
 
 
-def _scaled(tp: int) -> TimingEntry:
-    """Scale prefill time and the weights' part of a decode step inversely to the number of GPUs."""
+def scaled_times(tp: int) -> TimingEntry:
+    """Return times of an engine of `tp` GPUs. Prefill time and the weights' part of a decode step scale inversely to
+    the number of GPUs."""
     prefill, decode = H100_LLAMA_70B_TP4.prefill, H100_LLAMA_70B_TP4.decode
     assert isinstance(prefill, LinearPrefillEntry)
     share = _MEASURED_TP / tp

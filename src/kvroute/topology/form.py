@@ -88,11 +88,13 @@ def form_faults(value: object, kind: Any, key: Key, lines: Lines) -> Iterator[Fi
     if array is not None and isinstance(value, list):
         for index, item in enumerate(value):
             yield from form_faults(item, get_args(array)[0], (*key, index), lines)
+        yield from _length_faults(value, kind, key, lines)
     elif table is not None and isinstance(value, dict):
         names, items = get_args(table)
         for name, item in value.items():
             yield from form_faults(name, names, (*key, name), lines)
             yield from form_faults(item, items, (*key, name), lines)
+        yield from _length_faults(value, kind, key, lines)
     elif structs and isinstance(value, dict):
         yield from _struct_faults(value, structs, key, lines)
     elif structs or table is not None or (array is not None and not _leaves(options)):
@@ -114,6 +116,7 @@ def kind_options(kind: Any) -> Sequence[Any]:
 
 def entry_kinds(options: Sequence[Any]) -> tuple[list[type[msgspec.Struct]], Any, Any]:
     """Return the Structs, the list and the dict among the alternatives (None: there is none)."""
+    options = [_plain(option) for option in options]
     structs = [option for option in options if isinstance(option, type) and issubclass(option, msgspec.Struct)]
     array = next((option for option in options if get_origin(option) is list), None)
     return structs, array, next((option for option in options if get_origin(option) is dict), None)
@@ -122,7 +125,23 @@ def entry_kinds(options: Sequence[Any]) -> tuple[list[type[msgspec.Struct]], Any
 def _leaves(options: Sequence[Any]) -> list[Any]:
     """Return the alternatives that are neither mappings nor lists nor null."""
     structs, array, table = entry_kinds(options)
-    return [option for option in options if option not in (*structs, array, table, type(None))]
+    return [option for option in map(_plain, options) if option not in (*structs, array, table, type(None))]
+
+
+def _plain(kind: Any) -> Any:
+    """Return a list or dict without the limits of its length."""
+    base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    return base if get_origin(base) in (list, dict) else kind
+
+
+def _length_faults(value: list[Any] | dict[str, Any], kind: Any, key: Key, lines: Lines) -> Iterator[FileError]:
+    for option in kind_options(kind):
+        if _plain(option) is not option:
+            meta = get_args(option)[1]
+            low, high = meta.min_length or 0, meta.max_length
+            if len(value) < low or (high is not None and len(value) > high):
+                limits = f"{low} or more" if high is None else f"{low} to {high}"
+                yield lines.error(f"there are {len(value)} entries", key, f"write {limits}")
 
 
 def struct_of(value: Mapping[str, object], structs: Sequence[type[msgspec.Struct]]) -> type[msgspec.Struct]:
@@ -216,6 +235,7 @@ def _wanted(value: object, options: Sequence[Any]) -> str:
             limits = f" from {low} to {meta.le}" if low is not None and meta.le is not None else ""
             limits = limits if limits or low is None else f" from {low}"
             limits = limits if meta.gt is None else limits.replace(" from", " above").replace(" to ", ", at most ")
+            limits += "" if meta.lt is None else f"{' and' if limits else ''} below {meta.lt}"
     wanted = [f"{noun}{limits}"] if noun else []
     wanted += [f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]] if choices else []
     return f"write {' or '.join(wanted)}" if wanted else ""

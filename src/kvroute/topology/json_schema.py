@@ -46,7 +46,7 @@ def _schema(kind: types.Type, definitions: dict[str, Schema]) -> Schema:
             return _reference(kind, definitions)
         case types.CustomType():
             assert issubclass(kind.cls, Quantity), kind.cls
-            return _quantity(kind.cls)
+            return quantity_schema(kind.cls)
         case types.UnionType():
             return {"anyOf": [_schema(choice, definitions) for choice in kind.types]}
         case types.LiteralType():
@@ -80,7 +80,7 @@ def _reference(kind: types.StructType, definitions: dict[str, Schema]) -> Schema
 
 
 def _mapping(kind: types.StructType, definitions: dict[str, Schema]) -> Schema:
-    texts = _attribute_docstrings(kind.cls)
+    texts = attribute_docstrings(kind.cls)
     properties = {}
     if kind.tag_field is not None:
         properties[kind.tag_field] = {"const": kind.tag}
@@ -104,7 +104,8 @@ def _mapping(kind: types.StructType, definitions: dict[str, Schema]) -> Schema:
     }
 
 
-def _quantity(kind: type[Quantity]) -> Schema:
+def quantity_schema(kind: type[Quantity]) -> Schema:
+    """Return the schema of a text with a unit."""
     units = "|".join(re.escape(unit) for unit in kind.units if unit)
     return {
         "type": "string",
@@ -123,7 +124,7 @@ def _limits(kind: types.IntType | types.FloatType | types.StrType | types.ListTy
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _attribute_docstrings(kind: type) -> dict[str, str]:
+def attribute_docstrings(kind: type) -> dict[str, str]:
     """Return the string below each attribute of a class; Python itself does not store it."""
     body = ast.parse(inspect.getsource(kind)).body[0]
     assert isinstance(body, ast.ClassDef)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +68,8 @@ def places_of(file: ClusterFile) -> Places:
         _reach(node, rack, pod, bool(file.wan))
         for node, rack, pod in zip(file.nodes, node_racks, node_pods, strict=True)
     ]
-    code = np.array([_numbers(column) for column in zip(*keys, strict=True)], dtype=np.int64)
+    columns = list(zip(*keys, strict=True)) if keys else [()] * CROSS_DATACENTER
+    code = np.array([_numbers(column) for column in columns], dtype=np.int64)
     return Places(
         nodes=tuple(file.nodes),
         index={node.name: index for index, node in enumerate(file.nodes)},
@@ -90,7 +92,7 @@ def _reach(node: Node, rack: Rack | None, pod: Pod | None, wan: bool) -> int:
     return CROSS_DATACENTER if wan else SAME_DATACENTER
 
 
-def _numbers(keys: tuple[DomainKey, ...]) -> list[int]:
+def _numbers(keys: Sequence[DomainKey]) -> list[int]:
     known: dict[DomainKey, int] = {}
     return [known.setdefault(key, len(known)) for key in keys]
 

@@ -5,13 +5,14 @@ Units are seconds and bytes. msgspec Structs are sent, logged or read from a fil
 
 from kvroute.types.arrays import BoolArray, FloatArray, IntArray, TierArray
 from kvroute.types.decisions import CopyPrefix, Decision, Decode, Offload, Prefill, ReadKv, Reject, Shadowed, SwitchRole
-from kvroute.types.discovered import Discovered, DiscoverySource, Place, Reporter
+from kvroute.types.discovered import Discovered, DiscoverySource, Joined, OwnPicker, Place, Reporter
 from kvroute.types.errors import InputError, InputErrors, cannot_listen
 from kvroute.types.events import (
     Admitted,
     Arrived,
     BandwidthLearned,
     CapacityLearned,
+    ClusterChanged,
     CongestionMeasured,
     CopyFinished,
     DecodeFailed,
@@ -24,13 +25,20 @@ from kvroute.types.events import (
     KvEvicted,
     KvStored,
     LinksMeasured,
+    MeasuredBy,
     MemoryTier,
+    PeerEvent,
+    PeerLost,
+    PeerReport,
+    PeerReported,
     PrefillFailed,
     PrefillFinished,
     RatioLearned,
     ReadFinished,
     ReviewDue,
+    RoleDraining,
     RoleSwitched,
+    Served,
     Side,
     ThresholdKnown,
     TransferFinished,
@@ -53,6 +61,7 @@ from kvroute.types.instances import (
     Role,
     TimingSpec,
 )
+from kvroute.types.peers import AdmissionCounts, PeerBooking
 from kvroute.types.protocols import TRAITS, KvProtocol, ProtocolTraits
 from kvroute.types.requests import Request
 from kvroute.types.snapshots import Candidates, Choice, NetworkCosts, Terms
@@ -65,6 +74,7 @@ __all__ = [
     "SAME_RACK",
     "TIER_COUNT",
     "TRAITS",
+    "AdmissionCounts",
     "Admitted",
     "Arrived",
     "BandwidthLearned",
@@ -72,6 +82,7 @@ __all__ = [
     "Candidates",
     "CapacityLearned",
     "Choice",
+    "ClusterChanged",
     "CongestionMeasured",
     "CopyFinished",
     "CopyPrefix",
@@ -92,15 +103,23 @@ __all__ = [
     "InstanceMeasured",
     "InstanceUp",
     "IntArray",
+    "Joined",
     "KvCleared",
     "KvEvicted",
     "KvProtocol",
     "KvStored",
     "LinearPrefill",
     "LinksMeasured",
+    "MeasuredBy",
     "MemoryTier",
     "NetworkCosts",
     "Offload",
+    "OwnPicker",
+    "PeerBooking",
+    "PeerEvent",
+    "PeerLost",
+    "PeerReport",
+    "PeerReported",
     "PiecewisePrefill",
     "Place",
     "Prefill",
@@ -117,7 +136,9 @@ __all__ = [
     "Request",
     "ReviewDue",
     "Role",
+    "RoleDraining",
     "RoleSwitched",
+    "Served",
     "Shadowed",
     "Side",
     "SwitchRole",

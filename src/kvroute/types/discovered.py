@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
@@ -41,6 +42,23 @@ class Discovered(msgspec.Struct, frozen=True, kw_only=True):
     disappears."""
 
 
+class OwnPicker(msgspec.Struct, frozen=True):
+    """This process as the endpoint picker that a source of engines, such as an InferencePool, should name."""
+
+    port: int
+    """Its gRPC port."""
+    fails_open: bool | None = None
+    """Whether the configuration of Envoy that it has written fails open; None: it has written none."""
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """A discovered engine that is part of the cluster."""
+
+    engine: Discovered
+    gpus: tuple[int, ...]
+    """Its GPUs on its node, shard by shard."""
+
+
 class Reporter(Protocol):
     """Takes what a source finds."""
 
@@ -50,6 +68,14 @@ class Reporter(Protocol):
 
 class DiscoverySource(Protocol):
     """Follows the engines that exist."""
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why the last report may be out of date, one sentence each; empty while the source answers."""
+
+    @property
+    def findings(self) -> Mapping[str, int]:
+        """Number of engines that are left out or doubtful, by effect."""
 
     async def run(self, report: Reporter) -> None:
         """Report all engines at the beginning and after each change, until cancelled. A source that has lost its server

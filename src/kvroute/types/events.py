@@ -6,7 +6,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from kvroute.types.discovered import Joined
 from kvroute.types.instances import Role
+from kvroute.types.peers import AdmissionCounts, PeerBooking
 from kvroute.types.requests import Request
 
 Side: TypeAlias = Literal["prefill", "decode"]
@@ -17,11 +19,15 @@ MemoryTier: TypeAlias = Literal["gpu", "cpu", "store"]
 model share what is in the store, whichever instance wrote it."""
 
 
-class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
+class Arrived(msgspec.Struct, frozen=True, tag="arrived", omit_defaults=True):
     """A request has arrived."""
 
     at: float
     request: Request
+    only: tuple[str, ...] | None = None
+    """Names of the instances that may serve it, because a proxy before the router reaches no others; None: all may."""
+    joint: bool = False
+    """True if the decode instance orders the prefill itself, so that both must be chosen now, whatever the protocol."""
 
 
 class PrefillFinished(msgspec.Struct, frozen=True, tag="prefill_finished", omit_defaults=True):
@@ -74,6 +80,15 @@ class DecodeFailed(msgspec.Struct, frozen=True, tag="decode_failed"):
     at: float
     request_id: int
     kv_lost: bool = False
+
+
+class Served(msgspec.Struct, frozen=True, tag="served"):
+    """Another instance than the chosen one serves the decode leg: a proxy that sends the leg itself went on to the next
+    instance of its list, or replaced one that it does not know. Everything booked for the decode moves there."""
+
+    at: float
+    request_id: int
+    instance: str
 
 
 class InstanceDown(msgspec.Struct, frozen=True, tag="instance_down"):
@@ -183,6 +198,11 @@ class InstanceMeasured(msgspec.Struct, frozen=True, tag="instance_measured"):
     """Used share of its KV memory, in [0, 1]; None if it does not report it."""
 
 
+MeasuredBy: TypeAlias = Literal["", "kvroute", "nixl", "sglang", "tcp", "first-byte"]
+"""What has measured a KV transfer: the counters of an engine's connector (kvroute, nixl, sglang), the sender's kernel
+(tcp), the gateway by the first byte of the response (first-byte); empty: not known."""
+
+
 class TransferMeasured(msgspec.Struct, frozen=True, tag="transfer_measured"):
     """KV bytes transferred from `source` to `target` and the seconds that took, summed over `transfers` transfers."""
 
@@ -192,6 +212,7 @@ class TransferMeasured(msgspec.Struct, frozen=True, tag="transfer_measured"):
     kv_bytes: float
     seconds: float
     transfers: int = 1
+    measured_by: MeasuredBy = ""
 
 
 class KvStored(msgspec.Struct, frozen=True, tag="kv_stored", omit_defaults=True):
@@ -235,6 +256,72 @@ class LinksMeasured(msgspec.Struct, frozen=True, tag="links_measured"):
     utilisation: tuple[float, ...]
 
 
+class ClusterChanged(msgspec.Struct, frozen=True, tag="cluster_changed", omit_defaults=True):
+    """Discovered engines have become instances of the cluster, and others are no longer. An engine in both tuples
+    replaces the one of this name.
+
+    An engine that joins is down until `InstanceUp`. An instance leaves after its requests: while a leg of a request is
+    in progress there, the event is not possible.
+    """
+
+    at: float
+    joined: tuple[Joined, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+class RoleDraining(msgspec.Struct, frozen=True, tag="role_draining"):
+    """Another gateway drains `instance` for a role switch. It takes no new requests until `RoleSwitched`."""
+
+    at: float
+    instance: str
+
+
+PeerEvent: TypeAlias = (
+    KvStored | TransferMeasured | ThresholdKnown | BandwidthLearned | CapacityLearned | RoleDraining | RoleSwitched
+)
+"""What a gateway has learned from its own traffic and other gateways cannot observe."""
+
+
+class PeerReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One entry of the stream that the gateways of a cluster share."""
+
+    gateway: str
+    """Identifier of the process that wrote it."""
+    sequence: int
+    """Number of the report, counted from 1 for each gateway."""
+    at: float
+    """Time of the report by the clock of this gateway, as are the times in `events`."""
+    bookings: tuple[PeerBooking, ...] = ()
+    """Requests whose bookings have changed since the report before; with `whole`, all requests with bookings."""
+    events: tuple[PeerEvent, ...] = ()
+    whole: bool = False
+    """Whether requests that are not in `bookings` have none."""
+    asks: tuple[str, ...] = ()
+    """Gateways that are asked for a whole report; `*`: all of them."""
+    asks_knowledge: bool = False
+    """Whether one of the others is asked for what it knows: cached prefixes, learned bandwidths, roles."""
+    knowledge: tuple[PeerEvent, ...] = ()
+    """A part of the answer to `asks_knowledge`."""
+    knowledge_ends: bool = False
+    """Whether it is the last part."""
+    admissions: AdmissionCounts | None = None
+    """Counts that have changed since the report before; always in a whole report, if limits hold together."""
+
+
+class PeerReported(msgspec.Struct, frozen=True, tag="peer_reported"):
+    """Another gateway of this cluster has reported."""
+
+    at: float
+    report: PeerReport
+
+
+class PeerLost(msgspec.Struct, frozen=True, tag="peer_lost"):
+    """Another gateway of this cluster has not reported for the time of its lease: its bookings are released."""
+
+    at: float
+    gateway: str
+
+
 Event: TypeAlias = (
     Arrived
     | PrefillFinished
@@ -243,6 +330,7 @@ Event: TypeAlias = (
     | Finished
     | PrefillFailed
     | DecodeFailed
+    | Served
     | InstanceDown
     | InstanceUp
     | RoleSwitched
@@ -259,4 +347,7 @@ Event: TypeAlias = (
     | KvCleared
     | CongestionMeasured
     | LinksMeasured
+    | ClusterChanged
+    | PeerReported
+    | PeerLost
 )

@@ -28,6 +28,8 @@ class ProtocolTraits(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill engine can begin with blocks that buffer servers have read from the store."""
     decode_prefills: bool = False
     """A decode engine can also compute the prompt."""
+    splits_every_format: bool = False
+    """Its engines also accept transfer parameters in requests of the Responses API and of Anthropic's Messages API."""
     splits_every_request: bool = False
     """Requests with several sequences can be split into two legs, too."""
     emulated: bool = False
@@ -52,6 +54,7 @@ TRAITS: Mapping[KvProtocol, ProtocolTraits] = {
         prefix_copies=True,
         storage_reads=True,
         decode_prefills=True,
+        splits_every_format=True,
         emulated=True,
         returns_params=True,
         config_paths=_VLLM_CONFIG,
@@ -60,6 +63,7 @@ TRAITS: Mapping[KvProtocol, ProtocolTraits] = {
     "mooncake": ProtocolTraits(
         needs_bootstrap=True,
         decode_prefills=True,
+        splits_every_format=True,
         connector="mooncake",
         config_paths=_VLLM_CONFIG,
         metrics_hint=_VLLM_METRICS,

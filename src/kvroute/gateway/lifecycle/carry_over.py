@@ -17,6 +17,7 @@ from kvroute.types import (
     KvCleared,
     KvEvicted,
     KvStored,
+    PeerReported,
     ThresholdKnown,
 )
 
@@ -42,6 +43,13 @@ class StateCarryOver:
     def over(self) -> bool:
         """Whether all state is carried over."""
         return not self._to_tell and not any(self._reported.values())
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Carry over nothing more of instances that have left the new cluster."""
+        self._stay = [name for name in self._stay if name not in names]
+        for name in names:
+            self._to_tell.discard(name)
+            self._reported.pop(name, None)
 
     def reads(self, runtime: ClusterRuntime) -> bool:
         """Whether cached prefixes of this cluster are still to be carried over."""
@@ -70,6 +78,8 @@ class StateCarryOver:
                 new.notify(InstanceMeasured(now, name, running, measured.waiting, measured.kv_used_share))
         if old.wan_paths is not None and new.wan_paths is not None:
             new.wan_paths.inherit(old.wan_paths, now)
+        for report in old.control.peers.known(now):
+            new.notify(PeerReported(now, report))
         self._thresholds()
         self._knowledge()
         self.refresh()

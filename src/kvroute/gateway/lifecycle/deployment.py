@@ -19,6 +19,8 @@ from kvroute.gateway.openai_api.prompt import Prompts
 from kvroute.gateway.proxy.admission import AdmissionLimits
 from kvroute.topology import Cluster
 from kvroute.topology.assembly import read_text
+from kvroute.topology.document import Overlay, read_plain
+from kvroute.topology.schema import yaml_text
 from kvroute.types import Endpoint, InputError
 
 _NEEDS_RESTART: tuple[tuple[str, Callable[[GatewaySettings], object]], ...] = (
@@ -31,6 +33,7 @@ _NEEDS_RESTART: tuple[tuple[str, Callable[[GatewaySettings], object]], ...] = (
     ("admin.tls", lambda settings: settings.admin.tls is None),
     ("tracing.otlp", lambda settings: settings.tracing.otlp),
     ("tracing.share", lambda settings: settings.tracing.share),
+    ("replication", lambda settings: settings.replication),
 )
 """Settings that a running gateway cannot change."""
 
@@ -40,8 +43,16 @@ class Deployment:
     """The cluster file's text, and the cluster and settings that it defines."""
 
     text: str
+    """With the values of the command line, if there are any."""
     cluster: Cluster
     settings: GatewaySettings
+    source: str = ""
+    """Path of the file."""
+
+    @property
+    def folder(self) -> Path:
+        """Where relative paths of the file start."""
+        return Path(self.source).parent
 
     @classmethod
     def read(
@@ -49,6 +60,7 @@ class Deployment:
         path: Path,
         adjust: Callable[[GatewaySettings], GatewaySettings] = lambda settings: settings,
         endpoints: Mapping[str, Endpoint] | None = None,
+        overlay: Overlay | None = None,
     ) -> Deployment:
         """Read a cluster file.
 
@@ -56,11 +68,12 @@ class Deployment:
             path: the file.
             adjust: applies the options of the command line to the settings.
             endpoints: endpoints of emulated engines, which replace those in the file.
+            overlay: adds values of the command line to the file.
 
         Raises:
             InputErrors: all errors in the file.
         """
-        return cls.of(read_text(path), str(path), adjust, endpoints)
+        return cls.of(read_text(path), str(path), adjust, endpoints, overlay)
 
     @classmethod
     def of(
@@ -69,12 +82,18 @@ class Deployment:
         source: str,
         adjust: Callable[[GatewaySettings], GatewaySettings] = lambda settings: settings,
         endpoints: Mapping[str, Endpoint] | None = None,
+        overlay: Overlay | None = None,
     ) -> Deployment:
         """Do the same from the file's text; `source` is its name in errors."""
-        cluster, settings = deployment_of(text, source, embedded=endpoints is not None)
+        embedded = endpoints is not None
+        if overlay is None:
+            cluster, settings = deployment_of(text, source, embedded=embedded)
+        else:
+            cluster, settings = deployment_of(text, source, embedded=embedded, overlay=overlay)
+            text = yaml_text(overlay(read_plain(text, source)))
         if endpoints is not None:
             cluster, settings = _emulated(cluster, endpoints, source), _switchable(settings)
-        return cls(text, cluster, adjust(settings))
+        return cls(text, cluster, adjust(settings), source)
 
     @classmethod
     def check_embedded(
@@ -170,6 +189,9 @@ def _switchable(settings: GatewaySettings) -> GatewaySettings:
 
 
 def _check_emulated(cluster: Cluster, source: str) -> None:
+    if cluster.file.discovery is not None:
+        what = "emulated engines are the instances that a file lists, and `discovery` finds others"
+        raise InputError(what, where=source, hint="list the instances and leave `discovery` out")
     for instance in cluster.instances:
         if not instance.traits.emulated:
             what = f"instance {instance.name} uses protocol {instance.protocol}, but emulated engines only support vllm"

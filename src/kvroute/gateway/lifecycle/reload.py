@@ -10,18 +10,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvroute.control import Control, LogHashing, LogHeader
+from msgspec.structs import replace
+
+from kvroute.control import Control, LogHashing, LogHeader, NextCluster
+from kvroute.gateway.config.instance_checks import discovered_fault
+from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.gateway.config.settings_checks import tls_context
 from kvroute.gateway.lifecycle.carry_over import StateCarryOver
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.lifecycle.role_switches import RoleSwitches
 from kvroute.gateway.observe.event_log import EventLogWriter
+from kvroute.gateway.observe.layout import Layout
 from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.openai_api.api_keys import Keys
 from kvroute.gateway.openai_api.prompt import Prompts
 from kvroute.gateway.proxy.runtime import ClusterRuntime, Secrets, SharedServices
 from kvroute.gateway.telemetry.collectors import Collectors
-from kvroute.types import Event, InputError
+from kvroute.topology.discovery import admitted
+from kvroute.types import Discovered, Event, InputError
 
 _FREE_S, _FREE_PAUSE_S = 1e-3, 4e-3
 """Duration of one step in freeing the memory of closed clusters, and of the pause after it."""
@@ -37,6 +43,8 @@ class Prepared:
     control: Control
     log_header: LogHeader | None
     """None: there is no event log."""
+    following: NextCluster | None = None
+    """What the engines that have been discovered before add to the cluster; None: there are none."""
 
 
 def _log_header(deployment: Deployment) -> LogHeader | None:
@@ -87,9 +95,47 @@ class ClusterManager:
         """Process pushed telemetry. Raises InputError if it is invalid."""
         self._collectors.push(body)
 
-    def prepare(self, read: Callable[[], Deployment]) -> Prepared:
+    @property
+    def next_layout(self) -> int:
+        """Id of the dashboard's layout after the present one."""
+        return self._shared.state.next_layout
+
+    def change(self, following: NextCluster, layout: Layout) -> None:
+        """Let discovered engines join and leave the current cluster.
+
+        Args:
+            following: what `Control.prepare` of its core has returned.
+            layout: of the changed cluster, for the dashboard.
+
+        Raises:
+            InputError: see `ClusterRuntime.change`.
+        """
+        runtime, shared = self.runtime, self._shared
+        runtime.change(following)
+        if self._carry_over is not None:
+            self._carry_over.forget(following.left)
+        for each in following.joined:
+            shared.metrics.roles[each.engine.name] = each.engine.role
+            self._collectors.add(each.engine.name)
+        self._collectors.relink()
+        shared.state.change(runtime.cluster, layout)
+        shared.metrics.changed(len(following.joined), len(following.left))
+
+    def collect(self, name: str) -> None:
+        """Collect health, load and KV events of an engine of the current cluster again."""
+        self._collectors.add(name)
+
+    def collect_no_more(self, name: str) -> None:
+        """Collect nothing more from an engine of the current cluster, although it may still have requests."""
+        self._collectors.remove(name)
+
+    def exclusion(self, engine: Discovered, settings: GatewaySettings) -> str:
+        """Return why the settings or the protocol of clients exclude a discovered engine; empty if they do not."""
+        return discovered_fault(engine, settings) or self._shared.engine_fault(engine)
+
+    def prepare(self, read: Callable[[], Deployment], engines: tuple[Discovered, ...] = ()) -> Prepared:
         """Do all time-consuming work for another deployment; may run in a thread. Raises InputError, and what `read`
-        raises."""
+        raises. Args: `engines` that have been discovered before."""
         deployment = read()
         settings = deployment.settings
         keys, control = Keys.of(settings.keys), deployment.core()
@@ -97,7 +143,12 @@ class ClusterManager:
             tls_context(settings.listen.tls)
         same = settings.prompt == self.deployment.settings.prompt
         header = _log_header(deployment)
-        return Prepared(deployment, keys, self._prompts if same else deployment.prompts(), control, header)
+        following = None
+        if engines and deployment.cluster.file.discovery is not None:
+            fine = [replace(each, ready=True) for each in engines if not self.exclusion(each, settings)]
+            following = control.prepare(admitted(deployment.cluster, {}, fine)[0], ())
+        prompts = self._prompts if same else deployment.prompts()
+        return Prepared(deployment, keys, prompts, control, header, following)
 
     def next(self, prepared: Prepared) -> ClusterRuntime:
         """Return the cluster that may become current. Raises InputError if its event log cannot be created."""
@@ -207,7 +258,7 @@ class ClusterManager:
         cluster, settings, shared = deployment.cluster, deployment.settings, self._shared
         key = os.environ.get(settings.upstream_key_env or "", "").encode()
         salt = os.environ.get(settings.cache_salt_secret_env or "", "").encode() or shared.salt_secret
-        return ClusterRuntime(
+        runtime = ClusterRuntime(
             cluster,
             control,
             settings,
@@ -217,3 +268,6 @@ class ClusterManager:
             secrets=Secrets(key if prepared.keys.required else None, salt),
             first_number=first_number,
         )
+        if prepared.following is not None:
+            runtime.change(prepared.following)
+        return runtime

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from kvroute.gateway.lifecycle.role_hook import switch_role
 from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.proxy.runtime import same_engine
-from kvroute.types import Event, KvCleared, ReviewDue, Role, RoleSwitched, SwitchRole
+from kvroute.types import Event, KvCleared, ReviewDue, Role, RoleDraining, RoleSwitched, SwitchRole
 
 if TYPE_CHECKING:
     from kvroute.control.allocation import Review
@@ -76,6 +76,8 @@ class RoleSwitches:
         offload, offloading = runtime.settings.offload, runtime.control.offloading
         if offload is None or offloading is None or any(each.inherited for each in self.in_progress.values()):
             return
+        if runtime.sharing is not None and not runtime.sharing.leads:
+            return  # another gateway reviews the roles, or none can because they do not know of each other
         self._ask_at = now + float(offload.check_interval_s)
         decisions = runtime.decide(ReviewDue(now))
         review = offloading.last_review
@@ -97,6 +99,8 @@ class RoleSwitches:
             self._end(switch, "declined")
             return
         log_event("info", "role_switch_started", instance=decision.instance, role=decision.role)
+        if self._runtime.sharing is not None:
+            self._runtime.sharing.learned(RoleDraining(now, decision.instance))
         engine.availability.hold(SWITCHING, now)
 
     async def _call(self, switch: RoleSwitch) -> None:
@@ -132,8 +136,20 @@ class RoleSwitches:
             engine.role = switch.role
             self._on_event(KvCleared(now, name))  # the engine has most likely restarted
         if _may_switch(runtime, name):
-            runtime.notify(RoleSwitched(now, name, engine.role))
+            event = RoleSwitched(now, name, engine.role)
+            runtime.notify(event)
+            if runtime.sharing is not None:
+                runtime.sharing.learned(event)
         engine.availability.release(SWITCHING, now)
+
+    def followed(self, event: RoleSwitched) -> None:
+        """Serve an instance in the role that it has after a switch by another gateway. The core knows already."""
+        engine = self._runtime.engines.get(event.instance)
+        if engine is None or engine.role == event.role or not _may_switch(self._runtime, event.instance):
+            return
+        engine.role = event.role
+        self._on_event(KvCleared(self._runtime.now(), event.instance))
+        log_event("info", "role_switch_followed", instance=event.instance, role=event.role)
 
     def take_over(self, old: ClusterRuntime, new: ClusterRuntime) -> None:
         """Carry over roles and role switches at a reload, for each instance that the new file keeps unchanged and
@@ -185,14 +201,8 @@ def _may_switch(runtime: ClusterRuntime, name: str) -> bool:
 
 
 def _needed(name: str, clusters: Sequence[ClusterRuntime]) -> bool:
-    """Whether any request is in flight on the instance, or needs the KV cache that it holds."""
-    for runtime in clusters:
-        engine = runtime.engines.get(name)
-        if engine is not None and engine.in_flight:
-            return True
-        if any(request.uses(name) for request in runtime.requests.values()):
-            return True
-    return False
+    """Whether any request of this gateway or another is in flight on the instance, or needs the KV that it holds."""
+    return any(runtime.needs(name) or runtime.control.peers.uses(name) for runtime in clusters)
 
 
 def _tell(review: Review, switches_roles: bool) -> None:

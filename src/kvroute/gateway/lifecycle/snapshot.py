@@ -10,12 +10,14 @@ from kvroute.control.offloader import Offloader
 from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.lifecycle.role_switches import RoleSwitches
 from kvroute.gateway.observe.view import (
+    DiscoveryLoad,
     ForesightLoad,
     GatewayStatus,
     InstanceLoad,
     OffloadLoad,
     OracleLoad,
     PanicLoad,
+    ReplicationLoad,
     ReviewLoad,
     RoleSwitchLoad,
     SiteLoad,
@@ -35,6 +37,8 @@ def status_snapshot(
     ready: bool,
     draining: bool,
     role_switches: RoleSwitches | None = None,
+    discovery: DiscoveryLoad | None = None,
+    replication: ReplicationLoad | None = None,
 ) -> GatewayStatus:
     """Return the gauges. Args: `clusters` that have requests, the current one first; empty: not started yet."""
     queued, in_flight = admission.queued, admission.in_flight
@@ -44,7 +48,7 @@ def status_snapshot(
         )
     runtime, *retired = clusters
     core = runtime.control.loads(now)
-    older = {name: _in_flight(name, retired) if retired else 0 for name in runtime.engines}
+    older = {name: _in_flight(name, runtime, retired) if retired else 0 for name in runtime.engines}
     instances = tuple(
         _instance(engine, older[name], core[name], runtime.measured.get(name), now)
         for name, engine in runtime.engines.items()
@@ -68,6 +72,8 @@ def status_snapshot(
             )
             for each in runtime.panics.sets
         ),
+        discovery=discovery,
+        replication=replication,
         instances=instances,
     )
 
@@ -124,8 +130,10 @@ def _review(review: Review | None) -> ReviewLoad | None:
     )
 
 
-def _in_flight(name: str, retired: Sequence[ClusterRuntime]) -> int:
-    return sum(each.engines[name].in_flight for each in retired if name in each.engines)
+def _in_flight(name: str, runtime: ClusterRuntime, retired: Sequence[ClusterRuntime]) -> int:
+    uid = runtime.uids.get(name)
+    same = (each for each in retired if name in each.engines and each.uids.get(name) == uid)
+    return sum(each.engines[name].in_flight for each in same)
 
 
 def _instance(

@@ -1,0 +1,41 @@
+"""`kvroute topology new --kubernetes`: a cluster file from the pods and nodes of a Kubernetes cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from kvroute.cli.output import tell
+from kvroute.topology.draft_discovered import draft_discovered
+from kvroute.topology.kubernetes_overlay import KubernetesOverlay
+from kvroute.types import InputError
+
+
+def kubernetes_draft(
+    overlay: KubernetesOverlay, name: str, *, model: str, tp: int, gpus_per_node: int, nic_bytes_per_s: float
+) -> str:
+    """Return the text of a cluster file; engines that are left out and values to check are listed on stderr.
+
+    Raises:
+        InputError: the extra `kube` is not installed, the API server is not reachable or refuses, or no engine can be
+            used.
+    """
+    try:
+        from kvroute.kube.client import Access
+        from kvroute.kube.discovery import DiscoveryOptions, read_once
+        from kvroute.kube.preflight import check_access
+    except ImportError as error:
+        raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[kube]'") from None
+    given = overlay.given
+    access = Access(None if given.kubeconfig is None else Path(given.kubeconfig), given.context)
+    options = DiscoveryOptions("" if given.namespace == "*" else given.namespace, given.selector)
+    asyncio.run(check_access(access, options))
+    reading, failure = asyncio.run(read_once(access, options))
+    text, refused = draft_discovered(
+        name, reading.engines, model=model, tp=tp, gpus_per_node=gpus_per_node, nic_bytes_per_s=nic_bytes_per_s
+    )
+    tell([finding.sentence for finding in reading.findings])
+    tell([f"{failure}; places come from labels of pods alone"] if failure else [])
+    tell([f"{engine.name}: it is not ready" for engine in reading.engines if not engine.ready])
+    tell([f"{engine}: it is left out: {why}" for engine, why in sorted(refused.items())])
+    return text

@@ -1,0 +1,253 @@
+"""Bookings of other gateways in front of the same cluster, counted in the core's own view.
+
+A policy sees own and foreign load as one: foreign bookings are in the pools, in the counts of transfers and in the
+tables of transfers in flight. Load beyond both that an engine reports is that of clients without a gateway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvroute.control.cluster_change import Parts
+from kvroute.control.pool import DecodePool, PrefillPool
+from kvroute.types import InputError, PeerBooking, PeerEvent, PeerReport, Role, RoleDraining, RoleSwitched
+
+_NUMBERS_FROM = 1 << 62
+"""First number of a foreign transfer, above the ids of own requests."""
+_LOST_MAX = 256
+"""Number of lost gateways whose last sequence number is kept, so that late reports are recognised."""
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A foreign booking and what it counts in. An instance that the cluster does not have counts nowhere."""
+
+    booking: PeerBooking
+    prefill: tuple[PrefillPool, int] | None = None
+    decode: tuple[DecodePool, int] | None = None
+    transfer: tuple[int, int, int] | None = None
+    """Number, source and target."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """Another gateway, as its reports describe it."""
+
+    sequence: int = 0
+    """Number of its last report."""
+    in_sync: bool = False
+    """Whether its bookings are complete: a whole report was received, and no report since then is missing."""
+    counted: bool = False
+    """Whether its bookings are counted: from its first whole report on, until it is lost."""
+    draining: dict[str, Role] = field(default_factory=dict)
+    """Instances that it drains for a role switch, and their roles before."""
+    placed: dict[int, _Placed] = field(default_factory=dict)
+    """Its bookings and what they count in, by request."""
+
+    @property
+    def bookings(self) -> tuple[PeerBooking, ...]:
+        """Its bookings, by the number of the request."""
+        return tuple(self.placed[number].booking for number in sorted(self.placed))
+
+
+class Peers:
+    """The other gateways of a core. The caller decides when one is lost; reports may be late, repeated or missing."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._peers = parts, dict[str, Peer]()
+        self._numbers = count(_NUMBERS_FROM)
+
+    @property
+    def all(self) -> Mapping[str, Peer]:
+        """Every gateway that has reported, by its identifier; lost ones are kept for a while."""
+        return self._peers
+
+    def uses(self, instance: str) -> bool:
+        """Whether another gateway has a request in progress on this instance, or needs the KV cache that it holds."""
+        return any(
+            instance in (booking.prefill, booking.target, booking.source)
+            for peer in self._peers.values()
+            for booking in peer.bookings
+        )
+
+    def reported(self, at: float, report: PeerReport) -> tuple[PeerEvent, ...]:
+        """Process a report; return the events in it that the caller must apply.
+
+        A report that is not newer than the last one of its gateway is ignored: it was repeated or is late. After a
+        missing report, bookings are applied, because each one is complete in itself, but the gateway is not in sync
+        until a whole report. Nothing is booked for a gateway before its first whole report, or after it was lost until
+        its next one.
+
+        Raises:
+            InputError: a number is negative or not finite. The view does not change.
+        """
+        _check(report)
+        peer = self._peers.setdefault(report.gateway, Peer())
+        if report.sequence <= peer.sequence:
+            return ()
+        follows = report.sequence == peer.sequence + 1
+        peer.sequence = report.sequence
+        if report.whole:
+            named = {booking.request_id for booking in report.bookings}
+            for number in [number for number in sorted(peer.placed) if number not in named]:
+                self._apply(at, peer, PeerBooking(number))
+            peer.in_sync = peer.counted = True
+        else:
+            peer.in_sync = peer.in_sync and follows
+        for booking in report.bookings if peer.counted else ():
+            self._apply(at, peer, booking)
+        return tuple([event for event in report.events if not self._drains(peer, event)])
+
+    def lost(self, at: float, gateway: str) -> None:
+        """Release all bookings of a gateway whose lease has expired. Does nothing if it is unknown or lost already."""
+        peer = self._peers.get(gateway)
+        if peer is None or not peer.counted:
+            return
+        for number in sorted(peer.placed):
+            self._apply(at, peer, PeerBooking(number))
+        peer.in_sync = peer.counted = False
+        for instance, role in sorted(peer.draining.items()):
+            self._restore(instance, role)
+        peer.draining.clear()
+        self._peers[gateway] = self._peers.pop(gateway)  # the one that was lost last is the last to be forgotten
+        gone = [name for name, each in self._peers.items() if not each.counted]
+        for name in gone[: max(len(gone) - _LOST_MAX, 0)]:
+            del self._peers[name]
+
+    def known(self, at: float) -> Iterator[PeerReport]:
+        """Yield the state as reports, from which another core of this gateway continues."""
+        for name, peer in self._peers.items():
+            if peer.in_sync:
+                yield PeerReport(name, peer.sequence, at, peer.bookings, whole=True)
+
+    def lift(self, at: float) -> None:
+        """Take all bookings out of the view before the cluster changes; `put_back` must follow."""
+        for peer in self._peers.values():
+            for placed in peer.placed.values():
+                self._update(at, placed, PeerBooking(placed.booking.request_id))
+
+    def put_back(self, at: float, parts: Parts) -> None:
+        """Book again what `lift` has taken out, on the instances of these parts. A transfer begins again."""
+        self._parts = parts
+        for peer in self._peers.values():
+            for placed in peer.placed.values():
+                self._update(at, placed, placed.booking)
+
+    def _drains(self, peer: Peer, event: PeerEvent) -> bool:
+        """Follow the drains of a gateway; return whether the event was the start of one. An instance that is drained
+        takes no new requests here either."""
+        if isinstance(event, RoleSwitched):
+            peer.draining.pop(event.instance, None)
+        if not isinstance(event, RoleDraining):
+            return False
+        index, offloading = _index(self._parts, event.instance), self._parts.offloading
+        if offloading is None or index is None or not offloading.may_switch(index):
+            return True
+        role = self._parts.view.roles[index]
+        if role is not None and peer.counted:
+            peer.draining[event.instance] = role
+            self._parts.view.set_role(index, None)
+            offloading.switching += 1
+        return True
+
+    def _restore(self, instance: str, role: Role) -> None:
+        """Give an instance its role again because the gateway that drained it is lost."""
+        index, offloading = _index(self._parts, instance), self._parts.offloading
+        if offloading is not None and index is not None and self._parts.view.roles[index] is None:
+            self._parts.view.set_role(index, role)
+            offloading.switching -= 1
+
+    def _apply(self, at: float, peer: Peer, booking: PeerBooking) -> None:
+        placed = peer.placed.get(booking.request_id)
+        if placed is None:
+            if booking.empty:
+                return
+            placed = peer.placed[booking.request_id] = _Placed(PeerBooking(booking.request_id))
+        self._update(at, placed, booking)
+        placed.booking = booking
+        if booking.empty:
+            del peer.placed[booking.request_id]
+
+    def _update(self, at: float, placed: _Placed, new: PeerBooking) -> None:
+        """Change what is counted for a booking to `new`; parts that are equal keep their counts."""
+        old = placed.booking
+        self._move_transfer(at, placed, new)
+        if placed.prefill is not None and (old.prefill, old.prefill_s) != (new.prefill, new.prefill_s):
+            pool, position = placed.prefill
+            pool.release(position, at, old.prefill_s if new.prefill or not new.target else 0.0)
+            placed.prefill = None
+        if placed.prefill is None and new.prefill:
+            placed.prefill = self._book_prefill(at, new)
+        same = (old.target, old.need_bytes) == (new.target, new.need_bytes) and old.admitted <= new.admitted
+        if placed.decode is not None and not same:
+            takers, position = placed.decode
+            takers.release(position, old.need_bytes, admitted=old.admitted)
+            placed.decode = None
+        if placed.decode is None and new.target:
+            placed.decode = self._book_decode(at, new)
+        elif placed.decode is not None and new.admitted and not old.admitted:
+            takers, position = placed.decode
+            takers.admit(position)
+
+    def _move_transfer(self, at: float, placed: _Placed, new: PeerBooking) -> None:
+        old, dispatcher = placed.booking, self._parts.dispatcher
+        same = (old.source, old.target, old.kv_bytes) == (new.source, new.target, new.kv_bytes)
+        if placed.transfer is not None and not (same and new.source):
+            # The transfer has arrived if the request stays on its decode instance without it.
+            landed = not new.source and new.target == old.target
+            number, source, target = placed.transfer
+            dispatcher.transfer_ended(at, number, source, target, landed=landed)
+            placed.transfer = None
+        if placed.transfer is None and new.source and new.target:
+            source_index, target_index = _index(self._parts, new.source), _index(self._parts, new.target)
+            if source_index is not None and target_index is not None:
+                placed.transfer = next(self._numbers), source_index, target_index
+                dispatcher.transfer_started(at, *placed.transfer, new.kv_bytes)
+
+    def _book_prefill(self, at: float, booking: PeerBooking) -> tuple[PrefillPool, int] | None:
+        index = _index(self._parts, booking.prefill)
+        if index is None:
+            return None
+        pool = self._parts.view.prefill[self._parts.cluster.instances[index].model]
+        if index not in pool.position:
+            return None
+        position = pool.position[index]
+        pool.book(position, at, booking.prefill_s)
+        if pool.slow_start.started:
+            pool.slow_start.booked(position, at, int(pool.up.sum()))
+        return pool, position
+
+    def _book_decode(self, at: float, booking: PeerBooking) -> tuple[DecodePool, int] | None:
+        index = _index(self._parts, booking.target)
+        if index is None:
+            return None
+        instance = self._parts.cluster.instances[index]
+        pool = self._parts.view.decode.get((instance.model, instance.protocol))
+        if pool is None or index not in pool.position:
+            return None
+        position = pool.position[index]
+        pool.book(position, booking.need_bytes)
+        if pool.slow_start.started:
+            pool.slow_start.booked(position, at, int(pool.up.sum()))
+        if booking.admitted:
+            pool.admit(position)
+        return pool, position
+
+
+def _index(parts: Parts, name: str) -> int | None:
+    """Index of an instance in the cluster; None if it is not (yet, or any more) in it."""
+    try:
+        return parts.cluster.index(name)
+    except InputError:
+        return None
+
+
+def _check(report: PeerReport) -> None:
+    for booking in report.bookings:
+        for value in (booking.prefill_s, booking.need_bytes, booking.kv_bytes):
+            if not 0.0 <= value < math.inf:
+                what = f"gateway {report.gateway} reports {value} for request {booking.request_id}"
+                raise InputError(what, hint="give finite numbers of 0 or more")
