@@ -132,6 +132,9 @@ class Iterations:
         iteration = self._running[number]
         self.advance()
         iteration.sent_s = self.agenda.now
+        if not iteration.traffic.flows:  # a pipeline stage on links that nothing else uses ends as planned
+            self._slice_ends(number, iteration)
+            return
         self.delivery.fabric.reduce(number, iteration.traffic, iteration.tokens / iteration.slices)
         self.delivery.look_ahead()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvroute.control import Control
+from typing import Protocol
+
+from kvroute.control.offloader import Offloader
 from kvroute.event_log import EventLog
 from kvroute.prefix import Evicted
 from kvroute.sim.agenda import Agenda
@@ -11,12 +13,27 @@ from kvroute.topology import Cluster
 from kvroute.types import Decision, Event, KvCleared, KvEvicted, KvStored, RoleSwitched, SwitchRole
 
 
+class Core(Protocol):
+    """What decides: one core, or the cores of several gateways."""
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests that have arrived and not left."""
+
+    @property
+    def offloading(self) -> Offloader | None:
+        """Sites and thresholds, if prefills may be offloaded."""
+
+    def handle(self, event: Event) -> tuple[Decision, ...]:
+        """Process one event; see `Control.handle`."""
+
+
 class Router:
     """Sends events to Control and returns its decisions for requests."""
 
     def __init__(
         self,
-        control: Control,
+        control: Core,
         cluster: Cluster,
         fleet: Fleet,
         agenda: Agenda,

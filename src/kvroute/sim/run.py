@@ -15,11 +15,12 @@ from kvroute.sim.capacity import Capacity
 from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
+from kvroute.sim.gateways import GatewayCores, refuse_features
 from kvroute.sim.link_load import busiest_links, link_load
 from kvroute.sim.metrics import Outcomes, Summary, Timeline, summarise
 from kvroute.sim.network import Fabric
 from kvroute.sim.request_timelines import RequestTimelines
-from kvroute.sim.router import Router
+from kvroute.sim.router import Core, Router
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.store import Store
 from kvroute.sim.telemetry import Telemetry
@@ -107,11 +108,14 @@ class Simulation:
         self._cluster, self._trace, self._settings = cluster, trace.requests, settings
         self._spec, self._seed = spec, seed
         self._agenda, self._arrivals, self._outcomes = Agenda(), Arrivals(trace), _outcomes(trace)
-        control = spec.build(cluster)
+        if settings.gateways > 1:
+            refuse_features(spec, cluster)
         self._groups = TensorGroups.of(cluster)
         self._fabric = _fabric(cluster, settings, seed)
         self._fleet = Fleet(cluster, block_tokens=_block_tokens(trace), prefill_queueing=settings.prefill_queueing)
-        self._router = Router(control, cluster, self._fleet, self._agenda, log, role_switch_s=settings.role_switch_s)
+        self._router = Router(
+            self._core(), cluster, self._fleet, self._agenda, log, role_switch_s=settings.role_switch_s
+        )
         self._delivery = Delivery(
             cluster, self._fabric, self._fleet, self._outcomes, self._trace, decode_cache=settings.decode_cache
         )
@@ -147,6 +151,21 @@ class Simulation:
             prefill_cache=spec.prefill_cache,
             copy_queues=spec.offload is not None and spec.offload.copy_queues,
             store=self._store,
+        )
+
+    def _core(self) -> Core:
+        """The core of one gateway, or those of several."""
+        cores = [self._spec.build(self._cluster) for _ in range(self._settings.gateways)]
+        if len(cores) == 1:
+            return cores[0]
+        return GatewayCores(
+            cores,
+            self._fleet,
+            self._cluster,
+            self._agenda,
+            sync_s=self._settings.sync_s,
+            requests=len(self._trace),
+            seed=self._seed,
         )
 
     def run(self) -> Run:

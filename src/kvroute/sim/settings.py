@@ -154,6 +154,11 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache."""
     review_s: float | None = None
     """Period at which the router reviews the split between prefill and decode; None: never."""
+    gateways: int = 1
+    """Number of gateways; each has a core of its own and decides for its part of the requests."""
+    sync_s: float | None = 0.0
+    """Time from a step of a request until the other gateways know it; None: they never do and have only the engines'
+    metrics."""
     slo: Slo = Slo()
     warmup_s: float = 0.0
     """Requests that arrive before this time are simulated and not counted."""
@@ -181,6 +186,9 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name, period_s in (("stall_s", self.stall_s), ("review_s", self.review_s)):
             if period_s is not None and not 0 < period_s < float("inf"):
                 raise InputError(f"{name} is {period_s}", hint="give finite seconds above 0, or null")
+        if self.gateways < 1 or not 0 <= (self.sync_s or 0.0) < float("inf"):
+            what = f"{self.gateways} gateways with an exchange of {self.sync_s} s"
+            raise InputError(what, hint="give 1 or more gateways, and finite seconds, 0 or more, or null")
         if not 0 <= self.role_switch_s < float("inf"):
             raise InputError(f"role_switch_s is {self.role_switch_s}", hint="give finite seconds, 0 or more")
         if self.until_s is not None and not self.until_s >= 0:

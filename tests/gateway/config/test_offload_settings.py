@@ -68,7 +68,7 @@ OFFLOAD_ERRORS = {
     "two hooks": ('role_switch: {url: "http://a/b", command: [c]}', "gateway.offload.role_switch", "not both"),
     "hook of nowhere": ('role_switch: {url: "ftp://a"}', "gateway.offload.role_switch.url", "http://"),
     "unknown place": ('role_switch: {url: "http://a/{instance}"}', "gateway.offload.role_switch.url", "http://"),
-    "no command": ("role_switch: {command: []}", "gateway.offload.role_switch.command", "length >= 1"),
+    "no command": ("role_switch: {command: []}", "gateway.offload.role_switch.command", "write 1 or more"),
     "tokens": ("threshold: 19 bananas", "gateway.offload.threshold", "19.4K tokens"),
     "below the bounds": ("threshold: 10", "gateway.offload.threshold", "outside [1000, 1e+06]"),
     "no band": ("short_term: {utilisation_low: 0.99}", "gateway.offload.short_term", "leave no gap"),

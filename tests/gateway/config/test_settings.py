@@ -29,7 +29,7 @@ DOCUMENTED, KEYED, QUERIED = re.findall(
 def test_the_documented_defaults_are_the_defaults() -> None:
     assert settings_of(DOCUMENTED, "f") == GatewaySettings() == settings_of("name: a\n", "f")
     keys = re.findall(r"^  (\w+):", DOCUMENTED, re.M)
-    assert set(keys) | {"reserve", "upstream_key_env", "cache_salt_secret_env", "offload"} == {
+    assert set(keys) | {"reserve", "upstream_key_env", "cache_salt_secret_env", "offload", "replication"} == {
         field.encode_name for field in msgspec.structs.fields(GatewaySettings)
     }
 

@@ -17,6 +17,10 @@ WebOrigin: TypeAlias = Annotated[
 """Origin of a web page, as a browser writes it in the Origin header; `*`: any."""
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Path: TypeAlias = Annotated[str, Meta(pattern=r"^/[!-~]*\Z", examples=["/health"])]
+PassthroughPath: TypeAlias = Annotated[
+    str, Meta(pattern=r"^(/\*|(/[A-Za-z0-9_.~@:+-]+)+(/?\*)?)\Z", examples=["/v2/embed", "/v1/images/*"])
+]
+"""Path without escapes; it may end with `*`."""
 Url: TypeAlias = Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+[^\s]*\Z", examples=["http://10.0.0.9:9090"])]
 Secret: TypeAlias = Annotated[
     str, Meta(pattern=r"^[!-~]{16,1000}\Z", examples=["16 or more random characters"], extra={"secret": True})

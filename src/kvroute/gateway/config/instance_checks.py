@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from kvroute.gateway.config.settings import SECTION, GatewaySettings
 from kvroute.topology import Cluster, FileError, InstanceEntry
 from kvroute.topology.form import Key, Lines, nearest
-from kvroute.types import Instance
+from kvroute.types import TRAITS, Discovered, Instance
 
 
 def model_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
     """Yield aliases of models that the cluster does not have."""
+    if cluster.file.discovery is not None:
+        return  # the models of the engines are not known yet
     known = sorted({instance.model for instance in cluster.instances})
     for alias, model in settings.models.items():
         if model not in known:
@@ -21,6 +23,8 @@ def model_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> I
 def live_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
     """Yield what prevents real engines from being served: endpoints, bootstrap servers, partners for each protocol."""
     places = places_of(cluster, lines)
+    if cluster.file.discovery is not None and not cluster.instances:
+        return
     if ("instances", 0) not in lines.of and not any(instance.endpoint for instance in cluster.instances):
         hint = "list the instances, each with `endpoint: {url: ...}`, or serve emulated engines with --embedded"
         yield lines.error("instances made by a shorthand have no endpoint", ("instances",), hint)
@@ -28,7 +32,8 @@ def live_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> It
     first: dict[str, str] = {}
     for instance in sorted(cluster.instances, key=lambda instance: places[instance.name][1:]):
         yield from _endpoint_faults(instance, settings, places[instance.name], first, lines)
-    yield from _partner_faults(cluster, places, lines)
+    if cluster.file.discovery is None:
+        yield from _partner_faults(cluster, places, lines)
 
 
 def places_of(cluster: Cluster, lines: Lines) -> dict[str, Key]:
@@ -59,6 +64,19 @@ def _endpoint_faults(
     if settings.prefix == "events" and not endpoint.kv_events:
         hint = "add `kv_events: tcp://HOST:PORT`, or write `prefix: auto`"
         yield lines.error(f"`prefix: events` needs the KV events of {instance.name}", place, hint)
+
+
+def discovered_fault(engine: Discovered, settings: GatewaySettings) -> str:
+    """Return why the settings exclude a discovered engine; empty if they do not."""
+    endpoint, traits = engine.endpoint, TRAITS[engine.endpoint.protocol]
+    if settings.prefix == "events" and not endpoint.kv_events:
+        return "`prefix: events` needs its KV events"
+    if settings.layerwise and engine.role == "prefill" and not traits.concurrent_legs:
+        if not traits.early_pull:
+            return f"`layerwise` requests its KV cache early, which {endpoint.protocol} does not support"
+        if not endpoint.bootstrap:
+            return "`layerwise` requests its KV cache early, which needs its connector's address in `bootstrap`"
+    return ""
 
 
 def _partner_faults(cluster: Cluster, places: Mapping[str, Key], lines: Lines) -> Iterator[FileError]:

@@ -35,6 +35,10 @@ def site_faults(
     yield from _copy_faults(cluster, settings, lines, places)
     if settings.offload is None:
         return
+    if cluster.file.discovery is not None:
+        what = "`offload` and `discovery` cannot be given together"
+        yield lines.error(what, (SECTION, "offload"), "list the instances of a cluster that offloads prefills")
+        return
     try:
         settings.control_spec().build(cluster)
     except InputError as error:

@@ -21,7 +21,7 @@ from kvroute.gateway.config.settings_checks import settings_faults
 from kvroute.gateway.http.listener import bound
 from kvroute.topology import Cluster, FileError
 from kvroute.topology.assembly import examine
-from kvroute.topology.document import salvage_section
+from kvroute.topology.document import Overlay, salvage_section
 from kvroute.topology.form import Lines
 from kvroute.types import InputError, InputErrors, cannot_listen
 
@@ -30,7 +30,12 @@ _CROSSING = ("models", "offload", "layerwise", "prefix")
 
 
 def deployment_of(
-    text: str, source: str, *, embedded: bool = False, environ: Mapping[str, str] | None = os.environ
+    text: str,
+    source: str,
+    *,
+    embedded: bool = False,
+    environ: Mapping[str, str] | None = os.environ,
+    overlay: Overlay = lambda plain: plain,
 ) -> tuple[Cluster, GatewaySettings]:
     """Return the cluster and the gateway settings of a cluster file's text; `source` is its path.
 
@@ -40,6 +45,7 @@ def deployment_of(
         embedded: the engines are emulated, so that instances need no `endpoint`.
         environ: environment variables; None: another machine will serve the file, so neither the variables nor the
             files that the section names are checked.
+        overlay: adds values of the command line to the file; not to the section `gateway`.
 
     Raises:
         InputErrors: every fault.
@@ -47,7 +53,7 @@ def deployment_of(
     problems: list[InputError] = []
     cluster = None
     try:
-        cluster, faults = examine(text, source)
+        cluster, faults = examine(text, source, overlay)
         problems += faults
     except InputErrors as errors:
         problems += errors.problems
@@ -155,6 +161,7 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
     if offload is not None and hook is not None and hook.command and os.sep in hook.command[0]:
         program, *rest = hook.command
         offload = replace(offload, role_switch=replace(hook, command=[path(program), *rest]))
+    shared = settings.replication
     return replace(
         settings,
         listen=replace(listen, tls=files(listen.tls)),
@@ -163,4 +170,5 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
         keys=replace(settings.keys, file=path(settings.keys.file)),
         log=replace(settings.log, events=path(settings.log.events)),
         offload=offload,
+        replication=shared and replace(shared, password_file=path(shared.password_file)),
     )

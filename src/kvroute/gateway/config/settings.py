@@ -20,6 +20,7 @@ from kvroute.gateway.config.field_types import (
     MemorySize,
     NonEmptyText,
     Number,
+    PassthroughPath,
     Path,
     Port,
     Query,
@@ -32,6 +33,7 @@ from kvroute.gateway.config.field_types import (
     Window,
 )
 from kvroute.gateway.config.offload import OffloadSection
+from kvroute.gateway.config.replication import ReplicationSection
 from kvroute.gateway.openai_api.api_keys import KeySettings
 from kvroute.gateway.openai_api.cache_salt import CacheSaltMode
 from kvroute.gateway.openai_api.prompt_bounds import MEMORY_BYTES
@@ -178,6 +180,9 @@ class TimeoutSettings(Entry, frozen=True, kw_only=True):
     """From the start of the decode leg to a response that is not streamed: its first byte comes after its last
     token."""
     between_tokens_s: Wait = field(name="between_tokens", default=Wait(60.0))
+    abandoned_s: Window = field(name="abandoned", default=Window(10.0))
+    """After the client has left, time for a decode engine to fetch the KV cache, so that the prefill engine releases
+    it; 0: all legs are aborted at once."""
     drain_s: Wait = field(name="drain", default=Wait(120.0))
     """After SIGTERM, time for the requests in progress."""
 
@@ -287,8 +292,11 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     upstream_key_env: str | None = None
     """Environment variable with the engines' own key; it replaces the client's key, which the gateway checks."""
     forward_headers: list[HeaderName] = field(default_factory=list)
-    """Request headers forwarded to engines, in addition to those of OpenAI's SDKs and of tracing
+    """Request headers forwarded to engines, in addition to those of the SDKs and of tracing
     (`headers.FORWARDED`)."""
+    passthrough: list[PassthroughPath] = field(default_factory=list)
+    """Further paths whose requests are forwarded to one engine; `*` at the end stands for any rest. Paths that control
+    engines are only forwarded if they are listed without `*`."""
     cache_salt: CacheSaltMode = "none"
     """Prompts that share the engines' prefix caches: all, those of one API key, or those of one tenant."""
     cache_salt_secret_env: str | None = None
@@ -303,6 +311,8 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     for prompts that another datacenter prefills."""
     offload: OffloadSection | None = None
     """Prefill across datacenters; None: instances are chosen regardless of their datacenter."""
+    replication: ReplicationSection | None = None
+    """Other gateways of the same cluster; None: this is the only one."""
 
     def control_spec(self) -> ControlSpec:
         """Return the settings that determine the core's decisions: the first line of the event log."""

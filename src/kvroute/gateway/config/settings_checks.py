@@ -9,9 +9,11 @@ from pathlib import Path
 
 from kvroute.gateway.config.field_types import LogSize
 from kvroute.gateway.config.offload_checks import offload_faults
+from kvroute.gateway.config.replication_checks import replication_faults
 from kvroute.gateway.config.settings import SECTION, GatewaySettings, TlsSettings
 from kvroute.gateway.http.headers import OUR_OWN
 from kvroute.gateway.openai_api.api_keys import Keys
+from kvroute.gateway.openai_api.passthrough_paths import passthrough_fault
 from kvroute.policies import DECODE_POLICIES, TopologyConstraint, decode_policy, prefill_policy
 from kvroute.topology import FileError
 from kvroute.topology.form import Key, Lines, nearest
@@ -30,6 +32,7 @@ def settings_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[st
     yield from _oracle_faults(settings, lines)
     yield from _log_faults(settings, lines)
     yield from offload_faults(settings, lines)
+    yield from replication_faults(settings, lines, environ)
     if environ is not None:
         yield from _file_faults(settings, lines)
     yield from _key_faults(settings, lines, environ)
@@ -41,6 +44,10 @@ def settings_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[st
         if name.lower().encode() in OUR_OWN:
             what = f"the gateway sets {name} itself and cannot forward the client's"
             yield lines.error(what, (SECTION, "forward_headers", index), "leave it out")
+    for index, path in enumerate(settings.passthrough):
+        what, hint = passthrough_fault(path)
+        if what:
+            yield lines.error(what, (SECTION, "passthrough", index), hint)
 
 
 def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
