@@ -1,0 +1,247 @@
+"""`kvroute epp`: an endpoint picker for Envoy, in front of real or emulated engines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from kvroute.cli.emulate import shares_by_tier
+from kvroute.cli.epp_envoy import (
+    ENVOY,
+    Body,
+    EnvoyAdmin,
+    EnvoyChoices,
+    EnvoyFallback,
+    EnvoyListen,
+    Fail,
+    one_of,
+    reachable,
+)
+from kvroute.cli.kubernetes_options import (
+    KUBERNETES,
+    Context,
+    Kubeconfig,
+    Namespace,
+    Pool,
+    Selector,
+    kubernetes_overlay,
+)
+from kvroute.cli.output import check_writable, console, remarks, tell, write_whole
+from kvroute.cli.serve_options import (
+    PLACE,
+    ROUTING,
+    AdminPort,
+    Background,
+    Embedded,
+    EventLog,
+    KvScale,
+    LogFormat,
+    Policy,
+    PrefillPolicy,
+    Seed,
+    UntilEof,
+)
+from kvroute.cli.serve_overrides import Overrides
+from kvroute.cli.serving import emulated_engines, run_gateway
+from kvroute.topology.kubernetes_overlay import kubernetes_file
+from kvroute.types import Endpoint, InputError
+
+if TYPE_CHECKING:
+    from kvroute.epp.server import PickerSettings
+    from kvroute.gateway.config.settings import GatewaySettings
+    from kvroute.gateway.gateway import Gateway
+    from kvroute.gateway.lifecycle.deployment import Deployment
+
+
+def epp(
+    cluster: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Cluster file (YAML), with an endpoint for each instance. Optional with --kubernetes.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Policy = None,
+    prefill: PrefillPolicy = None,
+    host: Annotated[str | None, typer.Option(help="Listen address for Envoy.", rich_help_panel=PLACE)] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="gRPC port for Envoy; 0: any free port.", rich_help_panel=PLACE)
+    ] = None,
+    admin_port: AdminPort = None,
+    log: EventLog = None,
+    log_format: LogFormat = None,
+    print_envoy_config: Annotated[
+        bool,
+        typer.Option("--print-envoy-config", help="Print a configuration of Envoy and exit.", rich_help_panel=ENVOY),
+    ] = False,
+    envoy_config: Annotated[
+        Path | None,
+        typer.Option(help="Write that configuration to this file when the picker is ready.", rich_help_panel=ENVOY),
+    ] = None,
+    envoy_listen: EnvoyListen = "127.0.0.1:10000",
+    envoy_admin: EnvoyAdmin = "",
+    fail: Fail = "closed",
+    envoy_fallback: EnvoyFallback = "",
+    body: Body = "streamed",
+    prefill_by: Annotated[
+        str,
+        typer.Option(
+            help="Who orders the prefill: the `picker`, or a `sidecar` of the decode instance (llm-d).",
+            rich_help_panel=ROUTING,
+        ),
+    ] = "picker",
+    conformance: Annotated[
+        bool,
+        typer.Option(
+            "--conformance", help="Use the headers of the Gateway API's conformance tests.", rich_help_panel=ENVOY
+        ),
+    ] = False,
+    embedded: Embedded = False,
+    kv_scale: KvScale = 1e-3,
+    background: Background = "0",
+    seed: Seed = None,
+    kubernetes: Annotated[
+        bool,
+        typer.Option(
+            "--kubernetes",
+            help="Discover the engines among the pods of a Kubernetes cluster.",
+            rich_help_panel=KUBERNETES,
+        ),
+    ] = False,
+    pool: Pool = None,
+    namespace: Namespace = None,
+    selector: Selector = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(help="Write the addresses to this file as JSON when the picker is ready.", rich_help_panel=PLACE),
+    ] = None,
+    until_eof: UntilEof = False,
+) -> None:
+    """Choose endpoints for Envoy (ext_proc v3, the endpoint picker of the Gateway API inference extension).
+
+    Decisions, retries, health checks and circuit breakers are those of `kvroute serve`, with the settings in the file's
+    `gateway:` section; `listen` there is the address for Envoy. Envoy sends the requests and relays the responses.
+
+    Example: [bold]kvroute epp cluster.yaml --print-envoy-config > envoy.json[/bold]
+    or [bold]kvroute epp --kubernetes --pool llm/my-pool[/bold]
+    """
+    signal.signal(signal.SIGHUP, lambda number, frame: None)  # until the file is read, as in `serve`
+    _check_installed()
+    import uvloop
+
+    from kvroute.gateway.lifecycle.deployment import Deployment
+
+    one_of("--log-format", log_format or "text", ("text", "json"))
+    one_of("--prefill-by", prefill_by, ("picker", "sidecar"))
+    envoy = EnvoyChoices.of(envoy_listen, envoy_admin, fail, body, envoy_fallback)
+    overlay = kubernetes_overlay(namespace, selector, kubeconfig, context, pool, asked=kubernetes)
+    _check_source(cluster, embedded, kubernetes, print_envoy_config)
+    overrides = Overrides(
+        policy=policy,
+        prefill=prefill,
+        host=host,
+        port=port,
+        admin_port=admin_port,
+        log=log,
+        log_format=log_format,
+    )
+
+    def adjust(settings: GatewaySettings) -> GatewaySettings:
+        adjusted = overrides.applied(settings)
+        measures = adjusted.measure if adjusted.measure != "auto" or not embedded else "engine"
+        return msgspec.structs.replace(adjusted, measure=measures)
+
+    def read(endpoints: dict[str, Endpoint] | None = None) -> Deployment:
+        from kvroute.epp.addresses import check_addresses
+
+        if cluster is None:
+            deployment = Deployment.of(kubernetes_file().to_yaml(), "--kubernetes", adjust, overlay=overlay)
+        else:
+            deployment = Deployment.read(cluster, adjust, endpoints, overlay)
+        check_addresses(deployment.cluster.instances, deployment.source)
+        tell(deployment.cluster.remarks)
+        return deployment
+
+    if print_envoy_config:
+        deployment = read()
+        typer.echo(envoy.config_text(deployment, deployment.settings.listen.port))
+        return
+    for place, option in ((ready_file, "--ready-file"), (envoy_config, "--envoy-config")):
+        if place is not None:
+            check_writable(place, option)
+    with contextlib.ExitStack() as stack:
+        endpoints = None
+        if embedded and cluster is not None:
+            shares_by_tier(background)
+            Deployment.check_embedded(cluster, adjust)
+            endpoints = stack.enter_context(emulated_engines(cluster, kv_scale, background, seed))
+
+        def announce(gateway: Gateway, deployment: Deployment) -> None:
+            if envoy_config is not None:
+                write_whole(envoy_config, envoy.config_text(deployment, gateway.port), "--envoy-config")
+            _announce(gateway, deployment, ready_file)
+
+        from kvroute.epp.frontend import PickerFrontend
+
+        first = read(endpoints)
+        if envoy_config is not None:
+            envoy.config_text(first, first.settings.listen.port)  # an option that does not fit is an error now
+        fails_open = envoy.fail_open if envoy_config is not None else None
+        frontend = PickerFrontend(_picker_settings(first, conformance, prefill_by == "sidecar", fails_open))
+        run = run_gateway(lambda: read(endpoints), ready_file, seed, until_eof, frontend=frontend, announce=announce)
+        uvloop.run(run)
+
+
+def _check_source(cluster: Path | None, embedded: bool, kubernetes: bool, print_envoy_config: bool) -> None:
+    """Check that the options name one source of engines, which the configuration of Envoy can have."""
+    if cluster is None and not kubernetes:
+        raise InputError("no cluster file is given", hint="give a YAML file, or discover the engines with --kubernetes")
+    if embedded and kubernetes:
+        raise InputError("--embedded and --kubernetes exclude each other", where="--embedded")
+    if embedded and print_envoy_config:
+        what = "emulated engines have no addresses before they run"
+        raise InputError(what, where="--print-envoy-config", hint="use --envoy-config FILE with --embedded")
+
+
+def _check_installed() -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC would print causes beside our sentences
+    try:
+        import uvloop  # noqa: F401
+
+        import kvroute.epp.frontend  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve,epp]'") from None
+
+
+def _picker_settings(
+    deployment: Deployment, conformance: bool, sidecar: bool, fails_open: bool | None
+) -> PickerSettings:
+    from kvroute.epp.server import PickerSettings
+
+    tls = deployment.settings.listen.tls
+    pair = None if tls is None else (Path(tls.key).read_bytes(), Path(tls.certificate).read_bytes())
+    return PickerSettings(conformance, sidecar, pair, fails_open)
+
+
+def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None) -> None:
+    from kvroute.gateway.lifecycle.exposure import exposures
+
+    settings, cluster = deployment.settings, deployment.cluster
+    picker = f"{reachable(settings.listen.host)}:{gateway.port}"
+    admin = f"{'https' if settings.admin.tls else 'http'}://{settings.admin.host}:{gateway.admin_port}"
+    for exposure in exposures(settings):
+        remarks().print(f"warning: {exposure}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    out = console()
+    engines = f"{len(cluster.instances)} instances" if cluster.file.discovery is None else "the discovered engines"
+    out.print(f"kvroute picks among {engines} of {cluster.name} for Envoy: {picker}")
+    out.print(f"dashboard and metrics: {admin}")
+    if ready_file is not None:
+        write_whole(ready_file, msgspec.json.encode({"picker": picker, "admin": admin}).decode(), "--ready-file")

@@ -1,0 +1,166 @@
+"""One request in Envoy: the picker chooses where it goes, and learns when its response begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvroute.epp.envoy_pb2 import ProcessingResponse
+from kvroute.epp.messages import immediate_reply
+from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.openai_api.anthropic_errors import in_format_of
+
+
+@dataclass(frozen=True, slots=True)
+class PickRequest:
+    """A request as Envoy has received it."""
+
+    method: bytes
+    path: bytes
+    query: bytes
+    headers: Headers
+    """Without pseudo-headers."""
+    body: bytes
+    peer: str
+    subsets: tuple[frozenset[str], ...]
+    """Sets of endpoints (`ip:port`, or `ip` for all ports); the chosen one must be in each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Where Envoy sends a request."""
+
+    destination: str
+    """Endpoints in the order to try, separated by commas."""
+    added: Headers
+    """Headers that the engine receives in place of the client's."""
+    removed: list[bytes]
+    """Names of the client's headers that it does not receive."""
+    body: bytes
+
+
+class PickExchange:
+    """See `ClientExchange`. Envoy relays the response, so nothing of it is written here: call `respond` or `pick`.
+
+    After `pick`, `on_response` is called with the status and the endpoint that has served it (empty: none has), and
+    `on_end` when the response is over. If Envoy ends the request before, `on_gone` is called.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_reset",
+        "body",
+        "finished",
+        "gone",
+        "headers",
+        "method",
+        "on_end",
+        "on_gone",
+        "on_pause",
+        "on_response",
+        "on_resume",
+        "path",
+        "peer",
+        "query",
+        "responded",
+        "started",
+        "subsets",
+    )
+    full_status = 429  # the protocol of endpoint pickers: 503 means that there is no endpoint
+
+    def __init__(
+        self,
+        request: PickRequest,
+        answer: Callable[[Pick | ProcessingResponse], None],
+        reset: Callable[[], None],
+    ) -> None:
+        """Args:
+
+        request: as Envoy has received it.
+        answer: takes the choice, or the response that Envoy sends at once; called at most once.
+        reset: ends the stream to Envoy with an error.
+        """
+        self.method, self.path, self.query = request.method, request.path, request.query
+        self.headers, self.body, self.peer, self.subsets = request.headers, request.body, request.peer, request.subsets
+        self.started = self.finished = self.gone = False
+        self.responded = False
+        """The response has begun."""
+        self.on_gone: Callable[[], None] | None = None
+        self.on_pause: Callable[[], None] | None = None
+        self.on_resume: Callable[[], None] | None = None
+        self.on_response: Callable[[int, str], None] | None = None
+        self.on_end: Callable[[], None] | None = None
+        self._answer, self._reset = answer, reset
+
+    def header(self, name: bytes) -> bytes | None:
+        """Return the value of the first header with this name (lower case), or None."""
+        return next((value for key, value in self.headers if key == name), None)
+
+    def release_body(self) -> None:
+        """Free the memory of the body."""
+        self.body = b""
+
+    def pick(self, pick: Pick) -> None:
+        """Send the request to an endpoint; no other response follows."""
+        assert not self.started, "Envoy sends a request once"
+        if not self.gone:
+            self.started = True
+            self._answer(pick)
+
+    def respond(
+        self,
+        status: int,
+        body: bytes,
+        content_type: bytes = b"application/json",
+        headers: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """Let Envoy send this response to the client."""
+        if self.gone or self.finished:
+            return
+        assert not self.started, "a request has one response"
+        self.started = self.finished = True
+        self._forget()
+        self._answer(immediate_reply(status, in_format_of(self.path, status, body), content_type, headers))
+
+    def start(self, status: int, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> None:
+        """Not possible: Envoy relays the response."""
+        raise AssertionError("Envoy relays the response")
+
+    def write(self, data: bytes) -> None:
+        """Not possible: Envoy relays the response."""
+        raise AssertionError("Envoy relays the response")
+
+    def write_chunk(self, chunk: bytes, data_bytes: int) -> None:
+        """Not possible: Envoy relays the response."""
+        raise AssertionError("Envoy relays the response")
+
+    def end(self) -> None:
+        """Not possible: Envoy relays the response."""
+        raise AssertionError("Envoy relays the response")
+
+    def abort(self) -> None:
+        """End the stream to Envoy with an error, so that the client sees a truncated response, or none."""
+        if not (self.gone or self.finished):
+            self.finished = True
+            self._forget()
+            self._reset()
+
+    def response_began(self, status: int, served: str) -> None:
+        """Report the beginning of the response. Args: see `on_response`."""
+        self.responded = True
+        if self.on_response is not None:
+            self.on_response(status, served)
+
+    def closed(self) -> None:
+        """Report the end of the stream to Envoy: the response is over, or the request ended before it began."""
+        if self.gone or self.finished:
+            return
+        then = self.on_end if self.responded else self.on_gone
+        self.gone, self.finished = not self.responded, self.responded
+        self._forget()
+        if then is not None:
+            then()
+
+    def _forget(self) -> None:
+        """Break the reference cycle with the owner."""
+        self.on_gone = self.on_response = self.on_end = None

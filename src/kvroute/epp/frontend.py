@@ -1,0 +1,63 @@
+"""The picker as a frontend of the gateway: requests come from Envoy, which also sends their decode legs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvroute.epp.addresses import address_fault
+from kvroute.epp.decode_leg import EnvoyDecodeLeg, instances_in
+from kvroute.epp.exchange import PickExchange
+from kvroute.epp.passthrough import PassthroughPick
+from kvroute.epp.server import PickerServer, PickerSettings
+from kvroute.epp.sidecar_leg import SidecarDecodeLeg
+from kvroute.gateway.proxy.endpoints import MakePassthrough
+from kvroute.gateway.proxy.frontend import Server, ServerParts
+from kvroute.gateway.proxy.request import ProxiedRequest
+from kvroute.types import Discovered, OwnPicker
+
+if TYPE_CHECKING:
+    from kvroute.gateway.http.exchange import ClientExchange
+    from kvroute.gateway.openai_api.requests import Completion
+    from kvroute.gateway.proxy.runtime import ClusterRuntime
+
+
+class PickerFrontend:
+    """See `kvroute.gateway.proxy.frontend.Frontend`."""
+
+    relayed: MakePassthrough = PassthroughPick
+
+    def __init__(self, settings: PickerSettings | None = None) -> None:
+        self._settings = settings or PickerSettings()
+
+    def proxied(
+        self,
+        runtime: ClusterRuntime,
+        exchange: ClientExchange,
+        completion: Completion,
+        request_id: bytes,
+        received_at: float,
+    ) -> ProxiedRequest:
+        """Make the request of a completion."""
+        assert isinstance(exchange, PickExchange), "a picker gets requests from Envoy"
+        return ProxiedRequest(
+            runtime,
+            exchange,
+            completion,
+            request_id,
+            received_at,
+            decode_leg=SidecarDecodeLeg if self._settings.sidecar else EnvoyDecodeLeg,
+            only=instances_in(exchange.subsets, runtime),
+            joint=self._settings.sidecar,
+        )
+
+    def server(self, parts: ServerParts) -> Server:
+        """See `Frontend`."""
+        return PickerServer(parts, self._settings)
+
+    def engine_fault(self, engine: Discovered) -> str:
+        """See `Frontend`. Envoy connects to addresses, not to names."""
+        return address_fault(engine.endpoint.url)
+
+    def picker(self, port: int) -> OwnPicker | None:
+        """See `Frontend`."""
+        return OwnPicker(port, self._settings.fails_open)

@@ -1,0 +1,159 @@
+"""Conversion between the messages of envoy.proto and what the picker uses; what comes from Envoy is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from google.protobuf import struct_pb2
+
+from kvroute.epp.envoy_pb2 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HeaderValue,
+    HeaderValueOption,
+    HttpHeaders,
+    HttpStatus,
+    ImmediateResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+)
+from kvroute.gateway.http.headers import Headers
+
+PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+ACCESS_LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
+HEALTH = "/grpc.health.v1.Health/Check"
+NAMESPACE, DESTINATION = "envoy.lb", "x-gateway-destination-endpoint"
+"""Namespace and key of the chosen endpoints, as a header (the key alone) and as dynamic metadata."""
+ATTEMPTS = "x-kvroute-destination-endpoints"
+"""Key beside it: the same endpoints, each under the number of Envoy's attempt ("1", "2", ...)."""
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+PIECE_BYTES = 62 * 1024
+"""Longest part of a body in one message: Envoy splits messages of more than 64 KiB."""
+_OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+def headers_of(message: HttpHeaders) -> Headers:
+    """Return the headers of a message, pseudo-headers included."""
+    return [(each.key.encode("latin-1"), each.raw_value or each.value.encode()) for each in message.headers.headers]
+
+
+def status_of(message: HttpHeaders) -> int:
+    """Return the status of a response; 0 if there is none."""
+    for each in message.headers.headers:
+        if each.key == ":status":
+            value = each.raw_value or each.value.encode()
+            return int(value) if value.isdigit() else 0
+    return 0
+
+
+def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
+    """Return the endpoints from which Envoy wants one, by a list or by comma-separated text; None: from all."""
+    hint = message.metadata_context.filter_metadata
+    if SUBSET_NAMESPACE not in hint or SUBSET not in hint[SUBSET_NAMESPACE].fields:
+        return None
+    return frozenset(_names(hint[SUBSET_NAMESPACE].fields[SUBSET]))
+
+
+def _names(value: struct_pb2.Value) -> Iterator[str]:
+    texts = [value.string_value] if value.HasField("string_value") else []
+    texts += [each.string_value for each in value.list_value.values]
+    for text in texts:
+        yield from split_names(text)
+
+
+def split_names(text: str) -> list[str]:
+    """Return the non-empty parts of comma-separated text."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def served_of(message: ProcessingRequest) -> str:
+    """Return the endpoint that has served a response; empty if Envoy does not say, or if no endpoint has."""
+    found = message.metadata_context.filter_metadata
+    if NAMESPACE not in found or SERVED not in found[NAMESPACE].fields:
+        return ""
+    served = found[NAMESPACE].fields[SERVED].string_value
+    return served if served != "-" else ""
+
+
+def set_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[HeaderValueOption]:
+    """Return the message form of headers that replace those of the same names."""
+    return [
+        HeaderValueOption(header=HeaderValue(key=name.decode("latin-1"), raw_value=value), append_action=_OVERWRITE)
+        for name, value in headers
+    ]
+
+
+def metadata_of(destination: str) -> struct_pb2.Struct:
+    """Return the dynamic metadata that names the chosen endpoints.
+
+    The protocol's list is for clusters that know their endpoints. A cluster that knows none takes one endpoint from a
+    key of its own, so each attempt has one.
+    """
+    numbered = enumerate(split_names(destination), start=1)
+    attempts = struct_pb2.Struct(fields={str(n): struct_pb2.Value(string_value=each) for n, each in numbered})
+    fields = {
+        DESTINATION: struct_pb2.Value(string_value=destination),
+        ATTEMPTS: struct_pb2.Value(struct_value=attempts),
+    }
+    inner = struct_pb2.Struct(fields=fields)
+    return struct_pb2.Struct(fields={NAMESPACE: struct_pb2.Value(struct_value=inner)})
+
+
+def picked(destination: str, added: Headers, removed: Iterable[bytes]) -> tuple[HeaderMutation, struct_pb2.Struct]:
+    """Return the header changes and the metadata of a choice.
+
+    Args:
+        destination: endpoints in the order to try, separated by commas.
+        added: headers that the engine receives in place of the client's.
+        removed: names of the client's headers that it does not receive; one that is added is not removed, because
+            gateways may remove headers after they add others.
+    """
+    own = [(DESTINATION.encode(), destination.encode()), *added]
+    kept = {name for name, _ in own}
+    names = [name.decode("latin-1") for name in removed if name not in kept]
+    return HeaderMutation(set_headers=set_headers(own), remove_headers=names), metadata_of(destination)
+
+
+def streamed_replies(
+    mutation: HeaderMutation, metadata: struct_pb2.Struct, body: bytes | None, *, ends: bool = True
+) -> list[ProcessingResponse]:
+    """Return the replies to headers and body of a request whose body Envoy streams.
+
+    Args:
+        mutation, metadata: see `picked`.
+        body: the body for the engine; None: the request has none.
+        ends: whether the request ends with the body; else trailers follow.
+    """
+    headers = HeadersResponse(response=CommonResponse(header_mutation=mutation))
+    first = ProcessingResponse(request_headers=headers, dynamic_metadata=metadata)
+    if body is None:
+        return [first]
+    return [first, *(ProcessingResponse(request_body=piece) for piece in body_pieces(body, ends=ends))]
+
+
+def body_pieces(body: bytes, *, ends: bool) -> Iterator[BodyResponse]:
+    """Yield replies with the parts of a body that Envoy streams. Args: `ends`: whether nothing follows the body."""
+    for start in range(0, max(len(body), 1), PIECE_BYTES):
+        last = ends and start + PIECE_BYTES >= len(body)
+        piece = StreamedBodyResponse(body=body[start : start + PIECE_BYTES], end_of_stream=last)
+        yield BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=piece)))
+
+
+def buffered_replies(mutation: HeaderMutation, metadata: struct_pb2.Struct, body: bytes) -> list[ProcessingResponse]:
+    """Return the reply to the body of a request that Envoy has buffered."""
+    changed = CommonResponse(header_mutation=mutation, body_mutation=BodyMutation(body=body))
+    return [ProcessingResponse(request_body=BodyResponse(response=changed), dynamic_metadata=metadata)]
+
+
+def immediate_reply(
+    status: int, body: bytes, content_type: bytes, headers: Iterable[tuple[bytes, bytes]]
+) -> ProcessingResponse:
+    """Return the reply that makes Envoy send this response to the client."""
+    changed = HeaderMutation(set_headers=set_headers([(b"content-type", content_type), *headers]))
+    response = ImmediateResponse(status=HttpStatus(code=status), headers=changed, body=body, details="kvroute")
+    return ProcessingResponse(immediate_response=response)

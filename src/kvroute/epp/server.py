@@ -1,0 +1,191 @@
+"""The gRPC server of the picker: external processing, access logs and health, on the gateway's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from kvroute.epp.access_log import AccessLog
+from kvroute.epp.envoy_pb2 import (
+    HealthCheckRequest,
+    HealthCheckResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamAccessLogsMessage,
+    StreamAccessLogsResponse,
+)
+from kvroute.epp.exchange import PickExchange
+from kvroute.epp.messages import ACCESS_LOGS, HEALTH, PROCESS
+from kvroute.epp.stream import ProcessingStream, ProtocolFault
+from kvroute.gateway.http.request_parser import LIGHT_BYTES
+from kvroute.gateway.observe.logs import log_event
+from kvroute.gateway.openai_api.passthrough_paths import COMPLETIONS, OPENAI_COMPLETIONS
+from kvroute.gateway.proxy.frontend import ServerParts
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second picker on the same port is an error
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_concurrent_streams", 1 << 30),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+_NOTICE_S = 3.0
+"""Time in which Envoys notice that the picker drains: two failed health checks, one second apart, and their timeout."""
+_READINESS = frozenset({"", "readiness", PROCESS[1:].rpartition("/")[0]})
+"""Services whose health is that of the picker."""
+
+
+@dataclass(frozen=True, slots=True)
+class PickerSettings:
+    """Settings of the picker beside those of the gateway."""
+
+    conformance: bool = False
+    """Whether the headers of the conformance tests have an effect."""
+    sidecar: bool = False
+    """Whether a sidecar of each decode instance orders the prefill, so that the picker only names its instance."""
+    certificate: tuple[bytes, bytes] | None = None
+    """Key and certificate in PEM for TLS; None: no TLS."""
+    fails_open: bool | None = None
+    """Whether the configuration of Envoy that the picker has written fails open; None: it has written none."""
+
+
+class PickerServer:
+    """See `kvroute.gateway.proxy.frontend.Server`."""
+
+    def __init__(self, parts: ServerParts, settings: PickerSettings) -> None:
+        self.limits = parts.limits
+        self._endpoints, self._ready, self._settings = parts.endpoints, parts.ready, settings
+        self._server: Any = None
+        self._streams = self._bodies_bytes = 0
+        self.access_log = AccessLog(lambda: parts.endpoints.serving)
+        self._draining = asyncio.Event()
+        self._closed = False
+
+    @property
+    def connections(self) -> int:
+        """Number of streams; each is one request."""
+        return self._streams
+
+    async def listen(self, host: str, port: int, ssl: object = None) -> int:
+        """Accept Envoys at an address and return the port (chosen by the system if `port` is 0).
+
+        Raises:
+            OSError: the address cannot be used.
+        """
+        del ssl  # gRPC has TLS of its own: see `PickerSettings`
+        server = self._server = grpc.aio.server(options=_OPTIONS)
+        server.add_generic_rpc_handlers(tuple(_handlers(self._process, self._health, self._logs)))
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if self._settings.certificate is None:
+                drawn = server.add_insecure_port(address)
+            else:
+                credentials = grpc.ssl_server_credentials([self._settings.certificate])
+                drawn = server.add_secure_port(address, credentials)
+        except RuntimeError:
+            await server.start()  # gRPC can only stop a server that was started
+            await server.stop(None)
+            self._server = None
+            raise OSError(None, "the address is in use, or not of this machine") from None
+        await server.start()
+        return int(drawn)
+
+    def stop_accepting(self) -> None:
+        """Reject new streams."""
+        self._closed = True
+
+    async def drain(self, timeout_s: float, *, idle_s: float = _NOTICE_S) -> None:
+        """Reject new streams after `idle_s`, in which Envoys notice that the picker is not ready any more, and wait for
+        those in progress, at most `timeout_s`."""
+        if self._server is None:
+            return
+        await asyncio.sleep(min(idle_s, timeout_s))
+        self._closed = True
+        server, self._server = self._server, None
+        self._draining.set()
+        await server.stop(timeout_s)
+
+    async def _health(self, request: HealthCheckRequest, _: Any) -> HealthCheckResponse:
+        status = HealthCheckResponse.SERVICE_UNKNOWN
+        if request.service == "liveness":
+            status = HealthCheckResponse.SERVING
+        elif request.service in _READINESS:
+            status = HealthCheckResponse.NOT_SERVING if self._ready() else HealthCheckResponse.SERVING
+        return HealthCheckResponse(status=status)
+
+    async def _logs(self, _: Any, context: Any) -> StreamAccessLogsResponse:
+        """Serve one Envoy's stream, which lasts as long as that Envoy or the picker."""
+
+        async def read() -> None:
+            while (message := await context.read()) is not grpc.aio.EOF:
+                for entry in message.http_logs.log_entry:
+                    self.access_log.take(entry)
+
+        waits = [asyncio.ensure_future(read()), asyncio.ensure_future(self._draining.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        return StreamAccessLogsResponse()
+
+    async def _process(self, _: Any, context: Any) -> None:
+        if self._closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the picker is shutting down")
+        self._streams += 1
+        stream = ProcessingStream(context, self._take, self._room, conformance=self._settings.conformance)
+        try:
+            await stream.run()
+        except ProtocolFault as fault:
+            log_event("error", "envoy_misconfigured", reason=str(fault))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
+        finally:
+            self._streams -= 1
+            self._bodies_bytes -= stream.held_bytes
+
+    def _room(self, stream: ProcessingStream, nbytes: int) -> tuple[int, str]:
+        """Count the size of a body so far; return status and reason if it has no room, else 0."""
+        limits, size = self.limits, counted_bytes(nbytes)
+        self._bodies_bytes += size - stream.held_bytes
+        stream.held_bytes = size
+        if nbytes > limits.body_bytes:
+            return 413, f"the body is longer than {limits.body_bytes} bytes"
+        if self._bodies_bytes > limits.bodies_bytes:
+            return 503, "the bodies of all requests together take all memory that they may"
+        return 0, ""
+
+    def _take(self, exchange: PickExchange) -> None:
+        """Handle a request."""
+        # A sidecar of an engine orders prefills for the first two kinds only.
+        split = OPENAI_COMPLETIONS if self._settings.sidecar else COMPLETIONS
+        if exchange.path in split and exchange.method == b"POST":
+            self._endpoints.complete(exchange)
+        else:
+            self._endpoints.pass_through(exchange)
+
+
+def counted_bytes(nbytes: int) -> int:
+    """Return the memory that counts for a body of this size: four times its size, as in the gateway's HTTP server;
+    none for a small one."""
+    return 4 * nbytes if nbytes > LIGHT_BYTES else 0
+
+
+def _handlers(process: Callable[..., Any], health: Callable[..., Any], logs: Callable[..., Any]) -> list[Any]:
+    """Return the handlers of all services."""
+    processing = grpc.stream_stream_rpc_method_handler(
+        process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
+    )
+    checking = grpc.unary_unary_rpc_method_handler(
+        health, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
+    )
+    logging = grpc.stream_unary_rpc_method_handler(
+        logs, StreamAccessLogsMessage.FromString, StreamAccessLogsResponse.SerializeToString
+    )
+    found = []
+    for path, handler in ((PROCESS, processing), (HEALTH, checking), (ACCESS_LOGS, logging)):
+        service, _, method = path[1:].partition("/")
+        found.append(grpc.method_handlers_generic_handler(service, {method: handler}))
+    return found

@@ -1,0 +1,53 @@
+"""The event log of a picker: restricted and moved requests replay like all others, and `explain` says what moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.epp.envoy_rig import address, completion_body, picker
+from tests.gateway.stub_engines import engines_of, run
+from typer.testing import CliRunner
+
+from kvroute.cli.app import app
+from kvroute.epp.server import PickerSettings
+from kvroute.event_log import read_log
+from kvroute.types import Arrived, Decode, Served
+
+
+def test_a_log_of_subsets_sidecars_and_moved_decodes_replays(tmp_path: Path) -> None:
+    """Every decision is the same in the replay."""
+    log = tmp_path / "events.jsonl"
+    names = {}
+
+    async def main() -> None:
+        prefill, decode = engines_of("vllm")
+        section = f"  log: {{events: {log}}}\n"
+        async with picker(prefill + decode, section, PickerSettings(sidecar=True)) as rig:
+            names.update({address(engine): engine.name for engine in decode})
+            for subset in (None, "127.0.0.1", "192.0.2.1"):
+                stream = rig.stream()
+                answer = await stream.ask(completion_body(), subset=subset)
+                if answer.status:
+                    continue
+                await stream.respond(200, answer.endpoints[-1])
+                await stream.end()
+            assert await rig.becomes_idle()
+
+    run(main())
+    _, recorded = read_log(log)
+    records = list(recorded)
+    arrived = [record.event for record in records if isinstance(record.event, Arrived)]
+    assert [each.only is None for each in arrived] == [True, False, False]
+    assert all(each.joint for each in arrived)
+    moved = [record for record in records if isinstance(record.event, Served)]
+    assert len(moved) == 2
+    for record in moved:
+        (decision,) = record.decisions
+        assert isinstance(decision, Decode)
+        assert isinstance(record.event, Served)
+        assert decision.target == record.event.instance in names.values()
+    replayed = CliRunner().invoke(app, ["replay", str(log)])
+    assert replayed.exit_code == 0, replayed.output
+    explained = CliRunner().invoke(app, ["explain", str(log), "0"], env={"COLUMNS": "200"})
+    assert explained.exit_code == 0, explained.output
+    assert "instead" in explained.stdout
