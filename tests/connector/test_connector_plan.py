@@ -566,6 +566,14 @@ def count(counts: Counts, source: str, kind: str, nbytes: int) -> None:
             count_failure(counts, source, reason)
 
 
+def test_the_shares_of_all_ranks_are_one_transfer() -> None:
+    """Four ranks pull a quarter each at the same time: the rate is that of all bytes in the mean time of a rank."""
+    counts = no_counts()
+    for rank, seconds in enumerate((1.0, 3.0, 2.0, 2.0)):
+        count_transfer(counts, "p0", 1e9, seconds, rank=rank, ranks=4)
+    assert (counts["transfers"], counts["nbytes"], counts["seconds"]) == ({"p0": 1}, {"p0": 4e9}, {"p0": 2.0})
+
+
 def test_the_connections_of_all_ranks_are_aggregated_into_one_link() -> None:
     """Windows, queues and rates are added; the round trip is the mean over connections, and the latest report of a rank
     counts."""

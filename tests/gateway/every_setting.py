@@ -93,7 +93,7 @@ def _candidates(known: inspect.Type, name: str) -> Iterator[Any]:
             case inspect.BoolType():
                 yield from (True, False)
             case inspect.IntType() | inspect.FloatType():
-                yield from (0.375, 3, 17, 0.5)
+                yield from (0.375, 3, 17, 0.5, 2_000)
             case inspect.StrType():
                 yield from _examples(known)
                 yield from ("example", "/example", "http://example:1/x", "5 ms")

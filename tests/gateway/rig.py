@@ -127,6 +127,18 @@ class RunningGateway:
             "slots": sum(load.queued for load in runtime.control.loads(runtime.now()).values()),
         }
 
+    def counted_loads(self, fleet: EmulatedCluster) -> list[float]:
+        """Return all counts of requests in the gateway's views and in the engines; all are zero without a request."""
+        now, runtime = self.gateway.now(), self.gateway.runtime
+        tick = self.gateway.state.tick(now)
+        load, loads = tick.load, runtime.control.loads(now).values()
+        return [
+            *(load.connections, load.in_flight, load.queued, tick.transfers_in_flight),
+            *(tile.requests for tile in tick.instances),
+            *(load.pending_s + load.queued for load in loads),
+            *(server.engine.running + server.engine.waiting for server in fleet.servers.values()),
+        ]
+
     async def becomes_idle(self) -> bool:
         """Return whether all resources are released within the time limit; scrapes and health checks may continue."""
         return await becomes_true(lambda: not any(self.held_resources().values()))

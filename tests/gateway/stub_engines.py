@@ -145,6 +145,8 @@ class Engine:
     """Engine ID that the bootstrap server returns. Empty: it lists no engine."""
     started_s: float = 1.0
     """Start time of the process in seconds, as the metrics page shows it."""
+    metrics: str = ""
+    """More lines of the metrics page."""
     tls: ssl.SSLContext | None = None
     port: int = 0
 
@@ -164,7 +166,7 @@ class Engine:
                 return web.Response()
             case "/metrics":
                 page = f"vllm:num_requests_running 0\nprocess_start_time_seconds {self.started_s}\n"
-                return web.Response(text=page)
+                return web.Response(text=page + self.metrics)
             case "/query":
                 self.queries += 1
                 ranks = {"0": {"engine_id": self.engine_id, "worker_addr": {}}} if self.engine_id else {}

@@ -142,20 +142,7 @@ async def check_nothing_held(gate: Rig) -> None:
     """Check that nothing is held in the gateway, in the core or in the engines, client connections included."""
     assert await gate.becomes_idle(), gate.held_resources()
     await gate.session.close()
-    now, runtime = gate.gateway.now, gate.gateway.runtime
-
-    def held() -> list[float]:
-        tick = gate.gateway.state.tick(now())
-        load, loads = tick.load, runtime.control.loads(now()).values()
-        engines = [server.engine.running + server.engine.waiting for server in gate.fleet.servers.values()]
-        return [
-            *(load.connections, load.in_flight, load.queued, tick.transfers_in_flight),
-            *(tile.requests for tile in tick.instances),
-            *(load.pending_s + load.queued for load in loads),
-            *engines,
-        ]
-
-    assert await becomes_true(lambda: not any(held())), held()
+    assert await becomes_true(lambda: not any(gate.counted_loads(gate.fleet))), gate.counted_loads(gate.fleet)
     assert all(line.endswith(" 0") for line in metric_lines(gate, "kvroute_transfers_in_flight"))
     gc.collect()
     kept = Counter(

@@ -12,10 +12,11 @@ N = TypeVar("N", int, float)
 
 
 class Counts(TypedDict):
-    """Counts of one interval. Every tensor-parallel rank counts its own share of a transfer."""
+    """Counts of one interval. Every tensor-parallel rank counts its own share of a transfer: the sums over ranks are
+    the bytes of whole transfers, and the mean of the ranks' times, because they transfer at the same time."""
 
     transfers: dict[str, int]
-    """Number of transfers. All fields up to `early_bytes` are by source instance."""
+    """Number of transfers, counted by the first rank. All fields up to `early_bytes` are by source instance."""
     nbytes: dict[str, float]
     seconds: dict[str, float]
     failures: dict[str, dict[str, int]]
@@ -43,11 +44,13 @@ def is_empty(counts: Counts) -> bool:
     return not any(counts.values())
 
 
-def count_transfer(counts: Counts, source: str, nbytes: float, seconds: float) -> None:
-    """Count a successful transfer."""
-    _add(counts["transfers"], {source: 1})
+def count_transfer(
+    counts: Counts, source: str, nbytes: float, seconds: float, *, rank: int = 0, ranks: int = 1
+) -> None:
+    """Count a successful transfer. Args: `rank`: the one that counts its share, of `ranks`."""
+    _add(counts["transfers"], {source: int(rank == 0)})
     _add(counts["nbytes"], {source: nbytes})
-    _add(counts["seconds"], {source: seconds})
+    _add(counts["seconds"], {source: seconds / ranks})
 
 
 def count_early(counts: Counts, source: str, nbytes: float) -> None:

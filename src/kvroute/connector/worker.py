@@ -44,7 +44,8 @@ class Worker:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         """`layers` maps a layer's name to the numbers of the regions that hold its KV."""
-        self._options, self._rank, self._layers, self._clock = options, layout.rank, layers, clock
+        self._options, self._layers, self._clock = options, layers, clock
+        self._rank, self._ranks = layout.rank, layout.tp
         offset = replica * layout.tp + layout.rank
         self._server = Server(regions, layout, options, port_offset=offset, environ=environ) if producer else None
         self._client = Client(regions, layout, options, environ=environ) if consumer else None
@@ -185,4 +186,5 @@ class Worker:
         elif result.transfer.wait_s:
             count_early(self._counts, source, result.nbytes)
         else:
-            count_transfer(self._counts, source, result.nbytes, result.seconds)
+            share = {"rank": self._rank, "ranks": self._ranks}
+            count_transfer(self._counts, source, result.nbytes, result.seconds, **share)

@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from kvroute.emulator import conversations
+from kvroute.emulator.conversations import ConversationWriter
 from kvroute.emulator.engine import Engine
-from kvroute.emulator.engine_request import EngineRequest, KeptBlocks, KvHandle, StorageParams, StoragePart
+from kvroute.emulator.engine_request import EngineRequest, KeptBlocks, Kind, KvHandle, StorageParams, StoragePart
 from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.faults import Fault, Faults
 from kvroute.emulator.kv_wire import PullRequest, pull, staged_key
@@ -23,7 +25,9 @@ from kvroute.emulator.sequence import EngineSequence
 JSON = "application/json"
 TRACED_DIGITS_MOST = 12
 """An X-Request-Id with at most this many digits is the number of the request in a trace."""
-ID_PREFIX = {"chat": "chatcmpl", "completions": "cmpl"}
+ID_PREFIX: dict[Kind, str] = {"chat": "chatcmpl", "completions": "cmpl", "responses": "resp", "messages": "msg"}
+_CONVERSATIONS: frozenset[Kind] = frozenset({"responses", "messages"})
+"""Kinds with one answer and with formats of their own."""
 
 
 class ConnectionAborted(Exception):
@@ -177,16 +181,21 @@ class Completion:
                 raise ApiError(f"{what}; give every request its own name", status=409, kind="ConflictError")
         if handles[0].awaited:  # SGLang's prefill responds when the decode instance has the KV
             await self.notifier.until(self._answered)
-        choices = [
-            choice(ask.kind, i, next(generated_tokens(sequence.prompt.seed, i % ask.n)))
-            for i, sequence in enumerate(jobs)
-        ]
+        texts = [next(generated_tokens(sequence.prompt.seed, i % ask.n)) for i, sequence in enumerate(jobs)]
         known = ask.prefix.prefill_cached_tokens if ask.prefix is not None else None
         cached_tokens = self.cached_tokens if known is None else known  # vLLM's rule, also for prefixes
         tokens = usage(sum(sequence.input_tokens for sequence in jobs), len(jobs), cached_tokens)
         with_params = ask.wants_params and self.engine.instance.traits.returns_params
         more = {"kv_transfer_params": self._kv_params(jobs[0], handles[0].key, origin)} if with_params else {}
-        document = self.heading.document(choices, stream=False, usage=tokens, **more)
+        return self._response(texts, tokens, **more)
+
+    def _response(self, texts: Sequence[bytes], tokens: dict[str, Any], **more: Any) -> web.Response:
+        """Return a whole response. Args: `texts`: one per answer; `tokens`: token counts; `more`: other fields."""
+        if self.ask.kind in _CONVERSATIONS:
+            document = conversations.whole(self.heading, texts[0].decode(), tokens, **more)
+        else:
+            choices = [choice(self.ask.kind, index, text) for index, text in enumerate(texts)]
+            document = self.heading.document(choices, stream=False, usage=tokens, **more)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 
     async def _prefill_staged(self, sequence: EngineSequence, storage: StorageParams) -> None:
@@ -345,15 +354,12 @@ class Completion:
     async def whole(self) -> web.Response:
         """Return the response in one piece."""
         await self._start()
-        ask = self.ask
         while not self._answered():
             await self._news(self.output_tokens)
             await self._fail_if_due()
         outputs = self._outputs()
         self._write_back(outputs)
-        choices = [choice(ask.kind, index, b"".join(tokens)) for index, tokens in enumerate(outputs)]
-        document = self.heading.document(choices, stream=False, usage=self._usage(), kv_transfer_params=None)
-        return web.Response(body=msgspec.json.encode(document), content_type=JSON)
+        return self._response([b"".join(tokens) for tokens in outputs], self._usage(), kv_transfer_params=None)
 
     def _outputs(self) -> list[list[bytes]]:
         """Return the output tokens of each answer."""
@@ -366,22 +372,38 @@ class Completion:
         """Stream the response while it is computed. As in vLLM, headers are sent first: a later failure is an event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
+        writers, talks = self._writers(), self.ask.kind in _CONVERSATIONS
         try:
+            for each in writers:
+                if isinstance(each, ConversationWriter) and (opening := each.before()):
+                    await response.write(opening)
             await self._start()
-            await self._send_pieces(response)
+            await self._send_pieces(response, writers)
             if self._answered():
                 self._write_back(self._outputs())
         except ApiError as refusal:
-            await response.write(b"data: " + refusal.body() + b"\n\n")
-        await response.write_eof(b"data: [DONE]\n\n")
+            await response.write((b"event: error\n" if talks else b"") + b"data: " + refusal.body() + b"\n\n")
+        await response.write_eof(b"" if talks else b"data: [DONE]\n\n")
         return response
 
-    async def _send_pieces(self, response: web.StreamResponse) -> None:
-        jobs, n = self.jobs, self.ask.n
-        pieces = [
-            StreamWriter(self.heading, index, sequence.output_tokens, generated_tokens(sequence.prompt.seed, index % n))
-            for index, sequence in enumerate(jobs)
-        ]
+    def _writers(self) -> list[StreamWriter | ConversationWriter]:
+        """Return what writes each answer."""
+        n = self.ask.n
+        found: list[StreamWriter | ConversationWriter] = []
+        for index, sequence in enumerate(self.jobs):
+            source, total = generated_tokens(sequence.prompt.seed, index % n), sequence.output_tokens
+            talks = self.ask.kind in _CONVERSATIONS
+            found.append(
+                ConversationWriter(self.heading, total, source)
+                if talks
+                else StreamWriter(self.heading, index, total, source)
+            )
+        return found
+
+    async def _send_pieces(
+        self, response: web.StreamResponse, pieces: Sequence[StreamWriter | ConversationWriter]
+    ) -> None:
+        jobs = self.jobs
         sent, total = 0, sum(sequence.output_tokens for sequence in jobs)
         # A stream with a fault sends no token beyond it, also if the event loop is late and more are computed.
         last = total if self.fault is None else self.fault.after_tokens
@@ -394,5 +416,8 @@ class Completion:
                 )
             )
             await self._fail_if_due()
+        for piece in pieces:
+            if isinstance(piece, ConversationWriter):
+                await response.write(piece.after(self._usage()))
         if self.ask.usage:
             await response.write(self.heading.event([], usage=self._usage()))

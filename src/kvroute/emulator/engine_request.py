@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from kvroute.emulator.errors import ApiError
-from kvroute.emulator.prompt import Prompt, chat_prompt, checked_salt, completion_prompts
+from kvroute.emulator.prompt import Prompt, chat_prompt, checked_salt, completion_prompts, response_prompt
 from kvroute.types import Role
 
-Kind: TypeAlias = Literal["chat", "completions"]
+Kind: TypeAlias = Literal["chat", "completions", "responses", "messages"]
 Leg: TypeAlias = Literal["prefill", "decode", "whole"]
-DEFAULT_TOKENS: dict[Kind, int] = {"completions": 16, "chat": 64}
+DEFAULT_TOKENS: dict[Kind, int] = {"completions": 16, "chat": 64, "responses": 64, "messages": 64}
 """Output tokens of a request that sets no limit."""
 N_MAX = 128
 
@@ -76,12 +76,17 @@ class KvParams(msgspec.Struct, frozen=True):
 
 
 class Body(msgspec.Struct, frozen=True):
-    """The JSON body of /v1/completions and /v1/chat/completions."""
+    """The JSON body of a request for tokens."""
 
     model: str | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"null")
     messages: msgspec.Raw = msgspec.Raw(b"null")
+    input: msgspec.Raw = msgspec.Raw(b"null")
+    instructions: msgspec.Raw = msgspec.Raw(b"")
+    system: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
     max_tokens: int | None = None
+    max_output_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
     stream: bool | None = None
@@ -153,16 +158,13 @@ def read_engine_request(
     if body.model is not None and body.model not in models:
         what = f"The model `{body.model}` does not exist; use {' or '.join(models)}"
         raise ApiError(what, status=404, kind="NotFoundError", param="model")
-    chat = kind == "chat"
     salt = checked_salt(body.cache_salt)
-    if chat:
-        prompts = [chat_prompt(body.messages, block_tokens, salt)]
-    else:
-        prompts = completion_prompts(body.prompt, block_tokens, salt)
-    n = _bounded(body.n, "n", 1, N_MAX)
+    prompts = _prompts(kind, body, block_tokens, salt)
+    n = _bounded(body.n, "n", 1, N_MAX) if kind in ("completions", "chat") else 1
     answers = len(prompts) * n
     leg, tickets = _handles(body, role, answers)
     bound = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    bound = body.max_output_tokens if kind == "responses" else bound
     return EngineRequest(
         kind=kind,
         model=body.model or models[0],
@@ -177,6 +179,18 @@ def read_engine_request(
         prefix=_prefix(body.kv_transfer_params) if leg == "prefill" else None,
         storage=body.kv_transfer_params.storage if leg == "prefill" and body.kv_transfer_params else None,
     )
+
+
+def _prompts(kind: Kind, body: Body, block_tokens: int, salt: str) -> list[Prompt]:
+    match kind:
+        case "completions":
+            return completion_prompts(body.prompt, block_tokens, salt)
+        case "chat":
+            return [chat_prompt(body.messages, block_tokens, salt)]
+        case "messages":
+            return [chat_prompt(body.messages, block_tokens, salt, bytes(body.tools) + bytes(body.system))]
+        case "responses":
+            return [response_prompt(body.input, block_tokens, salt, bytes(body.tools) + bytes(body.instructions))]
 
 
 def _bounded(value: int | None, name: str, default: int, most: int) -> int:

@@ -105,8 +105,21 @@ def _batch(raw: msgspec.Raw) -> Sequence[Value]:
         raise ApiError(what, param="prompt") from None
 
 
-def chat_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> Prompt:
+def response_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "", head: bytes = b"") -> Prompt:
+    """Return the prompt of a response: its input, a string or a list, as `chat_prompt` does.
+
+    Raises:
+        Refusal: no input.
+    """
+    text = bytes(raw)
+    if text[:1] not in (b'"', b"["):
+        raise ApiError("input is missing; give a string or a list of items", param="input")
+    return Prompt.of(text_tokens(head + text[:-1].rstrip()), block_tokens, salt)
+
+
+def chat_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "", head: bytes = b"") -> Prompt:
     """Return the prompt of a chat: its messages as JSON without the closing bracket, so that a longer chat extends it.
+    `head` comes before the messages.
 
     Raises:
         Refusal: no messages, or a value that is not a list of objects with a role.
@@ -119,4 +132,4 @@ def chat_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> Prompt:
         ) from None
     if not messages or not all(isinstance(message.get("role"), str) for message in messages):
         raise ApiError("messages is empty or lacks a role; give role and content in each", param="messages")
-    return Prompt.of(text_tokens(bytes(raw)[:-1].rstrip()), block_tokens, salt)
+    return Prompt.of(text_tokens(head + bytes(raw)[:-1].rstrip()), block_tokens, salt)

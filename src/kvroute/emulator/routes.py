@@ -68,11 +68,13 @@ class ReadOrder(msgspec.Struct, frozen=True):
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """The body of /v1/embeddings and /tokenize."""
+    """The body of /v1/embeddings, /tokenize and /v1/messages/count_tokens."""
 
     input: msgspec.Raw = msgspec.Raw(b"null")
     prompt: msgspec.Raw = msgspec.Raw(b"null")
-    messages: msgspec.Raw | None = None
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    system: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
 
 
 async def answer(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
@@ -103,6 +105,21 @@ async def _completions(server: InstanceServer, request: web.BaseRequest) -> web.
 
 async def _chat(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     return await _completion(server, request, "chat")
+
+
+async def _responses(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    return await _completion(server, request, "responses")
+
+
+async def _messages(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    return await _completion(server, request, "messages")
+
+
+async def _count_tokens(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    inputs = await _read(request, Inputs)
+    head = bytes(inputs.tools) + bytes(inputs.system)
+    prompt = chat_prompt(inputs.messages, server.engine.block_tokens, head=head)
+    return _json({"input_tokens": len(prompt.tokens)})
 
 
 async def _models(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
@@ -138,7 +155,7 @@ async def _metrics(server: InstanceServer, _: web.BaseRequest) -> web.StreamResp
 
 async def _tokenize(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     inputs, engine = await _read(request, Inputs), server.engine
-    if inputs.messages is not None:
+    if bytes(inputs.messages) != b"null":
         prompt = chat_prompt(inputs.messages, engine.block_tokens)
     else:
         prompt = completion_prompts(inputs.prompt, engine.block_tokens)[0]
@@ -275,6 +292,9 @@ _ONE_READ = {"GET": _wait_for_blocks, "DELETE": _release_blocks}
 ROUTES: dict[tuple[str, str], Callable[[InstanceServer, web.BaseRequest], Awaitable[web.StreamResponse]]] = {
     ("POST", "/v1/completions"): _completions,
     ("POST", "/v1/chat/completions"): _chat,
+    ("POST", "/v1/responses"): _responses,
+    ("POST", "/v1/messages"): _messages,
+    ("POST", "/v1/messages/count_tokens"): _count_tokens,
     ("GET", "/v1/models"): _models,
     ("GET", "/health"): _health,
     ("GET", "/metrics"): _metrics,

@@ -8,55 +8,88 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from kvroute import __version__
+from kvroute.control import Admissions, Control
 from kvroute.gateway.config.settings_checks import tls_context
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.loop_lag import LoopLag
-from kvroute.gateway.http.server import HttpServer, ServerHooks
 from kvroute.gateway.http.web_pages import WebPages
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.lifecycle.exposure import log_exposures
+from kvroute.gateway.lifecycle.membership import Membership
 from kvroute.gateway.lifecycle.reload import ClusterManager, Prepared
 from kvroute.gateway.lifecycle.snapshot import status_snapshot
 from kvroute.gateway.observe.admin import Admin, AdminParts
-from kvroute.gateway.observe.logs import Logs, log_accept_paused, log_event
+from kvroute.gateway.observe.logs import Logs, log_event
 from kvroute.gateway.observe.metrics import Metrics
 from kvroute.gateway.observe.state import DashboardState
 from kvroute.gateway.observe.tracing import tracer_of
 from kvroute.gateway.observe.view import GatewayStatus
 from kvroute.gateway.openai_api import openapi
 from kvroute.gateway.openai_api.api_keys import Keys
-from kvroute.gateway.proxy.admission import AdmissionController
+from kvroute.gateway.proxy.admission import AdmissionController, Elsewhere
 from kvroute.gateway.proxy.admission_queue import AdmissionQueue
 from kvroute.gateway.proxy.endpoints import Endpoints
+from kvroute.gateway.proxy.frontend import Frontend, HttpFrontend, Server, ServerParts
 from kvroute.gateway.proxy.runtime import ClusterRuntime, SharedServices
-from kvroute.types import InputError, cannot_listen
+from kvroute.gateway.replication.common_limits import CommonLimits
+from kvroute.gateway.replication.driver import Replication, SharedStream
+from kvroute.gateway.replication.stream import Stream
+from kvroute.types import Event, InputError, PeerReported, RoleSwitched, cannot_listen
 
 __all__ = ["Deployment", "Gateway"]
 
 _REFRESH_S = 0.25
 """Interval between checks of breakers, event log and other periodic work, in seconds."""
+_WORKER_LEASE_S, _WORKER_FLUSH_S = 5.0, 0.001
+"""Times of `Replication` between workers of one machine, in seconds."""
 _FINAL_DRAIN_S = 0.2
 """Time to send error responses to the requests that are aborted at shutdown, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedByWorkers:
+    """What a worker shares with the other workers of its machine."""
+
+    salt_secret: bytes
+    """Secret from which cache salts are derived, unless the settings name another one."""
+    group: str
+    """Identifier of the workers of this machine together."""
+    counts: Elsewhere
+    """What the others count against the limits of admission."""
+    stream: Callable[[], SharedStream]
+    """Connects to the stream of their bookings, which is used unless the settings have the section `replication`."""
 
 
 class Gateway:
     """One gateway process: `start` it, then `drain` and `close` it."""
 
-    def __init__(self, deployment: Deployment, *, seed: int | None = None, logs: Logs | None = None) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        *,
+        seed: int | None = None,
+        logs: Logs | None = None,
+        frontend: Frontend | None = None,
+        shared: SharedByWorkers | None = None,
+    ) -> None:
         """
         Args:
             deployment: the cluster and settings to serve.
             seed: seed of the room numbers, ids and jitter that the gateway draws; None: the system's randomness.
             logs: log outputs, which a reload changes with the settings.
+            frontend: the protocol of clients; None: HTTP/1.1.
+            shared: what it shares with the other workers of its machine; None: it is no worker.
         """
         settings = deployment.settings
         self._start = time.monotonic()
         self._first, self._logs = deployment, logs
+        self._frontend: Frontend = frontend if frontend is not None else HttpFrontend()
         roles = {instance.name: instance.role for instance in deployment.cluster.instances}
         self.metrics = Metrics(self._status, roles, version=__version__, policy=settings.policy)
         self._lag = LoopLag(self.metrics.loop_lagged)
@@ -65,7 +98,9 @@ class Gateway:
         self._shadowed(settings.shadow)
         self._tracer = tracer_of(settings.tracing.otlp, settings.tracing.share, version=__version__)
         self._budget = RetryBudget(share=settings.retries.share, floor_per_s=settings.retries.floor_per_s)
-        self._admission = AdmissionController(deployment.admission_limits)
+        self.replication, counts = self._replication(shared)
+        """The connection to other gateways of the cluster; None: there are none."""
+        self._admission = AdmissionController(deployment.admission_limits, elsewhere=counts)
         self._admission_queue = AdmissionQueue(self._admission, self.metrics, self.state, self.now)
         self._shared = SharedServices(
             now=self.now,
@@ -77,8 +112,10 @@ class Gateway:
             jitter=random.Random(seed),
             deadlines=self._deadlines,
             lag=self._lag,
-            salt_secret=secrets.token_bytes(32),
+            salt_secret=shared.salt_secret if shared is not None else secrets.token_bytes(32),
             on_end=self._admission_queue.release,
+            sharing=self.replication,
+            engine_fault=self._frontend.engine_fault,
         )
         self._pages = WebPages()
         self._reloading = asyncio.Lock()
@@ -86,11 +123,39 @@ class Gateway:
         self._admin_tls: ssl.SSLContext | None = None
         self._checked = self._draining = False
         self._clusters: ClusterManager | None = None
+        self._membership: Membership | None = None
         self._admin: Admin | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._server: HttpServer | None = None
+        self._server: Server | None = None
         self._endpoints: Endpoints | None = None
         self.port = self.admin_port = 0
+
+    def _replication(self, shared: SharedByWorkers | None) -> tuple[Replication | None, Elsewhere | None]:
+        """Return the connection to the gateways of the section `replication`, workers of this machine among them; else
+        to the other workers. And what the same gateways count against the limits of admission."""
+        section, name = self._first.settings.replication, self._first.cluster.name
+        workers = shared.counts if shared is not None else None
+        if section is None and shared is None:
+            return None, None
+        if section is None:
+            assert shared is not None
+            replication = Replication(
+                shared.stream, self, self.metrics, self.now, lease_s=_WORKER_LEASE_S, flush_s=_WORKER_FLUSH_S
+            )
+            return replication, workers
+        admissions = Admissions(shared.group if shared is not None else "") if section.limits == "common" else None
+        replication = Replication(
+            lambda: Stream(section, name),
+            self,
+            self.metrics,
+            self.now,
+            lease_s=float(section.lease_s),
+            flush_s=float(section.flush_s),
+            admissions=admissions,
+        )
+        if admissions is None:
+            return replication, workers
+        return replication, CommonLimits(admissions, workers, replication.counted)
 
     def _shadowed(self, policy: str) -> None:
         self.metrics.shadow = policy
@@ -105,6 +170,26 @@ class Gateway:
         """The loaded cluster that serves new requests."""
         assert self._clusters is not None, "start first"
         return self._clusters.runtime
+
+    # What `Replication` needs
+
+    def cores(self) -> tuple[Control, ...]:
+        """Return the cores that have requests, the current one first."""
+        assert self._clusters is not None, "start first"
+        return tuple([each.control for each in self._clusters.clusters])
+
+    def notify(self, event: Event) -> None:
+        """Pass an event of another gateway to the current core."""
+        assert self._clusters is not None, "start first"
+        self.runtime.report.received(event)
+        if isinstance(event, PeerReported):
+            for each in event.report.events:
+                if isinstance(each, RoleSwitched):
+                    self._clusters.role_switches.followed(each)
+
+    def approximate(self) -> frozenset[str]:
+        """Return the instances whose cached prefixes are known from requests alone."""
+        return frozenset([name for name, engine in self.runtime.engines.items() if engine.approximate])
 
     async def start(self) -> None:
         """Start to listen; sets `port` and `admin_port`.
@@ -126,15 +211,12 @@ class Gateway:
             started_unix_s=int(time.time()),
             metrics_without_key=listen.metrics is True,
             pages=self._pages,
+            proxied=self._frontend.proxied,
+            relayed=self._frontend.relayed,
         )
         self._check_pages(deployment)
-        server = self._server = HttpServer(
-            self._endpoints,
-            deployment.http_limits,
-            hooks=ServerHooks(self._endpoints.guard, self._endpoints.refused, log_accept_paused),
-            deadlines=self._deadlines,
-            pages=self._pages,
-        )
+        parts = ServerParts(self._endpoints, deployment.http_limits, self._deadlines, self._pages, self.ready)
+        server = self._server = self._frontend.server(parts)
         self._tls = tls_context(listen.tls) if listen.tls else None
         try:
             self.port = await server.listen(listen.host, listen.port, self._tls)
@@ -145,6 +227,10 @@ class Gateway:
         self._admin_tls = tls_context(settings.admin.tls) if settings.admin.tls else None
         self.admin_port = await self._admin.start(settings.admin.host, settings.admin.port, self._admin_tls)
         manager.watch()
+        self._membership = Membership(manager, self._reloading, self.now, self._frontend.picker(self.port))
+        self._membership.follow(deployment.cluster.file.discovery, deployment.folder)
+        if self.replication is not None:
+            self.replication.start(settings.prompt.block_tokens)
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         address = f"{listen.host}:{self.port}"
         log_exposures(settings, settings)
@@ -167,6 +253,8 @@ class Gateway:
             return "the gateway is draining"
         if self._clusters is None:
             return "the gateway is starting"
+        if self._membership is not None and self._membership.waiting:
+            return "no engines have been discovered yet"
         self._checked = self._checked or self._clusters.all_checked
         if not self._checked:
             return "the first health checks are not complete"
@@ -197,6 +285,10 @@ class Gateway:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         self._lag.close()
+        if self.replication is not None:
+            await self.replication.close()
+        if self._membership is not None:
+            await self._membership.close()
         if server is not None:
             server.stop_accepting()
         # Waiting requests are rejected first: each aborted request would otherwise make room for one of them.
@@ -223,7 +315,8 @@ class Gateway:
             try:
                 if self._draining:
                     raise InputError("the gateway is draining", hint="start a new gateway")
-                prepared = await asyncio.to_thread(self._clusters.prepare, read)
+                found = (self._membership.reported if self._membership is not None else None) or ()
+                prepared = await asyncio.to_thread(self._clusters.prepare, read, found)
                 serving = self._clusters.next(prepared)
             except Exception as error:  # after any error in reading, the old file stays in effect
                 reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
@@ -246,6 +339,8 @@ class Gateway:
         self.state.replace(serving.cluster)
         await asyncio.sleep(0)
         collectors = manager.switch(prepared, serving)
+        if self._membership is not None:
+            self._membership.recheck()
         self._endpoints.serving, self._endpoints.keys = serving, prepared.keys
         self.metrics.roles = {instance.name: instance.role for instance in serving.cluster.instances}
         self.metrics.policy = self.state.policy = serving.settings.policy
@@ -253,6 +348,9 @@ class Gateway:
         self._check_pages(prepared.deployment)
         self._change_settings(prepared.deployment)
         await manager.settle(collectors)
+        if self._membership is not None:
+            discovery, folder = prepared.deployment.cluster.file.discovery, prepared.deployment.folder
+            self._membership.follow(discovery, folder)
 
     def _change_settings(self, deployment: Deployment) -> None:
         """Apply the settings that do not depend on the cluster."""
@@ -275,16 +373,20 @@ class Gateway:
         settings = deployment.settings
         return AdminParts(
             state=self.state,
-            metrics=self.metrics,
+            page=self.metrics.whole_page,
             now=self.now,
             ready=self.ready,
             version=__version__,
             config=lambda: settings,
-            push=self._clusters.push if settings.oracle.source == "push" else None,
+            push=self._push if settings.oracle.source == "push" else None,
             token=settings.admin.push_token or "",
             read_token=settings.admin.read_token or "",
             host_names=frozenset(settings.admin.hosts),
         )
+
+    async def _push(self, body: bytes) -> None:
+        assert self._clusters is not None
+        self._clusters.push(body)
 
     def _status(self) -> GatewayStatus:
         """Return the present gauges."""
@@ -300,6 +402,8 @@ class Gateway:
             ready=ready,
             draining=draining,
             role_switches=role_switches,
+            discovery=self._membership.load if self._membership is not None else None,
+            replication=self.replication.load if self.replication is not None else None,
         )
 
     async def _tick(self) -> None:
@@ -308,6 +412,8 @@ class Gateway:
             await asyncio.sleep(_REFRESH_S)
             try:
                 self._clusters.refresh()
+                if self.replication is not None:
+                    self.replication.refresh()
                 self.runtime.open_files.check(self.now())
                 self.state.remember(self.now())
             except Exception as error:  # the cause may be gone at the next run

@@ -324,7 +324,7 @@ def test_a_request_without_a_key_is_rejected_before_its_body(path: str, framing:
             await close(client)
             page = await gate.metrics()
             assert 'kvroute_rejects_total{reason="key"} 1' in page
-            kind = {COMPLETIONS: "completions", "/v1/embeddings": "passthrough"}.get(path, "other")
+            kind = {COMPLETIONS: "completions", "/v1/embeddings": "embeddings"}.get(path, "other")
             assert f'kvroute_requests_total{{endpoint="{kind}",code="401"}} 1' in page
             if framing.startswith("Expect"):
                 client = await asyncio.open_connection("127.0.0.1", gate.gateway.port)

@@ -52,7 +52,7 @@ class Gateway:
     drained: int = 0
     state: DashboardState = field(default_factory=lambda: DashboardState(CLUSTER, _load, policy="netkv", version="1.2"))
 
-    def push(self, body: bytes) -> None:
+    async def push(self, body: bytes) -> None:
         if body == b"bad":
             raise InputError("1.5 is not a utilisation", where="per_tier.rack", hint="give a number in [0, 1)")
         self.pushed.append(body)
@@ -64,7 +64,7 @@ class Gateway:
         return replace(
             AdminParts(
                 state=self.state,
-                metrics=Metrics(_load, {}, version="1.2", policy="netkv"),
+                page=Metrics(_load, {}, version="1.2", policy="netkv").whole_page,
                 now=asyncio.get_running_loop().time,
                 ready=lambda: self.why_not,
                 version="1.2",

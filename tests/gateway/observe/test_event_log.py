@@ -189,7 +189,7 @@ def test_a_request_is_found_by_the_id_of_its_client(
         ("one", 0, 200, "completions"),
         ("mine-17", 1, 200, "completions"),
         ("mine-18", 2, 200, "completions"),
-        ("passed", None, 200, "passthrough"),
+        ("passed", None, 200, "embeddings"),
         ("wrong", None, 400, "completions"),
     ]
     assert all(line["client"] == "127.0.0.1" and line["seconds"] >= 0 for line in lines)

@@ -236,6 +236,8 @@ def test_rejections_failures_and_retries_are_counted() -> None:
     metrics.stream_failed()
     metrics.kv_events("decode0", 3)
     metrics.kv_gap("decode0")
+    metrics.kv_lost("prefill0", 0, 2)
+    metrics.kv_lost("decode0", 3, 0)
     metrics.logged(100)
     metrics.reloaded("refused")
     assert _value(metrics, "kvroute_decisions_total", kind="reject", engine="") == 1
@@ -247,6 +249,8 @@ def test_rejections_failures_and_retries_are_counted() -> None:
     assert _value(metrics, "kvroute_stream_errors_total") == 1
     assert _value(metrics, "kvroute_kv_events_total", engine="decode0") == 3
     assert _value(metrics, "kvroute_kv_event_gaps_total", engine="decode0") == 1
+    assert _value(metrics, "kvroute_engine_kv_expired_total", engine="prefill0") == 2
+    assert _value(metrics, "kvroute_engine_transfer_failures_total", engine="decode0") == 3
     assert _value(metrics, "kvroute_log_bytes_total") == 100
     assert _value(metrics, "kvroute_reloads_total", outcome="refused") == 1
 

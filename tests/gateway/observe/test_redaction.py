@@ -16,7 +16,10 @@ from kvroute.gateway.config.settings import SECTION, GatewaySettings
 from kvroute.gateway.observe.redaction import STRUCK, is_secret, names_secret, redacted, redacted_file
 from kvroute.topology import parse
 
-NO_SECRETS = {"listen.tls.key", "admin.tls.key", "prompt.tokenizer", "upstream_key_env", "cache_salt_secret_env"}
+NO_SECRETS = {
+    *("listen.tls.key", "admin.tls.key", "prompt.tokenizer", "upstream_key_env", "cache_salt_secret_env"),
+    *("replication.password_env", "replication.password_file"),
+}
 """Settings whose names look like secrets but are paths of files or names of environment variables."""
 
 

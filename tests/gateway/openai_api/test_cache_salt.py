@@ -16,7 +16,8 @@ from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, GatewayResponse
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.openai_api.api_keys import KeySettings, hash_text
 from kvroute.gateway.openai_api.cache_salt import CacheSalts
-from kvroute.gateway.openai_api.requests import passthrough_with_salt, read_completion, read_passthrough, with_salt
+from kvroute.gateway.openai_api.passthrough_body import passthrough_with_salt, read_passthrough
+from kvroute.gateway.openai_api.requests import read_completion, with_salt
 from kvroute.gateway.telemetry.engine_blocks import EngineBlocks
 from kvroute.gateway.telemetry.kv_batch import read_batch
 from kvroute.prefix import block_hashes, salt_seed

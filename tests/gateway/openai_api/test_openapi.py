@@ -21,7 +21,7 @@ from tests.gateway.stub_engines import Engine, ReceivedRequest, engines_of, stre
 
 from kvroute import __version__
 from kvroute.gateway.openai_api import openapi
-from kvroute.gateway.openai_api.requests import ANSWERS_MAX
+from kvroute.gateway.openai_api.requests import ANSWERS_MAX, KINDS
 
 STARTS_S = 120.0
 DOCUMENT = openapi.document(__version__)
@@ -75,7 +75,7 @@ async def accept(engine: Engine, request: web.BaseRequest, received: ReceivedReq
     if request.method == "GET":
         card = {"id": MODEL, "object": "model", "created": 1, "owned_by": engine.name}
         return web.json_response({"object": "list", "data": [card]} if request.path == "/v1/models" else card)
-    if request.path in (COMPLETIONS, CHAT) and received.json.get("stream"):
+    if request.path.encode() in KINDS and received.json.get("stream"):
         return await stream(request, ["a", "b"])
     return web.json_response({"object": "text_completion", "choices": [], "kv_transfer_params": {"a": 1}})
 

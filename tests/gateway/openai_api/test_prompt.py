@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from kvroute.gateway.openai_api.chat_template import TEMPLATE_FIELDS, ChatTemplate
+from kvroute.gateway.openai_api.chat_template import ChatTemplate
 from kvroute.gateway.openai_api.prompt import MEDIA_TOKENS, Prompt, Prompts
 from kvroute.gateway.openai_api.prompt_queue import QueueFull
-from kvroute.gateway.openai_api.requests import Completion, read_completion
+from kvroute.gateway.openai_api.requests import CONVERSATIONS, Completion, read_completion
 from kvroute.prefix import block_hashes
 from kvroute.types import InputError
 
@@ -27,6 +27,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+TEMPLATE_FIELDS = CONVERSATIONS["chat"].template_fields
 WORDS = "the network moves blocks of the cache; "
 
 
@@ -303,7 +304,7 @@ def rendered(folder: Path, template: str, messages: object, **fields: Any) -> st
     loaded = ChatTemplate.load(folder, lambda: datetime(2024, 7, 26))
     assert loaded is not None
     body = json.dumps({"messages": messages} | fields).encode()
-    return loaded.render(read_completion(b"/v1/chat/completions", body).fields)
+    return loaded.render(read_completion(b"/v1/chat/completions", body).fields, CONVERSATIONS["chat"])
 
 
 @pytest.mark.parametrize(
@@ -336,7 +337,7 @@ def test_content_parts_are_joined_unless_the_template_iterates_over_them(tmp_pat
     iterating = (
         "{% for message in messages %}{% for part in message['content'] %}[{{ part.text }}]{% endfor %}{% endfor %}"
     )
-    assert rendered(tmp_path, iterating, parts) == "[a][]"
+    assert rendered(tmp_path, iterating, parts) == "[a][b]"
 
 
 def test_tool_call_arguments_reach_the_template_as_objects(tmp_path: Path) -> None:
@@ -352,7 +353,7 @@ def test_a_tokenizer_config_may_contain_several_templates(tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "</s>"}))
     loaded = ChatTemplate.load(tmp_path)
     assert loaded is not None
-    assert loaded.render(chat("a").fields) == "</s>"
+    assert loaded.render(chat("a").fields, CONVERSATIONS["chat"]) == "</s>"
 
 
 @pytest.mark.parametrize("named", [[{"template": "a"}], [{"name": "default"}], ["a"], 7, {"a": "b"}], ids=str)

@@ -17,7 +17,7 @@ from tests.gateway.stub_engines import Engine, ReceivedRequest, completion, engi
 
 from kvroute.gateway.config.preflight import settings_of
 from kvroute.gateway.openai_api.json_fields import ENGINE_FIELDS
-from kvroute.gateway.proxy.endpoints import is_model_name
+from kvroute.gateway.openai_api.passthrough_paths import is_plain
 from kvroute.types import InputErrors
 
 ALLOWED = {
@@ -157,8 +157,8 @@ def test_an_accepted_model_name_has_no_dot_segment(name: str) -> None:
     """For any text and escaping, an accepted name has no dot segment and nothing left to decode."""
     for text in (name, quote(name, safe=""), quote(name), quote(quote(name))):
         if not text.isascii():
-            assert not is_model_name(text.encode())
-        elif is_model_name(text.encode()):
+            assert not is_plain(text.encode())
+        elif is_plain(text.encode()):
             decoded = unquote(text)
             assert unquote(decoded) == decoded
             assert not re.search(r"[%;?#\\\x00-\x1f]|(^|/)\.*(/|$)", decoded)
@@ -166,7 +166,7 @@ def test_an_accepted_model_name_has_no_dot_segment(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama-3-70b", "org/name", "org%2Fname", "a%20b", "qwen2.5:7b@q4_K+x~1"])
 def test_usual_model_names_are_forwarded(name: str) -> None:
-    assert is_model_name(name.encode())
+    assert is_plain(name.encode())
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])

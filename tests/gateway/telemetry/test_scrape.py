@@ -16,7 +16,8 @@ from tests.waiting import HANGS_S
 from kvroute.gateway.http.poller import PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.observe.prometheus_text import LINE_BYTES_MAX, SERIES_MAX, PageError
-from kvroute.gateway.telemetry.metrics_page import EngineMetrics, TransferTotals, metrics_in, read_metrics
+from kvroute.gateway.telemetry.connector_counters import TransferTotals
+from kvroute.gateway.telemetry.metrics_page import EngineMetrics, metrics_in, read_metrics
 from kvroute.gateway.telemetry.scrape import Scraper, TransferCounters
 from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
 
@@ -249,7 +250,7 @@ def test_the_first_page_is_only_the_baseline() -> None:
     assert counters.measured(1.0, {"p0": TransferTotals(100.0, 2.0, 4)}) == []
     assert counters.measured(2.0, {"p0": TransferTotals(100.0, 2.0, 4)}) == []
     assert counters.measured(3.0, {"p0": TransferTotals(160.0, 3.0, 5)}) == [
-        TransferMeasured(3.0, "p0", "d0", 60.0, 1.0, 1)
+        TransferMeasured(3.0, "p0", "d0", 60.0, 1.0, 1, "kvroute")
     ]
 
 
@@ -364,7 +365,7 @@ def test_a_scraper_emits_load_transfers_and_restarts() -> None:
         assert recorder.events[0] == InstanceMeasured(4.0, "d0", 3, 2, 0.5)
         assert (scraper.age_s("d0"), scraper.age_s("p0")) == (0.0, None)
         engine.page = loaded(3, 5)
-        transfer = TransferMeasured(4.0, "p0", "d0", 5000.0, 5.0, 5)
+        transfer = TransferMeasured(4.0, "p0", "d0", 5000.0, 5.0, 5, "kvroute")
         await recorder.until(lambda: transfer in recorder.events)
         engine.page = loaded(3, 5, started=2)
         await recorder.until(lambda: KvCleared(4.0, "d0") in recorder.events)

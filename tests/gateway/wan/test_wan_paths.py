@@ -187,8 +187,10 @@ def test_requests_that_fail_on_every_engine_close_no_path() -> None:
 
 
 def test_a_client_that_disconnects_does_not_affect_the_path() -> None:
+    """Nor does its KV cache, if it is not fetched after the client has left."""
+
     async def run() -> None:
-        async with two_sites(kv_timeout_s=3600.0) as gate:
+        async with two_sites(f"{OFFLOAD}  timeouts: {{abandoned: 0 s}}\n", kv_timeout_s=3600.0) as gate:
             await gate.command("far0", "wan", share=0)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(4)]
             control = gate.gateway.runtime.control

@@ -1,5 +1,5 @@
-"""Four vLLM servers on free loopback ports, started once per test session: one for prefill and two for decode with
-kvroute's connector, and a single one without it."""
+"""vLLM servers on free loopback ports, started once per test session: one for prefill and two for decode with kvroute's
+connector, and a single one without it, which tests of other connectors use too."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.live.services import missing
 
 from kvroute.switch.xdp import XdpUnavailable
 from kvroute.testbed import namespaces
+from kvroute.types import KvProtocol
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -46,7 +47,7 @@ class Server:
 
     name: str
     ports: list[int]
-    """Ports of HTTP, KV events, their replay, and, on a prefill server, KV."""
+    """Ports of HTTP, KV events, their replay, and, on a prefill server, KV or the bootstrap server."""
     process: subprocess.Popen[bytes]
     log: Path
     fault_file: Path
@@ -113,8 +114,12 @@ class Pair:
     decode: Server
     other: Server
     alone: Server
-    """A server without connector and without prefix cache: it computes all of every prompt."""
+    """A server without connector and without prefix cache: it computes all of every prompt, and shows how it renders
+    prompts."""
     hold_s: float = HOLD_S
+    protocol: KvProtocol = "vllm"
+    start: Callable[[str, str, Path, Path, list[int]], Server] | None = None
+    """Starts a member, given role of the connector, name, model, folder and ports; None: `start_member` does."""
 
     @property
     def servers(self) -> list[Server]:
@@ -133,32 +138,52 @@ class Pair:
     def restart_dead_servers(self) -> None:
         """Start dead servers again on their old ports."""
         if not self.prefill.alive:
-            self.prefill = start_member("kv_producer", self.prefill.name, self.model, self.folder, self.prefill.ports)
+            self.prefill = self._started_again("kv_producer", self.prefill)
         if not self.decode.alive:
-            self.decode = start_member("kv_consumer", self.decode.name, self.model, self.folder, self.decode.ports)
+            self.decode = self._started_again("kv_consumer", self.decode)
         if not self.other.alive:
-            self.other = start_member("kv_consumer", self.other.name, self.model, self.folder, self.other.ports)
+            self.other = self._started_again("kv_consumer", self.other)
         wait_ready(self.servers)
+
+    def _started_again(self, role: str, dead: Server) -> Server:
+        start = self.start or start_member
+        return start(role, dead.name, self.model, self.folder, dead.ports)
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """All servers, started together; their logs are in pytest's temporary folder."""
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server without connector and without prefix cache; it may still be starting."""
     if not (BIN / "vllm").exists():
-        if os.environ.get("KVROUTE_REQUIRE_LIVE"):
-            pytest.fail("vLLM is not installed: run tests/live/vllm/install.sh")
-        pytest.skip("vLLM is not installed: run tests/live/vllm/install.sh")
-    folder = tmp_path_factory.mktemp("vllm")
+        missing("vLLM is not installed: run tests/live/vllm/install.sh")
+    folder = tmp_path_factory.mktemp("reference")
     model = make_model(folder)
+    server = start("alone", model, folder, free_ports(3), ["--no-enable-prefix-caching", "--enable-scale-out"])
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, reference: Server) -> Iterator[Pair]:
+    """All servers with kvroute's connector; their logs are in pytest's temporary folder."""
+    folder = tmp_path_factory.mktemp("vllm")
+    model = reference.log.parent / "model"
     prefill = start_member("kv_producer", "prefill0", model, folder)
     decode, other = (start_member("kv_consumer", name, model, folder) for name in ("decode0", "decode1"))
-    alone = start("alone", model, folder, free_ports(3), ["--no-enable-prefix-caching"])
-    servers = Pair(model, folder, prefill, decode, other, alone)
-    try:
-        wait_ready([*servers.servers, alone])
+    servers = Pair(model, folder, prefill, decode, other, reference)
+    with ready_until_done(servers):
         yield servers
+
+
+@contextmanager
+def ready_until_done(pair: Pair) -> Iterator[None]:
+    """Wait until all servers of a pair answer; kill its members at the end."""
+    try:
+        wait_ready([*pair.servers, pair.alone])
+        yield
     finally:
-        for server in [*servers.servers, alone]:
+        for server in pair.servers:
             server.kill()
 
 
@@ -201,6 +226,11 @@ def start_member(
             **more,
         },
     }
+    return start(name, model, folder, ports, connector_options(connector, name, ports), dtype)
+
+
+def connector_options(connector: dict[str, Any], name: str, ports: list[int]) -> list[str]:
+    """Return the options of a server with a connector, and with KV events on its ports."""
     publisher = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -209,23 +239,36 @@ def start_member(
         "replay_endpoint": f"tcp://*:{ports[2]}",
         "topic": f"kv@{name}",
     }
-    options = ["--kv-transfer-config", json.dumps(connector), "--kv-events-config", json.dumps(publisher)]
-    return start(name, model, folder, ports, options, dtype)
+    return ["--kv-transfer-config", json.dumps(connector), "--kv-events-config", json.dumps(publisher)]
 
 
-def start(name: str, model: Path, folder: Path, ports: list[int], options: list[str], dtype: str = DTYPE) -> Server:
-    """Start a server; it is not ready yet. Prompts of more than 2,048 tokens are computed in chunks."""
+def start(
+    name: str,
+    model: Path,
+    folder: Path,
+    ports: list[int],
+    options: list[str],
+    dtype: str = DTYPE,
+    variables: Mapping[str, str] | None = None,
+) -> Server:
+    """Start a server; it is not ready yet. Prompts of more than 2,048 tokens are computed in chunks. Args: `variables`
+    are added to its environment."""
     command = [
         *(str(BIN / "vllm"), "serve", str(model), "--served-model-name", MODEL),
         *("--host", "127.0.0.1", "--port", str(ports[0]), "--dtype", dtype, "--max-model-len", "4096"),
         *("--max-num-seqs", "32", "--max-num-batched-tokens", "2048", "--enforce-eager"),
         *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(BLOCKS)),
-        *("--enable-prompt-tokens-details", *options),
+        *("--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *options),
     ]
     log = folder / f"{name}.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment(), cwd=folder
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**environment(), **(variables or {})},
+            cwd=folder,
         )
     return Server(name, ports, process, log, folder / f"{name}.fault")
 

@@ -17,7 +17,13 @@ TEXT = [
     "network aware control plane for prefill decode disaggregated inference. " * 5,
     "".join(chr(code) for code in range(32, 127)),
 ]
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+CHAT_TEMPLATE = (
+    "{% if reasoning_effort %}effort: {{ reasoning_effort }}\n{% endif %}"
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}{{ m['role'] }}: {% if m['reasoning'] %}({{ m['reasoning'] }}){% endif %}{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %} {{ call['function']['name'] }}{{ call['function']['arguments'] | tojson }}"
+    "{% endfor %}\n{% endfor %}assistant: "
+)
 
 
 def save_tokenizer(folder: str) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.storage_nics.network import STORE_PORT, StorageNics
 from tests.live.services import required
 from tests.live.vllm.conftest import Server
-from tests.live.vllm.test_vllm_serve import Gateway, all_up, prompt, serving, until
+from tests.live.vllm.gateway_rig import Gateway, all_up, prompt, serving, until
 from tests.live.vllm.test_vllm_storage import NAMES, Buffer, Cluster, ask, start_buffer, with_store
 
 BITS_PER_S = 20e6

@@ -1,7 +1,8 @@
 """One rank of a tensor-parallel vLLM, started by torchrun's variables: generates greedily and prints the token ids.
 
 Runs in vLLM's environment: `tensor_parallel.py MODEL RANKS OUTPUT_TOKENS`. KVROUTE_TEST_CORRUPT=N changes the N-th sum
-through the switch, which must change tokens.
+through the switch, which must change tokens. KVROUTE_TEST_HOLD=PATH lets every rank wait before its 200th sum through
+the switch until the file PATH exists; PATH.RANK shows that a rank waits.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import json
 import os
 import random
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 PROMPT_TOKENS = (40, 200, 900)
+HELD_SUM = 200
 
 
 def corrupt(number: int) -> None:
@@ -30,6 +34,24 @@ def corrupt(number: int) -> None:
     SwitchedSums.all_reduce = wrong  # type: ignore[method-assign]
 
 
+def hold(path: Path) -> None:
+    """Wait in the middle of the generation until this file exists."""
+    from kvroute.connector.all_reduce.switched import SwitchedSums
+
+    correct, calls = SwitchedSums.all_reduce, 0
+
+    def held(self: SwitchedSums, tensor: Any, generation: int = 0) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == HELD_SUM:
+            path.with_name(f"{path.name}.{os.environ['RANK']}").touch()
+            while not path.exists():
+                time.sleep(0.02)
+        return correct(self, tensor, generation)
+
+    SwitchedSums.all_reduce = held  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Generate; print `running` before and JSON after."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
@@ -37,6 +59,8 @@ def main() -> None:
     model, ranks, output_tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if number := os.environ.get("KVROUTE_TEST_CORRUPT"):
         corrupt(int(number))
+    if path := os.environ.get("KVROUTE_TEST_HOLD"):
+        hold(Path(path))
     llm = LLM(
         model,
         dtype="float32",

@@ -112,12 +112,20 @@ def test_tokens_are_those_of_one_rank(generation: Generation, plane: str, loss: 
     assert generation.count("kvroute_all_reduce_fallbacks_total", "ina") == 0
 
 
-def test_a_switch_that_is_killed_changes_no_token(generation: Generation) -> None:
+def both_wait(held: Path) -> bool:
+    """Return whether both ranks wait in the middle of the generation."""
+    return all(held.with_name(f"{held.name}.{rank}").exists() for rank in range(2))
+
+
+def test_a_switch_that_is_killed_changes_no_token(generation: Generation, tmp_path: Path) -> None:
+    held = tmp_path / "go"
     with star(2) as found, switch(found, *xdp(found)) as (process, _):
-        ranks = generation.start(found, MANY_TOKENS)
-        asyncio.run(until(lambda: generation.count("kvroute_all_reduces_total", "ina") > 0))
+        ranks = generation.start(found, MANY_TOKENS, KVROUTE_TEST_HOLD=str(held))
+        asyncio.run(until(lambda: both_wait(held)))
         process.kill()
+        held.touch()
         assert generation.results(ranks) == [generation.tokens] * 2
+    assert generation.count("kvroute_all_reduces_total", "ina") > 100
     assert generation.count("kvroute_all_reduces_total", "ring") > 100
     assert generation.count("kvroute_all_reduce_fallbacks_total", "ina") == 1
 
@@ -146,11 +154,13 @@ def test_a_table_that_changes_changes_no_token(generation: Generation, tmp_path:
 def test_a_switch_of_the_table_that_is_killed_changes_no_token(generation: Generation, tmp_path: Path) -> None:
     """The table says `ina` before, during and after."""
     put(tmp_path, 1, ("ina", None))
+    held = tmp_path / "go"
     with star(2) as found, switch(found, *xdp(found)) as (process, _):
-        ranks = generation.start(found, MANY_TOKENS, scheduled(tmp_path))
-        asyncio.run(until(lambda: used(tmp_path, "ina") > 0))
+        ranks = generation.start(found, MANY_TOKENS, scheduled(tmp_path), KVROUTE_TEST_HOLD=str(held))
+        asyncio.run(until(lambda: both_wait(held)))
         process.kill()
         put(tmp_path, 2, ("ina", LARGEST), ("ring", None))
+        held.touch()
         assert generation.results(ranks) == [generation.tokens] * 2
     assert in_use(tmp_path) == 2
     assert used(tmp_path, "ring") > 100

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.vllm.conftest import BLOCK_TOKENS, LAYER_BYTES, start_member, wait_ready
+from tests.live.vllm.gateway_rig import ANSWER_TOKENS, alone, cluster_file, serving, until
 from tests.live.vllm.test_vllm_pair import REMOTE_DECODE, answer, complete, prompt
-from tests.live.vllm.test_vllm_serve import ANSWER_TOKENS, alone, cluster_file, serving, until
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.live.vllm.test_vllm_serve import cluster_file
+from tests.live.vllm.gateway_rig import cluster_file
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.vllm.conftest import BLOCK_TOKENS, LAYER_BYTES
-from tests.live.vllm.test_vllm_serve import (
+from tests.live.vllm.gateway_rig import (
     FAILURES,
     GREEDY,
     TOKENS,

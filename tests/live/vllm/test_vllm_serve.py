@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import random
-import signal
-import subprocess
-import sys
-import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 from tests.live.vllm.conftest import LAYER_BYTES
+from tests.live.vllm.gateway_rig import (
+    ANSWER_TOKENS,
+    FAILURES,
+    GREEDY,
+    TOKENS,
+    Gateway,
+    all_up,
+    alone,
+    during_request,
+    fetching,
+    measured_bytes,
+    prompt,
+    pulled,
+    pulled_bytes,
+    server_that_is,
+    serving,
+    token_ids,
+    until,
+    wait_until_idle,
+)
 
 from kvroute.gateway.openai_api.api_keys import hash_text
 
@@ -27,95 +37,6 @@ if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
-ANSWER_TOKENS = 24
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS}
-TOKENS = {"return_token_ids": True, "ignore_eos": True}
-WAIT_S = 300.0
-FAILURES = "kvroute:kv_transfer_failures_total"
-
-
-@dataclass(frozen=True)
-class Gateway:
-    """A `kvroute serve` process."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    admin: str
-    log: Path
-    pulled_before: float
-    """Bytes that the decode servers had pulled before the gateway started."""
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        """Return the events of one kind in the event log."""
-        lines = [json.loads(line) for line in self.log.read_text(encoding="utf-8").split("\n")[1:-1]]
-        return [line["event"] for line in lines if line["event"]["type"] == kind]
-
-    def decode_target(self) -> str:
-        """Return the decode instance that was chosen last; empty if none was."""
-        lines = [json.loads(line) for line in self.log.read_text(encoding="utf-8").split("\n")[1:-1]]
-        decisions = [decision for line in lines for decision in line.get("decisions", ())]
-        return next((each["target"] for each in reversed(decisions) if each["type"] == "decode"), "")
-
-    def client(self) -> openai.OpenAI:
-        """Return a client without retries, because the gateway retries."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of a metric's samples that have `labels`."""
-        with urllib.request.urlopen(f"{self.admin}/metrics", timeout=10.0) as answer:
-            lines = answer.read().decode().splitlines()
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in samples if all(label in line for label in wanted))
-
-
-def cluster_file(pair: Pair, more: dict[str, Any]) -> str:
-    """Return the file of three instances on two nodes, as vLLM serves them. Args: `more` are settings of the
-    gateway."""
-    model = str(pair.model / "config.json")
-    roles = {"prefill0": "prefill", "decode0": "decode", "decode1": "decode"}
-    document = {
-        "name": "live",
-        "racks": [{"name": "rack0"}],
-        "nodes": [
-            {
-                "name": node,
-                "rack": "rack0",
-                "gpus": 2,
-                "nvlink": "10 GB/s",
-                "nics": {"compute": {"count": 2, "capacity": "10 Gbps"}},
-            }
-            for node in ("node0", "node1")
-        ],
-        "timing": {
-            "default": {
-                "prefill": {"kind": "linear", "per_token": "200 us", "base": "20 ms"},
-                "decode": {"base": "5 ms", "per_request": "1 ms"},
-            }
-        },
-        "defaults": {"model": model, "tp": 1, "batch_max": 32, "kv_capacity": "33 MB"},
-        "instances": [
-            {
-                "name": server.name,
-                "role": roles[server.name],
-                "gpus": f"node{min(index, 1)}:{max(index - 1, 0)}",
-                "endpoint": {
-                    "url": server.url,
-                    "kv_events": server.events,
-                    "kv_replay": server.replay,
-                    "bootstrap": f"127.0.0.1:{server.ports[3]}",
-                },
-            }
-            for index, server in enumerate(pair.servers)
-        ],
-        "gateway": {
-            "models": {"tiny": model},
-            "prompt": {"tokenizer": str(pair.model / "tokenizer.json"), "block_tokens": 32},
-            "health": {"interval": "500 ms"},
-            **more,
-        },
-    }
-    return json.dumps(document)  # YAML includes JSON
 
 
 @pytest.fixture(scope="module")
@@ -125,68 +46,11 @@ def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield gateway
 
 
-@contextmanager
-def serving(cluster: Pair, folder: Path, text: str = "", **more: Any) -> Iterator[Gateway]:
-    """Run a gateway in front of all servers; check that it ends properly on SIGTERM. Args: `text` is its cluster file,
-    or `more` are its settings."""
-    file, ready, log = (folder / name for name in ("cluster.yaml", "ready.json", "events.log"))
-    cluster.restart_dead_servers()
-    before = pulled_bytes(cluster)
-    file.write_text(text or cluster_file(cluster, more), encoding="utf-8")
-    command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--port", "0", "--admin-port", "0"]
-    with (folder / "gateway.txt").open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--ready-file", str(ready), "--log", str(log)], stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        until(lambda: process.poll() is not None or (ready.exists() and ready.read_bytes().endswith(b"}")))
-        assert process.poll() is None, (folder / "gateway.txt").read_text(encoding="utf-8")
-        yield Gateway(process, **json.loads(ready.read_bytes()), log=log, pulled_before=before)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30.0) == 0, (folder / "gateway.txt").read_text(encoding="utf-8")
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture
 def gateway(process: Gateway, pair: Pair) -> Gateway:
     """The gateway, once it reports that all servers are up, including those that an earlier test killed."""
     all_up(process, pair)
     return process
-
-
-def all_up(gateway: Gateway, pair: Pair) -> None:
-    """Wait until the gateway reports all servers as up."""
-    names = [server.name for server in pair.servers]
-    until(lambda: all(gateway.metric("kvroute_instance_up", engine=name) == 1 for name in names))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for an effect in another process."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    """Return random token IDs, none of them special."""
-    draw = random.Random(seed)
-    return [draw.randrange(3, 420) for _ in range(tokens)]
-
-
-def alone(pair: Pair, tokens: list[int], count: int = ANSWER_TOKENS) -> list[int]:
-    """Return the tokens of a server without a connector."""
-    body = {"model": "tiny", "prompt": tokens, "temperature": 0, "max_tokens": count, **TOKENS}
-    reply = pair.alone.post("/v1/completions", body)
-    tokens_out: list[int] = reply["choices"][0]["token_ids"]
-    return tokens_out
-
-
-def token_ids(choice: Any) -> list[int]:
-    """Return vLLM's own field."""
-    return list((choice.model_extra or {}).get("token_ids") or ())
 
 
 @pytest.mark.parametrize("tokens", [20, 300, 2100, 3500])
@@ -207,11 +71,6 @@ def test_tokens_equal_those_of_one_server(pair: Pair, gateway: Gateway, tokens: 
     assert got == alone(pair, streamed)
 
 
-def pulled(pair: Pair) -> float:
-    """Return the number of successful transfers into the decode servers."""
-    return sum(server.metric("kvroute:kv_transfers_total", source="prefill0") for server in (pair.decode, pair.other))
-
-
 def test_a_corrupted_block_changes_the_tokens(pair: Pair, gateway: Gateway) -> None:
     """The negative control of the test above: one block of one layer, on the same path, without a checksum."""
     prompt_ids = prompt(300, seed=60)
@@ -225,23 +84,14 @@ def test_a_corrupted_block_changes_the_tokens(pair: Pair, gateway: Gateway) -> N
 
 def test_transfers_update_the_learned_bandwidth(pair: Pair, gateway: Gateway) -> None:
     """The engines' own counters reach the oracle: exactly the transferred bytes, and a bandwidth learned from them."""
-
-    def measured() -> float:
-        return sum(float(event["kv_bytes"]) for event in gateway.events("transfer_measured"))
-
-    before = measured()
+    before = measured_bytes(gateway)
     with gateway.client() as client:
         client.completions.create(model="tiny", prompt=prompt(640, seed=61), extra_body=TOKENS, **GREEDY)
-    until(lambda: before < measured() == pulled_bytes(pair) - gateway.pulled_before)
+    until(lambda: before < measured_bytes(gateway) == pulled_bytes(pair) - gateway.pulled_before)
     last = gateway.events("transfer_measured")[-1]
     assert (last["source"], last["target"]) in [("prefill0", "decode0"), ("prefill0", "decode1")]
     assert last["seconds"] > 0
     assert gateway.metric("kvroute_learned_bandwidth_ratio") > 0
-
-
-def pulled_bytes(pair: Pair) -> float:
-    """Return the bytes pulled into the decode servers, by their own counters."""
-    return sum(server.metric("kvroute:kv_transfer_bytes_total") for server in (pair.decode, pair.other))
 
 
 def test_concurrent_transfers_are_not_mixed(pair: Pair, gateway: Gateway) -> None:
@@ -305,23 +155,6 @@ def holders(gateway: Gateway, prompt: list[int]) -> set[str]:
     return {role for role, blocks in held.items() if full <= blocks}
 
 
-def fetching(server: Server) -> bool:
-    """Return whether a request waits for its KV on this server."""
-    return server.alive and server.metric("vllm:num_requests_kv_fetch_by_stage", stage="in_progress") > 0
-
-
-def server_that_is(pair: Pair, busy: Callable[[Server], bool]) -> Server:
-    """Wait for the decode server that is `busy` and return it."""
-    chosen: list[Server] = []
-
-    def is_chosen() -> bool:
-        chosen.extend(server for server in (pair.decode, pair.other) if busy(server))
-        return bool(chosen)
-
-    until(is_chosen)
-    return chosen[0]
-
-
 def kill_decoding(pair: Pair, gateway: Gateway, earlier: int) -> Server:
     """Kill the decode server of the newest request once it decodes, and return it. The event log names the server, and
     shows by KV cache events of full blocks beyond the prompt that it decodes: an engine sends these while it computes,
@@ -350,31 +183,10 @@ def kill_decoding(pair: Pair, gateway: Gateway, earlier: int) -> Server:
     return victim
 
 
-def during_request(gateway: Gateway, act: Callable[[], None], stream: bool, **body: Any) -> list[int]:
-    """Send a request in the background, call `act`, and return the tokens of the response."""
-    got: list[int] = []
-
-    def send_prompt() -> None:
-        with gateway.client() as client:
-            answer: Any = client.completions.create(
-                model="tiny", stream=stream, temperature=0, extra_body=TOKENS, **body
-            )
-            for part in answer if stream else [answer]:
-                got.extend(token for choice in part.choices for token in token_ids(choice))
-
-    sender = threading.Thread(target=send_prompt)
-    sender.start()
-    try:
-        act()
-    finally:
-        sender.join(2 * WAIT_S)
-    return got
-
-
 def last_request(gateway: Gateway, kind: str) -> int:
-    """Return the number of events of this kind for the newest request."""
-    newest = gateway.events("arrived")[-1]["request"]["id"]
-    return sum(event["request_id"] == newest for event in gateway.events(kind))
+    """Return the number of events of this kind for the newest request in the log."""
+    newest = [event["request"]["id"] for event in gateway.events("arrived")][-1:]
+    return sum(event["request_id"] in newest for event in gateway.events(kind))
 
 
 def test_a_decode_server_that_dies_mid_transfer_is_replaced(pair: Pair, gateway: Gateway) -> None:
@@ -424,30 +236,28 @@ def test_a_decode_server_that_dies_during_decode(pair: Pair, gateway: Gateway) -
     wait_until_idle(gateway)
 
 
+def requests_on(gateway: Gateway, server: Server) -> float:
+    """Return the gateway's own requests on a server."""
+    return gateway.metric("kvroute_instance_requests", engine=server.name)
+
+
 def broken_stream(pair: Pair, gateway: Gateway, seed: int) -> None:
     """Kill the decoding server after five chunks; the client gets an error in the stream."""
-    arrived, earlier = 0, len(gateway.events("arrived"))
+    arrived = 0
     body: dict[str, Any] = {"max_tokens": 3000, "temperature": 0, "extra_body": TOKENS}
     with gateway.client() as client:
         stream = client.completions.create(model="tiny", prompt=prompt(100, seed), stream=True, **body)
         while arrived < 5:
             next(stream)
             arrived += 1
-        victim = kill_decoding(pair, gateway, earlier)
+        (victim,) = (each for each in (pair.decode, pair.other) if requests_on(gateway, each) == 1)
+        victim.kill()
         with stream, pytest.raises(openai.APIError) as caught:
             list(stream)
     assert not isinstance(caught.value, openai.APIConnectionError), "the stream was cut instead of ended"
     assert victim.name in str(caught.value)
     until(lambda: gateway.metric("kvroute_instance_up", engine=victim.name) == 0)
     wait_until_idle(gateway)
-
-
-def wait_until_idle(gateway: Gateway) -> None:
-    """Check that nothing is in flight by the gateway's own count."""
-    until(lambda: gateway.metric("kvroute_requests_in_flight") == 0)
-    assert gateway.metric("kvroute_instance_requests") == 0
-    assert gateway.metric("kvroute_transfers_in_flight") == 0
-    assert gateway.process.poll() is None
 
 
 def test_api_keys_share_no_cached_prompts(pair: Pair, tmp_path: Path) -> None:

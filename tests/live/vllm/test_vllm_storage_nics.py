@@ -10,6 +10,7 @@ import pytest
 from bench.wan.network import Unavailable
 from tests.live.services import missing
 from tests.live.vllm.conftest import Pair
+from tests.live.vllm.gateway_rig import all_up, alone, prompt, serving, until
 from tests.live.vllm.storage_nics import (
     ANSWER_TOKENS,
     APPENDED_TOKENS,
@@ -20,7 +21,6 @@ from tests.live.vllm.storage_nics import (
     measured,
     stored_behind_nics,
 )
-from tests.live.vllm.test_vllm_serve import all_up, alone, prompt, serving, until
 from tests.live.vllm.test_vllm_storage import BLOCK_BYTES, ask
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

@@ -16,16 +16,19 @@ class Availability:
     `on_change` is called at every change; a half-open breaker lets one request through and blocks others meanwhile.
     """
 
-    def __init__(self, name: str, breaker: Breaker, on_change: Callable[[str, bool, float], None]) -> None:
-        self.name, self.breaker, self.healthy = name, breaker, True
-        self.up = True
-        self.present = True
+    def __init__(
+        self, name: str, breaker: Breaker, on_change: Callable[[str, bool, float], None], *, up: bool = True
+    ) -> None:
+        """Args: `up`: whether it takes requests before its first health check."""
+        self.name, self.breaker, self.healthy = name, breaker, up
+        self.up = up
+        self.present = up
         """False: no process listens there, or none has passed a health check yet."""
         self.ignored = False
         """Whether health checks and breaker are ignored because of a panic."""
         self.on_available: Callable[[float], None] | None = None
         """Called with the time at every change of `available` or `counted`."""
-        self._seen = (True, True)
+        self._seen = (up, up)
         self._held: set[str] = set()
         self._tried = False
         """Whether its breaker is not closed, so that every outcome may change the state."""

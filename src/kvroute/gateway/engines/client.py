@@ -85,8 +85,7 @@ class EngineClient:
         Returns:
             The call, and its attempt as `availability` counts it.
         """
-        self.in_flight += 1
-        attempt = self.availability.started(now) if counted else NOT_COUNTED
+        attempt = self.started(now, counted=counted)
         large = body if len(body) > _COPY_MAX else b""
         request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
             path,
@@ -97,6 +96,12 @@ class EngineClient:
         )
         call = self.pool.send(request, sink, first_byte_s=first_byte_s, idle_s=self._between_s, body=large)
         return call, attempt
+
+    def started(self, now: float, *, counted: bool) -> Attempt:
+        """Count a call that is being sent, here or by another proxy; `leg_closed` follows once it is over. Args: see
+        `send`."""
+        self.in_flight += 1
+        return self.availability.started(now) if counted else NOT_COUNTED
 
     def leg_closed(self) -> None:
         """Count a finished call."""
@@ -137,6 +142,14 @@ class EngineClient:
         waiting, self._engine_id_waiters = self._engine_id_waiters, []
         for then in waiting:
             then()
+
+    def abort_calls(self) -> None:
+        """Fail all calls in progress because the engine is gone; their requests decide what follows."""
+        why = "the engine is gone"
+        self.pool.abort_calls(why)
+        for pool in (self._bootstrap, self.buffer):
+            if pool is not None:
+                pool.abort_calls(why)
 
     def close(self) -> None:
         """Close idle connections."""

@@ -13,7 +13,63 @@ from kvroute.gateway.engines.protocols import PROTOCOLS
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.topology import Cluster
-from kvroute.types import Endpoint
+from kvroute.types import Endpoint, Instance
+
+
+class EngineFactory:
+    """Creates the engine clients of one cluster."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        on_change: Callable[[str, bool, float], None],
+        deadlines: Deadlines,
+        *,
+        exact: bool,
+        draw: Callable[[], float] | None = None,
+    ) -> None:
+        """
+        Args:
+            settings: of the gateway.
+            on_change: receives the changes of availability.
+            deadlines: shared by all connections.
+            exact: prompts are hashed as in engines' KV events.
+            draw: random numbers for the jitter of circuit breakers.
+        """
+        self._settings, self._on_change, self._deadlines = settings, on_change, deadlines
+        self._exact, self._draw = exact, draw
+        self._tls: ssl.SSLContext | None = None
+
+    def client(self, instance: Instance, *, up: bool = True) -> EngineClient:
+        """Return the client of an instance with an endpoint. Args: `up`: see `Availability`."""
+        settings, deadlines, endpoint = self._settings, self._deadlines, instance.endpoint
+        assert endpoint is not None, "preflight requires endpoints"
+        if self._tls is None and endpoint.url.startswith("https:"):
+            # Loading the system's certificates takes tens of milliseconds, so it is done once.
+            self._tls = ssl.create_default_context()
+        limits, connect_s = settings.breaker, float(settings.timeouts.connect_s)
+        breaker = Breaker(
+            failures=limits.failures,
+            window_s=float(limits.window_s),
+            share=limits.share,
+            open_s=float(limits.open_s),
+            jitter=limits.jitter,
+            draw=self._draw,
+        )
+        # A decode instance with a bootstrap server may become a prefill instance.
+        asks = PROTOCOLS[endpoint.protocol].resolves_engine_id and endpoint.bootstrap
+        return EngineClient(
+            instance,
+            UpstreamPool(endpoint.url, connect_s=connect_s, tls=self._tls, deadlines=deadlines),
+            UpstreamPool(f"http://{endpoint.bootstrap}", connect_s=connect_s, deadlines=deadlines) if asks else None,
+            UpstreamPool(endpoint.buffer, connect_s=connect_s, tls=self._tls, deadlines=deadlines)
+            if endpoint.buffer
+            else None,
+            Availability(instance.name, breaker, self._on_change, up=up),
+            approximate=_approximate(endpoint, settings, self._exact),
+            measures=settings.measure != "engine",
+            between_s=float(settings.timeouts.between_tokens_s),
+        )
 
 
 def engine_clients(
@@ -25,40 +81,9 @@ def engine_clients(
     exact: bool,
     draw: Callable[[], float] | None = None,
 ) -> dict[str, EngineClient]:
-    """Return the engine clients by name, all up. `exact`: prompts are hashed as in engines' KV events. `draw`: random
-    numbers for the jitter of circuit breakers."""
-    timeouts, limits = settings.timeouts, settings.breaker
-    # Loading the system's certificates takes tens of milliseconds, so it is done once.
-    https = any(i.endpoint is not None and i.endpoint.url.startswith("https:") for i in cluster.instances)
-    tls = ssl.create_default_context() if https else None
-    engines = {}
-    for instance in cluster.instances:
-        endpoint = instance.endpoint
-        assert endpoint is not None, "preflight requires endpoints"
-        breaker = Breaker(
-            failures=limits.failures,
-            window_s=float(limits.window_s),
-            share=limits.share,
-            open_s=float(limits.open_s),
-            jitter=limits.jitter,
-            draw=draw,
-        )
-        connect_s = float(timeouts.connect_s)
-        # A decode instance with a bootstrap server may become a prefill instance.
-        asks = PROTOCOLS[endpoint.protocol].resolves_engine_id and endpoint.bootstrap
-        engines[instance.name] = EngineClient(
-            instance,
-            UpstreamPool(endpoint.url, connect_s=connect_s, tls=tls, deadlines=deadlines),
-            UpstreamPool(f"http://{endpoint.bootstrap}", connect_s=connect_s, deadlines=deadlines) if asks else None,
-            UpstreamPool(endpoint.buffer, connect_s=connect_s, tls=tls, deadlines=deadlines)
-            if endpoint.buffer
-            else None,
-            Availability(instance.name, breaker, on_change),
-            approximate=_approximate(endpoint, settings, exact),
-            measures=settings.measure != "engine",
-            between_s=float(timeouts.between_tokens_s),
-        )
-    return engines
+    """Return the engine clients by name, all up. Args: as for `EngineFactory`."""
+    factory = EngineFactory(settings, on_change, deadlines, exact=exact, draw=draw)
+    return {instance.name: factory.client(instance) for instance in cluster.instances}
 
 
 def _approximate(endpoint: Endpoint, settings: GatewaySettings, exact: bool) -> bool:

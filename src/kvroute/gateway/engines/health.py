@@ -60,6 +60,7 @@ class HealthChecks:
             known: whether an instance is up, from `known` of earlier checks.
         """
         known = known or {}
+        self._failures = failures
         self._health = {name: Health(failures, 1, known.get(name)) for name in names}
         self._on_change = on_change
         self._now = now
@@ -68,6 +69,20 @@ class HealthChecks:
         """Instances that have passed a check or were checked earlier."""
         self._absent = {name for name, up in known.items() if not up}
         self._poller = Poller(names, pool_of, weakly(self._answered), settings)
+
+    def add(self, name: str) -> None:
+        """Check another instance from now on, the first time at once. It is down until a check succeeds."""
+        self._health[name] = Health(self._failures, 1, False)
+        self._absent.add(name)
+        self._poller.add(name)
+
+    def remove(self, name: str) -> None:
+        """Check an instance no more."""
+        self._poller.remove(name)
+        del self._health[name]
+        self._absent.discard(name)
+        self._passed.discard(name)
+        self._why.pop(name, None)
 
     def start(self) -> None:
         """Start; the event loop must be running."""

@@ -75,14 +75,26 @@ class Panics:
         """Args: `share` as in PanicState; `on_change` is called when a panic begins or ends."""
         self._on_change = on_change
         self._sets: dict[tuple[str, Serves], PanicSet] = {}
+        self._share = share
         for engine in clients.values():
-            model = engine.instance.model
-            for role in _ROLES:
-                self._sets.setdefault((model, role), PanicSet(model, role, PanicState(share))).clients.append(engine)
+            self.add(engine)
         for each in self._sets.values():
             each.state.instances = each.state.available = len(each.members())
-        for engine in clients.values():
-            engine.availability.on_available = lambda now, model=engine.instance.model: self._refresh(model, now)
+
+    def add(self, engine: EngineClient) -> None:
+        """Include an instance."""
+        model = engine.instance.model
+        for role in _ROLES:
+            self._sets.setdefault((model, role), PanicSet(model, role, PanicState(self._share))).clients.append(engine)
+        engine.availability.on_available = lambda now: self._refresh(model, now)
+
+    def remove(self, engine: EngineClient, now: float) -> None:
+        """Leave out an instance from now on."""
+        model = engine.instance.model
+        engine.availability.on_available = None
+        for role in _ROLES:
+            self._sets[model, role].clients.remove(engine)
+        self._refresh(model, now)
 
     @property
     def sets(self) -> tuple[PanicSet, ...]:

@@ -6,7 +6,7 @@ The client's fields stay unchanged, byte for byte, except those that this module
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from kvroute.gateway.openai_api.json_fields import Fields
-from kvroute.gateway.openai_api.requests import Completion
+from kvroute.gateway.openai_api.requests import Completion, Kind
 from kvroute.types import TRAITS, KvProtocol
 
 QUERY_PATH = b"/query"
@@ -23,6 +23,21 @@ ROOM_LIMIT = 1 << 63
 _RANK_DIGITS_MAX = 18
 
 _TRUE, _FALSE, _ONE = Raw(b"true"), Raw(b"false"), Raw(b"1")
+_ONE_TOKEN: Mapping[Kind, Fields] = {
+    # With `min_tokens`, the first token does not end the output: some connectors transfer nothing after a stop token.
+    "completions": {"max_tokens": _ONE, "min_tokens": _ONE},
+    "chat": {"max_tokens": _ONE, "max_completion_tokens": _ONE, "min_tokens": _ONE},
+    "responses": {"max_output_tokens": _ONE, "ignore_eos": _TRUE, "store": _FALSE},
+    "messages": {"max_tokens": _ONE},
+}
+"""Fields that limit a prefill leg to one token, which is not used."""
+_NOT_IN_PREFILL: Mapping[Kind, tuple[str, ...]] = {
+    "completions": ("stream_options", "n"),
+    "chat": ("stream_options", "n"),
+    "responses": ("stream_options", "stop_token_ids", "enable_response_messages"),
+    "messages": (),
+}
+"""Fields that prefill legs do not have. No prompt depends on them."""
 _PULL = Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
     b'"remote_host":null,"remote_port":null}'
@@ -33,6 +48,10 @@ _encode = msgspec.json.Encoder().encode
 
 class ProtocolError(Exception):
     """An engine's response or endpoint lacks data for the other leg; the text continues after the engine's name."""
+
+
+class NoTransferParams(ProtocolError):
+    """The response of a prefill engine is valid, but has no transfer parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +124,8 @@ class PdProtocol(Protocol):
         """Return the transfer parameters for the decode leg from `reply`, the body of the prefill leg's response.
 
         Raises:
-            ProtocolError: the body lacks data that the decode engine needs.
+            NoTransferParams: the body lacks what the decode engine needs.
+            ProtocolError: the body is invalid.
         """
 
     def allows_refetch(self, params: Raw | None) -> bool:
@@ -285,23 +305,35 @@ class _Refetch(msgspec.Struct):
 _REPLY = msgspec.json.Decoder(_Reply)
 
 
-def _one_token(completion: Completion, params: Raw) -> Fields:
-    """Return the request's fields, limited to one output token, without streaming.
+def with_one_token(completion: Completion) -> Completion:
+    """Return the request limited to one output token, without streaming."""
+    fields = _one_token(completion, Raw(b"null"))
+    del fields["kv_transfer_params"]
+    return msgspec.structs.replace(completion, fields=fields, stream=False, max_tokens=1)
 
-    `min_tokens` is set because a vLLM prefill that ends by a stop token instead of by length transfers nothing.
-    """
-    fields = {
-        **completion.fields,
-        "stream": _FALSE,
-        "max_tokens": _ONE,
-        "min_tokens": _ONE,
-        "kv_transfer_params": params,
-    }
-    if completion.kind == "chat" or "max_completion_tokens" in fields:
+
+def _one_token(completion: Completion, params: Raw) -> Fields:
+    """Return the request's fields, limited to one output token, without streaming."""
+    fields = {**completion.fields, "stream": _FALSE, **_ONE_TOKEN[completion.kind], "kv_transfer_params": params}
+    if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = _ONE
-    fields.pop("stream_options", None)
-    fields.pop("n", None)
+    for name in _NOT_IN_PREFILL[completion.kind]:
+        fields.pop(name, None)
+    if completion.kind == "messages" and "tool_choice" in fields:
+        fields["tool_choice"] = _unnamed(fields["tool_choice"])
     return fields
+
+
+def _unnamed(choice: Raw) -> Raw:
+    """Return a `tool_choice` of the Messages API that names no tool: vLLM parses the output of a named tool as JSON,
+    and one token is no JSON. Prompts do not depend on it."""
+    try:
+        fields = msgspec.json.decode(choice, type=Fields | None) or {}
+    except (msgspec.MsgspecError, RecursionError):
+        return choice  # the engine rejects it
+    if bytes(fields.get("type", b"")) != b'"tool"':
+        return choice
+    return Raw(_encode({name: value for name, value in fields.items() if name != "name"} | {"type": "any"}))
 
 
 def _transfer_params(reply: bytes) -> Raw:
@@ -310,7 +342,7 @@ def _transfer_params(reply: bytes) -> Raw:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"sent an invalid response: {error}") from None
     if bytes(params)[:1] != b"{":
-        raise ProtocolError("sent a response without kv_transfer_params; check that it has a KV connector")
+        raise NoTransferParams("sent a response without kv_transfer_params; check that it has a KV connector")
     return params
 
 

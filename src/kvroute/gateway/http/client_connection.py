@@ -24,6 +24,7 @@ from kvroute.gateway.http.request_parser import (
     RequestParser,
 )
 from kvroute.gateway.http.web_pages import WebPages
+from kvroute.gateway.openai_api.anthropic_errors import in_format_of
 from kvroute.gateway.openai_api.responses import error_body
 
 _HELD_BYTES = 64 * 1024
@@ -360,7 +361,7 @@ class ClientConnection(asyncio.Protocol):
         self._reader.forget()
         self._weigh(0)
         kind = fault.type or ("server_error" if fault.status >= 500 else "invalid_request_error")
-        body = error_body(fault.message, kind, code=fault.code)
+        body = in_format_of(path, fault.status, error_body(fault.message, kind, code=fault.code))
         head = b"%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         text = head % (status_line(fault.status), server.server, fault.headers, len(body))
         self._transport.write(text if method == b"HEAD" else text + body)

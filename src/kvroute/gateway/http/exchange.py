@@ -10,8 +10,10 @@ import socket
 import struct
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
+from typing import Protocol
 
 from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.openai_api.anthropic_errors import in_format_of
 
 _CHUNKED, _UNTIL_CLOSE, _NO_BODY = -1, -2, -3
 _COPY_MAX = 16 * 1024
@@ -23,6 +25,66 @@ STATUS_LINES: dict[int, bytes] = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.p
 def status_line(status: int) -> bytes:
     """Return the first line of a response, with its line end."""
     return STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
+
+
+class ClientExchange(Protocol):
+    """One complete client request and its response, as the code that serves it sees them: an `Exchange`, or a request
+    whose response another proxy sends."""
+
+    method: bytes
+    path: bytes
+    query: bytes
+    headers: Headers
+    body: bytes
+    peer: str
+    full_status: int
+    """Status of the response to a request for which there is no room."""
+    started: bool
+    """The response has begun, so no other response can be sent."""
+    finished: bool
+    gone: bool
+    """The client has disconnected."""
+    on_gone: Callable[[], None] | None
+    on_pause: Callable[[], None] | None
+    on_resume: Callable[[], None] | None
+
+    def header(self, name: bytes) -> bytes | None:
+        """See `Exchange`."""
+        ...
+
+    def release_body(self) -> None:
+        """See `Exchange`."""
+        ...
+
+    def respond(
+        self,
+        status: int,
+        body: bytes,
+        content_type: bytes = b"application/json",
+        headers: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """See `Exchange`."""
+        ...
+
+    def start(self, status: int, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> None:
+        """See `Exchange`."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """See `Exchange`."""
+        ...
+
+    def write_chunk(self, chunk: bytes, data_bytes: int) -> None:
+        """See `Exchange`."""
+        ...
+
+    def end(self) -> None:
+        """See `Exchange`."""
+        ...
+
+    def abort(self) -> None:
+        """See `Exchange`."""
+        ...
 
 
 class Exchange:
@@ -56,6 +118,7 @@ class Exchange:
         "received_s",
         "started",
     )
+    full_status = 503
 
     def __init__(
         self,
@@ -126,11 +189,12 @@ class Exchange:
         content_type: bytes = b"application/json",
         headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Send a whole response; for HEAD only its head."""
+        """Send a whole response; for HEAD only its head. An error gets the format of its path (`in_format_of`)."""
         if self.gone or self.finished:
             return
         assert not self.started, "an exchange has one response"
         self.started = True
+        body = in_format_of(self.path, status, body)
         if status == 204:
             head = self._head(status, headers, b"")
         else:

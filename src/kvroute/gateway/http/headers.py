@@ -34,6 +34,7 @@ FORWARDED = frozenset(
         b"authorization",
         b"content-type",
         b"user-agent",
+        *(b"anthropic-beta", b"anthropic-version"),
         *(b"idempotency-key", b"openai-beta", b"openai-organization", b"openai-project"),
         *(b"traceparent", b"tracestate", b"baggage", b"uber-trace-id", b"x-amzn-trace-id", b"x-cloud-trace-context"),
         *(b"b3", b"x-b3-traceid", b"x-b3-spanid", b"x-b3-parentspanid", b"x-b3-sampled", b"x-b3-flags"),
@@ -41,7 +42,8 @@ FORWARDED = frozenset(
         *(b"x-datadog-origin", b"x-datadog-tags"),
     }
 )
-"""Request headers that are forwarded: those of OpenAI's SDKs and of tracing; `gateway.forward_headers` adds others."""
+"""Request headers that are forwarded: those of OpenAI's and Anthropic's SDKs and of tracing; `gateway.forward_headers`
+adds others."""
 THEIR_OWN = _HOP_BY_HOP | {b"server", b"date", b"x-request-id"}
 """Response headers of engines that are not forwarded to clients."""
 _USUAL = frozenset({b"keep-alive", b"Keep-Alive", b"close", b"Close"})

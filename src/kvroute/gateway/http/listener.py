@@ -71,22 +71,26 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._tls: list[_Accepting] = []
 
-    async def listen(self, host: str, port: int) -> int:
+    async def listen(self, host: str, port: int, *, shared: bool = False) -> int:
         """Accept connections at an address; return the port (chosen by the system if 0 was given).
+
+        Args:
+            host, port: the address.
+            shared: other processes of the same user listen there too; the system distributes the connections.
 
         Raises:
             OSError: the address is in use, or does not belong to this machine.
         """
         loop = asyncio.get_running_loop()
-        own = bound(host, port)
+        own = bound(host, port, shared=shared)
         if self._context is not None:
-            found = [own] if own is not None else await _bound_by_name(host, port)
+            found = [own] if own is not None else await _bound_by_name(host, port, shared=shared)
             self._tls = [_Accepting(each, self._port, self._make, self._context) for each in found]
             return int(found[0].getsockname()[1])
         if own is not None:
             self._server = await loop.create_server(self._make, sock=own, backlog=_BACKLOG)
         else:
-            self._server = await loop.create_server(self._make, host, port, backlog=_BACKLOG)
+            self._server = await loop.create_server(self._make, host, port, backlog=_BACKLOG, reuse_port=shared)
         return int(self._server.sockets[0].getsockname()[1])
 
     @property
@@ -264,8 +268,12 @@ class _Arriving(asyncio.Protocol):
         self._port.leave(self)
 
 
-def bound(host: str, port: int) -> socket.socket | None:
+def bound(host: str, port: int, *, shared: bool = False) -> socket.socket | None:
     """Return a socket bound to an IP address, so that no resolver is queried for it; None if the host is a name.
+
+    Args:
+        host, port: the address.
+        shared: other processes of the same user may bind it too.
 
     Raises:
         OSError: the address is in use, or does not belong to this machine.
@@ -277,6 +285,8 @@ def bound(host: str, port: int) -> socket.socket | None:
     own = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
     try:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if version == 6:
             own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         own.bind((host, port))
@@ -287,7 +297,7 @@ def bound(host: str, port: int) -> socket.socket | None:
     return own
 
 
-async def _bound_by_name(host: str, port: int) -> list[socket.socket]:
+async def _bound_by_name(host: str, port: int, *, shared: bool) -> list[socket.socket]:
     """Return one socket for each address of a name; at least one."""
     loop = asyncio.get_running_loop()
     places = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -295,7 +305,7 @@ async def _bound_by_name(host: str, port: int) -> list[socket.socket]:
     try:
         for address in dict.fromkeys(str(place[0]) for *_, place in places):
             try:
-                own = bound(address, port)
+                own = bound(address, port, shared=shared)
             except OSError as error:
                 if error.errno != errno.EAFNOSUPPORT:  # a machine without IPv6 listens on the other addresses
                     raise

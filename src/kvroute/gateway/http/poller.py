@@ -153,9 +153,28 @@ class Poller:
         self._round, self._round_s, self._round_lasts_s = 0, 0.0, settings.interval_s
         """Finished rounds, start of the current round, and its duration."""
         self._turn = 0
+        self._running = False
+
+    def add(self, name: str) -> None:
+        """Poll another engine from now on, the first time at once."""
+        self._names = (*self._names, name)
+        if self._running:
+            self._ask(name)
+            self._begin()
+
+    def remove(self, name: str) -> None:
+        """Poll an engine no more, and cancel its poll in progress."""
+        self._names = tuple(each for each in self._names if each != name)
+        poll = self._in_progress.pop(name, None)
+        if poll is not None:
+            poll.give_up()
 
     def start(self) -> None:
         """Start, from within the loop."""
+        self._running = True
+        self._begin()
+
+    def _begin(self) -> None:
         if self._names and self._tick_handle is None:
             self._loop = asyncio.get_running_loop()
             self._round_s, self._round, self._round_lasts_s = self._loop.time(), 0, self.settings.interval_s
@@ -164,6 +183,7 @@ class Poller:
 
     def close(self) -> None:
         """Stop polling and cancel the polls in progress."""
+        self._running = False
         if self._tick_handle is not None:
             self._tick_handle.cancel()
             self._tick_handle = None
@@ -184,6 +204,9 @@ class Poller:
 
     def _tick(self) -> None:
         count, settings = len(self._names), self.settings
+        if not count:
+            self._tick_handle = None
+            return
         now = self._loop.time()
         while now >= self._round_s + self._round_lasts_s:
             self._round += 1
@@ -200,4 +223,4 @@ class Poller:
     def _ask(self, name: str) -> None:
         pool = None if name in self._in_progress else self._pool_of(name)
         if pool is not None:
-            self._in_progress[name] = _Poll(self, name, pool, self._loop)
+            self._in_progress[name] = _Poll(self, name, pool, asyncio.get_running_loop())

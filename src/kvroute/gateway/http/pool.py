@@ -72,7 +72,8 @@ class UpstreamPool:
         self._deadlines = deadlines if deadlines is not None else Deadlines()
         self._idle: list[UpstreamConnection] = []
         self._open: set[UpstreamConnection] = set()
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: dict[asyncio.Task[None], Call] = {}
+        """The call that waits for each connection that is being opened."""
         self._closed = False
         self.busy = 0
         """Calls that are not finished."""
@@ -124,7 +125,19 @@ class UpstreamPool:
             connection.close()
         self._idle.clear()
 
+    def abort_calls(self, why: str) -> None:
+        """Fail all calls in progress, as if the engine had closed their connections."""
+        for connection in list(self._open):
+            connection.fail(why)
+        for call in list(self._opening.values()):
+            if not call.over:
+                call.finish()
+                call.handler.on_failure(Failure("reset", "connect", why))
+
     # callbacks of connections and calls
+
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        del self._opening[task]
 
     def keep(self, connection: UpstreamConnection) -> None:
         """See `ConnectionOwner`."""
@@ -149,8 +162,8 @@ class UpstreamPool:
     def resend(self, call: Call) -> None:
         """See `ConnectionOwner`."""
         task = asyncio.get_running_loop().create_task(self._connect(call))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+        self._opening[task] = call
+        task.add_done_callback(self._opened)
 
     async def _connect(self, call: Call) -> None:
         """Open a connection for a call, which may have ended by the time it is open."""

@@ -40,6 +40,7 @@ class HttpServer:
         server_name: bytes = b"kvroute",
         deadlines: Deadlines | None = None,
         pages: WebPages | None = None,
+        shares_port: bool = False,
     ) -> None:
         """
         Args:
@@ -49,6 +50,8 @@ class HttpServer:
             server_name: value of the Server header; empty: no such header.
             deadlines: shared with other components, so that one timer serves all; None: a new one.
             pages: the web pages that may send requests; None: all.
+            shares_port: other processes of the same user listen at the same address (SO_REUSEPORT), and the system
+                distributes the connections.
         """
         self.handler, self.hooks = handler, hooks or ServerHooks()
         self.limits = limits or Limits()
@@ -59,6 +62,7 @@ class HttpServer:
         self._deadlines = deadlines if deadlines is not None else Deadlines()
         self._connections = Connections()
         self._listeners: list[Listener] = []
+        self._shares_port = shares_port
 
     @property
     def connections(self) -> int:
@@ -72,7 +76,7 @@ class HttpServer:
             OSError: the address is in use, or does not belong to this machine.
         """
         listener = Listener(self, lambda: ClientConnection(self), ssl)
-        drawn = await listener.listen(host, port)
+        drawn = await listener.listen(host, port, shared=self._shares_port)
         self._listeners.append(listener)
         return drawn
 

@@ -21,6 +21,9 @@ _EVENT_CHUNK_END = b"\n\n\r\n"
 """End of a chunk whose data ends with an empty line."""
 _SIZE_LINE_MAX = 10
 """Longest size line that is compared, its line end included."""
+_SIZES = 2048
+_SIZE_LINES = tuple([b"%x\r\n" % size for size in range(_SIZES)])
+"""Size lines of the chunks of a stream, most of which are short."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 _SPENT = httptools.HttpResponseParser(object())
 """A parser without callbacks."""
@@ -108,6 +111,11 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def fail(self, why: str) -> None:
+        """End the call in progress, if there is one, as if the engine had closed the connection."""
+        if self._call is not None:
+            self._fail("reset", why)
+
     def pause(self) -> None:
         """Stop reading."""
         self.deadline_s = NEVER_S
@@ -146,7 +154,7 @@ class UpstreamConnection(asyncio.Protocol):
         if on_chunk is not None and self._between_chunks and data.endswith(_EVENT_CHUNK_END):
             # Without a call of the parser, if the data is exactly one chunk as the gateway itself would write it.
             data_bytes = len(data) - data.find(b"\r\n", 0, _SIZE_LINE_MAX) - 4
-            if data.startswith(b"%x\r\n" % data_bytes):
+            if data.startswith(_SIZE_LINES[data_bytes] if data_bytes < _SIZES else b"%x\r\n" % data_bytes):
                 if not call.paused:
                     self.deadline_s = self._now() + call.idle_s  # first: the callback may pause or end the call
                 on_chunk(data, data_bytes)

@@ -10,19 +10,19 @@ import asyncio
 import hmac
 import ssl
 from base64 import b64decode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
 from kvroute.gateway.http.listener import Listener
 from kvroute.gateway.observe.admin_connections import AdminConnection, AdminConnections
-from kvroute.gateway.observe.metrics import Metrics
 from kvroute.gateway.observe.redaction import redacted
-from kvroute.gateway.observe.state import DashboardState
+from kvroute.gateway.observe.view import DashboardUpdate, Snapshot
 from kvroute.origins import address, host_name
 from kvroute.types import InputError, cannot_listen
 
@@ -54,19 +54,42 @@ _HEADERS = {
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class DashboardSource(Protocol):
+    """What the dashboard shows: the state of one gateway, or of all workers."""
+
+    @property
+    def layout_id(self) -> int:
+        """Changes with the layout."""
+        ...
+
+    @property
+    def policy(self) -> str:
+        """The decode policy."""
+        ...
+
+    def snapshot(self, at: float) -> Snapshot:
+        """Return the whole state."""
+        ...
+
+    def tick(self, at: float) -> DashboardUpdate:
+        """Return the values that change."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminParts:
     """The data that the port shows and the gateway functions that it calls."""
 
-    state: DashboardState
-    metrics: Metrics
+    state: DashboardSource
+    page: Callable[[str], Awaitable[tuple[str, Iterable[str]]]]
+    """Returns the metrics for an Accept header: content type, and the text by family."""
     now: Callable[[], float]
     ready: Callable[[], str]
     """Returns why the gateway accepts no requests; empty if it accepts them."""
     version: str
     config: Callable[[], object] = dict
     """Returns the settings as Structs or plain values. The port redacts their secrets."""
-    push: Callable[[bytes], None] | None = None
+    push: Callable[[bytes], Awaitable[None]] | None = None
     """Accepts a telemetry body; raises InputError if it is invalid. None: telemetry is not accepted."""
     drain: Callable[[], None] | None = None
     token: str = ""
@@ -220,8 +243,8 @@ class Admin:
             await response.prepare(request)
             layout_id = 0
             while not watch.closing.is_set():
-                if layout_id != self._parts.state.layout.id:
-                    layout_id = self._parts.state.layout.id
+                if layout_id != self._parts.state.layout_id:
+                    layout_id = self._parts.state.layout_id
                     await response.write(self._snapshot_event())
                 else:
                     await response.write(self._tick_event())
@@ -244,7 +267,7 @@ class Admin:
         return watch.tick
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        content_type, families = self._parts.metrics.page(request.headers.get("Accept", ""))
+        content_type, families = await self._parts.page(request.headers.get("Accept", ""))
         parts = []
         for text in families:
             parts.append(text)
@@ -270,7 +293,7 @@ class Admin:
         try:
             async with asyncio.timeout(BODY_S):
                 body = await request.read()
-            self._parts.push(body)
+            await self._parts.push(body)
         except TimeoutError:
             return _json(408, {"error": f"the body took longer than {BODY_S:g} s"})
         except InputError as error:

@@ -21,9 +21,9 @@ Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 Amount: TypeAlias = int | float
 """Both types, because they are written differently; `float` alone would convert integers in compiled code."""
 
-KEYS_MOST = 4096
-"""Largest number of label sets of one family. Labels come from the cluster file and from this program. If a bug makes
-them unbounded, memory stays bounded and further label sets are counted as `other`."""
+KEYS_MOST = 16_384
+"""Largest number of label sets of one family. Labels come from the cluster file, from discovered engines and from this
+program. If a bug makes them unbounded, memory stays bounded and further label sets are counted as `other`."""
 _OTHER = "other"
 _ODD = re.compile(r"[^0-9A-Za-z_.:/+=-]")
 
@@ -64,6 +64,13 @@ class Counter(Family):
             if len(self.values) >= KEYS_MOST:
                 key = (_OTHER,) * len(key)
             self.values[key] = self.values.get(key, 0) + amount
+
+    def forget(self, label: str, value: str) -> None:
+        """Drop the sums with this value of a label. Does nothing without that label."""
+        if label in self.labels:
+            place = self.labels.index(label)
+            for key in [key for key in self.values if key[place] == value]:
+                del self.values[key]
 
     def text(self, openmetrics: bool) -> str:
         """Return all lines of the family."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import get_args
 
+from kvroute.control import SyncState
 from kvroute.gateway.observe.exposition import Family, Key
 from kvroute.gateway.observe.offload_gauges import offload_gauges
-from kvroute.gateway.observe.view import BreakerState, ForesightLoad, GatewayStatus, InstanceLoad
+from kvroute.gateway.observe.view import BreakerState, DiscoveryLoad, ForesightLoad, GatewayStatus, InstanceLoad
 from kvroute.policies import TierLearned
 from kvroute.types import SAME_POD, Role
 
@@ -23,6 +25,15 @@ _TRANSFERRING = Family("gauge", "kvroute_transfers_in_flight", "Own KV transfers
 _ORACLE_AGE = Family("gauge", "kvroute_oracle_age_seconds", "Age of the last telemetry.", ("source",))
 _CONGESTION = Family("gauge", "kvroute_oracle_congestion_ratio", "Current estimate of congestion.", ("tier",))
 _LEARNED = Family("gauge", "kvroute_learned_bandwidth_ratio", "Measured over static bandwidth.", ("tier",))
+_DISCOVERED = Family("gauge", "kvroute_discovered_engines", "Discovered engines, by state.", ("state",))
+_DISCOVERY_AGE = Family("gauge", "kvroute_discovery_age_seconds", "Time since the last report of the source.")
+_DISCOVERY_FAILING = Family(
+    "gauge", "kvroute_discovery_failing", "Parts of the source that do not answer, or are invalid."
+)
+_DISCOVERY_FINDINGS = Family("gauge", "kvroute_discovery_findings", "Pods with a finding, by effect.", ("effect",))
+_SYNC_STATE = Family("gauge", "kvroute_replication_state", "1 for the present state.", ("state",))
+_GATEWAYS = Family("gauge", "kvroute_replication_gateways", "Other gateways of the cluster that report.")
+_BOOKINGS = Family("gauge", "kvroute_replication_bookings", "Requests of other gateways that the view counts.")
 _FORESIGHT_GAUGES: tuple[tuple[Family, Callable[[TierLearned], float]], ...] = (
     (
         Family("gauge", "kvroute_foresight_learned_ratio", "Measured over static capacity.", ("policy", "tier")),
@@ -110,8 +121,26 @@ def load_gauges(
     for foreseen, learned in _FORESIGHT_GAUGES:
         yield foreseen, _per_tier(load.foresight, learned)
     yield from offload_gauges(load.offload)
+    yield _DISCOVERED, _discovered(load.discovery)
+    found = load.discovery
+    yield _DISCOVERY_AGE, [((), found.age_s)] if found is not None and found.age_s is not None else []
+    yield _DISCOVERY_FAILING, [((), len(found.failures))] if found is not None else []
+    findings = found.findings.items() if found is not None else ()
+    yield _DISCOVERY_FINDINGS, [((effect.replace(" ", "_"),), count) for effect, count in findings]
+    shared = load.replication
+    states = get_args(SyncState) if shared is not None else ()
+    yield _SYNC_STATE, [((state,), int(shared is not None and shared.state == state)) for state in states]
+    yield _GATEWAYS, [((), shared.gateways)] if shared is not None else []
+    yield _BOOKINGS, [((), shared.bookings)] if shared is not None else []
     for family, value in _INSTANCE_GAUGES:
         yield family, _per_instance(family, value, load.instances, roles)
+
+
+def _discovered(load: DiscoveryLoad | None) -> Iterator[tuple[Key, float]]:
+    if load is not None:
+        yield ("member",), load.members
+        yield ("draining",), load.draining
+        yield ("refused",), len(load.refused)
 
 
 def _per_tier(foresight: ForesightLoad | None, value: Callable[[TierLearned], float]) -> Iterator[tuple[Key, float]]:

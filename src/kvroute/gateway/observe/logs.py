@@ -32,6 +32,8 @@ FIELDS = frozenset(
             "rate_per_s",
             "lambda_max_per_s",
             "available",
+            "failed",
+            "expired",
         ),
     }
 )

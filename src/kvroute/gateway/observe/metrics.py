@@ -44,6 +44,12 @@ class Metrics:
         self._requests = Counter("kvroute_requests_total", "Requests answered, by endpoint and status.", requests)
         self._rejects = Counter("kvroute_rejects_total", "Requests rejected before any leg began.", ("reason",))
         self._gone = Counter("kvroute_client_disconnects_total", "Clients that disconnected early.")
+        self._abandoned = Counter(
+            "kvroute_abandoned_kv_total",
+            "Requests that went on after their client had left, until a decode engine had fetched the KV cache, or to "
+            "their failure.",
+            ("outcome",),
+        )
         self._stream_errors = Counter("kvroute_stream_errors_total", "Streams ended by an error event.")
         self._retries = Counter("kvroute_retries_total", "Legs retried on another instance.", ("leg",))
         self._no_retry = Counter("kvroute_retries_refused_total", "Retries that the budget did not allow.", ("leg",))
@@ -98,6 +104,12 @@ class Metrics:
         )
         self._kv_events = Counter("kvroute_kv_events_total", "KV event batches from engines.", ("engine",))
         self._kv_gaps = Counter("kvroute_kv_event_gaps_total", "Gaps in an engine's KV events.", ("engine",))
+        self._kv_failed = Counter(
+            "kvroute_engine_transfer_failures_total", "KV transfers that an engine counts as failed.", ("engine",)
+        )
+        self._kv_expired = Counter(
+            "kvroute_engine_kv_expired_total", "Requests whose KV no engine has fetched in time.", ("engine",)
+        )
         self._log_bytes = Counter("kvroute_log_bytes_total", "Bytes written to the event log.")
         self._logs_lost = Counter("kvroute_logs_lost_total", "Event logs that ended because they could not be written.")
         self._reloads = Counter("kvroute_reloads_total", "Reloads of the cluster file, by outcome.", ("outcome",))
@@ -119,6 +131,18 @@ class Metrics:
         )
         self._reviews = Counter("kvroute_reviews_total", "Reviews of threshold and roles.", ("verdict",))
         self._role_switches = Counter("kvroute_role_switches_total", "Role switches, by outcome.", ("outcome",))
+        self._engines_changed = Counter(
+            "kvroute_engine_changes_total", "Discovered engines that joined or left the cluster.", ("change",)
+        )
+        self._replicated = Counter(
+            "kvroute_replication_entries_total", "Entries of the gateways' stream.", ("direction",)
+        )
+        self._replicated_bytes = Counter("kvroute_replication_bytes_total", "Bytes of these entries.", ("direction",))
+        self._entries_refused = Counter("kvroute_replication_refused_total", "Entries that could not be applied.")
+        self._replication_lag_s = Histogram(
+            "kvroute_replication_lag_seconds", "From an entry written to the same entry read.", _LAG_S
+        )
+        self._peers_lost = Counter("kvroute_replication_lost_total", "Gateways whose bookings were released.")
         self._transferring = [0] * TIER_COUNT
 
     def decided(self, decision: Decision, seconds: float) -> None:
@@ -236,6 +260,10 @@ class Metrics:
         """Count a client that disconnected before its response was complete."""
         self._gone.add()
 
+    def abandoned(self, *, fetched: bool) -> None:
+        """Count a request that went on after its client had left, so that the prefill engine releases its KV cache."""
+        self._abandoned.add(("fetched" if fetched else "lost",))
+
     def stream_failed(self) -> None:
         """Count a stream that ended with an error event."""
         self._stream_errors.add()
@@ -247,6 +275,23 @@ class Metrics:
     def health_check_discarded(self, instance: str) -> None:
         """Count a health check that timed out because the event loop was late: the engine may be healthy."""
         self._discarded.add((instance,))
+
+    def replicated(self, direction: Literal["read", "written"], nbytes: int) -> None:
+        """Count an entry of the stream that the gateways share."""
+        self._replicated.add((direction,))
+        self._replicated_bytes.add((direction,), nbytes)
+
+    def entry_refused(self) -> None:
+        """Count an entry that is damaged or impossible."""
+        self._entries_refused.add()
+
+    def replication_lag(self, seconds: float) -> None:
+        """Record the time from writing an own entry to reading it."""
+        self._replication_lag_s.observe((), seconds)
+
+    def peer_lost(self) -> None:
+        """Count another gateway whose lease has expired."""
+        self._peers_lost.add()
 
     def panicked(self, model: str, role: str) -> None:
         """Count a panic: health checks and breakers of a role are ignored from now on."""
@@ -263,6 +308,13 @@ class Metrics:
     def kv_gap(self, instance: str) -> None:
         """Count a gap in the KV events of an engine."""
         self._kv_gaps.add((instance,))
+
+    def kv_lost(self, instance: str, failed: int, expired: int) -> None:
+        """Count transfers that have failed, and requests whose KV has expired, as an engine reports them."""
+        if failed:
+            self._kv_failed.add((instance,), failed)
+        if expired:
+            self._kv_expired.add((instance,), expired)
 
     def logged(self, nbytes: int) -> None:
         """Count bytes written to the event log."""
@@ -284,6 +336,18 @@ class Metrics:
         """Count a finished role switch."""
         self._role_switches.add((outcome,))
 
+    def changed(self, joined: int, left: int) -> None:
+        """Count a change of the cluster by discovery."""
+        self._engines_changed.add(("joined",), joined)
+        self._engines_changed.add(("left",), left)
+
+    def forget(self, engine: str) -> None:
+        """Drop the counters of an engine that has left the cluster."""
+        self.roles.pop(engine, None)
+        for counted in vars(self).values():
+            if isinstance(counted, Counter):
+                counted.forget("engine", engine)
+
     def page(self, accept: str = "") -> tuple[str, Iterator[str]]:
         """Return the content type and the text family by family, so that a server can run other work in between.
 
@@ -292,6 +356,10 @@ class Metrics:
         if "application/openmetrics-text" in accept:
             return openmetrics_exposition.CONTENT_TYPE_LATEST, self._page(True)
         return CONTENT_TYPE_PLAIN_0_0_4, self._page(False)
+
+    async def whole_page(self, accept: str) -> tuple[str, Iterator[str]]:
+        """Do the same; for callers that may have to wait for other processes."""
+        return self.page(accept)
 
     def _page(self, openmetrics: bool) -> Iterator[str]:
         for counted in vars(self).values():

@@ -17,7 +17,8 @@ import numpy as np
 from kvroute.control import ShadowTally
 from kvroute.gateway.observe.decision_view import judgement_of, short
 from kvroute.gateway.observe.history import History
-from kvroute.gateway.observe.layout import LayoutInstance, layout_of
+from kvroute.gateway.observe.layout import Layout, LayoutInstance, layout_of
+from kvroute.gateway.observe.measured_paths import MeasuredPaths
 from kvroute.gateway.observe.rates import Rate, WanTraffic
 from kvroute.gateway.observe.view import (
     BreakerState,
@@ -31,7 +32,7 @@ from kvroute.gateway.observe.view import (
     Ttft,
 )
 from kvroute.topology import Cluster
-from kvroute.types import TIER_COUNT, Decision, Decode, FloatArray, Prefill
+from kvroute.types import TIER_COUNT, Decision, Decode, FloatArray, Prefill, TransferMeasured
 
 WINDOW_S = 60.0
 """TTFT and tier split cover requests whose first token, or whole response, came within this time."""
@@ -42,6 +43,7 @@ SPLITS_S = 1.0
 DECISIONS_MOST = 50
 TICK_DECISIONS_MOST = 12
 TRANSFERS_SHOWN_MOST = 200
+PATHS_SHOWN_MOST = 8
 LINGER_S = 1.0
 """Time for which finished transfers stay visible: most take less than the time between two dashboard updates."""
 _PARTS = ("queue", "prefill", "transfer", "first_step")
@@ -94,8 +96,34 @@ class DashboardState:
         self._moving: dict[int, _Moving] = {}
         self._ended = deque(maxlen=TRANSFERS_SHOWN_MOST)
         self._traffic = WanTraffic(cluster)
+        self._paths = MeasuredPaths(cluster)
         self._away = frozenset(site.name for site in self.layout.sites if site.role == "prefill")
         self._prefills, self._offloaded = Rate(int(WINDOW_S)), Rate(int(WINDOW_S))
+
+    def change(self, cluster: Cluster, layout: Layout) -> None:
+        """Show the cluster after a change; transfers between instances that stay are still shown. Args: `layout`: made
+        by `layout_of` with the number `next_layout`."""
+        names = [instance.name for instance in self.layout.instances]
+        self._layout_id, self.layout = layout.id, layout
+        self._positions = positions = {instance.name: k for k, instance in enumerate(layout.instances)}
+        for moving in (*self._moving.values(), *self._ended):
+            moving.source = positions.get(names[moving.source], -1)
+            moving.target = positions.get(names[moving.target], -1)
+        self._moving = {key: each for key, each in self._moving.items() if min(each.source, each.target) >= 0}
+        kept = [each for each in self._ended if min(each.source, each.target) >= 0]
+        self._ended = deque(kept, maxlen=TRANSFERS_SHOWN_MOST)
+        self._traffic = WanTraffic(cluster)
+        self._paths.change(cluster)
+
+    @property
+    def layout_id(self) -> int:
+        """Id of the present layout."""
+        return self.layout.id
+
+    @property
+    def next_layout(self) -> int:
+        """Id of the layout after the present one."""
+        return self._layout_id + 1
 
     def shadow(self, policy: str) -> None:
         """Set the shadow policy, empty for none; its counts continue if it does not change."""
@@ -148,6 +176,10 @@ class DashboardState:
             self._ended.append(moving)
             if landed:
                 self._traffic.landed(moving.source, moving.target, moving.kv_bytes, at)
+
+    def transfer_measured(self, event: TransferMeasured) -> None:
+        """Record a measurement of the KV transfers between two instances of the cluster."""
+        self._paths.measured(event)
 
     def first_token(self, ttft: Ttft, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
         """Record the first byte of a client's stream; `tier` None: prefill and decode on one instance."""
@@ -226,6 +258,7 @@ class DashboardState:
             window_s=WINDOW_S,
             splits=self._splits(at),
             wan=self._traffic.load(((each.source, each.target, each.kv_bytes) for each in self._moving.values()), at),
+            paths=self._paths.slowest(at, PATHS_SHOWN_MOST),
             shadow=msgspec.structs.replace(self._shadow) if self._shadow else None,
             offloaded_share=self._offloaded_share(at),
             history=self._history.newest,

@@ -6,12 +6,12 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from kvroute.control import ShadowTally
+from kvroute.control import ShadowTally, SyncState
 from kvroute.gateway.observe.decision_view import DecisionView
 from kvroute.gateway.observe.history import HistoryPoint
 from kvroute.gateway.observe.layout import Layout
 from kvroute.policies import TierLearned
-from kvroute.types import TIER_COUNT, Role
+from kvroute.types import TIER_COUNT, MeasuredBy, Role
 
 BreakerState: TypeAlias = Literal["closed", "half-open", "open"]
 
@@ -138,6 +138,37 @@ class PanicLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Instances that count: they are not held, and a process listens."""
 
 
+class DiscoveryLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Discovered engines at one time."""
+
+    age_s: float | None = None
+    """Time since the last report of the source; None: there was none."""
+    members: int = 0
+    """Engines that are part of the cluster and that the source reports."""
+    draining: int = 0
+    """Engines that the source no longer reports, and that still have requests."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Name of each reported engine that cannot join, and why."""
+    failures: tuple[str, ...] = ()
+    """Why the last report may be out of date."""
+    findings: dict[str, int] = {}
+    """Engines that the source leaves out or doubts, by effect."""
+
+
+class ReplicationLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The stream that this gateway shares with others, at one time."""
+
+    gateway: str
+    """Identifier of this process in the stream."""
+    state: SyncState
+    gateways: int
+    """Number of other gateways whose leases have not expired."""
+    bookings: int = 0
+    """Number of their requests that the view counts."""
+    problem: str = ""
+    """Why there is no connection; empty: there is one, or none was tried."""
+
+
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The gauges of the whole gateway at one time."""
 
@@ -152,6 +183,10 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     offload: OffloadLoad | None = None
     """None: the settings have no `offload` section."""
     panics: tuple[PanicLoad, ...] = ()
+    discovery: DiscoveryLoad | None = None
+    """None: the cluster file has no `discovery` section."""
+    replication: ReplicationLoad | None = None
+    """None: the settings have no `replication` section."""
     instances: tuple[InstanceLoad, ...] = ()
 
 
@@ -187,6 +222,25 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     expected_s: float
     took_s: float | None
     """None: still in progress."""
+
+
+class MeasuredPath(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast the latest KV transfers between two instances were, and what has measured them."""
+
+    source: str
+    target: str
+    tier: int
+    measured_by: MeasuredBy
+    transfers: int
+    """Number of measured transfers; later ones count more in the rate."""
+    bytes_per_s: float
+    """Rate of a transfer, while it shares its path with others."""
+    map_bytes_per_s: float
+    """Rate of a transfer alone, by the cluster file."""
+    ratio: float
+    """The first rate over the second one."""
+    age_s: float
+    """Time since the last measurement."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,6 +313,8 @@ class DashboardUpdate(msgspec.Struct, frozen=True, kw_only=True):
     window_s: float
     splits: tuple[Split, ...]
     wan: tuple[WanLoad, ...]
+    paths: tuple[MeasuredPath, ...]
+    """The measured pairs of instances that are slowest compared with the cluster file, the slowest first."""
     shadow: ShadowTally | None
     """None: there is no shadow policy."""
     offloaded_share: float | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -96,6 +96,17 @@ class Keys:
     def names(self) -> tuple[str, ...]:
         """All names, first those of `known`, then those of the file."""
         return tuple(name for name, _ in self._digests)
+
+    def name_in(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+        """Return the name of the key in the headers of a request, whose names are in lower case. None: respond 401.
+
+        The key is in `Authorization: Bearer ...`, or in `X-Api-Key`, in which Anthropic's SDKs send it.
+        """
+        found = dict(reversed(headers))  # of several, the first counts
+        name = self.name_of(found.get(b"authorization"))
+        if name is None and (key := found.get(b"x-api-key")) is not None:
+            name = self.name_of(b"Bearer " + key)
+        return name
 
     def name_of(self, authorization: bytes | None) -> str | None:
         """Return the name of the key in an `Authorization: Bearer ...` header; None for an unknown key (respond

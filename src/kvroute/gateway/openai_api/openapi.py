@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from kvroute.gateway.openai_api.json_fields import ENGINE_FIELDS, TOKENS_MAX
+from kvroute.gateway.openai_api.passthrough_paths import BUILT_IN, COMPLETIONS
 from kvroute.gateway.openai_api.requests import ANSWERS_MAX, IDS_MAX
 
 Schema: TypeAlias = dict[str, Any]
 
-_JSON, _EVENTS = "application/json", "text/event-stream"
+_JSON, _EVENTS, _FORM = "application/json", "text/event-stream", "multipart/form-data"
 _TOKEN_ID: Schema = {
     "type": "integer",
     "minimum": 0,
@@ -51,13 +52,16 @@ def document(version: str) -> Schema:
         "info": {
             "title": "kvroute gateway",
             "version": version,
-            "description": "An OpenAI-compatible gateway to engines that split prefill and decode.",
+            "description": "A gateway to engines that split prefill and decode, with the APIs of OpenAI and Anthropic.",
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"header": []}],
         "paths": _paths(),
         "components": {
             "schemas": _schemas(),
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
             "responses": {f"Error{status}": _error(status) for status in _REASONS},
         },
     }
@@ -68,8 +72,13 @@ def _paths() -> Schema:
     return {
         "/v1/completions": _post("completion", "CompletionRequest", _ref("Answer"), streams=True),
         "/v1/chat/completions": _post("chat", "ChatRequest", _ref("Answer"), streams=True),
-        "/v1/embeddings": _post("embed", "Passed", object_of),
-        "/tokenize": _post("tokenize", "Passed", object_of),
+        "/v1/responses": _post("respond", "ResponsesRequest", object_of, streams=True),
+        "/v1/responses/{response}": _stored_response(),
+        "/v1/responses/{response}/cancel": {"post": _cancel(), "parameters": [_in_path("response")]},
+        "/v1/messages": _post("message", "MessagesRequest", object_of, streams=True),
+        **{path.decode(): _passed(path.decode()) for path in BUILT_IN if path not in COMPLETIONS},
+        **{f"/v1/audio/{name}": _audio(name) for name in ("transcriptions", "translations")},
+        "/v1/audio/speech": _optional_body(_post("speech", "Passed", object_of)),
         "/v1/models/{model}": _model(),
         "/v1/models": _get("models", "The models that are served.", _JSON, _ref("Models"), _OF_ENGINES),
         "/health": _get("health", "The gateway is alive.", _JSON, object_of, ()),
@@ -88,15 +97,54 @@ def _post(name: str, schema: str, answer: Schema, streams: bool = False) -> Sche
     return {"post": {"operationId": name, "requestBody": body, "responses": answers | _errors(*_REASONS)}}
 
 
+def _passed(path: str) -> Schema:
+    """Return a path of requests that one engine serves alone."""
+    return _post(path.strip("/").replace("/", "_"), "Passed", {"type": "object"})
+
+
+def _stored_response() -> Schema:
+    object_of = {"type": "object"}
+    page = _get(
+        "stored_response", "A stored response, if its engine serves this request.", _JSON, object_of, _OF_ENGINES
+    )
+    deleted = _get("delete_response", "The response is deleted.", _JSON, object_of, _OF_ENGINES)["get"]
+    other = _optional_body(_post("of_responses", "Passed", {"type": "object"}))  # such as /v1/responses/input_tokens
+    return page | other | {"delete": deleted, "parameters": [_in_path("response")]}
+
+
+def _cancel() -> Schema:
+    page: Schema = _get("cancel_response", "The response is cancelled.", _JSON, {"type": "object"}, tuple(_REASONS))[
+        "get"
+    ]
+    return page
+
+
+def _audio(name: str) -> Schema:
+    """Return a path that takes forms; only the field `model` is read."""
+    page = _post(name, "Passed", {"type": "object"})
+    form: Schema = {"description": "A form, whose field `model` is read."}
+    page["post"]["requestBody"] = {"content": {_FORM: {"schema": form}}}
+    return _optional_body(page)
+
+
+def _optional_body(page: Schema) -> Schema:
+    """Return a path whose body the engine alone checks."""
+    page["post"]["requestBody"]["required"] = False
+    return page
+
+
 def _get(name: str, what: str, content_type: str, schema: Schema, errors: tuple[int, ...]) -> Schema:
     answers = {"200": {"description": what, "content": {content_type: {"schema": schema}}}}
     return {"get": {"operationId": name, "responses": answers | _errors(*errors)}}
 
 
 def _model() -> Schema:
-    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     page = _get("model", "One model.", _JSON, _ref("Model"), _OF_ENGINES)
-    return page | {"parameters": [name]}
+    return page | {"parameters": [_in_path("model")]}
+
+
+def _in_path(name: str) -> Schema:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
 def _errors(*statuses: int) -> Schema:
@@ -118,6 +166,8 @@ def _schemas() -> Schema:
     return {
         "CompletionRequest": _completion_request(),
         "ChatRequest": _chat_request(),
+        "ResponsesRequest": _conversation_request({"max_output_tokens": _count(1), "background": _FLAG}),
+        "MessagesRequest": _conversation_request({"max_tokens": _count(1)}),
         "Passed": {"type": "object", "description": "Forwarded to an engine unchanged."},
         "Answer": {"type": "object", "properties": {"object": {"type": "string"}, "choices": {"type": "array"}}},
         "Models": {
@@ -187,6 +237,12 @@ def _chat_request() -> Schema:
         "max_completion_tokens": _count(1),
     }
     return {"type": "object", "description": _DROPPED, "required": ["messages"], "properties": own | _shared()}
+
+
+def _conversation_request(own: Schema) -> Schema:
+    """Return a request whose conversation the engine checks."""
+    common = {name: field for name, field in _shared().items() if name not in ("n", "best_of", "use_beam_search")}
+    return {"type": "object", "description": _DROPPED, "properties": own | common}
 
 
 _DROPPED = "Unknown fields are forwarded, except those that only the gateway sets: " + ", ".join(sorted(ENGINE_FIELDS))

@@ -19,10 +19,10 @@ from pathlib import Path
 import tokenizers
 import xxhash
 
-from kvroute.gateway.openai_api.chat_template import TEMPLATE_FIELDS, ChatTemplate
+from kvroute.gateway.openai_api.chat_template import ChatTemplate
 from kvroute.gateway.openai_api.prompt_bounds import MEMORY_BYTES, PromptBounds, context_of, longest_token_bytes
 from kvroute.gateway.openai_api.prompt_queue import LANE_LIMITS, PromptQueue
-from kvroute.gateway.openai_api.requests import Completion
+from kvroute.gateway.openai_api.requests import CONVERSATIONS, Completion
 from kvroute.prefix import block_hashes, salt_seed
 from kvroute.types import InputError
 
@@ -152,13 +152,15 @@ class Prompts:
             thread.shutdown(wait=False)
 
     def _work_bytes(self, completion: Completion) -> int:
-        """Return the bytes to process: all prompts; for a chat with a template, every field that the template reads."""
+        """Return the bytes to process: all prompts; for a conversation with a template, every field that the template
+        reads."""
         size = _text_bytes(completion.text, completion.token_ids)
         if completion.further:
             size += sum(_text_bytes(*_pair(other)) for other in completion.further)
-        if completion.kind == "chat" and self._renders(completion):
+        conversation = CONVERSATIONS.get(completion.kind)
+        if conversation is not None and self._renders(completion):
             fields = completion.fields
-            size = max(size, sum([len(fields[name]) for name in TEMPLATE_FIELDS if name in fields]))
+            size = max(size, sum([len(fields[name]) for name in conversation.template_fields if name in fields]))
         return size
 
     def _check(self, completion: Completion) -> None:
@@ -170,14 +172,13 @@ class Prompts:
         elif completion.kind == "completions":
             self.bounds.check_text(len(completion.text), "prompt", completion.fields)
         elif self._renders(completion):
-            self.bounds.check_template_fields(self._work_bytes(completion))
+            self.bounds.check_template_fields(self._work_bytes(completion), _param(completion))
 
     def _read(self, completion: Completion) -> Prompt:
         seed = salt_seed(completion.salt)
         tokens, blocks, ids = self._first(completion, seed)
         if ids is not None:
-            param = "prompt" if completion.kind == "completions" else "messages"
-            self.bounds.check_tokens(tokens, param, completion.fields)
+            self.bounds.check_tokens(tokens, _param(completion), completion.fields)
         if not completion.further:
             return Prompt(max(1, tokens), blocks, self._block_tokens, ids)
         left = self.bounds.text_bytes - len(completion.text or b"")
@@ -208,8 +209,8 @@ class Prompts:
         prompt: str | None = text.decode() if completion.kind == "completions" else self._rendered(completion)
         if prompt is None:
             return None
-        param = "prompt" if completion.kind == "completions" else "messages"
-        self.bounds.check_text(len(prompt) if prompt.isascii() else len(prompt.encode()), param, completion.fields)
+        nbytes = len(prompt) if prompt.isascii() else len(prompt.encode())
+        self.bounds.check_text(nbytes, _param(completion), completion.fields)
         special = _wants_special(completion, default=completion.kind == "completions")
         ids: list[int] = self._tokenizer.encode_batch_fast([prompt], add_special_tokens=special)[0].ids
         return ids
@@ -217,10 +218,11 @@ class Prompts:
     def _rendered(self, completion: Completion) -> str | None:
         if not self._renders(completion):
             return None
-        return self._template.render(completion.fields) if self._template is not None else None
+        assert self._template is not None
+        return self._template.render(completion.fields, CONVERSATIONS[completion.kind])
 
     def _renders(self, completion: Completion) -> bool:
-        """Whether the tokens of a chat can be computed."""
+        """Whether the tokens of a conversation can be computed."""
         return self._template is not None and not completion.media and "chat_template" not in completion.fields
 
     def _length(self, text: bytes, completion: Completion) -> int:
@@ -238,6 +240,12 @@ class Prompts:
         step = self._block_tokens * self._bytes_per_token
         digest, parent = xxhash.xxh64_intdigest, seed
         return tuple([parent := digest(text[at : at + step], parent) for at in range(0, len(text) - step + 1, step)])
+
+
+def _param(completion: Completion) -> str:
+    """Return the name of the field that contains the prompt."""
+    conversation = CONVERSATIONS.get(completion.kind)
+    return "prompt" if conversation is None else conversation.param
 
 
 def _text_bytes(text: bytes | None, ids: list[int] | None) -> int:

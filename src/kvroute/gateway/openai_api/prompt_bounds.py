@@ -52,10 +52,10 @@ class PromptBounds:
         if nbytes > self.text_bytes:
             raise _too_large(param, nbytes, self.text_bytes)
 
-    def check_template_fields(self, nbytes: int) -> None:
+    def check_template_fields(self, nbytes: int, param: str) -> None:
         """Check the bytes of JSON that a chat template reads, before rendering. Raises RequestError."""
         if nbytes > JSON_EXPANSION * self.text_bytes:
-            raise _too_large("messages", nbytes, JSON_EXPANSION * self.text_bytes)
+            raise _too_large(param, nbytes, JSON_EXPANSION * self.text_bytes)
 
     def check_tokens(self, tokens: int, param: str, fields: Fields) -> None:
         """Check the tokens of a prompt when they are known. Raises RequestError."""
@@ -76,6 +76,8 @@ def _too_large(param: str, nbytes: int, most: int) -> RequestError:
 
 def _truncates(fields: Fields) -> bool:
     """Whether the client requests that vLLM truncates the prompt."""
+    if bytes(fields.get("truncation", b"null")) == b'"auto"':  # of the Responses API
+        return True
     return bytes(fields.get("truncate_prompt_tokens", b"null")) != b"null"
 
 

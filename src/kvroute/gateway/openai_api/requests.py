@@ -1,4 +1,4 @@
-"""OpenAI requests: parses the fields of a request that routing needs.
+"""Requests for tokens: parses the fields of a request that routing needs.
 
 All other fields keep their bytes, and the engine validates them. Fields that engines use to find each other are
 removed here, so that no client can direct an engine to an address.
@@ -7,19 +7,21 @@ removed here, so that no client can direct an engine to an address.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import Raw
 
+from kvroute.gateway.openai_api.anthropic_messages import AnthropicMessages
+from kvroute.gateway.openai_api.chat_messages import ChatMessages, computes_several
+from kvroute.gateway.openai_api.conversation import Conversation
 from kvroute.gateway.openai_api.json_fields import (
     Fields,
     RequestError,
     count,
     flag,
     given,
-    read_and_strip_fields,
     read_fields,
     shown,
     string,
@@ -27,36 +29,43 @@ from kvroute.gateway.openai_api.json_fields import (
     utf8,
     wrong,
 )
+from kvroute.gateway.openai_api.responses_input import ResponsesInput
 
-Kind: TypeAlias = Literal["chat", "completions"]
+Kind: TypeAlias = Literal["chat", "completions", "responses", "messages"]
+CONVERSATIONS: Mapping[Kind, Conversation] = {
+    "chat": ChatMessages(),
+    "responses": ResponsesInput(),
+    "messages": AnthropicMessages(),
+}
+"""The formats that contain a conversation. Completions have plain prompts."""
 
 ANSWERS_MAX = 16_384
 """Maximum number of choices in one request: vLLM's bound for `n`, applied to `n` times prompts."""
 IDS_MAX = 2**22
 """Maximum number of token ids in one request."""
 
-_KINDS: dict[bytes, Kind] = {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}
-_DEFAULT_TOKENS: dict[Kind, int] = {"completions": 16, "chat": 0}
-_TEXT_PARTS = frozenset({"text", "refusal", "thinking", "input_text", "output_text"})
+KINDS: Mapping[bytes, Kind] = {
+    b"/v1/completions": "completions",
+    b"/v1/chat/completions": "chat",
+    b"/v1/responses": "responses",
+    b"/v1/messages": "messages",
+}
+"""Kind of the requests to each path."""
+LATER_SPLIT: frozenset[Kind] = frozenset({"responses", "messages"})
+"""Kinds in which not every version of an engine accepts transfer parameters."""
+_DEFAULT_TOKENS: Mapping[Kind, int] = {"completions": 16}
+_LIMITS: Mapping[Kind, tuple[str, ...]] = {
+    "completions": ("max_tokens",),
+    "chat": ("max_completion_tokens", "max_tokens"),
+    "responses": ("max_output_tokens",),
+    "messages": ("max_tokens",),
+}
+"""Fields that limit the output; the first one that is given counts."""
 _PROMPT_SHAPE = "give a string, token ids, or a non-empty list of either"
-_MESSAGE_SHAPE = "give objects with a string `role` and a `content` that is a string, a list of parts or null"
-
-
-class _Message(msgspec.Struct, gc=False):
-    role: str
-    content: Raw = Raw(b"null")
-
-
-class _Part(msgspec.Struct, gc=False):
-    type: str | None = None
-
 
 _encode = msgspec.json.Encoder().encode
-_NULL = Raw(b"null")
 _TEXTS = msgspec.json.Decoder(list[str])
 _LISTS = msgspec.json.Decoder(list[Raw])
-_MESSAGES = msgspec.json.Decoder(Annotated[list[_Message], msgspec.Meta(min_length=1)])
-_PARTS = msgspec.json.Decoder(list[_Part | str])
 _FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
 """Matches the first byte of a list's first element, which distinguishes the kinds of prompt."""
 
@@ -91,38 +100,29 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Whether some part of a message is not text."""
 
 
-class PassthroughBody(NamedTuple):
-    """One request that any engine serves alone."""
-
-    model: str
-    """Empty: the client names no model."""
-    body: bytes
-    """Body that is sent to the engine."""
-    fields: Fields
-    """Fields of the body."""
-
-
 def read_completion(path: bytes, body: bytes) -> Completion:
-    """Parse the body of /v1/completions or /v1/chat/completions.
+    """Parse the body of a request to a path of `KINDS`.
 
     `null` counts as absent. Faults that do not affect routing pass, even if vLLM would reject them.
 
     Raises:
         RequestError: 400, if the body is not a JSON object, or a field that routing needs has the wrong type or range.
     """
-    kind = _KINDS[path]
+    kind = KINDS[path]
+    conversation = CONVERSATIONS.get(kind)
     fields = read_fields(body)
     stream = flag(fields, "stream")
-    n = count(fields, "n", 1) or 1
+    n = (count(fields, "n", 1) or 1) if kind in ("completions", "chat") else 1
     max_tokens = _max_tokens(fields, kind)
     salt = string(fields, "cache_salt")
     if salt == "":
         raise wrong("cache_salt", "is empty", "leave it out or give a string")
-    texts, media = _messages(fields) if kind == "chat" else (_prompts(fields), False)
+    texts, media = _prompts(fields, conversation)
     prompts = max(1, len(texts))
     if n * prompts > ANSWERS_MAX:
         raise _too_many_answers("n", f"{n} completions of each of {prompts} prompts")
     first = texts[0] if texts else None
+    one_leg = conversation.needs_one_leg(fields) if conversation is not None else _needs_one_leg(fields)
     return Completion(
         kind=kind,
         fields=fields,
@@ -131,7 +131,7 @@ def read_completion(path: bytes, body: bytes) -> Completion:
         max_tokens=max_tokens,
         n=n,
         prompts=prompts,
-        one_leg=_needs_one_leg(fields, kind) or n > 1 or prompts > 1 or not texts,
+        one_leg=one_leg or n > 1 or prompts > 1 or not texts,
         text=first if isinstance(first, bytes) else None,
         token_ids=first if isinstance(first, list) else None,
         further=tuple(texts[1:]),
@@ -156,24 +156,6 @@ def without_prompts(completion: Completion) -> Completion:
     return msgspec.structs.replace(completion, text=None, token_ids=None, further=())
 
 
-def read_passthrough(path: bytes, body: bytes) -> PassthroughBody:
-    """Parse the body of a request that is passed through; its bytes are kept unless it has one of `ENGINE_FIELDS`.
-
-    Raises:
-        RequestError: 400, the body is not a JSON object, its `model` is not a string, or it has too many values.
-    """
-    fields, stripped = read_and_strip_fields(body)
-    return PassthroughBody(string(fields, "model") or "", _encode(fields) if stripped else body, fields)
-
-
-def passthrough_with_salt(passthrough: PassthroughBody, salt: Callable[[str], str]) -> PassthroughBody:
-    """Return the same request with the `cache_salt` that `salt` derives from the client's. The body, which may be
-    long, is not parsed again."""
-    own = bytes(passthrough.fields.get("cache_salt", b"null"))
-    fields = {**passthrough.fields, "cache_salt": Raw(_encode(salt("" if own == b"null" else own.decode())))}
-    return PassthroughBody(passthrough.model, _encode(fields), fields)
-
-
 def _too_many_answers(param: str, what: str) -> RequestError:
     return wrong(param, f"requests {what}", f"request at most {ANSWERS_MAX} in total")
 
@@ -181,13 +163,19 @@ def _too_many_answers(param: str, what: str) -> RequestError:
 def _max_tokens(fields: Fields, kind: Kind) -> int:
     # With `echo`, engines accept 0 tokens: they compute the prompt and return it.
     least = 0 if kind == "completions" and flag(fields, "echo") else 1
-    bound = count(fields, "max_tokens", least)
-    later = count(fields, "max_completion_tokens", least) if kind == "chat" else None
-    found = later if later is not None else bound
-    return found if found is not None else _DEFAULT_TOKENS[kind]
+    found = [limit for name in _LIMITS[kind] if (limit := count(fields, name, least)) is not None]
+    return found[0] if found else _DEFAULT_TOKENS.get(kind, 0)
 
 
-def _prompts(fields: Fields) -> list[bytes | list[int]]:
+def _prompts(fields: Fields, conversation: Conversation | None) -> tuple[list[bytes | list[int]], bool]:
+    """Return the prompts, and whether some part of them is not text."""
+    if conversation is None:
+        return _plain_prompts(fields), False
+    text, media = conversation.text(fields)
+    return [text], media
+
+
+def _plain_prompts(fields: Fields) -> list[bytes | list[int]]:
     """Return the prompts as UTF-8 or token ids; an empty list if they are embeddings."""
     raw = fields.get("prompt")
     if raw is None or (word := bytes(raw)) == b"null":
@@ -232,38 +220,7 @@ def _ids(word: bytes, place: str) -> list[int]:
         ) from None
 
 
-def _messages(fields: Fields) -> tuple[list[bytes | list[int]], bool]:
-    """Return the conversation as one prompt, and whether some part of it is not text."""
-    word = fields.get("messages", _NULL)
-    if word == _NULL:
-        raise wrong("messages", "is missing", _MESSAGE_SHAPE)
-    media = False
-    try:
-        for index, message in enumerate(_MESSAGES.decode(word)):
-            media |= _has_media(message.content, index)
-    except msgspec.MsgspecError as error:
-        raise wrong("messages", str(error), _MESSAGE_SHAPE) from None
-    head = [fields[name] for name in ("chat_template", "documents", "tools") if name in fields]
-    # This is the only copy that is made of the messages: they may be long.
-    inner = memoryview(word)[:-1]
-    while inner[-1] in b" \t\r\n":
-        inner = inner[:-1]
-    return [b"".join([*head, inner])], media
-
-
-def _has_media(content: Raw, index: int) -> bool:
-    """Whether `content` has a part that is not text. Raises RequestError unless it is a string, parts or null."""
-    first = memoryview(content)[0]
-    if first == 0x5B:  # [
-        return any(not (isinstance(part, str) or part.type in _TEXT_PARTS) for part in _PARTS.decode(content))
-    if first not in b'"n':
-        raise wrong("messages", f"`$[{index}].content` is {shown(bytes(content))}", _MESSAGE_SHAPE)
-    return False
-
-
-def _needs_one_leg(fields: Fields, kind: Kind) -> bool:
-    """Whether the request has beams, several tries, or log-probabilities of the prompt."""
-    # All fields are parsed, so that an invalid one is rejected whatever the others contain.
-    several, beams = (count(fields, "best_of", 0) or 1) > 1, flag(fields, "use_beam_search")
-    echo = kind == "completions" and flag(fields, "echo")
-    return several or beams or given(fields, "prompt_logprobs") or (echo and given(fields, "logprobs"))
+def _needs_one_leg(fields: Fields) -> bool:
+    """Whether a completion of plain prompts must be computed by one instance."""
+    several, echo = computes_several(fields), flag(fields, "echo")
+    return several or (echo and given(fields, "logprobs"))

@@ -16,12 +16,22 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """Token counts of completions, of the Responses API and of Anthropic's Messages API."""
+
     completion_tokens: TokenCount | None = None
+    output_tokens: TokenCount | None = None
     prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: TokenCount | None = None
 
 
 class _Answer(msgspec.Struct):
     usage: _Usage | None = None
+
+
+class _Ended(msgspec.Struct):
+    status: str | None = None
+    stop_reason: str | None = None
 
 
 class _TransferParams(msgspec.Struct):
@@ -33,6 +43,7 @@ class _Prefilled(_Answer):
 
 
 _ANSWER, _PREFILLED = msgspec.json.Decoder(_Answer), msgspec.json.Decoder(_Prefilled)
+_ENDED = msgspec.json.Decoder(_Ended)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -76,12 +87,24 @@ def sse_events(data: bytes) -> int:
 
 
 def usage_tokens(body: bytes) -> int | None:
-    """Return the number of generated tokens that a whole response reports (`usage.completion_tokens`), or None."""
+    """Return the number of generated tokens that a whole response reports in its `usage`, or None."""
     try:
         usage = _ANSWER.decode(body).usage
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    return usage.completion_tokens if usage else None
+    if usage is None:
+        return None
+    return usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
+
+
+def ended_by_length(body: bytes) -> bool:
+    """Whether the output in a whole response of the Responses API or of Anthropic's Messages API ended because of its
+    maximum length."""
+    try:
+        ended = _ENDED.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return False
+    return ended.status == "incomplete" or ended.stop_reason == "max_tokens"
 
 
 def cached_tokens(body: bytes) -> int | None:
@@ -97,5 +120,7 @@ def cached_tokens(body: bytes) -> int | None:
     params = answer.kv_transfer_params
     if params and params.remote_prefill_cached_tokens is not None:
         return params.remote_prefill_cached_tokens
-    details = answer.usage.prompt_tokens_details if answer.usage else None
-    return details.cached_tokens if details else None
+    if answer.usage is None:
+        return None
+    details = answer.usage.prompt_tokens_details or answer.usage.input_tokens_details
+    return details.cached_tokens if details else answer.usage.cache_read_input_tokens

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 Ticket: TypeAlias = int
 """Number by which the caller identifies a request; used once."""
@@ -45,6 +46,61 @@ class Refused:
 
 Entry: TypeAlias = Accepted | Queued | Refused
 
+
+class Elsewhere(Protocol):
+    """Requests that other processes count against the same limits."""
+
+    shared: bool
+    """Whether there are such processes."""
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests that they have admitted and that are not over."""
+        ...
+
+    @property
+    def queued(self) -> int:
+        """Number of requests that wait there."""
+        ...
+
+    def held_by(self, key: str) -> int:
+        """Return the number of requests of a key there, in flight and waiting."""
+        ...
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep the others from changing their counts."""
+        ...
+
+    def write(self, in_flight: int, queued: int) -> None:
+        """Publish the own counts."""
+        ...
+
+    def write_key(self, key: str, held: int) -> None:
+        """Publish the own count of a key."""
+        ...
+
+
+class Nowhere:
+    """An `Elsewhere` without other processes."""
+
+    shared = False
+    in_flight = queued = 0
+
+    def held_by(self, key: str) -> int:
+        """See Elsewhere."""
+        return 0
+
+    def locked(self) -> AbstractContextManager[None]:
+        """See Elsewhere."""
+        return nullcontext()
+
+    def write(self, in_flight: int, queued: int) -> None:
+        """See Elsewhere."""
+
+    def write_key(self, key: str, held: int) -> None:
+        """See Elsewhere."""
+
+
 ADMITTED: Final = Accepted()
 
 
@@ -69,10 +125,12 @@ class AdmissionLimits:
 class AdmissionController:
     """Admits requests in order of arrival; each that leaves makes room for the one that has waited longest."""
 
-    __slots__ = ("_in_flight", "_keys", "_limits", "_queue", "_rate", "_rate_at", "_started_at")
+    __slots__ = ("_elsewhere", "_in_flight", "_keys", "_limits", "_queue", "_rate", "_rate_at", "_started_at")
 
-    def __init__(self, limits: AdmissionLimits, now: float = 0.0) -> None:
+    def __init__(self, limits: AdmissionLimits, now: float = 0.0, elsewhere: Elsewhere | None = None) -> None:
+        """Args: `elsewhere`: what other processes count against the same limits; None: there are none."""
         self._limits = limits
+        self._elsewhere: Elsewhere = elsewhere if elsewhere is not None else Nowhere()
         self._in_flight: dict[Ticket, str | None] = {}
         self._queue: OrderedDict[Ticket, tuple[str | None, float]] = OrderedDict()
         """Key and time of expiry, longest waiting first."""
@@ -80,6 +138,11 @@ class AdmissionController:
         self._rate = 0.0
         """Number of departures, decaying with time constant _RATE_S; divided by the time that it covers, a rate."""
         self._rate_at = self._started_at = now
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes count requests against the same limits."""
+        return self._elsewhere.shared
 
     @property
     def in_flight(self) -> int:
@@ -104,23 +167,31 @@ class AdmissionController:
         """Admit, queue or reject a new request. `key` is the name of its API key if keys are in use."""
         assert ticket not in self._in_flight, "a ticket is used once"
         assert ticket not in self._queue, "a ticket is used once"
-        limits = self._limits
+        with self._elsewhere.locked():
+            return self._entry(ticket, key, now)
+
+    def _entry(self, ticket: Ticket, key: str | None, now: float) -> Entry:
+        limits, elsewhere = self._limits, self._elsewhere
         if key is not None:
-            held, most = self._keys.get(key, 0), limits.of_key.get(key, limits.per_key)
+            held = self._keys.get(key, 0) + elsewhere.held_by(key)
+            most = limits.of_key.get(key, limits.per_key)
             if held >= most:
                 reason = f"this key has {held} requests in flight or queued, and its limit is {most}"
                 return Refused(429, reason, self._whole_s(self.in_flight + self.queued, held, now))
-        # The queue is empty while there is room: every change that makes room admits the first waiting requests.
-        if len(self._in_flight) < limits.in_flight:
+        # The queue is empty while there is room: every change that makes room admits the first waiting requests. Room
+        # that another process makes is first for requests that wait here.
+        if self._has_room() and not self._queue:
             self._in_flight[ticket] = key
             entry: Entry = ADMITTED
-        elif len(self._queue) < limits.queue:
+        elif len(self._queue) + elsewhere.queued < limits.queue:
             self._queue[ticket] = (key, now + limits.queue_wait_s)
             entry = Queued(now + limits.queue_wait_s)
         else:
             return self._full("the gateway is full", now)
         if key is not None:
             self._keys[key] = self._keys.get(key, 0) + 1
+            elsewhere.write_key(key, self._keys[key])
+        elsewhere.write(len(self._in_flight), len(self._queue))
         return entry
 
     def release(self, ticket: Ticket, now: float) -> list[Ticket]:
@@ -134,13 +205,17 @@ class AdmissionController:
             return []
         self._drop_key(self._in_flight.pop(ticket))
         self._count_departure(now)
-        return self._admit() if self._queue else []
+        if self._queue:
+            return self.admit()
+        self._elsewhere.write(len(self._in_flight), 0)
+        return []
 
     def cancel(self, ticket: Ticket) -> None:
         """Remove a waiting request whose client has left. Does nothing if the request does not wait."""
         waiting = self._queue.pop(ticket, None)
         if waiting is not None:
             self._drop_key(waiting[0])
+            self._elsewhere.write(len(self._in_flight), len(self._queue))
 
     def expire(self, now: float) -> list[Ticket]:
         """Remove and return the requests that have waited too long, longest first; `overdue` gives their response."""
@@ -152,6 +227,7 @@ class AdmissionController:
             del self._queue[ticket]
             self._drop_key(key)
             tickets.append(ticket)
+        self._elsewhere.write(len(self._in_flight), len(self._queue))
         return tickets
 
     def overdue(self, now: float) -> Refused:
@@ -165,15 +241,25 @@ class AdmissionController:
             the tickets that are admitted now.
         """
         self._limits = limits
-        return self._admit()
+        return self.admit()
 
-    def _admit(self) -> list[Ticket]:
+    def admit(self) -> list[Ticket]:
+        """Admit the first waiting requests as far as there is room, which another process may have made.
+
+        Returns:
+            their tickets.
+        """
         tickets = []
-        while self._queue and len(self._in_flight) < self._limits.in_flight:
-            ticket, (key, _) = self._queue.popitem(last=False)
-            self._in_flight[ticket] = key
-            tickets.append(ticket)
+        with self._elsewhere.locked():
+            while self._queue and self._has_room():
+                ticket, (key, _) = self._queue.popitem(last=False)
+                self._in_flight[ticket] = key
+                tickets.append(ticket)
+            self._elsewhere.write(len(self._in_flight), len(self._queue))
         return tickets
+
+    def _has_room(self) -> bool:
+        return len(self._in_flight) + self._elsewhere.in_flight < self._limits.in_flight
 
     def _drop_key(self, key: str | None) -> None:
         if key is None:
@@ -182,6 +268,7 @@ class AdmissionController:
             del self._keys[key]
         else:
             self._keys[key] -= 1
+        self._elsewhere.write_key(key, self._keys.get(key, 0))
 
     def _full(self, reason: str, now: float) -> Refused:
         return Refused(503, reason, self._whole_s(self.queued + 1, 1, now))

@@ -13,18 +13,22 @@ from kvroute.gateway.openai_api.responses import error_body
 from kvroute.gateway.proxy.admission import Accepted, AdmissionController, AdmissionLimits, Queued, Refused
 
 if TYPE_CHECKING:
-    from kvroute.gateway.http.exchange import Exchange
+    from kvroute.gateway.http.exchange import ClientExchange
     from kvroute.gateway.observe.metrics import Metrics
     from kvroute.gateway.observe.state import DashboardState
 
+_FULL = frozenset(("queue_full", "queue_wait"))
+"""Causes of a rejection that a request at another time would not meet."""
 _CLOSING = Refused(503, "the gateway is shutting down", 1)
+_LOOK_S = 0.005
+"""Interval at which waiting requests are admitted to room that another worker has made, in seconds."""
 
 
 @dataclass(slots=True)
 class _Waiting:
     """A request that waits or is rejected."""
 
-    exchange: Exchange
+    exchange: ClientExchange
     start: Callable[[int], None]
     kind: str
     key: str | None
@@ -47,7 +51,7 @@ class AdmissionQueue:
         self._tickets = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def submit(self, exchange: Exchange, kind: str, key: str | None, start: Callable[[int], None]) -> None:
+    def submit(self, exchange: ClientExchange, kind: str, key: str | None, start: Callable[[int], None]) -> None:
         """Call `start` with a ticket, now or when there is room, or respond that there is none.
 
         Args:
@@ -83,7 +87,7 @@ class AdmissionQueue:
         self._admit(self.admission.change(limits))
 
     def log_finished(
-        self, exchange: Exchange, kind: str, status: int, seconds: float, key: str | None, request_id: bytes = b""
+        self, exchange: ClientExchange, kind: str, status: int, seconds: float, key: str | None, request_id: bytes = b""
     ) -> None:
         """Count and log the end of a request that has no `ProxiedRequest`."""
         self._metrics.finished(kind, status, seconds)
@@ -102,7 +106,7 @@ class AdmissionQueue:
             self.admission.cancel(ticket)
             self._send_away(waiting, _CLOSING, "closing")
 
-    def _begin(self, ticket: int, exchange: Exchange, start: Callable[[int], None]) -> None:
+    def _begin(self, ticket: int, exchange: ClientExchange, start: Callable[[int], None]) -> None:
         """Start a request; an exception releases its place."""
         try:
             start(ticket)
@@ -138,22 +142,26 @@ class AdmissionQueue:
     def _watch_queue(self) -> None:
         expires_at = self.admission.expires_at
         if self._timer is None and expires_at is not None:
-            delay_s = max(0.0, expires_at - self._now())
-            self._timer = asyncio.get_running_loop().call_later(delay_s + 0.001, self._expire)
+            delay_s = max(0.0, expires_at - self._now()) + 0.001
+            wait_s = min(delay_s, _LOOK_S) if self.admission.shared else delay_s
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
         now = self._now()
+        if self.admission.shared:
+            self._admit(self.admission.admit())
         for ticket in self.admission.expire(now):
             self._send_away(self._waiting.pop(ticket), self.admission.overdue(now), "queue_wait")
         self._watch_queue()
 
     def _send_away(self, waiting: _Waiting, refused: Refused, word: str) -> None:
         exchange, now = waiting.exchange, self._now()
-        error = "rate_limit_error" if refused.status == 429 else "service_unavailable"
+        status = exchange.full_status if word in _FULL else refused.status
+        error = "rate_limit_error" if status == 429 else "service_unavailable"
         headers = [(b"retry-after", b"%d" % refused.retry_after_s)]
         exchange.on_gone = None
-        exchange.respond(refused.status, error_body(refused.reason, error), headers=headers)
+        exchange.respond(status, error_body(refused.reason, error), headers=headers)
         self._metrics.rejected(word)
         self._state.rejected(now)
-        self.log_finished(exchange, waiting.kind, refused.status, now - waiting.since, waiting.key)
+        self.log_finished(exchange, waiting.kind, status, now - waiting.since, waiting.key)

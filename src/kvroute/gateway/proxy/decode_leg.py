@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvroute.gateway.http.headers import answered
 from kvroute.gateway.observe.view import Ttft
-from kvroute.gateway.openai_api.responses import error_event, sse_events, usage_tokens
+from kvroute.gateway.openai_api.responses import usage_tokens
+from kvroute.gateway.openai_api.streams import DONE_CHUNK, STREAMS
 from kvroute.gateway.proxy.leg import FULL, Leg, LegOwner
 from kvroute.gateway.proxy.retry import UPSTREAM, LegFailure
 from kvroute.types import Decode
 
 if TYPE_CHECKING:
+    from kvroute.gateway.engines.client import EngineClient
     from kvroute.gateway.proxy.expected_transfers import ExpectedEnd
     from kvroute.gateway.proxy.prefill_leg import PrefillLeg
     from kvroute.gateway.proxy.request_state import RequestState
 
 _MEASURABLE_BYTES = 1 << 20
 """Smallest transfer whose time is reported; smaller ones measure latency and scheduling more than bandwidth."""
-_ERROR_START = (b'data: {"error"', b'data: {"object":"error"')
-"""First bytes of an engine's stream that has failed before its first token."""
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-_EVENT, _DONE_CHUNK = b"\ndata:", b"\ndata: [DONE]\n\n\r\n"
-"""Beginning of an event after a line end, and the end of a chunk whose last event is not a token."""
+_EVENT_DATA = b"\ndata:"
 _HELD_BYTES_MAX = 1 << 20
 """Longest part of an event that is held back; a longer event is relayed in pieces."""
 
@@ -54,13 +53,26 @@ class DecodeOwner(LegOwner, Protocol):
     def on_response_end(self, leg: DecodeLeg, output_tokens: int | None, now: float) -> None:
         """Record that the client has its whole response."""
 
+    def on_prefill_done(self, engine: EngineClient, now: float) -> None:
+        """Record that the KV cache is complete on `engine`."""
+
+    def on_served_elsewhere(self, instance: str, now: float) -> Decode | None:
+        """Move what is booked for the decode to the instance that serves it; return the decision as it is booked now,
+        None if nothing moves."""
+
+    def release_body(self) -> None:
+        """Release the request's body and its copies: nothing is sent again."""
+
 
 class DecodeLeg(Leg):
     """One request to a decode engine. It reports the KV transfer, the first token and the end of the response."""
 
     __slots__ = (
         "_expected_end",
+        "_format",
         "_held",
+        "_number",
+        "_preamble",
         "_prefill",
         "_torn",
         "aggregated",
@@ -96,9 +108,11 @@ class DecodeLeg(Leg):
         event without its end."""
         self.transfer_started_at = now
         self._expected_end: ExpectedEnd | None = None
-        self.events = 0
-        self._held = b""
-        """Beginning of an event whose end has not arrived yet."""
+        self.events = self._number = 0
+        """`events`: with a token; `_number`: of the next event, in the format that has numbers."""
+        self._format = STREAMS[state.completion.kind]
+        self._held = self._preamble = b""
+        """Beginning of an event whose end has not arrived yet; events before the first token."""
 
     def begin(self, now: float) -> None:
         """Send the leg.
@@ -188,13 +202,27 @@ class DecodeLeg(Leg):
                 data = self._whole_events(data)
                 if not data:
                     return
-            if self.first and not self._first_token(data):
-                return
-            self.events += sse_events(data)
-            self.size += len(data)
-            self.state.exchange.write(data)
+            self._relay(data)
         except Exception as error:
             self.owner.internal_error(error)
+
+    def _relay(self, data: bytes) -> None:
+        """Relay whole events, from the first one with a token on; the events before are relayed together with it, so
+        that the leg can be retried until then."""
+        if self.first:
+            data = self._preamble + data
+            start = self._format.first(data)
+            if start == len(data) <= _HELD_BYTES_MAX:
+                self._preamble = data
+                return
+            self._preamble = b""
+            if not self._first_token(data, start):
+                return
+        self.events += self._format.tokens(data)
+        if self._format.preamble:
+            self._number += data.count(_EVENT_DATA)
+        self.size += len(data)
+        self.state.exchange.write(data)
 
     def _on_chunk(self, chunk: bytes, data_bytes: int) -> None:
         """Relay a chunk of whole events as it was received."""
@@ -202,7 +230,20 @@ class DecodeLeg(Leg):
             self.on_body(chunk[-2 - data_bytes : -2])
             return
         try:
-            self.events += chunk.count(_EVENT) - chunk.endswith(_DONE_CHUNK)
+            self.events += chunk.count(_EVENT_DATA) - chunk.endswith(DONE_CHUNK)
+            self.size += data_bytes
+            self.state.exchange.write_chunk(chunk, data_bytes)
+        except Exception as error:
+            self.owner.internal_error(error)
+
+    def _on_named_chunk(self, chunk: bytes, data_bytes: int) -> None:
+        """Do the same in a format whose events have names."""
+        if self._held:
+            self.on_body(chunk[-2 - data_bytes : -2])
+            return
+        try:
+            self.events += self._format.tokens_in_chunk(chunk)
+            self._number += chunk.count(_EVENT_DATA)
             self.size += data_bytes
             self.state.exchange.write_chunk(chunk, data_bytes)
         except Exception as error:
@@ -219,10 +260,16 @@ class DecodeLeg(Leg):
         self._held = data[end:]
         return data[:end]
 
-    def _first_token(self, data: bytes) -> bool:
-        """Handle the first event: the transfer is over and decoding has begun. Return False if it is an error."""
+    def _first_token(self, data: bytes, start: int) -> bool:
+        """Handle the first event with a token: the transfer is over and decoding has begun. Return False if it is an
+        error.
+
+        Args:
+            data: whole events.
+            start: where this event begins in them.
+        """
         state, exchange = self.state, self.state.exchange
-        if data.startswith(_ERROR_START):
+        if data.startswith(self._format.error_starts, start):
             if self.call is not None:
                 self.call.abort()
             why = f"decode instance {self.engine.name} failed before the first token"
@@ -236,13 +283,15 @@ class DecodeLeg(Leg):
         shows = self.transferring and state.prefill_done  # otherwise the whole transfer ran during the prefill
         crossed_s = max(0.0, now - self.transfer_started_at - step_s) if shows else None
         self._transfer_done(TransferTimes(crossed_s, self._measured_s(now)), now)
+        if state.over:  # the client has left
+            return False
         queue_s = (self.sent_at if self._prefill is None else self._prefill.sent_at) - state.received_at
         transfer_s = crossed_s or 0.0
         prefill_s = max(0.0, now - state.received_at - queue_s - transfer_s - step_s)
         self.owner.on_first_token(self, Ttft(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
         exchange.on_pause, exchange.on_resume = self.pause, self.resume
         if self.call is not None:
-            self.call.on_chunk = self._on_chunk
+            self.call.on_chunk = self._on_named_chunk if self._format.preamble else self._on_chunk
         content_type, headers = answered(self.headers, state.request_id)
         exchange.start(self.status, [(b"content-type", content_type), *headers], None)
         return True
@@ -292,16 +341,14 @@ class DecodeLeg(Leg):
     def _stream_ended(self) -> None:
         exchange = self.state.exchange
         rest, self._held = self._held, b""
-        if self.first and not rest:
+        if rest:
+            self._relay(rest)
+            if not self.open:
+                return  # the rest was an error
+        if self.first:
             why = f"decode instance {self.engine.name} ended the stream before its first token"
             self.on_failed(LegFailure("malformed", why, 502, sent=True))
             return
-        if self.first and not self._first_token(rest):
-            return
-        if rest:
-            self.events += sse_events(rest)
-            self.size += len(rest)
-            exchange.write(rest)
         self.close()
         exchange.end()
         self.owner.on_response_end(self, self.events, self.state.runtime.now())
@@ -338,7 +385,7 @@ class DecodeLeg(Leg):
     def abort_stream(self, why: str, kind: str = UPSTREAM) -> None:
         """End the stream with an error event that gives the reason. The held-back part of an event is dropped."""
         exchange = self.state.exchange
-        exchange.write((b"\n\n" if self._torn else b"") + error_event(why, kind))
+        exchange.write((b"\n\n" if self._torn else b"") + self._format.error(why, kind, self._number))
         exchange.end()
 
     def pause(self) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import unquote
 
 from kvroute.gateway.http.request_parser import HttpError
@@ -15,14 +14,25 @@ from kvroute.gateway.http.web_pages import WebPages, answer_other_site
 from kvroute.gateway.observe.logs import access_on, log_event
 from kvroute.gateway.openai_api.api_keys import Keys
 from kvroute.gateway.openai_api.json_fields import PIECE_BYTES, RequestError
-from kvroute.gateway.openai_api.requests import (
-    Completion,
+from kvroute.gateway.openai_api.passthrough_body import (
     PassthroughBody,
+    passthrough_of,
     passthrough_with_salt,
-    read_completion,
+    read_any_body,
     read_passthrough,
-    with_salt,
 )
+from kvroute.gateway.openai_api.passthrough_paths import (
+    ANY,
+    COMPLETIONS,
+    MODEL_LIST,
+    MODEL_PATH,
+    MODELS,
+    OWN,
+    READ,
+    PassthroughEndpoint,
+    is_plain,
+)
+from kvroute.gateway.openai_api.requests import KINDS, Completion, read_completion, with_salt
 from kvroute.gateway.openai_api.responses import error_body, model_body, models_body, no_model_body
 from kvroute.gateway.proxy.admission_queue import AdmissionQueue
 from kvroute.gateway.proxy.passthrough import PassthroughRequest
@@ -30,19 +40,14 @@ from kvroute.gateway.proxy.request import ProxiedRequest
 from kvroute.gateway.proxy.request_events import Caller
 
 if TYPE_CHECKING:
-    from kvroute.gateway.http.exchange import Exchange
+    from kvroute.gateway.http.exchange import ClientExchange, Exchange
     from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
-COMPLETIONS = frozenset((b"/v1/completions", b"/v1/chat/completions"))
-PASSTHROUGH = frozenset((b"/v1/embeddings", b"/tokenize", b"/detokenize"))
-_READ = frozenset((b"GET", b"HEAD"))
-_MODEL_PATH = b"/v1/models/"
-_MODEL_NAME = re.compile(r"[\w .:@+~/-]{1,500}")
 _ID_MOST = 200
 _NO_KEY = HttpError(
     401,
-    "no valid API key; send `Authorization: Bearer KEY`",
+    "no valid API key; send `Authorization: Bearer KEY` or `X-Api-Key: KEY`",
     "authentication_error",
     "invalid_api_key",
     b"www-authenticate: Bearer\r\n",
@@ -52,6 +57,22 @@ _REASONS = {401: "key", 403: "web_page", 408: "too_slow", 413: "too_large", 431:
 
 SMALL_BODY_BYTES = 1024 * 1024
 Read = TypeVar("Read", Completion, PassthroughBody)
+Taken = TypeVar("Taken", bound="ClientExchange")
+MakeRequest: TypeAlias = "Callable[[ClusterRuntime, ClientExchange, Completion, bytes, float], ProxiedRequest]"
+"""Makes the request of a completion; the arguments are those of `ProxiedRequest`."""
+
+
+class Begins(Protocol):
+    """A request that has been admitted."""
+
+    def begin(self) -> None:
+        """Start it; it raises no exception."""
+
+
+MakePassthrough: TypeAlias = (
+    "Callable[[ClusterRuntime, ClientExchange, PassthroughBody, int, bytes, Callable[[int], None]], Begins]"
+)
+"""Makes a request that needs no decision; the arguments are those of `PassthroughRequest`."""
 
 
 class Endpoints:
@@ -69,6 +90,8 @@ class Endpoints:
         started_unix_s: int,
         metrics_without_key: bool = False,
         pages: WebPages | None = None,
+        proxied: MakeRequest = ProxiedRequest,
+        relayed: MakePassthrough = PassthroughRequest,
     ) -> None:
         """
         Args:
@@ -82,8 +105,11 @@ class Endpoints:
             description: the OpenAPI document.
             started_unix_s: start of the gateway, for the list of models.
             pages: decides which web pages may read responses; None: no page of another site.
+            proxied: makes the request of an admitted completion.
+            relayed: makes any other admitted request.
         """
         self.serving, self.keys = runtime, keys
+        self._proxied, self._relayed = proxied, relayed
         self._pages, self._open_metrics = pages or WebPages(), metrics_without_key
         self._admission_queue = admission_queue
         self._ready, self._page, self._description, self._started = ready, page, description, started_unix_s
@@ -98,34 +124,54 @@ class Endpoints:
         if self._pages.origins and answer_other_site(self._pages, exchange):
             return
         if path in COMPLETIONS and method == b"POST":
-            self._read(exchange, read_completion, self._complete)
-        elif path in PASSTHROUGH and method == b"POST":
-            self._read(exchange, read_passthrough, self._passthrough)
-        elif path == b"/v1/models" and method in _READ:
+            self.complete(exchange)
+        elif (endpoint := self.serving.passthrough.find(path)) is not None:
+            if method in endpoint.methods:
+                self._forward(exchange, endpoint)
+            else:
+                self._wrong_method(exchange, b", ".join(sorted(endpoint.methods)))
+        elif path == MODELS and method in READ:
             self._models(exchange)
         else:
             self._own(exchange)
+
+    def complete(self, exchange: ClientExchange) -> None:
+        """Handle a request of `KINDS`."""
+        self._read(exchange, read_completion, self._complete)
+
+    def pass_through(self, exchange: ClientExchange) -> None:
+        """Handle a request that needs no decision, whatever its path."""
+        endpoint = self.serving.passthrough.find(exchange.path)
+        if endpoint is not None and exchange.method in endpoint.methods:
+            self._forward(exchange, endpoint)
+        elif (key := self._key(exchange)) is not _NOBODY:
+            self._passthrough(ANY, exchange, key, PassthroughBody("", exchange.body, {}), self.serving.now())
+
+    def _forward(self, exchange: ClientExchange, endpoint: PassthroughEndpoint) -> None:
+        """Handle a request for a path that is passed through."""
+        content_type = exchange.header(b"content-type")
+        read = read_passthrough if endpoint.json else partial(read_any_body, content_type)
+        self._read(exchange, read, partial(self._passthrough, endpoint))
 
     def guard(self, method: bytes, path: bytes, headers: Headers) -> HttpError | None:
         """Reject a client without a key before it sends a body (see `ServerHooks`)."""
         if not self.keys.required:
             return None
-        shown = next((value for name, value in headers if name == b"authorization"), None)
-        return _NO_KEY if self.keys.name_of(shown) is None else None
+        return _NO_KEY if self.keys.name_in(headers) is None else None
 
     def refused(self, status: int, path: bytes) -> None:
         """Count a rejection by the server (see `ServerHooks`)."""
         metrics = self.serving.metrics
         metrics.rejected(_REASONS.get(status, "malformed"))
-        metrics.finished(completion_kind(path) if path in COMPLETIONS | PASSTHROUGH else "other", status, 0.0)
+        metrics.finished(self._kind(path), status, 0.0)
 
     # Completions and passthrough requests
 
     def _read(
         self,
-        exchange: Exchange,
+        exchange: Taken,
         read: Callable[[bytes, bytes], Read],
-        take: Callable[[Exchange, str | None, Read, float], None],
+        take: Callable[[Taken, str | None, Read, float], None],
     ) -> None:
         """Parse a body, a large one in a thread, and call `take` with the result, the key and the time of arrival."""
         key = self._key(exchange)
@@ -138,19 +184,19 @@ class Endpoints:
         try:
             found = read(exchange.path, exchange.body)
         except RequestError as error:
-            self._refuse(exchange, error.status, error.body(), completion_kind(exchange.path), key)
+            self._refuse(exchange, error.status, error.body(), self._kind(exchange.path), key)
             return
         take(exchange, key, found, received_at)
 
     async def _read_aside(
         self,
-        exchange: Exchange,
+        exchange: Taken,
         read: Callable[[bytes, bytes], Read],
-        take: Callable[[Exchange, str | None, Read, float], None],
+        take: Callable[[Taken, str | None, Read, float], None],
         key: str | None,
         received_at: float,
     ) -> None:
-        kind = completion_kind(exchange.path)
+        kind = self._kind(exchange.path)
         try:
             exchange.on_gone = exchange.release_body  # the body may wait long for its turn
             found = await self._read_in_turn(exchange, read)
@@ -167,7 +213,7 @@ class Endpoints:
         self.serving.metrics.client_gone()
         self._admission_queue.log_finished(exchange, kind, 499, self.serving.now() - received_at, key)
 
-    async def _read_in_turn(self, exchange: Exchange, read: Callable[[bytes, bytes], Read]) -> Read | None:
+    async def _read_in_turn(self, exchange: Taken, read: Callable[[bytes, bytes], Read]) -> Read | None:
         """Parse a body in a thread, one at a time: a decoder holds the interpreter lock while it works, and several at
         once would hold it in turn without running the event loop in between. None: the client has disconnected."""
         reader = self._readers[len(exchange.body) > SMALL_BODY_BYTES]
@@ -183,8 +229,13 @@ class Endpoints:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _complete(self, exchange: Exchange, key: str | None, completion: Completion, received_at: float) -> None:
+    def _complete(self, exchange: ClientExchange, key: str | None, completion: Completion, received_at: float) -> None:
         runtime = self.serving
+        if not runtime.models.splits(completion):
+            endpoint = runtime.passthrough.find(exchange.path)
+            assert endpoint is not None, "a kind that not every engine can split has a path that is passed through"
+            self._passthrough(endpoint, exchange, key, passthrough_of(completion), received_at)
+            return
         if runtime.salts is not None and key is not None:
             completion = with_salt(completion, runtime.salts.salt(key, completion.salt))
         request_id = self._request_id(exchange)
@@ -192,7 +243,7 @@ class Endpoints:
 
         def start(ticket: int) -> None:
             runtime = self.serving
-            proxied = ProxiedRequest(runtime, exchange, completion, request_id, received_at)
+            proxied = self._proxied(runtime, exchange, completion, request_id, received_at)
             proxied.ticket = ticket
             number = proxied.state.number
             runtime.requests[number] = proxied
@@ -209,29 +260,37 @@ class Endpoints:
         names = self.serving.models.names()
         if not names:
             self._engines_models(exchange, key)
-        elif exchange.path == b"/v1/models":
+        elif exchange.path == MODELS:
             self._show_model(exchange, 200, models_body(names, self._started), key)
-        elif (name := unquote(exchange.path[len(_MODEL_PATH) :].decode("latin-1"))) in names:
+        elif (name := unquote(exchange.path[len(MODEL_PATH) :].decode("latin-1"))) in names:
             self._show_model(exchange, 200, model_body(name, self._started), key)
         else:
             self._show_model(exchange, 404, no_model_body(name), key)
 
     def _engines_models(self, exchange: Exchange, key: str | None) -> None:
         """Forward to an engine; respond with 404 if the path continues with anything other than a model's name."""
-        rest = exchange.path[len(_MODEL_PATH) :]
-        if exchange.path != b"/v1/models" and not is_model_name(rest):
+        rest = exchange.path[len(MODEL_PATH) :]
+        if exchange.path != MODELS and not is_plain(rest):
             self._show_model(exchange, 404, no_model_body(unquote(rest.decode("latin-1"))), key)
             return
-        self._passthrough(exchange, key, PassthroughBody("", b"", {}), self.serving.now())
+        self._passthrough(MODEL_LIST, exchange, key, PassthroughBody("", b"", {}), self.serving.now())
 
     def _show_model(self, exchange: Exchange, status: int, body: bytes, key: str | None) -> None:
         exchange.respond(status, body)
         self._admission_queue.log_finished(exchange, "models", status, 0.0, key)
 
-    def _passthrough(self, exchange: Exchange, key: str | None, content: PassthroughBody, received_at: float) -> None:
+    def _passthrough(
+        self,
+        endpoint: PassthroughEndpoint,
+        exchange: ClientExchange,
+        key: str | None,
+        content: PassthroughBody,
+        received_at: float,
+    ) -> None:
         salts = self.serving.salts
-        if salts is not None and key is not None and exchange.path == b"/v1/embeddings":
+        if salts is not None and key is not None and endpoint.salted and content.fields is not None:
             content = passthrough_with_salt(content, partial(salts.salt, key))
+        content = content._replace(generates=endpoint.generates)
         request_id = self._request_id(exchange)
         self._turn += 1
 
@@ -240,23 +299,23 @@ class Endpoints:
 
             def end(status: int) -> None:
                 self._admission_queue.log_finished(
-                    exchange, "passthrough", status, runtime.now() - received_at, key, request_id
+                    exchange, endpoint.name, status, runtime.now() - received_at, key, request_id
                 )
                 self._admission_queue.release(ticket)
 
-            PassthroughRequest(runtime, exchange, content, self._turn, request_id, end).begin()
+            self._relayed(runtime, exchange, content, self._turn, request_id, end).begin()
 
-        self._admission_queue.submit(exchange, "passthrough", key, start)
+        self._admission_queue.submit(exchange, endpoint.name, key, start)
 
     # Pages of the gateway itself
 
     def _own(self, exchange: Exchange) -> None:
         path, method = exchange.path, exchange.method
-        if path in COMPLETIONS | PASSTHROUGH:
+        if path in COMPLETIONS:
             self._wrong_method(exchange, b"POST")
-        elif (path in _OWN or path.startswith(_MODEL_PATH)) and method not in _READ:
+        elif (path in OWN or path.startswith(MODEL_PATH)) and method not in READ:
             self._wrong_method(exchange, b"GET, HEAD")
-        elif path.startswith(_MODEL_PATH):
+        elif path.startswith(MODEL_PATH):
             self._models(exchange)
         elif path == b"/health":
             exchange.respond(200, b'{"status":"ok"}')
@@ -274,6 +333,8 @@ class Endpoints:
             what = f"the path {path.decode('latin-1')[:200]!r} does not exist"
             if path == b"/metrics":
                 what += "; the admin port serves it, and `gateway: {listen: {metrics: true}}` opens it to all clients"
+            else:
+                what += "; `gateway: {passthrough: [PATH]}` forwards further paths to an engine"
             self._refuse(exchange, 404, error_body(what, "invalid_request_error", code="not_found"), "other", None)
 
     def _wrong_method(self, exchange: Exchange, allowed: bytes) -> None:
@@ -283,50 +344,41 @@ class Endpoints:
         exchange.respond(405, body, headers=[(b"allow", allowed)])
         self._admission_queue.log_finished(exchange, "other", 405, 0.0, None)
 
-    def _key(self, exchange: Exchange) -> str | None:
+    def _key(self, exchange: ClientExchange) -> str | None:
         """Return the name of the client's key; None if no keys are required; `_NOBODY` after a rejection."""
         if not self.keys.required:
             return None
-        name = self.keys.name_of(exchange.header(b"authorization"))
+        name = self.keys.name_in(exchange.headers)
         if name is not None:
             return name
         body = error_body(_NO_KEY.message, _NO_KEY.type, code=_NO_KEY.code)
         exchange.respond(401, body, headers=[(b"www-authenticate", b"Bearer")])
         self.serving.metrics.rejected("key")
-        path = exchange.path
-        kind = "models" if path == b"/v1/models" or path.startswith(_MODEL_PATH) else completion_kind(path)
-        self._admission_queue.log_finished(exchange, kind, 401, 0.0, None)
+        self._admission_queue.log_finished(exchange, self._kind(exchange.path), 401, 0.0, None)
         return _NOBODY
 
-    def _request_id(self, exchange: Exchange) -> bytes:
+    def _kind(self, path: bytes) -> str:
+        """Return the endpoint's name in metrics."""
+        if path in KINDS:
+            return KINDS[path]
+        if path == MODELS or path.startswith(MODEL_PATH):
+            return MODEL_LIST.name
+        endpoint = self.serving.passthrough.find(path)
+        return endpoint.name if endpoint is not None else "other"
+
+    def _request_id(self, exchange: ClientExchange) -> bytes:
         """Return the client's own id if engines and logs accept it, else a random one."""
         given = exchange.header(b"x-request-id")
         if given and len(given) <= _ID_MOST:
             return given
         return b"%016x%016x" % (self.serving.draw(), self.serving.draw())
 
-    def _refuse(self, exchange: Exchange, status: int, body: bytes, kind: str, key: str | None) -> None:
+    def _refuse(self, exchange: ClientExchange, status: int, body: bytes, kind: str, key: str | None) -> None:
         exchange.respond(status, body)
         self._admission_queue.log_finished(exchange, kind, status, 0.0, key)
 
 
 _NOBODY = "\0"
-_OWN = frozenset((b"/v1/models", b"/health", b"/ready", b"/metrics", b"/openapi.json"))
-
-
-def completion_kind(path: bytes) -> str:
-    """Return the endpoint's name in metrics."""
-    return {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}.get(path, "passthrough")
-
-
-def is_model_name(text: bytes) -> bool:
-    """Whether the rest of a path, percent-encoded, is only the name of a model: after one decoding it holds no further
-    escape, no parameter, and no empty or dotted segment."""
-    try:
-        name = unquote(text.decode("ascii"), errors="strict")
-    except UnicodeDecodeError:
-        return False
-    return _MODEL_NAME.fullmatch(name) is not None and all(part.strip(".") for part in name.split("/"))
 
 
 async def _show_metrics(exchange: Exchange, page: Callable[[str], tuple[str, Iterator[str]]]) -> None:

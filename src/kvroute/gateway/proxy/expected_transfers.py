@@ -61,6 +61,10 @@ class ExpectedTransfers:
         self._timer: asyncio.TimerHandle | None = None
         self.due_at = NEVER_S
         """Time of the next expected completion."""
+        self.change(cluster)
+
+    def change(self, cluster: Cluster) -> None:
+        """Follow a change of the cluster."""
         specs = {instance.name: cluster.timing[instance.timing].decode for instance in cluster.instances}
         self._alone_s = {name: spec.base_s + spec.per_request_s for name, spec in specs.items()}
         self._bytes_per_s, self._latency_s = cluster.tier_bytes_per_s.tolist(), cluster.tier_latency_s.tolist()

@@ -20,23 +20,34 @@ if TYPE_CHECKING:
     from kvroute.gateway.engines.breaker import Attempt
     from kvroute.gateway.engines.client import EngineClient
     from kvroute.gateway.http.call import Call, Failure
-    from kvroute.gateway.http.exchange import Exchange
+    from kvroute.gateway.http.exchange import ClientExchange
     from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.observe.tracing import LegTrace, RequestTrace
-    from kvroute.gateway.openai_api.requests import PassthroughBody
+    from kvroute.gateway.openai_api.passthrough_body import PassthroughBody
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
 PASSTHROUGH: Literal["passthrough"] = "passthrough"
 
 
-def answerers(engines: Iterable[EngineClient], model: str, turn: int) -> Iterator[EngineClient]:
-    """Yield the instances that serve a model (empty: any) in the order to try them. An instance must be up when its
-    turn comes; instances take turns, and decode instances come last, since prefill instances are idle sooner."""
+def answerers(
+    engines: Iterable[EngineClient], model: str, turn: int, *, generates: bool = False
+) -> Iterator[EngineClient]:
+    """Yield the instances that serve a model (empty: any) in the order to try them.
+
+    An instance must be up when its turn comes. Instances that decode come first for requests that generate tokens, and
+    last for others, since prefill instances are idle sooner. Of several, the one with the fewest requests in flight
+    comes first; equal ones take turns.
+    """
     of_model = [engine for engine in engines if model in ("", engine.instance.model)]
-    for last in (False, True):
-        some = [engine for engine in of_model if (engine.role == "decode") is last]
+    last = "prefill" if generates else "decode"
+    for comes_last in (False, True):
+        some = [engine for engine in of_model if (engine.role == last) is comes_last]
         start = turn % max(len(some), 1)
-        yield from (engine for engine in some[start:] + some[:start] if engine.availability.up)
+        untried = some[start:] + some[:start]
+        while up := [engine for engine in untried if engine.availability.up]:
+            best = min(up, key=lambda engine: engine.in_flight)
+            untried.remove(best)
+            yield best
 
 
 class PassthroughRequest:
@@ -45,7 +56,7 @@ class PassthroughRequest:
     def __init__(
         self,
         runtime: ClusterRuntime,
-        exchange: Exchange,
+        exchange: ClientExchange,
         content: PassthroughBody,
         turn: int,
         request_id: bytes,
@@ -78,7 +89,7 @@ class PassthroughRequest:
             exchange.on_gone = self._client_gone
             self._trace = runtime.tracer.request(exchange.headers, PASSTHROUGH)
             model = runtime.models.name(self._content.model) if self._content.model else ""
-            self._engines = answerers(runtime.engines.values(), model, self._turn)
+            self._engines = answerers(runtime.engines.values(), model, self._turn, generates=self._content.generates)
             runtime.budget.request(runtime.now())
             self._next("no instance is up", 503)
         except RequestError as refused:
@@ -106,12 +117,20 @@ class PassthroughRequest:
         # Engines do not support HEAD; the exchange omits the body of the response.
         method = b"GET" if exchange.method == b"HEAD" else exchange.method
         # An engine would read a body without a length as a second request: a GET is sent without its body.
-        body = self._content.body if method == b"POST" else b""
-        length = b"content-length: %d\r\n" % len(body) if method == b"POST" else b""
+        body = self._content.body if method != b"GET" else b""
+        length = b"content-length: %d\r\n" % len(body) if method != b"GET" else b""
         start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, engine.pool.host)
         request = b"".join((start, head, length, b"\r\n", body))
-        timeouts = runtime.timeouts
-        self._call = engine.pool.send(request, self, first_byte_s=timeouts.prefill_s, idle_s=timeouts.between_tokens_s)
+        idle_s = runtime.timeouts.between_tokens_s
+        self._call = engine.pool.send(request, self, first_byte_s=self._first_byte_s(), idle_s=idle_s)
+
+    def _first_byte_s(self) -> float:
+        """Return the timeout for the first byte of the response's body, in seconds. Without streaming it comes after
+        the last token."""
+        timeouts, content = self._runtime.timeouts, self._content
+        if not content.generates:
+            return timeouts.prefill_s
+        return timeouts.first_token_s if content.streams else timeouts.answer_s
 
     def _may_try(self) -> bool:
         runtime = self._runtime

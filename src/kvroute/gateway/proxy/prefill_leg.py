@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kvroute.gateway.engines.protocols import KvHandshake, ProtocolError
+from kvroute.gateway.engines.protocols import KvHandshake, NoTransferParams, ProtocolError
+from kvroute.gateway.openai_api.requests import LATER_SPLIT
 from kvroute.gateway.openai_api.responses import cached_tokens
 from kvroute.gateway.proxy.leg import Leg
 from kvroute.gateway.proxy.prefix_copy_leg import CopyOwner, PrefixCopyLeg
@@ -27,6 +28,10 @@ class PrefillOwner(CopyOwner, Protocol):
 
     def on_prefill_done(self, engine: EngineClient, now: float) -> None:
         """Record that the KV cache is complete on `engine`."""
+
+    def on_no_transfer_params(self, leg: PrefillLeg) -> None:
+        """Record that the response contains no transfer parameters, so that the decode instance computes the prompt;
+        `on_prefill_done` follows."""
 
 
 class PrefillLeg(Leg):
@@ -140,6 +145,12 @@ class PrefillLeg(Leg):
                 self.transfer_params = (
                     None if engine.protocol.concurrent_legs else engine.protocol.transfer_params(body)
                 )
+            except NoTransferParams as odd:
+                # If the decode leg was sent early, its engine already waits for the KV cache.
+                if self._early or state.prefill_done or state.completion.kind not in LATER_SPLIT:
+                    self.on_failed(LegFailure("malformed", f"prefill instance {engine.name} {odd}", 502, sent=True))
+                    return
+                self.owner.on_no_transfer_params(self)
             except ProtocolError as odd:
                 self.on_failed(LegFailure("malformed", f"prefill instance {engine.name} {odd}", 502, sent=True))
                 return

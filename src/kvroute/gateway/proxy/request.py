@@ -7,17 +7,21 @@ it holds (slots, in-flight counts, connections) on every code path.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kvroute.gateway.engines.protocols import ProtocolError
+from msgspec import structs
+
+from kvroute.gateway.engines.protocols import ProtocolError, with_one_token
 from kvroute.gateway.http.headers import answered, forwarded, header_lines
 from kvroute.gateway.http.request_parser import LIGHT_BYTES
+from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.prompt_queue import QueueFull
 from kvroute.gateway.openai_api.requests import Completion, without_body, without_prompts
-from kvroute.gateway.openai_api.responses import error_body
-from kvroute.gateway.proxy.decode_leg import DecodeLeg, TransferTimes
+from kvroute.gateway.openai_api.responses import ended_by_length, error_body
+from kvroute.gateway.proxy.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
 from kvroute.gateway.proxy.prefill_leg import PrefillLeg
 from kvroute.gateway.proxy.request_state import RequestState
 from kvroute.gateway.proxy.retry import (
@@ -38,14 +42,19 @@ from kvroute.types import Decision, Decode, Prefill, ReadKv, Reject, Request
 
 if TYPE_CHECKING:
     from kvroute.gateway.engines.client import EngineClient
-    from kvroute.gateway.http.exchange import Exchange
+    from kvroute.gateway.http.exchange import ClientExchange
     from kvroute.gateway.observe.view import Ttft
     from kvroute.gateway.openai_api.prompt import Prompt
     from kvroute.gateway.proxy.leg import Leg
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
 OURS = "server_error"
+MakeDecodeLeg: TypeAlias = Callable[[RequestState, DecodeOwner, Decode, PrefillLeg | None, float], DecodeLeg]
+"""Makes the decode leg of a decision; the arguments are those of `DecodeLeg`."""
 _GONE = 499
+_SETTLE_S = 1.0
+"""Time, in seconds, after which an abandoned decode without streaming is aborted. It runs from the client's disconnect
+or from the predicted end of the transfer, whichever is later: such a response does not show when the transfer ends."""
 
 
 class ProxiedRequest:
@@ -56,12 +65,47 @@ class ProxiedRequest:
     bug in the gateway ends the request (`internal_error`).
     """
 
-    __slots__ = ("_attempts", "_ids", "_reading", "decode", "model", "prefill", "runtime", "state", "ticket")
+    __slots__ = (
+        "_attempts",
+        "_decode_leg",
+        "_ids",
+        "_joint",
+        "_only",
+        "_reading",
+        "_timer",
+        "decode",
+        "model",
+        "prefill",
+        "runtime",
+        "state",
+        "ticket",
+    )
 
     def __init__(
-        self, runtime: ClusterRuntime, exchange: Exchange, completion: Completion, request_id: bytes, received_at: float
+        self,
+        runtime: ClusterRuntime,
+        exchange: ClientExchange,
+        completion: Completion,
+        request_id: bytes,
+        received_at: float,
+        *,
+        decode_leg: MakeDecodeLeg = DecodeLeg,
+        only: tuple[str, ...] | None = None,
+        joint: bool = False,
     ) -> None:
+        """Args:
+
+        runtime: the cluster that serves it.
+        exchange: its client's side.
+        completion: the parsed request.
+        request_id: value of the X-Request-Id header.
+        received_at: time of its arrival, gateway clock.
+        decode_leg: makes the leg that decodes; the default sends it to the engine and relays the response.
+        only: names of the instances that may serve it; None: all.
+        joint: whether the decode instance orders the prefill, so that this request has no prefill leg.
+        """
         self.runtime = runtime
+        self._decode_leg, self._only, self._joint = decode_leg, only, joint
         self.state = RequestState(runtime, exchange, completion, request_id, received_at)
         self.ticket = 0
         """Ticket of its admission."""
@@ -71,6 +115,8 @@ class ProxiedRequest:
         self.decode: DecodeLeg | None = None
         self._reading: asyncio.Task[None] | None = None
         """Task that hashes a large prompt in a thread."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Ends an abandoned request."""
         self._ids: list[int] | None = None
         """The prompt's tokens, if its prefix may be copied from another instance or read from the store."""
         self._attempts = 1
@@ -122,8 +168,9 @@ class ProxiedRequest:
         runtime, completion = self.runtime, self.state.completion
         now = runtime.now()
         max_tokens, reserve = completion.max_tokens, runtime.reserve_output_tokens
-        if max_tokens > reserve or (not max_tokens and completion.kind == "chat"):
-            max_tokens = reserve  # a chat without a limit may use the whole context
+        if max_tokens > reserve or (not max_tokens and completion.kind != "completions"):
+            max_tokens = reserve  # a conversation without a limit may use the whole context
+        one_leg = completion.one_leg or runtime.unsplit.has(self.model, completion.kind, now)
         request = self.state.request = Request(
             id=self.state.number,
             input_tokens=prompt.input_tokens,
@@ -131,21 +178,24 @@ class ProxiedRequest:
             block_tokens=prompt.block_tokens,
             max_output_tokens=max_tokens,
             model=self.model,
-            one_leg=completion.one_leg and runtime.models.one_instance_only(completion),
-            copyable=prompt.ids is not None,
+            one_leg=one_leg and runtime.models.one_instance_only(completion),
+            copyable=prompt.ids is not None and not self._joint,
         )
         self._ids = prompt.ids if runtime.copy_s or runtime.reads_storage else None
         runtime.metrics.prompt_read(prompt.input_tokens)
         runtime.budget.request(now)
         if runtime.expected_transfers.due_at <= now:
             runtime.expected_transfers.report_due(now)
-        self._apply(runtime.report.arrived(request, now), now)
+        self._apply(runtime.report.arrived(request, now, self._only, joint=self._joint), now)
 
     def _apply(self, decisions: tuple[Decision, ...], now: float) -> None:
         """Carry out the decisions of the core."""
         if not decisions:
             return
         first, last = decisions[0], decisions[-1]
+        if self._joint and type(first) is Prefill:
+            self.runtime.state.decided(first, now)
+            first = last
         if type(first) is Prefill and type(last) is ReadKv:
             self._send_prefill(first, now, early=False, read=last)
         elif type(first) is Prefill and (first is last or (type(last) is Decode and last.source != last.target)):
@@ -162,6 +212,7 @@ class ProxiedRequest:
         if read is not None:
             self.runtime.state.decided(read, now)
         self._start_path_attempt(decision, now)
+        self.state.alone = False
         leg = self.prefill = PrefillLeg(self.state, self, decision, now, early=early, read=read)
         # If an attempt with a prefix copy or with blocks from the store fails, the retry uses neither.
         prepared = decision.copy_from or read is not None
@@ -177,8 +228,14 @@ class ProxiedRequest:
         state.path_attempt = wan_paths.start_attempt(decision, now, counted=counted) if wan_paths is not None else None
 
     def _send_decode(self, decision: Decode, now: float) -> None:
+        if self.state.alone and self.state.abandoned:
+            self._leave(now)  # there is no KV cache to fetch
+            return
+        if self.state.alone:
+            decision = structs.replace(decision, source=decision.target, tier=0, kv_bytes=0.0)
         self.runtime.state.decided(decision, now)
-        leg = self.decode = DecodeLeg(self.state, self, decision, self.prefill, now)
+        make = DecodeLeg if self.state.abandoned else self._decode_leg
+        leg = self.decode = make(self.state, self, decision, self.prefill, now)
         if leg.aggregated:
             self.prefill = None
         try:
@@ -209,6 +266,18 @@ class ProxiedRequest:
         kept_tokens = read.kept_tokens if read is not None else 0
         self._apply(runtime.report.prefill_finished(state.number, now, kept_tokens), now)
 
+    def on_no_transfer_params(self, leg: PrefillLeg) -> None:
+        """See `PrefillOwner`. If the output did not end by its length, the next request may be served by two
+        instances."""
+        state, kind = self.state, self.state.completion.kind
+        state.alone = True
+        if leg.storage_read is not None:
+            leg.storage_read.release_kept()
+        if ended_by_length(leg.body()):
+            self.runtime.unsplit.add(self.model, kind, self.runtime.now())
+        request_id, why = state.request_id.decode("latin-1"), "its response has no kv_transfer_params"
+        log_event("warning", "not_split", request_id=request_id, instance=leg.engine.name, endpoint=kind, reason=why)
+
     def _prefill_lost(self, now: float) -> None:
         """Handle a prefill that has failed without a retry while the decode engine waits for its KV cache: the decode
         engine may compute the prompt itself; otherwise it reports an error."""
@@ -231,8 +300,8 @@ class ProxiedRequest:
         assert request is not None
         if self.prefill is not None and self.prefill.storage_read is not None:
             self.prefill.storage_read.loaded(decision.target)
-        if times.measured_s is not None:
-            report.transfer_measured(decision, times.measured_s, now)
+        if times.measured_s is not None and decision.source in runtime.engines:
+            runtime.transfer_observed(decision, times.measured_s, now)
         if runtime.control.admitted(number):
             return
         if not state.prefill_done:
@@ -242,19 +311,23 @@ class ProxiedRequest:
         report.admitted(number, now)
         if leg.engine.approximate and request.blocks and (request.one_leg or not leg.aggregated):
             report.prefix_stored(decision.target, request, now)
+        if state.abandoned and leg.streams:
+            self._leave(now)  # its first token has arrived
+        elif state.abandoned:
+            self._give_up_after(_SETTLE_S)
 
     def on_first_token(self, leg: DecodeLeg, ttft: Ttft, decode_s: float, now: float) -> None:
         """See `DecodeOwner`."""
         state = self.state
         if len(state.exchange.body) > LIGHT_BYTES:
-            self._release_body()
+            self.release_body()
         trace_id = state.trace.trace_id if state.trace is not None else ""
         exemplar = ("trace_id", trace_id) if trace_id else ("request_id", str(state.number))
         self.runtime.metrics.decode_answered(decode_s)
         self.runtime.first_token(leg.decision, ttft, now, exemplar)
 
-    def _release_body(self) -> None:
-        """Release the request's body and its copies: the response has begun, so nothing is sent again."""
+    def release_body(self) -> None:
+        """See `DecodeOwner`."""
         self.state.completion = without_body(self.state.completion)
         for leg in (self.prefill, self.decode):
             if leg is not None and leg.call is not None:
@@ -274,6 +347,14 @@ class ProxiedRequest:
         content_type, headers = answered(leg.headers, state.request_id)
         state.exchange.respond(leg.status, leg.body(), content_type, headers)
         self._end(leg.status, now)
+
+    def on_served_elsewhere(self, instance: str, now: float) -> Decode | None:
+        """See `DecodeOwner`."""
+        for decision in self.runtime.report.served(self.state.number, instance, now):
+            if type(decision) is Decode:
+                self.runtime.state.decided(decision, now)
+                return decision
+        return None
 
     # Failures
 
@@ -331,7 +412,7 @@ class ProxiedRequest:
     def _may_retry(self, leg: Literal["prefill", "decode"], now: float) -> bool:
         """Return whether a failed leg may be retried; if so, count the retry as made."""
         runtime = self.runtime
-        if self._attempts >= runtime.settings.retries.attempts:
+        if self.state.abandoned or self._attempts >= runtime.settings.retries.attempts:
             return False
         if not runtime.budget.spend(now):
             runtime.metrics.retry_refused(leg)
@@ -380,10 +461,55 @@ class ProxiedRequest:
         try:
             now = self.runtime.now()
             self.runtime.metrics.client_gone()
-            self._drop_legs(now)
-            self._end(_GONE, now, error="the client closed the connection")
+            if self._strands_kv(now):
+                self._abandon()
+            else:
+                self._leave(now)
         except Exception as error:
             self.internal_error(error)
+
+    def _strands_kv(self, now: float) -> bool:
+        """Return whether a KV cache would stay on the prefill engine until it expires if all legs were aborted now. A
+        prefill engine keeps it from the end of the prefill until a decode engine has fetched it."""
+        prefill, decode, most_s = self.prefill, self.decode, self.runtime.timeouts.abandoned_s
+        if prefill is None or prefill.engine.protocol.concurrent_legs or not most_s:
+            return False
+        if not self.state.prefill_done:
+            return prefill.call is not None and self.runtime.control.prefill_left_s(self.state.number, now) <= most_s
+        return decode is not None and decode.call is not None and (decode.transferring or not decode.streams)
+
+    def _abandon(self) -> None:
+        """Go on until a decode engine has fetched the KV cache, or for the time limit."""
+        most_s = float(self.runtime.timeouts.abandoned_s)
+        self.state.abandoned = True
+        if self.decode is None:
+            self.state.completion = with_one_token(self.state.completion)
+        elif self.runtime.control.admitted(self.state.number):
+            most_s = min(most_s, _SETTLE_S)
+        self._give_up_after(most_s)
+
+    def _give_up_after(self, seconds: float) -> None:
+        """End an abandoned request after this time, or when an earlier call said so."""
+        due_s = asyncio.get_running_loop().time() + seconds
+        if self._timer is not None and self._timer.when() <= due_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(due_s, self._give_up)
+
+    def _give_up(self) -> None:
+        """End an abandoned request if it has not ended."""
+        if self.state.over:
+            return
+        try:
+            self._leave(self.runtime.now())
+        except Exception as error:
+            self.internal_error(error)
+
+    def _leave(self, now: float) -> None:
+        """End a request whose client has left."""
+        self._drop_legs(now)
+        self._end(_GONE, now, error="the client closed the connection")
 
     def stop(self) -> None:
         """See `RequestInProgress`."""
@@ -454,8 +580,14 @@ class ProxiedRequest:
         runtime, state = self.runtime, self.state
         assert not state.over
         state.over = True
+        if state.abandoned:
+            status = _GONE
+            runtime.metrics.abandoned(fetched=runtime.control.admitted(state.number))
         self._release_kept()
         self.prefill = self.decode = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._reading is not None:
             self._reading.cancel()  # so that a prompt in the queue is released at once
             self._reading = None

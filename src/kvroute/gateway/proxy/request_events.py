@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from kvroute.types import (
     Admitted,
     Arrived,
     CopyFinished,
     Decision,
-    Decode,
     DecodeFailed,
     Event,
     Finished,
     KvStored,
+    PeerEvent,
     Prefill,
     PrefillFailed,
     PrefillFinished,
     ReadFinished,
     Request,
+    Served,
     Side,
     TransferFinished,
     TransferMeasured,
@@ -47,6 +48,20 @@ class Caller(NamedTuple):
     """Name of its key, if keys are required."""
 
 
+class Sharing(Protocol):
+    """Passes what happens to own requests to the other gateways of the cluster."""
+
+    def handled(self, event: Event) -> None:
+        """Note that the core has handled an event of own traffic."""
+
+    def learned(self, event: PeerEvent) -> None:
+        """Note what own traffic has taught, which other gateways cannot observe."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this gateway is the one that reviews roles and thresholds."""
+
+
 class LoggedControl:
     """A control core and the event log of what it receives and decides."""
 
@@ -69,7 +84,7 @@ class LoggedControl:
 class RequestEvents:
     """The way from the gateway into one control core, with one method for each step of a request."""
 
-    __slots__ = ("_callers", "_control", "_fallbacks", "_logged", "_metrics", "notify")
+    __slots__ = ("_callers", "_control", "_fallbacks", "_logged", "_metrics", "_sharing", "notify", "received")
 
     def __init__(
         self,
@@ -78,6 +93,7 @@ class RequestEvents:
         log: EventLogWriter | None,
         callers: Mapping[int, Caller],
         fallbacks: ConstraintFallbackLog | None,
+        sharing: Sharing | None = None,
     ) -> None:
         """
         Args:
@@ -86,12 +102,27 @@ class RequestEvents:
             log: the event log; None: events are not logged.
             callers: the client of each request, by number.
             fallbacks: logs decisions that violate the preferred constraint; None: there is no constraint.
+            sharing: tells other gateways; None: there are none.
         """
         self._control, self._metrics = control, metrics
         self._callers, self._fallbacks = callers, fallbacks
         self._logged = LoggedControl(control, log, metrics) if log is not None else None
         self.notify: Callable[[Event], Decisions] = (control if self._logged is None else self._logged).handle
-        """Passes an event that requires no decision to the core, directly if there is no log."""
+        """Passes an event that requires no decision to the core, directly if there is no log and no other gateway."""
+        self.received = self.notify
+        """Passes an event of another gateway to the core."""
+        self._sharing = sharing
+        if sharing is not None:
+            self.notify = self._shared(self.notify, sharing)
+
+    @staticmethod
+    def _shared(notify: Callable[[Event], Decisions], sharing: Sharing) -> Callable[[Event], Decisions]:
+        def notify_all(event: Event) -> Decisions:
+            decisions = notify(event)
+            sharing.handled(event)
+            return decisions
+
+        return notify_all
 
     def decide(self, event: Event) -> Decisions:
         """Pass an event that requires a decision to the core."""
@@ -106,11 +137,15 @@ class RequestEvents:
         if self._logged is not None:
             caller = self._callers.get(event.request.id) if type(event) is Arrived else None
             self._logged.write(event, decisions, caller.request_id if caller else "")
+        if self._sharing is not None:
+            self._sharing.handled(event)
         return decisions
 
-    def arrived(self, request: Request, now: float) -> Decisions:
-        """Report a new request."""
-        return self.decide(Arrived(now, request))
+    def arrived(
+        self, request: Request, now: float, only: tuple[str, ...] | None = None, *, joint: bool = False
+    ) -> Decisions:
+        """Report a new request. Args: `only`, `joint`: see `Arrived`."""
+        return self.decide(Arrived(now, request, only, joint))
 
     def prefill_finished(self, number: int, now: float, kept_tokens: int = 0) -> Decisions:
         """Report that the KV cache is complete, or that no prefill instance computes it any more. Args: `kept_tokens`:
@@ -125,6 +160,10 @@ class RequestEvents:
         """Report that the decode is to be repeated on another instance. Args: see `retry.Retry`."""
         return self.decide(DecodeFailed(now, number, kv_lost=kv_lost))
 
+    def served(self, number: int, instance: str, now: float) -> Decisions:
+        """Report that another instance than the chosen one serves the decode leg."""
+        return self.decide(Served(now, number, instance))
+
     def copy_finished(self, decision: Prefill, now: float, *, landed: bool) -> None:
         """Report the end of the prefix copy of this decision."""
         self.notify(CopyFinished(now, decision.copy_id, landed))
@@ -137,9 +176,11 @@ class RequestEvents:
         """Report that the KV cache has reached the decode instance."""
         self.notify(TransferFinished(now, number))
 
-    def transfer_measured(self, decision: Decode, seconds: float, now: float) -> None:
-        """Report how long the KV transfer of this decision took."""
-        self.notify(TransferMeasured(now, decision.source, decision.target, decision.kv_bytes, seconds))
+    def transfer_measured(self, event: TransferMeasured) -> None:
+        """Report how long a KV transfer took, as the gateway itself has observed."""
+        self.notify(event)
+        if self._sharing is not None:
+            self._sharing.learned(event)
 
     def admitted(self, number: int, now: float) -> None:
         """Report that the decode instance has begun to decode the request."""
@@ -147,7 +188,10 @@ class RequestEvents:
 
     def prefix_stored(self, instance: str, request: Request, now: float) -> None:
         """Report that an instance without KV cache events now has the prompt's prefix in its cache."""
-        self.notify(KvStored(now, instance, request.blocks, request.block_tokens))
+        event = KvStored(now, instance, request.blocks, request.block_tokens)
+        self.notify(event)
+        if self._sharing is not None:
+            self._sharing.learned(event)
 
     def finished(self, number: int, output_tokens: int | None, now: float) -> None:
         """Report the end of a request."""

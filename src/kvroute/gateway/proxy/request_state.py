@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvroute.gateway.engines.fault_attribution import FaultAttribution
 
 if TYPE_CHECKING:
-    from kvroute.gateway.http.exchange import Exchange
+    from kvroute.gateway.http.exchange import ClientExchange
     from kvroute.gateway.observe.tracing import RequestTrace
     from kvroute.gateway.openai_api.requests import Completion
     from kvroute.gateway.proxy.runtime import ClusterRuntime
@@ -19,6 +19,8 @@ class RequestState:
     """The client's side of a request, what the core knows of it, and what is shared by its legs."""
 
     __slots__ = (
+        "abandoned",
+        "alone",
         "completion",
         "exchange",
         "faults",
@@ -36,7 +38,12 @@ class RequestState:
     """Header lines that engines receive."""
 
     def __init__(
-        self, runtime: ClusterRuntime, exchange: Exchange, completion: Completion, request_id: bytes, received_at: float
+        self,
+        runtime: ClusterRuntime,
+        exchange: ClientExchange,
+        completion: Completion,
+        request_id: bytes,
+        received_at: float,
     ) -> None:
         self.runtime, self.exchange, self.completion, self.request_id = runtime, exchange, completion, request_id
         self.number = runtime.next_number()
@@ -48,6 +55,10 @@ class RequestState:
         self.trace: RequestTrace | None = None
         self.faults: FaultAttribution | None = None
         """Attributes failed attempts to engines or to the request; None: no attempt has failed."""
+        self.abandoned = False
+        """The client has left, and the request goes on only until the prefill engine's KV cache is fetched."""
+        self.alone = False
+        """The decode instance computes the prompt, because the prefill instance has returned no transfer parameters."""
         self.over = False
         """The request has ended."""
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from kvroute.control import Control
+from kvroute.control import Control, NextCluster
 from kvroute.gateway.engines.client import EngineClient
-from kvroute.gateway.engines.factory import engine_clients
+from kvroute.gateway.engines.factory import EngineFactory
 from kvroute.gateway.engines.panic import Panics, PanicSet
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.callbacks import weakly
@@ -29,17 +30,21 @@ from kvroute.gateway.observe.state import DashboardState
 from kvroute.gateway.observe.tracing import Tracer
 from kvroute.gateway.observe.view import Ttft
 from kvroute.gateway.openai_api.cache_salt import CacheSalts
+from kvroute.gateway.openai_api.passthrough_paths import PassthroughPaths
 from kvroute.gateway.openai_api.prompt import Prompts
 from kvroute.gateway.proxy.constraint_log import ConstraintFallbackLog
 from kvroute.gateway.proxy.expected_transfers import ExpectedTransfers
-from kvroute.gateway.proxy.request_events import Caller, RequestEvents
-from kvroute.gateway.proxy.served_models import ServedModels
+from kvroute.gateway.proxy.own_transfers import OwnTransfers
+from kvroute.gateway.proxy.request_events import Caller, RequestEvents, Sharing
+from kvroute.gateway.proxy.served_models import ServedModels, UnsplitKinds
 from kvroute.gateway.wan.paths import WanPaths
 from kvroute.topology import Cluster
 from kvroute.types import (
+    ClusterChanged,
     CongestionMeasured,
     Decision,
     Decode,
+    Discovered,
     Event,
     InstanceDown,
     InstanceMeasured,
@@ -103,6 +108,10 @@ class SharedServices:
     """The secret of cache salts if the settings give none."""
     on_end: Callable[[int], None]
     """Called with the ticket of each request that ends."""
+    sharing: Sharing | None = None
+    """Tells the other gateways of the cluster; None: there are none."""
+    engine_fault: Callable[[Discovered], str] = lambda engine: ""
+    """Returns why the protocol of clients excludes a discovered engine; empty if it does not."""
 
 
 class Secrets(NamedTuple):
@@ -142,14 +151,16 @@ class ClusterRuntime:
         self.cluster, self.settings, self.now = cluster, settings, shared.now
         self.prompts, self.budget, self.metrics, self.state = prompts, shared.budget, shared.metrics, shared.state
         self.tracer, self.events, self.lag, self.jitter = shared.tracer, events, shared.lag, shared.jitter
-        self.engines = engine_clients(
-            cluster,
+        self._factory = EngineFactory(
             settings,
             weakly(self.on_availability),
             shared.deadlines,
             exact=prompts.exact,
             draw=shared.jitter.random,
         )
+        self.engines = {instance.name: self._factory.client(instance) for instance in cluster.instances}
+        self.uids: dict[str, str] = {}
+        """Discovered engines: the uid of each, by name."""
         self.panics = Panics(self.engines, settings.health.panic, weakly(self.panicked))
         """Panic state of each model and role; in a panic, health checks and breakers are ignored."""
         self.wan_paths: WanPaths | None = None
@@ -168,6 +179,8 @@ class ClusterRuntime:
         """Last measurement of the network."""
         self.open_files = OpenFiles(shared.metrics)
         self.expected_transfers = ExpectedTransfers(cluster)
+        self.own_transfers = OwnTransfers(self.expected_transfers.alone_s, partial(_ranks_of, self.engines))
+        """Own transfers by pair, for engines whose counters do not name the other instance."""
         self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
         self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
         """Time limit for an instance to offer a cached prefix; 0: no copies."""
@@ -185,9 +198,50 @@ class ClusterRuntime:
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = first_number - 1
         fallbacks = ConstraintFallbackLog(settings.constraint) if settings.constraint else None
-        self.report = RequestEvents(control, shared.metrics, events, self.callers, fallbacks)
+        self.sharing = shared.sharing
+        self.report = RequestEvents(control, shared.metrics, events, self.callers, fallbacks, shared.sharing)
         """Passes the steps of requests to the core."""
         self.models = ServedModels(cluster, settings.models)
+        self.unsplit = UnsplitKinds()
+        self.passthrough = PassthroughPaths(settings.passthrough)
+        """Paths of requests that one engine serves alone."""
+
+    # Changes of the cluster
+
+    def change(self, following: NextCluster) -> None:
+        """Add the engines that join and remove those that leave. Engines that join are down until a health check
+        succeeds. Nothing uses those that leave any more.
+
+        Raises:
+            InputError: a request is in progress on an engine that leaves. Nothing has changed.
+        """
+        now = self.now()
+        self.control.expect(following)
+        self.notify(ClusterChanged(now, following.joined, following.left))
+        self.cluster = self.control.cluster
+        for name in following.left:
+            engine = self.engines.pop(name)
+            self.panics.remove(engine, now)
+            engine.close()
+            self.measured.pop(name, None)
+            self.own_transfers.forget(name)
+            del self.uids[name]
+            self.metrics.forget(name)
+        for each in following.joined:
+            name = each.engine.name
+            instance = self.cluster.instances[self.cluster.index(name)]
+            self.uids[name] = each.engine.uid
+            self.engines[name] = self._factory.client(instance, up=False)
+            self.panics.add(self.engines[name])
+        self.expected_transfers.change(self.cluster)
+        self.models = ServedModels(self.cluster, self.settings.models)
+
+    def needs(self, name: str) -> bool:
+        """Whether any request is in flight on the instance, or needs the KV cache that it holds."""
+        engine = self.engines.get(name)
+        if engine is not None and engine.in_flight:
+            return True
+        return any(request.uses(name) for request in self.requests.values())
 
     # Decisions
 
@@ -226,6 +280,7 @@ class ClusterRuntime:
                     return
                 # The engine measures its transfers more accurately than the gateway can from outside.
                 self.engines[target].measures = False
+                self.state.transfer_measured(event)
             case InstanceMeasured(instance=name):
                 self.measured[name] = event
             case CongestionMeasured() | LinksMeasured():
@@ -276,11 +331,27 @@ class ClusterRuntime:
         """Report that a decode leg that fetches KV was sent."""
         self.metrics.transfer_started(decision.tier)
         self.state.transfer_started(decision, now, expected_s)
+        self.own_transfers.started(decision)
 
     def transfer_ended(self, decision: Decode, now: float, landed: bool, seconds: float | None) -> None:
         """Report the end of a transfer: complete (with the duration, if it was observed) or failed."""
         self.metrics.transfer_ended(decision.tier, decision.kv_bytes, landed, seconds)
         self.state.transfer_ended(decision.request_id, now, landed=landed)
+        self.own_transfers.ended(decision, seconds, now)
+
+    def transfer_observed(self, decision: Decode, seconds: float, now: float) -> None:
+        """Report the duration of a transfer that the gateway has observed by the first byte of the response."""
+        ends = decision.source, decision.target
+        event = TransferMeasured(now, *ends, decision.kv_bytes, seconds, measured_by="first-byte")
+        self.report.transfer_measured(event)
+        self.state.transfer_measured(event)
+
+    def kv_lost(self, instance: str, failed: int, expired: int) -> None:
+        """Report transfers that have failed, and requests whose KV no engine has fetched in time, as an engine's
+        connector has counted them since its last page."""
+        self.metrics.kv_lost(instance, failed, expired)
+        counts = {"failed": failed} if failed else {}
+        log_event("warning", "kv_lost", instance=instance, **counts, **({"expired": expired} if expired else {}))
 
     def first_token(self, decision: Decode, ttft: Ttft, now: float, exemplar: tuple[str, str] | None) -> None:
         """Report that the client has the first byte of its stream."""
@@ -335,7 +406,15 @@ class ClusterRuntime:
 
 def same_engine(name: str, old: ClusterRuntime, new: ClusterRuntime) -> bool:
     """Whether an instance is in both clusters and is the same engine."""
+    if old.uids.get(name) != new.uids.get(name):
+        return False
     before, after = old.engines.get(name), new.engines.get(name)
     if before is None or after is None:
         return False
     return (before.instance.endpoint, before.instance.model) == (after.instance.endpoint, after.instance.model)
+
+
+def _ranks_of(engines: Mapping[str, EngineClient], name: str) -> int:
+    """Return the tensor-parallel ranks of an engine. A method of the runtime would be a reference cycle."""
+    engine = engines.get(name)
+    return engine.instance.tp if engine is not None else 1

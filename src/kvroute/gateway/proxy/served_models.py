@@ -5,9 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvroute.gateway.openai_api.json_fields import RequestError
-from kvroute.gateway.openai_api.requests import Completion
+from kvroute.gateway.openai_api.requests import LATER_SPLIT, Completion, Kind
 from kvroute.topology import Cluster
 from kvroute.types import TRAITS, KvProtocol
+
+_UNSPLIT_S = 600.0
+"""Time until it is tried again whether engines return transfer parameters, which a new version may do."""
+
+
+class UnsplitKinds:
+    """Kinds of requests that one instance serves for a while, because a prefill engine has returned no transfer
+    parameters for such a request."""
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[str, Kind], float] = {}
+
+    def add(self, model: str, kind: Kind, now: float) -> None:
+        """Record a response without transfer parameters."""
+        self._until[model, kind] = now + _UNSPLIT_S
+
+    def has(self, model: str, kind: Kind, now: float) -> bool:
+        """Whether one instance must serve such requests."""
+        return bool(self._until) and self._until.get((model, kind), now) > now
 
 
 class ServedModels:
@@ -17,6 +36,8 @@ class ServedModels:
         """Args: `aliases`: the cluster's name of each model, by its name for clients; empty: the names are the same."""
         self._aliases = aliases
         self._protocols: dict[str, set[KvProtocol]] = {}
+        if cluster.file.discovery is not None and cluster.file.defaults.model:
+            self._protocols[cluster.file.defaults.model] = set()  # known before its first engine has been found
         for instance in cluster.instances:
             self._protocols.setdefault(instance.model, set()).add(instance.protocol)
         self._any_protocol = {protocol for known in self._protocols.values() for protocol in known}
@@ -26,8 +47,12 @@ class ServedModels:
         """Return the cluster's name of a model. With a single model it may be empty: engines then check the name.
 
         Raises:
-            RequestError: the name is missing or unknown, and there are several models.
+            RequestError: the name is missing or unknown, and there are several models; or no engine has told its model
+                yet.
         """
+        if not self._protocols:
+            what = "no engine has been discovered, so no model is served yet; try again later"
+            raise RequestError(what, status=503, type="service_unavailable")
         name = self._aliases.get(served, "" if self._one_model else served)
         if self._one_model or name in self._protocols:
             return name
@@ -41,6 +66,15 @@ class ServedModels:
         """Return the names for clients; empty if there is one model without an alias: its engine knows the name."""
         names = sorted(self._aliases)
         return names if names or self._one_model else sorted(self._protocols)
+
+    def splits(self, completion: Completion) -> bool:
+        """Whether the engines of its model accept transfer parameters in this kind of request. An unknown model is
+        rejected later."""
+        if completion.kind not in LATER_SPLIT:
+            return True
+        name = self._aliases.get(completion.model, completion.model)
+        protocols = self._protocols.get(name, self._any_protocol)
+        return all(TRAITS[protocol].splits_every_format for protocol in protocols)
 
     def one_instance_only(self, completion: Completion) -> bool:
         """Whether some protocol of its model cannot transfer this request's KV: one instance must then do both

@@ -16,7 +16,7 @@ from kvroute.gateway.telemetry.link_events import LinkEvents
 from kvroute.gateway.telemetry.prometheus import PrometheusSource
 from kvroute.gateway.telemetry.push import read_push
 from kvroute.gateway.telemetry.scrape import Scraper
-from kvroute.types import Endpoint, Event, TransferMeasured
+from kvroute.types import Endpoint, Event, InputError, TransferMeasured
 
 
 class Collectors:
@@ -33,15 +33,16 @@ class Collectors:
                 subscription may miss an eviction, so the view of that engine's cache would have to be cleared.
         """
         settings, names = runtime.settings, tuple(runtime.engines)
-        self._runtime = runtime
+        self._runtime, self._names = runtime, set(names)
         self._on_event = on_event or runtime.on_telemetry
 
         def pool_of(name: str) -> UpstreamPool:
             return runtime.engines[name].pool
 
         health, scrape = settings.health, settings.scrape
+        known = before.known(runtime) if before is not None else {}
         self._health = HealthChecks(
-            names,
+            [name for name in names if name not in runtime.uids or name in known],
             pool_of,
             weakly(self._health_changed),
             runtime.now,
@@ -55,8 +56,10 @@ class Collectors:
                 on_discard=runtime.metrics.health_check_discarded,
             ),
             failures=health.failures,
-            known=before.known(runtime) if before is not None else None,
+            known=known,
         )
+        for name in runtime.uids.keys() - known.keys():
+            self._health.add(name)  # a discovered engine is down until its first check
         self._publishers = self._publishing()
         taken = before.hand_over(settings.prompt.block_tokens) if before is not None else None
         self._takes_over = taken is not None
@@ -77,12 +80,44 @@ class Collectors:
             ),
             on_restart=self._kv_events.restarted,
             on_links=LinkEvents(runtime).seen,
+            # Several gateways would each take all transfers of an engine for their own.
+            attribute=runtime.own_transfers.measured if runtime.sharing is None else None,
+            on_losses=runtime.kv_lost,
         )
         prometheus = settings.oracle.prometheus
         self._prometheus: PrometheusSource | None = None
         if prometheus is not None:
             links = [link.name for link in runtime.cluster.links]
             self._prometheus = PrometheusSource(prometheus, links, self._on_event, runtime.now, random.Random())
+
+    def add(self, name: str) -> None:
+        """Collect from another engine of the cluster from now on. Does nothing for one that is collected from."""
+        if name in self._names:
+            return
+        self._names.add(name)
+        self._health.add(name)
+        self._scraper.add(name)
+        endpoint = self._runtime.engines[name].instance.endpoint
+        if endpoint is not None and self._runtime.settings.prefix != "approximate":
+            try:
+                self._kv_events.add(name, endpoint)
+            except InputError as error:
+                log_event("error", "kv_events_not_followed", instance=name, reason=str(error))
+
+    def remove(self, name: str) -> None:
+        """Collect nothing more from an engine: another one may have its address soon. Does nothing for one that is not
+        collected from."""
+        if name not in self._names:
+            return
+        self._names.remove(name)
+        self._health.remove(name)
+        self._scraper.remove(name)
+        self._kv_events.remove(name)
+
+    def relink(self) -> None:
+        """Follow a change of the cluster's links."""
+        if self._prometheus is not None:
+            self._prometheus.relink([link.name for link in self._runtime.cluster.links])
 
     @property
     def all_checked(self) -> bool:
@@ -104,7 +139,8 @@ class Collectors:
         """Return the engines whose KV events are used."""
         if self._runtime.settings.prefix == "approximate":
             return {}
-        return {i.name: i.endpoint for i in self._runtime.cluster.instances if i.endpoint}
+        clients = self._runtime.engines.values()
+        return {each.name: each.instance.endpoint for each in clients if each.instance.endpoint is not None}
 
     def start(self) -> None:
         """Start all collectors.

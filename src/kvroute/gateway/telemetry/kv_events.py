@@ -24,8 +24,8 @@ _TURN_S = 0.002
 _HEARTBEAT_MS, _SILENCE_MS = 5_000, 15_000
 """Half-open connections are detected and reconnected; without heartbeats TCP would wait without limit."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 5_000
-_MORE_SOCKETS = 1024
-"""Spare sockets for instances that a reload adds: ZMQ's limit cannot change once the context is in use."""
+_MORE_SOCKETS = 16_384
+"""Spare sockets for instances that are added later: ZMQ's limit cannot change once the context is in use."""
 _SEQUENCE_BYTES = 8
 _END = b"\xff" * _SEQUENCE_BYTES
 
@@ -242,6 +242,23 @@ class KvEvents:
                     problems.append(error)
         if problems:
             raise InputErrors(problems)
+
+    def add(self, name: str, endpoint: Endpoint) -> None:
+        """Follow another engine, if it publishes KV events.
+
+        Raises:
+            InputError: ZMQ cannot connect to its endpoint.
+        """
+        if endpoint.kv_events and self._context is not None:
+            self._links[name] = _Link(self, name, endpoint.kv_events, endpoint.kv_replay)
+            self._endpoints[name] = endpoint
+
+    def remove(self, name: str) -> None:
+        """Follow an engine no more. Does nothing for one that is not followed."""
+        self._endpoints.pop(name, None)
+        link = self._links.pop(name, None)
+        if link is not None:
+            link.close()
 
     def open(self, kind: int, url: str, instance: str) -> zmq.Socket[bytes]:
         """Return a connected socket."""

@@ -28,7 +28,9 @@ class LinkEvents:
             if link.backlogged and link.arrived_bytes and link.target in runtime.engines:
                 # The event describes one transfer; the core accounts for the others in progress.
                 kv_bytes = link.arrived_bytes / max(self._crossing(source, link.target), 1)
-                runtime.on_telemetry(TransferMeasured(now, source, link.target, kv_bytes, link.seconds))
+                runtime.on_telemetry(
+                    TransferMeasured(now, source, link.target, kv_bytes, link.seconds, measured_by="tcp")
+                )
         if runtime.wan_paths is not None:
             runtime.wan_paths.links_seen(source, links, now)
             self._congestion(runtime.wan_paths.others(now), now)

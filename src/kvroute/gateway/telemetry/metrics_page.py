@@ -11,6 +11,13 @@ from dataclasses import dataclass, field
 
 from kvroute.gateway.http.slices import Slices, whole
 from kvroute.gateway.observe.prometheus_text import SERIES_MAX, Budget, labels_of, lines_between, samples, values
+from kvroute.gateway.telemetry.connector_counters import (
+    COUNT_MAX,
+    ConnectorCounters,
+    TransferTotals,
+    connector_counters,
+    count,
+)
 from kvroute.gateway.wan.tcp_links import TcpCounters, link_lines, read_links
 
 _VLLM = (b"vllm:num_requests_running", b"vllm:num_requests_waiting", b"vllm:kv_cache_usage_perc")
@@ -19,18 +26,8 @@ _OLD_USAGE = b"vllm:gpu_cache_usage_perc"
 _CACHE_CONFIG = b"vllm:cache_config_info"
 _STARTED = b"process_start_time_seconds"
 _TRANSFER = b"\nkvroute:kv_transfer"
-_COUNT_MAX = 2**31 - 1
 _DIGITS_MAX = 9
 _TRANSFERS = (b"kvroute:kv_transfer_bytes_total", b"kvroute:kv_transfer_seconds_total", b"kvroute:kv_transfers_total")
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTotals:
-    """Totals of what an engine has pulled from one source since it started."""
-
-    kv_bytes: float = 0.0
-    seconds: float = 0.0
-    transfers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,9 @@ class EngineMetrics:
     started_s: float | None = None
     """Start of its process, in seconds since 1970."""
     transfers: Mapping[str, TransferTotals] = field(default_factory=dict)
-    """Totals by source instance."""
+    """Totals of kvroute's connector, by source instance."""
+    connectors: ConnectorCounters = field(default_factory=ConnectorCounters)
+    """What other connectors have counted, and the failures of all of them."""
     transfer_lines: bytes = field(default=b"", compare=False, repr=False)
     """The part of the page that holds them."""
     links: Mapping[str, TcpCounters] = field(default_factory=dict)
@@ -87,19 +86,21 @@ def metrics_in(page: bytes, before: EngineMetrics | None = None, series_max: int
         transfers = before.transfers
     else:
         transfers = yield from _transfers(transfer_lines, budget)
+    connectors = yield from connector_counters(page, budget)
     about_links = link_lines(page)
     if before is not None and before.link_lines == about_links:
         links = before.links
     else:
         links = yield from read_links(about_links, budget)
     return EngineMetrics(
-        running=_count(sum(running)) if running else None,
-        waiting=_count(sum(waiting)),
+        running=count(sum(running)) if running else None,
+        waiting=count(sum(waiting)),
         kv_used_share=min(max(sum(shares) / len(shares), 0.0), 1.0) if shares else None,
         block_tokens=block_tokens,
         kv_blocks=kv_blocks,
         started_s=started[0] if started else None,
         transfers=transfers,
+        connectors=connectors,
         transfer_lines=transfer_lines,
         links=links,
         link_lines=about_links,
@@ -121,10 +122,6 @@ def series_missing(page: bytes) -> tuple[str, ...]:
     )
 
 
-def _count(value: float) -> int:
-    return round(min(max(value, 0.0), _COUNT_MAX))
-
-
 def _cache_config(page: bytes, budget: Budget) -> Slices[tuple[int | None, int | None]]:
     """Return the tokens per block, and the number of blocks of all engines of the page."""
     block_tokens, kv_blocks = None, 0
@@ -134,7 +131,7 @@ def _cache_config(page: bytes, budget: Budget) -> Slices[tuple[int | None, int |
         labels = labels_of(text)
         block_tokens = _whole_number(labels.get("block_size", "")) or block_tokens
         kv_blocks += _whole_number(labels.get("num_gpu_blocks", "")) or 0
-    return block_tokens, min(kv_blocks, _COUNT_MAX) or None
+    return block_tokens, min(kv_blocks, COUNT_MAX) or None
 
 
 def _whole_number(text: str) -> int | None:
@@ -146,7 +143,7 @@ def _transfers(page: bytes, budget: Budget) -> Slices[dict[str, TransferTotals]]
     seconds = yield from _by_source(page, _TRANSFERS[1], budget)
     counts = yield from _by_source(page, _TRANSFERS[2], budget)
     return {
-        source: TransferTotals(total, seconds.get(source, 0.0), _count(counts.get(source, 0.0)))
+        source: TransferTotals(total, seconds.get(source, 0.0), count(counts.get(source, 0.0)))
         for source, total in kv_bytes.items()
     }
 

@@ -119,6 +119,10 @@ class LinkReader:
             self._warn("telemetry_lacks_links", [name for name, at in self._position.items() if at not in found])
         return tuple([found.get(number, 0.0) for number in range(len(self._position))])
 
+    def relink(self, links: Sequence[str]) -> None:
+        """Use other links from now on. Args: names of all links by id."""
+        self._position = {name: number for number, name in enumerate(links)}
+
     def _warn(self, event: str, names: list[str]) -> None:
         if names and event not in self._warned:
             self._warned.add(event)
@@ -159,6 +163,11 @@ class PrometheusSource:
         self._chance = chance
         self._failures = 0
         self._task: asyncio.Task[None] | None = None
+
+    def relink(self, links: Sequence[str]) -> None:
+        """Report by other links from now on. Args: names of the cluster's links by id."""
+        if self._reader is not None:
+            self._reader.relink(links)
 
     def start(self) -> None:
         """Start, from within the loop."""

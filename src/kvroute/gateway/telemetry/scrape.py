@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from kvroute.gateway.http.callbacks import weakly
 from kvroute.gateway.http.poller import Poller, PollResult, PollSettings
@@ -11,9 +12,11 @@ from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.http.slices import Slices
 from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.observe.prometheus_text import SERIES_MAX, PageError
-from kvroute.gateway.telemetry.metrics_page import EngineMetrics, TransferTotals, metrics_in
+from kvroute.gateway.proxy.own_transfers import Counted
+from kvroute.gateway.telemetry.connector_counters import ConnectorCounters, TransferTotals
+from kvroute.gateway.telemetry.metrics_page import EngineMetrics, metrics_in
 from kvroute.gateway.wan.tcp_links import TcpDelta, TcpSample
-from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
+from kvroute.types import Event, InstanceMeasured, KvCleared, MeasuredBy, TransferMeasured
 
 SERIES_PER_INSTANCE = 64
 """Series per instance of the cluster that a page may have in addition to SERIES_MAX."""
@@ -21,34 +24,66 @@ _STRANGERS_MAX = 64
 """Maximum number of unknown sources that are logged."""
 _SECONDS_MIN = 1e-6
 """Transfers whose total duration is shorter are not measured."""
+_MEASURED_BY: Mapping[str, MeasuredBy] = {"nixl": "nixl", "sglang": "sglang"}
+Attribute: TypeAlias = Callable[[float, str, Counted], list[TransferMeasured]]
+"""(time, engine, transfers) -> measurements by pair; see `OwnTransfers.measured`."""
 
 
-class TransferCounters:
-    """Differences between consecutive pages of one engine. The first page only sets the baseline."""
+class CounterDeltas:
+    """Differences between consecutive pages of one engine, by key. The first page only sets the baseline."""
 
-    __slots__ = ("_before", "target")
+    __slots__ = ("_before",)
 
-    def __init__(self, target: str) -> None:
-        self.target = target
+    def __init__(self) -> None:
         self._before: Mapping[str, TransferTotals] | None = None
 
-    def measured(self, at: float, totals: Mapping[str, TransferTotals]) -> list[TransferMeasured]:
-        """Return the transfers since the last page, by source in the order of names.
+    def since_last(self, totals: Mapping[str, TransferTotals]) -> list[tuple[str, TransferTotals]]:
+        """Return the transfers since the last page, in the order of the keys.
 
         A counter that has decreased was reset: its whole value is new.
         """
         before, self._before = self._before, totals
         if before is None or before is totals:
             return []
-        events = []
-        for source in sorted(totals):
-            new, old = totals[source], before.get(source, TransferTotals())
+        found = []
+        for key in sorted(totals):
+            new, old = totals[key], before.get(key, TransferTotals())
             if new.kv_bytes < old.kv_bytes or new.seconds < old.seconds or new.transfers < old.transfers:
                 old = TransferTotals()
             kv_bytes, seconds = new.kv_bytes - old.kv_bytes, new.seconds - old.seconds
             transfers = new.transfers - old.transfers
             if transfers > 0 and kv_bytes > 0 and seconds >= _SECONDS_MIN:
-                events.append(TransferMeasured(at, source, self.target, kv_bytes, seconds, transfers))
+                found.append((key, TransferTotals(kv_bytes, seconds, transfers)))
+        return found
+
+
+class TransferCounters:
+    """Transfers of one engine since its last page, as its connectors have counted them."""
+
+    __slots__ = ("_attribute", "_by_connector", "_by_source", "target")
+
+    def __init__(self, target: str, attribute: Attribute | None = None) -> None:
+        """Args:
+
+        target: name of the engine.
+        attribute: returns the measurements of the pairs of instances to which transfers belong whose counters do not
+            name the other instance; None: they are not measured.
+        """
+        self.target, self._attribute = target, attribute
+        self._by_source, self._by_connector = CounterDeltas(), CounterDeltas()
+
+    def measured(
+        self, at: float, by_source: Mapping[str, TransferTotals], connectors: ConnectorCounters | None = None
+    ) -> list[TransferMeasured]:
+        """Return the transfers since the last page. Args: see `EngineMetrics`."""
+        events = [
+            TransferMeasured(at, source, self.target, new.kv_bytes, new.seconds, new.transfers, "kvroute")
+            for source, new in self._by_source.since_last(by_source)
+        ]
+        for name, new in self._by_connector.since_last(connectors.moved if connectors is not None else {}):
+            if self._attribute is not None:
+                counted = Counted(_MEASURED_BY[name], new.kv_bytes, new.seconds, new.transfers)
+                events += self._attribute(at, self.target, counted)
         return events
 
 
@@ -68,6 +103,8 @@ class Scraper:
         *,
         on_restart: Callable[[str, float | None], bool] | None = None,
         on_links: Callable[[str, Sequence[TcpSample]], None] | None = None,
+        attribute: Attribute | None = None,
+        on_losses: Callable[[str, int, int], None] | None = None,
     ) -> None:
         """
         Args:
@@ -78,6 +115,9 @@ class Scraper:
                 engine's cache, as `KvEvents.restarted` does; if not, KvCleared is emitted here.
             on_links: called with (source instance, samples of its outgoing KV connections since its last page), for
                 pages that have them; the samples are empty if the page cannot be read.
+            attribute: see `TransferCounters`.
+            on_losses: called with (instance, failed transfers, requests whose KV has expired) when its connector has
+                counted any since its last page.
         """
         self.metrics: dict[str, EngineMetrics] = {}
         """The last good page of each engine."""
@@ -86,8 +126,9 @@ class Scraper:
         self._now = now
         self._on_restart = on_restart
         self._on_links = on_links
+        self._attribute, self._on_losses = attribute, on_losses
         self._links = {name: TcpDelta() for name in names}
-        self._counters = {name: TransferCounters(name) for name in names}
+        self._counters = {name: TransferCounters(name, attribute) for name in names}
         self._measured_at: dict[str, float] = {}
         self._failures: dict[str, str] = {}
         self._gone: set[str] = set()
@@ -97,6 +138,25 @@ class Scraper:
         self._readings: dict[str, asyncio.Handle] = {}
         """Pages that are being parsed in slices."""
         self._poller = Poller(names, pool_of, weakly(self._answered), settings)
+
+    def add(self, name: str) -> None:
+        """Scrape another engine from now on, the first time at once."""
+        self._names |= {name}
+        self._links[name], self._counters[name] = TcpDelta(), TransferCounters(name, self._attribute)
+        self._series_max = SERIES_MAX + SERIES_PER_INSTANCE * len(self._names)
+        self._poller.add(name)
+
+    def remove(self, name: str) -> None:
+        """Scrape an engine no more, and forget it."""
+        self._poller.remove(name)
+        reading = self._readings.pop(name, None)
+        if reading is not None:
+            reading.cancel()
+        self._names -= {name}
+        del self._links[name], self._counters[name]
+        for known in (self.metrics, self._measured_at, self._failures):
+            known.pop(name, None)
+        self._gone.discard(name)
 
     def start(self) -> None:
         """Start, from within the loop."""
@@ -167,8 +227,10 @@ class Scraper:
         self._measured_at[name] = at
         assert metrics.running is not None
         self._emit(InstanceMeasured(at, name, metrics.running, metrics.waiting, metrics.kv_used_share))
-        for event in self._counters[name].measured(at, metrics.transfers):
-            if event.source in self._names:
+        if before is not None:
+            self._count_losses(name, before.connectors, metrics.connectors)
+        for event in self._counters[name].measured(at, metrics.transfers, metrics.connectors):
+            if event.source in self._names and event.target in self._names:
                 self._emit(event)
             elif event.source not in self._strangers and len(self._strangers) < _STRANGERS_MAX:
                 self._strangers.add(event.source)
@@ -177,8 +239,20 @@ class Scraper:
         if seen is not None and self._on_links is not None:
             self._on_links(name, seen)
 
+    def _count_losses(self, name: str, before: ConnectorCounters, now: ConnectorCounters) -> None:
+        failed, expired = _increase(before.failed, now.failed), _increase(before.expired, now.expired)
+        if self._on_losses is not None and (failed or expired):
+            self._on_losses(name, failed, expired)
+
     def _restarted(self, name: str, before: EngineMetrics, metrics: EngineMetrics) -> bool:
         """Whether the process has restarted: by its start time, or if that is missing, by a refused connection."""
         if before.started_s is not None and metrics.started_s is not None:
             return before.started_s != metrics.started_s
         return name in self._gone
+
+
+def _increase(before: int | None, now: int | None) -> int:
+    """Return by how much a counter has grown; a counter that has decreased was reset."""
+    if now is None:
+        return 0
+    return now - before if before is not None and now >= before else now

@@ -9,6 +9,7 @@ const $ = (id) => document.getElementById(id);
 const BREAKER = ["closed", "half-open", "open"];
 const TERM_COLOURS = ["#ee6677", "#4477aa", "#ccbb44", "#66ccee", "#aa3377", "#228833"];
 const LIST_MOST = 14;
+const MEASURED_BY = { "": "unknown", kvroute: "kvroute's connector", nixl: "NIXL", sglang: "SGLang", tcp: "sender's TCP", "first-byte": "first byte" };
 const FAR = 2; // the first tier beyond the rack
 const PLACED = {
   short: "no more uncached tokens than the threshold", long: "more uncached tokens than the threshold",
@@ -54,6 +55,7 @@ export class Panels {
     this.figures(tick, load);
     this.ttft(tick.splits);
     this.tiers(tick.splits);
+    this.paths(tick.paths);
     this.learned(load.foresight);
     this.oracle(load.oracle);
     this.offloading.setTick(tick);
@@ -165,6 +167,19 @@ export class Panels {
     [...$("oracle").tBodies[0].rows].forEach((row, k) => {
       inColour(row, this.layout.tiers_present[k]);
       row.title = "Static: the bandwidth in the cluster file. Correction: the rate that own transfers reached, those that shared a path included, over the predicted rate.";
+    });
+  }
+
+  // The measured pairs of instances that are slowest compared with the cluster file, and what has measured them.
+  paths(paths) {
+    $("paths-panel").hidden = !paths.length;
+    fillTable($("paths"), ["path", "measured by", "rate", "of the file's", "last"], paths.map((path) => [
+      `${path.source} → ${path.target}`, MEASURED_BY[path.measured_by] ?? path.measured_by, `${bytes(path.bytes_per_s)}/s`,
+      percent(path.ratio), path.age_s ? `${seconds(path.age_s)} ago` : "just now",
+    ]));
+    [...$("paths").tBodies[0].rows].forEach((row, k) => {
+      inColour(row, paths[k].tier);
+      row.title = `Rate of ${paths[k].transfers} transfers, later ones count more; they may have shared the path. By the cluster file a transfer alone has ${bytes(paths[k].map_bytes_per_s)}/s.`;
     });
   }
 

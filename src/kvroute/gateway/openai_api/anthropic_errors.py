@@ -1,0 +1,50 @@
+"""Errors in Anthropic's format, for the paths of its API. All other code makes errors in OpenAI's format."""
+
+from __future__ import annotations
+
+import msgspec
+
+_PREFIX = b"/v1/messages"
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Type of an error by its status; others are `invalid_request_error` below 500, `api_error` from there."""
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Body(msgspec.Struct):
+    error: _Error
+    type: str = ""
+
+
+_decode, _encode = msgspec.json.Decoder(_Body).decode, msgspec.json.Encoder().encode
+
+
+def in_format_of(path: bytes, status: int, body: bytes) -> bytes:
+    """Return the body of a response in the format of its path: an error in OpenAI's format becomes one in Anthropic's
+    under `/v1/messages`; every other body stays as it is."""
+    if status < 400 or not (path == _PREFIX or path.startswith(b"/v1/messages/")):
+        return body
+    try:
+        found = _decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return body
+    if found.type:
+        return body
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return anthropic_error(kind, found.error.message)
+
+
+def anthropic_error(kind: str, message: str) -> bytes:
+    """Return Anthropic's error JSON: {"type", "error": {"type", "message"}}. Args: `kind`: type of the error."""
+    return _encode({"type": "error", "error": {"type": kind, "message": message}})
