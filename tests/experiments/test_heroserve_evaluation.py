@@ -16,12 +16,12 @@ from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.cells import Experiment, cells
 from kvroute.experiments.heroserve_baselines import BASELINES, HERO, WITHOUT
 from kvroute.experiments.heroserve_evaluation import EXPERIMENTS, run_cell
-from kvroute.experiments.heroserve_serving import LATENCY, MEMORY, SCALABILITY, kv_shares
+from kvroute.experiments.heroserve_serving import LATENCY, MEMORY, PREDICTION, SCALABILITY, kv_shares
 from kvroute.experiments.heroserve_setup import best_placement, fixed_placement, problem_of
 from kvroute.experiments.heroserve_throughput import LOSS, THROUGHPUT, model_bytes_per_s
 from kvroute.planner.placement.output import cluster_file, named
 from kvroute.report.heroserve_page import write_heroserve
-from kvroute.report.heroserve_tables import VIEWS, cells_grid, gains, heroserve_findings, range_grids
+from kvroute.report.heroserve_tables import VIEWS, cells_grid, gains, heroserve_findings, overloaded, range_grids
 from kvroute.sim.metrics import Outcomes
 from kvroute.topology import build
 
@@ -103,8 +103,9 @@ def test_a_fallback_reaches_the_problem() -> None:
 
 SMALL = [
     cell(SCALABILITY, CHAT, HERO, 4, 2),
+    cell(PREDICTION, CHAT, HERO, 4, 1.1),
     cell(LATENCY, CHAT, HERO, 4, 2, 0.5),
-    cell(MEMORY, CHAT, WITHOUT, 4, 2),
+    cell(MEMORY, CHAT, WITHOUT, 4),
     cell(THROUGHPUT, "fp16-512", HERO, 4, 4, 4096),
     cell(LOSS, "int32-100g", "retry-100us", 2, 32, 0.01, seed=3),
 ]
@@ -129,6 +130,23 @@ def test_higher_rates_do_not_lower_ttft_and_tpot() -> None:
         assert found[0][name] < found[1][name]
 
 
+def test_the_predicted_rate_is_at_most_a_third_too_low() -> None:
+    found = [run_cell(cell(PREDICTION, CHAT, HERO, 4, load)).figures for load in (1.0, 1.3)]
+    assert found[0]["attainment"] >= 0.9 > found[1]["attainment"]
+    assert found[1]["rate_per_s"] == pytest.approx(1.3 * found[0]["predicted_per_s"])
+    assert found[0]["predicted_per_s"] == run_cell(cell(SCALABILITY, CHAT, HERO, 4, 2)).figures["rate_per_s"]
+
+
+def test_at_low_load_heroserve_uses_the_scheme_of_small_tensors() -> None:
+    """With int32 over eight servers the ring sustains more, and aggregation is faster at a quarter of the load."""
+    found = {
+        name: run_cell(cell(LATENCY, CHAT, name, 8, 4, 0.25)).figures["tpot_mean_ms"]
+        for name in ("switchml", WITHOUT, HERO)
+    }
+    assert found[HERO] == pytest.approx(found["switchml"], rel=0.001)
+    assert found[HERO] < 0.9 * found[WITHOUT]
+
+
 def test_without_loss_the_protocol_has_the_rate_of_the_model() -> None:
     """Apart from the serialisation of a window's packets, which the model's round trip lacks, and the first and last
     window."""
@@ -141,9 +159,10 @@ def test_without_loss_the_protocol_has_the_rate_of_the_model() -> None:
 
 
 def test_loss_and_a_longer_wait_cost_throughput() -> None:
+    """A wait costs where the packets of a window that are left cannot show that one is lost."""
     clean, lossy, slow = (
-        run_cell(cell(LOSS, "int32-100g", policy, 2, 128, loss)).figures["gb_per_s"]
-        for policy, loss in (("retry-100us", 0.0), ("retry-100us", 0.001), ("retry-1ms", 0.001))
+        run_cell(cell(LOSS, "int32-100g", policy, 4, 32, loss)).figures["gb_per_s"]
+        for policy, loss in (("retry-100us", 0.0), ("retry-100us", 0.01), ("retry-1ms", 0.01))
     )
     assert clean > lossy > slow
 
@@ -168,11 +187,19 @@ def test_kv_memory_is_counted_from_the_end_of_the_prefill_to_the_last_token() ->
         assert shares[0, place] * capacity == pytest.approx(tokens)
 
 
+def test_the_memory_is_measured_when_the_batch_has_settled() -> None:
+    """Near the highest rate a batch settles in several times the time of a request."""
+    shares = np.array(run_cell(cell(MEMORY, CHAT, HERO, 4)).series["kv_share"])[:, 1]
+    third = len(shares) // 3
+    assert shares[:third].mean() > 0.85 * shares[-third:].mean()
+
+
 @pytest.fixture(scope="module")
 def records() -> dict[str, list[Record]]:
     """A few cells of every experiment."""
     chosen = {
         SCALABILITY.name: [cell(SCALABILITY, CHAT, policy, span, 2) for policy in BASELINES for span in (2, 4)],
+        PREDICTION.name: [cell(PREDICTION, CHAT, policy, 4, load) for policy in (WITHOUT, HERO) for load in (1.0, 1.3)],
         LATENCY.name: [cell(LATENCY, CHAT, policy, 4, 2, load) for policy in BASELINES for load in (0.25, 1)],
         THROUGHPUT.name: [
             cell(THROUGHPUT, "fp16-512", policy, span, 4, 4096) for policy in BASELINES for span in (2, 4)
@@ -180,7 +207,7 @@ def records() -> dict[str, list[Record]]:
         LOSS.name: [
             cell(LOSS, "int32-100g", policy, 2, slots, 0.001) for policy in LOSS.policies for slots in (32, 128)
         ],
-        MEMORY.name: [cell(MEMORY, CHAT, policy, 4, 2) for policy in (WITHOUT, HERO)],
+        MEMORY.name: [cell(MEMORY, CHAT, policy, 4) for policy in (WITHOUT, HERO)],
     }
     return {name: [run_cell(one) for one in some] for name, some in chosen.items()}
 
@@ -204,6 +231,22 @@ def test_ranges_are_the_lowest_and_highest_gain(records: dict[str, list[Record]]
     (grid,) = range_grids(THROUGHPUT, some)
     last = [heading.title for heading in grid.headings].index(f"over {WITHOUT}")
     assert [row[last].text for row in grid.rows] == [f"{found[key]:.2f}" for key in found]
+
+
+def test_ranges_of_latency_leave_out_overload(records: dict[str, list[Record]]) -> None:
+    """Over four servers the ring is overloaded at the rate that the hierarchical ring sustains."""
+    some = records[LATENCY.name]
+    metric = VIEWS[LATENCY.name].metrics[0]
+    assert overloaded(some, "ring") == {(CHAT, (4, 2, 1))}
+    assert not overloaded(some, HERO)
+    assert {point for _, point in gains(some, metric, "ring")} == {(4, 2, 0.25)}
+    assert {point for _, point in gains(some, metric, WITHOUT)} == {(4, 2, 0.25), (4, 2, 1)}
+    grid = range_grids(LATENCY, some)[0]
+    titles = [heading.title for heading in grid.headings]
+    (row,) = grid.rows
+    (gain,) = gains(some, metric, "ring").values()
+    assert row[titles.index("over ring")].text == f"{gain:.2f} (1)"
+    assert "(" not in row[titles.index(f"over {WITHOUT}")].text
 
 
 def test_findings_say_where_aggregation_brings_nothing(records: dict[str, list[Record]]) -> None:

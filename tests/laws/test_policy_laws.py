@@ -139,8 +139,9 @@ def test_the_choice_is_invariant_under_scaling_of_bytes(
 def test_names_only_break_ties(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int, random: object
 ) -> None:
-    """Under other names the cost is the same, and without a tie the same instance is chosen."""
-    assume(name != "round-robin")
+    """Under other names the cost is the same, and without a tie the same instance is chosen. The cost of `dualpath` is
+    a rank, in which ties are broken by name already."""
+    assume(name not in ("round-robin", "dualpath"))
     request, pool, costs = situation
     order = list(range(len(pool.names)))
     random.shuffle(order)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvroute.collectives import Aggregation, AllReduce, Collective, Scheme, all_reduce, link_bytes
+from kvroute.collectives import Aggregation, AllReduce, Collective, Scheme, all_reduce, instance_traffic, link_bytes
 from kvroute.control import ControlSpec, LogHeader
 from kvroute.event_log import EventLog, read_log
 from kvroute.flows import FlowNetwork
@@ -175,6 +175,34 @@ def test_decode_without_other_traffic_takes_the_time_of_the_timing_model(
     equal(shared, run(shape, trace, assumed, reduces=False))
     assert shared.outcomes.kv_bytes[1:].sum() == 0.0
     assert shared.summary.all_reduces["decode"].slowdown == pytest.approx(1.0)
+
+
+def test_a_stage_on_one_server_takes_the_time_of_the_timing_model() -> None:
+    """Nothing else uses the NVLink of the second stage, so its all-reduces are no flows; those of the first are."""
+    text = """
+name: stages
+racks: [{name: r0}]
+nodes:
+  - {name: a, rack: r0, gpus: 2, nics: {compute: {count: 2, capacity: 100 Gbps}}}
+  - {name: b, rack: r0, gpus: 2, nics: {compute: {count: 2, capacity: 100 Gbps}}}
+  - {name: c, rack: r0, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {name: d, rack: r0, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+timing: {default: {prefill: {kind: linear, per_token: 900 us, base: 40 ms}, decode: {base: 40 ms, per_request: 1 ms}}}
+defaults: {model: llama-3-70b, tp: 4, kv_capacity: 180 GB}
+instances:
+  - {name: p, role: prefill, gpus: "a:0-1,b:0-1,c:0-3", pp: 2, all_reduce: REDUCE}
+  - {name: d, role: decode, gpus: "d:0-3"}
+"""
+    trace = Trace("three", tuple(TracedRequest(0.3 * one, 500, 0, (), 512) for one in range(3)))
+    reduce = "{scheme: ring, per_iteration: 160, token_bytes: 16 KB}"
+    known, plain = parse(text.replace("REDUCE", reduce)), parse(text.replace(", all_reduce: REDUCE", ""))
+    (traffic,) = instance_traffic(known).values()
+    assert [bool(stage.flows) for stage in traffic.stages] == [True, False]
+    shared = simulate(known, trace, ControlSpec(), SimSettings(), seed=1)
+    equal(shared, simulate(plain, trace, ControlSpec(), SimSettings(), seed=1))
+    assert shared.summary.all_reduces["prefill"].iterations == 6
+    reduced = 3 * 500 * sum(float(stage.link_bytes.sum()) for stage in traffic.stages)
+    assert shared.summary.all_reduces["prefill"].network_bytes == pytest.approx(reduced)
 
 
 def token_bytes_by_link(shape: Shape, role: str) -> FloatArray:

@@ -338,3 +338,59 @@ def test_retransmissions_do_not_fill_the_queue() -> None:
     machines, seconds = wires(200.0, chunks=600, slots=128, limit_s=30.0)
     assert seconds < 2.0 * 600 / 200
     assert all(machine.sent_again < 600 for machine in machines)
+
+
+def test_a_packet_is_sent_again_once_after_three_later_results() -> None:
+    """The results of packets that were sent before the second transmission say nothing about it."""
+    switch, machine = Aggregator(16, 1), Worker(7, 0, 1, 16, 1, 0.01)
+    machine.begin(Reduction.SUM, values_of(1, 0, 0, 16))
+    for packet in machine.outgoing(0.0):
+        for _, answer in switch.receive(packet, "address", 0.0):
+            machine.receive(answer, 0.0)
+    lost, *others = machine.outgoing(0.0)
+    again = []
+    for count, packet in enumerate(others, start=1):
+        ((_, answer),) = switch.receive(packet, "address", 1e-3)
+        machine.receive(answer, 1e-3)
+        again += [(count, each) for each in machine.outgoing(1e-3)]
+    assert again == [(3, lost)]
+    assert machine.sent_again == 1
+
+
+def test_lost_packets_do_not_lengthen_the_time_to_wait() -> None:
+    """The waits for lost packets are no round trips: 500 operations take about as long as the losses explain."""
+    seconds = []
+    for loss in (0.0, 0.05):
+        net = Net(5, 3, 4, loss, chunks=4)
+        net.run(500, most=1_000_000)
+        seconds.append(net.now_s)
+    assert seconds[1] < 3.0 * seconds[0]
+
+
+def test_an_old_join_begins_another_session_without_an_error() -> None:
+    """The switch takes a repeated JOIN of worker 1 with the first one of a worker 0 that has restarted. Worker 1 has
+    no complete operation, so it goes on in the new session."""
+    switch = Aggregator(8, 1)
+    values = [values_of(1, number, 0, 1) for number in range(2)]
+    first = [Worker(7, number, 2, 4, 1, 0.01) for number in range(2)]
+    join = [next(machine.outgoing(0.0)) for machine in first]
+    repeated = next(first[1].outgoing(0.02))
+
+    def deliver(machines: list[Worker], sender: int, packet: bytes) -> None:
+        for target, answer in switch.receive(packet, sender, 0.0):
+            assert isinstance(target, int)
+            machines[target].receive(answer, 0.0)
+
+    for number in range(2):
+        deliver(first, number, join[number])
+    machines = [Worker(7, 0, 2, 4, 2, 0.01), first[1]]
+    deliver(machines, 0, next(machines[0].outgoing(0.0)))
+    deliver(machines, 1, repeated)
+    for number, machine in enumerate(machines):
+        machine.begin(Reduction.SUM, values[number])
+    for turn in range(1, 10):
+        for number, machine in enumerate(machines):
+            for packet in machine.outgoing(float(turn)):
+                deliver(machines, number, packet)
+    assert [machine.state for machine in machines] == ["running", "running"]
+    assert all(np.array_equal(machine.result(), values[0] + values[1]) for machine in machines)

@@ -49,7 +49,7 @@ class Report:
     """By GPU: bytes per second out and in."""
     traffic: tuple[GroupTraffic, ...] = ()
     slots: tuple[int, int] | None = None
-    """Of a switch that answers: all slots, and free ones."""
+    """All slots of the switch, and free ones; None: it is no switch, or does not answer."""
     incarnation: int = 0
     """Differs after every start of the agent; counts of ports begin with 0 then."""
 

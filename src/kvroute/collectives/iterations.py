@@ -49,9 +49,9 @@ class InstanceTraffic:
     """All-reduces of one instance."""
 
     stages: tuple[IterationTraffic, ...]
-    """Of a prompt in each pipeline stage."""
+    """Traffic of a prompt in each pipeline stage."""
     together: IterationTraffic
-    """Of a decode iteration: all stages work at the same time, each on its part of the batch."""
+    """Traffic of a decode iteration: all stages work at the same time, each on its part of the batch."""
 
 
 def instance_traffic(cluster: Cluster) -> dict[int, InstanceTraffic]:

@@ -12,6 +12,7 @@ _RUNS: dict[str, tuple[Experiment, Callable[[Cell], Record]]] = {
     one.name: (one, run)
     for one, run in (
         (heroserve_serving.SCALABILITY, heroserve_serving.run_scalability),
+        (heroserve_serving.PREDICTION, heroserve_serving.run_prediction),
         (heroserve_serving.LATENCY, heroserve_serving.run_latency),
         (heroserve_throughput.THROUGHPUT, heroserve_throughput.run_throughput),
         (heroserve_throughput.LOSS, heroserve_throughput.run_loss),

@@ -1,9 +1,9 @@
-"""`heroserve-scalability`, `heroserve-latency` and `heroserve-memory`: placements of several baselines, planned and
-simulated."""
+"""`heroserve-scalability`, `heroserve-prediction`, `heroserve-latency` and `heroserve-memory`: placements of several
+baselines, planned and simulated."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from kvroute.experiments.heroserve_baselines import BASELINES, HERO, WITHOUT
 from kvroute.experiments.heroserve_setup import (
     WORKLOADS,
     best_placement,
+    chosen_at,
     fixed_placement,
     problem_of,
 )
 from kvroute.llm import model
+from kvroute.planner.placement.evaluation import decode_load
 from kvroute.planner.placement.instances import PlacedInstance
 from kvroute.planner.placement.output import cluster_file, named
 from kvroute.planner.placement.problem import PlacementProblem
@@ -31,11 +33,13 @@ from kvroute.sim.settings import SimSettings, Slo
 from kvroute.topology import Cluster, build
 from kvroute.types import FloatArray
 
-REQUESTS_MIN, REQUESTS_MAX = 1_200, 4_000
-RESIDENCES, WARMUP_RESIDENCES = 6.0, 2.0
-"""Length of a run, and of its beginning that is not counted, in residence times of a decode."""
+REQUESTS_MIN, REQUESTS_MAX = 1_000, 4_000
+RELAXATIONS, WARMUP_RELAXATIONS = 4.0, 2.0
+"""Length of a run, and of its beginning that is not counted, in times in which the batch of a decode settles."""
 SAMPLES, WINDOWS = 600, 20
 """Times at which the use of KV memory is computed, and windows whose means a record keeps."""
+_HALF = 2
+"""Bytes of an element in packets."""
 _GAIN = "a placement with hierarchical aggregation sustains at least the rate of every baseline"
 
 SCALABILITY = Experiment(
@@ -48,6 +52,16 @@ SCALABILITY = Experiment(
     expectation=_GAIN,
     versus=(HERO, WITHOUT),
     certain=tuple(WORKLOADS),
+)
+PREDICTION = Experiment(
+    name="heroserve-prediction",
+    title="Requests within the SLOs around the predicted rate",
+    source="none: the planner's formulas and the simulator",
+    axes={"span": (4.0,), "load": (1.0, 1.15, 1.3)},
+    policies=tuple(BASELINES),
+    profiles=("opt-66b-chat", "opt-66b-summaries"),
+    expectation="at the predicted rate 90 % of the requests meet both SLOs, above it fewer, for every policy alike",
+    versus=(HERO, WITHOUT),
 )
 LATENCY = Experiment(
     name="heroserve-latency",
@@ -63,7 +77,7 @@ MEMORY = Experiment(
     name="heroserve-memory",
     title="KV memory at the sustained rate",
     source="HeroServe V, memory",
-    axes={"span": (0.0, 2.0, 4.0, 8.0), "wire": (2.0, 4.0)},
+    axes={"span": (0.0, 2.0, 4.0, 8.0)},
     policies=tuple(BASELINES),
     profiles=("opt-175b-summaries", "opt-66b-chat"),
     expectation="a higher rate uses more of the KV memory, whose size does not depend on the scheme",
@@ -82,7 +96,7 @@ class _Case:
 
 def run_scalability(cell: Cell) -> Record:
     """Plan a placement, and simulate it at the rate that it should sustain."""
-    case = _planned(cell)
+    case = _planned(cell, int(cell.settings["wire"]))
     _, run, settings = _simulated(case, cell.seed)
     planned = {
         "rate_per_s": case.rate_per_s,
@@ -94,23 +108,38 @@ def run_scalability(cell: Cell) -> Record:
     return _record(cell, case, run, settings, planned)
 
 
+def run_prediction(cell: Cell) -> Record:
+    """Simulate a placement at a multiple of the rate that it should sustain, with elements of half precision in
+    packets."""
+    case = _planned(cell, _HALF)
+    offered = replace(case, rate_per_s=cell.settings["load"] * case.rate_per_s)
+    _, run, settings = _simulated(offered, cell.seed)
+    return _record(cell, offered, run, settings, {"rate_per_s": offered.rate_per_s, "predicted_per_s": case.rate_per_s})
+
+
 def run_latency(cell: Cell) -> Record:
-    """Simulate one prefill and one decode instance at a share of the rate that rings without aggregation sustain."""
+    """Simulate one prefill and one decode instance at a share of the rate that rings without aggregation sustain.
+
+    HeroServe uses the scheme that is fastest for the batch at the simulated rate.
+    """
     span, wire = int(cell.settings["span"]), int(cell.settings["wire"])
     reference = BASELINES[WITHOUT]
     rate_per_s = fixed_placement(problem_of(cell.profile, span, wire, reference), span, reference).rate_per_s
     baseline = BASELINES[cell.policy]
     problem = problem_of(cell.profile, span, wire, baseline)
     placed = fixed_placement(problem, span, baseline)
-    case = _Case(problem, placed, cell.settings["load"] * rate_per_s)
+    rate_per_s *= cell.settings["load"]
+    used = chosen_at(problem, placed, rate_per_s) if baseline.scheme is None else placed
+    case = _Case(problem, used, rate_per_s)
     _, run, settings = _simulated(case, cell.seed)
     figures = {"rate_per_s": case.rate_per_s, "sustained_per_s": placed.rate_per_s}
     return _record(cell, case, run, settings, figures)
 
 
 def run_memory(cell: Cell) -> Record:
-    """Simulate a placement at the rate that it sustains, and compute the use of its KV memory."""
-    case = _planned(cell)
+    """Simulate a placement at the rate that it sustains, with elements of half precision in packets, and compute the
+    use of its KV memory."""
+    case = _planned(cell, _HALF)
     cluster, run, settings = _simulated(case, cell.seed)
     at_s, shares = kv_shares(cluster, run.outcomes, settings.warmup_s)
     decode = [one for one in cluster.instances if one.role == "decode"]
@@ -129,8 +158,8 @@ def run_memory(cell: Cell) -> Record:
     return _record(cell, case, run, settings, figures, series)
 
 
-def _planned(cell: Cell) -> _Case:
-    span, wire, baseline = int(cell.settings["span"]), int(cell.settings["wire"]), BASELINES[cell.policy]
+def _planned(cell: Cell, wire: int) -> _Case:
+    span, baseline = int(cell.settings["span"]), BASELINES[cell.policy]
     problem = problem_of(cell.profile, span, wire, baseline)
     placed = best_placement(problem, span, baseline)
     return _Case(problem, placed, placed.rate_per_s)
@@ -140,13 +169,22 @@ def _simulated(case: _Case, seed: int) -> tuple[Cluster, Run, SimSettings]:
     """Run Poisson arrivals; the decode instances keep no cache, because requests share no prefix."""
     problem, placed = case.problem, case.placement
     cluster = build(cluster_file(problem, named(problem, placed.prefill, placed.decode)))
-    residence_s = problem.output_tokens * placed.decode[0].times().decode.base_s
-    count = round(min(max(REQUESTS_MIN, case.rate_per_s * RESIDENCES * residence_s), REQUESTS_MAX))
+    relaxation_s = _relaxation_s(case)
+    count = round(min(max(REQUESTS_MIN, case.rate_per_s * RELAXATIONS * relaxation_s), REQUESTS_MAX))
     slo = Slo(ttft_s=problem.objective.ttft_s, tpot_s=problem.objective.tpot_s)
-    warmup_s = min(WARMUP_RESIDENCES * residence_s, 0.5 * count / case.rate_per_s)
+    warmup_s = min(WARMUP_RELAXATIONS * relaxation_s, 0.5 * count / case.rate_per_s)
     settings = SimSettings(slo=slo, warmup_s=warmup_s, decode_cache=False)
     trace = poisson_trace(problem, count, case.rate_per_s, seed)
     return cluster, simulate(cluster, trace, ControlSpec(), settings, seed=seed), settings
+
+
+def _relaxation_s(case: _Case) -> float:
+    """Return the time in which the batch of a decode instance settles: that of a request in the batch, times step(Q) /
+    step(0), because a larger batch keeps requests longer."""
+    decode = case.placement.decode
+    load = decode_load(case.problem, decode[0])
+    batch = min(load.mean_batch(case.rate_per_s / len(decode)), load.kv_tokens / load.request_tokens, load.batch_max)
+    return load.output_tokens * load.step_s(batch) ** 2 / load.base_s
 
 
 def _record(

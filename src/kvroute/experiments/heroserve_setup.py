@@ -165,6 +165,11 @@ def fixed_placement(problem: PlacementProblem, span: int, baseline: Baseline) ->
     return placed if baseline.scheme is not None else searched.refined(placed)
 
 
+def chosen_at(problem: PlacementProblem, placed: Placement, rate_per_s: float) -> Placement:
+    """Return a placement with the decode schemes that are fastest for its batch at a rate: a choice by size."""
+    return Search(problem, "milp").rechosen(placed, rate_per_s) or placed
+
+
 _Side: TypeAlias = tuple[Phase, GpuKind, Parallelism, list[Shards]]
 
 

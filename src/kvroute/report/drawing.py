@@ -167,10 +167,8 @@ def policy_legend(figure: Figure, policies: Sequence[str], *, plain_lines: bool 
         else Line2D([], [], color=each.colour, marker=each.marker, linestyle=each.dashes)
         for each in styles
     ]
-    per_row = max(1, int(figure.get_size_inches()[0] / 1.3))
-    figure.legend(
-        handles, [plain(name) for name in policies], loc="outside upper center", ncols=min(per_row, len(policies))
-    )
+    labels = [plain(name) for name in policies]
+    figure.legend(handles, labels, loc="outside upper center", ncols=_per_row(labels, figure.get_size_inches()[0]))
 
 
 def legend_above(figure: Figure, axes: Axes) -> None:

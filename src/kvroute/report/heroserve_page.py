@@ -25,8 +25,14 @@ _NOTES = {
         "span: servers of every group, each with an equal part of its GPUs; chosen: the planner chooses the groups",
         "wire: bytes of an element in packets; tensors have 2",
     ),
+    "heroserve-prediction": (
+        *_BASELINES,
+        "span: servers of every group; load: share of the rate at which the planner predicts 90 % within both SLOs",
+        "fp16 in packets; requests that find no KV memory are rejected and miss their SLOs",
+    ),
     "heroserve-latency": (
         "one prefill and one decode instance on the same GPUs for all policies; switchml and atp always aggregate",
+        "heroserve uses the scheme that is fastest for the batch at the simulated rate",
         "load: share of the rate that hierarchical-ring sustains by the planner's formulas",
     ),
     "heroserve-ina-throughput": (
@@ -40,8 +46,8 @@ _NOTES = {
     ),
     "heroserve-memory": (
         *_BASELINES,
-        "simulated at the rate that the planner predicts for each placement; memory for prompt and output is reserved "
-        "from the end of the prefill to the last token",
+        "fp16 in packets; simulated at the rate that the planner predicts for each placement",
+        "memory for prompt and output is reserved from the end of the prefill to the last token",
     ),
 }
 

@@ -14,6 +14,9 @@ from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 
 SAME = 0.02
 """A gain by this share or less counts as none."""
+LEAST_ATTAINMENT = 0.9
+"""Share of requests within the SLOs below which a policy is overloaded: its latency then grows with the length of a
+run."""
 _CHOSEN = "chosen"
 
 
@@ -25,6 +28,8 @@ class Metric:
     """Name in `Record.figures`."""
     title: str
     higher_wins: bool = False
+    under_load: bool = False
+    """Whether points at which one of both policies is overloaded do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +56,22 @@ VIEWS = {
             ("ttft_mean_s", "TTFT s", 2),
         ),
     ),
+    "heroserve-prediction": View(
+        (),
+        (),
+        (
+            ("attainment", "attainment", 3),
+            ("predicted_per_s", "predicted req/s", 2),
+            ("tpot_mean_ms", "TPOT ms", 1),
+            ("ttft_mean_s", "TTFT s", 2),
+        ),
+    ),
     "heroserve-latency": View(
         ("span", "wire"),
-        (Metric("ttft_mean_s", "mean TTFT"), Metric("tpot_mean_ms", "mean TPOT")),
+        (
+            Metric("ttft_mean_s", "mean TTFT", under_load=True),
+            Metric("tpot_mean_ms", "mean TPOT", under_load=True),
+        ),
         (
             ("ttft_mean_s", "TTFT s", 3),
             ("ttft_p99_s", "TTFT p99 s", 2),
@@ -132,7 +150,8 @@ def at(records: Sequence[Record], profile: str, point: tuple[float, ...], policy
 
 def gains(records: Sequence[Record], metric: Metric, baseline: str) -> dict[tuple[str, tuple[float, ...]], float]:
     """Return by point how many times better HeroServe is than a baseline, on the mean over common seeds; points without
-    both are left out."""
+    both are left out, and those at which one of both is overloaded if the metric says so."""
+    skipped = overloaded(records, baseline) | overloaded(records, HERO) if metric.under_load else set()
     values: dict[tuple[str, tuple[float, ...]], dict[tuple[str, int], float]] = {}
     for one in records:
         if metric.figure in one.figures:
@@ -140,12 +159,24 @@ def gains(records: Sequence[Record], metric: Metric, baseline: str) -> dict[tupl
             values.setdefault(point, {})[one.cell.policy, one.cell.seed] = one.figures[metric.figure]
     found = {}
     for point, runs in values.items():
+        if point in skipped:
+            continue
         seeds = [seed for policy, seed in runs if policy == HERO and (baseline, seed) in runs]
         pairs = [(runs[HERO, seed], runs[baseline, seed]) for seed in seeds]
         ratios = [(own / other) if metric.higher_wins else (other / own) for own, other in pairs if own and other]
         if ratios:
             found[point] = sum(ratios) / len(ratios)
     return found
+
+
+def overloaded(records: Sequence[Record], policy: str) -> set[tuple[str, tuple[float, ...]]]:
+    """Return the points at which fewer than 90 % of the requests of a policy meet the SLOs, in the mean over seeds."""
+    found: dict[tuple[str, tuple[float, ...]], list[float]] = {}
+    for one in records:
+        if one.cell.policy == policy and "attainment" in one.figures:
+            point = one.cell.profile, tuple(one.cell.settings.values())
+            found.setdefault(point, []).append(one.figures["attainment"])
+    return {point for point, shares in found.items() if sum(shares) < LEAST_ATTAINMENT * len(shares)}
 
 
 def range_grids(experiment: Experiment, records: Sequence[Record]) -> list[Grid]:
@@ -158,26 +189,39 @@ def _range_grid(experiment: Experiment, records: Sequence[Record], metric: Metri
     baselines = [name for name in BASELINES if name != HERO]
     axes = ("profile", *experiment.axes)
     found: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    missing: dict[tuple[tuple[str, ...], str], int] = {}
+
+    def row_of(profile: str, point: tuple[float, ...]) -> tuple[str, ...]:
+        texts = (profile, *(axis_text(axis, value) for axis, value in zip(axes[1:], point, strict=True)))
+        return tuple(text for axis, text in zip(axes, texts, strict=True) if axis in rows)
+
     for baseline in baselines:
-        for (profile, point), gain in gains(records, metric, baseline).items():
-            texts = (profile, *(axis_text(axis, value) for axis, value in zip(axes[1:], point, strict=True)))
-            row = tuple(text for axis, text in zip(axes, texts, strict=True) if axis in rows)
-            found.setdefault(row, {}).setdefault(baseline, []).append(gain)
+        for point, gain in gains(records, metric, baseline).items():
+            found.setdefault(row_of(*point), {}).setdefault(baseline, []).append(gain)
+        for point in overloaded(records, baseline) if metric.under_load else ():
+            place = row_of(*point), baseline
+            missing[place] = missing.get(place, 0) + 1
     headings = (*(Heading(axis) for axis in axes if axis in rows), *(Heading(f"over {name}") for name in baselines))
     entries = [
-        (*map(Entry, row), *(Entry(_range(by_baseline.get(name, []))) for name in baselines))
+        (
+            *map(Entry, row),
+            *(Entry(_range(by_baseline.get(name, []), missing.get((row, name), 0))) for name in baselines),
+        )
         for row, by_baseline in found.items()
     ]
     others = ", ".join(axis for axis in axes if axis not in rows)
     caption = f"How many times better {HERO} is: lowest to highest over {others}."
+    if metric.under_load:
+        caption += " In brackets: points that are left out because the baseline is overloaded."
     return Grid(f"{experiment.title}: {metric.title}", headings, tuple(entries), caption, len(rows))
 
 
-def _range(values: Sequence[float]) -> str:
+def _range(values: Sequence[float], missing: int) -> str:
+    left_out = f" ({missing})" if missing else ""
     if not values:
-        return UNKNOWN
+        return UNKNOWN + left_out
     low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return low if low == high else f"{low} to {high}"
+    return (low if low == high else f"{low} to {high}") + left_out
 
 
 def heroserve_findings(experiment: Experiment, records: Sequence[Record]) -> list[Finding]:

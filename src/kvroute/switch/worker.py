@@ -26,6 +26,10 @@ _SAMPLE_MAX_S = 0.2
 """Largest round trip that counts: a result also waits for workers that have not begun the operation."""
 _RETRY_MAX_S = 1.0
 """Longest time between two transmissions of a packet."""
+_BACKOFF_MAX = 6
+"""Most doublings of the time to wait that packets have in common."""
+_OVERTAKEN = 3
+"""Results of packets that were sent later after which a packet counts as lost (fast retransmit, RFC 5681)."""
 State: TypeAlias = Literal["joining", "running", "refused", "restarted"]
 """`refused`: the job gets no slots. `restarted`: another worker has restarted and knows nothing of this session."""
 
@@ -38,6 +42,8 @@ class _Transmission:
     """When it was sent for the first time."""
     last_s: float
     times: int = 1
+    overtaken: int = 0
+    """Results of packets that were sent after its last transmission."""
 
 
 @dataclass(slots=True)
@@ -76,7 +82,8 @@ class Worker:
     def __init__(self, job: int, number: int, workers: int, slots: int, incarnation: int, retry_s: float) -> None:
         """`incarnation`: a number that increases each time this worker starts, such as the time in nanoseconds;
         `retry_s`: least time after which a packet without an answer is sent again; three round trips if that is more,
-        and twice the last time for a packet that was already sent again."""
+        and twice the last time after a packet was sent again. After results of three packets that were sent later
+        it is sent again at once."""
         self.state: State = "joining"
         self.reason = Reason.NONE
         self._job, self._number, self._workers, self._slots = job, number, workers, slots
@@ -87,9 +94,11 @@ class Worker:
         self._unanswered: dict[int, _Transmission] = {}
         """Chunks of the current operation that were sent and have no result yet."""
         self._round_trip_s = 0.0
-        """Smoothed time from the first transmission of a chunk to its result (RFC 6298, without its variance). Karn's
-        rule, to leave out chunks that were sent again, does not apply: where all chunks are sent again too early,
-        the estimate would never grow."""
+        """Smoothed time from the transmission of a chunk to its result (RFC 6298, without its variance). A chunk that
+        was sent again does not count, as it is not known which transmission was answered."""
+        self._backoff = 0
+        """Doublings of the time to wait, since a packet's time was over; 0 after the result of a chunk that was sent
+        once. Without it, the round trip would never be measured where all chunks are sent again too early."""
         self._current: _Operation | None = None
         self._previous: _Operation | None = None
         """Kept, because another worker may need it again after the switch has restarted."""
@@ -125,16 +134,15 @@ class Worker:
         """Return the time of the next retransmission; infinite if nothing is under way."""
         if self.state == "joining":
             return self._join_at_s
-        again_s = self._again_s()
-        return min((self._due_s(each, again_s) for each in self._unanswered.values()), default=float("inf"))
+        return min(map(self._due_s, self._unanswered.values()), default=float("inf"))
 
-    def _again_s(self) -> float:
-        """Return the time after which a packet is sent again for the first time, by the present round trip."""
-        return max(self._retry_s, 3.0 * self._round_trip_s)
-
-    @staticmethod
-    def _due_s(sent: _Transmission, again_s: float) -> float:
-        return sent.last_s + (again_s if sent.times == 1 else min(again_s * 2.0 ** (sent.times - 1), _RETRY_MAX_S))
+    def _due_s(self, sent: _Transmission) -> float:
+        """Return the time at which a packet without an answer is sent again."""
+        if sent.overtaken >= _OVERTAKEN:
+            return sent.last_s
+        wait_s = max(self._retry_s, 3.0 * self._round_trip_s)
+        doublings = max(self._backoff, sent.times - 1)
+        return sent.last_s + (min(wait_s * 2.0**doublings, max(wait_s, _RETRY_MAX_S)) if doublings else wait_s)
 
     def outgoing(self, now_s: float) -> Iterator[bytes]:
         """Return the packets to send now: new ones, and those whose answer is overdue."""
@@ -146,12 +154,15 @@ class Worker:
         operation = self._replayed or self._current
         if self.state != "running" or operation is None or not operation.missing:
             return
-        again_s = self._again_s()
+        timeouts = 0
         for chunk, sent in self._unanswered.items():
-            if self._due_s(sent, again_s) <= now_s:
+            if self._due_s(sent) <= now_s:
+                if sent.overtaken < _OVERTAKEN:
+                    timeouts = max(timeouts, sent.times)
                 self.sent_again += 1
-                sent.last_s, sent.times = now_s, sent.times + 1
+                sent.last_s, sent.times, sent.overtaken = now_s, sent.times + 1, 0
                 yield self._packet(operation, chunk)
+        self._backoff = max(self._backoff, min(timeouts, _BACKOFF_MAX))
         while operation.sent < len(operation.values):
             chunk = operation.sent
             if chunk >= self._slots and not operation.done[chunk - self._slots]:
@@ -205,9 +216,7 @@ class Worker:
         operation.done[chunk] = True
         operation.result[chunk] = packet.values
         operation.missing -= 1
-        if (sent := self._unanswered.pop(chunk, None)) is not None:
-            sample_s = min(now_s - sent.first_s, _SAMPLE_MAX_S)
-            self._round_trip_s += (sample_s - self._round_trip_s) * (0.125 if self._round_trip_s else 1.0)
+        self._answered(chunk, now_s)
         if operation.missing:
             return
         if operation is self._replayed:
@@ -216,11 +225,27 @@ class Worker:
             self._operations += 1
             self._complete = True
 
+    def _answered(self, chunk: int, now_s: float) -> None:
+        """Measure the round trip, and count the result for each packet that was sent before this chunk's."""
+        sent = self._unanswered.get(chunk)
+        if sent is None:
+            return
+        for earlier, waiting in self._unanswered.items():  # in the order of the first transmissions
+            if earlier == chunk:
+                break
+            waiting.overtaken += waiting.last_s <= sent.last_s
+        del self._unanswered[chunk]
+        if sent.times > 1:
+            return
+        self._backoff = 0
+        sample_s = min(now_s - sent.first_s, _SAMPLE_MAX_S)
+        self._round_trip_s += (sample_s - self._round_trip_s) * (0.125 if self._round_trip_s else 1.0)
+
     def _joined(self, packet: Control) -> None:
         self._epoch = packet.epoch
-        if self._session and packet.session != self._session:
+        if self._operations and packet.session != self._session:
             self.state = "restarted"
-            return
+            return  # without complete operations, any session will do: the switch may have taken an old JOIN
         if not 0 <= self._operations - packet.operations <= 1:
             self._join_at_s = 0.0  # the switch has taken an old JOIN of some worker
             return

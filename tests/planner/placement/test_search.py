@@ -188,6 +188,7 @@ def test_impossible_problems_say_why(
         ("    output_tokens: 100", "", "output_tokens"),
         ("{kind: constant, tokens: 500}", "{kind: constant, tokens: 0}", "tokens"),
         ("tflops: 312", "tflops: -1", "tflops"),
+        ("placement:", "placement:\n  attainment: 1.5", "attainment: 1.5 .* above 0 and below 1$"),
         ("collectives:", "collectives:\n  schemes: [star]", "collectives.schemes.*star.*write one of ring"),
     ],
 )

@@ -35,7 +35,7 @@ class Affine:
 
 
 NO_TIME = Affine()
-"""Of a group of one GPU."""
+"""Time of an all-reduce in a group of one GPU."""
 
 
 class AllReduceTimes:

@@ -262,12 +262,17 @@ class Search:
     def refined(self, placed: Placement) -> Placement:
         """Return the placement with the schemes that are fastest for the batches that it has at its rate, if it then
         sustains more. Groups are compared at a batch of `DESIGN_BATCH`."""
-        batch = placed.evaluation.operation(placed.rate_per_s).decode_batch
+        tried = self.rechosen(placed, placed.rate_per_s)
+        return placed if tried is None or tried.rate_per_s <= placed.rate_per_s else tried
+
+    def rechosen(self, placed: Placement, rate_per_s: float) -> Placement | None:
+        """Return the placement with the schemes that are fastest for the batches that it has at a rate; None if it then
+        sustains no rate."""
+        batch = placed.evaluation.operation(rate_per_s).decode_batch
         decode = [self.builder.rechosen(one, batch / one.split.pp) for one in placed.decode]
         if [one.schemes for one in decode] == [one.schemes for one in placed.decode]:
             return placed
-        tried = self.placement(placed.prefill, decode)
-        return placed if tried is None or tried.rate_per_s <= placed.rate_per_s else tried
+        return self.placement(placed.prefill, decode)
 
     def _trimmed(self, placed: Placement) -> Placement:
         """Return the placement without instances that the rate does not need, the slowest first."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from kvroute.comparison.cells import Record
 from kvroute.experiments.cells import Experiment
@@ -16,14 +17,16 @@ from kvroute.report.drawing import (
     legend_above,
     line_style,
     panels,
+    percent,
     policy_legend,
     scale_axis,
     style,
 )
 from kvroute.report.estimate import estimate
-from kvroute.report.heroserve_tables import axis_text
+from kvroute.report.heroserve_tables import LEAST_ATTAINMENT, axis_text
 
 Filter = Mapping[str, float | str]
+_LABELS = {"load": "load, share of the reference rate", "kib": "tensor"}
 _LOSS_COLOURS = {0.0: "#0072b2", 0.001: "#c98b00", 0.01: "#d55e00"}
 
 
@@ -65,8 +68,14 @@ def _lines(panel: Axes, experiment: Experiment, records: Sequence[Record], axis:
         panel.set_xticks(range(len(_values(records, axis))), [axis_text(axis, one) for one in _values(records, axis)])
     elif records:
         scale_axis(panel, _values(records, axis))
-    panel.set_xlabel({"load": "load, share of the reference rate"}.get(axis, AXIS_LABELS.get(axis, axis)))
+        if axis == "kib":
+            panel.xaxis.set_major_formatter(FuncFormatter(_size_text))
+    panel.set_xlabel(_LABELS.get(axis, AXIS_LABELS.get(axis, axis)))
     grid(panel)
+
+
+def _size_text(kib: float, _: object) -> str:
+    return f"{kib:g} KiB" if kib < 1024 else f"{kib / 1024:g} MiB"
 
 
 def scalability_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
@@ -90,8 +99,26 @@ def scalability_lines(experiment: Experiment, records: Sequence[Record]) -> Figu
     return figure
 
 
+def prediction_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
+    """Draw the share of requests within the SLOs over the load, in the mean over spans: one panel per profile."""
+    profiles = list(dict.fromkeys(one.cell.profile for one in records))
+    with style():
+        figure, (row,) = panels(1, len(profiles), width=7.2 / len(profiles), height=2.6, sharey="row")
+        for panel, profile in zip(row, profiles, strict=True):
+            _lines(panel, experiment, _some(records, {"profile": profile}), "load", "attainment")
+            panel.axhline(LEAST_ATTAINMENT, color=INK, linewidth=1.0)
+            panel.set_title(profile)
+            panel.set_ylim(0, 1.05)
+            panel.set_xlabel("load, share of the predicted rate")
+        row[0].set_ylabel("requests within both SLOs")
+        percent(row[0].yaxis)
+        policy_legend(figure, experiment.policies)
+    return figure
+
+
 def latency_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
-    """Draw mean TTFT and TPOT over the load: one column per span, for the first profile, half precision in packets."""
+    """Draw mean TTFT and TPOT over the load: one column per span, for the first profile, half precision in packets;
+    TTFT with its SLO."""
     first: Filter = {"wire": min(_values(records, "wire")), "profile": records[0].cell.profile}
     some = _some(records, first)
     spans = _values(some, "span")
@@ -102,8 +129,10 @@ def latency_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
                 _lines(rows[row][column], experiment, _some(some, {"span": span}), "load", name)
             rows[0][column].set_title(f"groups over {span:g} servers")
             rows[0][column].set_yscale("log")
+            rows[0][column].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            rows[0][column].axhline(float(some[0].config["ttft_s"]), color=INK, linewidth=1.0)
             rows[1][column].set_ylim(bottom=0)
-        rows[0][0].set_ylabel("mean TTFT, s")
+        rows[0][0].set_ylabel("mean TTFT, s; line: SLO")
         rows[1][0].set_ylabel("mean TPOT, ms")
         policy_legend(figure, experiment.policies)
     return figure
@@ -147,6 +176,7 @@ def loss_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
                 [at for at, _ in model], [mean for _, mean in model], color=INK, linestyle=":", label="model, no loss"
             )
             panel.set_yscale("log")
+            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             scale_axis(panel, _values(some, "slots"))
             panel.set_title(f"{count:g} workers")
             panel.set_xlabel("slots")
@@ -158,9 +188,9 @@ def loss_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
 
 def memory_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
     """Draw the share of the KV memory of decode instances in use, in windows of the run: one panel per span, for the
-    first profile and seed, half precision in packets."""
-    first: Filter = {"wire": min(_values(records, "wire")), "profile": records[0].cell.profile}
-    some = [one for one in _some(records, first) if one.cell.seed == records[0].cell.seed]
+    first profile and seed."""
+    first = records[0].cell
+    some = [one for one in _some(records, {"profile": first.profile}) if one.cell.seed == first.seed]
     spans = _values(some, "span")
     with style():
         figure, (row,) = panels(1, len(spans), width=2.6, height=2.4, sharey="row")
@@ -170,19 +200,26 @@ def memory_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
                 begin_s, end_s = series[0][0], series[-1][0]
                 at = [(time_s - begin_s) / (end_s - begin_s) for time_s, _ in series]
                 panel.plot(
-                    at, [100 * share for _, share in series], color=look.colour, linestyle=look.dashes, linewidth=1.1
+                    at,
+                    [100 * share for _, share in series],
+                    color=look.colour,
+                    linestyle=look.dashes,
+                    marker=look.marker,
+                    markevery=4,
+                    linewidth=1.1,
                 )
             panel.set_title("chosen groups" if not span else f"over {span:g} servers")
             panel.set_xlabel("time, share of the run")
             panel.set_ylim(0, 100)
             grid(panel)
         row[0].set_ylabel("KV memory reserved, %")
-        policy_legend(figure, experiment.policies, plain_lines=True)
+        policy_legend(figure, experiment.policies)
     return figure
 
 
 FIGURES: dict[str, Callable[[Experiment, Sequence[Record]], Figure]] = {
     "heroserve-scalability": scalability_lines,
+    "heroserve-prediction": prediction_lines,
     "heroserve-latency": latency_lines,
     "heroserve-ina-throughput": throughput_lines,
     "heroserve-ina-loss": loss_lines,
