@@ -19,7 +19,7 @@ SOAK_RUNS := 10
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage soak fuzz lint types layers docs protos check vllm live bench requirements clean
+.PHONY: help demo test coverage soak fuzz lint types layers docs protos check vllm live bench requirements manifests clean
 
 help:  ## this list
 	@awk -F ':.*##[ ]*' '/^[a-z-]+:.*##/ { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -72,13 +72,13 @@ docs: $(DOCS_STAMP)  ## the documentation as a site in build/site; warnings are 
 	$(BIN)/python -m docs.generate build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-protos: $(DEV_STAMP)  ## Python code of src/kvroute/agents/agents.proto, after a change of it
-	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/kvroute/agents/agents.proto
+protos: $(DEV_STAMP)  ## Python code of agents/agents.proto and epp/envoy.proto, after a change of them
+	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/kvroute/agents/agents.proto src/kvroute/epp/envoy.proto
 
-vllm:  ## real vLLM for CPUs, in an environment of its own
+vllm:  ## real vLLM for CPUs with the packages of its KV connectors, in an environment of its own
 	tests/live/vllm/install.sh
 
-# From apt: python3-simgrid, chromium, chromium-driver, prometheus, systemd, libnuma1, redis-server, clang, libbpf-dev.
+# From apt: python3-simgrid, chromium, chromium-driver, prometheus, systemd, libnuma1, libibverbs1, redis-server, clang, libbpf-dev.
 live: $(DEV_STAMP) requirements/live.txt vllm  ## tests against real components
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/live.txt
 	$(BIN)/pytest -m live
@@ -87,9 +87,18 @@ bench: $(DEV_STAMP)  ## every measurement, beside its peer or bound
 	$(BIN)/python -m bench.all
 
 requirements: $(BIN)/uv  ## requirements/*.txt anew, after a change of dependencies in pyproject.toml
-	for set in core: serve:--extra=serve docs:--group=docs,--extra=serve dev:--group=dev,--extra=agents,--extra=kube,--extra=serve,--extra=paper live:--group=dev,--group=live,--extra=agents,--extra=kube,--extra=serve,--extra=paper,--extra=ray,--extra=store; do \
+	for set in core: serve:--extra=serve docs:--group=docs,--extra=serve kube:--extra=epp,--extra=kube,--extra=serve dev:--group=dev,--extra=agents,--extra=epp,--extra=kube,--extra=serve,--extra=paper live:--group=dev,--group=live,--extra=agents,--extra=epp,--extra=kube,--extra=serve,--extra=paper,--extra=ray,--extra=store; do \
 		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate pyproject.toml \
 			$$(echo $${set#*:} | tr , ' ') --output-file requirements/$${set%%:*}.txt; done
+	$(BIN)/uv pip compile --quiet --universal --no-deps --generate-hashes --no-header --no-annotate --python-version 3.11 \
+		requirements/connectors.in --output-file requirements/connectors.txt
+
+manifests: $(DEV_STAMP) requirements/live.txt  ## deploy/crds and deploy/kustomize anew, and the files that the chart copies
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/live.txt
+	$(BIN)/python -m tests.kube.deploy.definitions
+	cp deploy/crds/*.kvroute.io.yaml deploy/helm/kvroute/files/crds/
+	cp deploy/prometheus/kvroute-alerts.yml deploy/grafana/kvroute.json deploy/helm/kvroute/files/
+	$(BIN)/python -m tests.kube.deploy.rendering
 
 check: lint types layers test  ## what a change must pass before it is proposed
 

@@ -16,9 +16,10 @@ from bench.measurement import CHILD_S, ROOT, Row, show
 
 BENCHES = (
     *("simulate", "decision", "foresight", "flows", "prefix", "store", "evaluation", "plan", "placement"),
-    *("storage", "switch"),
+    *("storage", "switch", "gateways"),
     *(
         "gateway.routers",
+        "gateway.workers",
         "gateway.chaos",
         "gateway.poison",
         "gateway.panic",
@@ -31,11 +32,15 @@ BENCHES = (
     "gateway.prefix_copies",
     "gateway.large_prompts",
     "gateway.reloads",
+    "gateway.discovery",
+    "kube.discovery",
+    "gateway.replication",
+    "gateway.envoy",
     *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies"),
     *("storage_nics.emulated", "storage_nics.vllm"),
     "all_reduce.truth",
 )
-PEERED = ("simulate", "decision", "gateway.routers", "placement")
+PEERED = ("simulate", "decision", "gateway.routers", "gateway.workers", "placement", "kube.discovery")
 MAYBE_PLAIN = ("flows", "prefix", "evaluation")
 """Benches that run again without --json if they fail with it."""
 QUICK = {
@@ -46,6 +51,7 @@ QUICK = {
     "switch": ["--repeats", "1"],
     "storage": ["--repeats", "1"],
     "gateway.routers": ["--rounds", "1", "--seconds", "2"],
+    "gateway.workers": ["--rounds", "1", "--seconds", "2"],
     "gateway.chaos": ["--requests", "1000", "--calm-s", "0"],
     "gateway.poison": ["--poison-per-s", "10", "--seconds", "4"],
     "gateway.panic": ["--fail-s", "4"],
@@ -57,6 +63,9 @@ QUICK = {
     "gateway.prefix_copies": ["--rounds", "1", "--speed", "4"],
     "gateway.large_prompts": ["3 MB"],
     "gateway.reloads": ["--reloads", "50"],
+    "gateway.envoy": ["--rounds", "1", "--seconds", "2"],
+    "gateway.discovery": ["--engines", "500", "--changes", "3"],
+    "kube.discovery": ["--pods", "500", "--nodes", "100", "--rounds", "1"],
     "wan.connections": ["--rounds", "1"],
     "wan.layerwise": ["--rounds", "1"],
     "testbed.transfers": ["--rounds", "1"],

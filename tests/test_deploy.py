@@ -40,7 +40,7 @@ def test_every_file_copied_into_the_image_exists_and_is_not_ignored() -> None:
     from_context = {source for source in copied if not source.startswith("/")}
     assert {source.split("/")[0] for source in from_context} == allowed
     assert all((ROOT / source).exists() for source in from_context)
-    assert {"requirements/serve.txt", "src"} <= from_context
+    assert {"requirements/kube.txt", "src"} <= from_context
 
 
 def test_every_package_of_the_image_is_checked_against_its_hash() -> None:

@@ -25,6 +25,7 @@ from kvroute.types import (
     PrefillFinished,
     Request,
     TransferFinished,
+    TransferMeasured,
 )
 
 CLUSTER = """
@@ -141,3 +142,43 @@ def test_explain_omits_learned_values_that_it_cannot_reproduce(foreseen: str, tm
     recorded(other, "netkv")
     shown = explain(str(other), "3", "--json")
     assert (learned_of(shown), shown.stderr) == ([None, None], "")
+
+
+def test_explain_says_how_fast_the_transfer_was_and_what_has_measured_it(tmp_path: Path) -> None:
+    """The first measurement after the decision counts; without one, the last one before it."""
+    spec, path = ControlSpec(decode="netkv"), tmp_path / "measured.log"
+    control = spec.build(parse(CLUSTER))
+    targets: list[str] = []
+    with EventLog(path, LogHeader(cluster=CLUSTER, spec=spec)) as log:
+
+        def notify(event: Event) -> None:
+            decisions = control.handle(event)
+            log.write(event, decisions)
+            targets.extend(decision.target for decision in decisions if isinstance(decision, Decode))
+
+        for number in range(3):
+            at = 10.0 * number
+            notify(Arrived(at, Request(id=number, input_tokens=8_000)))
+            notify(PrefillFinished(at + 1, number))
+            if number < 2:
+                for target in ("decode0", "decode1"):
+                    notify(TransferMeasured(at + 2, "prefill0", target, 1e9 * (number + 1), 1.0, 1, "nixl"))
+            notify(TransferFinished(at + 3, number))
+            notify(Finished(at + 9, number))
+    for number, rate, later in ((0, 1e9, True), (1, 2e9, True), (2, 2e9, False)):
+        ended = explain(str(path), str(number), "--json")
+        assert ended.exit_code == 0, ended.stderr
+        prefill, decode = json.loads(ended.stdout)["decisions"]
+        assert prefill["measured"] is None
+        assert (decode["measured"]["by"], decode["measured"]["later"]) == ("nixl", later)
+        assert decode["measured"]["bytes_per_s"] == rate
+        assert decode["measured"]["ratio"] == pytest.approx(rate / decode["measured"]["map_bytes_per_s"])
+        spoken = " ".join(explain(str(path), str(number)).stdout.split())
+        assert f"KV transfer prefill0 to {targets[number]}, counted by NIXL" in spoken
+        assert f"{rate * 8e-9:.3g} Gbps, {decode['measured']['ratio']:.0%} of the cluster file's" in spoken
+
+
+def test_explain_says_nothing_about_transfers_that_nothing_has_measured(foreseen: str) -> None:
+    ended = explain(foreseen, "0", "--json")
+    assert [decision["measured"] for decision in json.loads(ended.stdout)["decisions"]] == [None, None]
+    assert "KV transfer" not in explain(foreseen, "0").stdout

@@ -1,7 +1,8 @@
 """Load generator for one server with a time limit: response times, response rate, and delays of streamed chunks.
 
 Closed loop: each connection has one request in flight. `python -m bench.gateway.load URL` prints one line of JSON.
-`--weigh PID` adds the CPU time that this session used, sampled at the exact ends of the measured time.
+`--weigh PID` adds the CPU time that this session used, sampled at the exact ends of the measured time; of several
+sessions, each one's and the sum.
 """
 
 from __future__ import annotations
@@ -130,15 +131,18 @@ class Loop:
             at = data.find(b'"t":', end)
 
 
-async def measure(url: str, plan: Plan, weigh: int) -> dict[str, object]:
+async def measure(url: str, plan: Plan, weigh: Sequence[int]) -> dict[str, object]:
     """Return the figures of one load, with times in microseconds."""
     client, requests = Client(url), bodies(plan)
     loops = [Loop(client, plan, requests, number) for number in range(plan.connections)]
     await _together(loops, Tally(), WARMUP_S)
     tally = Tally()
-    cpu_s, own_s, started = session_cpu_s(weigh), time.process_time(), time.monotonic()
+    before_s = [session_cpu_s(leader) for leader in weigh]
+    own_s, started = time.process_time(), time.monotonic()
     await _together(loops, tally, plan.seconds)
-    wall_s, cpu_s = time.monotonic() - started, session_cpu_s(weigh) - cpu_s
+    wall_s = time.monotonic() - started
+    each_s = [session_cpu_s(leader) - before for leader, before in zip(weigh, before_s, strict=True)]
+    cpu_s = sum(each_s)
     own_s = time.process_time() - own_s
     client.close()
     answers, chunks = len(tally.answer_ns), len(tally.chunk_ns)
@@ -151,6 +155,7 @@ async def measure(url: str, plan: Plan, weigh: int) -> dict[str, object]:
         "chunk_us": quantiles_us(tally.chunk_ns),
         "chunks_per_s": chunks / wall_s,
         "cpu_us_per_answer": cpu_s / answers * 1e6 if answers else None,
+        "cpu_us_of_each": [used_s / answers * 1e6 for used_s in each_s] if answers else None,
         "cpu_us_per_chunk": cpu_s / chunks * 1e6 if chunks else None,
         "cpu_share": cpu_s / wall_s,
         "client_cpu_share": own_s / wall_s,
@@ -181,7 +186,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.0, help="requests per second of all; 0: as fast as they come")
     parser.add_argument("--stream-tokens", type=int, default=0)
     parser.add_argument("--prompt-chars", type=int, default=2_000)
-    parser.add_argument("--weigh", type=int, default=0, help="session whose CPU time is taken")
+    parser.add_argument("--weigh", type=int, action="append", default=[], help="session whose CPU time is taken")
     given = parser.parse_args()
     plan = Plan(given.connections, given.seconds, given.rate, given.stream_tokens, given.prompt_chars)
     print(json.dumps(uvloop.run(measure(given.url, plan, given.weigh))))

@@ -16,8 +16,8 @@ from pathlib import Path
 from bench.measurement import Failed, Row, show
 from bench.wan.network import Unavailable
 from tests.live.vllm.conftest import BIN, free_ports, make_model, start, wait_ready
+from tests.live.vllm.gateway_rig import alone
 from tests.live.vllm.storage_nics import ANSWER_TOKENS, Outcome, measured, stored_behind_nics
-from tests.live.vllm.test_vllm_serve import alone
 
 READS = ("prefill", "shorter", "split")
 

@@ -20,6 +20,7 @@ PAGES = {
     "SECURITY.md": "reporting.md",
     "bench/README.md": "measurements.md",
     "tests/fuzz/README.md": "fuzzing.md",
+    "tests/kube/apiserver/README.md": "kubernetes-tests.md",
 }
 """Pages outside docs/: file of the repository to page of the site."""
 PLACES = PAGES | {"README.md": "index.md", "examples": "examples.md"}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,15 @@ def metric(page: str, name: str) -> float:
     return next(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
+def lasting_port() -> int:
+    """Return a free port that the system gives to no connection, so that it is free again after its listener's end."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 def test_a_scheduler_that_is_killed_and_starts_again(tmp_path: Path, start: Callable[..., Process]) -> None:
     """The agent keeps its table, whose age grows, and gets one with a higher version."""
     cluster, folder = write_cluster(tmp_path), tmp_path / "run"
@@ -78,7 +90,7 @@ def test_a_scheduler_that_is_killed_and_starts_again(tmp_path: Path, start: Call
     for name in ("tx_bytes", "rx_bytes"):
         (tmp_path / "class/net/eth0/statistics" / name).write_text("5\n")
     fast = ("--period", "50ms", "--settle", "100ms")
-    first = start("scheduler", cluster, "--listen", "127.0.0.1:0", *fast)
+    first = start("scheduler", cluster, "--listen", f"127.0.0.1:{lasting_port()}", *fast)
     assert first.ready["groups"] == 1
     address = first.ready["address"]
     agent = start(

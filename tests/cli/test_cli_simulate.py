@@ -169,3 +169,17 @@ def test_invalid_lines_stop_the_run_unless_they_are_skipped(kvroute: Kvroute, tr
     assert (ended.code, ended.out) == (2, "")
     assert "trace.jsonl:21: " in ended.err
     assert document(kvroute(*arguments, "--skip-bad"))["runs"][0]["requests"]["arrived"] == 20
+
+
+def test_the_command_has_gateways_and_a_delay(kvroute: Kvroute) -> None:
+    """The settings are those of the options, and impossible ones get one sentence."""
+    arguments = ("simulate", CLUSTER, "--requests", "30", "--policy", "netkv", "--seeds", "1", "--workers", "1")
+    runs = [document(kvroute(*arguments, "--gateways", "4", "--sync-ms", text, "--json")) for text in ("0", "none")]
+    single = document(kvroute(*arguments, "--json"))
+    assert runs[0]["runs"][0]["ttft_s"] == single["runs"][0]["ttft_s"]
+    assert runs[1]["runs"][0]["requests"]["finished"] == 30
+    refused = kvroute(*arguments, "--gateways", "4", "--sync-ms", "soon")
+    assert refused.code == 2
+    assert "'soon' is not a number of milliseconds" in refused.err
+    logged = kvroute(*arguments, "--gateways", "4", "--log", "never.log")
+    assert (logged.code, "a log has the decisions of one gateway" in logged.err) == (2, True)

@@ -9,14 +9,16 @@ from tests.examples import EXAMPLES
 from tests.fuzz.cuts import bounded
 
 from kvroute.control import ControlSpec
+from kvroute.gateway.proxy.own_transfers import Counted, OwnTransfers
 from kvroute.gateway.telemetry.metrics_page import EngineMetrics, read_metrics
 from kvroute.gateway.telemetry.scrape import TransferCounters
 from kvroute.gateway.wan.tcp_links import TcpDelta
 from kvroute.topology import load
-from kvroute.types import InstanceMeasured, TransferMeasured
+from kvroute.types import Decode, InstanceMeasured, TransferMeasured
 
 INSTRUMENTED = (
     "kvroute.gateway.observe.prometheus_text",
+    "kvroute.gateway.telemetry.connector_counters",
     "kvroute.gateway.telemetry.metrics_page",
     "kvroute.gateway.wan.tcp_links",
 )
@@ -40,9 +42,9 @@ def check(data: bytes) -> str:
     for metrics in (before, page):
         _check(metrics)
 
-    target, counters, watch = _NAMES[-1], TransferCounters(_NAMES[-1]), TcpDelta()
-    counters.measured(1.0, before.transfers)
-    for event in counters.measured(2.0, page.transfers):
+    target, counters, watch = _NAMES[-1], TransferCounters(_NAMES[-1], _attributed), TcpDelta()
+    counters.measured(1.0, before.transfers, before.connectors)
+    for event in counters.measured(2.0, page.transfers, page.connectors):
         assert all(map(_valid, (event.kv_bytes, event.seconds, event.kv_bytes / event.seconds)))
         assert msgspec.json.decode(msgspec.json.encode(event), type=TransferMeasured) == event
         if event.source in _NAMES and event.source != target:
@@ -58,6 +60,13 @@ def check(data: bytes) -> str:
     return "refused" if page.running is None else "accepted"
 
 
+def _attributed(at: float, engine: str, counted: Counted) -> list[TransferMeasured]:
+    """Attribute to the only own transfer, of all ranks that the engine has counted."""
+    own = OwnTransfers(lambda _tier, nbytes: nbytes / 1e9, lambda _name: counted.transfers)
+    own.started(Decode(1, _NAMES[0], engine, 0, 1e9, 1e9, 0))
+    return own.measured(at, engine, counted)
+
+
 def _valid(value: float) -> bool:
     return math.isfinite(value) and value >= 0.0
 
@@ -67,7 +76,9 @@ def _check(metrics: EngineMetrics) -> None:
         assert count is None or 0 <= count <= _COUNT_MAX
     assert metrics.kv_used_share is None or 0.0 <= metrics.kv_used_share <= 1.0
     assert metrics.started_s is None or math.isfinite(metrics.started_s)
-    for totals in metrics.transfers.values():
+    for count in (metrics.connectors.failed, metrics.connectors.expired):
+        assert count is None or 0 <= count <= _COUNT_MAX
+    for totals in (*metrics.transfers.values(), *metrics.connectors.moved.values()):
         assert math.isfinite(totals.kv_bytes)
         assert math.isfinite(totals.seconds)
         assert 0 <= totals.transfers <= _COUNT_MAX

@@ -276,7 +276,7 @@ async def serve(feed: Feed) -> None:
     """Run at the speed of the wall clock until standard input ends."""
     feed.advance(12.0)
     parts = AdminParts(
-        state=feed.state, metrics=feed.metrics, now=lambda: feed.now_s, ready=lambda: "", version="0.1.0"
+        state=feed.state, page=feed.metrics.whole_page, now=lambda: feed.now_s, ready=lambda: "", version="0.1.0"
     )
     admin = Admin(parts)
     loop = asyncio.get_running_loop()

@@ -26,6 +26,7 @@ UsageError: Any = typer.BadParameter.__base__
 COMMANDS = {
     "simulate": "simulate:simulate",
     "serve": "serve:serve",
+    "epp": "epp:epp",
     "doctor": "doctor:doctor",
     "kube": "kube:app",
     "buffer": "buffer:buffer",

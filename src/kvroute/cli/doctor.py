@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from kvroute.cli.output import console, print_json, remarks, tell, thin_table
+from kvroute.topology.assembly import NO_INSTANCES
 from kvroute.topology.units import duration_s
 from kvroute.types import InputError
 
@@ -73,6 +74,8 @@ def doctor(
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
     options = Options(pairs=_pairs(pairs), timeout_s=_timeout_s(timeout), prompt_tokens=prompt_tokens)
     deployment = Deployment.read(cluster)
+    if not deployment.cluster.instances:
+        raise InputError(NO_INSTANCES, where=str(cluster), hint="list the engines to check them")
     tell(deployment.cluster.remarks)
     key = _key(key_env, deployment.settings.upstream_key_env)
     raise_limit()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvroute.cli.columns import columns_of
 from kvroute.cli.learned import learned_at, learned_grid, learned_plain
+from kvroute.cli.measured import MeasuredTransfer, measured_plain, measured_sentence, measured_transfers
 from kvroute.cli.output import console, print_json
 from kvroute.cli.replay import AsJson, LogFile
 from kvroute.control import ControlSpec, LogRecord
@@ -31,6 +33,7 @@ from kvroute.types import (
     PrefillFailed,
     ReadKv,
     Reject,
+    Served,
     SwitchRole,
     Terms,
 )
@@ -68,12 +71,21 @@ def explain(
     assert number is not None
     for made, learned in zip(found, learned_at(log, number, len(found)), strict=True):
         made.learned = learned
+    _add_measured(log, found)
     if as_json:
         decisions = [_plain(made, header.spec) for made in found]
         print_json({"request": number, "policy": header.spec.decode, "decisions": decisions})
         return
     for made in found:
         _show(made, header.spec)
+
+
+def _add_measured(log: Path, found: Sequence[_Made]) -> None:
+    """Add to each decode decision how fast its KV transfer was."""
+    decodes = [(made, made.decision) for made in found if isinstance(made.decision, Decode)]
+    transfers = measured_transfers(log, [(made.event, decision) for made, decision in decodes])
+    for (made, _), transfer in zip(decodes, transfers, strict=True):
+        made.measured = transfer
 
 
 def _what_there_is(records: Iterable[LogRecord]) -> str:
@@ -107,6 +119,8 @@ class _Made:
     """True if the copy succeeded; None if there is none, or if it ended with the request or the prefill."""
     learned: tuple[TierLearned, ...] | None = None
     """State of each tier that foresight had learned before the decision."""
+    measured: MeasuredTransfer | None = None
+    """How fast the KV transfer between the two instances was."""
 
     def why_not(self, terms: Terms, index: int) -> str | None:
         """Return why a candidate could not be chosen; None if it could."""
@@ -185,6 +199,7 @@ def _plain(made: _Made, spec: ControlSpec) -> dict[str, Any]:
         "candidates": candidates,
         "left_out": terms.left_out if terms else 0,
         "learned": learned_plain(spec, made.learned) if made.learned else None,
+        "measured": measured_plain(made.measured) if made.measured else None,
     }
 
 
@@ -202,6 +217,8 @@ def _show(made: _Made, spec: ControlSpec) -> None:
     out.print(_sentence(made, spec), markup=False, highlight=False)
     if isinstance(made.decision, Prefill) and made.decision.offload:
         out.print(rich_table(_sites(made.decision.offload), out.width))
+    if made.measured is not None:
+        out.print(measured_sentence(made.measured), markup=False, highlight=False)
     if terms is None:
         return
     out.print(rich_table(_candidates(made, terms, chosen), out.width))
@@ -290,6 +307,8 @@ def _sentence(made: _Made, spec: ControlSpec) -> str:
         case Prefill(instance=name):
             by = spec.decode if decision.terms and "start_s" in decision.terms.parts else spec.prefill
             return f"{start}: prefill on {name}{_copied(decision, made.landed)}, by {by}"
+        case Decode(target=name) if isinstance(made.event, Served):
+            return f"{start}: served by {name} instead"
         case Decode(target=name, terms=None):
             return f"{start}: decode on {name} as well"
         case Decode(source=source, target=name):

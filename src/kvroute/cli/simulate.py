@@ -31,6 +31,7 @@ from kvroute.types import InputError
 
 DEFAULT_POLICIES = ("round-robin", "cla", "netkv", DEFAULT_DECODE_POLICY)
 SEED_MAX, PROMPT_MAX, AGENTS_MAX, WORKERS_MAX = 2**31 - 1, 10_000_000, 1_000_000, 1024
+GATEWAYS_MAX, SYNC_MS_MAX = 1_000, 3_600_000
 SETUP, WORKLOAD, NETWORK, OUTPUT = "Policies", "Workload", "Network and telemetry", "Output"
 
 
@@ -172,6 +173,23 @@ def simulate(
             rich_help_panel=NETWORK,
         ),
     ] = None,
+    gateways: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=GATEWAYS_MAX,
+            help="Number of gateways in front of the cluster; each decides for its part of the requests.",
+            rich_help_panel=SETUP,
+        ),
+    ] = 1,
+    sync_ms: Annotated[
+        str,
+        typer.Option(
+            metavar="MS",
+            help="Milliseconds until a gateway knows what another has decided; none: it never does.",
+            rich_help_panel=SETUP,
+        ),
+    ] = "0",
     slo_ttft: Annotated[
         float,
         typer.Option(
@@ -264,6 +282,8 @@ def simulate(
                 oracle_refresh_s=oracle_refresh,
                 separates_own_traffic=separate_own,
                 telemetry=telemetry,
+                gateways=gateways,
+                sync_s=_sync_s(sync_ms),
                 slo=Slo(ttft_s=slo_ttft),
                 warmup_s=warmup,
             )
@@ -318,6 +338,20 @@ def simulate(
         console().print(remark)
 
 
+def _sync_s(text: str) -> float | None:
+    """Seconds of `--sync-ms`; None: no exchange."""
+    if text == "none":
+        return None
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = -1.0
+    if not 0 <= milliseconds <= SYNC_MS_MAX:
+        hint = f"write a number from 0 to {SYNC_MS_MAX:,}, or none"
+        raise InputError(f"{text!r} is not a number of milliseconds", where="--sync-ms", hint=hint)
+    return milliseconds / 1e3
+
+
 def _weights(text: str) -> dict[str, float]:
     try:
         cache, load = (float(part) for part in text.split(","))
@@ -329,6 +363,8 @@ def _weights(text: str) -> dict[str, float]:
 
 
 def _check_log(question: Question, policies: list[str], seeds: int, log: Path) -> None:
+    if question.settings.gateways > 1:
+        raise InputError("a log has the decisions of one gateway", where="--log", hint="leave --gateways out")
     if len(policies) != 1 or seeds != 1:
         raise InputError("a log can hold only one run", where="--log", hint="use one --policy and --seeds 1")
     if question.workload.trace and log.exists() and log.samefile(question.workload.trace):

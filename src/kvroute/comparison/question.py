@@ -16,6 +16,7 @@ from kvroute.comparison.workload import Workload
 from kvroute.control import ControlSpec
 from kvroute.event_log import EventLog
 from kvroute.sim.capacity import links_named
+from kvroute.sim.gateways import refuse_features
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.topology import Cluster, load
@@ -51,6 +52,8 @@ class Question:
             links_named(cluster, link)
         for policy in policies:
             self.spec_of(policy).build(cluster)
+        if self.settings.gateways > 1:
+            refuse_features(self.spec, cluster)
         self.workload.of_seed(seed)
 
     def run(self, policy: str, seed: int, log: EventLog | None = None) -> Run:

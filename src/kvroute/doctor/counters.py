@@ -12,42 +12,12 @@ from dataclasses import dataclass, field
 
 from kvroute.gateway.http.slices import whole
 from kvroute.gateway.observe.prometheus_text import Budget, PageError, labels_of, samples, values
-from kvroute.gateway.telemetry.metrics_page import TransferTotals, read_metrics
+from kvroute.gateway.telemetry.connector_counters import SERIES, TransferTotals, histogram_totals
+from kvroute.gateway.telemetry.metrics_page import read_metrics
 
 _KVROUTE = b"kvroute:kv_transfer"
 _KVROUTE_FAILURES = b"kvroute:kv_transfer_failures_total"
 _EXTERNAL_TOKENS = b"vllm:external_prefix_cache_hits_total"
-_MEGABYTE = 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class _Series:
-    """Names of one connector's series (sums of bytes and seconds, observations, failures) and factors to SI units."""
-
-    nbytes: bytes
-    seconds: bytes
-    transfers: bytes
-    failures: bytes
-    to_bytes: float = 1.0
-    to_seconds: float = 1.0
-
-
-_HISTOGRAMS = {
-    "nixl": _Series(
-        b"vllm:nixl_bytes_transferred_sum",
-        b"vllm:nixl_xfer_time_seconds_sum",
-        b"vllm:nixl_bytes_transferred_count",
-        b"vllm:nixl_num_failed_transfers_total",
-    ),
-    "sglang": _Series(
-        b"sglang:kv_transfer_total_mb_sum",
-        b"sglang:kv_transfer_latency_ms_sum",
-        b"sglang:kv_transfer_total_mb_count",
-        b"sglang:num_transfer_failed_reqs_total",
-        _MEGABYTE,
-        1e-3,
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +66,10 @@ def _read(page: bytes) -> Counters:
         reason = labels_of(text).get("reason", "")
         failures[reason] = failures.get(reason, 0.0) + value
     histograms = {}
-    for name, series in _HISTOGRAMS.items():
-        counts = whole(values(lines, series.transfers, budget))
-        if counts:
-            nbytes = sum(whole(values(lines, series.nbytes, budget))) * series.to_bytes
-            seconds = sum(whole(values(lines, series.seconds, budget))) * series.to_seconds
-            histograms[name] = TransferTotals(nbytes, seconds, round(sum(counts)))
+    for name, series in SERIES.items():
+        totals = whole(histogram_totals(lines, series, budget))
+        if totals is not None:
+            histograms[name] = totals
         if failed := whole(values(lines, series.failures, budget)):
             failures[f"{name} transfer failed"] = sum(failed)
     tokens = whole(values(lines, _EXTERNAL_TOKENS, budget))
@@ -115,7 +83,7 @@ def movement(before: Counters, after: Counters) -> Movement | None:
         totals = _less(after.by_source[source], before.by_source.get(source, TransferTotals()))
         if totals.transfers > 0:
             return Movement(source, totals)
-    for name in _HISTOGRAMS:
+    for name in SERIES:
         if name in after.histograms:
             totals = _less(after.histograms[name], before.histograms.get(name, TransferTotals()))
             if totals.transfers > 0:

@@ -43,6 +43,31 @@ def widened(old: State, slots: int) -> State:
     return new
 
 
+def relinked(old: State, capacity_bytes_per_s: FloatArray, after: IntArray) -> State:
+    """Return the same flows on the links of another network; slots, hops and rates stay the same.
+
+    Args:
+        old: its dirty links have been solved.
+        capacity_bytes_per_s: [m] capacity of each link of the other network. A flow on a link whose capacity differs
+            must be solved again; the link is not marked.
+        after: number of each link of the old network in the other one; -1: it is not there, and no flow uses it.
+    """
+    slots, links = len(old.flow), len(capacity_bytes_per_s)
+    new = idle(capacity_bytes_per_s, slots, len(old.hop) // slots)
+    rows = np.append(after, links + np.arange(slots))
+    kept = rows >= 0
+    new.link[rows[kept]] = old.link[kept]
+    new.link[:links, state.CAPACITY] = capacity_bytes_per_s
+    new.link_int[rows[kept]] = old.link_int[kept]
+    new.flow[:], new.flow_int[:], new.hop[:], new.counts[:] = old.flow, old.flow_int, old.hop, old.counts
+    # The last entry of `rows` stands for -1, no link.
+    rows = np.append(rows, -1)
+    new.flow_int[:, state.LIMIT] = rows[old.flow_int[:, state.LIMIT]]
+    new.hop[:, state.LINK] = rows[old.hop[:, state.LINK]]
+    new.lists[state.ORDER, :slots] = old.lists[state.ORDER, :slots]
+    return new
+
+
 def lengthened(old: State, longest: int) -> State:
     """Return the same flows with space for paths of `longest` links: hop `slot * P + k` moves to a wider row, and all
     references to hops are renumbered."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvroute.slots import Slots
 from kvroute.types import TIER_COUNT, BoolArray, FloatArray, InputError, IntArray, RatioLearned, TierArray
 
 RATIO_MIN, RATIO_MAX = 0.01, 4.0
@@ -87,6 +88,27 @@ class _Ratios:
         self._ratio[index], self._at[index] = known.ratio, known.at
         self._oldest_at = float(self._at.min())
 
+    def forget(self, index: int) -> None:
+        """Discard one average; there may be none."""
+        if index < len(self._log) and self._transfers[index]:
+            self._log[index], self._transfers[index], self._ratio[index], self._at[index] = 0.0, 0.0, 1.0, np.inf
+            self._oldest_at = float(self._at.min())
+
+    def grow(self, count: int) -> None:
+        """Have at least `count` averages."""
+        more = max(count, 2 * len(self._log)) - len(self._log)
+        if count > len(self._log):
+            self._log = np.concatenate([self._log, np.zeros(more)])
+            self._transfers = np.concatenate([self._transfers, np.zeros(more)])
+            self._at = np.concatenate([self._at, np.full(more, np.inf)])
+            self._ratio = np.concatenate([self._ratio, np.ones(more)])
+
+    def scale(self, factors: FloatArray) -> None:
+        """Multiply the ratios, as the bandwidths that they refer to were divided by `factors`."""
+        measured = self._transfers > 0
+        self._log = np.where(measured, self._log + np.log(factors), self._log)
+        self._ratio = np.where(measured, self._ratio * factors, self._ratio)
+
     def _fading(self, at: float, measured_at: float) -> float:
         if self._stale_after_s is None or math.isinf(measured_at):
             return 1.0
@@ -124,18 +146,37 @@ class Learned:
         self._latency_s = latency_s
         self._stale_after_s = stale_after_s
         self._tiers = _Ratios(TIER_COUNT, 0.0, stale_after_s)
+        self._slots = Slots(len(tier))
         self._pairs: dict[int, _Ratios] = {}
-        """By source; created with its first measurement."""
+        """By slot of the source, the averages by slot of the target; created with the first measurement."""
         self._company: dict[tuple[int, int], _Company] = {}
+        """By slots of source and target."""
         self._known = False
+
+    def change(self, tier: TierArray, bytes_per_s: FloatArray, latency_s: FloatArray, before: IntArray) -> None:
+        """Follow a change of the cluster: tiers and pairs that stay keep what was learned, in bytes per second. Args:
+        as in `NetworkOracle`; `before` as in `Slots.change`."""
+        if (bytes_per_s != self._bytes_per_s).any():
+            self._tiers.scale(self._bytes_per_s / bytes_per_s)
+        self._tier, self._bytes_per_s, self._latency_s = tier, bytes_per_s, latency_s
+        left = set(self._slots.change(before)[0])
+        for slot in left:
+            self._pairs.pop(slot, None)
+        for ratios in self._pairs.values():
+            for slot in left:
+                ratios.forget(slot)
+        self._company = {pair: each for pair, each in self._company.items() if left.isdisjoint(pair)}
+
+    def _pair(self, source: int, target: int) -> tuple[int, int]:
+        return self._slots.slot(source), self._slots.slot(target)
 
     def started(self, source: int, target: int, beside: int) -> None:
         """Record that an own transfer starts beside `beside` others from its source in its tier."""
-        self._company.setdefault((source, target), _Company()).beside += beside
+        self._company.setdefault(self._pair(source, target), _Company()).beside += beside
 
     def ended(self, source: int, target: int, beside: int) -> None:
         """Record that an own transfer ends while `beside` others continue."""
-        company = self._company.setdefault((source, target), _Company())
+        company = self._company.setdefault(self._pair(source, target), _Company())
         company.beside += beside
         company.ended += 1
 
@@ -174,7 +215,7 @@ class Learned:
         log_ratio = math.log(min(max(ratio, RATIO_MIN), RATIO_MAX))
         self._known = True
         self._tiers.learn(at, tier, log_ratio, transfers)
-        self._of(source).learn(at, target, log_ratio - math.log(self._tiers.at(at)[tier]), transfers)
+        self._of(source).learn(at, self._slots.slot(target), log_ratio - math.log(self._tiers.at(at)[tier]), transfers)
 
     def _mean_beside(self, source: int, target: int, in_flight: int) -> float:
         """Mean number of own transfers beside one of this pair, over those that ended since its last measurement.
@@ -183,7 +224,7 @@ class Learned:
         share a link from start to end, and correct on average if they start and end at random. In between, a transfer
         that overlaps others only for a part of its time counts them in full.
         """
-        company = self._company.pop((source, target), None)
+        company = self._company.pop(self._pair(source, target), None)
         if company is None or not company.ended:
             return float(max(in_flight - 1, 0))
         return company.beside / company.ended
@@ -191,13 +232,14 @@ class Learned:
     def known(self) -> tuple[tuple[RatioLearned | None, ...], list[tuple[int, int, RatioLearned]]]:
         """All stored values by tier, and by source and target. Changes nothing."""
         tiers = tuple(self._tiers.known(tier) for tier in range(TIER_COUNT))
-        measured = (
-            (source, int(target), ratios)
-            for source, ratios in sorted(self._pairs.items())
-            for target in np.flatnonzero(ratios.measured)
-        )
-        pairs = ((source, target, ratios.known(target)) for source, target, ratios in measured)
-        return tiers, [(source, target, known) for source, target, known in pairs if known is not None]
+        index = self._slots.indices.tolist()
+        pairs = [
+            (index[source], index[target], known)
+            for source, ratios in self._pairs.items()
+            for target in np.flatnonzero(ratios.measured).tolist()
+            if (known := ratios.known(target)) is not None
+        ]
+        return tiers, sorted(pairs, key=lambda pair: pair[:2])
 
     def resume(self, tiers: Sequence[RatioLearned | None], pairs: Iterable[tuple[int, int, RatioLearned]]) -> None:
         """Restore what another instance has learned (`known`). Raises InputError if it does not fit."""
@@ -220,12 +262,14 @@ class Learned:
                 self._tiers.resume(number, tier)
         for source, target, known in pairs:
             self._known = True
-            self._of(source).resume(target, known)
+            self._of(source).resume(self._slots.slot(target), known)
 
     def _of(self, source: int) -> _Ratios:
-        pairs = self._pairs.get(source)
+        slot = self._slots.slot(source)
+        pairs = self._pairs.get(slot)
         if pairs is None:
-            pairs = self._pairs[source] = _Ratios(len(self._tier), _TIER_TRANSFERS, self._stale_after_s)
+            pairs = self._pairs[slot] = _Ratios(self._slots.count, _TIER_TRANSFERS, self._stale_after_s)
+        pairs.grow(self._slots.count)
         return pairs
 
     def tier_ratio(self, at: float) -> tuple[float | None, ...]:
@@ -244,10 +288,11 @@ class Learned:
         """
         if not self._known:
             return None
-        pairs = self._pairs.get(source)
+        slot = self._slots.slot(source)
         ratio = self._tiers.at(at).take(tier)
-        if pairs is not None:
-            ratio = np.minimum(np.maximum(ratio * pairs.at(at).take(targets), RATIO_MIN), RATIO_MAX)
+        if slot in self._pairs:
+            pair_ratio = self._of(source).at(at).take(self._slots.slots(targets))
+            ratio = np.minimum(np.maximum(ratio * pair_ratio, RATIO_MIN), RATIO_MAX)
         lone: FloatArray = self._bytes_per_s.take(tier) * ratio
         return lone
 

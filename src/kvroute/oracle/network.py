@@ -64,6 +64,32 @@ class NetworkOracle:
         """The oracle of a loaded cluster, ready for telemetry by tier and by link."""
         return cls(cluster.tier, cluster.tier_bytes_per_s, cluster.tier_latency_s, settings, LinkView.of(cluster))
 
+    def of_changed(self, cluster: Cluster) -> NetworkOracle:
+        """Return the oracle of a cluster that may follow this one, with the same settings and no state of its own until
+        `take_over`. It changes nothing here."""
+        return NetworkOracle.of(cluster, self._settings)
+
+    def take_over(
+        self, old: NetworkOracle, before: IntArray, links_before: IntArray, transfers: Iterable[tuple[int, int]]
+    ) -> None:
+        """Continue with the state of the oracle of the cluster before, which must not be used any more.
+
+        Args:
+            old: the oracle of the cluster before; this one is its `of_changed`.
+            before: [n] earlier index of each instance; -1: it is new.
+            links_before: [links] earlier number of each link; -1: it is new.
+            transfers: source and target of each own transfer in progress, as indices of this cluster.
+        """
+        self._congestion = old._congestion
+        if old._utilisation is not None:
+            known = old._utilisation
+            self._utilisation = np.where(links_before < 0, 0.0, np.append(known, 0.0)[links_before])
+        for source, target in transfers:
+            self._in_flight[source, self._tier[source, target]] += 1
+        if old._learned is not None:
+            old._learned.change(self._tier, self._bytes_per_s, self._latency_s, before)
+            self._learned = old._learned
+
     def transfer_started(self, source: int, target: int) -> None:
         """Count an own transfer as in progress (NetKV algorithm 1, line 14)."""
         tier = int(self._tier[source, target])

@@ -82,7 +82,7 @@ class LinkModel:
                 narrowest = groups[int(np.argmin(capacity))]
                 wan[sites[source], sites[target]] = made.link(cluster, narrowest, CROSS_DATACENTER)
         flows = [cluster.flows_per_transfer(instance, instance) for instance in range(count)]
-        hashed = 1 if cluster.ecmp == "transfer" else int(np.median(flows))
+        hashed = 1 if cluster.ecmp == "transfer" else int(np.median(flows or [1]))
         return made.model(cluster.tier, cluster.tier_bytes_per_s, attached, wan, hashed)
 
     @classmethod
@@ -127,6 +127,23 @@ class LinkModel:
             if columns != _UPLINKS:
                 cable[links] *= factor
         return replace(self, attached=attached, capacity_bytes_per_s=capacity, cable_bytes_per_s=cable)
+
+    def after(self, old: LinkModel, before: IntArray) -> IntArray:
+        """Return the number of each link of another cluster's model in this one, [old m]; -1: it is not here.
+
+        Args:
+            old: the links of the cluster before.
+            before: [n] earlier index of each instance; -1: it is new.
+        """
+        after = np.full(len(old.capacity_bytes_per_s) + 1, UNKNOWN, dtype=np.int64)
+        stays = before >= 0
+        sites = np.full(len(old.wan), UNKNOWN, dtype=np.int64)
+        sites[old.attached[before[stays], SITE]] = self.attached[stays, SITE]
+        # An unknown link is the last entry, which is dropped.
+        after[old.attached[before[stays], :SITE]] = self.attached[stays, :SITE]
+        kept = np.flatnonzero(sites >= 0)
+        after[old.wan[np.ix_(kept, kept)]] = self.wan[np.ix_(sites[kept], sites[kept])]
+        return after[:-1]
 
     def capacities(self, congestion: FloatArray) -> FloatArray:
         """Bytes per second that other traffic leaves free, [m]. Args: `congestion`: its share of each tier,

@@ -19,6 +19,10 @@ class StateIndex:
         self._holders: dict[int, set[int]] = {}
         self._ends: list[set[int]] = [set() for _ in range(instances)]
 
+    def add_instance(self) -> None:
+        """Add an instance without states; its number is that of `PrefixIndex.add_instance`."""
+        self._ends.append(set())
+
     def store(self, instance: int, blocks: Blocks) -> None:
         """Record that `instance` has the state at the end of this chain."""
         if blocks:
