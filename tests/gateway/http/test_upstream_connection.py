@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.gateway.http.upstream_rig import OK, RecordedResponse, Script, closed, engine, fetch, replies, run, send
 
@@ -358,6 +358,7 @@ SPELLINGS = (b"%x\r\n", b"%X\r\n", b"0%x\r\n", b"%x;x=y\r\n")
     datas=st.lists(st.tuples(st.binary(min_size=1, max_size=40), st.booleans(), st.integers(0, 3)), max_size=6),
     cuts=st.lists(st.integers(0, 300), max_size=4),
 )
+@example(datas=[(b"a", False, 0), (b"b", True, 0)], cuts=[52])
 def test_chunks_that_arrive_alone_are_relayed_with_their_framing_and_all_bytes_arrive_once_in_order(
     datas: list[tuple[bytes, bool, int]], cuts: list[int]
 ) -> None:
@@ -390,7 +391,8 @@ def test_chunks_that_arrive_alone_are_relayed_with_their_framing_and_all_bytes_a
         response.check()
         assert (response.body, response.callbacks[-1]) == (body, "end")
         assert (pool.busy, pool.idle, wire.closing) == (0, 1, False)
-        spans = set(pairwise(ends)) & set(pairwise(edges))
+        # A chunk is parsed if the bytes before it arrived in two parts between CR and LF.
+        spans = {span for span in set(pairwise(ends)) & set(pairwise(edges)) if span[0] - 1 not in edges}
         assert alone == [raw[slice(*span)] for span in sorted(spans) if raw[slice(*span)] in events]
         connection.connection_lost(None)
 

@@ -21,6 +21,7 @@ from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.prompt_queue import QueueFull
 from kvroute.gateway.openai_api.requests import Completion, without_body, without_prompts
 from kvroute.gateway.openai_api.responses import ended_by_length, error_body
+from kvroute.gateway.proxy.abandoned import SETTLE_S, AbandonedLimit, strands_kv
 from kvroute.gateway.proxy.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
 from kvroute.gateway.proxy.prefill_leg import PrefillLeg
 from kvroute.gateway.proxy.request_state import RequestState
@@ -52,9 +53,6 @@ OURS = "server_error"
 MakeDecodeLeg: TypeAlias = Callable[[RequestState, DecodeOwner, Decode, PrefillLeg | None, float], DecodeLeg]
 """Makes the decode leg of a decision; the arguments are those of `DecodeLeg`."""
 _GONE = 499
-_SETTLE_S = 1.0
-"""Time, in seconds, after which an abandoned decode without streaming is aborted. It runs from the client's disconnect
-or from the predicted end of the transfer, whichever is later: such a response does not show when the transfer ends."""
 
 
 class ProxiedRequest:
@@ -66,13 +64,13 @@ class ProxiedRequest:
     """
 
     __slots__ = (
+        "_abandoned_limit",
         "_attempts",
         "_decode_leg",
         "_ids",
         "_joint",
         "_only",
         "_reading",
-        "_timer",
         "decode",
         "model",
         "prefill",
@@ -115,8 +113,8 @@ class ProxiedRequest:
         self.decode: DecodeLeg | None = None
         self._reading: asyncio.Task[None] | None = None
         """Task that hashes a large prompt in a thread."""
-        self._timer: asyncio.TimerHandle | None = None
-        """Ends an abandoned request."""
+        self._abandoned_limit: AbandonedLimit | None = None
+        """None: the client is there."""
         self._ids: list[int] | None = None
         """The prompt's tokens, if its prefix may be copied from another instance or read from the store."""
         self._attempts = 1
@@ -313,8 +311,8 @@ class ProxiedRequest:
             report.prefix_stored(decision.target, request, now)
         if state.abandoned and leg.streams:
             self._leave(now)  # its first token has arrived
-        elif state.abandoned:
-            self._give_up_after(_SETTLE_S)
+        elif self._abandoned_limit is not None:
+            self._abandoned_limit.end_after(SETTLE_S)
 
     def on_first_token(self, leg: DecodeLeg, ttft: Ttft, decode_s: float, now: float) -> None:
         """See `DecodeOwner`."""
@@ -461,22 +459,12 @@ class ProxiedRequest:
         try:
             now = self.runtime.now()
             self.runtime.metrics.client_gone()
-            if self._strands_kv(now):
+            if strands_kv(self.state, self.prefill, self.decode, now):
                 self._abandon()
             else:
                 self._leave(now)
         except Exception as error:
             self.internal_error(error)
-
-    def _strands_kv(self, now: float) -> bool:
-        """Return whether a KV cache would stay on the prefill engine until it expires if all legs were aborted now. A
-        prefill engine keeps it from the end of the prefill until a decode engine has fetched it."""
-        prefill, decode, most_s = self.prefill, self.decode, self.runtime.timeouts.abandoned_s
-        if prefill is None or prefill.engine.protocol.concurrent_legs or not most_s:
-            return False
-        if not self.state.prefill_done:
-            return prefill.call is not None and self.runtime.control.prefill_left_s(self.state.number, now) <= most_s
-        return decode is not None and decode.call is not None and (decode.transferring or not decode.streams)
 
     def _abandon(self) -> None:
         """Go on until a decode engine has fetched the KV cache, or for the time limit."""
@@ -485,17 +473,9 @@ class ProxiedRequest:
         if self.decode is None:
             self.state.completion = with_one_token(self.state.completion)
         elif self.runtime.control.admitted(self.state.number):
-            most_s = min(most_s, _SETTLE_S)
-        self._give_up_after(most_s)
-
-    def _give_up_after(self, seconds: float) -> None:
-        """End an abandoned request after this time, or when an earlier call said so."""
-        due_s = asyncio.get_running_loop().time() + seconds
-        if self._timer is not None and self._timer.when() <= due_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(due_s, self._give_up)
+            most_s = min(most_s, SETTLE_S)
+        self._abandoned_limit = AbandonedLimit(self._give_up)
+        self._abandoned_limit.end_after(most_s)
 
     def _give_up(self) -> None:
         """End an abandoned request if it has not ended."""
@@ -585,9 +565,8 @@ class ProxiedRequest:
             runtime.metrics.abandoned(fetched=runtime.control.admitted(state.number))
         self._release_kept()
         self.prefill = self.decode = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._abandoned_limit is not None:
+            self._abandoned_limit.cancel()
         if self._reading is not None:
             self._reading.cancel()  # so that a prompt in the queue is released at once
             self._reading = None
