@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvroute.emulator.engine_request import EngineRequest, KeptBlocks, Kind, KvH
 from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.faults import Fault, Faults
 from kvroute.emulator.kv_wire import PullRequest, pull, staged_key
-from kvroute.emulator.response import ResponseHeader, StreamWriter, choice, generated_tokens, usage
+from kvroute.emulator.response import ResponseHeader, StreamWriter, choice, generated_ids, generated_tokens, usage
 from kvroute.emulator.sequence import EngineSequence
 
 JSON = "application/json"
@@ -181,7 +181,7 @@ class Completion:
                 raise ApiError(f"{what}; give every request its own name", status=409, kind="ConflictError")
         if handles[0].awaited:  # SGLang's prefill responds when the decode instance has the KV
             await self.notifier.until(self._answered)
-        texts = [next(generated_tokens(sequence.prompt.seed, i % ask.n)) for i, sequence in enumerate(jobs)]
+        texts = [next(self._generated(index)) for index in range(len(jobs))]
         known = ask.prefix.prefill_cached_tokens if ask.prefix is not None else None
         cached_tokens = self.cached_tokens if known is None else known  # vLLM's rule, also for prefixes
         tokens = usage(sum(sequence.input_tokens for sequence in jobs), len(jobs), cached_tokens)
@@ -364,7 +364,7 @@ class Completion:
     def _outputs(self) -> list[list[bytes]]:
         """Return the output tokens of each answer."""
         return [
-            list(itertools.islice(generated_tokens(sequence.prompt.seed, index % self.ask.n), sequence.output_tokens))
+            list(itertools.islice(self._generated(index), sequence.output_tokens))
             for index, sequence in enumerate(self.jobs)
         ]
 
@@ -386,17 +386,22 @@ class Completion:
         await response.write_eof(b"" if talks else b"data: [DONE]\n\n")
         return response
 
+    def _generated(self, index: int) -> Iterator[bytes]:
+        """Return the tokens of an answer, without end."""
+        prompt = self.jobs[index].prompt
+        return generated_tokens(prompt.seed, index % self.ask.n, prompt.generated)
+
     def _writers(self) -> list[StreamWriter | ConversationWriter]:
         """Return what writes each answer."""
-        n = self.ask.n
         found: list[StreamWriter | ConversationWriter] = []
         for index, sequence in enumerate(self.jobs):
-            source, total = generated_tokens(sequence.prompt.seed, index % n), sequence.output_tokens
+            source, total, prompt = self._generated(index), sequence.output_tokens, sequence.prompt
+            ids = generated_ids(prompt.seed, index % self.ask.n, prompt.generated) if self.ask.token_ids else None
             talks = self.ask.kind in _CONVERSATIONS
             found.append(
                 ConversationWriter(self.heading, total, source)
                 if talks
-                else StreamWriter(self.heading, index, total, source)
+                else StreamWriter(self.heading, index, total, source, ids, prompt.tokens.tolist() if ids else None)
             )
         return found
 

@@ -91,6 +91,7 @@ class Body(msgspec.Struct, frozen=True):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
     kv_transfer_params: KvParams | None = None
     cache_salt: str | None = None
     bootstrap_host: str | list[str] | None = None
@@ -138,6 +139,8 @@ class EngineRequest:
     """KV of a prompt prefix that a prefill leg fetches before it computes the rest."""
     storage: StorageParams | None = None
     """Blocks that a prefill leg takes from the buffers of storage nodes."""
+    token_ids: bool = False
+    """Whether the events of a stream have the ids of their tokens."""
 
 
 _DECODER = msgspec.json.Decoder(Body)
@@ -178,6 +181,7 @@ def read_engine_request(
         wants_params=leg == "prefill" and body.kv_transfer_params is not None,
         prefix=_prefix(body.kv_transfer_params) if leg == "prefill" else None,
         storage=body.kv_transfer_params.storage if leg == "prefill" and body.kv_transfer_params else None,
+        token_ids=bool(body.return_token_ids),
     )
 
 

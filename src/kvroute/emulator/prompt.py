@@ -20,6 +20,8 @@ from kvroute.types import IntArray
 
 TOKEN_BYTES = 4
 """Bytes of text per token."""
+OUTPUT_ID = 0xFF000000
+"""Id of the first word of the output; no four bytes of UTF-8 have such an id."""
 SALT_MAX = 128
 _SALT_FORBIDDEN = frozenset("@/\\\0")
 _RAW = msgspec.json.Decoder(str | list[int] | None)
@@ -34,15 +36,19 @@ class Prompt:
     tokens: IntArray
     blocks: tuple[int, ...]
     seed: int
-    """Seed of the output: a hash of all tokens."""
+    """Seed of the output: a hash of all tokens up to `generated`."""
     salt: str = ""
     """`cache_salt`: prompts share cached blocks only if it is equal."""
+    generated: int = 0
+    """Number of output tokens at the end of the prompt: its output continues after them."""
 
     @classmethod
     def of(cls, tokens: IntArray, block_tokens: int, salt: str = "") -> Prompt:
         """Create a prompt from token ids [n]."""
         blocks = block_hashes(tokens, block_tokens, salt_seed(salt))
-        return cls(tokens, blocks, xxhash.xxh64_intdigest(tokens.tobytes()), salt)
+        given = np.flatnonzero(tokens < OUTPUT_ID)
+        first = int(given[-1]) + 1 if len(given) else 0
+        return cls(tokens, blocks, xxhash.xxh64_intdigest(tokens[:first].tobytes()), salt, len(tokens) - first)
 
     def same(self, other: Prompt) -> bool:
         """Return whether the tokens are the same."""

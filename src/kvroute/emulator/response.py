@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import msgspec
 
 from kvroute.emulator.engine_request import Kind
+from kvroute.emulator.prompt import OUTPUT_ID
 
 _MASK = (1 << 64) - 1
 _MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
@@ -20,12 +21,24 @@ WORDS = tuple(
 """Vocabulary of the output: 1,024 words that need no escaping in JSON."""
 
 
-def generated_tokens(seed: int, choice: int) -> Iterator[bytes]:
-    """Yield the tokens of answer `choice` to a prompt with this seed, without end."""
+def generated_tokens(seed: int, choice: int, generated: int = 0) -> Iterator[bytes]:
+    """Yield the tokens of answer `choice` to a prompt with this seed, without end. `generated` is the number of output
+    tokens at the end of the prompt: the tokens are then the rest of the answer to the prompt without them."""
+    return map(WORDS.__getitem__, _words(seed, choice, generated))
+
+
+def generated_ids(seed: int, choice: int, generated: int = 0) -> Iterator[int]:
+    """Yield the ids of these tokens."""
+    return map(OUTPUT_ID.__add__, _words(seed, choice, generated))
+
+
+def _words(seed: int, choice: int, generated: int) -> Iterator[int]:
+    """Yield places in WORDS."""
     state = (seed + choice * _MULTIPLIER) & _MASK
-    while True:
+    for place in count():
         state = (state * _MULTIPLIER + _INCREMENT) & _MASK
-        yield WORDS[state >> 54]
+        if place >= generated:
+            yield state >> 54
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +88,10 @@ class StreamWriter:
     index: int
     tokens: int
     source: Iterator[bytes]
+    ids: Iterator[int] | None = None
+    """Ids of the tokens; None: the events have none."""
+    prompt_ids: list[int] | None = None
+    """Ids of the prompt, for the first event."""
     sent: int = 0
     _before: bytes = field(init=False)
     _after: bytes = field(init=False)
@@ -91,6 +108,8 @@ class StreamWriter:
 
     def until(self, emitted: int) -> bytes:
         """Return the events of all tokens up to `emitted` that have not been sent."""
+        if self.ids is not None:
+            return self._with_ids(emitted, self.ids)
         opening = b""
         if self.heading.kind == "chat" and not self.sent and emitted:
             role = {"role": "assistant", "content": ""}
@@ -102,3 +121,22 @@ class StreamWriter:
         if fresh and emitted == self.tokens:
             fresh[-1] = fresh[-1][: -len(self._after)] + self._last
         return opening + b"".join(fresh)
+
+    def _with_ids(self, emitted: int, ids: Iterator[int]) -> bytes:
+        """Return the same with token ids, as vLLM does for `return_token_ids`."""
+        chat, events = self.heading.kind == "chat", list[bytes]()
+        rest = {"logprobs": None, "finish_reason": None}
+        if chat and not self.sent and emitted:
+            opening = {"index": self.index, "delta": {"role": "assistant", "content": ""}, **rest}
+            events.append(self.heading.event([opening], prompt_token_ids=self.prompt_ids))
+        for number in range(self.sent, emitted):
+            text = next(self.source).decode()
+            piece: dict[str, Any] = {"index": self.index, **({"delta": {"content": text}} if chat else {"text": text})}
+            piece |= rest | {"token_ids": [next(ids)]}
+            if number + 1 == self.tokens:
+                piece["finish_reason"] = "length"
+            if not chat:
+                piece["prompt_token_ids"] = None if number else self.prompt_ids
+            events.append(self.heading.event([piece]))
+        self.sent = emitted
+        return b"".join(events)

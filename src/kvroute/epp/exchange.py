@@ -60,6 +60,7 @@ class PickExchange:
         "on_response",
         "on_resume",
         "path",
+        "paused",
         "peer",
         "query",
         "responded",
@@ -82,7 +83,7 @@ class PickExchange:
         """
         self.method, self.path, self.query = request.method, request.path, request.query
         self.headers, self.body, self.peer, self.subsets = request.headers, request.body, request.peer, request.subsets
-        self.started = self.finished = self.gone = False
+        self.started = self.finished = self.gone = self.paused = False
         self.responded = False
         """The response has begun."""
         self.on_gone: Callable[[], None] | None = None

@@ -194,6 +194,8 @@ class RetrySettings(Entry, frozen=True, kw_only=True):
     floor_per_s: Number = 10.0
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
     """Attempts of one request, including the first."""
+    continue_streams: bool = False
+    """Whether another engine continues a stream that breaks off, if `openai_api.stream_record.may_continue`."""
 
 
 class BreakerSettings(Entry, frozen=True, kw_only=True):

@@ -44,6 +44,8 @@ class ClientExchange(Protocol):
     finished: bool
     gone: bool
     """The client has disconnected."""
+    paused: bool
+    """The client reads more slowly than the response is written."""
     on_gone: Callable[[], None] | None
     on_pause: Callable[[], None] | None
     on_resume: Callable[[], None] | None

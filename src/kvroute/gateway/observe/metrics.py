@@ -51,6 +51,9 @@ class Metrics:
             ("outcome",),
         )
         self._stream_errors = Counter("kvroute_stream_errors_total", "Streams ended by an error event.")
+        self._continued = Counter(
+            "kvroute_continued_streams_total", "Streams that broke off and were given to another engine to continue."
+        )
         self._retries = Counter("kvroute_retries_total", "Legs retried on another instance.", ("leg",))
         self._no_retry = Counter("kvroute_retries_refused_total", "Retries that the budget did not allow.", ("leg",))
         self._leg_failures = Counter("kvroute_leg_failures_total", "Failed legs.", legs)
@@ -267,6 +270,10 @@ class Metrics:
     def stream_failed(self) -> None:
         """Count a stream that ended with an error event."""
         self._stream_errors.add()
+
+    def stream_continued(self) -> None:
+        """Count a stream that broke off and is continued by another engine."""
+        self._continued.add()
 
     def loop_lagged(self, seconds: float) -> None:
         """Observe the delay of a periodic timer of the event loop."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from kvroute.gateway.http.headers import answered
 from kvroute.gateway.observe.view import Ttft
 from kvroute.gateway.openai_api.responses import usage_tokens
+from kvroute.gateway.openai_api.stream_record import UnexpectedEvent
 from kvroute.gateway.openai_api.streams import DONE_CHUNK, STREAMS
 from kvroute.gateway.proxy.leg import FULL, Leg, LegOwner
 from kvroute.gateway.proxy.retry import UPSTREAM, LegFailure
@@ -17,6 +18,7 @@ from kvroute.types import Decode
 
 if TYPE_CHECKING:
     from kvroute.gateway.engines.client import EngineClient
+    from kvroute.gateway.openai_api.stream_record import StreamRecord
     from kvroute.gateway.proxy.expected_transfers import ExpectedEnd
     from kvroute.gateway.proxy.prefill_leg import PrefillLeg
     from kvroute.gateway.proxy.request_state import RequestState
@@ -123,6 +125,8 @@ class DecodeLeg(Leg):
         state, prefill, protocol = self.state, self._prefill, self.engine.protocol
         completion, timeouts = state.completion, state.runtime.timeouts
         computed = state.prefill_done
+        if state.record is not None:
+            completion = state.record.with_ids(completion)
         if self.aggregated:
             body = protocol.aggregated_body(completion)
         else:
@@ -218,11 +222,26 @@ class DecodeLeg(Leg):
             self._preamble = b""
             if not self._first_token(data, start):
                 return
+        if self.state.record is not None:
+            data = self._recorded(data, self.state.record)
+            if not self.open:
+                return
         self.events += self._format.tokens(data)
         if self._format.preamble:
             self._number += data.count(_EVENT_DATA)
         self.size += len(data)
         self.state.exchange.write(data)
+
+    def _recorded(self, data: bytes, record: StreamRecord) -> bytes:
+        """Return whole events as the client gets them; the leg fails if they do not fit into the client's stream."""
+        try:
+            return record.relayed(data)
+        except UnexpectedEvent:
+            if self.call is not None:
+                self.call.abort()
+            why = f"decode instance {self.engine.name} cannot continue the stream: its events have another format"
+            self.on_failed(LegFailure("malformed", why, 502, sent=True))
+            return b""
 
     def _on_chunk(self, chunk: bytes, data_bytes: int) -> None:
         """Relay a chunk of whole events as it was received."""
@@ -256,6 +275,7 @@ class DecodeLeg(Leg):
         end = max(_after(data, b"\n\n"), _after(data, b"\r\n\r\n"))
         if len(data) - end > _HELD_BYTES_MAX:
             self._torn, self._held = True, b""
+            self.state.record = None  # it records whole events
             return data
         self._held = data[end:]
         return data[:end]
@@ -285,12 +305,17 @@ class DecodeLeg(Leg):
         self._transfer_done(TransferTimes(crossed_s, self._measured_s(now)), now)
         if state.over:  # the client has left
             return False
+        exchange.on_pause, exchange.on_resume = self.pause, self.resume
+        if exchange.started:  # this leg continues the stream of another one
+            self.owner.release_body()
+            if exchange.paused:
+                self.pause()
+            return True
         queue_s = (self.sent_at if self._prefill is None else self._prefill.sent_at) - state.received_at
         transfer_s = crossed_s or 0.0
         prefill_s = max(0.0, now - state.received_at - queue_s - transfer_s - step_s)
         self.owner.on_first_token(self, Ttft(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
-        exchange.on_pause, exchange.on_resume = self.pause, self.resume
-        if self.call is not None:
+        if self.call is not None and state.record is None:
             self.call.on_chunk = self._on_named_chunk if self._format.preamble else self._on_chunk
         content_type, headers = answered(self.headers, state.request_id)
         exchange.start(self.status, [(b"content-type", content_type), *headers], None)
@@ -351,7 +376,9 @@ class DecodeLeg(Leg):
             return
         self.close()
         exchange.end()
-        self.owner.on_response_end(self, self.events, self.state.runtime.now())
+        record = self.state.record
+        tokens = record.tokens if record is not None and record.tokens else self.events
+        self.owner.on_response_end(self, tokens, self.state.runtime.now())
 
     def failed(self, failure: LegFailure, now: float) -> None:
         """See Leg. If the decode engine cannot pull the KV cache, the prefill engine may have restarted."""

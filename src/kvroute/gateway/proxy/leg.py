@@ -129,7 +129,7 @@ class Leg:
         self.open = True
         self.call, self.attempt = self.engine.send(
             self,
-            path or state.exchange.path,
+            path or state.path,
             head,
             body,
             first_byte_s=first_byte_s,

@@ -20,7 +20,8 @@ from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.prompt_queue import QueueFull
 from kvroute.gateway.openai_api.requests import Completion, without_body, without_prompts
-from kvroute.gateway.openai_api.responses import ended_by_length, error_body
+from kvroute.gateway.openai_api.responses import ended_by_length, error_body, error_event
+from kvroute.gateway.openai_api.stream_record import COMPLETIONS_PATH, StreamRecord, may_continue
 from kvroute.gateway.proxy.abandoned import SETTLE_S, AbandonedLimit, strands_kv
 from kvroute.gateway.proxy.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
 from kvroute.gateway.proxy.prefill_leg import PrefillLeg
@@ -131,6 +132,8 @@ class ProxiedRequest:
             state.head = (
                 header_lines(forwarded(exchange.headers, state.request_id, runtime.forward_headers)) + runtime.added
             )
+            if runtime.settings.retries.continue_streams and self._decode_leg is DecodeLeg and may_continue(completion):
+                state.record = StreamRecord(completion)
             self.model = runtime.models.name(completion.model)
             prompt = runtime.prompts.blocks_now(completion)
             if prompt is None:
@@ -368,7 +371,8 @@ class ProxiedRequest:
             case DecodeWithoutPrefill():
                 self._prefill_lost(now)
             case EndStream():
-                self._end_stream(failure, now)
+                if not self._continue_stream(now):
+                    self._end_stream(failure, now)
             case Retry(leg="prefill"):
                 self._retry_prefill(failure, now)
             case Retry(kv_lost=kv_lost, abort_prefill=abort_prefill):
@@ -407,6 +411,21 @@ class ProxiedRequest:
         else:
             self._fail(failure.status, failure.reason, now)
 
+    def _continue_stream(self, now: float) -> bool:
+        """Let other engines generate the rest of a stream that has broken off. Return False if that is impossible."""
+        state, leg = self.state, self.decode
+        record = state.record
+        if record is None or leg is None or not record.continuable or not self._may_retry("decode", now):
+            return False
+        self.decode = None
+        self._release_kept()
+        leg.end_transfer(now, False)
+        self._ids = None
+        state.completion, state.path = record.rest(), COMPLETIONS_PATH
+        self.runtime.metrics.stream_continued()
+        self._apply(self.runtime.report.decode_failed(state.number, now, kv_lost=True), now)
+        return True
+
     def _may_retry(self, leg: Literal["prefill", "decode"], now: float) -> bool:
         """Return whether a failed leg may be retried; if so, count the retry as made."""
         runtime = self.runtime
@@ -444,7 +463,10 @@ class ProxiedRequest:
     def _answer_error(self, status: int, body: bytes, now: float, why: str, retry_after_s: int = 1) -> None:
         self._drop_legs(now)
         exchange = self.state.exchange
-        if exchange.started:
+        if exchange.started and self.state.record is not None:
+            exchange.write(error_event(why, UPSTREAM))
+            exchange.end()
+        elif exchange.started:
             exchange.abort()
         else:
             headers = [(b"x-request-id", self.state.request_id)]
@@ -581,5 +603,5 @@ class ProxiedRequest:
                 state.trace.end(status, error)
         finally:
             seconds = now - state.received_at
-            ended = EndedRequest(state.number, self.ticket, state.completion.kind, status, seconds, relayed_bytes)
+            ended = EndedRequest(state.number, self.ticket, state.kind, status, seconds, relayed_bytes)
             runtime.ended(ended, now)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.http.exchange import ClientExchange
     from kvroute.gateway.observe.tracing import RequestTrace
     from kvroute.gateway.openai_api.requests import Completion
+    from kvroute.gateway.openai_api.stream_record import StreamRecord
     from kvroute.gateway.proxy.runtime import ClusterRuntime
     from kvroute.gateway.wan.paths import PathAttempt
     from kvroute.types import Request
@@ -25,10 +26,13 @@ class RequestState:
         "exchange",
         "faults",
         "head",
+        "kind",
         "number",
         "over",
+        "path",
         "path_attempt",
         "received_at",
+        "record",
         "request",
         "request_id",
         "runtime",
@@ -49,6 +53,12 @@ class RequestState:
         self.number = runtime.next_number()
         """Its id in the core and in the event log."""
         self.received_at = received_at
+        self.kind = completion.kind
+        """Kind of the client's request; `completion` may be of another one when a stream is continued."""
+        self.path = exchange.path
+        """Path of its legs."""
+        self.record: StreamRecord | None = None
+        """Tokens of the response, if another engine may continue it."""
         self.request: Request | None = None
         self.path_attempt: PathAttempt | None = None
         """Its attempt to transfer the KV cache from another datacenter over a WAN path; None: there is none."""
