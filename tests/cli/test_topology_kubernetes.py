@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +12,6 @@ from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.manifests import node_document
 
 from kvroute.gateway.config.preflight import deployment_of
-
-
-async def run(rig: Rig, *arguments: str) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of `kvroute`."""
-    command = [sys.executable, "-m", "kvroute.cli.app", *arguments]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=rig.folder)
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_a_file_from_a_cluster(tmp_path: Path) -> None:
@@ -34,12 +26,12 @@ def test_a_file_from_a_cluster(tmp_path: Path) -> None:
         await rig.put("e", labels={"kvroute.io/role": "decode"}, node="w2", podIP="10.0.0.3", ready=False)
         await rig.put("x", labels={"kvroute.io/role": "decod"}, node="w2", podIP="10.0.0.4")
         options = ("--kubernetes", "--kubeconfig", "kubeconfig")
-        code, out, err = await run(rig, "topology", "new", *options, "--out", "cluster.yaml")
+        code, out, err = await rig.kvroute("topology", "new", *options, "--out", "cluster.yaml")
         assert code == 0, err
         assert out.startswith("wrote cluster.yaml; next: ")
         assert "llm/x: kvroute.io/role: unknown role 'decod'; did you mean 'decode'?" in err
         assert "llm.e: it is not ready" in err
-        code, out, err = await run(rig, "topology", "check", "cluster.yaml")
+        code, out, err = await rig.kvroute("topology", "check", "cluster.yaml")
         assert (code, err) == (0, "")
         assert "OK: my-cluster: 2 datacenters, 0 pods, 3 racks, 3 nodes" in out
         cluster, _ = deployment_of((rig.folder / "cluster.yaml").read_text(), "cluster.yaml")
@@ -70,7 +62,7 @@ def test_what_is_wrong_is_one_sentence(tmp_path: Path, arguments: str, token: st
     async def scenario(rig: Rig) -> None:
         kubeconfig(rig.folder, rig.server.url, {"token": token})
         more = ["--kubeconfig", "kubeconfig"] if "--kubernetes" in arguments else []
-        code, out, err = await run(rig, "topology", "new", *arguments.split(), *more)
+        code, out, err = await rig.kvroute("topology", "new", *arguments.split(), *more)
         assert (code, out) == (2, "")
         assert error in err
         assert err.count("\n") == 1
@@ -83,10 +75,10 @@ def test_a_wrong_namespace_is_noticed_by_the_check(tmp_path: Path) -> None:
 
     async def scenario(rig: Rig) -> None:
         options = ("--kubeconfig", "kubeconfig")
-        code, _, err = await run(rig, "kube", "check", "--namespace", "lmm", *options)
+        code, _, err = await rig.kvroute("kube", "check", "--namespace", "lmm", *options)
         assert code == 2
         assert "there is no namespace 'lmm'; create it, or give another one" in err
-        code, out, _ = await run(rig, "kube", "check", "--namespace", "llm", *options)
+        code, out, _ = await rig.kvroute("kube", "check", "--namespace", "llm", *options)
         assert code == 1
         assert "no pod is an engine" in out
 

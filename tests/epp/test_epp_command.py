@@ -17,7 +17,6 @@ from tests.gateway.rig import CLUSTER
 from tests.gateway.stub_engines import deployment, listening, run
 from tests.waiting import becomes_true, until
 
-from kvroute.epp.server import PickerSettings
 from kvroute.gateway.lifecycle.deployment import Deployment
 
 
@@ -57,15 +56,15 @@ def test_the_port_for_envoy_has_tls(tmp_path: Path) -> None:
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "key.pem"]
     command = ["openssl", "req", "-x509", *key, "-out", "cert.pem", "-days", "2", *names]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    pair = ((tmp_path / "key.pem").read_bytes(), (tmp_path / "cert.pem").read_bytes())
+    trusted = (tmp_path / "cert.pem").read_bytes()
 
     async def main() -> None:
         engines = alone(1)
         async with listening(engines):
             files = f"certificate: {tmp_path}/cert.pem, key: {tmp_path}/key.pem"
             made = deployment(engines, listen=f"{{port: 0, tls: {{{files}}}}}")
-            async with picking(made, PickerSettings(certificate=pair)) as rig:
-                credentials = grpc.ssl_channel_credentials(pair[1])
+            async with picking(made) as rig:
+                credentials = grpc.ssl_channel_credentials(trusted)
                 async with grpc.aio.secure_channel(f"127.0.0.1:{rig.gateway.port}", credentials) as channel:
                     answer = await EnvoyStream(channel).ask(completion_body())
                     assert answer.endpoints == [address(engines[0])]

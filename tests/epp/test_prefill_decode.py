@@ -176,7 +176,7 @@ def test_another_decode_instance_fetches_the_kv_if_the_first_refuses() -> None:
 
 
 def test_the_prefill_of_a_joint_protocol_fails_after_envoy_has_the_request() -> None:
-    """Envoy cannot take the decode leg back, so the stream to it ends with an error, and everything is released."""
+    """Envoy gets a response for the client, with which it withdraws the decode leg; no other prefill is begun."""
 
     async def main() -> None:
         (prefill, decode), gate = engines_of("sglang"), Gate()
@@ -186,21 +186,43 @@ def test_the_prefill_of_a_joint_protocol_fails_after_envoy_has_the_request() -> 
             stream = rig.stream()
             await stream.ask(completion_body())
             gate.open.set()
-            await until(lambda: not rig.requests)
+            answer = await stream.answer(False)
+            assert (answer.status, b"returned status 500" in answer.body) == (502, True)
+            await stream.end()
+            assert await stream.call.code() == grpc.StatusCode.OK
+            assert sum(len(engine.received) for engine in prefill) == 1
+            assert await rig.becomes_idle(), rig.held_resources()
+
+    run(main())
+
+
+def test_a_prefill_that_fails_after_the_response_has_begun_ends_the_stream() -> None:
+    """The client has a part of the response, so Envoy can only break it off."""
+
+    async def main() -> None:
+        (prefill, decode), gate = engines_of("sglang"), Gate()
+        for engine in prefill:
+            engine.serve = gate.before(failing(500))
+        async with picker(prefill + decode) as rig:
+            stream = rig.stream()
+            answer = await stream.ask(completion_body())
+            await stream.respond(200, answer.endpoints[0])
+            gate.open.set()
             assert await stream.call.code() == grpc.StatusCode.ABORTED
             assert await rig.becomes_idle(), rig.held_resources()
 
     run(main())
 
 
-async def rest_of(stream: EnvoyStream) -> None:
-    """Read until the stream fails."""
-    while True:
-        await stream.read()
+async def immediate(stream: EnvoyStream) -> int:
+    """Read to the immediate response, and return its status."""
+    while not (message := await stream.read()).HasField("immediate_response"):
+        pass
+    return int(message.immediate_response.status.code)
 
 
-def test_a_request_that_fails_while_its_choice_is_being_sent_ends_its_stream() -> None:
-    """The stream of Envoy gets the error, also if part of the choice was not sent yet."""
+def test_a_request_that_fails_while_its_choice_is_being_sent_is_withdrawn() -> None:
+    """Envoy gets the response, also if part of the choice was not sent yet."""
 
     async def main() -> None:
         prefill, decode = engines_of("sglang")
@@ -210,9 +232,8 @@ def test_a_request_that_fails_while_its_choice_is_being_sent_ends_its_stream() -
             for number in range(10):
                 stream = rig.stream()
                 await stream.ask_only(completion_body(user=str(number), prompt="word " * 60_000))
-                with pytest.raises(grpc.aio.AioRpcError) as ended:
-                    await rest_of(stream)
-                assert ended.value.code() == grpc.StatusCode.ABORTED
+                assert await immediate(stream) == 502
+                await stream.end()
             assert await rig.becomes_idle(), rig.held_resources()
 
     run(main())

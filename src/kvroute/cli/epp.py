@@ -53,7 +53,6 @@ from kvroute.topology.kubernetes_overlay import kubernetes_file
 from kvroute.types import Endpoint, InputError
 
 if TYPE_CHECKING:
-    from kvroute.epp.server import PickerSettings
     from kvroute.gateway.config.settings import GatewaySettings
     from kvroute.gateway.gateway import Gateway
     from kvroute.gateway.lifecycle.deployment import Deployment
@@ -190,12 +189,13 @@ def epp(
             _announce(gateway, deployment, ready_file)
 
         from kvroute.epp.frontend import PickerFrontend
+        from kvroute.epp.server import PickerSettings
 
         first = read(endpoints)
         if envoy_config is not None:
             envoy.config_text(first, first.settings.listen.port)  # an option that does not fit is an error now
         fails_open = envoy.fail_open if envoy_config is not None else None
-        frontend = PickerFrontend(_picker_settings(first, conformance, prefill_by == "sidecar", fails_open))
+        frontend = PickerFrontend(PickerSettings(conformance, prefill_by == "sidecar", fails_open))
         run = run_gateway(lambda: read(endpoints), ready_file, seed, until_eof, frontend=frontend, announce=announce)
         uvloop.run(run)
 
@@ -219,16 +219,6 @@ def _check_installed() -> None:
         import kvroute.epp.frontend  # noqa: F401
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve,epp]'") from None
-
-
-def _picker_settings(
-    deployment: Deployment, conformance: bool, sidecar: bool, fails_open: bool | None
-) -> PickerSettings:
-    from kvroute.epp.server import PickerSettings
-
-    tls = deployment.settings.listen.tls
-    pair = None if tls is None else (Path(tls.key).read_bytes(), Path(tls.certificate).read_bytes())
-    return PickerSettings(conformance, sidecar, pair, fails_open)
 
 
 def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None) -> None:

@@ -11,6 +11,8 @@ import msgspec
 import typer
 
 from kvroute.cli.kube_operator import operator
+from kvroute.cli.kube_pool import envoy_reachable, print_pool
+from kvroute.cli.kubernetes_options import pool_fields
 from kvroute.cli.output import console, print_json, tell, thin_table
 from kvroute.types import InputError
 
@@ -31,7 +33,16 @@ def check(
         str | None, typer.Option(help="Namespace of the engines; default: that of the kubeconfig.")
     ] = None,
     all_namespaces: Annotated[bool, typer.Option("--all-namespaces", help="Engines of all namespaces.")] = False,
-    selector: Annotated[str, typer.Option(help="Label selector, such as app=vllm; default: all pods.")] = "",
+    selector: Annotated[
+        str | None, typer.Option(help="Label selector, such as app=vllm; default: all pods.", show_default=False)
+    ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[NAMESPACE/]NAME",
+            help="InferencePool whose pods and ports are the engines, as for `kvroute epp`.",
+        ),
+    ] = None,
     constraint: Annotated[
         str, typer.Option(help="Topology constraint to check, such as rack:required.", metavar="LEVEL[:ENFORCEMENT]")
     ] = "",
@@ -49,15 +60,17 @@ def check(
 ) -> None:
     """Show which engines a gateway would discover, which labels are missing, and whom a constraint would exclude.
 
-    It reads pods and nodes once, and changes nothing.
+    It reads pods and nodes once, with --pool the pool and the Service of its endpoint picker too, and changes nothing.
 
     Exit code: 0 no findings, 1 there are findings, 2 an option is wrong or the API server does not answer.
 
     Example: [bold]kvroute kube check --namespace llm --constraint rack:required[/bold]
+    or [bold]kvroute kube check --pool llm/my-pool[/bold]
     """
     try:
         from kvroute.kube.client import Access
         from kvroute.kube.discovery import DiscoveryOptions, read_once
+        from kvroute.kube.pool_check import read_pool_once
         from kvroute.kube.preflight import check_access
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[kube]'") from None
@@ -67,15 +80,25 @@ def check(
 
     if all_namespaces and namespace is not None:
         raise InputError("--namespace and --all-namespaces exclude each other", where="--all-namespaces")
+    if all_namespaces and pool is not None:
+        raise InputError("an InferencePool is in one namespace", where="--all-namespaces", hint="leave it out")
+    of_pool = {} if pool is None else pool_fields(pool, namespace, selector)
     wanted = TopologyConstraint.parse(constraint) if constraint else None
     levels = DEFAULT_LEVELS
     for each in level or ():
         levels = levels.with_keys(each)
-    options = DiscoveryOptions("" if all_namespaces else namespace, selector, levels)
+    in_namespace = "" if all_namespaces else of_pool.get("namespace", namespace)
+    options = DiscoveryOptions(in_namespace, selector or "", levels)
     access = Access(kubeconfig, context)
     asyncio.run(check_access(access, options))
-    reading, failure = asyncio.run(read_once(access, options))
-    report = check_report(reading, levels, wanted.level if wanted else None, failure)
+    level_wanted = wanted.level if wanted else None
+    if of_pool:
+        found = asyncio.run(read_pool_once(access, options, of_pool["pool"]))
+        reading = envoy_reachable(found.reading)
+        report = check_report(reading, levels, level_wanted, found.nodes_failure, found.report)
+    else:
+        listing = asyncio.run(read_once(access, options))
+        report = check_report(listing.reading, levels, level_wanted, listing.nodes_failure)
     if as_json:
         print_json({"ok": not report.faults, "faults": report.faults, **msgspec.to_builtins(report)})
     else:
@@ -130,6 +153,8 @@ def _become(command: list[str], environment: dict[str, str]) -> None:
 
 def _print(report: CheckReport) -> None:
     out = console()
+    if report.pool is not None:
+        print_pool(out, report.pool, report.engines)
     if report.engines:
         out.print(_engine_table(report))
         out.print(_level_table(report))

@@ -79,7 +79,7 @@ def kubernetes_overlay(
     if selector is not None and (fault := selector_fault(selector)):
         raise InputError(fault, where="--selector", hint=SELECTOR_HINT)
     if pool is not None:
-        given |= _pool_fields(pool, namespace, selector)
+        given |= pool_fields(pool, namespace, selector)
     try:
         return KubernetesOverlay(msgspec.convert(given, KubernetesEntry))
     except msgspec.ValidationError:  # the other options are any text
@@ -87,8 +87,12 @@ def kubernetes_overlay(
         raise InputError(f"{namespace!r} is not the name of a namespace", where="--namespace", hint=hint) from None
 
 
-def _pool_fields(pool: str, namespace: str | None, selector: str | None) -> dict[str, str]:
-    """Return the fields that --pool sets."""
+def pool_fields(pool: str, namespace: str | None, selector: str | None) -> dict[str, str]:
+    """Return the fields of a Kubernetes source that --pool sets: `pool`, and `namespace` if the name has one.
+
+    Raises:
+        InputError: it is no name of a pool, or the other options contradict it.
+    """
     own, slash, name = pool.rpartition("/")
     if not re.fullmatch(OBJECT_NAME, name) or (slash and not re.fullmatch(NAMESPACE_NAME, own)):
         hint = "write NAME or NAMESPACE/NAME, in lower-case letters, digits and `-`"

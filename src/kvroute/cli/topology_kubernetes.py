@@ -30,7 +30,8 @@ def kubernetes_draft(
     access = Access(None if given.kubeconfig is None else Path(given.kubeconfig), given.context)
     options = DiscoveryOptions("" if given.namespace == "*" else given.namespace, given.selector)
     asyncio.run(check_access(access, options))
-    reading, failure = asyncio.run(read_once(access, options))
+    listing = asyncio.run(read_once(access, options))
+    reading, failure = listing.reading, listing.nodes_failure
     text, refused = draft_discovered(
         name, reading.engines, model=model, tp=tp, gpus_per_node=gpus_per_node, nic_bytes_per_s=nic_bytes_per_s
     )

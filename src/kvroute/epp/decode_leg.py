@@ -77,12 +77,12 @@ class EnvoyDecodeLeg(DecodeLeg):
         """In the order in which Envoy tries them."""
 
     def send(self, body: bytes, first_byte_s: float, now: float, path: bytes = b"") -> None:
-        """Let Envoy send the request. It cannot take a request back, so a second leg of a request fails."""
+        """Let Envoy send the request, which it does once: a second leg of a request fails."""
         exchange = self._exchange
         self._engines = [self.engine, *self._fallbacks()]
         addresses = [engine_address(engine) for engine in self._engines]
-        if exchange.started or not addresses[0]:
-            why = "Envoy has sent the request already" if exchange.started else "the engine has no IP address"
+        if exchange.picked or not addresses[0]:
+            why = "Envoy has sent the request already" if exchange.picked else "the engine has no IP address"
             self.open = True
             self.attempt = self.engine.started(now, counted=False)
             failure = LegFailure("reset", f"decode instance {self.engine.name}: {why}", 502, sent=True)
@@ -98,6 +98,11 @@ class EnvoyDecodeLeg(DecodeLeg):
         exchange.on_response, exchange.on_end = self._on_response, self._on_end
         exchange.pick(Pick(",".join(filter(None, addresses)), added, removed, body))
         self.owner.release_body()
+
+    @property
+    def final(self) -> bool:
+        """See `DecodeLeg`."""
+        return self._exchange.picked
 
     def own_headers(self) -> bytes:
         """Return additional header lines for the engine."""

@@ -43,7 +43,8 @@ class PickExchange:
     """See `ClientExchange`. Envoy relays the response, so nothing of it is written here: call `respond` or `pick`.
 
     After `pick`, `on_response` is called with the status and the endpoint that has served it (empty: none has), and
-    `on_end` when the response is over. If Envoy ends the request before, `on_gone` is called.
+    `on_end` when the response is over. If Envoy ends the request before, `on_gone` is called. Until the response
+    begins, `respond` withdraws the request from its engine: Envoy closes it there and sends this response instead.
     """
 
     __slots__ = (
@@ -62,8 +63,8 @@ class PickExchange:
         "path",
         "paused",
         "peer",
+        "picked",
         "query",
-        "responded",
         "started",
         "subsets",
     )
@@ -78,14 +79,14 @@ class PickExchange:
         """Args:
 
         request: as Envoy has received it.
-        answer: takes the choice, or the response that Envoy sends at once; called at most once.
+        answer: takes the choice, the response that Envoy sends at once, or first the one and then the other.
         reset: ends the stream to Envoy with an error.
         """
         self.method, self.path, self.query = request.method, request.path, request.query
         self.headers, self.body, self.peer, self.subsets = request.headers, request.body, request.peer, request.subsets
         self.started = self.finished = self.gone = self.paused = False
-        self.responded = False
-        """The response has begun."""
+        self.picked = False
+        """Envoy has the choice, which cannot be changed."""
         self.on_gone: Callable[[], None] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
@@ -102,10 +103,10 @@ class PickExchange:
         self.body = b""
 
     def pick(self, pick: Pick) -> None:
-        """Send the request to an endpoint; no other response follows."""
-        assert not self.started, "Envoy sends a request once"
+        """Send the request to an endpoint."""
+        assert not self.picked, "Envoy sends a request once"
         if not self.gone:
-            self.started = True
+            self.picked = True
             self._answer(pick)
 
     def respond(
@@ -148,7 +149,7 @@ class PickExchange:
 
     def response_began(self, status: int, served: str) -> None:
         """Report the beginning of the response. Args: see `on_response`."""
-        self.responded = True
+        self.started = True
         if self.on_response is not None:
             self.on_response(status, served)
 
@@ -156,8 +157,8 @@ class PickExchange:
         """Report the end of the stream to Envoy: the response is over, or the request ended before it began."""
         if self.gone or self.finished:
             return
-        then = self.on_end if self.responded else self.on_gone
-        self.gone, self.finished = not self.responded, self.responded
+        then = self.on_end if self.started else self.on_gone
+        self.gone, self.finished = not self.started, self.started
         self._forget()
         if then is not None:
             then()

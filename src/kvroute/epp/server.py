@@ -46,8 +46,6 @@ class PickerSettings:
     """Whether the headers of the conformance tests have an effect."""
     sidecar: bool = False
     """Whether a sidecar of each decode instance orders the prefill, so that the picker only names its instance."""
-    certificate: tuple[bytes, bytes] | None = None
-    """Key and certificate in PEM for TLS; None: no TLS."""
     fails_open: bool | None = None
     """Whether the configuration of Envoy that the picker has written fails open; None: it has written none."""
 
@@ -58,6 +56,7 @@ class PickerServer:
     def __init__(self, parts: ServerParts, settings: PickerSettings) -> None:
         self.limits = parts.limits
         self._endpoints, self._ready, self._settings = parts.endpoints, parts.ready, settings
+        self._key_pair = parts.key_pair
         self._server: Any = None
         self._streams = self._bodies_bytes = 0
         self.access_log = AccessLog(lambda: parts.endpoints.serving)
@@ -75,16 +74,15 @@ class PickerServer:
         Raises:
             OSError: the address cannot be used.
         """
-        del ssl  # gRPC has TLS of its own: see `PickerSettings`
+        del ssl  # gRPC has a TLS of its own, which takes `ServerParts.key_pair`
         server = self._server = grpc.aio.server(options=_OPTIONS)
         server.add_generic_rpc_handlers(tuple(_handlers(self._process, self._health, self._logs)))
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            if self._settings.certificate is None:
+            if self._key_pair is None:
                 drawn = server.add_insecure_port(address)
             else:
-                credentials = grpc.ssl_server_credentials([self._settings.certificate])
-                drawn = server.add_secure_port(address, credentials)
+                drawn = server.add_secure_port(address, _renewed_credentials(self._key_pair))
         except RuntimeError:
             await server.start()  # gRPC can only stop a server that was started
             await server.stop(None)
@@ -171,6 +169,22 @@ def counted_bytes(nbytes: int) -> int:
     """Return the memory that counts for a body of this size: four times its size, as in the gateway's HTTP server;
     none for a small one."""
     return 4 * nbytes if nbytes > LIGHT_BYTES else 0
+
+
+def _renewed_credentials(key_pair: Callable[[], tuple[bytes, bytes]]) -> Any:
+    """Return credentials with which each new connection uses the present key and certificate."""
+    used = key_pair()
+
+    def renewed() -> Any:
+        """Called before each handshake, in a thread of gRPC; None: nothing has changed."""
+        nonlocal used
+        pair = key_pair()
+        if pair == used:
+            return None
+        used = pair
+        return grpc.ssl_server_certificate_configuration([pair])
+
+    return grpc.dynamic_ssl_server_credentials(grpc.ssl_server_certificate_configuration([used]), renewed)
 
 
 def _handlers(process: Callable[..., Any], health: Callable[..., Any], logs: Callable[..., Any]) -> list[Any]:

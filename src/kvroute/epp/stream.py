@@ -70,6 +70,8 @@ class ProcessingStream:
         self._mode = self._response_mode = FULL_DUPLEX_STREAMED
         self._has_body = self._trailers = False
         self._answered: asyncio.Future[Pick | ProcessingResponse] = asyncio.get_running_loop().create_future()
+        self._withdrawal: ProcessingResponse | None = None
+        """Response that Envoy sends although it has the choice already."""
         self._task = asyncio.current_task()
         self._reset = self._writing = False
 
@@ -96,29 +98,40 @@ class ProcessingStream:
             if isinstance(answer, Pick):
                 await self._follow(exchange)
         except asyncio.CancelledError:
-            if not self._reset:
+            if self._withdrawal is not None:
+                await self._context.write(self._withdrawal)
+            elif self._reset:
+                await self._context.abort(grpc.StatusCode.ABORTED, "the request has failed in the picker")
+            else:
                 raise
-            await self._context.abort(grpc.StatusCode.ABORTED, "the request has failed in the picker")
         finally:
             exchange.closed()
 
     def _answer(self, answer: Pick | ProcessingResponse) -> None:
         if not self._answered.done():
             self._answered.set_result(answer)
+        elif isinstance(answer, ProcessingResponse):
+            self._withdrawal = answer
+            self._interrupt()
 
     def _abort(self) -> None:
         self._reset = True
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Stop following the response."""
         if self._task is not None and not self._writing:
             self._task.cancel()
 
     async def _write(self, reply: ProcessingResponse) -> None:
-        """Send one message. An abort waits for its end: gRPC sends no status while a message is being sent."""
+        """Send one message. An interruption waits for its end: gRPC sends one message at a time, and no status
+        meanwhile."""
         self._writing = True
         try:
             await self._context.write(reply)
         finally:
             self._writing = False
-        if self._reset:
+        if self._reset or self._withdrawal is not None:
             raise asyncio.CancelledError
 
     # The request

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ import msgspec
 
 from kvroute import __version__
 from kvroute.control import Admissions, Control
-from kvroute.gateway.config.settings_checks import tls_context
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.loop_lag import LoopLag
 from kvroute.gateway.http.web_pages import WebPages
+from kvroute.gateway.lifecycle.certificates import PortCertificate, context_of, follow, port_certificate
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.lifecycle.exposure import log_exposures
 from kvroute.gateway.lifecycle.membership import Membership
@@ -119,8 +118,9 @@ class Gateway:
         )
         self._pages = WebPages()
         self._reloading = asyncio.Lock()
-        self._tls: ssl.SSLContext | None = None
-        self._admin_tls: ssl.SSLContext | None = None
+        self._certificate: PortCertificate | None = None
+        self._admin_certificate: PortCertificate | None = None
+        self._renewals: asyncio.Task[None] | None = None
         self._checked = self._draining = False
         self._clusters: ClusterManager | None = None
         self._membership: Membership | None = None
@@ -215,23 +215,31 @@ class Gateway:
             relayed=self._frontend.relayed,
         )
         self._check_pages(deployment)
-        parts = ServerParts(self._endpoints, deployment.http_limits, self._deadlines, self._pages, self.ready)
+        certificate = self._certificate = port_certificate(listen.tls, "gateway.listen.tls")
+        parts = ServerParts(
+            self._endpoints,
+            deployment.http_limits,
+            self._deadlines,
+            self._pages,
+            self.ready,
+            key_pair=None if certificate is None else lambda: certificate.pair,
+        )
         server = self._server = self._frontend.server(parts)
-        self._tls = tls_context(listen.tls) if listen.tls else None
         try:
-            self.port = await server.listen(listen.host, listen.port, self._tls)
+            self.port = await server.listen(listen.host, listen.port, context_of(certificate))
         except OSError as error:
             place, why = f"{listen.host}:{listen.port}", error.strerror or str(error)
             raise cannot_listen(place, error.errno, why, where="gateway.listen") from None
         self._admin = Admin(self._admin_parts(deployment))
-        self._admin_tls = tls_context(settings.admin.tls) if settings.admin.tls else None
-        self.admin_port = await self._admin.start(settings.admin.host, settings.admin.port, self._admin_tls)
+        admin = self._admin_certificate = port_certificate(settings.admin.tls, "gateway.admin.tls")
+        self.admin_port = await self._admin.start(settings.admin.host, settings.admin.port, context_of(admin))
         manager.watch()
         self._membership = Membership(manager, self._reloading, self.now, self._frontend.picker(self.port))
         self._membership.follow(deployment.cluster.file.discovery, deployment.folder)
         if self.replication is not None:
             self.replication.start(settings.prompt.block_tokens)
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        self._renewals = asyncio.get_running_loop().create_task(follow(certificate, admin))
         address = f"{listen.host}:{self.port}"
         log_exposures(settings, settings)
         log_event("info", "serving", address=address, policy=settings.policy, instances=len(manager.runtime.engines))
@@ -281,9 +289,10 @@ class Gateway:
 
     async def _close(self) -> None:
         manager, server = self._clusters, self._server
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
+        periodic = [task for task in (self._ticker, self._renewals) if task is not None]
+        for task in periodic:
+            task.cancel()
+        await asyncio.gather(*periodic, return_exceptions=True)
         self._lag.close()
         if self.replication is not None:
             await self.replication.close()
@@ -363,10 +372,10 @@ class Gateway:
         self._admin.change(self._admin_parts(deployment))
         if self._logs is not None:
             self._logs.change(settings.log.format, settings.log.level, access=settings.log.access)
-        if self._tls is not None and settings.listen.tls is not None:
-            tls_context(settings.listen.tls, self._tls)
-        if self._admin_tls is not None and settings.admin.tls is not None:
-            tls_context(settings.admin.tls, self._admin_tls)
+        if self._certificate is not None and settings.listen.tls is not None:
+            self._certificate.change(settings.listen.tls)
+        if self._admin_certificate is not None and settings.admin.tls is not None:
+            self._admin_certificate.change(settings.admin.tls)
 
     def _admin_parts(self, deployment: Deployment) -> AdminParts:
         assert self._clusters is not None

@@ -32,6 +32,42 @@ class LevelReport(msgspec.Struct, frozen=True, kw_only=True):
     """Decode engines without a prefill engine in their domain."""
 
 
+class PickerTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """Where gateways find the endpoint picker of a pool."""
+
+    kind: str
+    name: str
+    port: int
+    """Of the Service; 0: the pool names none."""
+    target_port: int | str | None
+    """On which the picker listens, or the name of this port of its pods; None: it is not known."""
+    failure_mode: str
+
+
+class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pool says."""
+
+    name: str
+    """`namespace/name`."""
+    selector: str
+    """Label selector of the pods; empty: the pool cannot be used."""
+    target_ports: tuple[int, ...]
+    picker: PickerTarget | None
+    """None: gateways ask no endpoint picker."""
+    pods: int
+    """Number of pods with these labels."""
+
+    @property
+    def nothing(self) -> str:
+        """Why the pool has no engine, in one sentence; empty if a finding tells."""
+        if not self.selector:
+            return ""
+        where = f"InferencePool {self.name}: spec.selector"
+        if self.pods:
+            return f"{where}: none of its {self.pods} pods is an engine; see docs/kubernetes-labels.md for the labels"
+        return f"{where}: no pod has the labels {self.selector}; label the engines' pods, or change matchLabels"
+
+
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that `kvroute kube check` prints."""
 
@@ -42,6 +78,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """Level of the constraint that was asked for."""
     nodes_failure: str = ""
     """Why nodes could not be listed."""
+    pool: PoolReport | None = None
+    """The InferencePool whose engines these are; None: they are those of a namespace or a selector."""
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -49,8 +87,11 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
         found = [each.sentence for each in self.findings if each.effect != "waiting"]
         if self.nodes_failure:
             found.append(f"{self.nodes_failure}; places come from labels of pods alone")
-        if not self.engines:
-            found.append("no pod is an engine; see docs/kubernetes-labels.md for the labels")
+        nothing = "no pod is an engine; see docs/kubernetes-labels.md for the labels"
+        if self.pool is not None:
+            nothing = self.pool.nothing
+        if nothing and not self.engines:
+            found.append(nothing)
         nowhere = set[str]()
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
             partnerless = _alone(self.engines, None, role, other)
@@ -73,7 +114,11 @@ def _unlabelled(level: LevelReport, node: str) -> str:
 
 
 def check_report(
-    reading: Reading, levels: LevelKeys, constraint: Level | None = None, nodes_failure: str = ""
+    reading: Reading,
+    levels: LevelKeys,
+    constraint: Level | None = None,
+    nodes_failure: str = "",
+    pool: PoolReport | None = None,
 ) -> CheckReport:
     """Return the report on what was read from the cluster."""
     return CheckReport(
@@ -82,6 +127,7 @@ def check_report(
         levels=tuple(_level_report(level, reading.engines, levels) for level in LEVELS),
         constraint=constraint,
         nodes_failure=nodes_failure,
+        pool=pool,
     )
 
 

@@ -160,8 +160,19 @@ def kept_node(levels: LevelKeys) -> Callable[[Node], Node]:
     return kept
 
 
-async def read_once(access: Access, options: DiscoveryOptions) -> tuple[Reading, str]:
-    """Return what discovery would find now, and why nodes could not be listed (empty if they could).
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What discovery finds at one moment."""
+
+    reading: Reading
+    pods: int
+    """Number of pods that were read."""
+    nodes_failure: str
+    """Why nodes could not be listed; empty if they could."""
+
+
+async def read_once(access: Access, options: DiscoveryOptions) -> Listing:
+    """Return what discovery would find now.
 
     Raises:
         InputError: there is no usable kubeconfig, or the server does not list the pods.
@@ -175,5 +186,6 @@ async def read_once(access: Access, options: DiscoveryOptions) -> tuple[Reading,
     except InputError as error:
         failure = str(error)
     by_name = {name: node for (_, name), node in nodes.objects.items()}
-    read_options = ReadOptions(options.levels, bool(options.selector), not failure)
-    return read_pods(pods.objects.values(), by_name, read_options), failure
+    read_options = ReadOptions(options.levels, bool(options.selector), not failure, options.ports)
+    found = pods.objects.values()
+    return Listing(read_pods(found, by_name, read_options), len(found), failure)

@@ -116,13 +116,13 @@ def members_of(pool: InferencePool) -> Members:
 
 
 def reference_faults(
-    reference: PickerReference, own: OwnPicker, service: Service | None, *, known: bool
+    reference: PickerReference, own: OwnPicker | None, service: Service | None, *, known: bool
 ) -> Iterator[InputError]:
     """Yield why gateways that follow a pool's reference would not ask this picker as it expects.
 
     Args:
         reference: of the pool.
-        own: this picker.
+        own: this picker; None: only what is wrong for any picker is of interest.
         service: that the reference names; None: there is none.
         known: whether `service` has been read. If it has not, its target port counts as equal to its port.
     """
@@ -134,18 +134,18 @@ def reference_faults(
         yield InputError("it names no port", where=f"{_REFERENCE}.port", hint="add the port of the picker's Service")
     elif known:
         yield from _service_faults(reference.name, port, own, service)
-    elif own.port != port:
+    elif own is not None and own.port != port:
         what = f"port {port} is not that of this picker, {own.port}"
         hint = f"map it to {own.port} in the Service {reference.name}, which this picker may not read"
         yield InputError(what, where=f"{_REFERENCE}.port", hint=hint)
     opens = reference.failure_mode == "FailOpen"
-    if own.fails_open is not None and own.fails_open != opens:
+    if own is not None and own.fails_open is not None and own.fails_open != opens:
         what = f"{reference.failure_mode} is not how the written configuration of Envoy fails"
         hint = f"use --fail {'open' if opens else 'closed'}"
         yield InputError(what, where=f"{_REFERENCE}.failureMode", hint=hint)
 
 
-def _service_faults(name: str, port: int, own: OwnPicker, service: Service | None) -> Iterator[InputError]:
+def _service_faults(name: str, port: int, own: OwnPicker | None, service: Service | None) -> Iterator[InputError]:
     """Yield why a Service does not lead to this picker."""
     if service is None:
         yield InputError(f"there is no Service {name!r}", where=f"{_REFERENCE}.name", hint="create it")
@@ -160,6 +160,6 @@ def _service_faults(name: str, port: int, own: OwnPicker, service: Service | Non
         yield InputError(f"the Service {name} has no port {port}", where=f"{_REFERENCE}.port", hint=hint)
         return
     target = found.target_port if found.target_port is not None else found.port
-    if isinstance(target, int) and target != own.port:
+    if own is not None and isinstance(target, int) and target != own.port:
         what = f"port {port} of the Service {name} leads to port {target}, and this picker listens on {own.port}"
         yield InputError(what, where=f"{_REFERENCE}.port", hint=f"use --port {target}, or change its targetPort")

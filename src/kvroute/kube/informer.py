@@ -103,6 +103,7 @@ class Informer(Generic[Object]):
         try:
             await self._list(client, attempt)
         except Refused as refused:
+            self.refused = refused.status
             what = f"the API server refuses to list {self._resource.plural}: {refused}"
             raise InputError(what, where=str(client.base_url), hint="check the namespace and the RBAC rules") from None
         except FAILURES as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -47,6 +49,12 @@ class Rig:
         await self.client.must("POST", PODS, document)
         media = "application/merge-patch+json"
         await self.client.must("PATCH", f"{PODS}/{name}/status", {"status": status}, media)
+
+    async def kvroute(self, *arguments: str) -> tuple[int, str, str]:
+        """Run `kvroute` in the folder; return exit code, stdout and stderr."""
+        command = [sys.executable, "-m", "kvroute.cli.app", *arguments]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=self.folder)
+        return done.returncode, done.stdout, done.stderr
 
 
 def created(document: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvroute.gateway.proxy.retry import (
     UNAVAILABLE,
+    UPSTREAM,
     Action,
     DecodeWithoutPrefill,
     EndStream,
@@ -46,6 +47,12 @@ CASES: dict[str, tuple[LegKind, LegFailure, Progress, Action]] = {
     "prefill leg, a decode engine waits": ("prefill", failure(), Progress(decode_waits=True), Retry("prefill")),
     "prefill leg, a decode engine waits, no other instance can prefill": (
         "prefill", failure(), Progress(decode_waits=True, other_prefill=False), DecodeWithoutPrefill(),
+    ),
+    "prefill leg, a decode leg is sent and no other one can be": (
+        "prefill", failure(), Progress(decode_waits=True, decode_final=True), Fail(UPSTREAM),
+    ),
+    "decode leg, one is sent and no other one can be": (
+        "decode", failure(), Progress(decode_final=True), Fail(UPSTREAM),
     ),
     "decode leg, not sent": (
         "decode", failure("refused", sent=False), Progress(prefill_done=True), Retry("decode"),
@@ -101,3 +108,4 @@ def test_laws_of_the_table(leg: LegKind, kind: str, sent: bool, flags: list[bool
         assert sent or not action.kv_lost
         assert not (action.abort_prefill and progress.prefill_done)
         assert action.leg == leg
+        assert leg == "passthrough" or not progress.decode_final

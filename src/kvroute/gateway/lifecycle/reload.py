@@ -139,8 +139,9 @@ class ClusterManager:
         deployment = read()
         settings = deployment.settings
         keys, control = Keys.of(settings.keys), deployment.core()
-        if settings.listen.tls is not None:
-            tls_context(settings.listen.tls)
+        for tls in (settings.listen.tls, settings.admin.tls):
+            if tls is not None:
+                tls_context(tls)
         same = settings.prompt == self.deployment.settings.prompt
         header = _log_header(deployment)
         following = None

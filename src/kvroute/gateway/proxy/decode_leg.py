@@ -386,6 +386,11 @@ class DecodeLeg(Leg):
             self.state.runtime.engines[self.decision.source].forget_engine_id()
         super().failed(failure, now)
 
+    @property
+    def final(self) -> bool:
+        """Whether no other decode leg of the request can be sent."""
+        return False
+
     def kv_refetchable(self) -> bool:
         """Return whether another decode engine may fetch the same KV cache."""
         prefill = self._prefill

@@ -47,6 +47,8 @@ class ServerParts:
     pages: WebPages
     ready: Callable[[], str]
     """Returns why the gateway accepts no requests; empty: it accepts them."""
+    key_pair: Callable[[], tuple[bytes, bytes]] | None = None
+    """Returns the present key and certificate in PEM, for a server with a TLS of its own; None: no TLS."""
 
 
 class Frontend(Protocol):

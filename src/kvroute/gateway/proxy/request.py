@@ -384,12 +384,13 @@ class ProxiedRequest:
         """Return how far the request is, as far as the consequences of this leg's failure depend on it."""
         state, decode = self.state, self.decode
         waits, elsewhere, refetchable = False, True, False
+        final = decode is not None and decode.final
         if leg is self.prefill:
             waits = decode is not None and decode.early
             elsewhere = not waits or self.runtime.prefills_elsewhere(leg.engine)
         elif decode is not None and leg is decode:
             waits, refetchable = decode.early, decode.kv_refetchable()
-        return Progress(state.over, state.exchange.started, state.prefill_done, waits, elsewhere, refetchable)
+        return Progress(state.over, state.exchange.started, state.prefill_done, waits, elsewhere, refetchable, final)
 
     def _retry_prefill(self, failure: LegFailure, now: float) -> None:
         self.prefill = None

@@ -46,6 +46,8 @@ class Progress:
     """Another instance that is up can prefill."""
     kv_refetchable: bool = False
     """Another decode engine may fetch the same KV cache once more."""
+    decode_final: bool = False
+    """A decode leg was sent, and no other one can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +102,15 @@ def decide(leg: LegKind, failure: LegFailure, progress: Progress) -> Action:
     if out_of_files:
         return Fail(UNAVAILABLE)
     if leg == "prefill":
-        alone = progress.decode_waits and not progress.other_prefill
-        return DecodeWithoutPrefill() if alone else Retry("prefill")
+        if progress.decode_waits and not progress.other_prefill:
+            return DecodeWithoutPrefill()
+        return Fail(UPSTREAM) if progress.decode_final else Retry("prefill")
     if progress.response_started:
         return EndStream()
     if leg == "passthrough":
         return Retry("passthrough")
+    if progress.decode_final:
+        return Fail(UPSTREAM)
     kv_lost = failure.sent and not (failure.kind == "reset" and progress.kv_refetchable)
     abort_prefill = not progress.prefill_done and (kv_lost or not progress.decode_waits)
     return Retry("decode", kv_lost, abort_prefill)

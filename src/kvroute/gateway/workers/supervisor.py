@@ -14,9 +14,9 @@ import msgspec
 
 from kvroute import __version__
 from kvroute.gateway.config.settings import GatewaySettings
-from kvroute.gateway.config.settings_checks import tls_context
 from kvroute.gateway.config.worker import WorkerSpec
 from kvroute.gateway.http.listener import bound
+from kvroute.gateway.lifecycle.certificates import PortCertificate, context_of, follow, port_certificate
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.observe.admin import TICK_S, Admin, AdminParts
 from kvroute.gateway.observe.logs import Logs, log_event
@@ -68,6 +68,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._held: socket.socket | None = None
         self._admin: Admin | None = None
+        self._certificate: PortCertificate | None = None
         self._session: aiohttp.ClientSession | None = None
         self._stream = StreamServer()
         self._ended: Page = ()
@@ -100,8 +101,10 @@ class Supervisor:
         self._tasks = [loop.create_task(self._keep(worker)) for worker in self._workers]
         self._tasks.append(loop.create_task(self._follow()))
         self._admin = Admin(self._admin_parts(settings))
-        tls = tls_context(settings.admin.tls) if settings.admin.tls else None
-        self.admin_port = await self._admin.start(settings.admin.host, settings.admin.port, tls)
+        certificate = self._certificate = port_certificate(settings.admin.tls, "gateway.admin.tls")
+        context = context_of(certificate)
+        self.admin_port = await self._admin.start(settings.admin.host, settings.admin.port, context)
+        self._tasks.append(loop.create_task(follow(certificate)))
         log_event("info", "workers_serving", count=self._count, address=f"{settings.listen.host}:{self.port}")
 
     async def drain(self) -> None:
@@ -134,6 +137,8 @@ class Supervisor:
         """Reload the cluster file in all workers; return False, and change nothing, if it has errors."""
         try:
             deployment = await asyncio.to_thread(read_deployment)
+            if self._certificate is not None and (tls := deployment.settings.admin.tls) is not None:
+                self._certificate.change(tls)
         except InputError as error:
             log_event("error", "reload_refused", reason=str(error))
             return False
