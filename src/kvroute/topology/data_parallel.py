@@ -9,7 +9,7 @@ import msgspec
 from kvroute.topology.form import FileError, Key, Lines
 from kvroute.topology.place import gpu_list, gpu_text
 from kvroute.topology.schema import EndpointEntry, InstanceDefaults, InstanceEntry
-from kvroute.types import TRAITS, Endpoint, InputError
+from kvroute.types import TRAITS, Discovered, Endpoint, InputError
 
 
 def rank_name(engine: str, rank: int) -> str:
@@ -59,6 +59,23 @@ def endpoint_of_rank(endpoint: Endpoint, rank: int, tp: int) -> Endpoint:
         kv_events=_raised(endpoint.kv_events, rank),
         kv_replay=_raised(endpoint.kv_replay, rank),
     )
+
+
+def discovered_ranks(engine: Discovered, ranks: int) -> list[Discovered]:
+    """Return an engine for each data-parallel rank of a discovered one; the engine itself if it has one rank."""
+    if ranks == 1:
+        return [engine]
+    tp = engine.tp or 1
+    return [
+        msgspec.structs.replace(
+            engine,
+            name=rank_name(engine.name, rank),
+            engine=engine.name,
+            rank=rank,
+            endpoint=endpoint_of_rank(engine.endpoint, rank, tp),
+        )
+        for rank in range(ranks)
+    ]
 
 
 def _of_rank(entry: EndpointEntry | None, rank: int, tp: int) -> EndpointEntry | None:

@@ -8,7 +8,7 @@ from kvroute.gateway.engines.availability import NOT_COUNTED, Availability
 from kvroute.gateway.engines.breaker import Attempt
 from kvroute.gateway.engines.protocols import PROTOCOLS, QUERY_PATH, KvHandshake, KvSource, ProtocolError, engine_id
 from kvroute.gateway.http.call import Call, Failure, ResponseHandler
-from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.headers import Headers, header_lines
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 from kvroute.types import Instance, Role
 
@@ -54,8 +54,9 @@ class EngineClient:
         self.in_flight = 0
         self.out_of_files = False
         """Whether the last request to its bootstrap server failed for lack of a file descriptor in the gateway."""
-        self.rank_head = b"%b: %d\r\n" % (RANK_HEADER, instance.rank) if instance.engine else b""
-        """Header line that selects the data-parallel rank; empty: the server has one, or divides requests itself."""
+        self.rank_headers: Headers = [(RANK_HEADER, b"%d" % instance.rank)] if instance.engine else []
+        """Selects the data-parallel rank; empty: the server has one, or divides requests itself."""
+        self.rank_head = header_lines(self.rank_headers)
         self.buffer, self.buffer_url = buffer, instance.endpoint.buffer
         self._bootstrap, self._between_s = bootstrap, between_s
         self._engine_id = ""
