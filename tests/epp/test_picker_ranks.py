@@ -7,10 +7,9 @@ import asyncio
 import msgspec
 import pytest
 from tests.epp.envoy_rig import address, completion_body, picking
-from tests.gateway.proxy.test_rank_legs import HEADER, held, pair, ranked, ranks_in
+from tests.gateway.proxy.test_rank_legs import HEADER, IN_TURN, pair, ranked, ranks_in
 from tests.gateway.rig import MODEL
 from tests.gateway.stub_engines import Engine, listening, run
-from tests.waiting import until
 
 from kvroute.epp.addresses import check_addresses
 from kvroute.types import InputError
@@ -77,13 +76,9 @@ def test_both_legs_name_their_rank() -> None:
 
     async def main() -> None:
         prefill, _ = engines = pair()
-        busy = held(prefill)
-        async with listening(engines), picking(ranked(engines)) as rig:
+        async with listening(engines), picking(ranked(engines, IN_TURN)) as rig:
             asks = [rig.stream().ask(completion_body(prompt=f"{number} " * 90)) for number in range(8)]
-            asked = asyncio.gather(*asks)
-            await until(lambda: len(prefill.received) == 8)
-            busy.open.set()
-            answers = await asked
+            answers = await asyncio.gather(*asks)
             assert {answer.added[HEADER] for answer in answers} == {"0", "1"}
             assert ranks_in(prefill.received).keys() == {"0", "1", "2", "3"}
             assert all("kv_transfer_params" in msgspec.json.decode(answer.body) for answer in answers)

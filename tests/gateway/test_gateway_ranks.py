@@ -23,7 +23,7 @@ nodes:
   - {name: node0, rack: rack0, gpus: 8, nics: {compute: {count: 8, capacity: 100 Gbps}}}
   - {name: node1, rack: rack0, gpus: 8, nics: {compute: {count: 8, capacity: 100 Gbps}}}
 timing:
-  default: {prefill: {kind: linear, per_token: 1 us, base: 1 ms}, decode: {base: 2 ms, per_request: 10 us}}
+  default: {prefill: {kind: linear, per_token: 50 us, base: 1 ms}, decode: {base: 2 ms, per_request: 10 us}}
 defaults: {model: llama-3-70b, tp: 2, kv_capacity: 60 GB}
 instances:
   - {name: prefill0, role: prefill, gpus: "node0:0-7", dp: 4}
@@ -53,8 +53,8 @@ def test_a_request_reaches_the_ranks_that_were_chosen(tmp_path: Path) -> None:
     log = tmp_path / "events.log"
 
     async def run() -> tuple[dict[str, int], Counter[tuple[str, str]]]:
-        async with rig(f"  log: {{events: {log}}}\n", text=TEXT) as gate:
-            gate.slow(20)
+        in_turn = "  policy: round-robin\n  prefill: round-robin\n"
+        async with rig(f"{in_turn}  log: {{events: {log}}}\n", text=TEXT) as gate:
             replies = await asyncio.gather(*[gate.ask(prompt(number)) for number in range(24)])
             assert [reply.status for reply in replies] == [200] * 24
             assert await gate.becomes_idle(), gate.held_resources()
@@ -84,6 +84,8 @@ def test_a_repeated_prefix_returns_to_its_rank() -> None:
                     assert reply.status == 200
                 server, slot = gate.fleet.servers[name], control.cluster.index(name)
                 assert await becomes_true(lambda: control.prefix.used_blocks(slot) >= len(ids) // 16)  # noqa: B023
+                measured = gate.gateway.runtime.measured
+                assert await becomes_true(lambda: name in measured and not measured[name].running)  # noqa: B023
                 counted = server.engine.counters.hits
                 assert (await gate.ask(ids)).status == 200
                 assert server.engine.counters.hits > counted

@@ -1,0 +1,187 @@
+"""Data-parallel ranks that step together: an iteration of an engine takes the time of its slowest rank.
+
+With a mixture of experts, the ranks of an engine exchange tokens in every layer, so all of them run each iteration. A
+rank without requests runs one with a dummy token (vLLM's `execute_dummy_batch`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvroute.sim.agenda import Action, Agenda
+from kvroute.sim.instances import DecodeInstance, Step
+from kvroute.sim.pipelines import Prompt
+from kvroute.topology import Cluster
+from kvroute.types import InputError
+
+
+def lock_step_groups(cluster: Cluster, *, all_reducing: Mapping[int, object], layerwise: bool) -> list[tuple[int, ...]]:
+    """Return the instances of each engine with data-parallel ranks, by rank.
+
+    Args:
+        cluster: the cluster.
+        all_reducing: instances whose all-reduces share links.
+        layerwise: KV caches are sent while they are computed.
+
+    Raises:
+        InputError: no engine has ranks, or they have what is not modelled in lock-step.
+    """
+    engines: dict[str, list[int]] = {}
+    for index, instance in enumerate(cluster.instances):
+        if instance.engine:
+            engines.setdefault(instance.engine, []).append(index)
+    where = "lock_step"
+    if not engines:
+        what = f"no engine of {cluster.name} has data-parallel ranks"
+        raise InputError(what, where=where, hint="add `dp: 8` to instances, or simulate without lock-step")
+    if layerwise:
+        raise InputError("layer-wise transfers are not modelled in lock-step", where=where, hint="use transfer: serial")
+    for engine, indices in engines.items():
+        if any(index in all_reducing for index in indices):
+            what = f"{engine} has all-reduces on shared links, which are not modelled in lock-step"
+            raise InputError(what, where=where, hint="remove `all_reduce` from the engine")
+        if any(cluster.instances[index].pp > 1 for index in indices):
+            what = f"{engine} has pipeline stages, which are not modelled in lock-step"
+            raise InputError(what, where=where, hint="use pp: 1")
+    return [tuple(sorted(found, key=lambda index: cluster.instances[index].rank)) for found in engines.values()]
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRanks:
+    """Decode iterations of the ranks of one engine."""
+
+    members: tuple[int, ...]
+    instances: Mapping[int, DecodeInstance]
+    """Those of the run that decode, by index."""
+    agenda: Agenda
+    boundary: Callable[[int], tuple[Step, float | None]]
+    """Processes an iteration boundary of an instance now; returns None as the second value if it is idle."""
+    first_tokens: Callable[[tuple[int, ...], float, float], None]
+    """Records (requests, time of their first token, duration of that iteration)."""
+    _running: bool = False
+    _began_s: float = -1.0
+    """Start of the iteration in progress."""
+    _admitted: list[tuple[int, ...]] = field(default_factory=list)
+    """Requests whose first iteration it is, by rank and time of admission."""
+    _version: int = 0
+    """Version of the plan: a planned step of an older version is ignored."""
+
+    def wake(self) -> None:
+        """Take a new request of a rank into account: into the iteration that begins now, if any or if no rank had a
+        request, otherwise into the next one."""
+        now = self.agenda.now
+        if not self._running or self._began_s == now:
+            self._running = True
+            self._plan(now, 0)
+
+    def _plan(self, at: float, iterations: int) -> None:
+        self._version += 1
+        self.agenda.at(at, self._step, self._version, iterations)
+
+    def _step(self, version: int, iterations: int) -> None:
+        """Begin an iteration. Args: `iterations` that have ended since the last step: 1, or 0 if the step only adds
+        requests at the same time."""
+        if version != self._version:
+            return
+        if iterations:
+            self._admitted.clear()
+        seconds, self._running = 0.0, False
+        for index in self.members:
+            decode = self.instances.get(index)
+            if decode is None:  # it prefills
+                continue
+            decode.planned_steps = iterations if decode.batch else 0
+            step, wake_s = self.boundary(index)
+            self._admitted.append(step.admitted)
+            self._running |= wake_s is not None
+            seconds = max(seconds, decode.time.seconds(max(decode.batch, 1), max(decode.context_tokens, 1)))
+        if not self._running:
+            self._admitted.clear()
+            return
+        self._began_s = self.agenda.now
+        for requests in self._admitted:
+            self.first_tokens(requests, self._began_s + seconds, seconds)
+        self._plan(self._began_s + seconds, 1)
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A prompt in chunks of equal time."""
+
+    prompt: Prompt
+    chunks: int
+    begun: bool = False
+    done: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRanks:
+    """Prompts of the ranks of one engine, first come, first served on each rank: an iteration computes a chunk of the
+    first prompt of every rank that has one."""
+
+    agenda: Agenda
+    chunk_tokens: int
+    """Largest number of tokens of a chunk."""
+    queues: Sequence[deque[_Queued]]
+    """[rank]: prompts that have not ended."""
+    _computing: list[_Queued] = field(default_factory=list)
+    """Prompts of the iteration in progress; empty: all ranks are idle, or an iteration begins now."""
+    _began_s: float = -1.0
+    _version: int = 0
+    """See `DecodeRanks`."""
+
+    @classmethod
+    def of(cls, agenda: Agenda, chunk_tokens: int, ranks: int) -> PrefillRanks:
+        """Return idle ranks."""
+        return cls(agenda, chunk_tokens, [deque() for _ in range(ranks)])
+
+    def submit(self, rank: int, prompt: Prompt) -> None:
+        """Add a prompt now: to the iteration that begins now, if any or if all ranks were idle, otherwise to a later
+        one."""
+        self.queues[rank].append(_Queued(prompt, max(-(-prompt.tokens // self.chunk_tokens), 1)))
+        if not self._computing or self._began_s == self.agenda.now:
+            self._plan(self.agenda.now, self._begin)
+
+    def _plan(self, at: float, action: Action) -> None:
+        self._version += 1
+        self.agenda.at(at, action, self._version)
+
+    def _begin(self, version: int, _: int) -> None:
+        if version != self._version:
+            return
+        self._computing = [queue[0] for queue in self.queues if queue]
+        if not self._computing:
+            return
+        for each in self._computing:
+            if not each.begun:
+                each.begun = True
+                each.prompt.begun(each.prompt.number, each.chunks)
+        self._began_s = self.agenda.now
+        seconds = max(each.prompt.seconds / each.chunks for each in self._computing)
+        self._plan(self._began_s + seconds, self._end)
+
+    def _end(self, version: int, _: int) -> None:
+        if version != self._version:
+            return
+        computed, self._computing = self._computing, []
+        self._plan(self.agenda.now, self._begin)
+        for queue in self.queues:
+            if queue and queue[0] in computed:
+                queue[0].done += 1
+                if queue[0].done == queue[0].chunks:
+                    prompt = queue.popleft().prompt
+                    prompt.ended(prompt.number)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankQueue:
+    """The prompts of one rank; it takes the place of the rank's `PrefillPipeline`."""
+
+    ranks: PrefillRanks
+    rank: int
+
+    def submit(self, prompt: Prompt) -> None:
+        """Add a prompt now."""
+        self.ranks.submit(self.rank, prompt)
