@@ -10,12 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec
+from kvroute.sim.agenda import Agenda
+from kvroute.sim.instances import DecodeInstance, Step
+from kvroute.sim.lock_step import DecodeRanks
 from kvroute.sim.metrics import FINISHED
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Trace, TracedRequest
+from kvroute.timing import IterationTime
 from kvroute.topology import Cluster, parse
-from kvroute.types import InputError
+from kvroute.types import DecodeSpec, InputError
 
 TEXT = """
 name: ranks
@@ -81,13 +85,54 @@ def test_prompts_that_are_there_at_the_beginning_end_no_earlier(sizes: list[tupl
     assert together.prefill_finished_s.max() >= apart.prefill_finished_s.max() - TOLERANCE
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.just(1), st.integers(1, 60)), min_size=1, max_size=16))
-def test_a_batch_that_is_there_at_the_beginning_ends_no_earlier(sizes: list[tuple[int, int]]) -> None:
-    """One prompt of one token is computed at a time, so few requests join later, and each iteration of a rank is at
-    least as long as its own: the last token of all comes no earlier."""
-    apart, together = (play(trace(sizes), lock_step=lock_step, prefill=1).outcomes for lock_step in (False, True))
-    assert together.finished_s.max() >= apart.finished_s.max() - TOLERANCE
+BATCH_MAX = 3
+LOADS = st.lists(st.lists(st.tuples(st.integers(1, 9_000), st.integers(1, 30)), max_size=7), min_size=1, max_size=4)
+"""(context, output tokens) of each request, by rank."""
+
+
+def decoded(loads: Sequence[Sequence[tuple[int, int]]], *, lock_step: bool) -> dict[int, float]:
+    """Return when each request ends whose KV is there at time 0, on ranks in lock-step or on their own."""
+    agenda, finished = Agenda(), dict[int, float]()
+    time = IterationTime.of(DecodeSpec(base_s=10e-3, per_request_s=1e-3, per_context_token_s=1e-6))
+    instances = {index: DecodeInstance(index, time, BATCH_MAX) for index in range(len(loads))}
+
+    def boundary(index: int) -> tuple[Step, float | None]:
+        step, wake_s = instances[index].step(agenda.now)
+        finished.update(dict.fromkeys(step.finished, agenda.now))
+        return step, wake_s
+
+    def step(index: int, version: int) -> None:
+        if version == instances[index].version:
+            _, wake_s = boundary(index)
+            if wake_s is not None:
+                agenda.at(wake_s, step, index, instances[index].version)
+
+    ranks = DecodeRanks(tuple(instances), instances, agenda, boundary, lambda *_: None)
+    for index, load in enumerate(loads):
+        for number, (context, output) in enumerate(load):
+            wake_s = instances[index].transfer_done(0.0, 100 * index + number, context, output)
+            if lock_step:
+                ranks.wake()
+            elif wake_s is not None:
+                agenda.at(wake_s, step, index, instances[index].version)
+    while agenda.due:
+        agenda.now = agenda.due[0][0]
+        agenda.act()
+    return finished
+
+
+@given(LOADS)
+def test_requests_that_are_there_at_the_beginning_end_no_earlier(loads: list[list[tuple[int, int]]]) -> None:
+    """They take as many iterations as without lock-step, and none of these is shorter."""
+    apart, together = decoded(loads, lock_step=False), decoded(loads, lock_step=True)
+    assert apart.keys() == together.keys() == {100 * i + n for i, load in enumerate(loads) for n in range(len(load))}
+    assert all(together[request] >= apart[request] - TOLERANCE for request in apart)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9_000), st.integers(1, 30)), max_size=7), st.integers(1, 4))
+def test_equal_ranks_end_at_the_same_time_as_on_their_own(load: list[tuple[int, int]], ranks: int) -> None:
+    apart, together = (decoded([load] * ranks, lock_step=lock_step) for lock_step in (False, True))
+    assert together == pytest.approx(apart)
 
 
 @settings(max_examples=40, deadline=None)
@@ -125,6 +170,22 @@ def test_an_iteration_takes_the_time_of_the_slowest_rank() -> None:
     step_s = 10e-3 + 1e-3 + 4_000e-6
     assert (together.finished_s - together.first_token_s)[2] > 25 * step_s
     assert (alone.finished_s - alone.first_token_s)[2] < 29 * (11e-3 + 200e-6)
+
+
+def test_servers_of_one_expert_group_step_together() -> None:
+    """As the nodes of an engine behind a hybrid load balancer: the name of the group counts, not the server."""
+    text = TEXT.replace("PREFILL", "0").replace("COUNT", "1")
+    line = '  - {name: d, role: decode, gpus: "node1:0-3", dp: 4}\n'
+    apart = "".join(f'  - {{name: d{n}, role: decode, gpus: "node1:{2 * n}-{2 * n + 1}", dp: 2}}\n' for n in (0, 1))
+    one = apart.replace("dp: 2}", "dp: 2, ep_group: d}")
+    made = trace([(2_000, 40), (100, 40), (100, 40), (100, 40)])
+    settings = SimSettings(lock_step=True, decode_cache=False)
+    ends = [
+        simulate(parse(text.replace(line, instances)), made, SPEC, settings).outcomes.finished_s.tolist()
+        for instances in (line, one, apart)
+    ]
+    assert ends[0] == ends[1]
+    assert ends[2][3] < ends[1][3]
 
 
 def test_the_same_arguments_give_the_same_run() -> None:

@@ -1,4 +1,4 @@
-"""Data-parallel ranks that step together: an iteration of an engine takes the time of its slowest rank.
+"""Data-parallel ranks that step together: an iteration of a group takes the time of its slowest rank.
 
 With a mixture of experts, the ranks of an engine exchange tokens in every layer, so all of them run each iteration. A
 rank without requests runs one with a dummy token (vLLM's `execute_dummy_batch`).
@@ -18,7 +18,7 @@ from kvroute.types import InputError
 
 
 def lock_step_groups(cluster: Cluster, *, all_reducing: Mapping[int, object], layerwise: bool) -> list[tuple[int, ...]]:
-    """Return the instances of each engine with data-parallel ranks, by rank.
+    """Return the instances of each group that steps together: an expert-parallel group, or the ranks of an engine.
 
     Args:
         cluster: the cluster.
@@ -26,33 +26,34 @@ def lock_step_groups(cluster: Cluster, *, all_reducing: Mapping[int, object], la
         layerwise: KV caches are sent while they are computed.
 
     Raises:
-        InputError: no engine has ranks, or they have what is not modelled in lock-step.
+        InputError: there is no such group, or it has what is not modelled in lock-step.
     """
-    engines: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for index, instance in enumerate(cluster.instances):
-        if instance.engine:
-            engines.setdefault(instance.engine, []).append(index)
+        if instance.ep_group:
+            groups.setdefault(instance.ep_group, []).append(index)
     where = "lock_step"
-    if not engines:
+    if not groups:
         what = f"no engine of {cluster.name} has data-parallel ranks"
         raise InputError(what, where=where, hint="add `dp: 8` to instances, or simulate without lock-step")
     if layerwise:
         raise InputError("layer-wise transfers are not modelled in lock-step", where=where, hint="use transfer: serial")
-    for engine, indices in engines.items():
+    for name, indices in groups.items():
         if any(index in all_reducing for index in indices):
-            what = f"{engine} has all-reduces on shared links, which are not modelled in lock-step"
-            raise InputError(what, where=where, hint="remove `all_reduce` from the engine")
+            what = f"{name} has all-reduces on shared links, which are not modelled in lock-step"
+            raise InputError(what, where=where, hint="remove `all_reduce` from its instances")
         if any(cluster.instances[index].pp > 1 for index in indices):
-            what = f"{engine} has pipeline stages, which are not modelled in lock-step"
+            what = f"{name} has pipeline stages, which are not modelled in lock-step"
             raise InputError(what, where=where, hint="use pp: 1")
-    return [tuple(sorted(found, key=lambda index: cluster.instances[index].rank)) for found in engines.values()]
+    return [tuple(indices) for indices in groups.values()]
 
 
 @dataclass(slots=True, eq=False)
 class DecodeRanks:
-    """Decode iterations of the ranks of one engine."""
+    """Decode iterations of the ranks of one group."""
 
     members: tuple[int, ...]
+    """Indices of its instances."""
     instances: Mapping[int, DecodeInstance]
     """Those of the run that decode, by index."""
     agenda: Agenda
@@ -118,7 +119,7 @@ class _Queued:
 
 @dataclass(slots=True, eq=False)
 class PrefillRanks:
-    """Prompts of the ranks of one engine, first come, first served on each rank: an iteration computes a chunk of the
+    """Prompts of the ranks of one group, first come, first served on each rank: an iteration computes a chunk of the
     first prompt of every rank that has one."""
 
     agenda: Agenda

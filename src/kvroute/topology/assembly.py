@@ -201,6 +201,7 @@ def _instances(file: ClusterFile, places: Places, shards: tuple[Shards, ...]) ->
                 group=entry.group or "",
                 engine=entry.engine or "",
                 rank=entry.rank or 0,
+                ep_group=entry.ep_group or entry.engine or "",
                 endpoint=entry.endpoint.endpoint() if entry.endpoint else None,
             )
         )

@@ -297,6 +297,9 @@ class InstanceEntry(Entry, frozen=True, kw_only=True):
     """Engine of which the instance is one data-parallel rank; only if ranks are listed one by one."""
     rank: Annotated[int, Meta(ge=0, le=1023)] | None = None
     """Its data-parallel rank, with `engine`."""
+    ep_group: Name | None = None
+    """Expert-parallel group: with `kvroute simulate --lock-step`, all instances that name it run each iteration
+    together; None: those of the engine."""
     batch_max: Count | None = None
     kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
     cpu_bytes_per_s: Bandwidth | None = field(name="cpu_bandwidth", default=None)

@@ -59,6 +59,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the engine, one server, of which it is a data-parallel rank; "": it is an engine of its own."""
     rank: int = 0
     """Its data-parallel rank, from 0 in each engine."""
+    ep_group: str = ""
+    """Instances with which it shares experts, so that they iterate together; "": it iterates on its own."""
     endpoint: Endpoint | None = None
 
     @property
