@@ -155,9 +155,8 @@ def test_a_rank_whose_others_are_idle_takes_its_own_time(size: tuple[int, int]) 
 
 
 def test_an_iteration_takes_the_time_of_the_slowest_rank() -> None:
-    """Two prompts of 4,000 tokens and one of 100: the short one is computed in one iteration of chunks of 1,000 tokens,
-    which lasts as long as such a chunk. Of two requests that decode, the one with the short context is as slow as the
-    other one."""
+    """A rank computes 4,000 tokens, 1,000 in each iteration, and another one 100: it ends with the first iteration. Of
+    two requests that decode, the one with the short context is as slow as the other one."""
     sizes = [(4_000, 5), (100, 5)]
     rows = play(trace(sizes), lock_step=True, tokens=1_000).outcomes
     whole_s = 5e-3 + 4_000 * 10e-6
@@ -186,6 +185,15 @@ def test_servers_of_one_expert_group_step_together() -> None:
     ]
     assert ends[0] == ends[1]
     assert ends[2][3] < ends[1][3]
+
+
+def test_a_rank_computes_several_prompts_in_an_iteration() -> None:
+    """Three prompts of 300 tokens fit into the first iteration and take 8 ms each, so the other rank's 1,000 tokens take
+    24 ms instead of 15 ms. Alone, later ones take their own time."""
+    sizes = [(1_000, 1), (300, 1), (1_000, 1), (300, 1), (1_000, 1), (300, 1)]
+    rows = play(trace(sizes), lock_step=True, tokens=1_000).outcomes
+    assert rows.prefill_finished_s[1::2] == pytest.approx([8e-3, 16e-3, 24e-3])
+    assert rows.prefill_finished_s[::2] == pytest.approx([24e-3, 39e-3, 54e-3])
 
 
 def test_the_same_arguments_give_the_same_run() -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvroute.sim.agenda import Action, Agenda
+from kvroute.sim.agenda import Agenda
 from kvroute.sim.instances import DecodeInstance, Step
 from kvroute.sim.pipelines import Prompt
 from kvroute.topology import Cluster
@@ -109,71 +109,114 @@ class DecodeRanks:
 
 @dataclass(slots=True, eq=False)
 class _Queued:
-    """A prompt in chunks of equal time."""
+    """A prompt of one rank."""
 
     prompt: Prompt
-    chunks: int
+    left: int
+    """Tokens that are not computed yet."""
     begun: bool = False
-    done: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What an iteration computes of a prompt."""
+
+    rank: int
+    queued: _Queued
+    tokens: int
+    seconds: float
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is the last part of the prompt."""
+        return self.tokens == self.queued.left
 
 
 @dataclass(slots=True, eq=False)
 class PrefillRanks:
-    """Prompts of the ranks of one group, first come, first served on each rank: an iteration computes a chunk of the
-    first prompt of every rank that has one."""
+    """Prompts of the ranks of one group, first come, first served on each rank.
+
+    In an iteration every rank computes tokens from its queue, up to `batch_tokens`, one prompt after the other. A rank
+    that needs less time than the slowest one takes proportionally longer for each of its prompts.
+    """
 
     agenda: Agenda
-    chunk_tokens: int
-    """Largest number of tokens of a chunk."""
+    batch_tokens: int
+    """Largest number of tokens of a rank in one iteration."""
     queues: Sequence[deque[_Queued]]
     """[rank]: prompts that have not ended."""
-    _computing: list[_Queued] = field(default_factory=list)
-    """Prompts of the iteration in progress; empty: all ranks are idle, or an iteration begins now."""
+    _parts: list[_Part] = field(default_factory=list)
+    """What the iteration in progress computes; empty: all ranks are idle, or an iteration begins now."""
     _began_s: float = -1.0
     _version: int = 0
     """See `DecodeRanks`."""
 
     @classmethod
-    def of(cls, agenda: Agenda, chunk_tokens: int, ranks: int) -> PrefillRanks:
+    def of(cls, agenda: Agenda, batch_tokens: int, ranks: int) -> PrefillRanks:
         """Return idle ranks."""
-        return cls(agenda, chunk_tokens, [deque() for _ in range(ranks)])
+        return cls(agenda, batch_tokens, [deque() for _ in range(ranks)])
 
     def submit(self, rank: int, prompt: Prompt) -> None:
         """Add a prompt now: to the iteration that begins now, if any or if all ranks were idle, otherwise to a later
         one."""
-        self.queues[rank].append(_Queued(prompt, max(-(-prompt.tokens // self.chunk_tokens), 1)))
-        if not self._computing or self._began_s == self.agenda.now:
-            self._plan(self.agenda.now, self._begin)
-
-    def _plan(self, at: float, action: Action) -> None:
-        self._version += 1
-        self.agenda.at(at, action, self._version)
+        self.queues[rank].append(_Queued(prompt, prompt.tokens))
+        if not self._parts or self._began_s == self.agenda.now:
+            self._version += 1
+            self.agenda.at(self.agenda.now, self._begin, self._version)
 
     def _begin(self, version: int, _: int) -> None:
         if version != self._version:
             return
-        self._computing = [queue[0] for queue in self.queues if queue]
-        if not self._computing:
+        by_rank = [self._batch(rank) for rank in range(len(self.queues))]
+        self._parts = [part for parts in by_rank for part in parts]
+        if not self._parts:
             return
-        for each in self._computing:
-            if not each.begun:
-                each.begun = True
-                each.prompt.begun(each.prompt.number, each.chunks)
-        self._began_s = self.agenda.now
-        seconds = max(each.prompt.seconds / each.chunks for each in self._computing)
-        self._plan(self._began_s + seconds, self._end)
+        self._version += 1
+        self._began_s = now = self.agenda.now
+        own_s = [sum(part.seconds for part in parts) for parts in by_rank]
+        ends_s, number = now + max(own_s), 0
+        for parts, seconds in zip(by_rank, own_s, strict=True):
+            stretch, at = max(own_s) / seconds if seconds else 1.0, now
+            for part in parts:
+                self.agenda.at(min(at, ends_s), self._part_begins, self._version, number)
+                at += part.seconds * stretch
+                self.agenda.at(min(at, ends_s), self._part_ends, self._version, number)
+                number += 1
+        self.agenda.at(ends_s, self._end, self._version)
+
+    def _batch(self, rank: int) -> list[_Part]:
+        """Return what a rank computes in the iteration that begins now."""
+        parts, room = [], self.batch_tokens
+        for queued in self.queues[rank]:
+            if not room:
+                break
+            tokens, whole = min(queued.left, room), queued.prompt.tokens
+            parts.append(_Part(rank, queued, tokens, queued.prompt.seconds * (tokens / whole if whole else 1.0)))
+            room -= tokens
+        return parts
+
+    def _part_begins(self, version: int, number: int) -> None:
+        queued = self._parts[number].queued if version == self._version else None
+        if queued is not None and not queued.begun:
+            queued.begun = True
+            queued.prompt.begun(queued.prompt.number, 1)
+
+    def _part_ends(self, version: int, number: int) -> None:
+        if version != self._version:
+            return
+        part = self._parts[number]
+        ends = part.ends
+        part.queued.left -= part.tokens
+        if ends:
+            prompt = self.queues[part.rank].popleft().prompt
+            prompt.ended(prompt.number)
 
     def _end(self, version: int, _: int) -> None:
         if version != self._version:
             return
-        computed, self._computing = self._computing, []
-        self._plan(self.agenda.now, self._begin)
-        for queue in self.queues:
-            if queue and queue[0] in computed:
-                queue[0].done += 1
-                if queue[0].done == queue[0].chunks:
-                    prompt = queue.popleft().prompt
-                    prompt.ended(prompt.number)
+        self._parts = []
+        self._version += 1
+        self.agenda.at(self.agenda.now, self._begin, self._version)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
