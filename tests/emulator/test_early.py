@@ -139,12 +139,12 @@ def test_concurrent_legs_start_in_any_order(first: str) -> None:
         assert answers["decode"][1]["choices"][0]["text"] == alone["choices"][0]["text"]
         params = answers["prefill"][1]["kv_transfer_params"]
         assert (params["remote_request_id"], params["remote_num_tokens"]) == ("k", len(prompt) // 4 + 1)
-        source = f'{{source="{AWAY}"}}'
+        source = f'{{source="{AWAY}",engine="0"}}'
         assert await sites.metric(DECODE, f"kvroute:kv_early_total{source}") == 1
         assert await sites.metric(DECODE, f"kvroute:kv_transfers_total{source}") == 0
         nbytes = await sites.metric(DECODE, f"kvroute:kv_early_bytes_total{source}")
         assert 0 < nbytes <= llm.model(MODEL).kv_bytes(len(prompt) // 4 + 1)
-        assert await sites.metric(AWAY, f'kvroute:kv_sent_bytes_total{{target="{DECODE}"}}') == nbytes
+        assert await sites.metric(AWAY, f'kvroute:kv_sent_bytes_total{{target="{DECODE}",engine="0"}}') == nbytes
         await until(lambda: sites.held() == 0)
 
     on_sites(check)
@@ -160,7 +160,7 @@ def test_bytes_are_sent_before_the_prompt_is_computed() -> None:
         await until(lambda: engine.computing_sequence("k") is not None)
         seen = [0.0]
         while engine.computing_sequence("k") is not None and len(seen) < 4:
-            sent = await sites.metric(AWAY, f'kvroute:kv_sent_bytes_total{{target="{DECODE}"}}')
+            sent = await sites.metric(AWAY, f'kvroute:kv_sent_bytes_total{{target="{DECODE}",engine="0"}}')
             if sent > seen[-1]:
                 seen.append(sent)
         assert len(seen) == 4
@@ -222,7 +222,7 @@ def test_a_cut_link_shows_a_stalled_send_queue() -> None:
     async def check(sites: Sites) -> None:
         await sites.post(AWAY, "/emulator/wan", {"share": 0})
         legs = [asyncio.create_task(leg("k")) for leg in (sites.decode, sites.prefill)]
-        target = f'{{target="{DECODE}"}}'
+        target = f'{{target="{DECODE}",engine="0"}}'
         while not await sites.metric(AWAY, f"kvroute:kv_link_connections{target}"):
             pass
         before = await sites.metric(AWAY, f"kvroute:kv_sent_bytes_total{target}")

@@ -125,7 +125,7 @@ def test_two_legs_give_the_response_of_a_single_instance() -> None:
         assert (status, stream_text(data)) == (200, text)
         assert data.endswith(b"data: [DONE]\n\n")
         kv_bytes = llm.model(MODEL).kv_bytes(len(PROMPT) // 4) + llm.model(MODEL).kv_bytes(225 % 16)
-        source = '{source="prefill0"}'
+        source = '{source="prefill0",engine="0"}'
         assert await client.metric("decode1", f"kvroute:kv_transfer_bytes_total{source}") == kv_bytes
         assert await client.metric("decode1", f"kvroute:kv_transfers_total{source}") == 2
         assert await client.metric("decode1", f"kvroute:kv_transfer_seconds_total{source}") > 0

@@ -148,6 +148,8 @@ class Engine:
     metrics: str = ""
     """More lines of the metrics page."""
     tls: ssl.SSLContext | None = None
+    ranks: int = 1
+    """Data-parallel ranks; if there are several, the bootstrap server returns an ID for each of them."""
     port: int = 0
 
     @property
@@ -169,8 +171,11 @@ class Engine:
                 return web.Response(text=page + self.metrics)
             case "/query":
                 self.queries += 1
-                ranks = {"0": {"engine_id": self.engine_id, "worker_addr": {}}} if self.engine_id else {}
-                return web.json_response(ranks)
+                ids = [f"{self.engine_id}_dp{rank}" for rank in range(self.ranks)]
+                if self.ranks == 1:
+                    ids = [self.engine_id]
+                found = {str(rank): {"engine_id": name, "worker_addr": {}} for rank, name in enumerate(ids)}
+                return web.json_response(found if self.engine_id else {})
             case _:
                 self.received.append(received)
                 return await self.serve(self, request, received)

@@ -256,11 +256,76 @@ def test_data_parallel_servers() -> None:
     assert two.endpoint == Endpoint(
         url="http://10.0.0.1:8001", kv_events="tcp://10.0.0.1:5558", bootstrap="10.0.0.1:7102"
     )
-    shared = finding(pod(args=args))
-    assert shared.effect == "warning"
-    assert "2 data-parallel ranks share one port" in shared.what
     rank = engine(pod(args=[*args, "--data-parallel-rank", "3"]))
     assert (rank.endpoint.kv_events, rank.endpoint.bootstrap) == ("tcp://10.0.0.1:5560", "10.0.0.1:7106")
+
+
+EVENTS = ["--kv-events-config", '{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:5657"}']
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"args": ["m", "-dp", "2", *EVENTS]},
+        {"args": ["m", *EVENTS], "labels": {"kvroute.io/dp": "2"}},
+        {"args": ["m", *EVENTS], "labels": {"llm-d.ai/data-parallel-ranks-per-member": "2"}},
+        {"args": ["m", "-dp", "8", *EVENTS], "annotations": {"kvroute.io/dp": "2"}},
+        {"args": ["m", "-dp", "8", "--data-parallel-size-local", "2", "--data-parallel-hybrid-lb", *EVENTS]},
+    ],
+    ids=["option", "label", "llm-d", "label first", "hybrid"],
+)
+def test_data_parallel_ranks_behind_one_port(how: dict[str, Any]) -> None:
+    """One engine of vLLM is an instance for each rank, with one URL; the label counts before the command line."""
+    reading = read(pod(**{**how, "labels": {"kvroute.io/role": "decode", **how.get("labels", {})}}))
+    assert reading.findings == () or [each.effect for each in reading.findings] == ["warning"]
+    assert [(each.name, each.engine, each.rank) for each in reading.engines] == [
+        ("llm.prefill-0_dp0", "llm.prefill-0", 0),
+        ("llm.prefill-0_dp1", "llm.prefill-0", 1),
+    ]
+    assert [each.endpoint for each in reading.engines] == [
+        Endpoint(
+            url="http://10.0.0.1:8000",
+            kv_events=f"tcp://10.0.0.1:{5557 + rank}",
+            kv_replay=f"tcp://10.0.0.1:{5657 + rank}",
+        )
+        for rank in (0, 1)
+    ]
+
+
+def test_the_second_node_of_a_hybrid_load_balancer() -> None:
+    """Requests name its ranks from 0; the ports of KV events count on from the first node."""
+    options = ["-dp", "4", "--data-parallel-size-local", "2", "--data-parallel-start-rank", "2"]
+    both = read(pod(args=["m", *options, *EVENTS], labels={"kvroute.io/role": "decode"})).engines
+    assert [(each.rank, each.endpoint.kv_events) for each in both] == [
+        (0, "tcp://10.0.0.1:5559"),
+        (1, "tcp://10.0.0.1:5560"),
+    ]
+
+
+def test_ranks_of_several_pods_behind_one_port_are_one_engine() -> None:
+    """vLLM then divides the requests itself."""
+    args = ["m", "-dp", "16", "--data-parallel-size-local", "8", "--kv-transfer-config", NIXL]
+    reading = read(pod(args=args))
+    (one,) = reading.engines
+    assert (one.name, one.engine) == ("llm.prefill-0", "")
+    (shared,) = reading.findings
+    assert shared.what == (
+        "the 16 data-parallel ranks of one port run in several pods, so the gateway sees them as one engine"
+    )
+
+
+def test_the_ranks_of_sglang_are_one_engine() -> None:
+    args = ["--model-path", "m", "--disaggregation-mode", "decode", "--dp", "2"]
+    reading = read(pod(args=args, container={"command": SGLANG}))
+    (one,) = reading.engines
+    assert one.engine == ""
+    assert "sglang engines take no rank from a header" in reading.findings[0].what
+
+
+def test_a_wrong_number_of_ranks_leaves_the_pod_out() -> None:
+    left_out = finding(pod(labels={"kvroute.io/role": "decode", "kvroute.io/dp": "0"}))
+    assert (left_out.effect, left_out.field) == ("left out", "kvroute.io/dp")
+    assert left_out.hint == "give a number from 1 to 1024"
 
 
 def test_followers_of_multi_node_engines_serve_nothing() -> None:

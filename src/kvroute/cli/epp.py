@@ -165,7 +165,7 @@ def epp(
             deployment = Deployment.of(kubernetes_file().to_yaml(), "--kubernetes", adjust, overlay=overlay)
         else:
             deployment = Deployment.read(cluster, adjust, endpoints, overlay)
-        check_addresses(deployment.cluster.instances, deployment.source)
+        check_addresses(deployment.cluster.instances, deployment.source, sidecar=prefill_by == "sidecar")
         tell(deployment.cluster.remarks)
         return deployment
 

@@ -128,6 +128,24 @@ def simulate(
     prefill_queueing: Annotated[
         bool, typer.Option(help="Queue prefills FIFO; otherwise prefill is a pure delay.", rich_help_panel=SETUP)
     ] = True,
+    lock_step: Annotated[
+        bool,
+        typer.Option(
+            "--lock-step",
+            help="Let the data-parallel ranks of an engine run each iteration together, as with a mixture of experts.",
+            rich_help_panel=SETUP,
+        ),
+    ] = False,
+    lock_step_tokens: Annotated[
+        int,
+        typer.Option(
+            parser=token_count(1, PROMPT_MAX),
+            metavar=TOKENS,
+            help="With --lock-step: most prompt tokens of a rank in one iteration (vLLM's --max-num-batched-tokens).",
+            show_default="8192",
+            rich_help_panel=SETUP,
+        ),
+    ] = 8192,
     prefill_cache: Annotated[
         bool, typer.Option(help="Let prefill instances reuse cached prefixes.", rich_help_panel=SETUP)
     ] = True,
@@ -278,6 +296,8 @@ def simulate(
         settings=played.settings(
             SimSettings(
                 prefill_queueing=prefill_queueing,
+                lock_step=lock_step,
+                lock_step_tokens=lock_step_tokens,
                 background=Background.uniform(background),
                 oracle_refresh_s=oracle_refresh,
                 separates_own_traffic=separate_own,

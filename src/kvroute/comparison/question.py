@@ -17,6 +17,7 @@ from kvroute.control import ControlSpec
 from kvroute.event_log import EventLog
 from kvroute.sim.capacity import links_named
 from kvroute.sim.gateways import refuse_features
+from kvroute.sim.lock_step import lock_step_groups
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.topology import Cluster, load
@@ -46,7 +47,10 @@ class Question:
     def check(self, policies: Sequence[str], seed: int) -> None:
         """Raise InputError if a run cannot start: a wrong cluster, all-reduce, link, trace, policy or constraint."""
         cluster = cluster_of(self.cluster)
-        instance_traffic(cluster)
+        all_reducing = instance_traffic(cluster)
+        if self.settings.lock_step:
+            layerwise = self.settings.transfer == "layerwise"
+            lock_step_groups(cluster, all_reducing=all_reducing, layerwise=layerwise)
         changes, fluctuations = self.settings.changes, self.settings.fluctuations
         for link in [each.link for each in changes] + [each.link for each in fluctuations]:
             links_named(cluster, link)

@@ -52,7 +52,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     """Time without any byte moved after which a peer has failed, in seconds."""
     instance: str = ""
-    """Name of this instance in the cluster file, and `source` of its transfers in metrics; empty: host and port."""
+    """Name of this instance in the cluster file, and `source` of its transfers in metrics; empty: host and port. Ranks
+    of one server (`dp` in the cluster file) add `_dp` and their number."""
     buffer: Annotated[str, msgspec.Meta(pattern=r"^(.+:\d{1,5})?\Z")] = ""
     """`host:port` of the buffer server on this node, which writes full blocks to the store. With it, prefill instances
     load stored blocks from buffer servers; empty: no store."""
@@ -122,6 +123,14 @@ def read_options(extra: Mapping[str, Any], where: str = "kv_connector_extra_conf
             hint="see /proc/sys/net/ipv4/tcp_available_congestion_control",
         )
     return options
+
+
+def of_rank(options: Options, rank: int | None) -> Options:
+    """Return the options of a data-parallel rank: its instance has the name that the cluster file's ranks have. Args:
+    `rank` in its server; None: the server has only one."""
+    if rank is None or not options.instance:
+        return options
+    return msgspec.structs.replace(options, instance=f"{options.instance}_dp{rank}")
 
 
 def _congestion_control(name: str) -> bool:

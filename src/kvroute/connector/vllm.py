@@ -15,7 +15,7 @@ import msgspec
 
 from kvroute.connector.amx import allow_amx
 from kvroute.connector.blocks import Layout
-from kvroute.connector.options import Options, read_options
+from kvroute.connector.options import Options, of_rank, read_options
 from kvroute.connector.scheduler import Scheduler, Step
 from kvroute.connector.storage_plan import Prompt, StoragePlan, StorageStep
 from kvroute.connector.storage_worker import StorageWorker, WrittenBlocks
@@ -81,7 +81,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._options: Options = read_options(transfer.kv_connector_extra_config)
+        self._options: Options = of_rank(read_options(transfer.kv_connector_extra_config), _shared_rank(vllm_config))
         self._check(vllm_config, kv_cache_config)
         self._worker: Worker | None = None
         self._storage_worker: StorageWorker | None = None
@@ -339,6 +339,18 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> KvrouteMetrics:
         """Create the metrics for vLLM's metrics page."""
         return KvrouteMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _shared_rank(vllm_config: Any) -> int | None:
+    """Return the data-parallel rank that requests to the server name in a header; None: the server has only one rank.
+
+    Ranks of dense models are configured as if they were alone, but the id of each engine still ends in its rank.
+    """
+    parallel, engine_id = vllm_config.parallel_config, str(vllm_config.kv_transfer_config.engine_id)
+    index: int = parallel.data_parallel_index
+    if parallel.data_parallel_external_lb or not engine_id.endswith(f"_dp{index}"):
+        return None
+    return int(parallel.data_parallel_rank_local) if parallel.data_parallel_hybrid_lb else index
 
 
 def _computed_before(output: Any) -> dict[str, int]:

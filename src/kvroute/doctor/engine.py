@@ -15,9 +15,11 @@ from kvroute.doctor.report import EngineReport, MetricsReport
 from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.slices import whole
 from kvroute.gateway.observe.prometheus_text import PageError
 from kvroute.gateway.telemetry.metrics_page import read_metrics, series_missing
-from kvroute.types import TRAITS
+from kvroute.gateway.telemetry.rank_pages import pages_by_rank
+from kvroute.types import TRAITS, Instance
 
 MODELS_PATH = b"/v1/models"
 EMULATED = "emulated"
@@ -120,7 +122,7 @@ async def ask_engine(engine: Examined, settings: GatewaySettings, wait_s: Callab
         _ask_configuration(engine, wait_s),
     )
     emulated = _read_models(report, models, _names(report.model, settings))
-    report.metrics = _metrics(page)
+    report.metrics = _metrics(page, engine.client.instance)
     if emulated:
         report.connector = EMULATED
     elif not report.connector:
@@ -170,11 +172,14 @@ def _read_models(report: EngineReport, answer: Fetched, names: Sequence[str]) ->
     return any(card.owned_by == "kvroute" for card in cards)
 
 
-def _metrics(answer: Fetched) -> MetricsReport:
+def _metrics(answer: Fetched, instance: Instance) -> MetricsReport:
     if not answer.ok:
         return MetricsReport(failure=answer.problem)
     try:
-        metrics = read_metrics(answer.body)
+        pages = {instance.name: answer.body}
+        if instance.engine:
+            pages = whole(pages_by_rank(answer.body, {instance.name: instance.rank}))
+        metrics = read_metrics(pages[instance.name])
     except PageError as error:
         return MetricsReport(failure=str(error))
     counters = read_counters(answer.body)

@@ -181,6 +181,7 @@ class Probe:
         engine = self.prefill if leg == "prefill" else self.decode
         pool: UpstreamPool = engine.client.pool
         headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode()), *engine.headers]
+        headers += engine.client.rank_headers
         answer = await fetch(pool, COMPLETIONS_PATH, wait_s=self.remaining_s(), headers=headers, body=body)
         engine.dated(answer)
         if not answer.ok:

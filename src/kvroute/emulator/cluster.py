@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -86,9 +87,11 @@ class EmulatedCluster:
     def __init__(self, cluster: Cluster, settings: EmulatedClusterSettings, names: Sequence[str] = ()) -> None:
         self._cluster, self._settings = cluster, settings
         indices = [cluster.index(name) for name in dict.fromkeys(names)] or range(len(cluster.instances))
-        self._instances = [cluster.instances[index] for index in indices]
+        self._instances = _rank_0_first([cluster.instances[index] for index in indices], cluster.name)
         self.servers: dict[str, InstanceServer] = {}
         self._stack = AsyncExitStack()
+        self._leaders: dict[str, InstanceServer] = {}
+        """Rank 0 of each engine with data-parallel ranks."""
         self._nodes: dict[str, StorageNode] = {}
         """Storage NIC and buffer by name of the node."""
 
@@ -108,6 +111,7 @@ class EmulatedCluster:
             stack.callback(context.term)
             for instance in self._instances:
                 server = self._server(instance, clock, fabric, context)
+                self._join(server, instance)
                 stack.push_async_callback(server.close)
                 server.bind()
                 await server.open()
@@ -125,8 +129,11 @@ class EmulatedCluster:
     ) -> InstanceServer:
         settings, name = self._settings, instance.name
         host, port, kv_port, events, replay = self._addresses(instance)
-        publisher = KvPublisher(context, f"kv@{name}", events, replay) if settings.kv_events else None
-        faults = Faults(f"faults {settings.seed} {name}")
+        publisher = None
+        if settings.kv_events:
+            publisher = KvPublisher(context, f"kv@{name}", events, replay, rank=instance.rank)
+        leader = self._leaders.get(instance.server)
+        faults = leader.faults if leader is not None else Faults(f"faults {settings.seed} {name}")
 
         def on_kv(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
             if publisher is not None:
@@ -158,6 +165,15 @@ class EmulatedCluster:
         faulty = partial(_strikes_transfer, faults)
         kv_server = KvServer(KvSource(name, self._cluster, clock, fabric, faulty, node))
         return InstanceServer(host, port, kv_port, answer, new_engine, kv_server, publisher, faults, instance.role)
+
+    def _join(self, server: InstanceServer, instance: Instance) -> None:
+        """Make a data-parallel rank part of its server."""
+        if not instance.engine:
+            return
+        leader = self._leaders.setdefault(instance.engine, server)
+        if leader is not server:
+            leader.followers.append(server)
+            server.leader = leader
 
     def _addresses(self, instance: Instance) -> tuple[str, int, int, str, str]:
         """Return (host, HTTP port, KV port, KV events, KV replay). The system chooses ports given as 0 or `*`."""
@@ -215,6 +231,25 @@ class EmulatedCluster:
             kv_replay=publisher.replay if publisher else "",
             buffer=f"http://{host}:{server.port}" if server.engine.storage is not None else "",
         )
+
+
+def _rank_0_first(instances: Sequence[Instance], where: str) -> list[Instance]:
+    """Return instances in their order, but the ranks of an engine by rank, at the place of the first one.
+
+    Raises:
+        InputError: a rank is there without all lower ones.
+    """
+    first: dict[str, int] = {}
+    for index, instance in enumerate(instances):
+        first.setdefault(instance.server, index)
+    ordered = sorted(instances, key=lambda instance: (first[instance.server], instance.rank))
+    count: Counter[str] = Counter()
+    for instance in ordered:
+        if instance.engine and count[instance.engine] != instance.rank:
+            what = f"{instance.name} is emulated without all lower ranks of {instance.engine}"
+            raise InputError(what, where=where, hint="emulate all ranks of an engine in one process")
+        count[instance.engine] += 1
+    return ordered
 
 
 def _block_bytes(block_tokens: int, model: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvroute.emulator.storage import StorageNode
@@ -141,18 +141,47 @@ class Load:
     """Start time of the process, in seconds since the epoch."""
 
 
-def metrics_page(model: str, load: Load, counters: Counters, links: Mapping[str, Link], now: float) -> bytes:
-    """Return the page that Prometheus scrapes. kvroute's own counters, which vLLM lacks, come last.
+@dataclass(frozen=True, slots=True)
+class RankMetrics:
+    """What one data-parallel rank of a server shows on the page."""
 
-    `links` are the transfers in progress at time `now`, by target.
+    rank: int
+    load: Load
+    counters: Counters
+    links: Mapping[str, Link]
+    """Transfers in progress at time `now`, by target."""
+    now: float
+
+
+def metrics_page(model: str, ranks: Sequence[RankMetrics]) -> bytes:
+    """Return the page that Prometheus scrapes, with a label `engine` for the rank."""
+    families: dict[str, dict[str, None]] = {}
+    for each in ranks:
+        family: dict[str, None] = {}
+        for line in _rank_lines(model, each, sum(other.load.capacity_blocks for other in ranks)):
+            if line.startswith("# TYPE"):
+                family = families.setdefault(line, {})
+            else:
+                family[line] = None  # the line with the start of the process is the same for all ranks
+    return ("\n".join(line for head, lines in families.items() for line in (head, *lines)) + "\n").encode()
+
+
+def _rank_lines(model: str, each: RankMetrics, server_blocks: int) -> list[str]:
+    """Return the lines of one rank; kvroute's own counters, which vLLM lacks, come last.
+
+    Args:
+        model: name of the model.
+        each: the rank.
+        server_blocks: KV blocks of all ranks, which vLLM gives for each of them.
     """
-    labels = f'engine="0",model_name="{model}"'
+    load, counters, engine = each.load, each.counters, f'engine="{each.rank}"'
+    labels = f'{engine},model_name="{model}"'
     lines = [
         "# TYPE process_start_time_seconds gauge",
         f"process_start_time_seconds {load.started_s!r}",
         "# TYPE vllm:cache_config_info gauge",
-        f'vllm:cache_config_info{{block_size="{load.block_tokens}",enable_prefix_caching="True",engine="0",'
-        f'num_gpu_blocks="{load.capacity_blocks}"}} 1.0',
+        f'vllm:cache_config_info{{block_size="{load.block_tokens}",enable_prefix_caching="True",{engine},'
+        f'num_gpu_blocks="{server_blocks}"}} 1.0',
     ]
     gauges = {
         "vllm:num_requests_running": load.running,
@@ -170,7 +199,7 @@ def metrics_page(model: str, load: Load, counters: Counters, links: Mapping[str,
         ("vllm:e2e_request_latency_seconds", counters.request_s),
     ):
         lines += histogram.lines(name, labels)
-    return ("\n".join([*lines, *_pulled_lines(counters), *_sent_lines(counters, links, now)]) + "\n").encode()
+    return [*lines, *_pulled_lines(counters, engine), *_sent_lines(each, engine)]
 
 
 def storage_lines(model: str, node: StorageNode) -> bytes:
@@ -206,32 +235,32 @@ def _counter_lines(labels: str, counters: Counters) -> list[str]:
     ]
 
 
-def _pulled_lines(counters: Counters) -> list[str]:
+def _pulled_lines(counters: Counters, engine: str) -> list[str]:
     lines = []
     for name, attribute in (("bytes", "kv_bytes"), ("seconds", "seconds"), ("", "transfers")):
         full = f"kvroute:kv_transfer_{name}" if name else "kvroute:kv_transfers"
         lines.append(f"# TYPE {full} counter")
         lines += [
-            f'{full}_total{{source="{source}"}} {float(getattr(pulled, attribute))!r}'
+            f'{full}_total{{source="{source}",{engine}}} {float(getattr(pulled, attribute))!r}'
             for source, pulled in counters.pulled.items()
         ]
     for name, attribute in (("kv_early", "transfers"), ("kv_early_bytes", "kv_bytes")):
         lines.append(f"# TYPE kvroute:{name} counter")
         lines += [
-            f'kvroute:{name}_total{{source="{source}"}} {float(getattr(pulled, attribute))!r}'
+            f'kvroute:{name}_total{{source="{source}",{engine}}} {float(getattr(pulled, attribute))!r}'
             for source, pulled in counters.early.items()
         ]
     return lines
 
 
-def _sent_lines(counters: Counters, links: Mapping[str, Link], now: float) -> list[str]:
+def _sent_lines(each: RankMetrics, engine: str) -> list[str]:
     """Return the lines about sent KV, with the connector's names for kernel statistics.
 
     There are no retransmissions here. A full link of the path adds a queueing delay of one round trip, so the
     round-trip time doubles.
     """
     rest = Link(0, 0.0, 0.0, 0.0)
-    rows = [(target, sent, links.get(target, rest)) for target, sent in counters.sent.items()]
+    rows = [(target, sent, each.links.get(target, rest)) for target, sent in each.counters.sent.items()]
     families: dict[str, list[float]] = {
         "kv_sent_bytes_total": [sent.nbytes for _, sent, _ in rows],
         "kv_sent_again_bytes_total": [0.0 for _ in rows],
@@ -242,7 +271,7 @@ def _sent_lines(counters: Counters, links: Mapping[str, Link], now: float) -> li
         "kv_link_queue_bytes": [link.queue_bytes for _, _, link in rows],
         "kv_link_unsent_bytes": [link.queue_bytes for _, _, link in rows],
         "kv_link_delivery_bytes_per_second": [link.bytes_per_s for _, _, link in rows],
-        "kv_link_looked_seconds": [now for _ in rows],
+        "kv_link_looked_seconds": [each.now for _ in rows],
     }
     lines = []
     for name, values in families.items():
@@ -250,7 +279,7 @@ def _sent_lines(counters: Counters, links: Mapping[str, Link], now: float) -> li
             f"# TYPE kvroute:{name.removesuffix('_total')} {'counter' if name.endswith('_total') else 'gauge'}"
         )
         lines += [
-            f'kvroute:{name}{{target="{target}"}} {float(value)!r}'
+            f'kvroute:{name}{{target="{target}",{engine}}} {float(value)!r}'
             for (target, _, _), value in zip(rows, values, strict=True)
         ]
     return lines

@@ -71,14 +71,14 @@ def _extra_keys(prompt: Prompt, before: int, now: int) -> list[tuple[str] | None
 class KvPublisher:
     """The PUB and ROUTER sockets of one instance; batches are numbered from 0 since its start."""
 
-    def __init__(self, context: zmq.asyncio.Context, topic: str, endpoint: str, replay: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, topic: str, endpoint: str, replay: str, *, rank: int = 0) -> None:
         """Bind both sockets, e.g. to `tcp://127.0.0.1:*`. The attributes `endpoint` and `replay` contain the chosen
-        ports.
+        ports. Args: `rank` is the data-parallel rank in each batch.
 
         Raises:
             InputError: an address cannot be bound.
         """
-        self._topic = topic.encode()
+        self._topic, self._rank = topic.encode(), rank
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=BATCHES_KEPT)
         self._next = 0
         self._pub = zmq.Context(context).socket(zmq.PUB)
@@ -103,7 +103,7 @@ class KvPublisher:
             return
         number = self._next.to_bytes(8, "big")
         self._next += 1
-        payload = _ENCODER.encode([time.time(), events, 0])
+        payload = _ENCODER.encode([time.time(), events, self._rank])
         self._kept.append((number, payload))
         self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 

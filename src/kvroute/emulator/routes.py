@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from kvroute.emulator.completion import JSON, complete, fail
-from kvroute.emulator.counters import Load, metrics_page, storage_lines
+from kvroute.emulator.counters import Load, RankMetrics, metrics_page, storage_lines
 from kvroute.emulator.engine_request import Kind, read_engine_request
 from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.faults import Fault
@@ -94,7 +94,9 @@ async def answer(server: InstanceServer, request: web.BaseRequest) -> web.Stream
 
 
 async def _completion(server: InstanceServer, request: web.BaseRequest, kind: Kind) -> web.StreamResponse:
-    engine, data = server.engine, await request.read()
+    data = await request.read()
+    server = server.for_request(request)
+    engine = server.engine
     ask = read_engine_request(kind, data, models=engine.model_names, role=server.role, block_tokens=engine.block_tokens)
     return await complete(request, ask, engine, server.faults, server.origin)
 
@@ -138,19 +140,24 @@ async def _health(server: InstanceServer, _: web.BaseRequest) -> web.StreamRespo
 
 async def _metrics(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
     engine = server.engine
+    page = metrics_page(engine.instance.model, [_rank_metrics(rank, server.started_s) for rank in server.ranks])
+    if engine.storage is not None:
+        page += storage_lines(engine.instance.model, engine.storage.node)
+    return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def _rank_metrics(server: InstanceServer, started_s: float) -> RankMetrics:
+    """Args: `started_s`: start of the process."""
+    engine = server.engine
     load = Load(
         running=engine.running,
         waiting=engine.waiting,
         kv_used_share=engine.kv_used_share,
         block_tokens=engine.block_tokens,
         capacity_blocks=engine.capacity_blocks,
-        started_s=server.started_s,
+        started_s=started_s,
     )
-    links, now = server.kv_server.links()
-    page = metrics_page(engine.instance.model, load, engine.counters, links, now)
-    if engine.storage is not None:
-        page += storage_lines(engine.instance.model, engine.storage.node)
-    return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    return RankMetrics(engine.instance.rank, load, engine.counters, *server.kv_server.links())
 
 
 async def _tokenize(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
@@ -176,10 +183,11 @@ async def _embeddings(server: InstanceServer, request: web.BaseRequest) -> web.S
 
 
 async def _reset_prefix_cache(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
-    if not server.engine.clear_cache():
-        raise EngineError("cached blocks are in use; try again when no request is in progress", status=503)
-    if server.publisher is not None:
-        server.publisher.publish([AllBlocksCleared()])
+    for rank in server.ranks:
+        if not rank.engine.clear_cache():
+            raise EngineError("cached blocks are in use; try again when no request is in progress", status=503)
+        if rank.publisher is not None:
+            rank.publisher.publish([AllBlocksCleared()])
     return web.Response()
 
 
@@ -205,17 +213,19 @@ async def _slow(server: InstanceServer, request: web.BaseRequest) -> web.StreamR
     wan_order = await _read(request, Slow)
     if not 0.001 <= wan_order.factor <= 1000:
         raise ApiError(f"factor is {wan_order.factor}; give 0.001 to 1000", param="factor")
-    server.engine.slow(wan_order.factor)
+    for rank in server.ranks:
+        rank.engine.slow(wan_order.factor)
     return _json({})
 
 
 async def _role(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     """Set another role, as after a restart. The instance must be idle; its cache is cleared."""
     role_order = await _read(request, RoleOrder)
-    if server.engine.running or server.engine.waiting:
+    if any(rank.engine.running or rank.engine.waiting for rank in server.ranks):
         raise EngineError("requests are in progress; drain the instance first", status=409)
     await _reset_prefix_cache(server, request)
-    server.role = role_order.role
+    for rank in server.ranks:
+        rank.role = role_order.role
     return _json({"role": role_order.role})
 
 

@@ -52,9 +52,15 @@ def listener(host: str, port: int) -> socket.socket:
     return bound
 
 
+RANK_HEADER = "X-data-parallel-rank"
+
+
 @dataclass(slots=True, eq=False)
 class InstanceServer:
-    """One emulated instance. Call `bind`, `open` and `close` in this order; `restart` is possible while it is open."""
+    """One emulated instance. Call `bind`, `open` and `close` in this order; `restart` is possible while it is open.
+
+    Data-parallel ranks of one server have one HTTP port, that of rank 0, and an engine and a KV port each.
+    """
 
     host: str
     port: int
@@ -67,6 +73,10 @@ class InstanceServer:
     faults: Faults
     role: Role
     """Role that it serves now; it can be changed at run time."""
+    leader: InstanceServer | None = None
+    """Rank 0 of its server, which has the HTTP port; None: it is the only rank, or rank 0."""
+    followers: list[InstanceServer] = field(default_factory=list)
+    """The other ranks of its server in order, if it is rank 0."""
     engine: Engine = field(init=False)
     started_s: float = 0.0
     """Start time of the engine, in seconds since the epoch."""
@@ -77,6 +87,31 @@ class InstanceServer:
     _restart: asyncio.Task[None] | None = None
     _back: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to end the downtime early."""
+    _turn: int = 0
+    """Requests that named no rank."""
+
+    @property
+    def ranks(self) -> list[InstanceServer]:
+        """The ranks of its server in order, if it is rank 0; without data parallelism only itself."""
+        return [self, *self.followers]
+
+    def for_request(self, request: web.BaseRequest) -> InstanceServer:
+        """Return the rank that serves a request: the one that its header names, else the one with the fewest requests,
+        in turn if several have.
+
+        Raises:
+            ApiError: the header names a rank that does not exist.
+        """
+        ranks, named = self.ranks, request.headers.get(RANK_HEADER, "")
+        try:
+            rank = int(named)
+        except ValueError:
+            self._turn += 1
+            order = ranks[self._turn % len(ranks) :] + ranks[: self._turn % len(ranks)]
+            return min(order, key=lambda each: each.engine.running + each.engine.waiting)
+        if not 0 <= rank < len(ranks):
+            raise ApiError(f"data_parallel_rank {rank} is out of range [0, {len(ranks)}).")
+        return ranks[rank]
 
     @property
     def origin(self) -> KvAddress:
@@ -89,36 +124,42 @@ class InstanceServer:
         Raises:
             InputError: a port cannot be bound.
         """
-        self._bound.append(listener(self.host, self.port))
+        if self.leader is None:
+            self._bound.append(listener(self.host, self.port))
+            self.port = self._bound[0].getsockname()[1]
+        else:
+            self.port = self.leader.port
         self._bound.append(listener(self.host, self.kv_port))
-        self.port, self.kv_port = (bound.getsockname()[1] for bound in self._bound)
+        self.kv_port = self._bound[-1].getsockname()[1]
 
     async def open(self) -> None:
         """Start the engine and listen."""
         loop = asyncio.get_running_loop()
         self.engine, self.started_s = self.new_engine(), time.time()
         self.kv_server.open(self.engine)
-        self._http = web.Server(
-            self._answer, request_factory=_large_request, handler_cancellation=True, access_log=None
-        )
-        (http, kv), self._bound = self._bound, []
-        self._open.append(await loop.create_server(self._http, sock=http, backlog=BACKLOG))
+        (*http, kv), self._bound = self._bound, []
+        if http:
+            self._http = web.Server(
+                self._answer, request_factory=_large_request, handler_cancellation=True, access_log=None
+            )
+            self._open.append(await loop.create_server(self._http, sock=http[0], backlog=BACKLOG))
         self._open.append(await loop.create_server(self.kv_server, sock=kv, backlog=BACKLOG))
 
     async def _down(self) -> None:
         """Drop everything at once, as when a process dies, but keep the ports."""
         http, self._http = self._http, None
-        assert http is not None
         for server in self._open:
             server.close()
         self._open.clear()
         self.engine.close()
         self.kv_server.abort()
-        for connection in http.connections:
-            if connection.transport is not None:
-                connection.transport.abort()
-        await http.shutdown(timeout=LINGER_S)
-        self._bound = [listener(self.host, port) for port in (self.port, self.kv_port)]
+        if http is not None:
+            for connection in http.connections:
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await http.shutdown(timeout=LINGER_S)
+        ports = (self.port, self.kv_port) if self.leader is None else (self.kv_port,)
+        self._bound = [listener(self.host, port) for port in ports]
         if self.publisher is not None:
             self.publisher.restart()
 
@@ -127,7 +168,7 @@ class InstanceServer:
         if self._restart is not None:
             self._restart.cancel()
             await asyncio.gather(self._restart, return_exceptions=True)
-        if self._http is not None:
+        if self._open:
             await self._down()
         for bound in self._bound:
             bound.close()
@@ -148,10 +189,12 @@ class InstanceServer:
 
     async def _come_back(self, down_s: float) -> None:
         await asyncio.sleep(ANSWER_S)
-        await self._down()
+        for rank in self.ranks:
+            await rank._down()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._back.wait(), down_s)
-        await self.open()
+        for rank in reversed(self.ranks):  # the HTTP port last: all ranks are there for the first request
+            await rank.open()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         why = origins.refusal(

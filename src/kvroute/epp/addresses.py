@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 from kvroute.types import InputError, Instance
 
+SIDECAR_RANKS = "a sidecar cannot tell the prefill engine its data-parallel rank"
+
 
 @lru_cache(maxsize=65536)
 def address_of(url: str) -> str:
@@ -38,13 +40,17 @@ def address_fault(url: str) -> str:
     return "" if address_of(url) else f"Envoy needs an IP address in the endpoint, which is {url}"
 
 
-def check_addresses(instances: Iterable[Instance], source: str) -> None:
-    """Check that Envoy can reach each instance by the address that a picker names.
+def check_addresses(instances: Iterable[Instance], source: str, *, sidecar: bool = False) -> None:
+    """Check that Envoy can reach each instance by the address that a picker names. Args: `sidecar`: see
+    `PickerSettings`.
 
     Raises:
-        InputError: an endpoint has a host name or TLS.
+        InputError: an endpoint has a host name or TLS, or a sidecar would need a data-parallel rank.
     """
     for instance in instances:
         if instance.endpoint is not None and (fault := address_fault(instance.endpoint.url)):
             hint = "write http://IP:PORT; Envoy adds TLS to engines itself"
             raise InputError(f"instance {instance.name}: {fault}", where=source, hint=hint)
+        if sidecar and instance.engine:
+            what = f"instance {instance.name}: {SIDECAR_RANKS}"
+            raise InputError(what, where=source, hint="use --prefill-by picker, or start a server for each rank")

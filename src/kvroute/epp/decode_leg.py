@@ -28,13 +28,11 @@ _KEPT_PREFIXES = (b"x-envoy-", b"x-forwarded-", b"x-request-id")
 """Headers of Envoy's own, which it does not let others change or which it sets again."""
 
 
-def engine_at(runtime: ClusterRuntime, address: str) -> EngineClient | None:
-    """Return the engine with an address; None: the cluster has none."""
-    for engine in runtime.engines.values():
-        endpoint = engine.instance.endpoint
-        if endpoint is not None and address_of(endpoint.url) == address:
-            return engine
-    return None
+def engine_at(runtime: ClusterRuntime, address: str, rank: int = 0) -> EngineClient | None:
+    """Return the engine with an address; None: the cluster has none. Args: `rank`: the one to return of several
+    data-parallel ranks there."""
+    there = [engine for engine in runtime.engines.values() if engine_address(engine) == address]
+    return next((engine for engine in there if engine.instance.rank == rank), there[0] if there else None)
 
 
 def engine_address(engine: EngineClient) -> str:
@@ -88,7 +86,7 @@ class EnvoyDecodeLeg(DecodeLeg):
             failure = LegFailure("reset", f"decode instance {self.engine.name}: {why}", 502, sent=True)
             asyncio.get_running_loop().call_soon(self.on_failed, failure)
             return
-        head = self.state.head + self.own_headers()
+        head = self.state.head + self.engine.rank_head + self.own_headers()
         if self.state.trace is not None:
             self.trace = self.state.trace.leg(self.kind, {"kvroute.instance": self.engine.name})
             head += self.trace.head
@@ -129,7 +127,8 @@ class EnvoyDecodeLeg(DecodeLeg):
     def _may_serve(self, engine: EngineClient) -> bool:
         chosen, only = self.engine, self._only()
         return (
-            engine is not chosen
+            engine.instance.server != chosen.instance.server
+            and engine.rank_head == chosen.rank_head  # Envoy sends the same header to all of them
             and engine.role == chosen.role
             and engine.availability.up
             and (engine.instance.model, engine.instance.protocol) == (chosen.instance.model, chosen.instance.protocol)
@@ -179,7 +178,7 @@ class EnvoyDecodeLeg(DecodeLeg):
         if served == addresses[0]:
             return True
         tried = addresses.index(served) if served in addresses else 0
-        engine = self._engines[tried] if tried else engine_at(runtime, served)
+        engine = self._engines[tried] if tried else engine_at(runtime, served, self.engine.instance.rank)
         log_event(
             "warning",
             "served_elsewhere",

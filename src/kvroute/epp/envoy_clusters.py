@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvroute.epp.addresses import address_of, host_of, port_of
@@ -148,13 +148,14 @@ def _priorities(cluster: Cluster) -> list[dict[str, Any]]:
     found = []
     groups = ([i for i in cluster.instances if (i.role == "prefill") is last] for last in (False, True))
     for priority, group in enumerate(filter(None, groups)):
-        found.append({"priority": priority, "lb_endpoints": [_endpoint(instance) for instance in group]})
+        found.append({"priority": priority, "lb_endpoints": _endpoints(group)})
     return found
 
 
-def _endpoint(instance: Instance) -> dict[str, Any]:
-    assert instance.endpoint is not None, "preflight requires endpoints"
-    return {"endpoint": {"address": socket_address(address_of(instance.endpoint.url))}}
+def _endpoints(group: Iterable[Instance]) -> list[dict[str, Any]]:
+    """Return the endpoints of instances; data-parallel ranks of one server are one."""
+    urls = dict.fromkeys(instance.endpoint.url for instance in group if instance.endpoint is not None)
+    return [{"endpoint": {"address": socket_address(address_of(url))}} for url in urls]
 
 
 def _breakers(settings: GatewaySettings) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvroute.epp.addresses import address_fault
+from kvroute.epp.addresses import SIDECAR_RANKS, address_fault
 from kvroute.epp.decode_leg import EnvoyDecodeLeg, instances_in
 from kvroute.epp.exchange import PickExchange
 from kvroute.epp.passthrough import PassthroughPick
@@ -56,6 +56,8 @@ class PickerFrontend:
 
     def engine_fault(self, engine: Discovered) -> str:
         """See `Frontend`. Envoy connects to addresses, not to names."""
+        if self._settings.sidecar and engine.engine:
+            return SIDECAR_RANKS
         return address_fault(engine.endpoint.url)
 
     def picker(self, port: int) -> OwnPicker | None:

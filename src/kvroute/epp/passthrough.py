@@ -65,7 +65,7 @@ class PassthroughPick:
             head = header_lines(forwarded(exchange.headers, self._request_id, runtime.forward_headers)) + runtime.added
             added, removed = header_changes(exchange.headers, head)
             exchange.on_response, exchange.on_end = self._on_response, self._on_response_end
-            destination = ",".join(engine_address(engine) for engine in engines)
+            destination = ",".join(dict.fromkeys(engine_address(engine) for engine in engines))
             exchange.pick(Pick(destination, added, removed, self._content.body))
             exchange.release_body()
         except RequestError as refused:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import cast, get_args
 
+from kvroute.kube.data_parallel import ranks_of
 from kvroute.kube.labels import (
     BOOTSTRAP_PORT,
     BOOTSTRAP_PORT_ALIAS,
@@ -33,8 +34,9 @@ _BOUND = re.compile(r"tcp://(?:\*|::|\[::\]):(\d{1,5})", re.ASCII)
 """Endpoint on which a publisher listens; with another host, vLLM's publisher connects to a subscriber."""
 
 
-def addresses_of(source: Source, role: Role, warnings: list[InputError]) -> dict[int, Endpoint]:
-    """Return the endpoint of each HTTP port, ascending by rank of the data-parallel server.
+def addresses_of(source: Source, role: Role, warnings: list[InputError]) -> tuple[dict[int, Endpoint], int]:
+    """Return the endpoint of each HTTP port, ascending by rank of the data-parallel server, and the number of ranks
+    that share the port.
 
     Raises:
         InputError: a label is wrong, or the port or the protocol is not known.
@@ -47,10 +49,9 @@ def addresses_of(source: Source, role: Role, warnings: list[InputError]) -> dict
     events, replay = _event_ports(source, warnings)
     bootstrap = _bootstrap_port(source, role, protocol)
     ports = _http_ports(source, warnings)
-    _warn_of_ranks(source, len(ports), events, warnings)
-    first = (command.number("--data-parallel-rank") or 0) if command is not None and len(ports) == 1 else 0
+    ranks = ranks_of(source.pod, command, protocol, len(ports), warnings)
     step = (shards_of(source)[0] or 1) if not TRAITS[protocol].needs_bootstrap else 0
-    return {
+    endpoints = {
         port: Endpoint(
             url=f"{scheme}://{host}:{port}",
             protocol=protocol,
@@ -58,8 +59,9 @@ def addresses_of(source: Source, role: Role, warnings: list[InputError]) -> dict
             kv_events=f"tcp://{host}:{events + rank}" if events else "",
             kv_replay=f"tcp://{host}:{replay + rank}" if events and replay else "",
         )
-        for rank, port in enumerate(ports, start=first)
+        for rank, port in enumerate(ports, start=ranks.first)
     }
+    return endpoints, ranks.count
 
 
 def _protocol(source: Source, role: Role, warnings: list[InputError]) -> KvProtocol:
@@ -204,14 +206,3 @@ def _bound_port(address: object, name: str, warnings: list[InputError]) -> int:
         hint = f"write tcp://*:PORT, or give the port with {KV_EVENTS_PORT}"
         warnings.append(InputError(what, where=f"{ARGS} --kv-events-config", hint=hint))
     return port or 0
-
-
-def _warn_of_ranks(source: Source, ports: int, events: int, warnings: list[InputError]) -> None:
-    """Warn of several data-parallel ranks behind one port, whose KV events have several publishers."""
-    command = source.command
-    ranks = command.number("--data-parallel-size", "--dp-size", "--dp") if command is not None else None
-    apart = command is not None and command.has("--data-parallel-rank", "--data-parallel-external-lb")
-    if ports == 1 and events and ranks and ranks > 1 and not apart:
-        what = f"{ranks} data-parallel ranks share one port, so the gateway sees the KV events of rank 0 only"
-        hint = f"give each rank a port of its own and list them with {PORT}"
-        warnings.append(InputError(what, where=ARGS, hint=hint))

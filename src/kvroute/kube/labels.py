@@ -19,6 +19,8 @@ PROTOCOL = "kvroute.io/protocol"
 """`vllm`, `mooncake` or `sglang`."""
 TP = "kvroute.io/tp"
 PP = "kvroute.io/pp"
+DP = "kvroute.io/dp"
+"""Number of data-parallel ranks behind one port."""
 PORT = "kvroute.io/port"
 """HTTP port; `8000-8007` or `8000,8001`: one data-parallel server on each port, rank 0 first."""
 KV_EVENTS_PORT = "kvroute.io/kv-events-port"
@@ -39,6 +41,7 @@ OWN_KEYS = (
     PROTOCOL,
     TP,
     PP,
+    DP,
     PORT,
     KV_EVENTS_PORT,
     KV_REPLAY_PORT,
@@ -83,6 +86,8 @@ MODEL_ALIASES = (
 )
 """Used only if neither `kvroute.io/model` nor the engine's command line has a name."""
 
+DP_ALIAS = "llm-d.ai/data-parallel-ranks-per-member"
+"""Label of llm-d (llm-d/llm-d-router, pkg/epp/datastore): ranks on each pod of an engine."""
 BOOTSTRAP_PORT_ALIAS = "sglang.ai/bootstrap-port"
 """Annotation that SGLang's router reads (sgl-project/sglang, router arguments `bootstrap_port_annotation`)."""
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"

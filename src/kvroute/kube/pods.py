@@ -14,6 +14,7 @@ from kvroute.kube.labels import TIMING
 from kvroute.kube.objects import Node, Pod
 from kvroute.kube.places import DEFAULT_LEVELS, LevelKeys, fitting, place_of
 from kvroute.kube.roles import model_of, role_of, shards_of, source_of
+from kvroute.topology.data_parallel import discovered_ranks
 from kvroute.types import InputError
 from kvroute.types.discovered import Discovered
 
@@ -82,11 +83,11 @@ def merged(readings: Iterable[Reading]) -> Reading:
     for reading in readings:
         engines += reading.engines
         findings += reading.findings
-    names, urls = {engine.name for engine in engines}, {engine.endpoint.url for engine in engines}
+    names, urls = {engine.name for engine in engines}, {(engine.endpoint.url, engine.rank) for engine in engines}
     if min(len(names), len(urls)) < len(engines):
         engines = _without_duplicates(engines, findings)
     engines.sort(key=attrgetter("name"))
-    findings.sort(key=lambda finding: (finding.pod, finding.field, finding.what))
+    findings.sort(key=lambda finding: (finding.pod, finding.field, finding.what, finding.hint))
     return Reading(tuple(engines), tuple(dict.fromkeys(findings)))
 
 
@@ -97,24 +98,24 @@ def _without_duplicates(engines: Iterable[Discovered], findings: list[Finding]) 
     kept = []
     for engine in sorted(engines, key=lambda engine: (not engine.ready, engine.name, engine.uid, engine.endpoint.url)):
         url = engine.endpoint.url
-        owner = owners.get(url)
+        owner = owners.get(url, engine.server)
         if engine.name in names:
             continue
-        if owner is not None:
+        if owner != engine.server:
             if engine.ready:
                 what = f"{engine.name} has the address {url} of {owner}, which is ready too"
                 pod = engine.name.replace(".", "/", 1).partition("_")[0]
                 findings.append(_finding(pod, "left out", "status.podIP", what))
             continue
         if engine.ready:
-            owners[url] = engine.name
+            owners[url] = engine.server
         names.add(engine.name)
         kept.append(engine)
     return kept
 
 
 def read_pod(pod: Pod, node: Node | None, options: ReadOptions = DEFAULT_OPTIONS) -> Reading:
-    """Return the engines of one pod: none, one, or one for each port of its data-parallel servers.
+    """Return the engines of one pod: none, one, or one for each data-parallel rank, behind one port or on their own.
 
     Args:
         node: the pod's node; None if it is not known.
@@ -150,10 +151,10 @@ def _engines(pod: Pod, node: Node | None, options: ReadOptions, warnings: list[I
     if node is None and options.nodes_known:
         hint = "let the gateway list nodes (RBAC), or wait for the node"
         warnings.append(InputError(f"node {pod.spec.node_name!r} is not known", where="spec.nodeName", hint=hint))
-    addresses = addresses_of(source, role, warnings)
+    addresses, ranks = addresses_of(source, role, warnings)
     tp, pp = shards_of(source)
     base = f"{pod.metadata.namespace}.{pod.metadata.name}"
-    return tuple(
+    engines = (
         Discovered(
             name=fitting(base if len(addresses) == 1 else f"{base}_{port}"),
             uid=f"{pod.metadata.uid}-{pod.restarts(source.container.name)}",
@@ -168,3 +169,5 @@ def _engines(pod: Pod, node: Node | None, options: ReadOptions, warnings: list[I
         )
         for port, endpoint in addresses.items()
     )
+    split = (rank for engine in engines for rank in discovered_ranks(engine, ranks))
+    return tuple(msgspec.structs.replace(rank, name=fitting(rank.name)) for rank in split)

@@ -20,8 +20,8 @@ class Prompt:
     """Tokens to compute."""
     seconds: float
     """Time on an idle network, over all stages."""
-    begun: Callable[[int], None]
-    """Called with its number when the first stage begins."""
+    begun: Callable[[int, int], None]
+    """Called with its number and its slices, over all stages, when the first stage begins."""
     ended: Callable[[int], None]
     """Called with its number when the last stage has ended."""
     progressed: Callable[[int, float], None] | None = None
@@ -66,7 +66,7 @@ class PrefillPipeline:
         self._busy[stage] = True
         count = len(self.stages)
         if stage == 0:
-            prompt.begun(prompt.number)
+            prompt.begun(prompt.number, self.slices(prompt.seconds))
         slice_ended = None if prompt.progressed is None else partial(self._slice_ended, prompt, stage)
         ended = partial(self._ended, prompt, stage)
         self.iterations.start("prefill", self.stages[stage], prompt.tokens, prompt.seconds / count, ended, slice_ended)

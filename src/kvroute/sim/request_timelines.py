@@ -12,7 +12,9 @@ from kvroute.sim.arrivals import Arrivals
 from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
+from kvroute.sim.instances import Step
 from kvroute.sim.iterations import Iterations
+from kvroute.sim.lock_step import DecodeRanks, PrefillRanks, RankQueue, lock_step_groups
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
 from kvroute.sim.network import Kind
 from kvroute.sim.pipelines import PrefillPipeline, Prompt
@@ -95,14 +97,30 @@ class RequestTimelines:
         slice_s = settings.all_reduce_slice_s
         self.iterations = Iterations(agenda, delivery, self.advance, slice_s, groups.carried_bytes)
         self._streams = Streams(agenda, delivery, self.advance, self.watch_stalls)
-        self._pipelines = {
+        self._pipelines: dict[int, PrefillPipeline | RankQueue] = {
             index: PrefillPipeline(traffic.stages, self.iterations, settings.prefill_queueing)
             for index, traffic in groups.traffic.items()
         }
+        self._ranks: dict[int, DecodeRanks] = {}
+        """Decode instances that step together with others, by index."""
+        if settings.lock_step:
+            self._lock_steps()
         self.reject_reason: str | None = None
         """Reason for the first rejection of the run."""
         self.decisions_s: list[float] = []
         """Wall time of every decode decision, in seconds."""
+
+    def _lock_steps(self) -> None:
+        """Let the data-parallel ranks of each engine step together. Prefill without queueing is a pure delay."""
+        layerwise = self._settings.transfer == "layerwise"
+        for members in lock_step_groups(self._cluster, all_reducing=self._shared, layerwise=layerwise):
+            decodes = self._fleet.decode
+            ranks = DecodeRanks(members, decodes, self._agenda, self._boundary, self._record_first_tokens)
+            prefills = PrefillRanks.of(self._agenda, self._settings.lock_step_tokens, len(members))
+            for rank, index in enumerate(members):
+                self._ranks[index] = ranks
+                if self._settings.prefill_queueing:
+                    self._pipelines[index] = RankQueue(prefills, rank)
 
     def arrive(self, request: int) -> None:
         """Process the arrival of a request now."""
@@ -194,7 +212,7 @@ class RequestTimelines:
         prefill = self._fleet.prefill[holder]
         if holder in self._pipelines:
             seconds = prefill.time.seconds(tokens, tokens)
-            prompt = Prompt(request, 0, seconds, lambda _: None, lambda number: self._held_out(number, 0))
+            prompt = Prompt(request, 0, seconds, lambda _, __: None, lambda number: self._held_out(number, 0))
             self._pipelines[holder].submit(prompt)
             return
         _, held_s = prefill.submit(self._agenda.now, tokens, tokens)
@@ -238,10 +256,10 @@ class RequestTimelines:
         seconds = self._fleet.prefill[source].time.seconds(input_tokens, cached_tokens)
         streams = self._streams_kv(request)
 
-        def begun(number: int) -> None:
+        def begun(number: int, slices: int) -> None:
             self._outcomes.prefill_started_s[number] = self._agenda.now
             if streams:
-                kv_bytes, slices = float(self._outcomes.kv_bytes[number]), pipeline.slices(seconds)
+                kv_bytes = float(self._outcomes.kv_bytes[number])
                 self._streams.plan(number, kv_bytes, seconds, self._fleet.layers[source], slices)
 
         def ended(number: int) -> None:
@@ -357,7 +375,9 @@ class RequestTimelines:
         self._router.give_back(int(outcomes.source[request]))
         decode = self._fleet.decode[target]
         wake_s = decode.transfer_done(now, request, traced.input_tokens, traced.output_tokens)
-        if wake_s is not None and (not decode.batch or target not in self._shared):
+        if target in self._ranks:
+            self._ranks[target].wake()
+        elif wake_s is not None and (not decode.batch or target not in self._shared):
             self._agenda.at(wake_s, self._step, target, decode.version)
 
     def _stalled(self, request: int, _: int) -> None:
@@ -386,11 +406,25 @@ class RequestTimelines:
         self._begin(request, decisions)
 
     def _step(self, target: int, version: int) -> None:
-        decode = self._fleet.decode[target]
+        decode, now = self._fleet.decode[target], self._agenda.now
         if version != decode.version:
             return
+        step, wake_s = self._boundary(target)
+        if wake_s is None:
+            return
+        if target in self._shared:
+            ended = partial(self._iterated, target, step.admitted, now)
+            traffic = self._shared[target].together
+            self.iterations.start("decode", traffic, decode.batch, step.iteration_s, ended)
+            return
+        self._record_first_tokens(step.admitted, step.first_token_s, step.iteration_s)
+        self._agenda.at(wake_s, self._step, target, decode.version)
+
+    def _boundary(self, target: int) -> tuple[Step, float | None]:
+        """Process an iteration boundary of a decode instance now: requests leave and join. Return the changes and the
+        time of its next boundary with a change, if it iterates on its own; None: it is idle."""
         now, outcomes = self._agenda.now, self._outcomes
-        step, wake_s = decode.step(now)
+        step, wake_s = self._fleet.decode[target].step(now)
         for request in step.finished:
             if self._store is not None and self._continued[request]:
                 self.advance()
@@ -401,15 +435,7 @@ class RequestTimelines:
         for request in step.admitted:
             outcomes.admitted_s[request] = now
             self._router.handle(Admitted(now, request))
-        if wake_s is None:
-            return
-        if target in self._shared:
-            ended = partial(self._iterated, target, step.admitted, now)
-            traffic = self._shared[target].together
-            self.iterations.start("decode", traffic, decode.batch, step.iteration_s, ended)
-            return
-        self._record_first_tokens(step.admitted, step.first_token_s, step.iteration_s)
-        self._agenda.at(wake_s, self._step, target, decode.version)
+        return step, wake_s
 
     def _iterated(self, target: int, admitted: tuple[int, ...], began_s: float) -> None:
         """End an iteration whose all-reduces share links; the next one begins."""

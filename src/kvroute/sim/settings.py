@@ -142,6 +142,12 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     all-reduces. There are at most as many slices as all-reduces."""
     all_reduce_weight: float = 1.0
     """Weight of each flow of an all-reduce on a shared link; a flow of a KV transfer has 1."""
+    lock_step: bool = False
+    """The data-parallel ranks of an engine run each iteration together, as with a mixture of experts; False: each rank
+    iterates on its own, as with a dense model."""
+    lock_step_tokens: int = 8192
+    """Largest number of prompt tokens that a rank computes in one iteration of a lock-step (vLLM's
+    `--max-num-batched-tokens`)."""
     wan: WanTransport | None = None
     """Transport of transfers between datacenters; None: like any other transfer."""
     changes: tuple[CapacityChange, ...] = ()
@@ -174,6 +180,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
             len(self.reported) != TIER_COUNT or any(not 0 <= share < 1 for share in self.reported)
         ):
             raise InputError(f"reported is {self.reported}", hint=f"give {TIER_COUNT} shares in [0, 1) or null")
+        if self.lock_step_tokens < 1:
+            raise InputError(f"lock_step_tokens is {self.lock_step_tokens}", hint="give 1 or more")
         if not 0 < self.all_reduce_slice_s < float("inf"):
             raise InputError(f"all_reduce_slice_s is {self.all_reduce_slice_s}", hint="give finite seconds above 0")
         if not WEIGHT_MIN <= self.all_reduce_weight <= WEIGHT_MAX:

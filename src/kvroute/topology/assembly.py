@@ -26,7 +26,7 @@ from kvroute.topology.cluster import STORAGE, Cables, Cluster, Link, tier_latenc
 from kvroute.topology.discovery_check import discovery_faults
 from kvroute.topology.document import Overlay, read_document
 from kvroute.topology.doubts import unit_doubts
-from kvroute.topology.expansion import expand
+from kvroute.topology.expansion import expand, written_at
 from kvroute.topology.form import FileError, Lines
 from kvroute.topology.place import Places, Shards, gpu_list, places_of, wan_routes
 from kvroute.topology.schema import ClusterFile, Nic, Uplinks
@@ -125,10 +125,11 @@ def _assembled(
     file: ClusterFile, lines: Lines, faults_of_form: Sequence[FileError], *, placed: bool = True
 ) -> tuple[Cluster | None, list[FileError]]:
     problems = [*shorthand_faults(file, lines)]
-    flat = None
+    flat, written = None, lines
     if not problems and can_expand(file, lines):
         try:
             flat = expand(file)
+            lines = replace(lines, written_at=written_at(file))
         except InputError as error:
             problems.append(lines.error(error.what, ("instances",), error.hint))
     problems += place_faults(flat or file, lines, placed=placed and file.discovery is None)
@@ -137,16 +138,17 @@ def _assembled(
         places = places_of(flat)
         problems += reach_faults(flat, places, lines)
         problems += storage_faults(flat, lines)
-    problems += setting_faults(file, lines)
-    problems += all_reduce_faults(file, lines)
-    problems += discovery_faults(file, lines)
+    problems += setting_faults(file, written)
+    problems += all_reduce_faults(file, written)
+    problems += discovery_faults(file, written)
     problems += port_faults(flat or file, lines)
     cluster = None
     known = all(lines.sure(section, whole=True) for section in _NEEDED)
     if flat is not None and places is not None and not problems and known:
         doubts = tuple(str(doubt) for doubt in unit_doubts(flat, file, lines))
         cluster = replace(assembled(flat, places), remarks=doubts, lines=lines)
-    return cluster, sorted([*faults_of_form, *problems], key=lambda problem: problem.line)
+    once = {str(problem): problem for problem in [*faults_of_form, *problems]}  # ranks of an engine share its entry
+    return cluster, sorted(once.values(), key=lambda problem: problem.line)
 
 
 def assembled(file: ClusterFile, places: Places) -> Cluster:
@@ -197,6 +199,9 @@ def _instances(file: ClusterFile, places: Places, shards: tuple[Shards, ...]) ->
                 kv_capacity_bytes=float(entry.kv_capacity_bytes or defaults.kv_capacity_bytes or 0.0),
                 cpu_bytes_per_s=float(entry.cpu_bytes_per_s or defaults.cpu_bytes_per_s),
                 group=entry.group or "",
+                engine=entry.engine or "",
+                rank=entry.rank or 0,
+                ep_group=entry.ep_group or entry.engine or "",
                 endpoint=entry.endpoint.endpoint() if entry.endpoint else None,
             )
         )

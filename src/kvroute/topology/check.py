@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvroute import llm
-from kvroute.topology.form import FileError, Key, Lines, nearest
+from kvroute.topology.data_parallel import rank_faults
+from kvroute.topology.form import FileError, Key, Lines, field_text, nearest
 from kvroute.topology.place import Places, gpu_list, port_fault, wan_routes
 from kvroute.topology.schema import (
     ClusterFile,
@@ -52,9 +53,12 @@ def can_expand(file: ClusterFile, lines: Lines) -> bool:
     sizes = ("kind", "pods", "racks_per_pod", "nodes_per_rack", "gpus_per_node", "units", "nodes_per_unit")
     known = all(lines.sure("fabric", key) for key in sizes)
     if isinstance(file.instances, InstanceCounts):
-        known &= all(lines.sure("instances", key) for key in ("prefill", "decode", "placement", "tp", "pp"))
+        known &= all(lines.sure("instances", key) for key in ("prefill", "decode", "placement", "tp", "pp", "dp"))
         known &= all(lines.sure("defaults", key) for key in ("tp", "pp"))
         known &= all(lines.sure("nodes", "*", key) for key in ("gpus", "rack"))
+    elif any(entry.dp is not None for entry in file.instances):
+        known &= all(lines.sure("instances", "*", key) for key in ("name", "gpus", "tp", "pp", "dp"))
+        known &= all(lines.sure("defaults", key) for key in ("tp", "pp"))
     return known
 
 
@@ -72,6 +76,7 @@ def place_faults(file: ClusterFile, lines: Lines, *, placed: bool = True) -> Ite
     yield from _wan_faults(file, lines)
     if isinstance(file.instances, list) and file.fabric is None:
         yield from _instance_faults(file, lines)
+        yield from rank_faults(file.instances, lines)
         if placed:
             yield from _role_faults(file, lines)
 
@@ -97,7 +102,7 @@ def _duplicates(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
         for index, entry in enumerate(entries):
             name = entry.name
             if name in first:
-                where = f"{section}[{first[name]}] has the same name"
+                where = f"{field_text(lines.written((section, first[name])))} has the same name"
                 yield lines.error(f"the name {name!r} is used twice", (section, index, "name"), where)
             first.setdefault(name, index)
 
@@ -183,6 +188,9 @@ def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     for index, entry in enumerate(entries):
         if lines.sure("instances", index, "gpus"):
             yield from _gpu_faults(entry, file, nodes, owner, ("instances", index), lines)
+        if entry.dp is not None and (entry.engine is not None or entry.rank is not None):
+            what = f"{entry.name} has `dp`, so its ranks are numbered"
+            yield lines.error(what, ("instances", index, "dp"), "remove `engine` and `rank`, or remove `dp`")
         if entry.group is not None and entry.role == "prefill" and lines.sure("instances", index, "role"):
             what = f"{entry.name} is a prefill instance, but only decode instances have a group"
             yield lines.error(what, ("instances", index, "group"), "remove `group`")
@@ -264,11 +272,14 @@ def _gpu_faults(
         user = owner.get(clash, entry.name)
         yield lines.error(f"GPU {clash[0]}:{clash[1]} is used twice", place, f"{user} uses it too")
     owner.update((gpu, entry.name) for gpu in gpus if gpu not in owner)
-    tp, pp = entry.tp or file.defaults.tp, entry.pp or file.defaults.pp
+    tp, pp, dp = entry.tp or file.defaults.tp, entry.pp or file.defaults.pp, entry.dp or 1
     shards_known = all(lines.sure(*place, part) for part in ("tp", "pp") for place in (key, ("defaults",)))
-    if tp * pp != len(gpus) and shards_known:
-        what = f"{entry.name} has {len(gpus)} GPUs, but tp {tp} x pp {pp} = {tp * pp}"
-        yield lines.error(what, place, "list one GPU per shard, or change tp or pp")
+    if tp * pp * dp != len(gpus) and shards_known and lines.sure(*key, "dp"):
+        product, change = f"tp {tp} x pp {pp}", "tp or pp"
+        if entry.dp is not None:
+            product, change = f"dp {dp} x {product}", "dp, tp or pp"
+        what = f"{entry.name} has {len(gpus)} GPUs, but {product} = {tp * pp * dp}"
+        yield lines.error(what, place, f"list one GPU per shard, or change {change}")
 
 
 def can_place(lines: Lines) -> bool:

@@ -83,27 +83,27 @@ class _Checks:
         file = base.file
         self._file = file
         self._gpus = {node.name: node.gpus for node in file.nodes}
-        self._listed = {instance.name for instance in base.instances}
+        self._listed = {name for instance in base.instances for name in (instance.name, instance.server)}
         self._taken: dict[str, set[int]] = {}
         for instance in base.instances:
             for gpu in instance.gpus:
                 node, _, number = gpu.rpartition("/")
                 self._taken.setdefault(node, set()).add(int(number))
-        self._urls = {i.endpoint.url: i.name for i in base.instances if i.endpoint is not None}
+        self._urls = {i.endpoint.url: i.server for i in base.instances if i.endpoint is not None}
         self._names = set(present)
         self._sites = {site.name for site in file.datacenters} or {
             member.engine.place.datacenter for member in present.values() if member.engine.place.datacenter
         }
-        for name, member in present.items():
+        for member in present.values():
             self._taken.setdefault(member.engine.place.node, set()).update(member.gpus)
-            self._urls[member.engine.endpoint.url] = name
+            self._urls[member.engine.endpoint.url] = member.engine.server
 
     def take(self, engine: Discovered) -> Joined:
         """Give an engine without a fault the first free GPUs of its node."""
         taken = self._taken.setdefault(engine.place.node, set())
         free = [gpu for gpu in range(self._room(engine)) if gpu not in taken][: self._size(engine)]
         taken.update(free)
-        self._urls[engine.endpoint.url] = engine.name
+        self._urls[engine.endpoint.url] = engine.server
         self._names.add(engine.name)
         if engine.place.datacenter:
             self._sites.add(engine.place.datacenter)
@@ -115,6 +115,8 @@ class _Checks:
             return "the cluster file lists an instance with this name"
         if engine.name in self._names:
             return "another engine has this name"
+        if engine.engine in self._listed or engine.engine in self._names:
+            return f"its engine has the name of the instance {engine.engine}"
         try:
             msgspec.convert(engine.name, Name)
         except msgspec.ValidationError:
@@ -131,8 +133,10 @@ class _Checks:
             return f"its endpoint is invalid: {error}"
         if fault := port_fault(endpoint.url):
             return fault
-        if endpoint.url in self._urls:
+        if self._urls.get(endpoint.url, engine.server) != engine.server:
             return f"{endpoint.url} is already the endpoint of {self._urls[endpoint.url]}"
+        if engine.engine and not TRAITS[endpoint.protocol].rank_header:
+            return f"{endpoint.protocol} engines do not take the data-parallel rank of a request from a header"
         if engine.role == "prefill" and TRAITS[endpoint.protocol].needs_bootstrap and not endpoint.bootstrap:
             return f"{endpoint.protocol} needs the prefill engine's bootstrap server"
         return "`kv_replay` requires `kv_events`" if endpoint.kv_replay and not endpoint.kv_events else ""
@@ -189,6 +193,8 @@ def _entry(member: Joined) -> InstanceEntry:
         tp=engine.tp,
         pp=engine.pp,
         timing=engine.timing or None,
+        engine=engine.engine or None,
+        rank=engine.rank if engine.engine else None,
         endpoint=EndpointEntry(
             url=endpoint.url,
             protocol=endpoint.protocol,

@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 import msgspec
 
+from kvroute.topology.data_parallel import rank_entries
 from kvroute.topology.schema import (
     ClusterFile,
     EndpointEntry,
@@ -28,7 +29,8 @@ from kvroute.types import InputError, KvProtocol, Role
 
 
 def expand(file: ClusterFile) -> ClusterFile:
-    """Return the same cluster without shorthands: fabric as pods, racks and nodes, counts as instances.
+    """Return the same cluster without shorthands: fabric as pods, racks and nodes, counts as instances, engines as
+    their data-parallel ranks.
 
     Raises:
         InputError: the counts do not fit the nodes (`what` has the numbers).
@@ -43,7 +45,15 @@ def expand(file: ClusterFile) -> ClusterFile:
     instances = file.instances
     if isinstance(instances, InstanceCounts):
         instances = _placed(instances, file.defaults, nodes)
+    instances = [rank for entry in instances for rank in rank_entries(entry, file.defaults)]
     return msgspec.structs.replace(file, fabric=None, pods=pods, racks=racks, nodes=nodes, instances=instances)
+
+
+def written_at(file: ClusterFile) -> tuple[int, ...]:
+    """Return the index in the file of each instance of the expanded file; empty if the file lists none."""
+    if not isinstance(file.instances, list):
+        return ()
+    return tuple(index for index, entry in enumerate(file.instances) for _ in rank_entries(entry, file.defaults))
 
 
 def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProtocol) -> ClusterFile:
@@ -51,7 +61,8 @@ def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProt
 
     Args:
         file: a cluster with or without shorthands.
-        addresses: a URL for each instance, in the file's order, or `NAME=URL` for some.
+        addresses: a URL for each engine, in the file's order, or `NAME=URL` for some. Data-parallel ranks have that of
+            their engine.
         protocol: KV transfer protocol of all these engines.
 
     Raises:
@@ -59,7 +70,7 @@ def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProt
     """
     flat = expand(file)
     assert isinstance(flat.instances, list)
-    names = [entry.name for entry in flat.instances]
+    names = list(dict.fromkeys(entry.engine or entry.name for entry in flat.instances))
     named = [(name, url) for name, equals, url in (each.partition("=") for each in addresses) if _is_name(name, equals)]
     if named and len(named) < len(addresses):
         raise InputError("some addresses have a name and others do not", hint="write NAME=URL for all or for none")
@@ -75,8 +86,8 @@ def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProt
         raise InputError("an instance or an address is given twice", hint="give each instance its own address")
     instances = [
         entry
-        if entry.name not in urls
-        else msgspec.structs.replace(entry, endpoint=EndpointEntry(url=urls[entry.name].rstrip("/"), protocol=protocol))
+        if (url := urls.get(entry.engine or entry.name)) is None
+        else msgspec.structs.replace(entry, endpoint=EndpointEntry(url=url.rstrip("/"), protocol=protocol))
         for entry in flat.instances
     ]
     return msgspec.structs.replace(flat, instances=instances)
@@ -147,13 +158,13 @@ def _superpod_lists(pod: SuperPod) -> tuple[list[Pod], list[Rack], list[Node]]:
 
 
 def _placed(counts: InstanceCounts, defaults: InstanceDefaults, nodes: Sequence[Node]) -> list[InstanceEntry]:
-    size = (counts.tp or defaults.tp) * (counts.pp or defaults.pp)
+    size = (counts.tp or defaults.tp) * (counts.pp or defaults.pp) * (counts.dp or 1)
     racks: dict[str, list[Node]] = {}
     for node in nodes:
         racks.setdefault(node.rack or f"{node.name} alone", []).append(node)
     by_rack = [list(_slots(members, size)) for members in racks.values()]
     prefill, decode = _choose_slots(counts, by_rack, size)
-    keys = ("model", "tp", "pp", "batch_max", "kv_capacity_bytes", "timing", "all_reduce")
+    keys = ("model", "tp", "pp", "dp", "batch_max", "kv_capacity_bytes", "timing", "all_reduce")
     shared = {key: getattr(counts, key) for key in keys}
     entries = []
     roles: tuple[tuple[Role, list[str]], ...] = (("prefill", prefill), ("decode", decode))

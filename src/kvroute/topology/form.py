@@ -41,9 +41,12 @@ class Lines:
     of: Mapping[Key, int] = field(default_factory=dict)
     doubts: Set[Key] = frozenset()
     """Keys whose values could not be read; checks that depend on them are skipped."""
+    written_at: tuple[int, ...] = ()
+    """With an expanded file: the index in the file of each of its instances; empty: the same."""
 
     def sure(self, *pattern: str | int, whole: bool = False) -> bool:
         """Return True if the value at a key (`*`: any index or name) was read; `whole`: with everything below it."""
+        pattern = self.written(pattern)
         return not any(
             (whole or len(doubt) <= len(pattern))
             and all(part in ("*", at) for part, at in zip(pattern, doubt, strict=False))
@@ -52,11 +55,19 @@ class Lines:
 
     def error(self, what: str, key: Key = (), hint: str = "") -> FileError:
         """Return a fault at `key`; a fault of an expanded entry is reported at its shorthand."""
+        key = self.written(key)
         if key and key not in self.of and self.of:
             shorthand = {"pods": "fabric", "racks": "fabric", "nodes": "fabric", "datacenters": "fabric"}
             owner = shorthand.get(str(key[0]), str(key[0]))
             key = next((k for k in (*(key[:n] for n in range(len(key), 0, -1)), (owner,)) if k in self.of), key)
         return FileError(what, source=self.source, line=self._line(key), field=field_text(key), hint=hint)
+
+    def written(self, key: Key) -> Key:
+        """Return the key in the file of a key of the expanded file."""
+        index = key[1] if len(key) > 1 and key[0] == "instances" else None
+        if not isinstance(index, int) or index >= len(self.written_at):
+            return key
+        return (key[0], self.written_at[index], *key[2:])
 
     def _line(self, key: Key) -> int:
         while key and key not in self.of:

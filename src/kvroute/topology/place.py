@@ -140,6 +140,17 @@ def card_of(places: Places, gpus: Shards, position: int) -> int:
     return 0 if nic.scope == "server" else gpu * nic.count // entry.gpus
 
 
+def gpu_text(gpus: Sequence[tuple[str, int]]) -> str:
+    """Return GPUs as `gpu_list` reads them: "node0:0-3,node1:0"."""
+    runs: list[list[tuple[str, int]]] = []
+    for node, gpu in gpus:
+        if runs and runs[-1][-1] == (node, gpu - 1):
+            runs[-1].append((node, gpu))
+        else:
+            runs.append([(node, gpu)])
+    return ",".join(f"{run[0][0]}:{run[0][1]}" + (f"-{run[-1][1]}" if len(run) > 1 else "") for run in runs)
+
+
 def gpu_list(text: str) -> list[tuple[str, int]]:
     """Return (node, index) of every GPU of "node0:0-3,6,node1:0-3", in the written order; raise InputError if it is
     invalid."""

@@ -26,6 +26,7 @@ from kvroute.types import (
 
 Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z", max_length=200)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
+Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
 GpuCount: TypeAlias = Annotated[int, Meta(ge=0, le=1024)]
 Ratio: TypeAlias = Annotated[float, Meta(gt=0, le=1000)]
 Efficiency: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
@@ -289,6 +290,16 @@ class InstanceEntry(Entry, frozen=True, kw_only=True):
     model: str | None = None
     tp: Count | None = None
     pp: Count | None = None
+    dp: Ranks | None = None
+    """Data-parallel ranks that share the endpoint. Each becomes an instance, and all other values are those of one
+    rank, except `gpus`: rank by rank."""
+    engine: Name | None = None
+    """Engine of which the instance is one data-parallel rank; only if ranks are listed one by one."""
+    rank: Annotated[int, Meta(ge=0, le=1023)] | None = None
+    """Its data-parallel rank, with `engine`."""
+    ep_group: Name | None = None
+    """Expert-parallel group: with `kvroute simulate --lock-step`, all instances that name it run each iteration
+    together; None: those of the engine."""
     batch_max: Count | None = None
     kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
     cpu_bytes_per_s: Bandwidth | None = field(name="cpu_bandwidth", default=None)
@@ -313,6 +324,8 @@ class InstanceCounts(Entry, frozen=True, kw_only=True):
     model: str | None = None
     tp: Count | None = None
     pp: Count | None = None
+    dp: Ranks | None = None
+    """Data-parallel ranks of each engine; see the same key of an instance."""
     batch_max: Count | None = None
     kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
     timing: Name | None = None

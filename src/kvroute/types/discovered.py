@@ -21,7 +21,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Discovered(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, or one data-parallel server of it, with an address of its own."""
+    """One engine, or one data-parallel rank of it."""
 
     name: str
     """Unique among all engines that exist at the same time; may be used again after the engine is gone."""
@@ -37,9 +37,18 @@ class Discovered(msgspec.Struct, frozen=True, kw_only=True):
     pp: int | None = None
     timing: str = ""
     """Empty: as in `defaults`."""
+    engine: str = ""
+    """Engine, one server, of which it is a data-parallel rank; empty: it has an address of its own."""
+    rank: int = 0
+    """Its data-parallel rank, which requests to that address name."""
     ready: bool = True
     """Whether it takes requests. An engine that ends is not ready, stays until its requests have ended, and then
     disappears."""
+
+    @property
+    def server(self) -> str:
+        """Name of the server process; all data-parallel ranks of an engine have the same."""
+        return self.engine or self.name
 
 
 class OwnPicker(msgspec.Struct, frozen=True):

@@ -55,7 +55,18 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """Rate at which the whole instance loads KV from CPU memory."""
     group: str = ""
     """Group of decode engines that it belongs to; "": the group of all that name none."""
+    engine: str = ""
+    """Name of the engine, one server, of which it is a data-parallel rank; "": it is an engine of its own."""
+    rank: int = 0
+    """Its data-parallel rank, from 0 in each engine."""
+    ep_group: str = ""
+    """Instances with which it shares experts, so that they iterate together; "": it iterates on its own."""
     endpoint: Endpoint | None = None
+
+    @property
+    def server(self) -> str:
+        """Name of the server process; all data-parallel ranks of an engine have the same."""
+        return self.engine or self.name
 
     @property
     def protocol(self) -> KvProtocol:

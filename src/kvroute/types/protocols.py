@@ -32,6 +32,8 @@ class ProtocolTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Its engines also accept transfer parameters in requests of the Responses API and of Anthropic's Messages API."""
     splits_every_request: bool = False
     """Requests with several sequences can be split into two legs, too."""
+    rank_header: bool = False
+    """Its engines take the data-parallel rank of a request from the header `X-data-parallel-rank`."""
     emulated: bool = False
     """Emulated engines implement it."""
     returns_params: bool = False
@@ -51,6 +53,7 @@ _VLLM_METRICS = "vLLM serves the page unless it runs with --disable-log-stats"
 TRAITS: Mapping[KvProtocol, ProtocolTraits] = {
     "vllm": ProtocolTraits(
         early_pull=True,
+        rank_header=True,
         prefix_copies=True,
         storage_reads=True,
         decode_prefills=True,
@@ -62,6 +65,7 @@ TRAITS: Mapping[KvProtocol, ProtocolTraits] = {
     ),
     "mooncake": ProtocolTraits(
         needs_bootstrap=True,
+        rank_header=True,
         decode_prefills=True,
         splits_every_format=True,
         connector="mooncake",

@@ -309,6 +309,14 @@ def test_a_rank_with_too_many_digits_is_sorted_last() -> None:
     assert engine_id(f'{{"{"1" * 5000}":{{"engine_id":"a"}},"2":{{"engine_id":"c"}}}}'.encode()) == "c"
 
 
+def test_the_engine_id_of_a_data_parallel_rank() -> None:
+    """A rank that is not registered has none; that of another rank would be wrong."""
+    reply = b'{"0":{"engine_id":"e_dp0"},"1":{"engine_id":"e_dp1"},"10":{"engine_id":"e_dp10"}}'
+    assert [engine_id(reply, rank) for rank in (0, 1, 10)] == ["e_dp0", "e_dp1", "e_dp10"]
+    with pytest.raises(ProtocolError, match="data-parallel rank 2 is not registered"):
+        engine_id(reply, 2)
+
+
 def test_the_engine_id_is_that_of_the_first_rank() -> None:
     assert engine_id(b'{"10":{"engine_id":"k"},"2":{"engine_id":"c","worker_addr":{"0":{}}}}') == "c"
     for reply in (b"{}", b"[]", b'{"0":{}}', b"x", b'{"0":1}', b"\xff"):

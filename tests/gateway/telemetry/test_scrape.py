@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.waiting import HANGS_S
 
+from kvroute.gateway.engines.servers import Servers
 from kvroute.gateway.http.poller import PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.observe.prometheus_text import LINE_BYTES_MAX, SERIES_MAX, PageError
@@ -352,7 +353,7 @@ def test_a_scraper_emits_load_transfers_and_restarts() -> None:
         engine.page = loaded(3, 0)
         pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
         scraper = Scraper(
-            ["d0", "p0"],
+            Servers.alone(["d0", "p0"]),
             {"d0": pool, "p0": None}.get,
             recorder.emit,
             lambda: 4.0,
@@ -403,7 +404,7 @@ def test_a_page_beyond_its_limits_is_a_failed_scrape(more: bytes, body_max_bytes
         engine.page = LOADED + more
         pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
         scraper = Scraper(
-            ["a"],
+            Servers.alone(["a"]),
             {"a": pool}.get,
             recorder.emit,
             lambda: 0.0,
@@ -431,7 +432,7 @@ def test_a_slow_engine_gets_one_scrape_at_a_time_and_delays_no_other() -> None:
             "a": UpstreamPool(f"http://127.0.0.1:{slow.port}"),
             "b": UpstreamPool(f"http://127.0.0.1:{quick.port}"),
         }
-        scraper = Scraper(["a", "b"], pools.get, recorder.emit, lambda: 0.0, polls())
+        scraper = Scraper(Servers.alone(["a", "b"]), pools.get, recorder.emit, lambda: 0.0, polls())
         scraper.start()
         await recorder.until(lambda: len(recorder.events) >= 5)
         assert {event.instance for event in recorder.events if isinstance(event, InstanceMeasured)} == {"b"}
@@ -458,7 +459,7 @@ def test_an_engine_that_recovers_is_scraped_again(fault: str) -> None:
         engine, recorder = Engine(), EventRecorder()
         await engine.start()
         pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
-        scraper = Scraper(["a"], {"a": pool}.get, recorder.emit, lambda: 0.0, polls(timeout_s=0.05))
+        scraper = Scraper(Servers.alone(["a"]), {"a": pool}.get, recorder.emit, lambda: 0.0, polls(timeout_s=0.05))
         scraper.start()
         await recorder.until(lambda: bool(recorder.events))
         good = engine.page

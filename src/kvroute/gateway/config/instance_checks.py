@@ -51,8 +51,8 @@ def _endpoint_faults(
         hint = "add `endpoint: {url: http://HOST:PORT}`, or serve emulated engines with --embedded"
         yield lines.error(f"{instance.name} has no endpoint", key, hint)
         return
-    other = first.setdefault(endpoint.url.rstrip("/").lower(), instance.name)
-    if other != instance.name:
+    other = first.setdefault(endpoint.url.rstrip("/").lower(), instance.server)
+    if other != instance.server:
         yield lines.error(
             f"{endpoint.url} is already the endpoint of {other}", (*place, "url"), "give each instance its own endpoint"
         )

@@ -5,6 +5,7 @@ It checks the file, the files that it names and the environment; health checks s
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import socket
@@ -59,6 +60,8 @@ def deployment_of(
         problems += errors.problems
     settings, lines, wrong = _examined(text, source, environ)
     problems += wrong
+    if cluster is not None:
+        lines = dataclasses.replace(lines, written_at=cluster.lines.written_at)
     if cluster is not None and all(lines.sure(SECTION, part, whole=True) for part in _CROSSING):
         problems += model_faults(cluster, settings, lines)
         problems += site_faults(cluster, settings, lines, places_of(cluster, lines))

@@ -14,8 +14,9 @@ from msgspec import Meta, field
 
 from kvroute.gateway.discovery.inotify import DirectoryWatch
 from kvroute.gateway.observe.logs import log_event
+from kvroute.topology.data_parallel import discovered_ranks
 from kvroute.topology.document import read_list
-from kvroute.topology.schema import Count, Entry, Name, ZmqEndpoint, read_quantity
+from kvroute.topology.schema import Count, Entry, Name, Ranks, ZmqEndpoint, read_quantity
 from kvroute.types import Discovered, Endpoint, InputError, InputErrors, KvProtocol, Place, Reporter, Role
 
 POLL_S = 1.0
@@ -44,13 +45,15 @@ class EngineEntry(Entry, frozen=True, kw_only=True):
     model: str = ""
     tp: Count | None = None
     pp: Count | None = None
+    dp: Ranks | None = None
+    """Data-parallel ranks behind the URL; each becomes an instance `NAME_dpR`."""
     timing: Name | None = field(default=None)
     ready: bool = True
     """Whether it takes requests."""
 
-    def discovered(self) -> Discovered:
-        """Return the same as an engine."""
-        return Discovered(
+    def discovered(self) -> list[Discovered]:
+        """Return the same as an engine, or as each of its data-parallel ranks."""
+        whole = Discovered(
             name=self.name,
             uid=self.uid,
             role=self.role,
@@ -73,6 +76,7 @@ class EngineEntry(Entry, frozen=True, kw_only=True):
             timing=self.timing or "",
             ready=self.ready,
         )
+        return discovered_ranks(whole, self.dp or 1)
 
 
 def _host(url: str) -> str:
@@ -100,7 +104,7 @@ def read_engines(text: str, source: str) -> tuple[Discovered, ...]:
             faults.append(lines.error(f"the name {entry.name!r} is used twice", (number, "name"), hint))
     if faults:
         raise InputErrors(faults)
-    return tuple(sorted((entry.discovered() for entry in entries), key=lambda engine: engine.name))
+    return tuple(sorted((rank for entry in entries for rank in entry.discovered()), key=lambda engine: engine.name))
 
 
 def _quickly(text: str) -> Sequence[EngineEntry] | None:

@@ -17,10 +17,25 @@ class Availability:
     """
 
     def __init__(
-        self, name: str, breaker: Breaker, on_change: Callable[[str, bool, float], None], *, up: bool = True
+        self,
+        name: str,
+        breaker: Breaker,
+        on_change: Callable[[str, bool, float], None],
+        *,
+        up: bool = True,
+        sharers: list[Availability] | None = None,
     ) -> None:
-        """Args: `up`: whether it takes requests before its first health check."""
+        """Args:
+
+        name: of the instance.
+        breaker: counts its failures; data-parallel ranks of one server have the same.
+        on_change: called with (name, whether it is up, time).
+        up: whether it takes requests before its first health check.
+        sharers: the availabilities that use this breaker; this one is appended. None: no other does.
+        """
         self.name, self.breaker, self.healthy = name, breaker, up
+        self._sharers = [] if sharers is None else sharers
+        self._sharers.append(self)
         self.up = up
         self.present = up
         """False: no process listens there, or none has passed a health check yet."""
@@ -107,6 +122,19 @@ class Availability:
 
     def refresh(self, now: float) -> None:
         """Update the state and report changes; also called periodically, since an open breaker later allows a probe."""
+        tried = self._tried
+        self._update(now)
+        if tried or self._tried:
+            for other in tuple(self._sharers):
+                if other is not self:
+                    other._update(now)
+
+    def close(self) -> None:
+        """Leave the other users of its breaker: the instance is gone."""
+        if self in self._sharers:
+            self._sharers.remove(self)
+
+    def _update(self, now: float) -> None:
         self._tried = self.breaker.state(now) != "closed"
         seen = self.available, self.counted
         if seen != self._seen:

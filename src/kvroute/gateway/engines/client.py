@@ -8,10 +8,11 @@ from kvroute.gateway.engines.availability import NOT_COUNTED, Availability
 from kvroute.gateway.engines.breaker import Attempt
 from kvroute.gateway.engines.protocols import PROTOCOLS, QUERY_PATH, KvHandshake, KvSource, ProtocolError, engine_id
 from kvroute.gateway.http.call import Call, Failure, ResponseHandler
-from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.headers import Headers, header_lines
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 from kvroute.types import Instance, Role
 
+RANK_HEADER = b"x-data-parallel-rank"
 _COPY_MAX = 64 * 1024
 """Larger bodies are sent separately from their head, to avoid a copy."""
 
@@ -53,6 +54,9 @@ class EngineClient:
         self.in_flight = 0
         self.out_of_files = False
         """Whether the last request to its bootstrap server failed for lack of a file descriptor in the gateway."""
+        self.rank_headers: Headers = [(RANK_HEADER, b"%d" % instance.rank)] if instance.engine else []
+        """Selects the data-parallel rank; empty: the server has one, or divides requests itself."""
+        self.rank_head = header_lines(self.rank_headers)
         self.buffer, self.buffer_url = buffer, instance.endpoint.buffer
         self._bootstrap, self._between_s = bootstrap, between_s
         self._engine_id = ""
@@ -87,10 +91,11 @@ class EngineClient:
         """
         attempt = self.started(now, counted=counted)
         large = body if len(body) > _COPY_MAX else b""
-        request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
+        request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%b%bcontent-length: %d\r\n\r\n%b" % (
             path,
             self._host,
             head,
+            self.rank_head,
             len(body),
             b"" if large else body,
         )
@@ -136,7 +141,7 @@ class EngineClient:
         """Process the bootstrap server's response; empty: it failed, or the gateway had no file descriptor."""
         self.out_of_files = out_of_files
         try:
-            self._engine_id = engine_id(reply)
+            self._engine_id = engine_id(reply, self.instance.rank if self.instance.engine else None)
         except ProtocolError:
             self._engine_id = ""
         waiting, self._engine_id_waiters = self._engine_id_waiters, []
@@ -153,6 +158,7 @@ class EngineClient:
 
     def close(self) -> None:
         """Close idle connections."""
+        self.availability.close()
         self.pool.close()
         for pool in (self._bootstrap, self.buffer):
             if pool is not None:

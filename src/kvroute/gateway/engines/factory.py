@@ -39,6 +39,8 @@ class EngineFactory:
         self._settings, self._on_change, self._deadlines = settings, on_change, deadlines
         self._exact, self._draw = exact, draw
         self._tls: ssl.SSLContext | None = None
+        self._breakers: dict[str, tuple[Breaker, list[Availability]]] = {}
+        """Circuit breakers that data-parallel ranks share, with their users, by server."""
 
     def client(self, instance: Instance, *, up: bool = True) -> EngineClient:
         """Return the client of an instance with an endpoint. Args: `up`: see `Availability`."""
@@ -47,15 +49,8 @@ class EngineFactory:
         if self._tls is None and endpoint.url.startswith("https:"):
             # Loading the system's certificates takes tens of milliseconds, so it is done once.
             self._tls = ssl.create_default_context()
-        limits, connect_s = settings.breaker, float(settings.timeouts.connect_s)
-        breaker = Breaker(
-            failures=limits.failures,
-            window_s=float(limits.window_s),
-            share=limits.share,
-            open_s=float(limits.open_s),
-            jitter=limits.jitter,
-            draw=self._draw,
-        )
+        connect_s = float(settings.timeouts.connect_s)
+        breaker, sharers = self._breaker(instance)
         # A decode instance with a bootstrap server may become a prefill instance.
         asks = PROTOCOLS[endpoint.protocol].resolves_engine_id and endpoint.bootstrap
         return EngineClient(
@@ -65,11 +60,30 @@ class EngineFactory:
             UpstreamPool(endpoint.buffer, connect_s=connect_s, tls=self._tls, deadlines=deadlines)
             if endpoint.buffer
             else None,
-            Availability(instance.name, breaker, self._on_change, up=up),
+            Availability(instance.name, breaker, self._on_change, up=up, sharers=sharers),
             approximate=_approximate(endpoint, settings, self._exact),
             measures=settings.measure != "engine",
             between_s=float(settings.timeouts.between_tokens_s),
         )
+
+    def _breaker(self, instance: Instance) -> tuple[Breaker, list[Availability]]:
+        """Return the circuit breaker of an instance's server, and the availabilities that use it."""
+        known = self._breakers.get(instance.server) if instance.engine else None
+        if known is not None and known[1]:
+            return known
+        limits = self._settings.breaker
+        breaker = Breaker(
+            failures=limits.failures,
+            window_s=float(limits.window_s),
+            share=limits.share,
+            open_s=float(limits.open_s),
+            jitter=limits.jitter,
+            draw=self._draw,
+        )
+        users: list[Availability] = []
+        if instance.engine:
+            self._breakers[instance.server] = breaker, users
+        return breaker, users
 
 
 def engine_clients(

@@ -274,11 +274,15 @@ def _id(draw: Callable[[], int]) -> str:
 PROTOCOLS: dict[KvProtocol, PdProtocol] = {"vllm": Vllm(), "mooncake": Mooncake(), "sglang": Sglang()}
 
 
-def engine_id(reply: bytes) -> str:
-    """Return the engine's id from a Mooncake bootstrap server's response to `GET /query`; of several ranks, the first.
+def engine_id(reply: bytes, rank: int | None = None) -> str:
+    """Return the engine's id from a Mooncake bootstrap server's response to `GET /query`.
+
+    Args:
+        reply: body of the response.
+        rank: data-parallel rank, counted from 0 in the ranks of this server; None: the first one that is registered.
 
     Raises:
-        ProtocolError: the response names no engine.
+        ProtocolError: the response names no engine, or not this rank.
     """
     try:
         ranks = msgspec.json.decode(reply, type=dict[str, _Rank])
@@ -287,7 +291,12 @@ def engine_id(reply: bytes) -> str:
     found = [ranks[rank].engine_id for rank in sorted(ranks, key=_rank_order) if ranks[rank].engine_id]
     if not found:
         raise ProtocolError("has a bootstrap server without a registered engine")
-    return found[0]
+    if rank is None:
+        return found[0]
+    own = ranks.get(str(rank), _Rank()).engine_id
+    if not own:
+        raise ProtocolError(f"has a bootstrap server on which data-parallel rank {rank} is not registered")
+    return own
 
 
 class _Rank(msgspec.Struct):

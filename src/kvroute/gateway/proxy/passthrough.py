@@ -111,6 +111,7 @@ class PassthroughRequest:
         self._attempt = engine.availability.started(runtime.now()) if self._faults is None else NOT_COUNTED
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
         head = header_lines(forwarded(exchange.headers, self._request_id, runtime.forward_headers)) + runtime.added
+        head += engine.rank_head
         if self._trace is not None:
             self._leg = self._trace.leg(PASSTHROUGH, {"kvroute.instance": engine.name})
             head += self._leg.head

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from kvroute.control import Control, NextCluster
-from kvroute.gateway.engines.client import EngineClient
+from kvroute.gateway.engines.client import RANK_HEADER, EngineClient
 from kvroute.gateway.engines.factory import EngineFactory
 from kvroute.gateway.engines.panic import Panics, PanicSet
 from kvroute.gateway.engines.retry_budget import RetryBudget
@@ -188,6 +188,8 @@ class ClusterRuntime:
         """Whether cached KV may be read from a store."""
         engine_key = secrets.engine_key
         own = shared.tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
+        if cluster.file.discovery is not None or any(instance.engine for instance in cluster.instances):
+            own |= {RANK_HEADER}
         self.forward_headers = FORWARDED.union(name.lower().encode() for name in settings.forward_headers) - own
         """Request headers forwarded to engines. The client's key is not forwarded if the engines have their own key."""
         self.added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 from kvroute.gateway.engines.health import HealthChecks
+from kvroute.gateway.engines.servers import Servers
 from kvroute.gateway.http.callbacks import weakly
 from kvroute.gateway.http.poller import PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
@@ -32,17 +33,19 @@ class Collectors:
             before: the collectors that these replace. Their KV event subscriptions continue without interruption: a new
                 subscription may miss an eviction, so the view of that engine's cache would have to be cleared.
         """
-        settings, names = runtime.settings, tuple(runtime.engines)
-        self._runtime, self._names = runtime, set(names)
+        settings = runtime.settings
+        self._runtime = runtime
+        self._servers = servers = Servers(engine.instance for engine in runtime.engines.values())
         self._on_event = on_event or runtime.on_telemetry
 
-        def pool_of(name: str) -> UpstreamPool:
-            return runtime.engines[name].pool
+        def pool_of(server: str) -> UpstreamPool:
+            return runtime.engines[next(iter(servers.instances(server)))].pool
 
         health, scrape = settings.health, settings.scrape
         known = before.known(runtime) if before is not None else {}
+        joined = dict.fromkeys(servers.of(name) for name in runtime.uids)
         self._health = HealthChecks(
-            [name for name in names if name not in runtime.uids or name in known],
+            [server for server in servers if server not in joined or server in known],
             pool_of,
             weakly(self._health_changed),
             runtime.now,
@@ -58,8 +61,9 @@ class Collectors:
             failures=health.failures,
             known=known,
         )
-        for name in runtime.uids.keys() - known.keys():
-            self._health.add(name)  # a discovered engine is down until its first check
+        for server in joined:
+            if server not in known:
+                self._health.add(server)  # a discovered engine is down until its first check
         self._publishers = self._publishing()
         taken = before.hand_over(settings.prompt.block_tokens) if before is not None else None
         self._takes_over = taken is not None
@@ -68,7 +72,7 @@ class Collectors:
         )
         self._hands_over = False
         self._scraper = Scraper(
-            names,
+            servers,
             pool_of,
             self._on_event,
             runtime.now,
@@ -92,12 +96,16 @@ class Collectors:
 
     def add(self, name: str) -> None:
         """Collect from another engine of the cluster from now on. Does nothing for one that is collected from."""
-        if name in self._names:
+        if name in self._servers:
             return
-        self._names.add(name)
-        self._health.add(name)
+        engine = self._runtime.engines[name]
+        instance, server = engine.instance, engine.instance.server
+        if self._servers.add(name, server, instance.rank):
+            self._health.add(server)
+        elif self._health.up(server):  # another rank of it has joined before
+            engine.availability.set_healthy(True, self._runtime.now(), present=self._health.present(server))
         self._scraper.add(name)
-        endpoint = self._runtime.engines[name].instance.endpoint
+        endpoint = instance.endpoint
         if endpoint is not None and self._runtime.settings.prefix != "approximate":
             try:
                 self._kv_events.add(name, endpoint)
@@ -107,11 +115,12 @@ class Collectors:
     def remove(self, name: str) -> None:
         """Collect nothing more from an engine: another one may have its address soon. Does nothing for one that is not
         collected from."""
-        if name not in self._names:
+        if name not in self._servers:
             return
-        self._names.remove(name)
-        self._health.remove(name)
+        server = self._servers.of(name)
         self._scraper.remove(name)
+        if self._servers.remove(name):
+            self._health.remove(server)
         self._kv_events.remove(name)
 
     def relink(self) -> None:
@@ -125,8 +134,12 @@ class Collectors:
         return self._health.all_checked
 
     def known(self, heir: ClusterRuntime) -> dict[str, bool]:
-        """Return the health of the instances that another cluster also has."""
-        return {name: up for name, up in self._health.known().items() if same_engine(name, self._runtime, heir)}
+        """Return the health of the servers that another cluster also has, with all their instances."""
+        return {
+            server: up
+            for server, up in self._health.known().items()
+            if all(same_engine(name, self._runtime, heir) for name in self._servers.instances(server))
+        }
 
     def hand_over(self, block_tokens: int) -> KvEvents | None:
         """Return the KV event subscriptions, which are then not closed here; None if the new block size differs."""
@@ -181,7 +194,9 @@ class Collectors:
         for _ in range(gaps):
             metrics.kv_gap(instance)
 
-    def _health_changed(self, name: str, healthy: bool, at: float) -> None:
+    def _health_changed(self, server: str, healthy: bool, at: float) -> None:
         if not healthy:
-            log_event("warning", "health_check_failed", instance=name, reason=self._health.why(name))
-        self._runtime.engines[name].availability.set_healthy(healthy, at, present=self._health.present(name))
+            log_event("warning", "health_check_failed", instance=server, reason=self._health.why(server))
+        present = self._health.present(server)
+        for name in tuple(self._servers.instances(server)):
+            self._runtime.engines[name].availability.set_healthy(healthy, at, present=present)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+from kvroute.gateway.engines.servers import Servers
 from kvroute.gateway.http.callbacks import weakly
 from kvroute.gateway.http.poller import Poller, PollResult, PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
@@ -15,6 +16,7 @@ from kvroute.gateway.observe.prometheus_text import SERIES_MAX, PageError
 from kvroute.gateway.proxy.own_transfers import Counted
 from kvroute.gateway.telemetry.connector_counters import ConnectorCounters, TransferTotals
 from kvroute.gateway.telemetry.metrics_page import EngineMetrics, metrics_in
+from kvroute.gateway.telemetry.rank_pages import pages_by_rank
 from kvroute.gateway.wan.tcp_links import TcpDelta, TcpSample
 from kvroute.types import Event, InstanceMeasured, KvCleared, MeasuredBy, TransferMeasured
 
@@ -95,7 +97,7 @@ class Scraper:
 
     def __init__(
         self,
-        names: Sequence[str],
+        servers: Servers,
         pool_of: Callable[[str], UpstreamPool | None],
         emit: Callable[[Event], None],
         now: Callable[[], float],
@@ -108,7 +110,9 @@ class Scraper:
     ) -> None:
         """
         Args:
-            names, pool_of, settings: see `Poller`.
+            servers: whose pages are scraped, each for all of its instances; the caller changes them.
+            pool_of: returns the connection pool of a server, see `Poller`.
+            settings: see `Poller`.
             emit: receives InstanceMeasured, TransferMeasured and KvCleared.
             now: clock of these events, in seconds.
             on_restart: called with (instance, start of its new process); returns whether it handles the loss of that
@@ -121,35 +125,39 @@ class Scraper:
         """
         self.metrics: dict[str, EngineMetrics] = {}
         """The last good page of each engine."""
-        self._names = frozenset(names)
+        self._servers, self._names = servers, frozenset(servers.names)
         self._emit = emit
         self._now = now
         self._on_restart = on_restart
         self._on_links = on_links
         self._attribute, self._on_losses = attribute, on_losses
-        self._links = {name: TcpDelta() for name in names}
-        self._counters = {name: TransferCounters(name, attribute) for name in names}
+        self._links = {name: TcpDelta() for name in self._names}
+        self._counters = {name: TransferCounters(name, attribute) for name in self._names}
         self._measured_at: dict[str, float] = {}
         self._failures: dict[str, str] = {}
         self._gone: set[str] = set()
         """Instances whose port has refused a connection since the last good page."""
         self._strangers: set[str] = set()
-        self._series_max = SERIES_MAX + SERIES_PER_INSTANCE * len(names)
+        self._series_max = SERIES_MAX + SERIES_PER_INSTANCE * len(self._names)
         self._readings: dict[str, asyncio.Handle] = {}
-        """Pages that are being parsed in slices."""
-        self._poller = Poller(names, pool_of, weakly(self._answered), settings)
+        """Pages that are being parsed in slices, by server."""
+        self._poller = Poller(tuple(servers), pool_of, weakly(self._answered), settings)
 
     def add(self, name: str) -> None:
-        """Scrape another engine from now on, the first time at once."""
+        """Scrape for another instance from now on, the first time at once if it is the first one of its server."""
         self._names |= {name}
         self._links[name], self._counters[name] = TcpDelta(), TransferCounters(name, self._attribute)
         self._series_max = SERIES_MAX + SERIES_PER_INSTANCE * len(self._names)
-        self._poller.add(name)
+        server = self._servers.of(name)
+        if len(self._servers.instances(server)) == 1:
+            self._poller.add(server)
 
     def remove(self, name: str) -> None:
-        """Scrape an engine no more, and forget it."""
-        self._poller.remove(name)
-        reading = self._readings.pop(name, None)
+        """Scrape for an instance no more, and forget it; call it before the instance leaves its server."""
+        server = self._servers.of(name)
+        if len(self._servers.instances(server)) == 1:
+            self._poller.remove(server)
+        reading = self._readings.pop(server, None)
         if reading is not None:
             reading.cancel()
         self._names -= {name}
@@ -178,42 +186,56 @@ class Scraper:
         """Return the error of the last page; empty if the page was good, or none has come."""
         return self._failures.get(name, "")
 
-    def _answered(self, name: str, answer: PollResult) -> None:
-        if name in self._readings:  # the last page takes longer than an interval; skip this one
+    def _answered(self, server: str, answer: PollResult) -> None:
+        if server in self._readings:  # the last page takes longer than an interval; skip this one
             return
         if answer.status == 200:
-            self._read(name, metrics_in(answer.body, self.metrics.get(name), self._series_max))
+            self._read(server, self._metrics_of(server, answer.body))
             return
         if answer.refused:
-            self._gone.add(name)
-        self._failed(name, answer.failure or f"HTTP status {answer.status}")
+            self._gone.update(self._servers.instances(server))
+        self._failed(server, answer.failure or f"HTTP status {answer.status}")
 
-    def _read(self, name: str, slices: Slices[EngineMetrics]) -> None:
+    def _metrics_of(self, server: str, page: bytes) -> Slices[dict[str, EngineMetrics]]:
+        """Parse the page of a server for each of its instances."""
+        pages = {server: page}
+        if server not in self._names:  # its instances are data-parallel ranks
+            pages = yield from pages_by_rank(page, self._servers.instances(server))
+        found = {}
+        for name, part in pages.items():
+            found[name] = yield from metrics_in(part, self.metrics.get(name), self._series_max)
+        return found
+
+    def _read(self, server: str, slices: Slices[dict[str, EngineMetrics]]) -> None:
         """Parse one slice of a page."""
-        self._readings.pop(name, None)
+        self._readings.pop(server, None)
         try:
             next(slices)
         except StopIteration as end:
-            self._read_whole(name, end.value)
+            self._read_whole(server, end.value)
         except PageError as error:
-            self._failed(name, str(error))
+            self._failed(server, str(error))
         else:
-            self._readings[name] = asyncio.get_running_loop().call_soon(self._read, name, slices)
+            self._readings[server] = asyncio.get_running_loop().call_soon(self._read, server, slices)
 
-    def _read_whole(self, name: str, metrics: EngineMetrics) -> None:
-        if metrics.running is None:
-            self._failed(name, "the page has no metrics of vLLM or SGLang")
+    def _read_whole(self, server: str, found: Mapping[str, EngineMetrics]) -> None:
+        if any(metrics.running is None for metrics in found.values()):
+            self._failed(server, "the page has no metrics of vLLM or SGLang")
             return
-        if self._failures.pop(name, ""):
-            log_event("info", "metrics_readable", instance=name)
-        self._tell(name, metrics)
+        failures = [self._failures.pop(name, "") for name in found]
+        if any(failures):
+            log_event("info", "metrics_readable", instance=server)
+        for name, metrics in found.items():
+            self._tell(name, metrics)
 
-    def _failed(self, name: str, why: str) -> None:
-        if name not in self._failures:
-            log_event("warning", "metrics_unreadable", instance=name, reason=why)
-        self._failures[name] = why
-        if self._on_links is not None and self._links[name].forget():
-            self._on_links(name, ())
+    def _failed(self, server: str, why: str) -> None:
+        names = tuple(self._servers.instances(server))
+        if not all(name in self._failures for name in names):
+            log_event("warning", "metrics_unreadable", instance=server, reason=why)
+        for name in names:
+            self._failures[name] = why
+            if self._on_links is not None and self._links[name].forget():
+                self._on_links(name, ())
 
     def _tell(self, name: str, metrics: EngineMetrics) -> None:
         at = self._now()

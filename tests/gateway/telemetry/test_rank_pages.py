@@ -1,0 +1,61 @@
+"""A metrics page of a server with data-parallel ranks: each rank gets its own samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvroute.gateway.http.slices import whole
+from kvroute.gateway.observe.prometheus_text import PageError
+from kvroute.gateway.telemetry.metrics_page import read_metrics
+from kvroute.gateway.telemetry.rank_pages import pages_by_rank
+
+
+def page_of(*labels: int) -> bytes:
+    """Return a page whose values follow from the label of the rank."""
+    lines = ["# HELP vllm:num_requests_running Requests", "process_start_time_seconds 17.0"]
+    for label in labels:
+        own = f'engine="{label}",model_name="m"'
+        lines += [
+            f"vllm:num_requests_running{{{own}}} {label + 1}.0",
+            f"vllm:num_requests_waiting{{{own}}} {10 * label}.0",
+            f'vllm:num_requests_waiting_by_reason{{{own},reason="capacity"}} 99.0',
+            f"vllm:kv_cache_usage_perc{{{own}}} {label / 100}",
+            f"vllm:nixl_bytes_transferred_sum{{{own}}} {label + 5}.0",
+            f"vllm:nixl_bytes_transferred_count{{{own}}} {label + 1}.0",
+            f"vllm:nixl_xfer_time_seconds_sum{{{own}}} 0.5",
+            f'kvroute:kv_transfer_bytes_total{{{own},source="p"}} {label + 7}.0',
+            f'kvroute:kv_transfer_seconds_total{{{own},source="p"}} 2.0',
+            f'kvroute:kv_transfers_total{{{own},source="p"}} 3.0',
+            f"vllm:prompt_tokens_total{{{own}}} 5.0",
+        ]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def test_each_rank_gets_its_own_samples() -> None:
+    """Load, memory, transfers of both connectors; the start of the process is that of all ranks."""
+    ranks = {"d_dp0": 0, "d_dp1": 1, "d_dp10": 10}
+    for name, part in whole(pages_by_rank(page_of(*range(11)), ranks)).items():
+        metrics, rank = read_metrics(part), ranks[name]
+        assert (metrics.running, metrics.waiting, metrics.kv_used_share) == (rank + 1, 10 * rank, rank / 100)
+        assert metrics.started_s == 17.0
+        assert metrics.transfers["p"].kv_bytes == rank + 7
+        assert metrics.connectors.moved["nixl"].kv_bytes == rank + 5
+        assert b"prompt_tokens" not in part
+
+
+def test_ranks_of_a_hybrid_load_balancer_begin_at_their_own_label() -> None:
+    """The second node of an engine with 16 ranks: its header 1 is the rank 9 of the whole engine."""
+    parts = whole(pages_by_rank(page_of(*range(8, 16)), {"d_dp0": 0, "d_dp1": 1}))
+    assert [read_metrics(part).running for part in parts.values()] == [9, 10]
+
+
+def test_a_page_that_lacks_a_rank_is_refused() -> None:
+    with pytest.raises(
+        PageError, match="metrics of 2 data-parallel ranks, not of 4: correct `dp`, or start the engine"
+    ):
+        whole(pages_by_rank(page_of(0, 1), {"d_dp0": 0, "d_dp3": 3}))
+
+
+def test_a_page_without_ranks_is_that_of_no_known_engine() -> None:
+    (part,) = whole(pages_by_rank(b"nothing 1\n", {"d_dp0": 0})).values()
+    assert read_metrics(part).running is None
