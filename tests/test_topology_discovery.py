@@ -11,6 +11,7 @@ from tests.control.churn_rig import BASE, engine
 
 from kvroute.topology import Cluster, parse
 from kvroute.topology.assembly import load
+from kvroute.topology.data_parallel import discovered_ranks
 from kvroute.topology.discovery import admitted, grown
 from kvroute.types import (
     CROSS_DATACENTER,
@@ -153,6 +154,8 @@ def test_a_file_keeps_its_own_domains() -> None:
         ({"endpoint": Endpoint(url="http://present-1:8000")}, "is already the endpoint of present"),
         ({"endpoint": Endpoint(url="http://h:1", protocol="sglang"), "role": "prefill"}, "bootstrap server"),
         ({"endpoint": Endpoint(url="http://h:1", kv_replay="tcp://h:2")}, "`kv_replay` requires `kv_events`"),
+        ({"engine": "fixed"}, "its engine has the name of the instance fixed"),
+        ({"engine": "e", "endpoint": Endpoint(url="http://h:1", protocol="sglang", bootstrap="h:2")}, "from a header"),
         ({"model": "nonsense-3b"}, "nonsense-3b"),
         ({"timing": "fast"}, "there is no timing 'fast'"),
         ({"tp": 3}, "it needs 3 GPUs, and node node0 has 2 free of 4"),
@@ -282,3 +285,19 @@ def test_zones_are_connected_if_their_speed_is_declared() -> None:
         "west": "no `wan` links lead to datacenter west; add it with `wan` links, or add "
         "`network: {tier_bandwidth: {wan: 10 Gbps}}`"
     }
+
+
+def test_the_ranks_of_an_engine_share_its_address() -> None:
+    """Each is an instance with its own GPUs; another engine cannot have the address."""
+    base = parse(LISTED)
+    whole = msgspec.structs.replace(engine("e"), place=Place(node="node1"), tp=1)
+    ranks = discovered_ranks(whole, 3)
+    thief = msgspec.structs.replace(engine("thief"), endpoint=whole.endpoint, place=Place(node="spare"))
+    found, refused = admitted(base, {}, [*ranks, thief])
+    assert refused == {"thief": f"{whole.endpoint.url} is already the endpoint of e"}
+    cluster = grown(base, found)
+    instances = {each.name: each for each in cluster.instances if each.engine}
+    assert list(instances) == ["e_dp0", "e_dp1", "e_dp2"]
+    assert [each.rank for each in instances.values()] == [0, 1, 2]
+    assert [each.gpus for each in instances.values()] == [("node1/0",), ("node1/1",), ("node1/2",)]
+    assert {each.ep_group for each in instances.values()} == {"e"}

@@ -188,7 +188,7 @@ def test_servers_of_one_expert_group_step_together() -> None:
 
 
 def test_a_rank_computes_several_prompts_in_an_iteration() -> None:
-    """Three prompts of 300 tokens fit into the first iteration and take 8 ms each, so the other rank's 1,000 tokens take
+    """Three prompts of 300 tokens fit into the first iteration, 8 ms each, so the other rank's 1,000 tokens take
     24 ms instead of 15 ms. Alone, later ones take their own time."""
     sizes = [(1_000, 1), (300, 1), (1_000, 1), (300, 1), (1_000, 1), (300, 1)]
     rows = play(trace(sizes), lock_step=True, tokens=1_000).outcomes

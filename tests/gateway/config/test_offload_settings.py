@@ -134,6 +134,22 @@ def test_a_decode_instance_that_may_switch_to_prefill_needs_a_bootstrap_address(
     assert all("bootstrap" in str(problem) for problem in problems)
 
 
+def test_data_parallel_ranks_switch_no_roles() -> None:
+    """The hook would restart the whole engine. One fault for each engine, however many ranks it has."""
+    text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
+    ports = iter(range(8000, 9000))
+
+    def with_endpoint(match: re.Match[str]) -> str:
+        return f'{match[0][:-1]}, endpoint: {{url: "http://h:{next(ports)}"}}}}'
+
+    text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", with_endpoint, text)
+    ranks = re.sub(r"\{(name: decode0, role: decode)", r"{\1, tp: 1, dp: 8", text)
+    assert deployment_of(ranks, "f", environ={})
+    (problem,) = file_errors(ranks + "    role_switch: {command: [switch]}\n")
+    assert "decode0 has several data-parallel ranks" in str(problem)
+    assert ranks.splitlines()[problem.line - 1].strip().startswith("- {name: decode0,")
+
+
 @pytest.mark.parametrize("section", ["offload: {layerwise: true}", "layerwise: true"])
 def test_layerwise_transfers_need_bootstrap_addresses(section: str) -> None:
     """Layer-wise transfer from prefill-only sites or everywhere needs a bootstrap address; emulated engines have one by

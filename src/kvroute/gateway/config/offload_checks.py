@@ -47,6 +47,10 @@ def site_faults(
         return
     for instance in cluster.instances:
         endpoint = instance.endpoint
+        if instance.engine:
+            what = f"a role switch restarts an engine, and {instance.engine} has several data-parallel ranks"
+            hint = "remove `role_switch`, or start a server for each rank"
+            yield lines.error(what, places[instance.name], hint)
         if endpoint is None or endpoint.bootstrap:
             continue
         if instance.role == "decode" and instance.traits.needs_bootstrap:

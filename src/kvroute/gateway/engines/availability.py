@@ -34,8 +34,9 @@ class Availability:
         sharers: the availabilities that use this breaker; this one is appended. None: no other does.
         """
         self.name, self.breaker, self.healthy = name, breaker, up
-        self._sharers = [] if sharers is None else sharers
-        self._sharers.append(self)
+        self._sharers = sharers
+        if sharers is not None:
+            sharers.append(self)
         self.up = up
         self.present = up
         """False: no process listens there, or none has passed a health check yet."""
@@ -124,14 +125,14 @@ class Availability:
         """Update the state and report changes; also called periodically, since an open breaker later allows a probe."""
         tried = self._tried
         self._update(now)
-        if tried or self._tried:
+        if self._sharers and (tried or self._tried):
             for other in tuple(self._sharers):
                 if other is not self:
                     other._update(now)
 
     def close(self) -> None:
         """Leave the other users of its breaker: the instance is gone."""
-        if self in self._sharers:
+        if self._sharers is not None and self in self._sharers:
             self._sharers.remove(self)
 
     def _update(self, now: float) -> None:

@@ -66,8 +66,8 @@ class EngineFactory:
             between_s=float(settings.timeouts.between_tokens_s),
         )
 
-    def _breaker(self, instance: Instance) -> tuple[Breaker, list[Availability]]:
-        """Return the circuit breaker of an instance's server, and the availabilities that use it."""
+    def _breaker(self, instance: Instance) -> tuple[Breaker, list[Availability] | None]:
+        """Return the circuit breaker of an instance's server, and the availabilities that share it (None: none do)."""
         known = self._breakers.get(instance.server) if instance.engine else None
         if known is not None and known[1]:
             return known
@@ -80,9 +80,10 @@ class EngineFactory:
             jitter=limits.jitter,
             draw=self._draw,
         )
+        if not instance.engine:
+            return breaker, None
         users: list[Availability] = []
-        if instance.engine:
-            self._breakers[instance.server] = breaker, users
+        self._breakers[instance.server] = breaker, users
         return breaker, users
 
 
