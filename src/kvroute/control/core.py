@@ -19,6 +19,7 @@ from kvroute.policies import TierLearned
 from kvroute.prefix import PrefixIndex
 from kvroute.topology import Cluster
 from kvroute.types import (
+    AdaptersMeasured,
     Admitted,
     Arrived,
     BandwidthLearned,
@@ -220,6 +221,11 @@ class Control:
         return self.prefix.dismantle()
 
     @property
+    def adapters(self) -> Mapping[str, tuple[tuple[str, ...], int]]:
+        """LoRA adapters of each instance, the last used one at the end, and for how many it has room (0: not known)."""
+        return self._view.adapters.known()
+
+    @property
     def caches(self) -> Caches:
         """The cached prefixes in all tiers of memory; only events change them."""
         return self._view.caches
@@ -376,6 +382,7 @@ class Control:
 
     def _kv_cleared(self, event: KvCleared) -> tuple[Decision, ...]:
         self._view.caches.cleared(self._cluster.index(event.instance))
+        self._view.adapters.forget(event.instance)
         return ()
 
     def _instance_down(self, event: InstanceDown) -> tuple[Decision, ...]:
@@ -443,6 +450,11 @@ class Control:
 
     def _instance_measured(self, event: InstanceMeasured) -> tuple[Decision, ...]:
         self._view.measured(self._cluster.index(event.instance), event)
+        return ()
+
+    def _adapters_measured(self, event: AdaptersMeasured) -> tuple[Decision, ...]:
+        self._cluster.index(event.instance)  # raises for an instance that the cluster does not have
+        self._view.adapters.measured(event.instance, event.adapters, event.slots)
         return ()
 
     def _transfer_measured(self, event: TransferMeasured) -> tuple[Decision, ...]:
@@ -520,6 +532,7 @@ _HANDLERS: dict[type, Callable[[Control, Any], tuple[Decision, ...]]] = {
     CapacityLearned: Control._capacity_learned,
     BandwidthLearned: Control._bandwidth_learned,
     InstanceMeasured: Control._instance_measured,
+    AdaptersMeasured: Control._adapters_measured,
     TransferMeasured: Control._transfer_measured,
     CongestionMeasured: Control._congestion_measured,
     LinksMeasured: Control._links_measured,

@@ -104,6 +104,7 @@ class Dispatcher:
         candidates = view.prefill_candidates(request, model, at, booking.avoid)
         candidates, loads = self._loads.offer(request, model, candidates)
         candidates, fetches = self._prefixes.with_fetches(request, model, candidates, at)
+        candidates, adapter_s = view.with_adapter(request, candidates)
         placement = self._offloader.place(request, candidates, at, booking.at_home) if self._offloader else None
         candidates = placement.candidates if placement else candidates
         choice = view.choose_prefill(request, model, candidates)
@@ -121,7 +122,12 @@ class Dispatcher:
         pool.book(choice.index, at, booking.prefill_s)
         if pool.slow_start.started:
             pool.slow_start.booked(choice.index, at, int(pool.up.sum()))
-        prefill = Prefill(request.id, pool.names[choice.index], int(candidates.hit_tokens[choice.index]), choice.terms)
+        terms = choice.terms
+        if adapter_s is not None and len(terms.names) == len(adapter_s):
+            terms = msgspec.structs.replace(terms, parts=terms.parts | {"adapter_s": adapter_s})
+        if request.adapter:
+            view.adapters.used(pool.names[choice.index], request.adapter)
+        prefill = Prefill(request.id, pool.names[choice.index], int(candidates.hit_tokens[choice.index]), terms)
         if self._offloader is not None:
             self._offloader.prefills(at, choice.index, request, int(candidates.hit_tokens[choice.index]))
         prefill = self._prefixes.attach(prefill, request, model, placement, fetches, at)
@@ -287,6 +293,8 @@ class Dispatcher:
         booking.need_bytes = float(candidates.need_bytes[position]) - reserve_bytes
         booking.kv_bytes = float(candidates.kv_bytes[position])
         pool.book(position, booking.need_bytes)
+        if booking.request.adapter:
+            self._view.adapters.used(pool.names[position], booking.request.adapter)
         if pool.slow_start.started:
             pool.slow_start.booked(position, at, int(pool.up.sum()))
         if self._offloader is not None:

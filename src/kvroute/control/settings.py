@@ -33,6 +33,8 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
     computing it. The driver must support it."""
     copies: CopySpec | None = None
     """When cached prefixes are copied ahead of demand, at reviews; None: never. The driver must support it."""
+    adapters: dict[str, float] = msgspec.field(default_factory=dict)
+    """Seconds that an instance needs to load a LoRA adapter, by name."""
     slow_start_s: float = 0.0
     """Window over which the share of a returned instance rises, in seconds; 0: it takes its full share at once."""
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from kvroute import llm
+from kvroute.control.adapters import LoadedAdapters
 from kvroute.control.caches import Caches
 from kvroute.control.policy_states import PolicyStates
 from kvroute.control.pool import DecodePool, PrefillPool
@@ -21,6 +22,7 @@ from kvroute.policies import (
     DecodePolicy,
     PrefillCandidates,
     constrain,
+    preferred,
     prefill_mask,
 )
 from kvroute.timing import prefill_time
@@ -31,6 +33,7 @@ from kvroute.types import (
     BoolArray,
     Candidates,
     Choice,
+    FloatArray,
     InstanceMeasured,
     IntArray,
     KvProtocol,
@@ -109,6 +112,8 @@ class ClusterView:
             name: llm.model(name) for name in sorted({instance.model for _, instance in members})
         }
         self.caches = caches or Caches(cluster.instances, self.models, settings.options.cache_block_tokens)
+        self.adapters = LoadedAdapters(settings.options.adapters)
+        """LoRA adapters by instance; only events and bookings change them."""
         self.decode_ids = np.array([index for index, instance in members if instance.role == "decode"], dtype=np.int64)
         """Indices in the cluster of the decode instances."""
         self.reads = StorageReads(cluster) if cluster.file.storage is not None else None
@@ -145,6 +150,8 @@ class ClusterView:
             before: [n] earlier index of each instance; -1: it is new, and therefore down.
         """
         self.caches.change(self.cluster.instances, self.models, before)
+        self.adapters = old.adapters
+        self.adapters.keep({i.name for i, index in zip(self.cluster.instances, before, strict=True) if index >= 0})
         healthy = [*old._healthy, False]
         self._healthy = [healthy[index] for index in before.tolist()]
         prefill, decode = dict[str, IntArray](), dict[PoolKey, IntArray]()
@@ -264,6 +271,16 @@ class ClusterView:
         queue_s = self.reads.queue_s()[pool.ids] if self.reads is not None else None
         return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed, queue_s)
 
+    def with_adapter(
+        self, request: Request, candidates: PrefillCandidates
+    ) -> tuple[PrefillCandidates, FloatArray | None]:
+        """Return the candidates with the time to load the request's adapter in their prefill times, and that time; None
+        if nothing is to be loaded."""
+        load_s = self.adapters.load_s(request.adapter, candidates.names) if request.adapter else None
+        if load_s is None:
+            return candidates, None
+        return msgspec.structs.replace(candidates, prefill_s=candidates.prefill_s + load_s), load_s
+
     def choose_prefill(self, request: Request, model: str, candidates: PrefillCandidates) -> Choice | Reject:
         """Let the policy choose, or return a Reject with the reason why no instance can be chosen."""
         pool = self.prefill[model]
@@ -336,7 +353,15 @@ class ClusterView:
         state = self.states.acting if policy is self.settings.decode_policy else self.states.shadow
         if state is not None:
             policy = state.policy(source, pool.ids, costs, at)
-        return self._constrained(policy, request, candidates, costs, pool.decisions, usable)
+        choice = self._constrained(policy, request, candidates, costs, pool.decisions, usable)
+        return self._preferred(choice, request, pool)
+
+    def _preferred(self, choice: Choice | Reject, request: Request, pool: DecodePool) -> Choice | Reject:
+        """The choice with the terms of a decode that no policy has: the time to load the request's adapter."""
+        if isinstance(choice, Reject) or not request.adapter:
+            return choice
+        load_s = self.adapters.load_s(request.adapter, pool.names)
+        return choice if load_s is None else preferred(choice, {"adapter_s": load_s})
 
     def choose_alone(
         self, request: Request, model: str, at: float, avoid: Avoided
@@ -360,6 +385,7 @@ class ClusterView:
                 candidates = msgspec.structs.replace(candidates, kv_bytes=np.zeros(len(pool.ids)))
                 policy = self.settings.decode_policy
                 choice = self._roomy(policy, request, candidates, at_home(len(pool.ids)), pool.decisions, mask)
+                choice = self._preferred(choice, request, pool)
                 if not isinstance(choice, Reject):
                     return key, DecodePick(choice, candidates, SAME_NODE)
                 refused = choice

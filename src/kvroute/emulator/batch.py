@@ -47,6 +47,11 @@ class Batch:
         return len(self._running)
 
     @property
+    def adapters(self) -> list[str]:
+        """LoRA adapter of each sequence in the batch or waiting for a slot; empty: none."""
+        return [sequence.prompt.adapter for sequence in self._sequences.values()]
+
+    @property
     def waiting(self) -> int:
         """Number of sequences without a slot."""
         return len(self._sequences) - len(self._running)

@@ -18,6 +18,7 @@ import zmq.asyncio
 
 from kvroute import llm
 from kvroute.cachepool.store.location import StoreLocation
+from kvroute.emulator.adapters import LoraSlots
 from kvroute.emulator.clock import WallClock
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.fabric import Fabric
@@ -32,6 +33,7 @@ from kvroute.emulator.storage import Medium, ModelledNic, StorageNode, StoredBlo
 from kvroute.emulator.storage_tier import StorageTier
 from kvroute.prefix import Evicted
 from kvroute.topology import Cluster
+from kvroute.topology.units import Duration, quantity
 from kvroute.types import TIER_COUNT, Endpoint, InputError, Instance
 
 SOCKETS_EACH = 16
@@ -55,6 +57,8 @@ class EmulatedClusterSettings:
     endpoints_from_file: bool = False
     """Listen on the addresses in the cluster file instead of ports that the system chooses."""
     seed: int = 0
+    adapter_slots: int = 4
+    """Number of LoRA adapters for which each instance has room (vLLM's `--max-loras`)."""
     store: StoreLocation | None = None
     """Real store that nodes with storage NICs use; None: a modelled one."""
 
@@ -140,6 +144,7 @@ class EmulatedCluster:
                 publisher.publish(changes(prompt, before, now, evicted, settings.block_tokens))
 
         model, node = llm.model(instance.model), self._nodes.get(instance.node)
+        adapters = _adapters(self._cluster, instance.model)
         block_bytes = model.block_bytes(settings.block_tokens)
         tier = (
             StorageTier(node, instance.model, settings.block_tokens, block_bytes, publisher)
@@ -159,6 +164,7 @@ class EmulatedCluster:
                 kv_expiry_s=settings.kv_expiry_s,
                 kv_patience_s=settings.kv_patience_s,
                 aliases=_aliases(self._cluster, instance.model),
+                adapters=LoraSlots(adapters, settings.adapter_slots),
                 storage=tier,
             )
 
@@ -260,6 +266,16 @@ def _aliases(cluster: Cluster, model: str) -> tuple[str, ...]:
     """Return the aliases of a model in the file's `gateway.models`. The gateway forwards them unchanged."""
     models = cluster.file.gateway.get("models")
     return tuple(alias for alias, name in models.items() if name == model) if isinstance(models, dict) else ()
+
+
+def _adapters(cluster: Cluster, model: str) -> dict[str, float]:
+    """Return the load time of the model's LoRA adapters in the file's `gateway.adapters`, in seconds by name."""
+    entries = cluster.file.gateway.get("adapters")
+    found: dict[str, float] = {}
+    for name, entry in sorted(entries.items()) if isinstance(entries, dict) else ():
+        if isinstance(entry, dict) and entry.get("model", model) == model:
+            found[name] = float(quantity(Duration, entry.get("load", "1 s")))
+    return found
 
 
 def _strikes_transfer(faults: Faults) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+from kvroute.emulator.adapters import LoraSlots
 from kvroute.emulator.batch import Batch
 from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.counters import Counters
@@ -28,6 +29,10 @@ from kvroute.types import Instance, TimingSpec
 
 OnKv: TypeAlias = Callable[[Prompt | None, int, int, list[Evicted]], None]
 """Called when the cache changes: (prompt, its blocks cached before, its blocks cached now, evicted blocks)."""
+
+
+def _named(adapters: list[str]) -> list[str]:
+    return list(dict.fromkeys(filter(None, adapters)))
 
 
 def _nothing() -> None:
@@ -71,6 +76,7 @@ class Engine:
     counters: Counters = field(default_factory=Counters)
     held: dict[str, Held] = field(default_factory=dict)
     kv_listener: KvListener | None = None
+    adapters: LoraSlots = field(default_factory=LoraSlots)
     storage: StorageTier | None = None
     """The store as this instance uses it; None: there is none."""
     capacity_blocks: int = field(init=False)
@@ -99,7 +105,7 @@ class Engine:
     @property
     def model_names(self) -> tuple[str, ...]:
         """Names that clients may use for the model, the cluster file's name first."""
-        return (self.instance.model, *self.aliases)
+        return (self.instance.model, *self.aliases, *self.adapters.load_s)
 
     @property
     def running(self) -> int:
@@ -120,6 +126,11 @@ class Engine:
     def context_tokens(self) -> int:
         """Approximate length of the longest request that fits, in tokens."""
         return self.capacity_blocks * self.block_tokens
+
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Return the adapters of requests that are computed, and of those that wait for their prefill."""
+        running = [*self.batch.adapters, *([self._computing.prompt.adapter] if self._computing is not None else [])]
+        return _named(running), _named([job.prompt.adapter for job in self._queue])
 
     def fits(self, input_tokens: int, output_tokens: int) -> bool:
         """Return whether a request of this size could ever be served here."""
@@ -185,7 +196,9 @@ class Engine:
         if self._computing is not None or not self._queue:
             return
         job = self._computing = self._queue.popleft()
-        start, finish = self._prefill.submit(max(at, job.arrived_s), job.input_tokens, job.cached_tokens)
+        load_s = self.adapters.use(job.prompt.adapter)
+        begin_s = max(at, job.arrived_s, self._prefill.free_at_s) + load_s if load_s else max(at, job.arrived_s)
+        start, finish = self._prefill.submit(begin_s, job.input_tokens, job.cached_tokens)
         job.begins_s, job.ends_s = start, finish
         self.counters.queue_s.add(start - job.arrived_s)
         self.counters.prefill_s.add(finish - start)
@@ -274,6 +287,7 @@ class Engine:
         memory = self._memory
         while self._reserving and self._reserving[0].total_blocks <= memory.free_blocks(0):
             job = self._reserving.popleft()
+            self.adapters.use(job.prompt.adapter)
             job.hit_blocks = memory.index.match_one(0, job.prompt.blocks)
             job.cached_tokens = min(job.hit_blocks * self.block_tokens, job.input_tokens)
             self._evicted(memory.reserve(0, job.prompt.blocks, job.hit_blocks, job.total_blocks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -147,9 +147,16 @@ _DECODER = msgspec.json.Decoder(Body)
 
 
 def read_engine_request(
-    kind: Kind, data: bytes, *, models: Sequence[str], role: Role, block_tokens: int
+    kind: Kind,
+    data: bytes,
+    *,
+    models: Sequence[str],
+    role: Role,
+    block_tokens: int,
+    adapters: Collection[str] = (),
 ) -> EngineRequest:
-    """Parse and validate a body. `models` are the names that the engine serves, its own first.
+    """Parse and validate a body. `models` are the names that the engine serves, its own first; `adapters` of these are
+    LoRA adapters.
 
     Raises:
         Refusal: broken JSON, a field of a wrong type or out of range, a model that is not served.
@@ -163,6 +170,8 @@ def read_engine_request(
         raise ApiError(what, status=404, kind="NotFoundError", param="model")
     salt = checked_salt(body.cache_salt)
     prompts = _prompts(kind, body, block_tokens, salt)
+    if body.model is not None and body.model in adapters:
+        prompts = [prompt.with_adapter(body.model, block_tokens) for prompt in prompts]
     n = _bounded(body.n, "n", 1, N_MAX) if kind in ("completions", "chat") else 1
     answers = len(prompts) * n
     leg, tickets = _handles(body, role, answers)

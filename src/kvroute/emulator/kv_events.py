@@ -29,7 +29,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     lora_id: int | None = None
     medium: str = "GPU"
     lora_name: str | None = None
-    extra_keys: list[tuple[str] | None] | None = None
+    extra_keys: list[tuple[str, ...] | None] | None = None
     group_idx: int = 0
     kv_cache_spec_kind: str = "full_attention"
 
@@ -57,15 +57,28 @@ def changes(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]
         parent = prompt.blocks[before - 1] if before else None
         tokens = prompt.tokens[before * block_tokens : now * block_tokens].tolist()
         keys = _extra_keys(prompt, before, now)
-        events.append(BlockStored(list(prompt.blocks[before:now]), parent, tokens, block_tokens, extra_keys=keys))
+        events.append(
+            BlockStored(
+                list(prompt.blocks[before:now]),
+                parent,
+                tokens,
+                block_tokens,
+                lora_id=1 if prompt.adapter else None,
+                lora_name=prompt.adapter or None,
+                extra_keys=keys,
+            )
+        )
     return events
 
 
-def _extra_keys(prompt: Prompt, before: int, now: int) -> list[tuple[str] | None] | None:
-    """Return what distinguishes each block besides its tokens: the prompt's cache salt, at its first block only."""
-    if not prompt.salt:
+def _extra_keys(prompt: Prompt, before: int, now: int) -> list[tuple[str, ...] | None] | None:
+    """Return what distinguishes each block besides its tokens, in vLLM's order: the adapter, and at the first block
+    the cache salt."""
+    if not prompt.salt and not prompt.adapter:
         return None
-    return [(prompt.salt,) if block == 0 else None for block in range(before, now)]
+    adapter = (prompt.adapter,) if prompt.adapter else ()
+    salt = (prompt.salt,) if prompt.salt else ()
+    return [(adapter + salt if block == 0 else adapter) or None for block in range(before, now)]
 
 
 class KvPublisher:

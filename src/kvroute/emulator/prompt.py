@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from kvroute.emulator.errors import ApiError
-from kvroute.prefix import block_hashes, salt_seed
+from kvroute.prefix import block_hashes, prompt_seed
 from kvroute.types import IntArray
 
 TOKEN_BYTES = 4
@@ -39,20 +39,27 @@ class Prompt:
     """Seed of the output: a hash of all tokens up to `generated`."""
     salt: str = ""
     """`cache_salt`: prompts share cached blocks only if it is equal."""
+    adapter: str = ""
+    """LoRA adapter; empty: none. Prompts share cached blocks only if it is equal."""
     generated: int = 0
     """Number of output tokens at the end of the prompt: its output continues after them."""
 
     @classmethod
-    def of(cls, tokens: IntArray, block_tokens: int, salt: str = "") -> Prompt:
+    def of(cls, tokens: IntArray, block_tokens: int, salt: str = "", adapter: str = "") -> Prompt:
         """Create a prompt from token ids [n]."""
-        blocks = block_hashes(tokens, block_tokens, salt_seed(salt))
+        blocks = block_hashes(tokens, block_tokens, prompt_seed(salt, adapter))
         given = np.flatnonzero(tokens < OUTPUT_ID)
         first = int(given[-1]) + 1 if len(given) else 0
-        return cls(tokens, blocks, xxhash.xxh64_intdigest(tokens[:first].tobytes()), salt, len(tokens) - first)
+        seed = xxhash.xxh64_intdigest(tokens[:first].tobytes())
+        return cls(tokens, blocks, seed, salt, adapter, len(tokens) - first)
+
+    def with_adapter(self, adapter: str, block_tokens: int) -> Prompt:
+        """Return the same prompt for a LoRA adapter."""
+        return Prompt.of(self.tokens, block_tokens, self.salt, adapter)
 
     def same(self, other: Prompt) -> bool:
-        """Return whether the tokens are the same."""
-        return self.seed == other.seed and np.array_equal(self.tokens, other.tokens)
+        """Return whether tokens and adapter are the same."""
+        return self.seed == other.seed and self.adapter == other.adapter and np.array_equal(self.tokens, other.tokens)
 
 
 def text_tokens(text: bytes) -> IntArray:

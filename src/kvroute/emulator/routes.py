@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from aiohttp import web
 
+from kvroute.emulator.adapters import adapter_lines
 from kvroute.emulator.completion import JSON, complete, fail
 from kvroute.emulator.counters import Load, RankMetrics, metrics_page, storage_lines
 from kvroute.emulator.engine_request import Kind, read_engine_request
@@ -97,7 +98,14 @@ async def _completion(server: InstanceServer, request: web.BaseRequest, kind: Ki
     data = await request.read()
     server = server.for_request(request)
     engine = server.engine
-    ask = read_engine_request(kind, data, models=engine.model_names, role=server.role, block_tokens=engine.block_tokens)
+    ask = read_engine_request(
+        kind,
+        data,
+        models=engine.model_names,
+        role=server.role,
+        block_tokens=engine.block_tokens,
+        adapters=engine.adapters.load_s,
+    )
     return await complete(request, ask, engine, server.faults, server.origin)
 
 
@@ -141,6 +149,8 @@ async def _health(server: InstanceServer, _: web.BaseRequest) -> web.StreamRespo
 async def _metrics(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
     engine = server.engine
     page = metrics_page(engine.instance.model, [_rank_metrics(rank, server.started_s) for rank in server.ranks])
+    if engine.adapters.load_s:
+        page += adapter_lines(engine.adapters, engine.adapters_in_use())
     if engine.storage is not None:
         page += storage_lines(engine.instance.model, engine.storage.node)
     return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

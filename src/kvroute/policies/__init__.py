@@ -22,6 +22,7 @@ from kvroute.policies.names import (
     decode_policy,
     foresight_policy,
 )
+from kvroute.policies.preferences import preferred
 from kvroute.policies.prefill import PREFILL_POLICIES, PrefillCandidates, PrefillPolicy, prefill_policy
 from kvroute.policies.stateful import (
     CapacityLearner,
@@ -66,6 +67,7 @@ __all__ = [
     "constrain",
     "decode_policy",
     "foresight_policy",
+    "preferred",
     "prefill_mask",
     "prefill_policy",
 ]

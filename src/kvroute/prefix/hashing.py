@@ -12,6 +12,8 @@ from kvroute.types import InputError, IntArray
 
 _TOKEN_BYTES = 8
 _SEED_LIMIT = 1 << 64
+_ADAPTER = 0x61646170746572
+"""Distinguishes the name of an adapter from an equal cache salt."""
 _HINT = "give a 1-dimensional array of signed 64-bit integers"
 
 
@@ -38,6 +40,13 @@ def salt_seed(salt: str) -> int:
     An empty salt means no salt and has the seed 0.
     """
     return xxhash.xxh64_intdigest(salt.encode("utf-8", "surrogatepass")) if salt else 0
+
+
+def prompt_seed(salt: str = "", adapter: str = "") -> int:
+    """Seed of the block hashes of prompts with this cache salt and this LoRA adapter; without an adapter that of the
+    salt. KV depends on the adapter, so that equal prompts with different adapters share no blocks."""
+    seed = salt_seed(salt)
+    return xxhash.xxh64_intdigest(adapter.encode("utf-8", "surrogatepass"), seed ^ _ADAPTER) if adapter else seed
 
 
 def _token_bytes(tokens: Sequence[int] | IntArray) -> bytes:

@@ -8,6 +8,7 @@ from kvroute.types.decisions import CopyPrefix, Decision, Decode, Offload, Prefi
 from kvroute.types.discovered import Discovered, DiscoverySource, Joined, OwnPicker, Place, Reporter
 from kvroute.types.errors import InputError, InputErrors, cannot_listen
 from kvroute.types.events import (
+    AdaptersMeasured,
     Admitted,
     Arrived,
     BandwidthLearned,
@@ -74,6 +75,7 @@ __all__ = [
     "SAME_RACK",
     "TIER_COUNT",
     "TRAITS",
+    "AdaptersMeasured",
     "AdmissionCounts",
     "Admitted",
     "Arrived",

@@ -198,6 +198,16 @@ class InstanceMeasured(msgspec.Struct, frozen=True, tag="instance_measured"):
     """Used share of its KV memory, in [0, 1]; None if it does not report it."""
 
 
+class AdaptersMeasured(msgspec.Struct, frozen=True, tag="adapters_measured", omit_defaults=True):
+    """LoRA adapters that an engine uses for requests in progress, and for how many it has room in GPU memory."""
+
+    at: float
+    instance: str
+    adapters: tuple[str, ...]
+    slots: int = 0
+    """0: the engine does not report it."""
+
+
 MeasuredBy: TypeAlias = Literal["", "kvroute", "nixl", "sglang", "tcp", "first-byte"]
 """What has measured a KV transfer: the counters of an engine's connector (kvroute, nixl, sglang), the sender's kernel
 (tcp), the gateway by the first byte of the response (first-byte); empty: not known."""
@@ -341,6 +351,7 @@ Event: TypeAlias = (
     | CapacityLearned
     | BandwidthLearned
     | InstanceMeasured
+    | AdaptersMeasured
     | TransferMeasured
     | KvStored
     | KvEvicted

@@ -17,6 +17,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of generated tokens; KV memory is reserved for them."""
     model: str = ""
     """Model name; empty: the cluster's only model."""
+    adapter: str = ""
+    """LoRA adapter of the model; empty: none. `blocks` differ from those of other adapters and of the base model."""
     one_leg: bool = False
     """True if prefill and decode must use one instance: several prompts or outputs in one request, whose KV no protocol
     can transfer."""

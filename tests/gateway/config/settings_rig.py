@@ -23,6 +23,7 @@ gateway:
   reserve: 2 GB
   reserve_output_tokens: 1024
   models: {{llama: llama-3-70b}}
+  adapters: {{sql: {{model: llama-3-70b, load: 250 ms}}}}
   oracle:
     source: prometheus
     self_measured: false

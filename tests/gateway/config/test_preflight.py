@@ -48,6 +48,20 @@ SERVING_ERRORS = {
     ),
     "no events": (LIVE + "gateway: {prefix: events}\n", 6, "`prefix: events` needs the KV events of prefill0"),
     "unknown model": (LIVE + "gateway: {models: {a: llama-3-7b}}\n", 8, "did you mean 'llama-3-70b'?"),
+    "unknown base model": (
+        LIVE + "gateway:\n  adapters:\n    sql: {model: llama-3-7b}\n", 10, "did you mean 'llama-3-70b'?",
+    ),
+    "base model to be named": (
+        LIVE.replace("role: decode,", "role: both, model: llama-3-8b,").replace("role: prefill", "role: both")
+        + "gateway: {adapters: {sql: {}}}\n",
+        8, "add `model:` with one of llama-3-70b, llama-3-8b",
+    ),
+    "adapter like a model": (
+        LIVE + "gateway: {adapters: {llama-3-70b: {}}}\n", 8, "'llama-3-70b' is also the name of a model",
+    ),
+    "adapter like an alias": (
+        LIVE + "gateway: {models: {sql: llama-3-70b}, adapters: {sql: {}}}\n", 8, "'sql' is also the name of a model",
+    ),
     "shorthand": (MACHINES + "instances: {prefill: 1, decode: 1}\n", 5, "or serve emulated engines with --embedded"),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from kvroute.gateway.telemetry.kv_batch import (
     read_batch,
 )
 from kvroute.gateway.telemetry.kv_stream import KvStream
-from kvroute.prefix import PrefixIndex, block_hashes
+from kvroute.prefix import PrefixIndex, block_hashes, prompt_seed
 from kvroute.types import KvCleared, KvEvicted, KvStored
 
 
@@ -102,7 +102,7 @@ def test_a_block_stays_until_its_last_copy_is_removed() -> None:
     "more",
     [
         {"lora_id": 3},
-        {"lora_name": "poet"},
+        {"lora_name": "poet", "extra_keys": [["poet", "salt", ["a picture", 0]]]},
         {"extra_keys": [["salt", ["a picture", 0]]]},
         {"medium": "DISK"},
         {"group_idx": 1},
@@ -118,6 +118,62 @@ def test_blocks_that_no_plain_prompt_can_hit_are_left_out(more: dict[str, Any]) 
     assert blocks.counts.orphans == 0
     assert changes(blocks, removed([2, 1], **{k: v for k, v in more.items() if k in ("medium", "group_idx")})) == []
     assert len(blocks) == 0
+
+
+SALTED = st.sampled_from(["", "salt"])
+
+
+@given(
+    adapter=st.sampled_from(["poet", "sql"]),
+    salt=SALTED,
+    other_salt=SALTED,
+    arrays=st.booleans(),
+    length=st.integers(1, 6),
+)
+def test_blocks_of_an_adapter_have_hashes_of_its_own(
+    adapter: str, salt: str, other_salt: str, arrays: bool, length: int
+) -> None:
+    """They are those of a prompt with this adapter and salt, and neither those of the base model nor of another one."""
+    names, tokens = list(range(1, length + 1)), [7] * (2 * length)
+    keys = [[adapter, salt] if salt else [adapter], *([adapter] for _ in names[1:])]
+    event: Any = stored(names, None, tokens, 2, lora_id=3, lora_name=adapter, extra_keys=keys)
+    if arrays:
+        event = [event[name] for name in BlockEvent.__struct_fields__]
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
+    chain = block_hashes(tokens, BLOCK_TOKENS, prompt_seed(salt, adapter))
+    assert changes(blocks, event) == [KvStored(7.0, "p0", chain, BLOCK_TOKENS)]
+    others = {prompt_seed(other_salt), prompt_seed(other_salt, "x"), prompt_seed(adapter), prompt_seed("", salt)}
+    for seed in others:
+        assert not set(chain) & set(block_hashes(tokens, BLOCK_TOKENS, seed))
+    below = stored([99], names[-1], [7, 7], 2, lora_id=3, lora_name=adapter, extra_keys=[[adapter]])
+    assert changes(blocks, below) == [
+        KvStored(7.0, "p0", block_hashes([*tokens, 7, 7], BLOCK_TOKENS, prompt_seed(salt, adapter)), BLOCK_TOKENS)
+    ]
+
+
+@pytest.mark.parametrize("above", ["", "sql"])
+def test_a_block_below_one_of_another_adapter_is_left_out(above: str) -> None:
+    """No engine sends such an event; the index must not mix the two."""
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
+    assert len(changes(blocks, stored([1], None, [1, 2], 2, lora_name=above or None))) == 1
+    assert changes(blocks, stored([2], 1, [3, 4], 2, lora_name="poet")) == []
+    assert blocks.counts.foreign == 1
+
+
+@pytest.mark.parametrize("keys", [None, [], [["poet"], ["poet"]], [None, None], [["poet"]]], ids=str)
+def test_the_name_of_an_adapter_may_be_missing_in_the_keys(keys: Any) -> None:
+    """Engines before vLLM 0.12 send no keys."""
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
+    (event,) = changes(blocks, stored([1, 2], None, [1, 2, 3, 4], 2, lora_name="poet", extra_keys=keys))
+    assert isinstance(event, KvStored)
+    assert event.blocks == block_hashes([1, 2, 3, 4], BLOCK_TOKENS, prompt_seed("", "poet"))
+
+
+@pytest.mark.parametrize("keys", [["poet"], 7, {"poet": 1}, [7]], ids=str)
+def test_keys_of_an_adapter_that_cannot_be_read_are_left_out(keys: Any) -> None:
+    blocks = EngineBlocks("p0", BLOCK_TOKENS)
+    assert changes(blocks, stored([1], None, [1, 2], 2, lora_name="poet", extra_keys=keys)) == []
+    assert blocks.counts.foreign == 1
 
 
 def test_each_tier_of_memory_has_its_own_blocks() -> None:

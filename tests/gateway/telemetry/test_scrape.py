@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import uvloop
@@ -18,7 +19,7 @@ from kvroute.gateway.http.poller import PollSettings
 from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.observe.prometheus_text import LINE_BYTES_MAX, SERIES_MAX, PageError
 from kvroute.gateway.telemetry.connector_counters import TransferTotals
-from kvroute.gateway.telemetry.metrics_page import EngineMetrics, metrics_in, read_metrics
+from kvroute.gateway.telemetry.metrics_page import Adapters, EngineMetrics, metrics_in, read_metrics
 from kvroute.gateway.telemetry.scrape import Scraper, TransferCounters
 from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
 
@@ -114,6 +115,38 @@ def test_implausible_numbers_are_skipped() -> None:
     assert read_metrics(page) == EngineMetrics(running=1, waiting=0, kv_used_share=None)
     many = read_metrics(b"vllm:num_requests_running 1e18\n" * 100 + b"vllm:kv_cache_usage_perc -1e300\n")
     assert (many.running, many.kv_used_share) == (2**31 - 1, None)
+
+
+LORA = 'vllm:lora_requests_info{{max_lora="{}",running_lora_adapters="{}",waiting_lora_adapters="{}"}} {}\n'
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], None),
+        ([("4", "", "", 1.5e9)], Adapters((), 4)),
+        (
+            [("4", "sql", "", 2.0), ("4", "sql,chat", "poet", 3.0), ("4", "", "", 1.0)],
+            Adapters(("sql", "chat", "poet"), 4),
+        ),
+        ([("4", "sql", "sql", 2.0)], Adapters(("sql",), 4)),
+        ([("many", "sql, chat", "", 2.0)], Adapters(("sql", "chat"), 0)),
+    ],
+    ids=["none", "idle", "latest", "both", "spaces"],
+)
+def test_the_adapters_of_the_latest_sample_are_read(rows: list[tuple[Any, ...]], expected: Adapters | None) -> None:
+    """Each combination of adapters has a series of its own, whose value is the time at which it was set."""
+    page = LOADED + "".join(LORA.format(*row) for row in rows).encode()
+    read = read_metrics(page)
+    assert read.adapters == expected
+    assert read_metrics(page, read).adapters is read.adapters
+
+
+def test_too_many_combinations_of_adapters_hide_only_the_adapters() -> None:
+    """Load is still read."""
+    page = LOADED + "".join(LORA.format(4, f"a{number}", "", number) for number in range(5_000)).encode()
+    read = read_metrics(page)
+    assert (read.running, read.adapters) == (1, None)
 
 
 def test_a_line_that_is_too_long_is_skipped() -> None:

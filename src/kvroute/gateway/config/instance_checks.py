@@ -18,6 +18,16 @@ def model_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> I
     for alias, model in settings.models.items():
         if model not in known:
             yield lines.error(f"no instance serves {model!r}", (SECTION, "models", alias), nearest(model, known))
+    for name, adapter in settings.adapters.items():
+        place = (SECTION, "adapters", name)
+        if adapter.model and adapter.model not in known:
+            what, hint = f"no instance serves {adapter.model!r}", nearest(adapter.model, known)
+            yield lines.error(what, (*place, "model"), hint)
+        elif not adapter.model and len(known) > 1:
+            yield lines.error("the base model is missing", place, f"add `model:` with one of {', '.join(known)}")
+        if name in known or name in settings.models:
+            hint = "name the adapter as the engines do (`--lora-modules NAME=PATH`)"
+            yield lines.error(f"{name!r} is also the name of a model", place, hint)
 
 
 def live_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:

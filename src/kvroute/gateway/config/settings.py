@@ -233,6 +233,15 @@ class ScrapeSettings(Entry, frozen=True, kw_only=True):
     """Maximum size of a page; a longer one is not read."""
 
 
+class AdapterSettings(Entry, frozen=True, kw_only=True):
+    """A LoRA adapter that engines serve under its own name."""
+
+    model: NonEmptyText | None = None
+    """Name of its base model in the cluster file; None: the only one."""
+    load_s: Window = field(name="load", default=Window(1.0))
+    """Time that an engine needs to load it, for which instances that have it are preferred."""
+
+
 class TracingSettings(Entry, frozen=True, kw_only=True):
     """OpenTelemetry spans over OTLP/HTTP; without a URL the client's trace context is forwarded unchanged."""
 
@@ -279,6 +288,8 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     """Maximum number of generated tokens for which a request reserves memory, even if it allows more."""
     models: dict[NonEmptyText, NonEmptyText] = field(default_factory=dict)
     """Aliases: a model's name for clients to its name in the cluster file."""
+    adapters: dict[NonEmptyText, AdapterSettings] = field(default_factory=dict)
+    """LoRA adapters by the name that clients and engines use."""
     oracle: OracleSection = OracleSection()
     prompt: PromptSettings = PromptSettings()
     prefix: PrefixSource = "auto"
@@ -331,4 +342,5 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
             offload=self.offload.spec() if self.offload is not None else None,
             layerwise=self.layerwise,
             slow_start_s=float(self.health.slow_start_s),
+            adapters={name: float(adapter.load_s) for name, adapter in sorted(self.adapters.items())},
         )

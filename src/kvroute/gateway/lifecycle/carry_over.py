@@ -10,6 +10,7 @@ import msgspec
 
 from kvroute.gateway.proxy.runtime import ClusterRuntime, same_engine
 from kvroute.types import (
+    AdaptersMeasured,
     BandwidthLearned,
     CapacityLearned,
     Event,
@@ -76,6 +77,9 @@ class StateCarryOver:
                 new.measured[name] = measured
                 running = max(measured.running, self._in_flight(name) - measured.waiting)
                 new.notify(InstanceMeasured(now, name, running, measured.waiting, measured.kv_used_share))
+        for name, (adapters, slots) in old.control.adapters.items():
+            if name in self._stay:
+                new.notify(AdaptersMeasured(now, name, adapters, slots))
         if old.wan_paths is not None and new.wan_paths is not None:
             new.wan_paths.inherit(old.wan_paths, now)
         for report in old.control.peers.known(now):

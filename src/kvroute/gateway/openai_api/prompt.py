@@ -23,7 +23,7 @@ from kvroute.gateway.openai_api.chat_template import ChatTemplate
 from kvroute.gateway.openai_api.prompt_bounds import MEMORY_BYTES, PromptBounds, context_of, longest_token_bytes
 from kvroute.gateway.openai_api.prompt_queue import LANE_LIMITS, PromptQueue
 from kvroute.gateway.openai_api.requests import CONVERSATIONS, Completion
-from kvroute.prefix import block_hashes, salt_seed
+from kvroute.prefix import block_hashes, prompt_seed
 from kvroute.types import InputError
 
 TEXT_INLINE_BYTES = 256 * 1024
@@ -175,7 +175,7 @@ class Prompts:
             self.bounds.check_template_fields(self._work_bytes(completion), _param(completion))
 
     def _read(self, completion: Completion) -> Prompt:
-        seed = salt_seed(completion.salt)
+        seed = prompt_seed(completion.salt, completion.adapter)
         tokens, blocks, ids = self._first(completion, seed)
         if ids is not None:
             self.bounds.check_tokens(tokens, _param(completion), completion.fields)

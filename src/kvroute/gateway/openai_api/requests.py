@@ -96,6 +96,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The other prompts."""
     salt: str = ""
     """`cache_salt`: engines keep the caches of different salts apart."""
+    adapter: str = ""
+    """LoRA adapter that `model` names; empty: none. Its blocks differ from those of the base model."""
     media: bool = False
     """Whether some part of a message is not text."""
 

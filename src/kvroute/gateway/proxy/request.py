@@ -135,6 +135,8 @@ class ProxiedRequest:
             if runtime.settings.retries.continue_streams and self._decode_leg is DecodeLeg and may_continue(completion):
                 state.record = StreamRecord(completion)
             self.model = runtime.models.name(completion.model)
+            if adapter := runtime.models.adapter(completion.model):
+                completion = state.completion = structs.replace(completion, adapter=adapter)
             prompt = runtime.prompts.blocks_now(completion)
             if prompt is None:
                 self._reading = runtime.spawn(self._begin_later())
@@ -180,9 +182,10 @@ class ProxiedRequest:
             max_output_tokens=max_tokens,
             model=self.model,
             one_leg=one_leg and runtime.models.one_instance_only(completion),
-            copyable=prompt.ids is not None and not self._joint,
+            copyable=prompt.ids is not None and not self._joint and not completion.adapter,
+            adapter=completion.adapter,
         )
-        self._ids = prompt.ids if runtime.copy_s or runtime.reads_storage else None
+        self._ids = prompt.ids if request.copyable and (runtime.copy_s or runtime.reads_storage) else None
         runtime.metrics.prompt_read(prompt.input_tokens)
         runtime.budget.request(now)
         if runtime.expected_transfers.due_at <= now:

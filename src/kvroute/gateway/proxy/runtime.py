@@ -203,7 +203,7 @@ class ClusterRuntime:
         self.sharing = shared.sharing
         self.report = RequestEvents(control, shared.metrics, events, self.callers, fallbacks, shared.sharing)
         """Passes the steps of requests to the core."""
-        self.models = ServedModels(cluster, settings.models)
+        self.models = ServedModels(cluster, settings.models, settings.adapters)
         self.unsplit = UnsplitKinds()
         self.passthrough = PassthroughPaths(settings.passthrough)
         """Paths of requests that one engine serves alone."""
@@ -236,7 +236,7 @@ class ClusterRuntime:
             self.engines[name] = self._factory.client(instance, up=False)
             self.panics.add(self.engines[name])
         self.expected_transfers.change(self.cluster)
-        self.models = ServedModels(self.cluster, self.settings.models)
+        self.models = ServedModels(self.cluster, self.settings.models, self.settings.adapters)
 
     def needs(self, name: str) -> bool:
         """Whether any request is in flight on the instance, or needs the KV cache that it holds."""

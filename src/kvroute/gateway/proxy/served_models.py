@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.requests import LATER_SPLIT, Completion, Kind
 from kvroute.topology import Cluster
 from kvroute.types import TRAITS, KvProtocol
+
+if TYPE_CHECKING:
+    from kvroute.gateway.config.settings import AdapterSettings
 
 _UNSPLIT_S = 600.0
 """Time until it is tried again whether engines return transfer parameters, which a new version may do."""
@@ -32,8 +36,16 @@ class UnsplitKinds:
 class ServedModels:
     """Translates between clients' and the cluster's names of models."""
 
-    def __init__(self, cluster: Cluster, aliases: Mapping[str, str]) -> None:
-        """Args: `aliases`: the cluster's name of each model, by its name for clients; empty: the names are the same."""
+    def __init__(
+        self, cluster: Cluster, aliases: Mapping[str, str], adapters: Mapping[str, AdapterSettings] | None = None
+    ) -> None:
+        """
+        Args:
+            cluster: as it is now.
+            aliases: the cluster's name of each model, by its name for clients; empty: the names are the same.
+            adapters: LoRA adapters, by their names; None: there are none.
+        """
+        self._adapters = adapters or {}
         self._aliases = aliases
         self._protocols: dict[str, set[KvProtocol]] = {}
         if cluster.file.discovery is not None and cluster.file.defaults.model:
@@ -53,7 +65,7 @@ class ServedModels:
         if not self._protocols:
             what = "no engine has been discovered, so no model is served yet; try again later"
             raise RequestError(what, status=503, type="service_unavailable")
-        name = self._aliases.get(served, "" if self._one_model else served)
+        name = self._base(served, "" if self._one_model else served)
         if self._one_model or name in self._protocols:
             return name
         if not served:
@@ -62,17 +74,28 @@ class ServedModels:
         what = f"the model {served[:200]!r} does not exist; GET /v1/models lists the models"
         raise RequestError(what, status=404, param="model", code="model_not_found")
 
+    def adapter(self, served: str) -> str:
+        """Return the LoRA adapter that a client's name of a model means; empty: none."""
+        return served if served in self._adapters else ""
+
+    def _base(self, served: str, default: str) -> str:
+        """Return the cluster's name of a model, or of the base model of an adapter; `default` for any other name."""
+        adapter = self._adapters.get(served)
+        return self._aliases.get(served, default) if adapter is None else adapter.model or ""
+
     def names(self) -> list[str]:
         """Return the names for clients; empty if there is one model without an alias: its engine knows the name."""
         names = sorted(self._aliases)
-        return names if names or self._one_model else sorted(self._protocols)
+        if not names and self._one_model:
+            return []
+        return [*(names or sorted(self._protocols)), *sorted(self._adapters)]
 
     def splits(self, completion: Completion) -> bool:
         """Whether the engines of its model accept transfer parameters in this kind of request. An unknown model is
         rejected later."""
         if completion.kind not in LATER_SPLIT:
             return True
-        name = self._aliases.get(completion.model, completion.model)
+        name = self._base(completion.model, completion.model)
         protocols = self._protocols.get(name, self._any_protocol)
         return all(TRAITS[protocol].splits_every_format for protocol in protocols)
 

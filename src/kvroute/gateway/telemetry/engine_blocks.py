@@ -14,7 +14,7 @@ import msgspec
 
 from kvroute.gateway.http.slices import Meter, Slices, whole
 from kvroute.gateway.telemetry.kv_batch import BlockEvent, EngineHash
-from kvroute.prefix import block_hashes, salt_seed
+from kvroute.prefix import block_hashes, prompt_seed
 from kvroute.types import Event, InputError, KvCleared, KvEvicted, KvStored, MemoryTier
 
 _TIERS: dict[str | None, MemoryTier] = {None: "gpu", "GPU": "gpu", "CPU": "cpu", "STORE": "store"}
@@ -41,13 +41,15 @@ class _Block(msgspec.Struct, gc=False):
 
     parent: EngineHash | None
     ours: tuple[int, ...]
-    """The gateway's hashes of its tokens; empty: not used for routing (another adapter or medium, or media inputs)."""
+    """The gateway's hashes of its tokens; empty: not used for routing (an unnamed adapter, or media inputs)."""
     held: int = 0
     """Number of copies in the engine. A block without copies stays stored while it has children."""
     children: int = 0
     """Number of stored blocks whose parent it is."""
     depth: int = 0
     """Number of the gateway's blocks from the root to the end of this block."""
+    adapter: str = ""
+    """LoRA adapter that computed it; empty: the base model."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class BlockCounts:
     orphans: int = 0
     """Blocks stored below an unknown parent: ignored until the engine stores that parent again."""
     foreign: int = 0
-    """Blocks ignored because of their adapter, media inputs, medium or group."""
+    """Blocks ignored because of media inputs, medium, group, or an adapter without a name."""
     unusable: int = 0
     """Blocks ignored because of their size: not a multiple of the gateway's block, or not the reported token count."""
 
@@ -195,8 +197,9 @@ class _TierBlocks:
         per_block = size // self._block_tokens
         depth = above.depth if above is not None else 0
         salt, keyed = event.salt_and_keyed()
+        adapter = event.lora_name or ""
         routable = min(self._routable(event, above, keyed), (DEPTH_MAX - depth) // per_block)
-        seed = above.ours[-1] if above is not None and above.ours else salt_seed(salt)
+        seed = above.ours[-1] if above is not None and above.ours else prompt_seed(salt, adapter)
         for start in range(0, len(names), _BLOCKS_AT_ONCE):
             some = names[start : start + _BLOCKS_AT_ONCE]
             known = max(min(len(some), routable - start), 0)
@@ -209,24 +212,28 @@ class _TierBlocks:
             for number, name in enumerate(some):
                 part = ours[number * per_block : (number + 1) * per_block] if number < known else ()
                 depth += len(part)
-                self._hold(name, parent, part, depth)
+                self._hold(name, parent, part, depth, adapter)
                 parent = name
             if meter.spend(_STORE_UNITS * len(some)):
                 yield
 
     def _routable(self, event: BlockEvent, above: _Block | None, keyed: int) -> int:
-        """Return how many of the first blocks belong to the base model, with or without a cache salt.
+        """Return how many of the first blocks a prompt can match that the gateway hashes: of the base model, or of an
+        adapter that the engine names, with or without a cache salt.
 
         Args: `keyed`: index of the first block with other extra keys.
         """
-        if event.lora_id is not None or event.lora_name is not None or (above is not None and not above.ours):
+        unnamed = event.lora_id is not None and not event.lora_name
+        if unnamed or (above is not None and (not above.ours or above.adapter != (event.lora_name or ""))):
             return 0
         return keyed
 
-    def _hold(self, name: EngineHash, parent: EngineHash | None, ours: tuple[int, ...], depth: int) -> None:
+    def _hold(
+        self, name: EngineHash, parent: EngineHash | None, ours: tuple[int, ...], depth: int, adapter: str
+    ) -> None:
         block = self._blocks.get(name)
         if block is None:
-            block = self._blocks[name] = _Block(parent, ours, depth=depth)
+            block = self._blocks[name] = _Block(parent, ours, depth=depth, adapter=adapter)
             if parent is not None:
                 self._blocks[parent].children += 1
         block.held += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw
@@ -48,12 +48,29 @@ class BlockEvent(msgspec.Struct, gc=False):
         The salt is not empty only if the first block starts a prompt and has no other extra key. The index equals the
         number of blocks if no block has another extra key.
         """
+        if self.lora_name:
+            return self._adapter_salt_and_keyed(self.lora_name)
         keys = self._keys()
         salt, length = _salt(keys) if self.parent_block_hash is None else ("", 0)
         rest = keys[length:]
         if not rest.strip(_EMPTY):
             return salt, len(self.block_hashes)
         return salt, bool(salt) + len(rest) - len(rest.lstrip(_EMPTY))
+
+    def _adapter_salt_and_keyed(self, adapter: str) -> tuple[str, int]:
+        """Like `salt_and_keyed` for blocks of an adapter, whose keys begin with its name."""
+        try:
+            keys = _KEYS.decode(self.extra_keys) or []
+        except (ValueError, RecursionError):
+            return "", 0
+        salt = ""
+        for number, each in enumerate(keys):
+            rest = each[1:] if each and each[0] == adapter else each or []
+            if number == 0 and self.parent_block_hash is None and len(rest) == 1 and isinstance(rest[0], str):
+                salt = rest[0]
+            elif rest:
+                return salt, number
+        return salt, len(self.block_hashes)
 
     def _keys(self) -> bytes:
         """Return the encoded extra keys of the blocks, concatenated."""
@@ -62,6 +79,10 @@ class BlockEvent(msgspec.Struct, gc=False):
         if mark in _SHORT_ARRAY:
             return raw[1:]
         return raw[_LONG_ARRAYS[mark] :] if mark in _LONG_ARRAYS else b""
+
+
+_KEYS = msgspec.msgpack.Decoder(list[list[Any] | None] | None)
+"""Decodes the extra keys of blocks of an adapter."""
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False):

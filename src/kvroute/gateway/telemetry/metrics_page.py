@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvroute.gateway.http.slices import Slices, whole
-from kvroute.gateway.observe.prometheus_text import SERIES_MAX, Budget, labels_of, lines_between, samples, values
+from kvroute.gateway.observe.prometheus_text import (
+    SERIES_MAX,
+    Budget,
+    PageError,
+    labels_of,
+    lines_between,
+    samples,
+    values,
+)
 from kvroute.gateway.telemetry.connector_counters import (
     COUNT_MAX,
     ConnectorCounters,
@@ -26,8 +35,20 @@ _OLD_USAGE = b"vllm:gpu_cache_usage_perc"
 _CACHE_CONFIG = b"vllm:cache_config_info"
 _STARTED = b"process_start_time_seconds"
 _TRANSFER = b"\nkvroute:kv_transfer"
+_ADAPTERS = b"vllm:lora_requests_info"
+_ADAPTER_SERIES_MAX = 4096
+"""An engine adds a series for each combination of adapters in use; with more of them none is read."""
 _DIGITS_MAX = 9
 _TRANSFERS = (b"kvroute:kv_transfer_bytes_total", b"kvroute:kv_transfer_seconds_total", b"kvroute:kv_transfers_total")
+
+
+class Adapters(NamedTuple):
+    """LoRA adapters of an engine."""
+
+    in_use: tuple[str, ...]
+    """Names of those that requests in progress use, in the engine's order."""
+    slots: int
+    """Number for which it has room in GPU memory; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +64,9 @@ class EngineMetrics:
     kv_blocks: int | None = None
     started_s: float | None = None
     """Start of its process, in seconds since 1970."""
+    adapters: Adapters | None = None
+    """None: the page does not tell."""
+    adapter_lines: bytes = field(default=b"", compare=False, repr=False)
     transfers: Mapping[str, TransferTotals] = field(default_factory=dict)
     """Totals of kvroute's connector, by source instance."""
     connectors: ConnectorCounters = field(default_factory=ConnectorCounters)
@@ -81,6 +105,11 @@ def metrics_in(page: bytes, before: EngineMetrics | None = None, series_max: int
         shares = yield from values(page, _OLD_USAGE, budget)
     block_tokens, kv_blocks = yield from _cache_config(page, budget)
     started = yield from values(page, _STARTED, budget)
+    adapter_lines = lines_between(page, b"\n" + _ADAPTERS)
+    if before is not None and before.adapter_lines == adapter_lines:
+        adapters = before.adapters
+    else:
+        adapters = yield from _adapters(adapter_lines)
     transfer_lines = lines_between(page, _TRANSFER)
     if before is not None and before.transfer_lines == transfer_lines:
         transfers = before.transfers
@@ -99,6 +128,8 @@ def metrics_in(page: bytes, before: EngineMetrics | None = None, series_max: int
         block_tokens=block_tokens,
         kv_blocks=kv_blocks,
         started_s=started[0] if started else None,
+        adapters=adapters,
+        adapter_lines=adapter_lines,
         transfers=transfers,
         connectors=connectors,
         transfer_lines=transfer_lines,
@@ -132,6 +163,20 @@ def _cache_config(page: bytes, budget: Budget) -> Slices[tuple[int | None, int |
         block_tokens = _whole_number(labels.get("block_size", "")) or block_tokens
         kv_blocks += _whole_number(labels.get("num_gpu_blocks", "")) or 0
     return block_tokens, min(kv_blocks, COUNT_MAX) or None
+
+
+def _adapters(page: bytes) -> Slices[Adapters | None]:
+    """Return the adapters of the last sample by its value, which is the time when the engine has set it."""
+    try:
+        found = yield from samples(page, _ADAPTERS, Budget(_ADAPTER_SERIES_MAX))
+    except PageError:
+        return None
+    if not found:
+        return None
+    labels = labels_of(max(found, key=lambda each: each[1])[0])
+    texts = (labels.get("running_lora_adapters", ""), labels.get("waiting_lora_adapters", ""))
+    names = [name.strip() for text in texts for name in text.split(",")]
+    return Adapters(tuple(dict.fromkeys(filter(None, names))), _whole_number(labels.get("max_lora", "")) or 0)
 
 
 def _whole_number(text: str) -> int | None:

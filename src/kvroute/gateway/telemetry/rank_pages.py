@@ -14,7 +14,7 @@ from kvroute.gateway.observe.prometheus_text import Budget, PageError
 
 _LINE = re.compile(
     rb"^(?:vllm:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc|cache_config_info"
-    rb"|nixl_)|kvroute:kv_|process_start_time_seconds)[^\n]*",
+    rb"|lora_requests_info|nixl_)|kvroute:kv_|process_start_time_seconds)[^\n]*",
     re.MULTILINE,
 )
 """A sample that the reader of a page needs."""

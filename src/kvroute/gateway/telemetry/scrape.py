@@ -18,7 +18,7 @@ from kvroute.gateway.telemetry.connector_counters import ConnectorCounters, Tran
 from kvroute.gateway.telemetry.metrics_page import EngineMetrics, metrics_in
 from kvroute.gateway.telemetry.rank_pages import pages_by_rank
 from kvroute.gateway.wan.tcp_links import TcpDelta, TcpSample
-from kvroute.types import Event, InstanceMeasured, KvCleared, MeasuredBy, TransferMeasured
+from kvroute.types import AdaptersMeasured, Event, InstanceMeasured, KvCleared, MeasuredBy, TransferMeasured
 
 SERIES_PER_INSTANCE = 64
 """Series per instance of the cluster that a page may have in addition to SERIES_MAX."""
@@ -113,7 +113,7 @@ class Scraper:
             servers: whose pages are scraped, each for all of its instances; the caller changes them.
             pool_of: returns the connection pool of a server, see `Poller`.
             settings: see `Poller`.
-            emit: receives InstanceMeasured, TransferMeasured and KvCleared.
+            emit: receives InstanceMeasured, AdaptersMeasured, TransferMeasured and KvCleared.
             now: clock of these events, in seconds.
             on_restart: called with (instance, start of its new process); returns whether it handles the loss of that
                 engine's cache, as `KvEvents.restarted` does; if not, KvCleared is emitted here.
@@ -249,6 +249,9 @@ class Scraper:
         self._measured_at[name] = at
         assert metrics.running is not None
         self._emit(InstanceMeasured(at, name, metrics.running, metrics.waiting, metrics.kv_used_share))
+        adapters = metrics.adapters
+        if adapters is not None and (before is None or before.adapters != adapters):
+            self._emit(AdaptersMeasured(at, name, adapters.in_use, adapters.slots))
         if before is not None:
             self._count_losses(name, before.connectors, metrics.connectors)
         for event in self._counters[name].measured(at, metrics.transfers, metrics.connectors):
