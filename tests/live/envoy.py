@@ -26,6 +26,9 @@ from kvroute.epp.envoy_config import EnvoyOptions, envoy_config
 from kvroute.gateway.lifecycle.deployment import Deployment
 
 SUBSET_HEADER = "x-test-subset"
+PICKER = "kvroute_picker"
+PICKER_UP = f"cluster.{PICKER}.membership_healthy"
+"""Gauge of Envoy: 1 while it finds the picker healthy."""
 
 
 def envoy_program() -> str:
@@ -43,9 +46,46 @@ def start_envoy(config: Path, errors: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
+@asynccontextmanager
+async def running_envoy(config: Path, errors: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """Run Envoy; it is not ready yet. Args: `errors` is the file for its stderr."""
+    process = start_envoy(config, errors)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        await asyncio.to_thread(process.wait, 60)
+
+
+def check_configuration(made: Deployment, options: EnvoyOptions, folder: Path) -> None:
+    """Let Envoy check the configuration of a deployment, in which no field may be deprecated."""
+    file = folder / "envoy.json"
+    file.write_text(json.dumps(envoy_config(made.cluster, made.settings, options, "test.yaml")))
+    command = [envoy_program(), "--mode", "validate", "-c", str(file), "-l", "warning"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "eprecated" not in done.stderr
+
+
+async def stat(session: aiohttp.ClientSession, admin: str, name: str) -> int:
+    """Return a counter or gauge of Envoy. Args: `admin` is the URL of its admin interface."""
+    async with session.get(f"{admin}/stats?format=json&filter={name}") as response:
+        found = json.loads(await response.read())["stats"]
+    return sum(int(each["value"]) for each in found if each.get("name", "").endswith(name))
+
+
+def with_patient_health_check(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration whose Envoy waits long for the picker's answer to a health check, as this machine may be
+    busy with something else, and a picker may share its event loop with engines and clients."""
+    config = copy.deepcopy(config)
+    (picker,) = (each for each in config["static_resources"]["clusters"] if each["name"] == PICKER)
+    picker["health_checks"][0]["timeout"] = "300s"
+    return config
+
+
 def picker_is_healthy(page: str) -> bool:
     """Return whether Envoy has found the picker healthy. Args: `page` is `/clusters` of its admin interface."""
-    return any("kvroute_picker" in line and line.endswith("health_flags::healthy") for line in page.split("\n"))
+    return any(PICKER in line and line.endswith("health_flags::healthy") for line in page.split("\n"))
 
 
 def with_subset_header(config: dict[str, Any]) -> dict[str, Any]:
@@ -83,13 +123,11 @@ class EnvoyRig:
 
     async def stat(self, name: str) -> int:
         """Return a counter or gauge of Envoy."""
-        async with self.session.get(f"{self.admin}/stats?format=json&filter={name}") as response:
-            found = json.loads(await response.read())["stats"]
-        return sum(int(each["value"]) for each in found if each.get("name", "").endswith(name))
+        return await stat(self.session, self.admin, name)
 
     async def picker_gone(self) -> None:
         """Wait until Envoy's health check has found that the picker does not respond."""
-        while await self.stat("cluster.kvroute_picker.membership_healthy"):
+        while await self.stat(PICKER_UP):
             await asyncio.sleep(0.05)
 
 
@@ -106,14 +144,10 @@ async def envoy(
     places = EnvoyOptions(f"127.0.0.1:{rig.gateway.port}", f"127.0.0.1:{port}", f"127.0.0.1:{admin}", **options)
     config, errors = folder / "envoy.json", folder / "envoy.log"
     config.write_text(json.dumps(change(envoy_config(made.cluster, made.settings, places, "test.yaml"))))
-    process = start_envoy(config, errors)
     running = EnvoyRig(rig, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}", errors)
-    try:
+    async with running_envoy(config, errors) as process:
         await _ready(running, process)
         yield running
-    finally:
-        process.terminate()
-        await asyncio.to_thread(process.wait, 60)
 
 
 async def _ready(running: EnvoyRig, process: subprocess.Popen[bytes]) -> None:

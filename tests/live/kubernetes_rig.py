@@ -38,7 +38,9 @@ _PORT, _EVENTS, _REPLAY = 8000, 5557, 5558
 _QUIET_S = 0.5
 """A pod that ends has had no request for this long, as an engine that drains."""
 _KV_S = 20.0
-"""Longest time for which a pod that ends waits until its KV is fetched."""
+"""Longest time for which a pod that ends waits until its KV has arrived elsewhere."""
+_PATIENCE_S = 120.0
+"""Time without progress after which an engine gives up a KV transfer: this machine may be busy with something else."""
 _TIMES = (
     "{default: {prefill: {kind: linear, per_token: 10 us, base: 5 ms}, decode: {base: 10 ms, per_request: 100 us}}}"
 )
@@ -184,15 +186,17 @@ class Rig:
         self.deleted_s[uid] = time.time()
 
     def may_end(self, pod: Mapping[str, Any]) -> bool:
-        """Whether the engine of a pod is idle, and its KV is fetched; it then stops, before its pod disappears."""
+        """Whether the engine of a pod is idle, and its KV has arrived where it was fetched to; it then stops, before
+        its pod disappears."""
         name = pod["metadata"]["name"]
         slot = self.slot_of.get(name)
         began_s = self.deleted_s.get(pod["metadata"]["uid"])
         if slot is None or began_s is None or slot.in_flight or time.time() - max(slot.last_s, began_s) < _QUIET_S:
             return False
-        if slot.server.engine.held and time.time() < began_s + _KV_S:
+        server = slot.server
+        if (server.engine.held or server.kv_server.deliveries) and time.time() < began_s + _KV_S:
             return False
-        slot.server.restart(3600.0)
+        server.restart(3600.0)
         return True
 
     async def follow_ends(self) -> None:
@@ -291,10 +295,11 @@ async def serving(folder: Path, front: Front | None = None) -> AsyncIterator[Rig
     try:
         config = kubeconfig(folder, api.url, {"token": "secret"})
         (folder / "cluster.yaml").write_text(CLUSTER)
+        settings = EmulatedClusterSettings(endpoints_from_file=True, kv_patience_s=_PATIENCE_S)
         async with (
             ApiClient(api.url) as client,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
-            EmulatedCluster(topology.parse(pool_text()), EmulatedClusterSettings(endpoints_from_file=True)) as fleet,
+            EmulatedCluster(topology.parse(pool_text()), settings) as fleet,
         ):
             await _prepare(client, front.rules)
             await front.prepare(client)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import aiohttp
 from tests.kube.client import MERGE, ApiClient
 from tests.kube.deploy.deployed import DEPLOY, read, rules
 from tests.kube.inference_pool import POOLS, install, pool_document
-from tests.live.envoy import envoy_program
+from tests.live.envoy import PICKER_UP, running_envoy, stat, with_patient_health_check
 from tests.live.kubernetes_rig import Rig, kvroute
 from tests.live.services import free_port
 from tests.waiting import until
@@ -57,8 +56,8 @@ class PoolFront:
         arguments += ["--kubeconfig", str(config), "--envoy-config", str(file)]
         arguments += ["--envoy-listen", listen, "--envoy-admin", admin]
         async with kvroute(folder, arguments) as found:
-            _be_patient(file)
-            async with _envoy(folder, file):
+            file.write_text(json.dumps(with_patient_health_check(json.loads(file.read_text()))))
+            async with running_envoy(file, folder / "envoy.log"):
                 await self._up()
                 yield f"http://{listen}", found["admin"]
 
@@ -90,33 +89,8 @@ class PoolFront:
 
     async def gives_up(self, rig: Rig) -> None:
         """Wait until Envoy has found that the picker is not ready."""
-        name = "cluster.kvroute_picker.membership_healthy"
-        while True:
-            async with rig.session.get(f"{self.envoy_admin}/stats?format=json&filter={name}") as response:
-                found = (await response.json(content_type=None))["stats"]
-            if not sum(each.get("value", 0) for each in found):
-                return
+        while await stat(rig.session, self.envoy_admin, PICKER_UP):
             await asyncio.sleep(0.05)
-
-
-def _be_patient(file: Path) -> None:
-    """Let Envoy wait long for an answer to a health check, as this machine may be busy with something else."""
-    config = json.loads(file.read_text())
-    [picker] = [each for each in config["static_resources"]["clusters"] if each["name"] == "kvroute_picker"]
-    picker["health_checks"][0]["timeout"] = "60s"
-    file.write_text(json.dumps(config))
-
-
-@asynccontextmanager
-async def _envoy(folder: Path, config: Path) -> AsyncIterator[None]:
-    command = [envoy_program(), "-c", str(config), "--concurrency", "1", "--use-dynamic-base-id", "-l", "warning"]
-    with (folder / "envoy.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        yield
-    finally:
-        process.terminate()
-        await asyncio.to_thread(process.wait, 60)
 
 
 async def change_pool(rig: Rig, **spec: Any) -> None:

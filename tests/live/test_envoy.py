@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,9 @@ from tests.gateway.stub_engines import (
 from tests.live.envoy import (
     SUBSET_HEADER,
     EnvoyRig,
+    check_configuration,
     emulated_rig,
     envoy,
-    envoy_program,
     envoy_rig,
     released,
     with_subset_header,
@@ -43,7 +41,7 @@ from tests.waiting import until
 
 from kvroute import topology
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
-from kvroute.epp.envoy_config import EnvoyOptions, envoy_config
+from kvroute.epp.envoy_config import EnvoyOptions
 from kvroute.epp.server import PickerSettings
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.openai_api.api_keys import hash_text
@@ -61,13 +59,7 @@ def test_envoy_accepts_the_configuration(tmp_path: Path, fail_open: bool, buffer
     for port, name in enumerate(("prefill0", "prefill1", "decode0", "decode1"), start=1):
         text = text.replace(f"name: {name},", f"name: {name}, endpoint: {{url: 'http://10.0.0.1:{port}'}},")
     made = Deployment.of(text, "test.yaml")
-    options = EnvoyOptions("10.0.0.9:9002", fail_open=fail_open, buffered=buffered)
-    file = tmp_path / "envoy.json"
-    file.write_text(json.dumps(envoy_config(made.cluster, made.settings, options, "test.yaml")))
-    command = [envoy_program(), "--mode", "validate", "-c", str(file), "-l", "warning"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "eprecated" not in done.stderr
+    check_configuration(made, EnvoyOptions("10.0.0.9:9002", fail_open=fail_open, buffered=buffered), tmp_path)
 
 
 @BODIES

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,10 +16,10 @@ from tests.gateway.discovery.dns_server import dns_server
 from tests.gateway.lifecycle.membership_rig import DISCOVERY, write
 from tests.gateway.rig import MODEL
 from tests.gateway.stub_engines import Engine, Gate, ReceivedRequest, failing, listening, run, tokens
-from tests.live.envoy import EnvoyRig, envoy, envoy_program
-from tests.waiting import becomes_true, until
+from tests.live.envoy import EnvoyRig, check_configuration, envoy, released
+from tests.waiting import until
 
-from kvroute.epp.envoy_config import EnvoyOptions, envoy_config
+from kvroute.epp.envoy_config import EnvoyOptions
 from kvroute.gateway.lifecycle.deployment import Deployment
 
 pytestmark = pytest.mark.live
@@ -59,11 +57,6 @@ async def discovering(
         yield rig
 
 
-async def released(rig: EnvoyRig) -> bool:
-    """Return whether the picker holds nothing for requests within the limit."""
-    return await rig.picker.becomes_idle() and await becomes_true(lambda: rig.picker.booked() == {})
-
-
 def up_of(rig: EnvoyRig) -> Callable[[], set[str]]:
     """Return what tells the names of the engines that take requests."""
     return lambda: {name for name, engine in rig.picker.gateway.runtime.engines.items() if engine.availability.up}
@@ -75,12 +68,7 @@ def test_envoy_accepts_the_configuration(tmp_path: Path, fallback: tuple[str, ..
     """Without a deprecated field."""
     made = Deployment.of(DISCOVERY, "test.yaml")
     options = EnvoyOptions("10.0.0.9:9002", fail_open=bool(fallback), buffered=buffered, fallback=fallback)
-    file = tmp_path / "envoy.json"
-    file.write_text(json.dumps(envoy_config(made.cluster, made.settings, options, "test.yaml")))
-    command = [envoy_program(), "--mode", "validate", "-c", str(file), "-l", "warning"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "eprecated" not in done.stderr
+    check_configuration(made, options, tmp_path)
 
 
 @BODIES
@@ -244,8 +232,7 @@ def test_without_a_picker_envoy_fails_as_configured(tmp_path: Path, fail_open: b
                 assert [len(each.received) for each in engines] == [4, 0, 0]
                 assert "no picker responds" not in rig.errors.read_text()
                 await rig.picker.gateway.close()
-                while await rig.stat("cluster.kvroute_picker.membership_healthy"):
-                    await asyncio.sleep(0.05)
+                await rig.picker_gone()
                 for headers in ({}, named):
                     assert (await rig.post(BODY, headers=headers)).status == (200 if fail_open else 503)
                 assert [len(each.received) for each in engines] == [4, 2 * fail_open, 0]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 from tests.gateway.rig import COMPLETIONS, MODEL, GatewayResponse
 from tests.gateway.stub_engines import run
-from tests.live.envoy import EnvoyRig, emulated_rig, released
+from tests.live.envoy import EnvoyRig, emulated_rig, released, with_patient_health_check
 from tests.waiting import until
 
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
@@ -58,15 +56,6 @@ async def check_nothing_counted(rig: EnvoyRig, fleet: EmulatedCluster) -> None:
     assert await released(rig), rig.picker.held_resources()
     await until(lambda: not any(rig.picker.counted_loads(fleet)))
     assert not any((await metrics(rig, "kvroute_transfers_in_flight")).values())
-
-
-def with_patient_health_check(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration whose Envoy waits long for the picker, which shares its event loop with engines and
-    clients here."""
-    config = copy.deepcopy(config)
-    (check,) = config["static_resources"]["clusters"][1]["health_checks"]
-    check["timeout"] = "300s"
-    return config
 
 
 def test_a_thousand_streams_at_once(tmp_path: Path) -> None:
@@ -175,6 +164,53 @@ def test_a_client_that_leaves_frees_bookings_transfers_and_limits(tmp_path: Path
             assert (response.status, response.text) == (200, expected("short", TOKENS))
             await check_nothing_counted(rig, fleet)
             while await metrics(rig, "kvroute_client_disconnects_total") != {"": 2}:
+                await asyncio.sleep(0.05)  # Envoy's access log comes later
+            assert not any((await metrics(rig, "kvroute_leg_failures_total")).values())
+
+    run(main())
+
+
+def held(fleet: EmulatedCluster) -> list[bool]:
+    """Return, for each KV cache that a prefill engine holds, whether it is being fetched."""
+    return [kv.expiry is None for server in fleet.servers.values() for kv in server.engine.held.values()]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_in_the_middle_of_a_transfer_frees_everything(tmp_path: Path, stream: bool) -> None:
+    """The picker's bookings, the transfer, and the memory of the decode engine are free at once. The prefill engine
+    keeps the KV until it expires, as Envoy has closed the request that would have fetched it."""
+    settings = EmulatedClusterSettings(background=(0.9999,) * TIER_COUNT)
+    long = {"model": MODEL, "prompt": "word " * 20_000, "max_tokens": TOKENS, "stream": stream}
+    short = {"model": MODEL, "prompt": "short", "max_tokens": TOKENS}
+
+    async def main() -> None:
+        async with emulated_rig(tmp_path, settings=settings) as (rig, fleet):
+            engines = [server.engine for server in fleet.servers.values()]
+            async with aiohttp.ClientSession() as client:
+
+                async def ask() -> None:
+                    async with client.post(rig.url + COMPLETIONS, json=long) as response:
+                        await response.read()
+
+                asking = asyncio.ensure_future(ask())
+                await until(lambda: asking.done() or held(fleet) == [True])
+                assert not asking.done(), asking
+                assert len(rig.picker.booked()) == 1
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+            await until(lambda: held(fleet) == [False])
+            await check_nothing_counted(rig, fleet)
+            assert not any(engine.counters.pulled for engine in engines)
+            for engine in engines:
+                engine.kv_expiry_s = 0.05
+                for key in engine.held:
+                    engine.keep(key)
+            await until(lambda: not held(fleet))
+            assert sum(engine.counters.kv_expired for engine in engines) == 1
+            response = await rig.post(short)
+            assert (response.status, response.text) == (200, expected("short", TOKENS))
+            await check_nothing_counted(rig, fleet)
+            while await metrics(rig, "kvroute_client_disconnects_total") != {"": 1}:
                 await asyncio.sleep(0.05)  # Envoy's access log comes later
             assert not any((await metrics(rig, "kvroute_leg_failures_total")).values())
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from kvroute.cli.emulate import shares_by_tier
+from kvroute.cli.engine_source import EngineSource, measured_by_engines
 from kvroute.cli.epp_envoy import (
     ENVOY,
     Body,
@@ -24,32 +22,35 @@ from kvroute.cli.epp_envoy import (
     reachable,
 )
 from kvroute.cli.kubernetes_options import (
-    KUBERNETES,
     Context,
+    FromKubernetes,
     Kubeconfig,
     Namespace,
     Pool,
     Selector,
     kubernetes_overlay,
 )
-from kvroute.cli.output import check_writable, console, remarks, tell, write_whole
+from kvroute.cli.output import check_writable, console, tell, write_whole
 from kvroute.cli.serve_options import (
     PLACE,
     ROUTING,
     AdminPort,
     Background,
+    ClusterFile,
     Embedded,
     EventLog,
     KvScale,
     LogFormat,
     Policy,
     PrefillPolicy,
+    ReadyFile,
     Seed,
     UntilEof,
+    check_log_format,
+    ignore_reload_until_read,
 )
 from kvroute.cli.serve_overrides import Overrides
-from kvroute.cli.serving import emulated_engines, run_gateway
-from kvroute.topology.kubernetes_overlay import kubernetes_file
+from kvroute.cli.serving import admin_url, run_gateway, warn_of_exposures
 from kvroute.types import Endpoint, InputError
 
 if TYPE_CHECKING:
@@ -59,13 +60,7 @@ if TYPE_CHECKING:
 
 
 def epp(
-    cluster: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Cluster file (YAML), with an endpoint for each instance. Optional with --kubernetes.",
-            show_default=False,
-        ),
-    ] = None,
+    cluster: ClusterFile = None,
     policy: Policy = None,
     prefill: PrefillPolicy = None,
     host: Annotated[str | None, typer.Option(help="Listen address for Envoy.", rich_help_panel=PLACE)] = None,
@@ -105,23 +100,13 @@ def epp(
     kv_scale: KvScale = 1e-3,
     background: Background = "0",
     seed: Seed = None,
-    kubernetes: Annotated[
-        bool,
-        typer.Option(
-            "--kubernetes",
-            help="Discover the engines among the pods of a Kubernetes cluster.",
-            rich_help_panel=KUBERNETES,
-        ),
-    ] = False,
+    kubernetes: FromKubernetes = False,
     pool: Pool = None,
     namespace: Namespace = None,
     selector: Selector = None,
     kubeconfig: Kubeconfig = None,
     context: Context = None,
-    ready_file: Annotated[
-        Path | None,
-        typer.Option(help="Write the addresses to this file as JSON when the picker is ready.", rich_help_panel=PLACE),
-    ] = None,
+    ready_file: ReadyFile = None,
     until_eof: UntilEof = False,
 ) -> None:
     """Choose endpoints for Envoy (ext_proc v3, the endpoint picker of the Gateway API inference extension).
@@ -132,17 +117,18 @@ def epp(
     Example: [bold]kvroute epp cluster.yaml --print-envoy-config > envoy.json[/bold]
     or [bold]kvroute epp --kubernetes --pool llm/my-pool[/bold]
     """
-    signal.signal(signal.SIGHUP, lambda number, frame: None)  # until the file is read, as in `serve`
+    ignore_reload_until_read()
     _check_installed()
     import uvloop
 
-    from kvroute.gateway.lifecycle.deployment import Deployment
-
-    one_of("--log-format", log_format or "text", ("text", "json"))
+    check_log_format(log_format)
     one_of("--prefill-by", prefill_by, ("picker", "sidecar"))
     envoy = EnvoyChoices.of(envoy_listen, envoy_admin, fail, body, envoy_fallback)
     overlay = kubernetes_overlay(namespace, selector, kubeconfig, context, pool, asked=kubernetes)
-    _check_source(cluster, embedded, kubernetes, print_envoy_config)
+    source = EngineSource.of(cluster, overlay, embedded=embedded)
+    if embedded and print_envoy_config:
+        what = "emulated engines have no addresses before they run"
+        raise InputError(what, where="--print-envoy-config", hint="use --envoy-config FILE with --embedded")
     overrides = Overrides(
         policy=policy,
         prefill=prefill,
@@ -155,16 +141,12 @@ def epp(
 
     def adjust(settings: GatewaySettings) -> GatewaySettings:
         adjusted = overrides.applied(settings)
-        measures = adjusted.measure if adjusted.measure != "auto" or not embedded else "engine"
-        return msgspec.structs.replace(adjusted, measure=measures)
+        return measured_by_engines(adjusted) if embedded else adjusted
 
     def read(endpoints: dict[str, Endpoint] | None = None) -> Deployment:
         from kvroute.epp.addresses import check_addresses
 
-        if cluster is None:
-            deployment = Deployment.of(kubernetes_file().to_yaml(), "--kubernetes", adjust, overlay=overlay)
-        else:
-            deployment = Deployment.read(cluster, adjust, endpoints, overlay)
+        deployment = source.read(adjust, endpoints)
         check_addresses(deployment.cluster.instances, deployment.source, sidecar=prefill_by == "sidecar")
         tell(deployment.cluster.remarks)
         return deployment
@@ -176,12 +158,7 @@ def epp(
     for place, option in ((ready_file, "--ready-file"), (envoy_config, "--envoy-config")):
         if place is not None:
             check_writable(place, option)
-    with contextlib.ExitStack() as stack:
-        endpoints = None
-        if embedded and cluster is not None:
-            shares_by_tier(background)
-            Deployment.check_embedded(cluster, adjust)
-            endpoints = stack.enter_context(emulated_engines(cluster, kv_scale, background, seed))
+    with source.engines(adjust, kv_scale, background, seed) as endpoints:
 
         def announce(gateway: Gateway, deployment: Deployment) -> None:
             if envoy_config is not None:
@@ -200,17 +177,6 @@ def epp(
         uvloop.run(run)
 
 
-def _check_source(cluster: Path | None, embedded: bool, kubernetes: bool, print_envoy_config: bool) -> None:
-    """Check that the options name one source of engines, which the configuration of Envoy can have."""
-    if cluster is None and not kubernetes:
-        raise InputError("no cluster file is given", hint="give a YAML file, or discover the engines with --kubernetes")
-    if embedded and kubernetes:
-        raise InputError("--embedded and --kubernetes exclude each other", where="--embedded")
-    if embedded and print_envoy_config:
-        what = "emulated engines have no addresses before they run"
-        raise InputError(what, where="--print-envoy-config", hint="use --envoy-config FILE with --embedded")
-
-
 def _check_installed() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC would print causes beside our sentences
     try:
@@ -222,13 +188,10 @@ def _check_installed() -> None:
 
 
 def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None) -> None:
-    from kvroute.gateway.lifecycle.exposure import exposures
-
     settings, cluster = deployment.settings, deployment.cluster
     picker = f"{reachable(settings.listen.host)}:{gateway.port}"
-    admin = f"{'https' if settings.admin.tls else 'http'}://{settings.admin.host}:{gateway.admin_port}"
-    for exposure in exposures(settings):
-        remarks().print(f"warning: {exposure}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    admin = admin_url(gateway, deployment)
+    warn_of_exposures(deployment)
     out = console()
     engines = f"{len(cluster.instances)} instances" if cluster.file.discovery is None else "the discovered engines"
     out.print(f"kvroute picks among {engines} of {cluster.name} for Envoy: {picker}")

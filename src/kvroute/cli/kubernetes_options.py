@@ -15,6 +15,14 @@ from kvroute.topology.schema import NAMESPACE_NAME, OBJECT_NAME, KubernetesEntry
 from kvroute.types import InputError
 
 KUBERNETES = "Kubernetes"
+FromKubernetes: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--kubernetes",
+        help="Discover the engines among the pods of a Kubernetes cluster.",
+        rich_help_panel=KUBERNETES,
+    ),
+]
 Namespace: TypeAlias = Annotated[
     str | None,
     typer.Option(

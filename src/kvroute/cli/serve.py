@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
-from kvroute.cli.emulate import shares_by_tier
+from kvroute.cli.engine_source import EngineSource, measured_by_engines
 from kvroute.cli.kubernetes_options import (
-    KUBERNETES,
     Context,
+    FromKubernetes,
     Kubeconfig,
     Namespace,
     Selector,
@@ -26,33 +23,31 @@ from kvroute.cli.serve_options import (
     ROUTING,
     AdminPort,
     Background,
+    ClusterFile,
     Embedded,
     EventLog,
     KvScale,
     LogFormat,
     Policy,
     PrefillPolicy,
+    ReadyFile,
     Seed,
     UntilEof,
+    check_log_format,
+    ignore_reload_until_read,
 )
 from kvroute.cli.serve_overrides import Overrides
 from kvroute.cli.serve_workers import read_spec, run_worker, run_workers
-from kvroute.cli.serving import emulated_engines, run_gateway
-from kvroute.topology.kubernetes_overlay import kubernetes_file
+from kvroute.cli.serving import run_gateway
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
     from kvroute.gateway.config.settings import GatewaySettings
+    from kvroute.gateway.lifecycle.deployment import Deployment
 
 
 def serve(
-    cluster: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Cluster file (YAML), with an endpoint for each instance. Optional with --kubernetes.",
-            show_default=False,
-        ),
-    ] = None,
+    cluster: ClusterFile = None,
     policy: Policy = None,
     shadow: Annotated[
         str | None,
@@ -77,22 +72,12 @@ def serve(
     kv_scale: KvScale = 1e-3,
     background: Background = "0",
     seed: Seed = None,
-    kubernetes: Annotated[
-        bool,
-        typer.Option(
-            "--kubernetes",
-            help="Discover the engines among the pods of a Kubernetes cluster.",
-            rich_help_panel=KUBERNETES,
-        ),
-    ] = False,
+    kubernetes: FromKubernetes = False,
     namespace: Namespace = None,
     selector: Selector = None,
     kubeconfig: Kubeconfig = None,
     context: Context = None,
-    ready_file: Annotated[
-        Path | None,
-        typer.Option(help="Write the addresses to this file as JSON when the gateway is ready.", rich_help_panel=PLACE),
-    ] = None,
+    ready_file: ReadyFile = None,
     until_eof: UntilEof = False,
     workers: Annotated[
         int,
@@ -108,47 +93,30 @@ def serve(
     Example: [bold]kvroute serve --embedded examples/small.yaml[/bold]
     or [bold]kvroute serve --kubernetes --namespace llm[/bold]
     """
-    # Ignore SIGHUP until the file is read. This is a handler because child processes would inherit SIG_IGN.
-    signal.signal(signal.SIGHUP, lambda number, frame: None)
+    ignore_reload_until_read()
     try:
         import uvloop
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
-    if log_format not in (None, "text", "json"):
-        raise InputError(f"unknown format {log_format!r}", where="--log-format", hint="use text or json")
-
+    check_log_format(log_format)
     overlay = kubernetes_overlay(namespace, selector, kubeconfig, context, asked=kubernetes)
-    if cluster is None and overlay is None:
-        raise InputError("no cluster file is given", hint="give a YAML file, or discover the engines with --kubernetes")
-    if embedded and (overlay is not None or cluster is None):
-        raise InputError("--embedded and --kubernetes exclude each other", where="--embedded")
-
+    source = EngineSource.of(cluster, overlay, embedded=embedded)
     overrides = Overrides(policy, shadow, prefill, constraint, host, port, admin_port, log, log_format)
     spec = read_spec(worker) if worker is not None else None
 
     def adjust(settings: GatewaySettings) -> GatewaySettings:
         adjusted = overrides.applied(settings)
-        if (embedded or (spec is not None and spec.endpoints is not None)) and adjusted.measure == "auto":
-            # Emulated engines report their transfers. Timing by first bytes too would count the first transfers twice.
-            adjusted = msgspec.structs.replace(adjusted, measure="engine")
+        if embedded or (spec is not None and spec.endpoints is not None):
+            adjusted = measured_by_engines(adjusted)
         return adjusted if spec is None else spec.settings(adjusted)
-
-    from kvroute.gateway.lifecycle.deployment import Deployment
 
     if ready_file is not None:
         check_writable(ready_file, "--ready-file")
-    with contextlib.ExitStack() as stack:
-        endpoints = spec.endpoints if spec is not None else None
-        if embedded and cluster is not None:
-            shares_by_tier(background)
-            Deployment.check_embedded(cluster, adjust)
-            endpoints = stack.enter_context(emulated_engines(cluster, kv_scale, background, seed))
+    with source.engines(adjust, kv_scale, background, seed) as emulated:
+        endpoints = emulated if spec is None else spec.endpoints
 
         def read() -> Deployment:
-            if cluster is None:
-                deployment = Deployment.of(kubernetes_file().to_yaml(), "--kubernetes", adjust, overlay=overlay)
-            else:
-                deployment = Deployment.read(cluster, adjust, endpoints, overlay)
+            deployment = source.read(adjust, endpoints)
             if spec is None:
                 tell(deployment.cluster.remarks)
             return deployment

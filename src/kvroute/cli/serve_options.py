@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
+from kvroute.types import InputError
+
 ROUTING, PLACE, ENGINES = "Routing", "Addresses", "Emulated engines"
+ClusterFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Argument(
+        help="Cluster file (YAML), with an endpoint for each instance. Optional with --kubernetes.",
+        show_default=False,
+    ),
+]
 Policy: TypeAlias = Annotated[
     str | None, typer.Option(help="Decode policy; default: the file's, else foresight.", rich_help_panel=ROUTING)
 ]
@@ -42,3 +52,18 @@ Seed: TypeAlias = Annotated[
 UntilEof: TypeAlias = Annotated[
     bool, typer.Option("--until-eof", help="Exit when standard input is closed, e.g. when the parent process ends.")
 ]
+ReadyFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(help="Write the addresses to this file as JSON when requests are accepted.", rich_help_panel=PLACE),
+]
+
+
+def check_log_format(log_format: str | None) -> None:
+    """Raise InputError if the value of --log-format is unknown."""
+    if log_format not in (None, "text", "json"):
+        raise InputError(f"unknown format {log_format!r}", where="--log-format", hint="use text or json")
+
+
+def ignore_reload_until_read() -> None:
+    """Ignore SIGHUP until the cluster file is read. This is a handler because child processes would inherit SIG_IGN."""
+    signal.signal(signal.SIGHUP, lambda number, frame: None)

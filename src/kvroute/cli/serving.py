@@ -143,15 +143,26 @@ def check_files(deployment: Deployment) -> None:
 
 def announce_gateway(serving: Serving, deployment: Deployment, ready_file: Path | None) -> None:
     """Print where the gateway listens and what is open to others, and write the ready file."""
-    from kvroute.gateway.lifecycle.exposure import exposures
-
-    for exposure in exposures(deployment.settings):
-        remarks().print(f"warning: {exposure}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    warn_of_exposures(deployment)
     url, admin = _urls(serving, deployment)
     out = console()
     out.print(f"kvroute serves {len(deployment.cluster.instances)} instances of {deployment.cluster.name}: {url}/v1")
     out.print(f"dashboard and metrics: {admin}")
     write_ready(serving, deployment, ready_file)
+
+
+def warn_of_exposures(deployment: Deployment) -> None:
+    """Print what is open to other machines."""
+    from kvroute.gateway.lifecycle.exposure import exposures
+
+    for exposure in exposures(deployment.settings):
+        remarks().print(f"warning: {exposure}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def admin_url(serving: Serving, deployment: Deployment) -> str:
+    """Return the URL of the admin port."""
+    admin = deployment.settings.admin
+    return f"{'https' if admin.tls else 'http'}://{admin.host}:{serving.admin_port}"
 
 
 def write_ready(serving: Serving, deployment: Deployment, ready_file: Path | None) -> None:
@@ -162,11 +173,9 @@ def write_ready(serving: Serving, deployment: Deployment, ready_file: Path | Non
 
 
 def _urls(serving: Serving, deployment: Deployment) -> tuple[str, str]:
-    listen, admin = deployment.settings.listen, deployment.settings.admin
-    return (
-        f"{'https' if listen.tls else 'http'}://{listen.host}:{serving.port}",
-        f"{'https' if admin.tls else 'http'}://{admin.host}:{serving.admin_port}",
-    )
+    listen = deployment.settings.listen
+    url = f"{'https' if listen.tls else 'http'}://{listen.host}:{serving.port}"
+    return url, admin_url(serving, deployment)
 
 
 class Signals:

@@ -93,7 +93,13 @@ class Gateway:
         self.metrics = Metrics(self._status, roles, version=__version__, policy=settings.policy)
         self._lag = LoopLag(self.metrics.loop_lagged)
         self._deadlines = Deadlines(lag=self._lag)
-        self.state = DashboardState(deployment.cluster, self._status, policy=settings.policy, version=__version__)
+        self.state = DashboardState(
+            deployment.cluster,
+            self._status,
+            policy=settings.policy,
+            version=__version__,
+            distributions=shared is not None,
+        )
         self._shadowed(settings.shadow)
         self._tracer = tracer_of(settings.tracing.otlp, settings.tracing.share, version=__version__)
         self._budget = RetryBudget(share=settings.retries.share, floor_per_s=settings.retries.floor_per_s)

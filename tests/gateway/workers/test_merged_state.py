@@ -22,13 +22,15 @@ CLUSTER = build(
         instances=InstanceCounts(prefill=1, decode=3),
     )
 )
+BIN = 0.0051
+"""Relative error of a percentile: half a bin of a distribution."""
 requests = st.lists(st.tuples(st.floats(0.01, 4.0), st.sampled_from([None, 1])), max_size=20)
 
 
 def state(in_flight: int = 0, *, up: bool = True) -> DashboardState:
     instances = tuple(InstanceLoad(name=each.name, up=up, requests=in_flight) for each in CLUSTER.instances)
     status = GatewayStatus(in_flight=in_flight, connections=in_flight, instances=instances)
-    return DashboardState(CLUSTER, lambda: status, policy="netkv", version="1")
+    return DashboardState(CLUSTER, lambda: status, policy="netkv", version="1", distributions=True)
 
 
 def served(where: DashboardState, at: float, seconds: float, tier: int | None) -> None:
@@ -44,7 +46,7 @@ def over_the_wire(where: DashboardState, at: float) -> Snapshot:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(requests, min_size=1, max_size=3))
 def test_counts_and_means_are_those_of_one_gateway(workers: list[list[tuple[float, int | None]]]) -> None:
-    """Requests, tiers, bytes and mean parts of the TTFT."""
+    """Requests, tiers, bytes, mean parts of the TTFT, and percentiles."""
     whole, parts = state(), [state() for _ in workers]
     for part, answers in zip(parts, workers, strict=True):
         for seconds, tier in answers:
@@ -58,6 +60,25 @@ def test_counts_and_means_are_those_of_one_gateway(workers: list[list[tuple[floa
         assert (split.requests, split.streams, split.local) == (one.requests, one.streams, one.local)
         assert (split.tier_requests, split.tier_bytes) == (one.tier_requests, one.tier_bytes)
         assert split.part_mean_s == pytest.approx(one.part_mean_s, abs=2e-3)
+        assert split.ttft_p50_s == pytest.approx(one.ttft_p50_s, rel=BIN)
+        assert split.ttft_p90_s == pytest.approx(one.ttft_p90_s, rel=BIN)
+        assert split.part_p50_s == pytest.approx(one.part_p50_s, rel=BIN)
+        assert split.part_p90_s == pytest.approx(one.part_p90_s, rel=BIN)
+
+
+def test_percentiles_are_no_means_of_percentiles() -> None:
+    """One worker has 90 short requests, the other one 10 long ones: the mean of their medians is 1.07 s."""
+    parts = [state(), state()]
+    for part, count, seconds in zip(parts, (90, 10), (0.08, 10.0), strict=True):
+        for _ in range(count):
+            served(part, 1.0, seconds, 1)
+        part.remember(5.5)
+    whole = merged_snapshot([over_the_wire(part, 6.0) for part in parts])
+    (split,), (point,) = whole.tick.splits, whole.history
+    assert (split.ttft_p50_s, point.ttft_p50_s) == pytest.approx((0.08, 0.08), rel=BIN)
+    assert split.part_p50_s["prefill"] == pytest.approx(0.08, rel=BIN)
+    assert point.ttft_p95_s == pytest.approx(10.0, rel=BIN)
+    assert whole.tick.history == point
 
 
 def test_own_load_is_added_and_the_worst_health_counts() -> None:
@@ -106,7 +127,7 @@ def test_the_history_adds_steps() -> None:
     whole = merged_snapshot([over_the_wire(part, 6.0) for part in parts])
     (point,) = whole.history
     assert point.requests_per_s == pytest.approx(2 / 5.5, abs=2e-3)
-    assert point.ttft_p50_s == 0.25
+    assert point.ttft_p50_s == pytest.approx(0.25, rel=BIN)
     assert whole.tick.history == point
 
 
@@ -121,5 +142,6 @@ def test_a_worker_with_another_cluster_is_left_out() -> None:
             instances=InstanceCounts(prefill=1, decode=1),
         )
     )
-    other = DashboardState(small, lambda: GatewayStatus(in_flight=7), policy="netkv", version="1")
+    status = GatewayStatus(in_flight=7)
+    other = DashboardState(small, lambda: status, policy="netkv", version="1", distributions=True)
     assert merged_snapshot([over_the_wire(state(1), 1.0), over_the_wire(other, 1.0)]).tick.load.in_flight == 1

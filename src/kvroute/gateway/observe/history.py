@@ -7,6 +7,7 @@ from collections import deque
 import msgspec
 import numpy as np
 
+from kvroute.gateway.observe.distribution import counts_of
 from kvroute.types import FloatArray
 
 STEP_S = 5.0
@@ -34,12 +35,18 @@ class History:
 
     def __init__(self) -> None:
         self._points: deque[HistoryPoint] = deque(maxlen=POINTS_MOST)
+        self._distributions: deque[bytes] = deque(maxlen=POINTS_MOST)
         self._since_s, self._arrivals, self._answers = 0.0, 0.0, 0
 
     @property
     def points(self) -> tuple[HistoryPoint, ...]:
         """All points, oldest first."""
         return tuple(self._points)
+
+    @property
+    def distributions(self) -> tuple[bytes, ...]:
+        """Times to first token of each point, as `counts_of` returns them."""
+        return tuple(self._distributions)
 
     @property
     def newest(self) -> HistoryPoint | None:
@@ -78,6 +85,7 @@ class History:
                 kv_bytes_per_s=round(float(kv_bytes.sum()) * scale / elapsed_s),
             )
         )
+        self._distributions.append(counts_of(ttft_s))
         self._since_s, self._arrivals, self._answers = at, arrivals, answers
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvroute.control import ShadowTally
 from kvroute.gateway.observe.decision_view import judgement_of, short
+from kvroute.gateway.observe.distribution import counts_of
 from kvroute.gateway.observe.history import History
 from kvroute.gateway.observe.layout import Layout, LayoutInstance, layout_of
 from kvroute.gateway.observe.measured_paths import MeasuredPaths
@@ -23,6 +24,7 @@ from kvroute.gateway.observe.rates import Rate, WanTraffic
 from kvroute.gateway.observe.view import (
     BreakerState,
     DashboardUpdate,
+    Distributions,
     GatewayStatus,
     InstanceLoad,
     Snapshot,
@@ -46,8 +48,9 @@ TRANSFERS_SHOWN_MOST = 200
 PATHS_SHOWN_MOST = 8
 LINGER_S = 1.0
 """Time for which finished transfers stay visible: most take less than the time between two dashboard updates."""
-_PARTS = ("queue", "prefill", "transfer", "first_step")
-_COLUMNS = 4 + len(_PARTS)
+PARTS = ("queue", "prefill", "transfer", "first_step")
+"""Parts of a TTFT."""
+_COLUMNS = 4 + len(PARTS)
 _UNSEEN = -1.0
 """Replaces the first part of a TTFT that could not be observed."""
 
@@ -69,8 +72,21 @@ class DashboardState:
     """Receives the hooks of requests and returns snapshots; times are the gateway's clock in seconds and never
     decrease."""
 
-    def __init__(self, cluster: Cluster, load: Callable[[], GatewayStatus], *, policy: str, version: str) -> None:
-        """Args: `load` returns the current load; it is called only for a snapshot."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        load: Callable[[], GatewayStatus],
+        *,
+        policy: str,
+        version: str,
+        distributions: bool = False,
+    ) -> None:
+        """
+        Args:
+            load: returns the current load; it is called only for a snapshot.
+            distributions: whether snapshots have the distributions of their times.
+        """
+        self._distributions = distributions
         self._load, self._version = load, version
         self.policy = policy
         self._layout_id = 0
@@ -233,7 +249,16 @@ class DashboardState:
     def snapshot(self, at: float) -> Snapshot:
         """Return the current state with all recorded decisions."""
         self._splits_at = -SPLITS_S  # the snapshot kept of a run must include its last request
-        return Snapshot(layout=self.layout, tick=self.tick(at, DECISIONS_MOST), history=self._history.points)
+        return Snapshot(
+            layout=self.layout,
+            tick=self.tick(at, DECISIONS_MOST),
+            history=self._history.points,
+            distributions=self._all_distributions(at) if self._distributions else None,
+        )
+
+    def _all_distributions(self, at: float) -> Distributions:
+        splits = {policy: tuple(map(counts_of, _times_s(rows))) for policy, rows in self._recent(at)}
+        return Distributions(splits=splits, history=self._history.distributions)
 
     def tick(self, at: float, decisions_most: int = TICK_DECISIONS_MOST) -> DashboardUpdate:
         """Return the values that change, with the newest decisions."""
@@ -290,10 +315,14 @@ class DashboardState:
         return self._last_splits
 
     def _count_splits(self, at: float) -> tuple[Split, ...]:
+        return tuple([_split(policy, rows) for policy, rows in self._recent(at)])
+
+    def _recent(self, at: float) -> list[tuple[str, FloatArray]]:
+        """Return the rows of the last `WINDOW_S`, by policy."""
         rows = np.frombuffer(self._rows).reshape(REQUESTS_MOST, _COLUMNS)[: min(self._row_count, REQUESTS_MOST)]
         rows = rows[rows[:, 0] >= at - WINDOW_S]
         by_policy = ((policy, rows[rows[:, 1] == number]) for number, policy in enumerate(self._policies))
-        return tuple(_split(policy, some) for policy, some in by_policy if len(some))
+        return [(policy, some) for policy, some in by_policy if len(some)]
 
 
 _BREAKER: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
@@ -342,12 +371,20 @@ def _quantiles_s(ordered: FloatArray, share: float) -> list[float]:
     return [short(value) for value in ordered[:, low] + (place - low) * (ordered[:, high] - ordered[:, low])]
 
 
-def _split(policy: str, rows: FloatArray) -> Split:
+def _times_s(rows: FloatArray) -> FloatArray:
+    """Return TTFT and its parts, in this order, of each observed first token. Shape: `(1 + len(PARTS), streams)`."""
     seen = rows[rows[:, 4] != _UNSEEN]
-    columns = np.zeros((1 + len(_PARTS), max(len(seen), 1)))
-    if len(seen):
-        columns[1:] = seen[:, 4:].T
+    columns = np.empty((1 + len(PARTS), len(seen)))
+    columns[1:] = seen[:, 4:].T
     columns[0] = columns[1:].sum(axis=0)
+    return columns
+
+
+def _split(policy: str, rows: FloatArray) -> Split:
+    columns = _times_s(rows)
+    streams = columns.shape[1]
+    if not streams:
+        columns = np.zeros((1 + len(PARTS), 1))
     mean_s = [short(value) for value in columns[1:].mean(axis=1)]
     columns.sort(axis=1)
     p50_s, p90_s = _quantiles_s(columns, 0.5), _quantiles_s(columns, 0.9)
@@ -357,12 +394,12 @@ def _split(policy: str, rows: FloatArray) -> Split:
     return Split(
         policy=policy,
         requests=len(rows),
-        streams=len(seen),
+        streams=streams,
         ttft_p50_s=p50_s[0],
         ttft_p90_s=p90_s[0],
-        part_mean_s=dict(zip(_PARTS, mean_s, strict=True)),
-        part_p50_s=dict(zip(_PARTS, p50_s[1:], strict=True)),
-        part_p90_s=dict(zip(_PARTS, p90_s[1:], strict=True)),
+        part_mean_s=dict(zip(PARTS, mean_s, strict=True)),
+        part_p50_s=dict(zip(PARTS, p50_s[1:], strict=True)),
+        part_p90_s=dict(zip(PARTS, p90_s[1:], strict=True)),
         tier_requests=tuple(np.bincount(numbers, minlength=TIER_COUNT).tolist()),
         tier_bytes=tuple(np.bincount(numbers, rows[moved, 3], minlength=TIER_COUNT).tolist()),
         local=int((~moved).sum()),

@@ -323,10 +323,21 @@ class DashboardUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The newest point of the history; None before the first step has ended."""
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class Distributions(msgspec.Struct, frozen=True, kw_only=True):
+    """Times behind the percentiles of a snapshot, each as `distribution.counts_of` returns it."""
+
+    splits: dict[str, tuple[bytes, ...]]
+    """By policy: those of the TTFT and of its parts, in their order."""
+    history: tuple[bytes, ...]
+    """TTFT of each point."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The layout, all changing values, and the last 15 minutes."""
 
     layout: Layout
     tick: DashboardUpdate
-    history: tuple[HistoryPoint, ...] = ()
+    history: tuple[HistoryPoint, ...]
     """Oldest first."""
+    distributions: Distributions | None = None
+    """Sent by a worker to its parent process, which adds those of all workers; else None."""

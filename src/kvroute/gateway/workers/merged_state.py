@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 from msgspec.structs import replace
 
 from kvroute.control import ShadowTally
-from kvroute.gateway.observe.decision_view import DecisionView
-from kvroute.gateway.observe.history import HistoryPoint
-from kvroute.gateway.observe.state import PATHS_SHOWN_MOST
+from kvroute.gateway.observe.decision_view import DecisionView, short
+from kvroute.gateway.observe.distribution import Distribution
+from kvroute.gateway.observe.history import POINTS_MOST, HistoryPoint
+from kvroute.gateway.observe.state import PARTS, PATHS_SHOWN_MOST
 from kvroute.gateway.observe.view import (
     DashboardUpdate,
+    Distributions,
     GatewayStatus,
     MeasuredPath,
     Snapshot,
@@ -31,22 +33,29 @@ def merged_snapshot(workers: Sequence[Snapshot]) -> Snapshot:
     of them knows. Of what each observes for itself the first worker counts, health and breakers excepted: there the
     worst counts.
 
-    Times are those of the first worker's clock. Percentiles are means of the workers' percentiles, weighted by their
-    streams. A worker with another layout, because it has not yet followed a change of the cluster, is left out.
+    Times are those of the first worker's clock. Percentiles are those of the requests of all workers, to
+    0.5 %. A worker with another layout, because it has not yet followed a change of the cluster, is left out.
 
     Args:
         workers: one snapshot for each worker; at least one.
     """
-    first = workers[0]
-    same = [each for each in workers if each.layout.instances == first.layout.instances]
-    return replace(
-        first,
-        tick=_tick([each.tick for each in same]),
-        history=_history([each.history for each in same], [first.tick.at - each.tick.at for each in same]),
-    )
+    return replace(workers[0], tick=merged_tick(workers), history=_history(_same(workers)), distributions=None)
+
+
+def merged_tick(workers: Sequence[Snapshot]) -> DashboardUpdate:
+    """Return the changing values of all workers, as `merged_snapshot` merges them."""
+    same = _same(workers)
+    newest = _history(same, points_most=1)
+    return replace(_tick([each.tick for each in same]), splits=_splits(same), history=newest[0] if newest else None)
+
+
+def _same(workers: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return the workers that have the layout of the first one."""
+    return [each for each in workers if each.layout.instances == workers[0].layout.instances]
 
 
 def _tick(ticks: Sequence[DashboardUpdate]) -> DashboardUpdate:
+    """Merge all but splits and history."""
     first = ticks[0]
     return replace(
         first,
@@ -61,12 +70,10 @@ def _tick(ticks: Sequence[DashboardUpdate]) -> DashboardUpdate:
         transfers_in_flight=sum(tick.transfers_in_flight for tick in ticks),
         transfers=tuple(_transfers(ticks))[-_TRANSFERS_MOST:],
         decisions=tuple(sorted(_decisions(ticks), key=lambda each: (each.at, each.id)))[-_DECISIONS_MOST:],
-        splits=tuple(_splits([split for tick in ticks for split in tick.splits])),
         wan=tuple([_wan(links) for links in zip(*(tick.wan for tick in ticks), strict=True)]),
         paths=_paths(ticks),
         shadow=_shadow([tick.shadow for tick in ticks if tick.shadow is not None]),
         offloaded_share=_weighted([(tick.offloaded_share, tick.arrivals_per_s) for tick in ticks]),
-        history=_newest(ticks),
     )
 
 
@@ -77,12 +84,6 @@ def _paths(ticks: Sequence[DashboardUpdate]) -> tuple[MeasuredPath, ...]:
         last[path.source, path.target] = path
     slowest = sorted(last.values(), key=lambda path: (path.ratio, path.source, path.target))
     return tuple(slowest[:PATHS_SHOWN_MOST])
-
-
-def _newest(ticks: Sequence[DashboardUpdate]) -> HistoryPoint | None:
-    newest = [() if tick.history is None else (tick.history,) for tick in ticks]
-    points = _history(newest, [ticks[0].at - tick.at for tick in ticks])
-    return points[0] if points else None
 
 
 def _status(loads: Sequence[GatewayStatus]) -> GatewayStatus:
@@ -121,27 +122,34 @@ def _decisions(ticks: Sequence[DashboardUpdate]) -> Iterable[DecisionView]:
             yield replace(decision, id=decision.id * len(ticks) + place, at=at)
 
 
-def _splits(splits: Sequence[Split]) -> Iterable[Split]:
-    for policy in dict.fromkeys(split.policy for split in splits):
-        yield _split([split for split in splits if split.policy == policy])
+def _splits(workers: Sequence[Snapshot]) -> tuple[Split, ...]:
+    found: dict[str, list[tuple[Split, Sequence[bytes]]]] = {}
+    for worker in workers:
+        known = _distributions(worker).splits
+        for split in worker.tick.splits:
+            found.setdefault(split.policy, []).append((split, known.get(split.policy, ())))
+    return tuple([_split([split for split, _ in same], [times for _, times in same]) for same in found.values()])
 
 
-def _split(splits: Sequence[Split]) -> Split:
-    def mean(values: Iterable[float]) -> float:
-        return _weighted(list(zip(values, [split.streams for split in splits], strict=True))) or 0.0
+def _split(splits: Sequence[Split], times: Sequence[Sequence[bytes]]) -> Split:
+    """Add the splits of one policy. Args: `times`: distributions of the TTFT and of its parts, of each split."""
+    whole, *parts = [Distribution(each) for each in zip(*times, strict=True)]
 
-    def means(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-        return {part: mean([each[part] for each in parts]) for part in parts[0]}
+    def mean_s(part: str) -> float:
+        return _weighted([(split.part_mean_s[part], split.streams) for split in splits]) or 0.0
+
+    def parts_s(share: float) -> dict[str, float]:
+        return {part: short(each.quantile_s(share)) for part, each in zip(PARTS, parts, strict=True)}
 
     return Split(
         policy=splits[0].policy,
         requests=sum(split.requests for split in splits),
         streams=sum(split.streams for split in splits),
-        ttft_p50_s=mean([split.ttft_p50_s for split in splits]),
-        ttft_p90_s=mean([split.ttft_p90_s for split in splits]),
-        part_mean_s=means([split.part_mean_s for split in splits]),
-        part_p50_s=means([split.part_p50_s for split in splits]),
-        part_p90_s=means([split.part_p90_s for split in splits]),
+        ttft_p50_s=short(whole.quantile_s(0.5)),
+        ttft_p90_s=short(whole.quantile_s(0.9)),
+        part_mean_s={part: mean_s(part) for part in PARTS},
+        part_p50_s=parts_s(0.5),
+        part_p90_s=parts_s(0.9),
         tier_requests=tuple(map(sum, zip(*(split.tier_requests for split in splits), strict=True))),
         tier_bytes=tuple(map(sum, zip(*(split.tier_bytes for split in splits), strict=True))),
         local=sum(split.local for split in splits),
@@ -169,27 +177,33 @@ def _shadow(tallies: Sequence[ShadowTally]) -> ShadowTally | None:
     return whole
 
 
-def _history(histories: Sequence[Sequence[HistoryPoint]], ahead_s: Sequence[float]) -> tuple[HistoryPoint, ...]:
-    """Add the workers' newest points, their second newest ones, and so on.
-
-    Args:
-        histories: points of each worker, oldest first.
-        ahead_s: by how much the first worker's clock is ahead of that of each worker.
-    """
+def _history(workers: Sequence[Snapshot], points_most: int = POINTS_MOST) -> tuple[HistoryPoint, ...]:
+    """Add the workers' newest points, their second newest ones, and so on; return them oldest first."""
+    ahead_s = [workers[0].tick.at - worker.tick.at for worker in workers]
+    ended = [zip(worker.history, _distributions(worker).history, strict=True) for worker in workers]
     points = []
-    for row in zip_longest(*(reversed(history) for history in histories)):
-        known = [(point, ahead) for point, ahead in zip(row, ahead_s, strict=True) if point is not None]
-        weights = [point.requests_per_s for point, _ in known]
+    for row in islice(zip_longest(*(reversed(list(each)) for each in ended)), points_most):
+        known = [(*each, ahead) for each, ahead in zip(row, ahead_s, strict=True) if each is not None]
+        ttft = Distribution(times for _, times, _ in known)
         points.append(
             HistoryPoint(
-                at=round(max(point.at + ahead for point, ahead in known), 2),
-                requests_per_s=sum(weights),
-                ttft_p50_s=_weighted([(point.ttft_p50_s, point.requests_per_s) for point, _ in known]),
-                ttft_p95_s=_weighted([(point.ttft_p95_s, point.requests_per_s) for point, _ in known]),
-                kv_bytes_per_s=sum(point.kv_bytes_per_s for point, _ in known),
+                at=round(max(point.at + ahead for point, _, ahead in known), 2),
+                requests_per_s=sum(point.requests_per_s for point, _, _ in known),
+                ttft_p50_s=_rounded(ttft.least_above_s(0.5)),
+                ttft_p95_s=_rounded(ttft.least_above_s(0.95)),
+                kv_bytes_per_s=sum(point.kv_bytes_per_s for point, _, _ in known),
             )
         )
     return tuple(sorted(points, key=lambda point: point.at))
+
+
+def _distributions(worker: Snapshot) -> Distributions:
+    assert worker.distributions is not None, "workers send them"
+    return worker.distributions
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
 
 
 def _weighted(values: Sequence[tuple[float | None, float]]) -> float | None:

@@ -23,7 +23,7 @@ from kvroute.gateway.observe.logs import Logs, log_event
 from kvroute.gateway.observe.view import DashboardUpdate, Snapshot
 from kvroute.gateway.proxy.other_workers import OtherWorkers, release_worker
 from kvroute.gateway.workers.merged_metrics import Page, counts, merged, read, text
-from kvroute.gateway.workers.merged_state import merged_snapshot
+from kvroute.gateway.workers.merged_state import merged_snapshot, merged_tick
 from kvroute.gateway.workers.process import WorkerProcess
 from kvroute.gateway.workers.stream_server import StreamServer
 from kvroute.types import Endpoint, InputError, cannot_listen
@@ -289,7 +289,7 @@ class WorkersState:
 
     def tick(self, at: float) -> DashboardUpdate:
         """See DashboardSource."""
-        return merged_snapshot(self.snapshots).tick
+        return merged_tick(self.snapshots)
 
 
 def _authorization(settings: GatewaySettings) -> dict[str, str]:
