@@ -55,6 +55,29 @@ def test_a_fallback_counts_for_the_same_rank_of_the_other_engine() -> None:
     run(main())
 
 
+def test_an_engine_that_envoy_was_not_told_counts_for_the_same_rank() -> None:
+    """Envoy has sent the header of the rank that was chosen."""
+
+    async def main() -> None:
+        engines = [Engine("a", "both", ranks=2), Engine("b", "both", ranks=2)]
+        section = IN_TURN + "  retries: {attempts: 1}\n"
+        async with listening(engines), picking(ranked(engines, section)) as rig:
+            names = []
+            for number in range(4):
+                stream = rig.stream()
+                answer = await stream.ask(completion_body(prompt=f"{number} " * 90))
+                (other,) = {address(engine) for engine in engines} - set(answer.endpoints)
+                await stream.respond(200, other)
+                (name,) = rig.booked()
+                assert name == f"{'ba'[other == address(engines[0])]}_dp{answer.added[HEADER]}"
+                names.append(name)
+                await stream.end()
+                assert await rig.becomes_idle(), rig.held_resources()
+            assert sorted(names) == ["a_dp0", "a_dp1", "b_dp0", "b_dp1"]
+
+    run(main())
+
+
 def test_engines_without_ranks_are_no_fallback_for_a_rank() -> None:
     """Envoy sends the same header to all endpoints, and rank 1 does not exist there."""
 

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
+import pytest
 import uvloop
-from tests.gateway.rig import COMPLETIONS, MODEL, rig
+from tests.gateway.rig import COMPLETIONS, MODEL, Rig, rig
 from tests.waiting import becomes_true
 
+from kvroute.control import decisions_equal, replay
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.event_log import read_log
+from kvroute.gateway.gateway import Deployment, Gateway
+from kvroute.topology import parse
 from kvroute.types import Decode, Prefill
 
 RANKS = ("decode0_dp0", "decode0_dp1")
@@ -49,7 +55,8 @@ async def read(session: aiohttp.ClientSession, url: str, body: dict[str, Any], r
 
 
 def test_a_request_reaches_the_ranks_that_were_chosen(tmp_path: Path) -> None:
-    """The engines would divide requests themselves without the header; here each leg is on the rank of its decision."""
+    """The engines would divide requests themselves without the header; here each leg is on the rank of its decision.
+    The log replays."""
     log = tmp_path / "events.log"
 
     async def run() -> tuple[dict[str, int], Counter[tuple[str, str]]]:
@@ -64,7 +71,12 @@ def test_a_request_reaches_the_ranks_that_were_chosen(tmp_path: Path) -> None:
         return {name: sum(counts) for name, counts in prompts.items()}, pulled
 
     prompts, pulled = uvloop.run(run())
-    decisions = [decision for record in read_log(log)[1] for decision in record.decisions]
+    header, records = read_log(log)
+    control = header.spec.build(parse(header.cluster))
+    decisions = []
+    for record, again in replay(control, records):
+        assert decisions_equal(record.decisions, again)
+        decisions += record.decisions
     assert prompts == Counter(each.instance for each in decisions if isinstance(each, Prefill))
     assert pulled == Counter((each.source, each.target) for each in decisions if isinstance(each, Decode))
     assert all(prompts.values())
@@ -142,3 +154,31 @@ def test_a_client_does_not_choose_the_rank() -> None:
                 assert reply.status == 200, reply.body
 
     uvloop.run(run())
+
+
+def test_kv_events_of_another_rank_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """The file gives two ranks the port of one: what that one has cached would count for both."""
+
+    async def run() -> None:
+        cluster = parse(TEXT)
+        async with EmulatedCluster(cluster, EmulatedClusterSettings()) as fleet:
+            found = fleet.ready().instances
+            one, two = (found[name] for name in RANKS)
+            found[RANKS[1]] = msgspec.structs.replace(two, kv_events=one.kv_events, kv_replay=one.kv_replay)
+            gateway = Gateway(Deployment.of(TEXT + "  prefix: events\n", "test.yaml", endpoints=found), seed=1)
+            try:
+                await gateway.start()
+                async with aiohttp.ClientSession() as session:
+                    gate = Rig(gateway, session, fleet)
+                    number = 0
+                    while not any("kv_events_of_another_rank" in record.message for record in caplog.records):
+                        number += 1  # events before the subscription are not sent
+                        body = {"model": MODEL, "prompt": [number, 5, 7] * 200, "max_tokens": 1}
+                        await read(gate.session, one.url, body, 0)
+            finally:
+                await gateway.close()
+
+    with caplog.at_level("WARNING", logger="kvroute"):
+        uvloop.run(run())
+    (warning,) = [each for each in caplog.records if each.message == "kv_events_of_another_rank"]
+    assert "its KV events are those of rank 0, but by those of decode0_dp" in str(warning.__dict__)

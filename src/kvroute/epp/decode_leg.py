@@ -127,7 +127,7 @@ class EnvoyDecodeLeg(DecodeLeg):
     def _may_serve(self, engine: EngineClient) -> bool:
         chosen, only = self.engine, self._only()
         return (
-            engine.instance.server != chosen.instance.server
+            engine is not chosen
             and engine.rank_head == chosen.rank_head  # Envoy sends the same header to all of them
             and engine.role == chosen.role
             and engine.availability.up

@@ -68,8 +68,15 @@ class Collectors:
         taken = before.hand_over(settings.prompt.block_tokens) if before is not None else None
         self._takes_over = taken is not None
         self._kv_events = taken or KvEvents(
-            self._publishers, settings.prompt.block_tokens, self._on_event, runtime.now, count=weakly(self._count_kv)
+            self._publishers,
+            settings.prompt.block_tokens,
+            self._on_event,
+            runtime.now,
+            count=weakly(self._count_kv),
+            on_rank=weakly(self._published),
         )
+        self._published_ranks: dict[str, int] = {}
+        """Rank in the whole engine that each data-parallel rank publishes in its KV events."""
         self._hands_over = False
         self._scraper = Scraper(
             servers,
@@ -122,6 +129,7 @@ class Collectors:
         if self._servers.remove(name):
             self._health.remove(server)
         self._kv_events.remove(name)
+        self._published_ranks.pop(name, None)
 
     def relink(self) -> None:
         """Follow a change of the cluster's links."""
@@ -167,6 +175,7 @@ class Collectors:
             self._prometheus.start()
         if self._takes_over:
             self._kv_events.emit, self._kv_events.count = self._on_event, weakly(self._count_kv)
+            self._kv_events.on_rank = weakly(self._published)
             self._kv_events.change(self._publishers)
         else:
             self._kv_events.start()
@@ -187,6 +196,20 @@ class Collectors:
         self._health.close()
         if not self._hands_over:
             self._kv_events.close()
+
+    def _published(self, name: str, rank: int) -> None:
+        """Compare the rank that an instance publishes with those of its engine: ranks of one server are consecutive."""
+        if name not in self._servers:
+            return
+        ranks = self._servers.instances(self._servers.of(name))
+        self._published_ranks[name] = rank
+        for other in ranks.keys() & self._published_ranks.keys():
+            expected = self._published_ranks[other] + ranks[name] - ranks[other]
+            if rank != expected:
+                what = f"its KV events are those of rank {rank}, but by those of {other} it is rank {expected}"
+                reason = f"{what}; give each rank its own port in `kv_events`"
+                log_event("warning", "kv_events_of_another_rank", instance=name, reason=reason)
+                return
 
     def _count_kv(self, instance: str, batches: int, gaps: int) -> None:
         metrics = self._runtime.metrics

@@ -11,6 +11,7 @@ BATCH_BYTES_MAX = 4 << 20
 BATCH_BLOCKS_MAX = 1 << 15
 """Maximum number of blocks in all events of a batch: a prompt of half a million tokens in blocks of 16."""
 BATCH_EVENTS_MAX = 1 << 13
+_RANKS_MAX = 1 << 16
 _TOKENS_MAX = 1 << 20
 _NIL = Raw(b"\xc0")
 _EMPTY = b"\xc0\x90"
@@ -86,20 +87,30 @@ _KEYS = msgspec.msgpack.Decoder(list[list[Any] | None] | None)
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False):
-    """One message: the time at which the engine made it, in seconds since 1970, and its events."""
+    """One message: the time at which the engine made it, in seconds since 1970, its events, and what it gives as its
+    data-parallel rank."""
 
     ts: float
     events: Annotated[list[BlockEvent], Meta(max_length=BATCH_EVENTS_MAX)]
+    data_parallel_rank: object = None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank in the whole engine; None: the message names none."""
+        rank = self.data_parallel_rank
+        return rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < _RANKS_MAX else None
 
 
 class _BatchMap(msgspec.Struct, gc=False):
     ts: float
     events: Annotated[list[BlockEvent], Meta(max_length=BATCH_EVENTS_MAX)]
+    data_parallel_rank: object = None
 
 
 class _BatchOfArrays(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: Annotated[list[Raw], Meta(max_length=BATCH_EVENTS_MAX)]
+    data_parallel_rank: object = None
 
 
 class _Row(msgspec.Struct, array_like=True, gc=False):
@@ -165,8 +176,8 @@ def _decoded(payload: bytes) -> Batch:
         try:
             batch = decoder.decode(payload)
             if isinstance(batch, _BatchOfArrays):
-                return Batch(batch.ts, [_event_of(row) for row in batch.events])
-            return batch if isinstance(batch, Batch) else Batch(batch.ts, batch.events)
+                return Batch(batch.ts, [_event_of(row) for row in batch.events], batch.data_parallel_rank)
+            return batch if isinstance(batch, Batch) else Batch(batch.ts, batch.events, batch.data_parallel_rank)
         except (ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError too
             why = why or str(error)
     raise BatchError(f"a message is not a valid batch of KV events ({why})")

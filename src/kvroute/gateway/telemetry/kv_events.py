@@ -44,6 +44,8 @@ class _Link:
         """Set while a large batch is applied in slices; no socket is read meanwhile."""
         self._round = 0
         self._warned: set[str] = set()
+        self._rank: int | None = None
+        """The rank that was reported to the owner's `on_rank`."""
         self._told = (0, 0)
         """Batches and gaps that were reported to the owner's `count`."""
         self._loop = asyncio.get_running_loop()
@@ -111,6 +113,9 @@ class _Link:
         for event in events:
             self._owner.emit(event)
         self._count()
+        if self.stream.rank != self._rank and self.stream.rank is not None:
+            self._rank = self.stream.rank
+            self._owner.on_rank(self.stream.blocks.instance, self._rank)
         if self.stream.blocks.counts.unusable:
             ours = self._owner.block_tokens
             reason = f"the engine's block size is not a multiple of gateway.prompt.block_tokens ({ours})"
@@ -188,6 +193,7 @@ class KvEvents:
         *,
         replay_s: float = 5.0,
         count: Callable[[str, int, int], None] = lambda instance, batches, gaps: None,
+        on_rank: Callable[[str, int], None] = lambda instance, rank: None,
     ) -> None:
         """
         Args:
@@ -197,12 +203,13 @@ class KvEvents:
             now: clock of these events, in seconds.
             replay_s: silence after which a replay counts as complete.
             count: receives (instance, batches, gaps) since its previous call.
+            on_rank: receives (instance, data-parallel rank of the publisher in the whole engine) when that is known.
         """
         self.block_tokens = block_tokens
         self.emit = emit
         self.now = now
         self.replay_s = replay_s
-        self.count = count
+        self.count, self.on_rank = count, on_rank
         self._endpoints = {name: each for name, each in endpoints.items() if each.kv_events}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._links: dict[str, _Link] = {}

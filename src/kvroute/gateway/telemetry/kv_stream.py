@@ -67,6 +67,8 @@ class KvStream:
         self._work: Iterator[Event | None] | None = None
         """Iterator that applies them; None when all batches are applied and their events emitted."""
         self._now = -math.inf
+        self.rank: int | None = None
+        """Data-parallel rank of the publisher in the whole engine, by its last batch; None: not known."""
         self.why_broken = ""
         """Error message of the first malformed batch."""
 
@@ -106,6 +108,7 @@ class KvStream:
             self.blocks.clear()
             return
         self._newest_ts = batch.ts
+        self.rank = batch.rank
         if meter.spend(len(payload) // _BYTES_PER_UNIT):
             yield
         for event in batch.events:
