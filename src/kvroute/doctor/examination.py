@@ -75,7 +75,7 @@ class _Examination:
         self._loop = asyncio.get_running_loop()
         self._ends_s = self._loop.time() + options.timeout_s
         self._draw = random.Random(options.seed)
-        self._clients = engine_clients(cluster, settings, lambda *_: None, Deadlines(), exact=False)
+        self._clients = engine_clients(cluster, settings, lambda *_: None, Deadlines(), exact=lambda model: False)
         headers: Headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
         self._engines = {name: examined(client, settings, headers) for name, client in self._clients.items()}
         self._context = zmq.asyncio.Context()

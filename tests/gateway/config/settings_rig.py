@@ -31,7 +31,7 @@ gateway:
     stale_after: 1 min
     prediction: trend
     prometheus: {{url: "https://prom:9090/base", per_link: {{query: up, label: cable}}, timeout: 100 ms}}
-  prompt: {{block_tokens: 64, bytes_per_token: 3}}
+  prompt: {{block_tokens: 64, bytes_per_token: 3, without_tokenizer: engine}}
   prefix: approximate
   limits: {{body: 1 MiB, headers: 8 KB, connections: 10, in_flight: 5, queue: 0, queue_wait: 1 s, per_key: 2}}
   timeouts: {{connect: 1 ms, prefill: 24 h, first_token: 1 s, between_tokens: 1 s, drain: 1 s}}

@@ -48,6 +48,9 @@ SERVING_ERRORS = {
     ),
     "no events": (LIVE + "gateway: {prefix: events}\n", 6, "`prefix: events` needs the KV events of prefill0"),
     "unknown model": (LIVE + "gateway: {models: {a: llama-3-7b}}\n", 8, "did you mean 'llama-3-70b'?"),
+    "unknown model of a tokenizer": (
+        LIVE + "gateway: {prompt: {tokenizers: {llama-3-7b: x}}}\n", 8, "did you mean 'llama-3-70b'?",
+    ),
     "unknown base model": (
         LIVE + "gateway:\n  adapters:\n    sql: {model: llama-3-7b}\n", 10, "did you mean 'llama-3-70b'?",
     ),

@@ -21,7 +21,7 @@ from kvroute.topology.schema import ClusterFile
 from kvroute.topology.units import quantity
 from kvroute.types import InputError, InputErrors
 
-DOCUMENTED, KEYED, QUERIED = re.findall(
+DOCUMENTED, TOKENIZED, KEYED, QUERIED = re.findall(
     r"```yaml\n(gateway:\n.*?)```", (ROOT / "docs" / "cluster-file.md").read_text(encoding="utf-8"), re.S
 )
 
@@ -38,6 +38,8 @@ def test_the_documented_examples_are_read(tmp_path: Path) -> None:
     (tmp_path / "gateway.keys").write_text(f"alice: {hash_text('a')}\n", encoding="utf-8")
     keyed = settings_of(KEYED, str(tmp_path / "cluster.yaml"), ENVIRON)
     assert keyed.keys.file == str(tmp_path / "gateway.keys")
+    prompt = settings_of(TOKENIZED, "/a/f", None).prompt
+    assert (prompt.tokenizers, prompt.without_tokenizer) == ({"llama-3-70b": "/a/models/llama"}, "engine")
     oracle = settings_of(QUERIED, "f").oracle
     assert oracle.prometheus is not None
     assert oracle.prometheus.per_tier is not None
@@ -137,6 +139,13 @@ SECTION_ERRORS = {
     ),
     "tier": (f"oracle: {{{PROMETHEUS}, per_tier: {{rak: a}}}}}}", "oracle.prometheus.per_tier.rak", "node, rack, pod"),
     "no tokenizer": ("prompt: {tokenizer: /no/where}", "prompt.tokenizer", "there is no tokenizer at /no/where"),
+    "no tokenizer of a model": (
+        "prompt: {tokenizers: {llama: /no/where}}", "prompt.tokenizers.llama", "there is no tokenizer at /no/where",
+    ),
+    "no engine to ask": (
+        "prompt: {tokenizer: /, without_tokenizer: engine}", "prompt.without_tokenizer", "leave `tokenizer` out, or",
+    ),
+    "what without a tokenizer": ("prompt: {without_tokenizer: none}", "prompt.without_tokenizer", "text, engine"),
     "no folder": ("log: {events: /no/where/log}", "log.events", "there is no folder /no/where"),
     "no certificate": ("listen: {tls: {certificate: /no, key: /no}}", "listen.tls.key", "there is no file /no"),
     "no key file": ("keys: {file: /no/keys}", "keys.file", "cannot be read"),

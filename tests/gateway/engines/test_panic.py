@@ -81,7 +81,7 @@ def test_below_the_panic_threshold_all_listening_instances_get_requests(
     def panicked(panicking: PanicSet) -> None:
         panic_changes.append((panicking.role, panicking.state.active))
 
-    engines = engine_clients(cluster, GatewaySettings(), changed, Deadlines(), exact=False)
+    engines = engine_clients(cluster, GatewaySettings(), changed, Deadlines(), exact=lambda model: False)
     panics = Panics(engines, share, panicked)
     now, held, stopped = 0.0, set[str](), set[str]()
     for action, name, seconds in history:
@@ -138,7 +138,11 @@ def test_panic_begins_below_half_of_the_instances() -> None:
     cluster = topology.parse(cluster_text())
     reported: list[tuple[str, bool]] = []
     engines = engine_clients(
-        cluster, GatewaySettings(), lambda name, up, at: reported.append((name, up)), Deadlines(), exact=False
+        cluster,
+        GatewaySettings(),
+        lambda name, up, at: reported.append((name, up)),
+        Deadlines(),
+        exact=lambda model: False,
     )
     panic_changes: list[tuple[str, str, int, int]] = []
     panics = Panics(

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kvroute.gateway.openai_api.chat_template import ChatTemplate
 from kvroute.gateway.openai_api.conversation import NoChat, TemplateTraits
 from kvroute.gateway.openai_api.json_fields import RequestError
-from kvroute.gateway.openai_api.prompt import MEDIA_TOKENS, Prompts
+from kvroute.gateway.openai_api.prompt import Prompts
+from kvroute.gateway.openai_api.prompt_reader import MEDIA_TOKENS
 from kvroute.gateway.openai_api.requests import CONVERSATIONS, Completion, Kind, read_completion
 
 RESPONSES, MESSAGES = b"/v1/responses", b"/v1/messages"

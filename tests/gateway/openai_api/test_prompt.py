@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from kvroute.gateway.openai_api.chat_template import ChatTemplate
-from kvroute.gateway.openai_api.prompt import MEDIA_TOKENS, Prompt, Prompts
+from kvroute.gateway.openai_api.json_fields import RequestError
+from kvroute.gateway.openai_api.prompt import Prompts
 from kvroute.gateway.openai_api.prompt_queue import QueueFull
+from kvroute.gateway.openai_api.prompt_reader import MEDIA_TOKENS, Prompt
 from kvroute.gateway.openai_api.requests import CONVERSATIONS, Completion, read_completion
 from kvroute.prefix import block_hashes
 from kvroute.types import InputError
@@ -71,6 +73,50 @@ def tokenizer(folder: Path) -> tokenizers.Tokenizer:
     loaded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     loaded.no_truncation()
     return loaded
+
+
+def test_each_model_has_its_own_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    """Its tokens, its template and its context; other models have the common one, or none."""
+    other = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
+    other.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    other.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    own = {"byte": folder, "word": tmp_path / "tokenizer.json"}
+    for prompts in (Prompts(tokenizers=own, block_tokens=2), Prompts(folder, tokenizers=own, block_tokens=2)):
+        completion, rest = plain("a b a"), prompts.exact("another")
+        byte = prompts.blocks_now(completion, "byte")
+        assert byte is not None
+        assert byte.ids == tokenizer.encode("a b a").ids
+        for asked in (completion, chat("a b a")):
+            word = prompts.blocks_now(asked, "word")
+            assert word is not None
+            assert (word.ids, word.blocks) == ([0, 1, 0], block_hashes([0, 1], 2))
+        unknown = prompts.blocks_now(completion, "another")
+        assert unknown is not None
+        assert unknown.ids == (byte.ids if rest else None)
+        assert [prompts.exact(model) for model in ("byte", "word")] == [True, True]
+        assert not prompts.asks_engine(completion, "another")
+        with pytest.raises(RequestError, match="context length is 8"):
+            prompts.blocks_now(plain("a " * 9), "word")
+        assert prompts.blocks_now(plain("a " * 9), "byte") is not None
+        large = asyncio.run(prompts.blocks(plain("b " * 5, truncate_prompt_tokens=1), "word"))
+        assert large.ids == [1] * 5
+        prompts.close()
+
+
+def test_an_engine_is_asked_for_single_texts_of_models_without_a_tokenizer(folder: Path) -> None:
+    prompts = Prompts(tokenizers={"byte": folder}, ask_engines=True)
+    picture = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    asked = {"text": plain("a"), "chat": chat("a")}
+    others = {"ids": plain([1, 2]), "several": plain(["a", "b"]), "picture": chat(picture)}
+    others["response"] = read_completion(b"/v1/responses", b'{"input": "a"}')
+    assert all(prompts.asks_engine(completion, "another") for completion in asked.values())
+    assert not any(prompts.asks_engine(completion, "another") for completion in others.values())
+    assert not any(prompts.asks_engine(completion, "byte") for completion in asked.values())
+    assert prompts.exact("another")
+    assert not Prompts(tokenizers={"byte": folder}).asks_engine(plain("a"), "another")
+    prompts.close()
 
 
 def plain(prompt: object, **fields: Any) -> Completion:

@@ -16,9 +16,10 @@ from tests.gateway.rig import CHAT, COMPLETIONS, rig
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 
 from kvroute.gateway.openai_api.json_fields import RequestError
-from kvroute.gateway.openai_api.prompt import Prompt, Prompts
+from kvroute.gateway.openai_api.prompt import Prompts
 from kvroute.gateway.openai_api.prompt_bounds import JSON_EXPANSION, PromptBounds, context_of, longest_token_bytes
 from kvroute.gateway.openai_api.prompt_queue import LANE_LIMITS
+from kvroute.gateway.openai_api.prompt_reader import Prompt
 from kvroute.gateway.openai_api.requests import Completion, read_completion
 
 TEMPLATE = "{{ preamble }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -146,7 +147,7 @@ def test_memory_limits_the_text_if_the_context_is_unknown(folder: Path, tmp_path
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content[:5] }}")
     prompts = Prompts(tmp_path, memory_bytes=100e6)
-    most = prompts.bounds.text_bytes
+    most = PromptBounds(memory_bytes=100e6).text_bytes
     error = refusal(prompts, plain("a" * (most + 1)))
     assert error.code == "prompt_too_large"
     assert "gateway.prompt.memory" in error.message
@@ -167,7 +168,7 @@ def test_all_lanes_together_stay_within_the_memory_limit(memory_bytes: float) ->
 
 def test_further_prompts_beyond_the_memory_limit_are_counted_by_bytes(folder: Path) -> None:
     prompts = Prompts(folder, context_tokens=10**9, memory_bytes=100e6)
-    half = "a " * (prompts.bounds.text_bytes // 4)
+    half = "a " * (PromptBounds(memory_bytes=100e6).text_bytes // 4)
     one = asyncio.run(prompts.blocks(plain(half))).input_tokens
     several = asyncio.run(prompts.blocks(plain([half] * 4))).input_tokens
     assert several == 2 * one + 2 * -(-len(half) // 4)

@@ -18,6 +18,10 @@ def model_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> I
     for alias, model in settings.models.items():
         if model not in known:
             yield lines.error(f"no instance serves {model!r}", (SECTION, "models", alias), nearest(model, known))
+    for model in settings.prompt.tokenizers:
+        if model not in known:
+            hint = nearest(model, known)
+            yield lines.error(f"no instance serves {model!r}", (SECTION, "prompt", "tokenizers", model), hint)
     for name, adapter in settings.adapters.items():
         place = (SECTION, "adapters", name)
         if adapter.model and adapter.model not in known:

@@ -26,7 +26,7 @@ from kvroute.topology.document import Overlay, salvage_section
 from kvroute.topology.form import Lines
 from kvroute.types import InputError, InputErrors, cannot_listen
 
-_CROSSING = ("models", "offload", "layerwise", "prefix")
+_CROSSING = ("models", "adapters", "prompt", "offload", "layerwise", "prefix")
 """Parts of the section that are checked against the instances."""
 
 
@@ -169,7 +169,11 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
         settings,
         listen=replace(listen, tls=files(listen.tls)),
         admin=replace(admin, tls=files(admin.tls)),
-        prompt=replace(settings.prompt, tokenizer=path(settings.prompt.tokenizer)),
+        prompt=replace(
+            settings.prompt,
+            tokenizer=path(settings.prompt.tokenizer),
+            tokenizers={model: str(path(text)) for model, text in settings.prompt.tokenizers.items()},
+        ),
         keys=replace(settings.keys, file=path(settings.keys.file)),
         log=replace(settings.log, events=path(settings.log.events)),
         offload=offload,

@@ -136,12 +136,18 @@ class PromptSettings(Entry, frozen=True, kw_only=True):
     """Conversion of prompts to block hashes."""
 
     tokenizer: str | None = None
-    """A `tokenizer.json` or its folder; without one, blocks are pieces of text."""
+    """A `tokenizer.json` or its folder."""
+    tokenizers: dict[NonEmptyText, NonEmptyText] = field(default_factory=dict)
+    """The same for some models, by their names in the cluster file; `tokenizer` is for all others."""
+    without_tokenizer: Literal["text", "engine"] = "text"
+    """What happens to prompts of models without a tokenizer: blocks are pieces of text, or an engine tokenizes them
+    (`/tokenize`)."""
     block_tokens: Annotated[int, Meta(ge=1, le=4096)] = 16
     bytes_per_token: Annotated[int, Meta(ge=1, le=64)] = 4
     """Assumed bytes of text per token without a tokenizer."""
     context: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    """Context length of the model in tokens; None: that of `config.json` beside the tokenizer, if it exists."""
+    """Context length in tokens of the models that are not in `tokenizers`; None: that of `config.json` beside the
+    tokenizer, if it exists."""
     memory_bytes: MemorySize = field(name="memory", default=MemorySize(MEMORY_BYTES))
     """Memory for all prompts that are tokenized at the same time; limits the longest one."""
 

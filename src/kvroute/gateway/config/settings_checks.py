@@ -30,6 +30,7 @@ def settings_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[st
     """Yield every fault of the section that its types do not show; `environ` as for `preflight.deployment_of`."""
     yield from _policy_faults(settings, lines)
     yield from _oracle_faults(settings, lines)
+    yield from _prompt_faults(settings, lines)
     yield from _log_faults(settings, lines)
     yield from offload_faults(settings, lines)
     yield from replication_faults(settings, lines, environ)
@@ -72,6 +73,14 @@ def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
             yield lines.error(error.what, (SECTION, "constraint"), error.hint)
 
 
+def _prompt_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
+    prompt = settings.prompt
+    if prompt.without_tokenizer == "engine" and prompt.tokenizer is not None:
+        hint = "leave `tokenizer` out, or list the models that have one in `tokenizers`"
+        what = "every model has a tokenizer, so no engine is asked"
+        yield lines.error(what, (SECTION, "prompt", "without_tokenizer"), hint)
+
+
 def _log_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
     log = settings.log
     if log.total_bytes < 2 * log.file_bytes:
@@ -98,9 +107,12 @@ def _oracle_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
 
 def _file_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
     tokenizer, events = settings.prompt.tokenizer, settings.log.events
-    if tokenizer is not None and not (Path(tokenizer).is_file() or Path(tokenizer, "tokenizer.json").is_file()):
-        hint = "give a tokenizer.json, or the folder that contains it"
-        yield lines.error(f"there is no tokenizer at {tokenizer}", (SECTION, "prompt", "tokenizer"), hint)
+    named: dict[Key, str] = {} if tokenizer is None else {("tokenizer",): tokenizer}
+    named |= {("tokenizers", model): path for model, path in settings.prompt.tokenizers.items()}
+    for key, path in named.items():
+        if not (Path(path).is_file() or Path(path, "tokenizer.json").is_file()):
+            hint = "give a tokenizer.json, or the folder that contains it"
+            yield lines.error(f"there is no tokenizer at {path}", (SECTION, "prompt", *key), hint)
     if events is not None and not Path(events).parent.is_dir():
         what = f"there is no folder {Path(events).parent}"
         yield lines.error(what, (SECTION, "log", "events"), "create it, or name a file in an existing folder")

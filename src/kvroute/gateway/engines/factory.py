@@ -25,7 +25,7 @@ class EngineFactory:
         on_change: Callable[[str, bool, float], None],
         deadlines: Deadlines,
         *,
-        exact: bool,
+        exact: Callable[[str], bool],
         draw: Callable[[], float] | None = None,
     ) -> None:
         """
@@ -33,7 +33,7 @@ class EngineFactory:
             settings: of the gateway.
             on_change: receives the changes of availability.
             deadlines: shared by all connections.
-            exact: prompts are hashed as in engines' KV events.
+            exact: whether prompts of a model are hashed as in engines' KV events.
             draw: random numbers for the jitter of circuit breakers.
         """
         self._settings, self._on_change, self._deadlines = settings, on_change, deadlines
@@ -61,7 +61,7 @@ class EngineFactory:
             if endpoint.buffer
             else None,
             Availability(instance.name, breaker, self._on_change, up=up, sharers=sharers),
-            approximate=_approximate(endpoint, settings, self._exact),
+            approximate=_approximate(endpoint, settings, self._exact(instance.model)),
             measures=settings.measure != "engine",
             between_s=float(settings.timeouts.between_tokens_s),
         )
@@ -93,7 +93,7 @@ def engine_clients(
     on_change: Callable[[str, bool, float], None],
     deadlines: Deadlines,
     *,
-    exact: bool,
+    exact: Callable[[str], bool],
     draw: Callable[[], float] | None = None,
 ) -> dict[str, EngineClient]:
     """Return the engine clients by name, all up. Args: as for `EngineFactory`."""

@@ -165,6 +165,8 @@ class Deployment:
         tokenizer = Path(prompt.tokenizer) if prompt.tokenizer else None
         return Prompts(
             tokenizer,
+            tokenizers={model: Path(path) for model, path in prompt.tokenizers.items()},
+            ask_engines=prompt.without_tokenizer == "engine",
             block_tokens=prompt.block_tokens,
             bytes_per_token=prompt.bytes_per_token,
             context_tokens=prompt.context,

@@ -89,6 +89,9 @@ class Metrics:
             "kvroute_shadow_seconds_total", "Predicted difference between the two choices.", ("policy", "by")
         )
         self._prompt_tokens = Counter("kvroute_prompt_tokens_total", "Tokens of all prompts.")
+        self._tokenized = Counter(
+            "kvroute_engine_tokenize_total", "Prompts that an engine was asked to tokenize, by outcome.", ("outcome",)
+        )
         self._hit_tokens = Counter(
             "kvroute_prefix_hit_tokens_total", "Prompt tokens cached on the chosen instance.", ("leg",)
         )
@@ -184,6 +187,10 @@ class Metrics:
     def prompt_read(self, tokens: int) -> None:
         """Count the tokens of a prompt."""
         self._prompt_tokens.add((), tokens)
+
+    def engine_tokenized(self, outcome: Literal["tokens", "failed"]) -> None:
+        """Count a prompt that an engine was asked to tokenize."""
+        self._tokenized.add((outcome,), 1)
 
     def prefill_answered(self, seconds: float, exemplar: Exemplar | None = None) -> None:
         """Observe a prefill leg that succeeded."""

@@ -24,6 +24,7 @@ from kvroute.gateway.openai_api.responses import ended_by_length, error_body, er
 from kvroute.gateway.openai_api.stream_record import COMPLETIONS_PATH, StreamRecord, may_continue
 from kvroute.gateway.proxy.abandoned import SETTLE_S, AbandonedLimit, strands_kv
 from kvroute.gateway.proxy.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
+from kvroute.gateway.proxy.engine_tokenizer import engine_token_ids
 from kvroute.gateway.proxy.prefill_leg import PrefillLeg
 from kvroute.gateway.proxy.request_state import RequestState
 from kvroute.gateway.proxy.retry import (
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.engines.client import EngineClient
     from kvroute.gateway.http.exchange import ClientExchange
     from kvroute.gateway.observe.view import Ttft
-    from kvroute.gateway.openai_api.prompt import Prompt
+    from kvroute.gateway.openai_api.prompt_reader import Prompt
     from kvroute.gateway.proxy.leg import Leg
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
@@ -137,7 +138,11 @@ class ProxiedRequest:
             self.model = runtime.models.name(completion.model)
             if adapter := runtime.models.adapter(completion.model):
                 completion = state.completion = structs.replace(completion, adapter=adapter)
-            prompt = runtime.prompts.blocks_now(completion)
+            model = runtime.models.full_name(self.model)
+            if runtime.prompts.asks_engine(completion, model):
+                self._reading = runtime.spawn(self._begin_later(ask=True))
+                return
+            prompt = runtime.prompts.blocks_now(completion, model)
             if prompt is None:
                 self._reading = runtime.spawn(self._begin_later())
             else:
@@ -147,10 +152,15 @@ class ProxiedRequest:
         except Exception as error:
             self.internal_error(error)
 
-    async def _begin_later(self) -> None:
-        runtime, state = self.runtime, self.state
+    async def _begin_later(self, *, ask: bool = False) -> None:
+        """Hash the prompt off the event loop. Args: `ask`: let an engine tokenize it first."""
+        runtime, state, completion = self.runtime, self.state, self.state.completion
         try:
-            prompt = await runtime.prompts.blocks(state.completion)
+            model = runtime.models.full_name(self.model)
+            if ask and (ids := await engine_token_ids(state, model)) is not None:
+                completion = structs.replace(completion, text=None, token_ids=ids)
+            prompt = runtime.prompts.blocks_now(completion, model) if ask else None
+            prompt = prompt or await runtime.prompts.blocks(completion, model)
             self._reading = None
             if not state.over:
                 state.completion = without_prompts(state.completion)

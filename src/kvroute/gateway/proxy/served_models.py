@@ -74,6 +74,10 @@ class ServedModels:
         what = f"the model {served[:200]!r} does not exist; GET /v1/models lists the models"
         raise RequestError(what, status=404, param="model", code="model_not_found")
 
+    def full_name(self, name: str) -> str:
+        """Return the cluster's name of a model, given what `name` has returned."""
+        return name or (next(iter(self._protocols)) if self._one_model else "")
+
     def adapter(self, served: str) -> str:
         """Return the LoRA adapter that a client's name of a model means; empty: none."""
         return served if served in self._adapters else ""
