@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from kvroute.collectives import IterationTraffic
 from kvroute.sim.iterations import Iterations
@@ -26,6 +27,21 @@ class Prompt:
     """Called with its number when the last stage has ended."""
     progressed: Callable[[int, float], None] | None = None
     """Called with its number and the share of it that is computed, whenever a slice or stage ends before the last."""
+    cached_tokens: int = 0
+    """Tokens before those to compute."""
+
+
+class PromptQueue(Protocol):
+    """Prefill event by event: the end of a prompt is not known when it is submitted."""
+
+    def submit(self, prompt: Prompt) -> None:
+        """Add a prompt now."""
+        ...
+
+    def slices(self, tokens: int, seconds: float) -> int:
+        """Return the number of parts in which a prompt of `tokens` tokens to compute makes progress, if it takes
+        `seconds` alone."""
+        ...
 
 
 @dataclass(slots=True)
@@ -47,7 +63,7 @@ class PrefillPipeline:
         self._waiting = [deque() for _ in self.stages]
         self._busy = [False for _ in self.stages]
 
-    def slices(self, seconds: float) -> int:
+    def slices(self, tokens: int, seconds: float) -> int:
         """Return the number of slices of a prompt that takes `seconds` on an idle network, over all stages."""
         count = len(self.stages)
         return count * self.iterations.slices_of(self.stages[0], seconds / count)
@@ -73,7 +89,7 @@ class PrefillPipeline:
 
     def _slice_ended(self, prompt: Prompt, stage: int, done: int) -> None:
         assert prompt.progressed is not None
-        prompt.progressed(prompt.number, stage / len(self.stages) + done / self.slices(prompt.seconds))
+        prompt.progressed(prompt.number, stage / len(self.stages) + done / self.slices(prompt.tokens, prompt.seconds))
 
     def _ended(self, prompt: Prompt, stage: int) -> None:
         self._busy[stage] = False

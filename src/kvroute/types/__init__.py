@@ -59,7 +59,9 @@ from kvroute.types.instances import (
     PrefillSpec,
     QuadraticPrefill,
     Role,
+    SchedulerSpec,
     TimingSpec,
+    TransferStart,
 )
 from kvroute.types.peers import AdmissionCounts, PeerBooking
 from kvroute.types.protocols import TRAITS, KvProtocol, ProtocolTraits
@@ -138,6 +140,7 @@ __all__ = [
     "Role",
     "RoleDraining",
     "RoleSwitched",
+    "SchedulerSpec",
     "Served",
     "Shadowed",
     "Side",
@@ -148,5 +151,6 @@ __all__ = [
     "TimingSpec",
     "TransferFinished",
     "TransferMeasured",
+    "TransferStart",
     "cannot_listen",
 ]
