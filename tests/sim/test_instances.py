@@ -109,6 +109,93 @@ def test_skipping_iterations_equals_stepping_through_them(
         assert ends[number] == pytest.approx(pair, rel=1e-9, abs=1e-7)
 
 
+def pulled_stepwise(arrivals: list[Arrival], time: IterationTime, batch_max: int, pull_s: float) -> dict[int, float]:
+    """Compute a simple model, iteration by iteration, of an engine that starts transfers between steps; return the
+    first token by request."""
+    asking = deque(sorted(range(len(arrivals)), key=lambda number: (arrivals[number].at, number)))
+    pulls: list[tuple[float, int]] = []
+    ready: deque[int] = deque()
+    left: dict[int, int] = {}
+    first: dict[int, float] = {}
+    now = 0.0
+    while asking or pulls or ready or left:
+        ready.extend(number for end, number in sorted(pulls) if end <= now)
+        pulls = [entry for entry in pulls if entry[0] > now]
+        while ready and len(left) < batch_max:
+            number = ready.popleft()
+            left[number] = arrivals[number].output_tokens
+        planned = []
+        while asking and arrivals[asking[0]].at <= now:
+            planned.append(asking.popleft())
+        if not left:  # a step without a model: the transfers start at once
+            pulls += [(now + pull_s, number) for number in planned]
+            now = min([end for end, _ in pulls] + [arrivals[number].at for number in list(asking)[:1]])
+            continue
+        context = sum(
+            arrivals[number].input_tokens + arrivals[number].output_tokens - rest for number, rest in left.items()
+        )
+        now += time.seconds(len(left), context)
+        for number in list(left):
+            first.setdefault(number, now)
+            left[number] -= 1
+            if not left[number]:
+                del left[number]
+        pulls += [(now + pull_s, number) for number in planned]
+    return first
+
+
+def pulled_in_spans(arrivals: list[Arrival], time: IterationTime, batch_max: int, pull_s: float) -> dict[int, float]:
+    """Run the same on `DecodeInstance`."""
+    instance = DecodeInstance(0, time, batch_max)
+    events: list[tuple[float, int, str, int]] = []
+    for number, arrival in enumerate(arrivals):
+        heappush(events, (arrival.at, number, "pull", number))
+    sequence = len(arrivals)
+    first: dict[int, float] = {}
+    while events:
+        at, _, kind, number = heappop(events)
+        wake_s: float | None
+        started: tuple[int, ...] = ()
+        if kind == "pull":
+            wake_s = instance.pull(at, number)
+        elif kind == "pulled":
+            arrival = arrivals[number]
+            wake_s = instance.transfer_done(at, number, arrival.input_tokens, arrival.output_tokens)
+        elif number != instance.version:
+            continue
+        else:
+            step, wake_s = instance.step(at)
+            first |= dict.fromkeys(step.admitted, step.first_token_s)
+            started = step.pulls
+        for request in started:
+            sequence += 1
+            heappush(events, (at + pull_s, sequence, "pulled", request))
+        if wake_s is not None:
+            sequence += 1
+            heappush(events, (wake_s, sequence, "step", instance.version))
+    return first
+
+
+@settings(deadline=None)
+@given(arrivals, times, st.sampled_from([1, 2, 4, 64]), st.sampled_from([0.001_037, 0.050_003_1]))
+def test_transfers_that_start_between_steps(
+    asked: list[Arrival], time: IterationTime, batch_max: int, pull_s: float
+) -> None:
+    """First tokens equal those of the model that steps through every iteration."""
+    expected = pulled_stepwise(asked, time, batch_max, pull_s)
+    found = pulled_in_spans(asked, time, batch_max, pull_s)
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-7)
+
+
+def test_a_transfer_waits_for_the_next_planned_step() -> None:
+    """Iterations of 10 ms of another request end at 12, 22, 32 ms and so on. A request of 27 ms is planned at 32 ms,
+    its transfer of 2 ms starts at 42 ms, the end is seen at 52 ms, and the first token comes at 62 ms."""
+    time = IterationTime.of(DecodeSpec(base_s=0.01, per_request_s=0.0))
+    found = pulled_in_spans([Arrival(0.0, 10, 100), Arrival(0.027, 10, 5)], time, 4, 0.002)
+    assert found[0] == pytest.approx(0.012)
+    assert found[1] == pytest.approx(0.062)
+
+
 def test_a_long_output_takes_two_steps() -> None:
     """The steps are joining and leaving: ten thousand iterations in between are skipped."""
     time = IterationTime.of(DecodeSpec(base_s=0.0125, per_request_s=1e-4, per_context_token_s=1e-8))

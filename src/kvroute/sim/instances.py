@@ -55,6 +55,8 @@ class Step:
     """Time at which the admitted requests have their first token."""
     iteration_s: float
     """Duration of the iteration that starts now; 0 for an idle instance."""
+    pulls: tuple[int, ...] = ()
+    """Requests whose transfers start now."""
 
 
 @dataclass(slots=True)
@@ -80,12 +82,37 @@ class DecodeInstance:
     _active: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Heap of (last iteration, sequence, request, tokens at its end)."""
     _waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
+    _pulls: deque[tuple[int, int]] = field(default_factory=deque)
+    """(iteration at whose end its transfer starts, request), in order."""
     _sequence: int = 0
 
     @property
     def waiting(self) -> int:
         """Number of requests whose KV has arrived and that have no slot yet."""
         return len(self._waiting)
+
+    def pull(self, at: float, request: int) -> float:
+        """Add a request whose transfer starts between steps. Return the time of the next `step`, which has changed.
+
+        The engine plans the request's transfer with the next iteration and starts it when that one has ended; an idle
+        engine starts it at once (vLLM: `start_load_kv` follows the model's forward pass).
+        """
+        if self.batch == 0:
+            self._pulls.append((self.iteration, request))
+            self.boundary_s, self.planned_steps = at, 0
+            self.version += 1
+            return at
+        steps = self.time.steps_until(at - self.boundary_s, self.batch, self.context_tokens)
+        self._pulls.append((self.iteration + max(steps, 1) + 1, request))
+        self.planned_steps = self._next_change(self.planned_steps)
+        self.version += 1
+        return max(at, self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens))
+
+    def _next_change(self, steps: int) -> int:
+        """Return the number of iterations until the first of: `steps` iterations, the end of a request, the start of a
+        transfer."""
+        steps = min(steps, self._active[0][0] - self.iteration)
+        return min(steps, self._pulls[0][0] - self.iteration) if self._pulls else steps
 
     def transfer_done(self, at: float, request: int, input_tokens: int, output_tokens: int) -> float | None:
         """Add a request whose KV has arrived. Return the time of the next `step` if it has changed, else None."""
@@ -97,7 +124,7 @@ class DecodeInstance:
         if self.batch >= self.batch_max or len(self._waiting) > 1:
             return None  # no slot before a request leaves, or the next boundary is planned already
         steps = self.time.steps_until(at - self.boundary_s, self.batch, self.context_tokens)
-        self.planned_steps = min(max(steps, 0), self._active[0][0] - self.iteration)
+        self.planned_steps = self._next_change(max(steps, 0))
         self.version += 1
         return max(at, self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens))
 
@@ -107,6 +134,7 @@ class DecodeInstance:
         Return the time of the next `step` if it has changed, else None. Unknown requests are ignored.
         """
         self._waiting = deque(entry for entry in self._waiting if entry[0] != request)
+        self._pulls = deque(entry for entry in self._pulls if entry[1] != request)
         place = next((place for place, entry in enumerate(self._active) if entry[2] == request), None)
         if place is None:
             return None
@@ -143,13 +171,16 @@ class DecodeInstance:
             self.batch += 1
             self.context_tokens += input_tokens
             admitted.append(request)
+        pulls = []
+        while self._pulls and (self.batch == 0 or self._pulls[0][0] <= self.iteration):
+            pulls.append(self._pulls.popleft()[1])
         self.version += 1
         if self.batch == 0:
-            return Step(tuple(finished), (), at, 0.0), None
+            return Step(tuple(finished), (), at, 0.0, tuple(pulls)), None
         iteration_s = self.time.seconds(self.batch, self.context_tokens)
-        self.planned_steps = self._active[0][0] - self.iteration
+        self.planned_steps = self._next_change(self._active[0][0] - self.iteration)
         wake_s = at + self.time.span_s(self.planned_steps, self.batch, self.context_tokens)
-        return Step(tuple(finished), tuple(admitted), at + iteration_s, iteration_s), wake_s
+        return Step(tuple(finished), tuple(admitted), at + iteration_s, iteration_s, tuple(pulls)), wake_s
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from kvroute.collectives import IterationTraffic
 from kvroute.sim.iterations import Iterations
@@ -26,6 +27,16 @@ class Prompt:
     """Called with its number when the last stage has ended."""
     progressed: Callable[[int, float], None] | None = None
     """Called with its number and the share of it that is computed, whenever a slice or stage ends before the last."""
+    cached_tokens: int = 0
+    """Tokens before those to compute."""
+
+
+class PromptQueue(Protocol):
+    """Prefill event by event: the end of a prompt is not known when it is submitted."""
+
+    def submit(self, prompt: Prompt) -> None:
+        """Add a prompt now."""
+        ...
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from functools import partial
 from kvroute import llm
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.arrivals import Arrivals
+from kvroute.sim.chunked_prefill import chunked_prefills
 from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
@@ -17,7 +18,7 @@ from kvroute.sim.iterations import Iterations
 from kvroute.sim.lock_step import DecodeRanks, PrefillRanks, RankQueue, lock_step_groups
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
 from kvroute.sim.network import Kind
-from kvroute.sim.pipelines import PrefillPipeline, Prompt
+from kvroute.sim.pipelines import PrefillPipeline, Prompt, PromptQueue
 from kvroute.sim.router import Router
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.store import Store, continued_blocks
@@ -97,10 +98,13 @@ class RequestTimelines:
         slice_s = settings.all_reduce_slice_s
         self.iterations = Iterations(agenda, delivery, self.advance, slice_s, groups.carried_bytes)
         self._streams = Streams(agenda, delivery, self.advance, self.watch_stalls)
-        self._pipelines: dict[int, PrefillPipeline | RankQueue] = {
-            index: PrefillPipeline(traffic.stages, self.iterations, settings.prefill_queueing)
-            for index, traffic in groups.traffic.items()
-        }
+        self._schedulers = [cluster.timing[instance.timing].scheduler for instance in cluster.instances]
+        self._prompts: dict[int, PromptQueue] = {}
+        """By instance, for those whose prompts have no known end when they are submitted."""
+        if settings.prefill_queueing:
+            self._prompts.update(chunked_prefills(cluster, agenda, groups.traffic))
+        for index, traffic in groups.traffic.items():
+            self._prompts[index] = PrefillPipeline(traffic.stages, self.iterations, settings.prefill_queueing)
         self._ranks: dict[int, DecodeRanks] = {}
         """Decode instances that step together with others, by index."""
         if settings.lock_step:
@@ -120,7 +124,7 @@ class RequestTimelines:
             for rank, index in enumerate(members):
                 self._ranks[index] = ranks
                 if self._settings.prefill_queueing:
-                    self._pipelines[index] = RankQueue(prefills, rank)
+                    self._prompts[index] = RankQueue(prefills, rank)
 
     def arrive(self, request: int) -> None:
         """Process the arrival of a request now."""
@@ -210,10 +214,10 @@ class RequestTimelines:
     def _hold_out(self, request: int, holder: int, tokens: int) -> None:
         """Add a request for a cached prefix to the queue of the prefill instance that has it."""
         prefill = self._fleet.prefill[holder]
-        if holder in self._pipelines:
+        if holder in self._prompts:
             seconds = prefill.time.seconds(tokens, tokens)
             prompt = Prompt(request, 0, seconds, lambda _, __: None, lambda number: self._held_out(number, 0))
-            self._pipelines[holder].submit(prompt)
+            self._prompts[holder].submit(prompt)
             return
         _, held_s = prefill.submit(self._agenda.now, tokens, tokens)
         self._agenda.at(held_s, self._held_out, request)
@@ -241,7 +245,7 @@ class RequestTimelines:
         """Add the request to the queue of its prefill instance."""
         traced, outcomes, source = self._trace[request], self._outcomes, int(self._outcomes.source[request])
         cached_tokens = int(outcomes.cached_tokens[request])
-        if source in self._pipelines:
+        if source in self._prompts:
             self._submit_prompt(request, source, cached_tokens)
             return
         start, finish = self._fleet.prefill[source].submit(self._agenda.now, traced.input_tokens, cached_tokens)
@@ -251,10 +255,10 @@ class RequestTimelines:
         self._agenda.at(finish, self._prefilled, request)
 
     def _submit_prompt(self, request: int, source: int, cached_tokens: int) -> None:
-        """Add the request to the queue of a prefill instance whose all-reduces share links."""
-        input_tokens, pipeline = self._trace[request].input_tokens, self._pipelines[source]
+        """Add the request to the queue of a prefill instance whose prompts have no known end."""
+        input_tokens, queue = self._trace[request].input_tokens, self._prompts[source]
         seconds = self._fleet.prefill[source].time.seconds(input_tokens, cached_tokens)
-        streams = self._streams_kv(request)
+        tokens, streams = max(input_tokens - cached_tokens, 0), self._streams_kv(request)
 
         def begun(number: int, slices: int) -> None:
             self._outcomes.prefill_started_s[number] = self._agenda.now
@@ -267,7 +271,7 @@ class RequestTimelines:
             self._prefilled(number, 0)
 
         progressed = self._streams.progressed if streams else None
-        pipeline.submit(Prompt(request, max(input_tokens - cached_tokens, 0), seconds, begun, ended, progressed))
+        queue.submit(Prompt(request, tokens, seconds, begun, ended, progressed, min(cached_tokens, input_tokens)))
 
     def _streams_kv(self, request: int) -> bool:
         """Return True if the request's KV cache is sent while it is computed."""
@@ -352,14 +356,33 @@ class RequestTimelines:
         self._router.give_back(source)
 
     def _hand_over(self, request: int) -> None:
-        """Send the complete KV cache now, or remove the rate limit of a transfer that already streams."""
-        self.advance()
+        """Request the complete KV cache now, or remove the rate limit of a transfer that already streams."""
         if request in self._delivery.streaming:
+            self.advance()
             self._delivery.complete(request)
             self._stalled(request, 0)
+            return
+        request_s = self._schedulers[int(self._outcomes.target[request])].decode_request_s
+        if request_s:
+            self._agenda.at(self._agenda.now + request_s, self._pull, request)
         else:
-            self._delivery.send(request)
-            self.watch_stalls()
+            self._pull(request, 0)
+
+    def _pull(self, request: int, _: int) -> None:
+        """Start the transfer of a complete KV cache, or let the decode instance start it between two steps."""
+        target = int(self._outcomes.target[request])
+        if self._schedulers[target].transfers == "at-once" or not self._outcomes.kv_bytes[request]:
+            self._send(request)
+            return
+        decode = self._fleet.decode[target]
+        wake_s = decode.pull(self._agenda.now, request)
+        if not decode.batch or target not in self._shared:
+            self._agenda.at(wake_s, self._step, target, decode.version)
+
+    def _send(self, request: int) -> None:
+        self.advance()
+        self._delivery.send(request)
+        self.watch_stalls()
 
     def _landed(self, request: int, _: int) -> None:
         traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
@@ -435,6 +458,8 @@ class RequestTimelines:
         for request in step.admitted:
             outcomes.admitted_s[request] = now
             self._router.handle(Admitted(now, request))
+        for request in step.pulls:
+            self._send(request)
         return step, wake_s
 
     def _iterated(self, target: int, admitted: tuple[int, ...], began_s: float) -> None:

@@ -20,7 +20,9 @@ from kvroute.topology.schema import (
     PiecewisePrefillEntry,
     Pod,
     Rack,
+    TimingEntry,
 )
+from kvroute.topology.units import duration_text
 from kvroute.types import CROSS_DATACENTER, InputError
 
 
@@ -168,6 +170,7 @@ def _wan_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
 
 def _timing_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     for name, timing in file.timing.items():
+        yield from _scheduler_faults(name, timing, lines)
         prefill = timing.prefill
         if not isinstance(prefill, PiecewisePrefillEntry):
             continue
@@ -179,6 +182,21 @@ def _timing_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
             yield lines.error(what, key, "give two or more points, one time for each token count")
         elif any(b <= a for a, b in zip(prefill.tokens, prefill.tokens[1:], strict=False)):
             yield lines.error("the token counts do not ascend", (*key, "tokens"), "sort the points, without duplicates")
+
+
+def _scheduler_faults(name: str, timing: TimingEntry, lines: Lines) -> Iterator[FileError]:
+    scheduler, prefill = timing.scheduler, timing.prefill
+    key = ("timing", name, "scheduler", "step")
+    if not scheduler.step_s or not lines.sure(*key):
+        return
+    if scheduler.step_tokens is None and lines.sure("timing", name, "scheduler", "step_tokens"):
+        what = "a step has a time, but prompts do not share steps"
+        yield lines.error(what, key, "give `step_tokens`, the most tokens of one step")
+    if isinstance(prefill, PiecewisePrefillEntry) or not lines.sure("timing", name, "prefill", "base"):
+        return
+    if scheduler.step_s > prefill.base_s:
+        what = f"a step takes {duration_text(scheduler.step_s)}, longer than the base of a prefill"
+        yield lines.error(what, key, f"give {duration_text(prefill.base_s)} or less: the base includes a step")
 
 
 def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:

@@ -19,9 +19,12 @@ from kvroute.types import (
     KvProtocol,
     LinearPrefill,
     PiecewisePrefill,
+    PrefillSpec,
     QuadraticPrefill,
     Role,
+    SchedulerSpec,
     TimingSpec,
+    TransferStart,
 )
 
 Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z", max_length=200)]
@@ -187,11 +190,37 @@ class DecodeEntry(Entry, frozen=True, kw_only=True):
     per_context_token_s: Duration = field(name="per_context_token", default=Duration(0.0))
 
 
+class SchedulerEntry(Entry, frozen=True, kw_only=True):
+    """How an engine divides prompts into steps, and what a request costs besides its steps. Only simulations use it."""
+
+    step_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    """Most tokens of one step (vLLM's `max_num_batched_tokens`): prompts share a step, and a longer prompt takes
+    several. None: one prompt after the other."""
+    step_s: Duration = field(name="step", default=Duration(0.0))
+    """The part of the prefill's `base` that each step takes, however many prompts it has; the rest passes before the
+    first step of a prompt and delays no other. Needs `step_tokens`."""
+    decode_request_s: Duration = field(name="decode_request", default=Duration(0.0))
+    """Time of a request on a decode instance besides its steps and its transfer, until its first token."""
+    transfers: TransferStart = "at-once"
+    """When a decode instance begins to pull a KV cache: at once, or, as in vLLM, between steps, at the end of the next
+    step that it plans."""
+
+    def spec(self) -> SchedulerSpec:
+        """Return the same in seconds, as a `SchedulerSpec`."""
+        return SchedulerSpec(
+            step_tokens=self.step_tokens,
+            step_s=float(self.step_s),
+            decode_request_s=float(self.decode_request_s),
+            transfers=self.transfers,
+        )
+
+
 class TimingEntry(Entry, frozen=True, kw_only=True):
     """Computing times of an instance."""
 
     prefill: LinearPrefillEntry | QuadraticPrefillEntry | PiecewisePrefillEntry
     decode: DecodeEntry
+    scheduler: SchedulerEntry = SchedulerEntry()
 
     def spec(self) -> TimingSpec:
         """Return the same in seconds, as a `TimingSpec`."""
@@ -200,17 +229,16 @@ class TimingEntry(Entry, frozen=True, kw_only=True):
             per_request_s=float(self.decode.per_request_s),
             per_context_token_s=float(self.decode.per_context_token_s),
         )
+        return TimingSpec(prefill=self._prefill_spec(), decode=decode, scheduler=self.scheduler.spec())
+
+    def _prefill_spec(self) -> PrefillSpec:
         match self.prefill:
             case LinearPrefillEntry(per_token_s=per_token, base_s=base):
-                return TimingSpec(
-                    prefill=LinearPrefill(per_token_s=float(per_token), base_s=float(base)), decode=decode
-                )
+                return LinearPrefill(per_token_s=float(per_token), base_s=float(base))
             case QuadraticPrefillEntry(base_s=base, per_token_s=linear, per_token2_s=square):
-                form = QuadraticPrefill(base_s=float(base), per_token_s=float(linear), per_token2_s=float(square))
-                return TimingSpec(prefill=form, decode=decode)
+                return QuadraticPrefill(base_s=float(base), per_token_s=float(linear), per_token2_s=float(square))
             case PiecewisePrefillEntry(tokens=tokens, times_s=times):
-                points = PiecewisePrefill(tokens=tuple(tokens), seconds=tuple(float(second) for second in times))
-                return TimingSpec(prefill=points, decode=decode)
+                return PiecewisePrefill(tokens=tuple(tokens), seconds=tuple(float(second) for second in times))
 
 
 class Storage(Entry, frozen=True, kw_only=True):

@@ -60,7 +60,9 @@ from kvroute.types.instances import (
     PrefillSpec,
     QuadraticPrefill,
     Role,
+    SchedulerSpec,
     TimingSpec,
+    TransferStart,
 )
 from kvroute.types.peers import AdmissionCounts, PeerBooking
 from kvroute.types.protocols import TRAITS, KvProtocol, ProtocolTraits
@@ -140,6 +142,7 @@ __all__ = [
     "Role",
     "RoleDraining",
     "RoleSwitched",
+    "SchedulerSpec",
     "Served",
     "Shadowed",
     "Side",
@@ -150,5 +153,6 @@ __all__ = [
     "TimingSpec",
     "TransferFinished",
     "TransferMeasured",
+    "TransferStart",
     "cannot_listen",
 ]

@@ -112,8 +112,27 @@ class DecodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     per_context_token_s: float = 0.0
 
 
+TransferStart: TypeAlias = Literal["at-once", "between-steps"]
+
+
+class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine divides prompts into steps, and what a request costs besides its steps. The defaults describe an
+    engine that computes one prompt after the other and needs no time besides."""
+
+    step_tokens: int | None = None
+    """Most tokens of one step: prompts share a step, and a longer prompt takes several. None: one prompt at a time."""
+    step_s: float = 0.0
+    """The part of the prefill's base that each step takes; the rest passes before the first step of a prompt."""
+    decode_request_s: float = 0.0
+    """Time of a request on a decode instance besides its steps, until its first token."""
+    transfers: TransferStart = "at-once"
+    """When a decode instance begins to pull a KV cache. "between-steps": at the end of the next step that it plans."""
+
+
 class TimingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Computing times of an instance; `timing` turns them into functions."""
 
     prefill: PrefillSpec
     decode: DecodeSpec
+    scheduler: SchedulerSpec = SchedulerSpec()
+    """Only simulations use it."""
