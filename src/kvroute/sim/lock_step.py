@@ -42,10 +42,10 @@ def lock_step_groups(cluster: Cluster, *, all_reducing: Mapping[int, object], la
         if any(index in all_reducing for index in indices):
             what = f"{name} has all-reduces on shared links, which are not modelled in lock-step"
             raise InputError(what, where=where, hint="remove `all_reduce` from its instances")
-        timings = [cluster.timing[cluster.instances[index].timing] for index in indices]
-        if any(timing.scheduler.step_tokens is not None for timing in timings):
-            what = f"{name} has a scheduler with `step_tokens`, which is not modelled in lock-step"
-            raise InputError(what, where=where, hint="remove `step_tokens` from its timing; see `lock_step_tokens`")
+        schedulers = [cluster.timing[cluster.instances[index].timing].scheduler for index in indices]
+        if any(each.step_tokens is not None or each.transfers != "at-once" for each in schedulers):
+            what = f"{name} has a timing with `scheduler`, which is not modelled in lock-step"
+            raise InputError(what, where=where, hint="remove `scheduler` from its timing; see `lock_step_tokens`")
         if any(cluster.instances[index].pp > 1 for index in indices):
             what = f"{name} has pipeline stages, which are not modelled in lock-step"
             raise InputError(what, where=where, hint="use pp: 1")
