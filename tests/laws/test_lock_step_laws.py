@@ -209,7 +209,7 @@ def test_the_same_arguments_give_the_same_run() -> None:
         (("", ""), {"transfer": "layerwise"}, "layer-wise transfers are not modelled in lock-step"),
         (('"node0:0-1", dp: 2', '"node0:0-3", dp: 2, pp: 2'), {}, "p has pipeline stages"),
         (('"node0:0-1", dp: 2', f'"node0:0-3", dp: 2, tp: 2, {REDUCES}'), {}, "p has all-reduces on shared links"),
-        (("base: 5 ms}", "base: 5 ms}\n    scheduler: {step_tokens: 2048}"), {}, "p has a timing with `scheduler`"),
+        (("base: 5 ms}", "base: 5 ms}\n    scheduler: {step_tokens: 2048}"), {}, "d has a timing with `scheduler`"),
     ],
 )  # fmt: skip
 def test_what_is_not_modelled_is_one_sentence(change: tuple[str, str], settings: dict[str, str], what: str) -> None:
