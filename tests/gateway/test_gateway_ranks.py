@@ -19,7 +19,7 @@ from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.event_log import read_log
 from kvroute.gateway.gateway import Deployment, Gateway
 from kvroute.topology import parse
-from kvroute.types import Decode, Prefill
+from kvroute.types import Decision, Decode, Prefill
 
 RANKS = ("decode0_dp0", "decode0_dp1")
 TEXT = """
@@ -73,7 +73,7 @@ def test_a_request_reaches_the_ranks_that_were_chosen(tmp_path: Path) -> None:
     prompts, pulled = uvloop.run(run())
     header, records = read_log(log)
     control = header.spec.build(parse(header.cluster))
-    decisions = []
+    decisions: list[Decision] = []
     for record, again in replay(control, records):
         assert decisions_equal(record.decisions, again)
         decisions += record.decisions
