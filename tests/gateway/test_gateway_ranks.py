@@ -73,7 +73,7 @@ def test_a_request_reaches_the_ranks_that_were_chosen(tmp_path: Path) -> None:
     prompts, pulled = uvloop.run(run())
     header, records = read_log(log)
     control = header.spec.build(parse(header.cluster))
-    decisions = list[Decision]()
+    decisions: list[Decision] = []
     for record, again in replay(control, records):
         assert decisions_equal(record.decisions, again)
         decisions += record.decisions

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.kube.manifests import NIXL, node, pod, pod_document
@@ -18,6 +21,7 @@ from kvroute.kube.pods import Finding, Reading, ReadOptions, read_pods
 from kvroute.types import TRAITS, Endpoint
 from kvroute.types.discovered import Discovered, Place
 
+ROOT = Path(__file__).resolve().parents[2]
 NODES = {"node-1": node("node-1", {"topology.kubernetes.io/zone": "z1", "nvidia.com/rack": "r1"})}
 SGLANG = ["python3", "-m", "sglang.launch_server"]
 
@@ -300,6 +304,34 @@ def test_the_second_node_of_a_hybrid_load_balancer() -> None:
         (0, "tcp://10.0.0.1:5559"),
         (1, "tcp://10.0.0.1:5560"),
     ]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_every_pod_of_the_documented_wide_ep_engine_serves_its_own_ranks(index: int) -> None:
+    """A hybrid load balancer: also the workers of a LeaderWorkerSet serve. The start rank is computed by the shell, so
+    it follows from the index of the pod."""
+    page = (ROOT / "docs" / "data-parallel.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(apiVersion: leaderworkerset.*?)```", page, re.DOTALL)
+    template = yaml.safe_load(text)["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    labels = {**template["metadata"]["labels"], "leaderworkerset.sigs.k8s.io/worker-index": str(index)}
+    (container,) = template["spec"]["containers"]
+    reading = read(pod(container=container, labels=labels))
+    assert reading.findings == ()
+    assert [each.name for each in reading.engines] == [f"llm.prefill-0_dp{rank}" for rank in range(8)]
+    assert {(each.model, each.tp, each.role) for each in reading.engines} == {("deepseek-v3", 1, "prefill")}
+    assert [(each.endpoint.url, each.endpoint.kv_events) for each in reading.engines] == [
+        ("http://10.0.0.1:8000", f"tcp://10.0.0.1:{5557 + 8 * index + rank}") for rank in range(8)
+    ]
+
+
+def test_llm_d_gives_the_first_rank_of_a_pod_by_a_label() -> None:
+    labels = {"kvroute.io/role": "decode", "llm-d.ai/data-parallel-ranks-per-member": "2"}
+    one, two = read(pod(args=["m", *EVENTS], labels={**labels, "llm-d.ai/data-parallel-rank-start": "6"})).engines
+    assert (one.rank, one.endpoint.kv_events, two.endpoint.kv_events) == (
+        0,
+        "tcp://10.0.0.1:5563",
+        "tcp://10.0.0.1:5564",
+    )
 
 
 def test_ranks_of_several_pods_behind_one_port_are_one_engine() -> None:

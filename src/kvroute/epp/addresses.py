@@ -53,4 +53,4 @@ def check_addresses(instances: Iterable[Instance], source: str, *, sidecar: bool
             raise InputError(f"instance {instance.name}: {fault}", where=source, hint=hint)
         if sidecar and instance.engine:
             what = f"instance {instance.name}: {SIDECAR_RANKS}"
-            raise InputError(what, where=source, hint="use --prefill-by picker, or start a server for each rank")
+            raise InputError(what, where=source, hint="use --prefill-by picker, or remove `dp`")

@@ -57,7 +57,7 @@ class PickerFrontend:
     def engine_fault(self, engine: Discovered) -> str:
         """See `Frontend`. Envoy connects to addresses, not to names."""
         if self._settings.sidecar and engine.engine:
-            return SIDECAR_RANKS
+            return f"{SIDECAR_RANKS}; with 1 as its number of ranks (`dp`) the engine divides requests itself"
         return address_fault(engine.endpoint.url)
 
     def picker(self, port: int) -> OwnPicker | None:

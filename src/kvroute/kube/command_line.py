@@ -34,8 +34,8 @@ _SHELLS = frozenset(("sh", "bash", "dash", "zsh"))
 _SEPARATORS = frozenset("();<>|&\n")
 _SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
 _KUBERNETES_VARIABLE = re.compile(r"\$\$|\$\(([A-Za-z_][\w.-]*)\)")
-_SUBSTITUTION = re.compile(r"\$\([^()]*\)")
-"""A variable that the kubelet knows and the manifest does not, or a command of the shell: its value is not known."""
+_SUBSTITUTION = re.compile(r"\$\(\([^()]*\)\)|\$\([^()]*\)")
+"""Arithmetic or a command of the shell, or a variable that only the kubelet knows: its value is not known."""
 _SHELL_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvroute.kube.command_line import EngineCommand
-from kvroute.kube.labels import DP, DP_ALIAS, PORT
+from kvroute.kube.labels import DP, DP_ALIAS, DP_START_ALIAS, PORT, WORKER_INDEX
 from kvroute.kube.objects import Pod
 from kvroute.types import TRAITS, InputError, KvProtocol
 
 ARGS = "spec.containers[].args"
 _APART = ("--data-parallel-rank", "--data-parallel-external-lb", "--data-parallel-multi-port-external-lb")
 """Options with which each rank has a server of its own."""
+_START = ("--data-parallel-rank", "--data-parallel-start-rank")
 _HYBRID = ("--data-parallel-hybrid-lb", "--data-parallel-start-rank")
 """Options with which a server has the ranks of its node."""
 _RANKS_MAX = 1024
@@ -42,7 +43,6 @@ def ranks_of(
     Raises:
         InputError: the label is no number of ranks.
     """
-    first = (command.number("--data-parallel-rank", "--data-parallel-start-rank") or 0) if command is not None else 0
     if ports > 1:
         return Ranks()
     own, where = pod.value(DP), DP
@@ -55,7 +55,27 @@ def ranks_of(
     if why:
         hint = f"give each rank a port of its own and list them with {PORT}"
         warnings.append(InputError(f"{why}, so the gateway sees them as one engine", where=ARGS, hint=hint))
-    return Ranks(count, first)
+    return Ranks(count, _first(pod, command, count))
+
+
+def serves_its_ranks(command: EngineCommand | None) -> bool:
+    """Return whether a server answers for the ranks of its own pod, so that every pod of the engine has one."""
+    return command is not None and command.has(*_HYBRID) and not command.has("--headless")
+
+
+def _first(pod: Pod, command: EngineCommand | None, count: int) -> int:
+    """Return the number of the pod's first rank in the whole engine. Scripts compute it from the index of the pod in
+    its group; pods of one engine have equal numbers of ranks then."""
+    labelled = pod.labels.get(DP_START_ALIAS, "")
+    if labelled:
+        return _number(labelled, DP_START_ALIAS, least=0)
+    if command is None or not command.has(*_START):
+        return 0
+    given = command.number(*_START)
+    if given is not None:
+        return given
+    index = pod.labels.get(WORKER_INDEX, "0")
+    return int(index) * count if index.isascii() and index.isdecimal() and len(index) <= 4 else 0
 
 
 def _started(command: EngineCommand | None) -> tuple[int, str]:
@@ -69,8 +89,8 @@ def _started(command: EngineCommand | None) -> tuple[int, str]:
     return min(local, _RANKS_MAX), ""
 
 
-def _number(text: str, where: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 0 < int(text[:6]) <= _RANKS_MAX):
+def _number(text: str, where: str, least: int = 1) -> int:
+    if not (text.isascii() and text.isdecimal() and least <= int(text[:6]) <= _RANKS_MAX):
         what = f"{text!r} is not a number of data-parallel ranks"
-        raise InputError(what, where=where, hint=f"give a number from 1 to {_RANKS_MAX}")
+        raise InputError(what, where=where, hint=f"give a number from {least} to {_RANKS_MAX}")
     return int(text)

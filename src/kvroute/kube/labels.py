@@ -88,6 +88,8 @@ MODEL_ALIASES = (
 
 DP_ALIAS = "llm-d.ai/data-parallel-ranks-per-member"
 """Label of llm-d (llm-d/llm-d-router, pkg/epp/datastore): ranks on each pod of an engine."""
+DP_START_ALIAS = "llm-d.ai/data-parallel-rank-start"
+"""Label of llm-d (the same package): number of the pod's first rank in the whole engine."""
 BOOTSTRAP_PORT_ALIAS = "sglang.ai/bootstrap-port"
 """Annotation that SGLang's router reads (sgl-project/sglang, router arguments `bootstrap_port_annotation`)."""
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"

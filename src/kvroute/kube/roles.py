@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Literal, cast, get_args
 
 from kvroute.kube.command_line import EngineCommand, engine_command
+from kvroute.kube.data_parallel import serves_its_ranks
 from kvroute.kube.labels import (
     CONTAINER,
     MODEL,
@@ -102,9 +103,9 @@ def role_of(source: Source, selected: bool, warnings: list[InputError]) -> Role 
 
 def _follows(source: Source) -> bool:
     """Return whether the pod is a part of a multi-node engine whose leader is another pod."""
-    if source.pod.labels.get(WORKER_INDEX, "0") != "0":
-        return True
     command = source.command
+    if source.pod.labels.get(WORKER_INDEX, "0") != "0" and not serves_its_ranks(command):
+        return True
     return command is not None and (command.has("--headless") or (command.number("--node-rank") or 0) > 0)
 
 
