@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.control.live_rig import HEAD
 from tests.control.test_storage_reads import BLOCK, cluster_with
 
 from kvroute import llm
 from kvroute.control import Control, ControlSpec
-from kvroute.topology import Cluster
+from kvroute.topology import Cluster, parse
 from kvroute.types import (
     Admitted,
     Arrived,
@@ -70,7 +72,7 @@ def of(kind: type[Some], decisions: tuple[Decision, ...]) -> Some:
 STORED = st.lists(
     st.tuples(
         st.sampled_from(["prefill0", "prefill2", "decode0"]),
-        st.sampled_from(["gpu", "cpu", "store"]),
+        st.sampled_from(["gpu", "cpu", "disk", "store"]),
         st.integers(1, 40),
     ),
     max_size=8,
@@ -81,7 +83,7 @@ STORED = st.lists(
 def test_the_cheapest_option_of_each_candidate_is_chosen(
     stored: list[tuple[str, MemoryTier, int]], blocks: int, reads: str
 ) -> None:
-    """A dictionary of depths and a loop over the three options give the same cost for every candidate."""
+    """A dictionary of depths and a loop over the four options give the same cost for every candidate."""
     _, control = core(reads, far="" if reads == "prefill" else "8 Gbps")
     depth: dict[tuple[str, str], int] = {}
     for name, tier, count in stored:
@@ -94,18 +96,49 @@ def test_the_cheapest_option_of_each_candidate_is_chosen(
     rates = {"prefill0": 1e9, "prefill2": 0.0} if reads == "prefill" else {"prefill0": 10e9, "prefill2": 10e9}
     cost = dict(zip(decision.terms.names, decision.terms.cost.tolist(), strict=True))
     for name in ("prefill0", "prefill2"):
-        gpu, cpu = (min(depth.get((name, tier), 0), blocks) for tier in ("gpu", "cpu"))
+        gpu, cpu, disk = (min(depth.get((name, tier), 0), blocks) for tier in ("gpu", "cpu", "disk"))
         store = min(depth.get(("", "store"), 0), blocks) if rates[name] else 0
         load_s = {gpu: 0.0}
         if cpu > gpu:
             load_s[cpu] = (cpu - gpu) * BLOCK * TOKEN_BYTES / 50e9
         held = max(gpu, cpu)
+        if disk > held:
+            load_s[disk] = load_s.get(cpu, 0.0) + (disk - held) * BLOCK * TOKEN_BYTES / 5e9
         if store > held:
-            load_s[store] = store * BLOCK * TOKEN_BYTES / rates[name]
+            read_s = store * BLOCK * TOKEN_BYTES / rates[name]
+            load_s[store] = min(read_s, load_s.get(store, read_s))
         best = min(
             seconds + PREFILL_BASE_S + PREFILL_TOKEN_S * (tokens - found * BLOCK) for found, seconds in load_s.items()
         )
         assert cost[name] == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [("5 GB/s", "prefill0"), ("1 MB/s", "prefill1")])
+def test_a_prefix_on_disk_is_a_hit_if_reading_it_is_faster_than_computing_it(rate: str, expected: str) -> None:
+    """The first instance has some work ahead. The rate is a key of the cluster file; clearing drops the prefix."""
+    text = HEAD.replace("defaults: {", f"defaults: {{disk_bandwidth: {rate}, ")
+    lines = [
+        f"  - {{name: {name}, role: {role}, gpus: 'node{node}:{gpu}-{gpu + 1}'}}\n"
+        for name, role, node, gpu in (
+            ("prefill0", "prefill", 0, 0),
+            ("prefill1", "prefill", 1, 0),
+            ("d", "decode", 0, 2),
+        )
+    ]
+    control = SPEC.build(parse(text + "".join(lines)))
+    control.handle(KvStored(0.0, "prefill0", CHAIN, BLOCK, "disk"))
+    control.handle(Arrived(0.0, Request(id=1, input_tokens=100, max_output_tokens=1), ("prefill0", "d")))
+    decision = of(Prefill, control.handle(Arrived(0.0, request(2))))
+    assert decision.instance == expected
+    if expected == "prefill0":
+        assert decision.cached_tokens == len(CHAIN) * BLOCK
+        assert decision.terms is not None
+        assert decision.terms.parts["load_s"][0] == pytest.approx(len(CHAIN) * BLOCK * TOKEN_BYTES / 5e9)
+    control.handle(KvEvicted(0.0, "prefill0", CHAIN, 10, "disk"))
+    assert control.caches.tier_tokens("disk", request(3), "llama-3-70b", np.array([1]), 10**6).tolist() == [10 * BLOCK]
+    assert [tier for tier, _ in control.caches.chains(1)] == ["disk"]
+    control.handle(KvCleared(0.0, "prefill0"))
+    assert list(control.caches.chains(1)) == []
 
 
 def test_without_other_tiers_nothing_changes() -> None:

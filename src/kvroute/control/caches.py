@@ -29,15 +29,15 @@ class Caches:
         """By slot of the instance, which is its index in the cluster until the cluster has changed."""
         self._states = StateIndex(len(instances)) if self._hybrid() else None
         self._model_names = [instance.model for instance in instances]
-        self._cpu: PrefixIndex | None = None
-        """Prefixes in CPU memory, by instance; None: none was ever reported."""
+        self._lower: dict[MemoryTier, PrefixIndex] = {}
+        """Prefixes in CPU memory and on disks, by tier and instance; a tier that was never reported is missing."""
         self._store: dict[str, PrefixIndex] = {}
         """Prefixes in the store by model; each index has one holder."""
 
     @property
     def tiered(self) -> bool:
         """Whether a prefix was ever reported in another tier than GPU memory."""
-        return self._cpu is not None or bool(self._store)
+        return bool(self._lower or self._store)
 
     def _hybrid(self) -> bool:
         return any(model.request_state_bytes for model in self._models.values())
@@ -57,8 +57,8 @@ class Caches:
             self.prefix.add_instance(capacity)
             if self._states is not None:
                 self._states.add_instance()
-            if self._cpu is not None:
-                self._cpu.add_instance()
+            for held in self._lower.values():
+                held.add_instance()
         if self._states is None and self._hybrid():
             self._states = StateIndex(len(self.prefix))
         self._model_names = [instance.model for instance in instances]
@@ -93,18 +93,18 @@ class Caches:
 
     def _tier(self, index: int, tier: MemoryTier) -> tuple[PrefixIndex, int]:
         """Return the index of a tier other than GPU memory, and the number of the holder in it."""
-        if tier == "cpu":
-            if self._cpu is None:
-                self._cpu = PrefixIndex(len(self.prefix))
-            return self._cpu, self._slots.slot(index)
+        if tier != "store":
+            held = self._lower.setdefault(tier, PrefixIndex(len(self.prefix)))
+            return held, self._slots.slot(index)
         return self._store.setdefault(self._model_names[index], PrefixIndex(1)), 0
 
-    def cpu_tokens(self, request: Request, model: str, ids: IntArray, most: int) -> IntArray:
-        """Longest prefix in the CPU memory of each of `ids`, at most `most` tokens. A hybrid model cannot resume from
-        it, because its states are not reported."""
-        if self._cpu is None or self._models[model].request_state_bytes:
+    def tier_tokens(self, tier: MemoryTier, request: Request, model: str, ids: IntArray, most: int) -> IntArray:
+        """Longest prefix in the CPU memory (`cpu`) or on the disks (`disk`) of each of `ids`, at most `most` tokens. A
+        hybrid model cannot resume from it, because its states are not reported."""
+        held = self._lower.get(tier)
+        if held is None or self._models[model].request_state_bytes:
             return np.zeros(len(ids), dtype=np.int64)
-        return np.minimum(self._cpu.match(request.blocks)[self._slots.slots(ids)] * request.block_tokens, most)
+        return np.minimum(held.match(request.blocks)[self._slots.slots(ids)] * request.block_tokens, most)
 
     def stored_tokens(self, request: Request, model: str) -> int:
         """Longest prefix in the store, in tokens. A hybrid model cannot resume from it."""
@@ -114,12 +114,14 @@ class Caches:
         return held.match_one(0, request.blocks) * request.block_tokens
 
     def chains(self, index: int) -> Iterator[tuple[MemoryTier, Blocks]]:
-        """What an instance holds in GPU and CPU memory, each as chains in the order of their last touch."""
+        """What an instance holds in GPU and CPU memory and on its disks, each as chains in the order of their last
+        touch."""
         slot = self._slots.slot(index)
         for blocks in self.prefix.chains(slot):
             yield "gpu", blocks
-        for blocks in self._cpu.chains(slot) if self._cpu is not None else ():
-            yield "cpu", blocks
+        for tier, held in self._lower.items():
+            for blocks in held.chains(slot):
+                yield tier, blocks
 
     def stored_chains(self, model: str) -> Iterator[Blocks]:
         """What the store holds for a model, as chains."""
@@ -127,12 +129,12 @@ class Caches:
             yield from self._store[model].chains(0)
 
     def cleared(self, index: int) -> None:
-        """Record that an instance has dropped all blocks in its GPU and CPU memory."""
+        """Record that an instance has dropped all blocks in its GPU and CPU memory and on its disks."""
         self._clear(self._slots.slot(index))
 
     def _clear(self, slot: int) -> None:
-        if self._cpu is not None:
-            self._cpu.clear(slot)
+        for held in self._lower.values():
+            held.clear(slot)
         self.prefix.clear(slot)
         if self._states is not None:
             self._states.clear(slot)

@@ -110,7 +110,7 @@ class Dispatcher:
         choice = view.choose_prefill(request, model, candidates)
         if isinstance(choice, Reject):
             return (choice,)
-        choice = self._pairing.prefill(request, model, candidates, choice, at)
+        choice = view.prefill_of_session(self._pairing.prefill(request, model, candidates, choice, at), request)
         pool = view.prefill[model]
         pick: DecodePick | Reject | None = None
         if booking.joint or self._view.cluster.instances[int(pool.ids[choice.index])].traits.concurrent_legs:
@@ -127,6 +127,7 @@ class Dispatcher:
             terms = msgspec.structs.replace(terms, parts=terms.parts | {"adapter_s": adapter_s})
         if request.adapter:
             view.adapters.used(pool.names[choice.index], request.adapter)
+        view.sessions.served(request.session, "prefill", pool.names[choice.index])
         prefill = Prefill(request.id, pool.names[choice.index], int(candidates.hit_tokens[choice.index]), terms)
         if self._offloader is not None:
             self._offloader.prefills(at, choice.index, request, int(candidates.hit_tokens[choice.index]))
@@ -230,6 +231,10 @@ class Dispatcher:
             return Choice(usable[0][0], terms), usable[0][1]
         decode_s = [float(pick.choice.terms.cost[pick.choice.index]) for _, pick in usable]
         prefill_s = [float(candidates.pending_s[i] + candidates.prefill_s[i]) for i, _ in usable]
+        if "session_s" in terms.parts:
+            prefill_s = [
+                seconds + float(terms.parts["session_s"][i]) for seconds, (i, _) in zip(prefill_s, usable, strict=True)
+            ]
         whole_s = np.array(prefill_s) + np.array(decode_s)
         best = int(whole_s.argmin())
         parts = {"finish_s": np.array(prefill_s), "decode_path_s": np.array(decode_s)}
@@ -295,6 +300,7 @@ class Dispatcher:
         pool.book(position, booking.need_bytes)
         if booking.request.adapter:
             self._view.adapters.used(pool.names[position], booking.request.adapter)
+        self._view.sessions.served(booking.request.session, "decode", pool.names[position])
         if pool.slow_start.started:
             pool.slow_start.booked(position, at, int(pool.up.sum()))
         if self._offloader is not None:

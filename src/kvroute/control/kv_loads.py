@@ -1,4 +1,4 @@
-"""Loads of cached KV from CPU memory and from the store: what each prefill instance would load before it computes.
+"""Loads of cached KV from CPU memory, disks and the store: what each prefill instance would load before it computes.
 
 This module books nothing; `StorageReads` has the read queues.
 """
@@ -35,13 +35,14 @@ class Loads:
 
 
 class KvLoads:
-    """Prefixes in CPU memory and in the store as hits that cost time."""
+    """Prefixes in CPU memory, on disks and in the store as hits that cost time."""
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
         instances, reads = view.cluster.instances, view.reads
         self._reads = reads if not view.options.layerwise else None
         self._cpu_bytes_per_s = np.array([instance.cpu_bytes_per_s for instance in instances])
+        self._disk_bytes_per_s = np.array([instance.disk_bytes_per_s for instance in instances])
         self._reader = np.array([i.role == "prefill" and i.traits.storage_reads for i in instances], dtype=np.bool_)
         """Instances whose prefill can begin with blocks from the store."""
 
@@ -50,10 +51,11 @@ class KvLoads:
     ) -> tuple[PrefillCandidates, Loads | None]:
         """Return the candidates with what each would load, and None if no instance has anything to load.
 
-        A candidate has three options: to use the prefix in GPU memory only, to load the longer prefix from CPU memory
-        as well, or to read the whole prefix from the store. A read does not count on blocks in the instance's memory,
-        because they may be evicted while the request waits for the read. The candidate takes the option with the lowest
-        cost, the first of equals. The cost is the time until the prefill ends, and its computing time once more for
+        A candidate has four options: to use the prefix in GPU memory only, to load the longer prefix from CPU memory
+        as well, to load the longer one from its disks as well, or to read the whole prefix from the store. A read does
+        not count on blocks in the instance's memory, because they may be evicted while the request waits for the read.
+        The candidate takes the option with the lowest cost, the first of equals. The cost is the time until the prefill
+        ends, and its computing time once more for
         each request whose read is in progress: that request finds the instance busy when its read ends. The part of a
         load that is spent in the queue anyway costs nothing.
         """
@@ -62,18 +64,20 @@ class KvLoads:
             return candidates, None
         most = max(request.input_tokens - 1, 0) // request.block_tokens * request.block_tokens
         own = candidates.hit_tokens
-        in_cpu = np.maximum(own, caches.cpu_tokens(request, model, pool.ids, most))
+        in_cpu = np.maximum(own, caches.tier_tokens("cpu", request, model, pool.ids, most))
+        on_disk = np.maximum(in_cpu, caches.tier_tokens("disk", request, model, pool.ids, most))
         in_store = np.maximum(in_cpu, self._stored_tokens(request, model, pool.ids, most))
-        if (in_store == own).all():
+        if (in_store == own).all() and (on_disk == own).all():
             return candidates, None
         kv_bytes = self._view.models[model].kv_bytes
         cpu_s = kv_bytes(in_cpu, own) / self._cpu_bytes_per_s[pool.ids]
+        disk_s = cpu_s + kv_bytes(on_disk, in_cpu) / self._disk_bytes_per_s[pool.ids]
         load_s, stored = np.zeros(len(own)), np.zeros(len(own), dtype=np.int64)
         tokens, prefill_s = own.copy(), candidates.prefill_s.copy()
         readers = self._reads.in_progress_on(pool.ids) if self._reads is not None else np.zeros(len(own))
         cost_s = prefill_s * (1.0 + readers)
         store_s = self._read_s(kv_bytes(in_store), in_store > in_cpu, pool.ids)
-        for end, seconds, reads in ((in_cpu, cpu_s, False), (in_store, store_s, True)):
+        for end, seconds, reads in ((in_cpu, cpu_s, False), (on_disk, disk_s, False), (in_store, store_s, True)):
             late_s = np.maximum(seconds - candidates.pending_s, 0.0)
             compute_s = pool.prefill_s(request.input_tokens, end)
             whole_s = compute_s * (1.0 + readers) + late_s

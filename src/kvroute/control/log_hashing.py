@@ -75,7 +75,8 @@ class LogHashing:
         """The event with its block hashes rewritten."""
         match event:
             case Arrived(request=request):
-                keyed = msgspec.structs.replace(request, blocks=self.blocks(request.blocks))
+                session = self.blocks((request.session,))[0] if request.session else 0
+                keyed = msgspec.structs.replace(request, blocks=self.blocks(request.blocks), session=session)
                 return msgspec.structs.replace(event, request=keyed)
             case KvStored() | KvEvicted():
                 return msgspec.structs.replace(event, blocks=self.blocks(event.blocks))

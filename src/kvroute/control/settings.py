@@ -35,6 +35,8 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
     """When cached prefixes are copied ahead of demand, at reviews; None: never. The driver must support it."""
     adapters: dict[str, float] = msgspec.field(default_factory=dict)
     """Seconds that an instance needs to load a LoRA adapter, by name."""
+    session_bonus_s: float = 0.0
+    """Seconds by which the instance that has served a request's session last may cost more than another one."""
     slow_start_s: float = 0.0
     """Window over which the share of a returned instance rises, in seconds; 0: it takes its full share at once."""
 

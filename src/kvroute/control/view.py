@@ -14,6 +14,7 @@ from kvroute.control.adapters import LoadedAdapters
 from kvroute.control.caches import Caches
 from kvroute.control.policy_states import PolicyStates
 from kvroute.control.pool import DecodePool, PrefillPool
+from kvroute.control.sessions import Sessions
 from kvroute.control.settings import ControlSettings
 from kvroute.control.storage_reads import StorageReads
 from kvroute.llm import Model
@@ -114,6 +115,8 @@ class ClusterView:
         self.caches = caches or Caches(cluster.instances, self.models, settings.options.cache_block_tokens)
         self.adapters = LoadedAdapters(settings.options.adapters)
         """LoRA adapters by instance; only events and bookings change them."""
+        self.sessions = Sessions(settings.options.session_bonus_s)
+        """The last instances of each session; only bookings change them."""
         self.decode_ids = np.array([index for index, instance in members if instance.role == "decode"], dtype=np.int64)
         """Indices in the cluster of the decode instances."""
         self.reads = StorageReads(cluster) if cluster.file.storage is not None else None
@@ -150,7 +153,7 @@ class ClusterView:
             before: [n] earlier index of each instance; -1: it is new, and therefore down.
         """
         self.caches.change(self.cluster.instances, self.models, before)
-        self.adapters = old.adapters
+        self.adapters, self.sessions = old.adapters, old.sessions
         self.adapters.keep({i.name for i, index in zip(self.cluster.instances, before, strict=True) if index >= 0})
         healthy = [*old._healthy, False]
         self._healthy = [healthy[index] for index in before.tolist()]
@@ -357,11 +360,23 @@ class ClusterView:
         return self._preferred(choice, request, pool)
 
     def _preferred(self, choice: Choice | Reject, request: Request, pool: DecodePool) -> Choice | Reject:
-        """The choice with the terms of a decode that no policy has: the time to load the request's adapter."""
-        if isinstance(choice, Reject) or not request.adapter:
+        """The choice with the terms of a decode that no policy has: the time to load the request's adapter, and the
+        bonus of its session."""
+        if isinstance(choice, Reject) or not (request.adapter or request.session):
             return choice
-        load_s = self.adapters.load_s(request.adapter, pool.names)
-        return choice if load_s is None else preferred(choice, {"adapter_s": load_s})
+        terms = {
+            "adapter_s": self.adapters.load_s(request.adapter, pool.names),
+            "session_s": self.sessions.term_s(request.session, "decode", pool.names),
+        }
+        further_s = {name: term_s for name, term_s in terms.items() if term_s is not None}
+        return preferred(choice, further_s) if further_s else choice
+
+    def prefill_of_session(self, choice: Choice, request: Request) -> Choice:
+        """The choice of a prefill instance with the bonus of the request's session."""
+        if not request.session:
+            return choice
+        term_s = self.sessions.term_s(request.session, "prefill", choice.terms.names)
+        return choice if term_s is None else preferred(choice, {"session_s": term_s})
 
     def choose_alone(
         self, request: Request, model: str, at: float, avoid: Avoided

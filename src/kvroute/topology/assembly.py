@@ -198,6 +198,7 @@ def _instances(file: ClusterFile, places: Places, shards: tuple[Shards, ...]) ->
                 batch_max=entry.batch_max or defaults.batch_max,
                 kv_capacity_bytes=float(entry.kv_capacity_bytes or defaults.kv_capacity_bytes or 0.0),
                 cpu_bytes_per_s=float(entry.cpu_bytes_per_s or defaults.cpu_bytes_per_s),
+                disk_bytes_per_s=float(entry.disk_bytes_per_s or defaults.disk_bytes_per_s),
                 group=entry.group or "",
                 engine=entry.engine or "",
                 rank=entry.rank or 0,

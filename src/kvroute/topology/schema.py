@@ -264,6 +264,8 @@ class InstanceDefaults(Entry, frozen=True, kw_only=True):
     kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
     cpu_bytes_per_s: Bandwidth = field(name="cpu_bandwidth", default=Bandwidth(50e9))
     """Rate at which an instance loads KV from CPU memory, all shards together."""
+    disk_bytes_per_s: Bandwidth = field(name="disk_bandwidth", default=Bandwidth(5e9))
+    """Rate at which an instance loads KV from storage of its own, all shards together."""
     timing: Name = "default"
 
 
@@ -331,6 +333,7 @@ class InstanceEntry(Entry, frozen=True, kw_only=True):
     batch_max: Count | None = None
     kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
     cpu_bytes_per_s: Bandwidth | None = field(name="cpu_bandwidth", default=None)
+    disk_bytes_per_s: Bandwidth | None = field(name="disk_bandwidth", default=None)
     timing: Name | None = None
     group: Name | None = None
     """Group of decode engines; the decode policy `dualpath` balances groups first, then the instances of a group."""

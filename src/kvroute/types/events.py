@@ -14,9 +14,9 @@ from kvroute.types.requests import Request
 Side: TypeAlias = Literal["prefill", "decode"]
 """Node of the prefill instance, or of the decode instance."""
 
-MemoryTier: TypeAlias = Literal["gpu", "cpu", "store"]
-"""Where an instance's KV is: in the memory of its GPUs, in that of its host, or in the store. All instances of one
-model share what is in the store, whichever instance wrote it."""
+MemoryTier: TypeAlias = Literal["gpu", "cpu", "disk", "store"]
+"""Where an instance's KV is: in the memory of its GPUs, in that of its host, on storage of its own, or in the store.
+All instances of one model share what is in the store, whichever instance wrote it."""
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived", omit_defaults=True):

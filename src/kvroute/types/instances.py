@@ -53,6 +53,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """KV memory of the whole instance, all shards together."""
     cpu_bytes_per_s: float = 50e9
     """Rate at which the whole instance loads KV from CPU memory."""
+    disk_bytes_per_s: float = 5e9
+    """Rate at which the whole instance loads KV from storage of its own."""
     group: str = ""
     """Group of decode engines that it belongs to; "": the group of all that name none."""
     engine: str = ""

@@ -19,6 +19,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Model name; empty: the cluster's only model."""
     adapter: str = ""
     """LoRA adapter of the model; empty: none. `blocks` differ from those of other adapters and of the base model."""
+    session: int = 0
+    """Hash of the client's session, an unsigned 64-bit integer; 0: none."""
     one_leg: bool = False
     """True if prefill and decode must use one instance: several prompts or outputs in one request, whose KV no protocol
     can transfer."""

@@ -23,6 +23,7 @@ gateway:
   reserve: 2 GB
   reserve_output_tokens: 1024
   models: {{llama: llama-3-70b}}
+  session_affinity: {{header: X-Chat, bonus: 2 s}}
   adapters: {{sql: {{model: llama-3-70b, load: 250 ms}}}}
   oracle:
     source: prometheus

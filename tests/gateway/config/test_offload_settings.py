@@ -11,12 +11,13 @@ from tests.gateway.config.settings_rig import ENVIRON, FULL, LIVE, ROOT, file_er
 
 from kvroute.gateway.config.offload import OffloadSection, RoleSwitchSection
 from kvroute.gateway.config.preflight import deployment_of, settings_of
+from kvroute.gateway.config.settings import SessionAffinitySettings
 from kvroute.policies.offload import OffloadSpec
 from kvroute.policies.role_switch import LongTerm
 from kvroute.policies.short_term import ShortTerm
 
 SERVE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
-OFFLOADED, OBSERVED, SWITCHED, SALTED, ADAPTED = re.findall(r"```yaml\n(gateway:\n.*?)```", SERVE, re.S)
+OFFLOADED, OBSERVED, SWITCHED, SALTED, ADAPTED, SESSIONS = re.findall(r"```yaml\n(gateway:\n.*?)```", SERVE, re.S)
 
 
 def test_the_core_receives_the_offload_settings_of_the_file(tmp_path: Path) -> None:
@@ -51,6 +52,7 @@ def test_the_documented_defaults_of_offloading_are_the_defaults() -> None:
         OffloadSpec(rule="scarce", layerwise=False, long_term=LongTerm(role_switches=False))
     )
     assert settings_of(SALTED, "f", None).cache_salt == "per-tenant"
+    assert settings_of(SESSIONS, "f").session_affinity == SessionAffinitySettings()
     assert settings_of(ADAPTED, "f").control_spec().adapters == {"chat": 2.0, "sql": 0.5}
     assert settings_of(OBSERVED, "f").oracle.prometheus is not None
     switched = settings_of(SWITCHED, "f")

@@ -29,9 +29,14 @@ DOCUMENTED, TOKENIZED, KEYED, QUERIED = re.findall(
 def test_the_documented_defaults_are_the_defaults() -> None:
     assert settings_of(DOCUMENTED, "f") == GatewaySettings() == settings_of("name: a\n", "f")
     keys = re.findall(r"^  (\w+):", DOCUMENTED, re.M)
-    assert set(keys) | {"reserve", "upstream_key_env", "cache_salt_secret_env", "offload", "replication"} == {
-        field.encode_name for field in msgspec.structs.fields(GatewaySettings)
-    }
+    assert set(keys) | {
+        "reserve",
+        "upstream_key_env",
+        "cache_salt_secret_env",
+        "offload",
+        "replication",
+        "session_affinity",
+    } == {field.encode_name for field in msgspec.structs.fields(GatewaySettings)}
 
 
 def test_the_documented_examples_are_read(tmp_path: Path) -> None:
@@ -146,6 +151,8 @@ SECTION_ERRORS = {
         "prompt: {tokenizer: /, without_tokenizer: engine}", "prompt.without_tokenizer", "leave `tokenizer` out, or",
     ),
     "what without a tokenizer": ("prompt: {without_tokenizer: none}", "prompt.without_tokenizer", "text, engine"),
+    "session without a bonus": ("session_affinity: {bonus: 0 s}", "session_affinity.bonus", "between 1 ms and 24 h"),
+    "session's header": ("session_affinity: {header: 'a b'}", "session_affinity.header", "such as 'X-Tenant'"),
     "no folder": ("log: {events: /no/where/log}", "log.events", "there is no folder /no/where"),
     "no certificate": ("listen: {tls: {certificate: /no, key: /no}}", "listen.tls.key", "there is no file /no"),
     "no key file": ("keys: {file: /no/keys}", "keys.file", "cannot be read"),

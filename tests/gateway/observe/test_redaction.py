@@ -17,7 +17,14 @@ from kvroute.gateway.observe.redaction import STRUCK, is_secret, names_secret, r
 from kvroute.topology import parse
 
 NO_SECRETS = {
-    *("listen.tls.key", "admin.tls.key", "prompt.tokenizer", "upstream_key_env", "cache_salt_secret_env"),
+    *(
+        "listen.tls.key",
+        "admin.tls.key",
+        "prompt.tokenizer",
+        "prompt.tokenizers.*",
+        "upstream_key_env",
+        "cache_salt_secret_env",
+    ),
     *("replication.password_env", "replication.password_file"),
 }
 """Settings whose names look like secrets but are paths of files or names of environment variables."""

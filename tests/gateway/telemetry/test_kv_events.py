@@ -177,19 +177,20 @@ def test_keys_of_an_adapter_that_cannot_be_read_are_left_out(keys: Any) -> None:
 
 
 def test_each_tier_of_memory_has_its_own_blocks() -> None:
-    """A block that leaves the GPU stays in CPU memory. Clearing the engine's caches drops both, but not the store."""
+    """A block that leaves the GPU stays in CPU memory. Clearing the engine's caches drops all but the store."""
     blocks, chain = EngineBlocks("p0", BLOCK_TOKENS), block_hashes([1, 2], BLOCK_TOKENS)
-    everywhere = [stored([1], None, [1, 2], 2, medium=medium) for medium in ("GPU", "CPU", "STORE")]
+    everywhere = [stored([1], None, [1, 2], 2, medium=medium) for medium in ("GPU", "CPU", "STORAGE", "STORE")]
     assert changes(blocks, *everywhere) == [
         KvStored(7.0, "p0", chain, BLOCK_TOKENS),
         KvStored(7.0, "p0", chain, BLOCK_TOKENS, "cpu"),
+        KvStored(7.0, "p0", chain, BLOCK_TOKENS, "disk"),
         KvStored(7.0, "p0", chain, BLOCK_TOKENS, "store"),
     ]
     assert changes(blocks, removed([1], medium="GPU")) == [KvEvicted(7.0, "p0", chain)]
     assert changes(blocks, stored([2], 1, [3, 4], 2)) == []
     assert blocks.counts.orphans == 1
     assert changes(blocks, {"type": "AllBlocksCleared"}) == [KvCleared(7.0, "p0")]
-    assert changes(blocks, removed([1], medium="CPU")) == []
+    assert changes(blocks, removed([1], medium="CPU"), removed([1], medium="STORAGE")) == []
     assert changes(blocks, removed([1], medium="STORE")) == [KvEvicted(7.0, "p0", chain, 0, "store")]
     assert len(blocks) == 0
 

@@ -248,6 +248,15 @@ class AdapterSettings(Entry, frozen=True, kw_only=True):
     """Time that an engine needs to load it, for which instances that have it are preferred."""
 
 
+class SessionAffinitySettings(Entry, frozen=True, kw_only=True):
+    """Prefers the instances that have served a session last, as long as others are not much better."""
+
+    header: HeaderName = "X-Session-Id"
+    """Request header with the client's name of the session."""
+    bonus_s: Wait = field(name="bonus", default=Wait(0.5))
+    """Time by which such an instance may cost more than another one and is still chosen."""
+
+
 class TracingSettings(Entry, frozen=True, kw_only=True):
     """OpenTelemetry spans over OTLP/HTTP; without a URL the client's trace context is forwarded unchanged."""
 
@@ -296,6 +305,8 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     """Aliases: a model's name for clients to its name in the cluster file."""
     adapters: dict[NonEmptyText, AdapterSettings] = field(default_factory=dict)
     """LoRA adapters by the name that clients and engines use."""
+    session_affinity: SessionAffinitySettings | None = None
+    """None: only the cached prefix of a session counts."""
     oracle: OracleSection = OracleSection()
     prompt: PromptSettings = PromptSettings()
     prefix: PrefixSource = "auto"
@@ -348,5 +359,6 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
             offload=self.offload.spec() if self.offload is not None else None,
             layerwise=self.layerwise,
             slow_start_s=float(self.health.slow_start_s),
+            session_bonus_s=float(self.session_affinity.bonus_s) if self.session_affinity is not None else 0.0,
             adapters={name: float(adapter.load_s) for name, adapter in sorted(self.adapters.items())},
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import xxhash
+
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 """Headers in order, names in lower case; a name may occur more than once."""
 
@@ -48,6 +50,12 @@ THEIR_OWN = _HOP_BY_HOP | {b"server", b"date", b"x-request-id"}
 """Response headers of engines that are not forwarded to clients."""
 _USUAL = frozenset({b"keep-alive", b"Keep-Alive", b"close", b"Close"})
 """Values of the Connection header that name no other header."""
+
+
+def session_of(headers: Headers, name: bytes) -> int:
+    """Return a hash of the session that this header names, not 0; 0 if the header is missing or empty."""
+    value = next((value for header, value in headers if header == name), b"")
+    return (xxhash.xxh64_intdigest(value) or 1) if value else 0
 
 
 def forwarded(headers: Headers, request_id: bytes, names: frozenset[bytes] = FORWARDED) -> Headers:

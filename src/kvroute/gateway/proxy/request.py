@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from msgspec import structs
 
 from kvroute.gateway.engines.protocols import ProtocolError, with_one_token
-from kvroute.gateway.http.headers import answered, forwarded, header_lines
+from kvroute.gateway.http.headers import answered, forwarded, header_lines, session_of
 from kvroute.gateway.http.request_parser import LIGHT_BYTES
 from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.openai_api.json_fields import RequestError
@@ -194,6 +194,7 @@ class ProxiedRequest:
             one_leg=one_leg and runtime.models.one_instance_only(completion),
             copyable=prompt.ids is not None and not self._joint and not completion.adapter,
             adapter=completion.adapter,
+            session=session_of(self.state.exchange.headers, runtime.session_header) if runtime.session_header else 0,
         )
         self._ids = prompt.ids if request.copyable and (runtime.copy_s or runtime.reads_storage) else None
         runtime.metrics.prompt_read(prompt.input_tokens)

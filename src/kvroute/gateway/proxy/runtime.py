@@ -192,6 +192,9 @@ class ClusterRuntime:
             own |= {RANK_HEADER}
         self.forward_headers = FORWARDED.union(name.lower().encode() for name in settings.forward_headers) - own
         """Request headers forwarded to engines. The client's key is not forwarded if the engines have their own key."""
+        affinity = settings.session_affinity
+        self.session_header = affinity.header.lower().encode() if affinity is not None else b""
+        """Request header that names the client's session; empty: sessions are not distinguished."""
         self.added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""
         """Additional header lines for engines."""
         self.control = control

@@ -17,9 +17,10 @@ from kvroute.gateway.telemetry.kv_batch import BlockEvent, EngineHash
 from kvroute.prefix import block_hashes, prompt_seed
 from kvroute.types import Event, InputError, KvCleared, KvEvicted, KvStored, MemoryTier
 
-_TIERS: dict[str | None, MemoryTier] = {None: "gpu", "GPU": "gpu", "CPU": "cpu", "STORE": "store"}
+_TIERS: dict[str | None, MemoryTier] = {None: "gpu", "GPU": "gpu", "CPU": "cpu", "STORAGE": "disk", "STORE": "store"}
 """Tier of memory by medium. Blocks in `gpu` can serve a request without a load; vLLM on a CPU reports it too. An engine
-that reports no medium has only this one. STORE is that of kvroute's connector."""
+that reports no medium has only this one. STORAGE is that of vLLM's offloading to disks and object stores, which an
+engine reads by itself; STORE that of kvroute's connector."""
 _BLOCKS_MAX = 1 << 20
 """Largest number of blocks stored for one engine; a guard against a faulty engine, as no engine has so many."""
 DEPTH_MAX = 1 << 16
@@ -108,11 +109,11 @@ class EngineBlocks:
             yield from tier.applied(event, meter)
 
     def clear(self) -> None:
-        """Drop all blocks in GPU and CPU memory, because the engine has cleared its cache or its state is unknown. What
-        is in the store stays there, although this engine's later blocks may lack their ancestors here."""
+        """Drop all blocks but those in the store, because the engine has cleared its cache or its state is unknown.
+        What is in the store stays there, although this engine's later blocks may lack their ancestors here."""
         self.counts.cleared += 1
-        changed = [self._gpu.clear(), *(tier.clear() for name, tier in self._others.items() if name == "cpu")]
-        # KvCleared drops both tiers of the receiver.
+        changed = [self._gpu.clear(), *(tier.clear() for name, tier in self._others.items() if name != "store")]
+        # KvCleared drops these tiers of the receiver.
         if any(changed):
             self._gpu.cleared = True
 

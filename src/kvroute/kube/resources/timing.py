@@ -29,6 +29,8 @@ class EngineDefaults(Part, frozen=True, kw_only=True):
     """GPU memory for KV caches, all GPUs of an engine together."""
     cpu_bytes_per_s: Bandwidth = field(name="cpuBandwidth", default=Bandwidth(50e9))
     """Rate at which an engine loads KV from CPU memory."""
+    disk_bytes_per_s: Bandwidth = field(name="diskBandwidth", default=Bandwidth(5e9))
+    """Rate at which an engine loads KV from storage of its own."""
     timing: TimingName = "default"
     """Name of one of `timing`."""
 

@@ -1,0 +1,49 @@
+"""Which instances have served each session last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from kvroute.types import FloatArray
+
+SESSIONS_MAX = 1 << 16
+"""Number of sessions that are remembered; beyond it the one that was served longest ago is forgotten."""
+SessionLeg: TypeAlias = Literal["prefill", "decode"]
+
+
+class Sessions:
+    """The last instance of each session, for prefill and for decode."""
+
+    __slots__ = ("_last", "bonus_s")
+
+    def __init__(self, bonus_s: float) -> None:
+        """Args: `bonus_s`: seconds by which that instance may cost more than another one and is still chosen."""
+        self.bonus_s = bonus_s
+        self._last: dict[int, dict[SessionLeg, str]] = {}
+
+    def __len__(self) -> int:
+        """Number of sessions that are remembered."""
+        return len(self._last)
+
+    def served(self, session: int, leg: SessionLeg, instance: str) -> None:
+        """Record that an instance was chosen for a leg of a request of this session (0: none)."""
+        if not session or not self.bonus_s:
+            return
+        last = self._last.pop(session, None) or {}
+        last[leg] = instance
+        self._last[session] = last
+        if len(self._last) > SESSIONS_MAX:
+            del self._last[next(iter(self._last))]
+
+    def term_s(self, session: int, leg: SessionLeg, names: Sequence[str]) -> FloatArray | None:
+        """Return minus the bonus for the session's last instance and 0 for the others; None if there is none among
+        them."""
+        instance = self._last.get(session, {}).get(leg)
+        if instance is None or instance not in names:
+            return None
+        term_s = np.zeros(len(names))
+        term_s[names.index(instance)] = -self.bonus_s
+        return term_s
