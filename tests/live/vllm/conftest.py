@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,10 +187,11 @@ def ready_until_done(pair: Pair) -> Iterator[None]:
             server.kill()
 
 
-def make_model(folder: Path) -> Path:
-    """Create the tiny model in a folder; return its own folder."""
+def make_model(folder: Path, *sizes: int) -> Path:
+    """Create the tiny model in a folder; return its own folder. Args: `sizes` are width and layers of another one."""
     model = folder / "model"
-    making = subprocess.run([BIN / "python", HERE / "make_model.py", model], capture_output=True, text=True)
+    command = [str(BIN / "python"), str(HERE / "make_model.py"), str(model), *map(str, sizes)]
+    making = subprocess.run(command, capture_output=True, text=True)
     assert making.returncode == 0, making.stderr
     return model
 
@@ -204,10 +205,17 @@ def pair(cluster: Pair) -> Pair:
 
 
 def start_member(
-    role: str, name: str, model: Path, folder: Path, ports: list[int] | None = None, dtype: str = DTYPE, **more: Any
+    role: str,
+    name: str,
+    model: Path,
+    folder: Path,
+    ports: list[int] | None = None,
+    dtype: str = DTYPE,
+    options: Sequence[str] = (),
+    **more: Any,
 ) -> Server:
-    """Start a server of the cluster in `role` (`kv_producer` or `kv_consumer`); it is not ready yet. Args: `more` are
-    options of the connector."""
+    """Start a server of the cluster in `role` (`kv_producer` or `kv_consumer`); it is not ready yet. Args: `options`
+    are more of the server's, `more` options of the connector."""
     ports = ports or free_ports(4)
     connector = {
         "kv_connector": "KvrouteConnector",
@@ -226,7 +234,7 @@ def start_member(
             **more,
         },
     }
-    return start(name, model, folder, ports, connector_options(connector, name, ports), dtype)
+    return start(name, model, folder, ports, [*connector_options(connector, name, ports), *options], dtype)
 
 
 def connector_options(connector: dict[str, Any], name: str, ports: list[int]) -> list[str]:
