@@ -111,8 +111,9 @@ def _fit_steps(
     steps = -(-tokens // scheduling.step_tokens)
     for _ in range(_ROUNDS):
         fit = fit_prefill(tokens, seconds - (steps - 1) * step_s, kind)
-        # At most half of the shortest prompt, so that no time becomes negative.
-        step_s = min(max(prefill_time(fit.spec).seconds(0) - scheduling.request_s, 0.0), float(seconds.min()) / 2)
+        found_s = prefill_time(fit.spec).seconds(0) - scheduling.request_s
+        # Less than the mean step of every prompt, so that no time becomes negative.
+        step_s = min(max(found_s, 0.0), 0.9 * float((seconds / steps).min()))
     return fit, step_s
 
 
