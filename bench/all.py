@@ -39,6 +39,7 @@ BENCHES = (
     *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies"),
     *("storage_nics.emulated", "storage_nics.vllm"),
     "all_reduce.truth",
+    *("fidelity.vllm", "fidelity.published"),
 )
 PEERED = ("simulate", "decision", "gateway.routers", "gateway.workers", "placement", "kube.discovery")
 MAYBE_PLAIN = ("flows", "prefix", "evaluation")
@@ -72,6 +73,7 @@ QUICK = {
     "testbed.policies": ["--rounds", "1", "--requests", "40"],
     "storage_nics.emulated": ["--agents", "12", "--turns", "2"],
     "storage_nics.vllm": ["--rounds", "1"],
+    "fidelity.vllm": ["--requests", "60", "--load", "0.6"],
     "all_reduce.truth": ["--rounds", "1", "--sizes", "2"],
 }
 

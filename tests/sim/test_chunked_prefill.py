@@ -50,7 +50,8 @@ def by_token(prompts: list[Submitted], time: PrefillTime, step_tokens: int, prom
         if not queue:
             now = min(at for at, number in ready if number not in ends)
             continue
-        end, left, chosen = now + STEP_S, step_tokens, list[int]()
+        end, left = now + STEP_S, step_tokens
+        chosen: list[int] = []
         for number in queue:
             if not left or len(chosen) == prompts_max:
                 break

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import typer
 
 from kvroute.cli.output import print_json, tell
 from kvroute.cli.timing_text import check_name, plain, sentence, timing_yaml
-from kvroute.timing import Fit, fit_profile, prefill_time
+from kvroute.timing import Fit, prefill_time
 from kvroute.timing.fit import PrefillKind
 from kvroute.types import InputError, PrefillSpec
 
 if TYPE_CHECKING:
-    from kvroute.engine_timing import Limits, Measured, PrefixCheck
+    from kvroute.engine_timing import FittedEngine, Limits, Measured, PrefixCheck
 
 
 def measure(
@@ -34,6 +36,15 @@ def measure(
         int, typer.Option(min=16, max=10_000, help="Tokens of each response while decode steps are measured.")
     ] = 64,
     repeats: Annotated[int, typer.Option(min=1, max=100, help="Measurements of each point; the median counts.")] = 3,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--step-tokens",
+            min=16,
+            max=1_000_000,
+            help="Most tokens of one step (vLLM's max_num_batched_tokens): measure prompts that share steps, too.",
+        ),
+    ] = None,
     kind: Annotated[
         Literal["linear", "quadratic", "piecewise"], typer.Option("--kind", help="Form of the prefill model.")
     ] = "linear",
@@ -46,35 +57,56 @@ def measure(
 ) -> None:
     """Measure the prefill and decode times of a running engine, and print them as YAML for a cluster file.
 
-    Sends prompts of growing length one by one, then batches of requests that decode together; progress and the errors
-    of the fit go to stderr. No other requests should run on the engine. Prompts are random token ids, so that
-    none is cached.
+    Sends prompts of growing length one by one, then batches of requests that decode together, and with --step-tokens
+    prompts that share steps; progress and the errors of the fit go to stderr. No other requests should run on the
+    engine. Prompts are random token ids, so that none is cached.
 
     Example: [bold]kvroute timing measure http://10.0.0.1:8000 --max-batch 64[/bold]
     """
     check_name(name)
     try:
-        from kvroute.engine_timing import Limits
+        from kvroute.engine_timing import Limits, fit_engine
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
     if out is not None and out.exists() and not out.is_dir():
         raise InputError("is not a folder", where=str(out), hint="give a folder for the two files")
     limits = Limits(max_prompt_tokens, max_batch, output_tokens, repeats)
-    found = asyncio.run(_measured(prefill or url, decode or url, _key(key_env), limits))
-    fits = fit_profile(found.profile(url), kind)
+    found = asyncio.run(_measured(prefill or url, decode or url, _key(key_env), limits, step_tokens))
+    fitted = fit_engine(found.profile(url), kind, found.scheduling, found.cached, found.transfers)
     if out is not None:
         _write(out, found)
-    _show(name, kind, fits, found, as_json)
+    _show(name, kind, fitted, found, as_json)
 
 
-def _show(name: str, kind: PrefillKind, fits: tuple[Any, Any], found: Measured, as_json: bool) -> None:
-    prefill, decode = fits
+def _show(name: str, kind: PrefillKind, fitted: FittedEngine, found: Measured, as_json: bool) -> None:
+    prefill, decode, scheduler = fitted.prefill, fitted.decode, fitted.scheduler
     checks = _checks(prefill, found.prefixes)
     if as_json:
-        print_json({"name": name, "kind": kind, "prefill": plain(prefill), "decode": plain(decode), "prefixes": checks})
+        shared = None
+        if found.scheduling is not None:
+            shared = asdict(found.scheduling.short) | {"predicted_s": fitted.shared_s}
+        print_json(
+            {
+                "name": name,
+                "kind": kind,
+                "prefill": plain(prefill),
+                "decode": plain(decode),
+                "scheduler": msgspec.to_builtins(scheduler),
+                "prefixes": checks,
+                "shared": shared,
+            }
+        )
         return
-    typer.echo(timing_yaml(name, prefill, decode))
+    typer.echo(timing_yaml(name, prefill, decode, scheduler))
     tell([f"prefill: {sentence(prefill)}", f"decode: {sentence(decode)}"])
+    if found.scheduling is not None:
+        short = found.scheduling.short
+        tell(
+            [
+                f"{short.prompts} prompts of {short.tokens} tokens together: {short.seconds:.4g} s "
+                f"(predicted {fitted.shared_s:.4g} s)"
+            ]
+        )
     tell(
         [
             f"prompt of {check['tokens']} tokens, {check['cached_tokens']} of them cached: {check['seconds']:.4g} s "
@@ -100,10 +132,18 @@ def _checks(fit: Fit[PrefillSpec] | None, prefixes: list[PrefixCheck]) -> list[d
     ]
 
 
-async def _measured(prefill_url: str, decode_url: str, key: str, limits: Limits) -> Measured:
+async def _measured(prefill_url: str, decode_url: str, key: str, limits: Limits, step_tokens: int | None) -> Measured:
     import aiohttp
 
-    from kvroute.engine_timing import EngineApi, batches_of, lengths_of, measure_decode, measure_prefill
+    from kvroute.engine_timing import (
+        EngineApi,
+        batches_of,
+        lengths_of,
+        measure_cached,
+        measure_decode,
+        measure_prefill,
+        measure_scheduling,
+    )
 
     unlimited = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=unlimited, timeout=aiohttp.ClientTimeout(total=None)) as session:
@@ -117,7 +157,11 @@ async def _measured(prefill_url: str, decode_url: str, key: str, limits: Limits)
         batches = batches_of(limits, engines[-1].context_tokens)
         draw = random.Random()
         found = await measure_prefill(engines[0], lengths, limits, draw, _say)
+        if step_tokens is not None:
+            found.scheduling = await measure_scheduling(engines[0], step_tokens, limits, draw, _say)
         found.decode = (await measure_decode(engines[-1], batches, limits, draw, _say)).decode
+        found.cached = await measure_cached(engines[-1], limits, draw)
+        found.transfers = "between-steps" if await engines[-1].is_vllm() else "at-once"
         return found
 
 

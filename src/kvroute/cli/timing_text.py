@@ -10,8 +10,18 @@ import msgspec
 
 from kvroute.timing import Fit
 from kvroute.topology.units import duration_text
-from kvroute.types import DecodeSpec, InputError, LinearPrefill, PiecewisePrefill, PrefillSpec, QuadraticPrefill
+from kvroute.types import (
+    DecodeSpec,
+    InputError,
+    LinearPrefill,
+    PiecewisePrefill,
+    PrefillSpec,
+    QuadraticPrefill,
+    SchedulerSpec,
+)
 
+PLAIN = SchedulerSpec()
+"""The scheduler of a timing that has none."""
 _NAME = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
 
 
@@ -37,12 +47,27 @@ def sentence(found: Fit[Any] | None) -> str:
     return "; ".join((text + f"R^2 {error.r2:.4f}", *found.remarks))
 
 
-def timing_yaml(name: str, prefill: Fit[PrefillSpec] | None, decode: Fit[DecodeSpec] | None) -> str:
+def timing_yaml(
+    name: str,
+    prefill: Fit[PrefillSpec] | None,
+    decode: Fit[DecodeSpec] | None,
+    scheduler: SchedulerSpec = PLAIN,
+) -> str:
     """Return the block `timing` of a cluster file."""
     lines = ["timing:", f"  {name}:"]
     lines.append(f"    prefill: {_prefill(prefill.spec)}" if prefill else "    # prefill: not measured")
     lines.append(f"    decode: {_decode(decode.spec)}" if decode else "    # decode: not measured")
+    if scheduler != PLAIN:
+        lines.append(f"    scheduler: {_scheduler(scheduler)}")
     return "\n".join(lines)
+
+
+def _scheduler(spec: SchedulerSpec) -> str:
+    terms = []
+    if spec.step_tokens is not None:
+        terms = [f"step_tokens: {spec.step_tokens}", f"step: {_text(spec.step_s)}"]
+    terms += [f"decode_request: {_text(spec.decode_request_s)}", f"transfers: {spec.transfers}"]
+    return f"{{{', '.join(terms)}}}"
 
 
 def _prefill(spec: PrefillSpec) -> str:

@@ -269,8 +269,10 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._storage_worker.wait_for_layer(layer_name)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        """Stop reads of the blocks that this step may overwrite. Called before its model runs."""
+        """Stop reads of the blocks that this step may overwrite, and offer those of finished prompts. Called before its
+        model runs."""
         self._work.overwrites(kv_connector_metadata.step)
+        self._work.offer(kv_connector_metadata.step)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Allow sending a layer's blocks. Nothing is copied: they are served from the cache."""

@@ -62,9 +62,8 @@ class Worker:
 
     def begin(self, step: Step) -> None:
         """Start the holds, pulls and releases of a step. Returns at once."""
+        self.offer(step)
         if self._server:
-            for held in step.holds:
-                self._hold(self._server, held)
             for name, owner in step.drops:
                 self._server.drop(name, owner)
             for name in step.refusals:
@@ -78,6 +77,14 @@ class Worker:
                 self._client.release(self._peer(transfer_params), transfer_params.remote_request_id)
                 if (kept := self._own_blocks(transfer_params)) is not None:
                     self._client.release(buffer_peer(kept.data), kept.id)
+
+    def offer(self, step: Step) -> None:
+        """Start the holds of a step, which it then no longer has. Called before the model runs: these prompts are
+        computed, so a decode instance need not wait for the end of this step."""
+        if self._server:
+            for held in step.holds:
+                self._hold(self._server, held)
+            step.holds.clear()
 
     def overwrites(self, step: Step) -> None:
         """Stop reads of the blocks that vLLM has taken back and is about to overwrite. No reader is left on return."""

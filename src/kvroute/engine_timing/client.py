@@ -75,15 +75,23 @@ class EngineApi:
             raise InputError(f"{self.url} serves no model", hint="wait until it is ready")
         self.model, self.context_tokens = cards[0].id, cards[0].max_model_len or 0
 
+    async def is_vllm(self) -> bool:
+        """Return whether its metrics are those of vLLM."""
+        return "\nvllm:" in await self._metrics()
+
     async def running(self) -> int | None:
         """Return the number of requests that the engine processes, by vLLM's or SGLang's metrics; None if unknown."""
-        try:
-            page = (await self._get("/metrics")).decode()
-        except InputError:
-            return None
+        page = await self._metrics()
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "sglang:num_running_reqs")
         found = [float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(names)]
         return int(sum(found)) if found else None
+
+    async def _metrics(self) -> str:
+        """Return the page of its metrics; empty if it has none."""
+        try:
+            return (await self._get("/metrics")).decode()
+        except InputError:
+            return ""
 
     async def first_token(self, prompt: list[int]) -> Whole:
         """Return the time of a response of one token."""
@@ -98,6 +106,14 @@ class EngineApi:
             raise InputError(f"{self.url} sent no valid completion", hint="give the URL of an engine") from None
         details = usage.prompt_tokens_details if usage is not None else None
         return Whole(seconds, details.cached_tokens if details is not None else None)
+
+    async def first_tokens_s(self, prompts: list[list[int]]) -> float:
+        """Return the time of responses of one token to requests that start together, until the last one."""
+        started_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for prompt in prompts:
+                group.create_task(self.first_token(prompt))
+        return time.perf_counter() - started_s
 
     async def token_times_s(self, prompt: list[int], tokens: int) -> list[float]:
         """Return the times, on the clock of `time.perf_counter`, at which the events of a stream arrive."""

@@ -11,13 +11,20 @@ import numpy as np
 
 from kvroute.engine_timing.client import EngineApi
 from kvroute.engine_timing.plan import Batch, Limits
+from kvroute.engine_timing.scheduler import CachedPrompt, Scheduling, Together
 from kvroute.timing import Profile
-from kvroute.types import InputError
+from kvroute.types import InputError, TransferStart
 
 TOKEN_IDS = range(32, 256)
 """Ids that every tokenizer has and none uses as control tokens."""
 _LONGER = (1, 4, 16)
 """Factors of the length of the responses, until the requests of a batch decode at the same time."""
+FULL = 8
+"""Prompts that fill a step each and are sent together."""
+SHARING = 8
+"""Short prompts that fill a step together."""
+CACHED_TOKENS = 128
+"""A multiple of every usual block size."""
 LEAST_STEPS = 8
 """Fewest steps of all requests together from which a step time is computed."""
 
@@ -40,6 +47,11 @@ class Measured:
     decode: list[tuple[int, float, float]] = field(default_factory=list)
     """Requests in the batch, tokens of all their contexts, seconds of a step."""
     prefixes: list[PrefixCheck] = field(default_factory=list)
+    scheduling: Scheduling | None = None
+    cached: list[CachedPrompt] = field(default_factory=list)
+    """On the decode engine."""
+    transfers: TransferStart = "at-once"
+    """When the decode engine begins to pull a KV cache, by what kind of engine it is."""
 
     def profile(self, where: str) -> Profile:
         """Return the measurements for `fit_profile`. Args: `where`: the engine, for messages."""
@@ -100,6 +112,53 @@ async def measure_decode(
         context = statistics.median(step[1] for step in known)
         found.decode.append((batch.requests, batch.requests * context, seconds))
         tell(f"{batch.requests} requests with {context:.0f} tokens each: {seconds:.4g} s per step")
+    return found
+
+
+async def measure_scheduling(
+    engine: EngineApi, step_tokens: int, limits: Limits, draw: random.Random, tell: Callable[[str], None]
+) -> Scheduling:
+    """Measure prompts that are sent together: some that fill a step each, and short ones that share steps.
+
+    Args:
+        engine: it should be idle.
+        step_tokens: most tokens of a step.
+        limits: bounds of the measurement.
+        draw: for the prompts.
+        tell: takes a sentence on the progress.
+
+    Raises:
+        InputError: no prompt of the engine fills a step.
+    """
+    if engine.context_tokens and step_tokens >= engine.context_tokens:
+        what = f"a prompt of {step_tokens} tokens does not fit into a context of {engine.context_tokens}"
+        raise InputError(what, where="--step-tokens", hint="measure without it, or an engine with a longer context")
+    short = max(step_tokens // SHARING, 1)
+    alone = [(await engine.first_token(_prompt(draw, step_tokens))).seconds for _ in range(limits.repeats + 2)]
+    full_s, short_s = [], []
+    for _ in range(limits.repeats):
+        full_s.append(await engine.first_tokens_s([_prompt(draw, step_tokens) for _ in range(FULL)]))
+        short_s.append(await engine.first_tokens_s([_prompt(draw, short) for _ in range(2 * SHARING + 1)]))
+    found = Scheduling(
+        step_tokens,
+        statistics.median(alone),
+        Together(FULL, step_tokens, statistics.median(full_s)),
+        Together(2 * SHARING + 1, short, statistics.median(short_s)),
+    )
+    tell(
+        f"{FULL} prompts of {step_tokens} tokens together: {found.full.seconds:.4g} s, one alone {found.alone_s:.4g} s"
+    )
+    return found
+
+
+async def measure_cached(engine: EngineApi, limits: Limits, draw: random.Random) -> list[CachedPrompt]:
+    """Measure a prompt whose blocks are all cached but the last; empty if the engine caches none or does not say."""
+    prompt, found = _prompt(draw, CACHED_TOKENS + 1), []
+    await engine.first_token(prompt)
+    for _ in range(2 * limits.repeats + 1):
+        again = await engine.first_token(prompt)
+        if again.cached_tokens:
+            found.append(CachedPrompt(len(prompt), len(prompt) - again.cached_tokens, again.seconds))
     return found
 
 

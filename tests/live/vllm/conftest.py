@@ -187,10 +187,11 @@ def ready_until_done(pair: Pair) -> Iterator[None]:
             server.kill()
 
 
-def make_model(folder: Path) -> Path:
-    """Create the tiny model in a folder; return its own folder."""
+def make_model(folder: Path, *sizes: int) -> Path:
+    """Create the tiny model in a folder; return its own folder. Args: `sizes` are width and layers of another one."""
     model = folder / "model"
-    making = subprocess.run([BIN / "python", HERE / "make_model.py", model], capture_output=True, text=True)
+    command = [str(BIN / "python"), str(HERE / "make_model.py"), str(model), *map(str, sizes)]
+    making = subprocess.run(command, capture_output=True, text=True)
     assert making.returncode == 0, making.stderr
     return model
 

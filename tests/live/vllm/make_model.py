@@ -1,4 +1,4 @@
-"""Creates a tiny Llama with random weights and a byte-level BPE tokenizer: `make_model.py FOLDER`.
+"""Creates a tiny Llama with random weights and a byte-level BPE tokenizer: `make_model.py FOLDER [WIDTH LAYERS]`.
 
 Runs in vLLM's environment. The result is equal on every run, because the seed is fixed.
 """
@@ -11,7 +11,7 @@ import torch  # type: ignore[import-not-found]
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # type: ignore[import-not-found]
 
-LAYERS = 4
+WIDTH, LAYERS = 256, 4
 TEXT = [
     "the quick brown fox jumps over the lazy dog. " * 5,
     "network aware control plane for prefill decode disaggregated inference. " * 5,
@@ -41,16 +41,16 @@ def save_tokenizer(folder: str) -> int:
     return -(-tokenizer.get_vocab_size() // 64) * 64
 
 
-def save_model(folder: str, vocabulary: int) -> None:
-    """Save a model with 2.6 million parameters in bfloat16."""
+def save_model(folder: str, vocabulary: int, width: int = WIDTH, layers: int = LAYERS) -> None:
+    """Save a model in bfloat16; by default it has 2.6 million parameters. Args: `width` is a multiple of 128."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
         max_position_embeddings=8192,
         tie_word_embeddings=False,
         bos_token_id=0,
@@ -63,4 +63,4 @@ def save_model(folder: str, vocabulary: int) -> None:
 
 
 if __name__ == "__main__":
-    save_model(sys.argv[1], save_tokenizer(sys.argv[1]))
+    save_model(sys.argv[1], save_tokenizer(sys.argv[1]), *map(int, sys.argv[2:]))
