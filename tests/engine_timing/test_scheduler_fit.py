@@ -25,7 +25,7 @@ def ends(prefill: QuadraticPrefill, step_tokens: int, step_s: float, prompts: li
     engine = ChunkedPrefill(agenda, prefill_time(prefill), step_tokens, step_s, 256)
     for number, tokens in enumerate(prompts):
         agenda.now = 1e-9 * number
-        prompt = Prompt(number, tokens, 0.0, lambda _: None, lambda _: found.append(agenda.now))
+        prompt = Prompt(number, tokens, 0.0, lambda _, __: None, lambda _: found.append(agenda.now))
         engine.submit(prompt)
     while agenda.due:
         agenda.now = agenda.due[0][0]
