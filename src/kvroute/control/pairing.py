@@ -1,17 +1,34 @@
-"""Chooses the prefill instance together with its decode instance if the policy supports it; books nothing."""
+"""Chooses the prefill instance together with its decode instance, or a decode instance alone, if the policy supports it;
+books nothing."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from kvroute.control.alone_offers import AloneOffers
 from kvroute.control.pool import DecodePool
 from kvroute.control.transfer_tracker import TransferTracker
-from kvroute.control.view import ClusterView
-from kvroute.policies import JointPath, PairingPolicy, PairPolicy, PrefillCandidates
-from kvroute.types import Candidates, Choice, Reject, Request
+from kvroute.control.view import Avoided, ClusterView, DecodePick, PoolKey
+from kvroute.policies import Alone, AloneOffer, JointPath, PairingPolicy, PairPolicy, PrefillCandidates
+from kvroute.types import SAME_NODE, Candidates, Choice, Reject, Request
+
+
+class AlonePick(NamedTuple):
+    """A decode instance that serves a request alone, and the time of the prompt there."""
+
+    key: PoolKey
+    pick: DecodePick
+    prompt_s: float
+    """Time in which the prompt is computed, with the decode steps between its chunks."""
 
 
 class Pairing:
     """Uses the acting decode policy if it is a `PairingPolicy`. Otherwise, or if the request has no such pair, the
-    prefill policy's choice is kept."""
+    prefill policy's choice is kept.
+
+    Decode instances are offered to serve a request alone if their protocol allows it. They are not offered in a cluster
+    with `offload` or with a store, which have rules of their own for the place of a prefill.
+    """
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
@@ -21,22 +38,49 @@ class Pairing:
         if isinstance(policy, PairingPolicy):
             self._policy = policy.pair_policy(view.settings.constraint)
         self._separable = {model: self._splits(model) for model in view.models}
+        self._offers: AloneOffers | None = None
+        if self._policy is not None and self._policy.prices_alone and view.options.offload is None and not view.reads:
+            self._offers = AloneOffers(view)
 
-    def prefill(self, request: Request, model: str, candidates: PrefillCandidates, choice: Choice, at: float) -> Choice:
-        """Return the prefill instance, given the prefill policy's choice.
+    def choose(
+        self,
+        request: Request,
+        model: str,
+        candidates: PrefillCandidates,
+        choice: Choice | Reject,
+        at: float,
+        avoid: Avoided,
+    ) -> Choice | AlonePick | Reject:
+        """Return the prefill instance, or a decode instance alone, given the prefill policy's choice.
 
         That choice is kept if instances both prefill and decode, if they receive both legs at once, or if no decode
         instance has room for the KV cache now: one may have room when the prefill has ended.
         """
         if self._policy is None or not self._separable[model]:
             return choice
+        keys, offer = self._offer(request, model, at, avoid)
+        if isinstance(choice, Reject) and not keys:
+            return choice
         turn, by_protocol = self._view.prefill[model].decisions, dict[str, Candidates]()
 
         def joint_path(position: int) -> JointPath | None:
             return self._joint_path(request, model, candidates, position, at, by_protocol)
 
-        pair = self._policy.choose(request, candidates, joint_path, turn)
-        return choice if isinstance(pair, Reject) else pair.prefill
+        chosen = self._policy.choose(request, candidates, joint_path, turn, offer)
+        if isinstance(chosen, Reject):
+            return choice
+        if offer is not None and isinstance(chosen, Alone):
+            return _picked(keys, offer, chosen)
+        assert not isinstance(chosen, Alone), "without an offer there is no decode instance alone"
+        return chosen.prefill
+
+    def _offer(
+        self, request: Request, model: str, at: float, avoid: Avoided
+    ) -> tuple[tuple[PoolKey, ...], AloneOffer | None]:
+        if self._offers is None or self._tracker is None:
+            return (), None
+        output_tokens = self._tracker.table.answers.mean_tokens
+        return self._offers.offer(request, model, at, avoid, output_tokens)
 
     def _splits(self, model: str) -> bool:
         """Whether every prefill instance of a model ends its leg before the decode leg starts."""
@@ -72,3 +116,10 @@ class Pairing:
         usable = None if pool.open else pool.up & pool.partner
         hit_tokens = view.caches.hit_tokens(request, pool.ids, request.input_tokens)
         return pool.candidates(request, view.models[model], hit_tokens, view.options.reserve_bytes, usable)
+
+
+def _picked(keys: tuple[PoolKey, ...], offer: AloneOffer, alone: Alone) -> AlonePick:
+    choice, pool = alone.decode, offer.pools[alone.pool]
+    parts = choice.terms.parts
+    prompt_s = float(parts["prefill_s"][choice.index] + parts["steps_s"][choice.index])
+    return AlonePick(keys[alone.pool], DecodePick(choice, pool.candidates, SAME_NODE), prompt_s)

@@ -42,6 +42,10 @@ class DecodePool:
     others_bytes: FloatArray
     position: dict[int, int]
     """Position of each cluster index."""
+    prompts: IntArray
+    """Requests whose prompt waits or is computed on an instance, because it serves them alone."""
+    prompts_until_s: FloatArray
+    """Time at which each instance has computed these prompts."""
     slow_start: SlowStart = field(default_factory=SlowStart)
     sites: tuple[str, ...] = ()
     """Datacenter of each instance."""
@@ -72,6 +76,8 @@ class DecodePool:
             others_queued=np.zeros(count, dtype=np.int64),
             others_bytes=np.zeros(count),
             position={index: position for position, (index, _) in enumerate(members)},
+            prompts=np.zeros(count, dtype=np.int64),
+            prompts_until_s=np.zeros(count),
             sites=tuple(instance.datacenter for _, instance in members),
             group=_groups([instance.group for _, instance in members]),
         )
@@ -115,7 +121,8 @@ class DecodePool:
             position here of each instance of the old pool; -1: it has left.
         """
         here, there, after = _moves(self.ids, old.ids, before)
-        for name in ("batch", "queued", "free_kv_bytes", "others_batch", "others_queued", "others_bytes"):
+        arrays = ("batch", "queued", "free_kv_bytes", "others_batch", "others_queued", "others_bytes")
+        for name in (*arrays, "prompts", "prompts_until_s"):
             getattr(self, name)[here] = getattr(old, name)[there]
         self.up[:] = False
         self.up[here] = old.up[there]
@@ -143,6 +150,24 @@ class DecodePool:
         """Release the memory and the slot of a request."""
         (self.batch if admitted else self.queued)[position] -= 1
         self.free_kv_bytes[position] += need_bytes
+
+    def prompts_s(self, at: float) -> FloatArray:
+        """Seconds until each instance has computed the prompts of the requests that it serves alone."""
+        return np.maximum(self.prompts_until_s - at, 0.0)
+
+    def book_prompt(self, position: int, at: float, seconds: float) -> None:
+        """Book the prompt of a request that this instance serves alone."""
+        self.prompts_until_s[position] = max(float(self.prompts_until_s[position]), at) + seconds
+        self.prompts[position] += 1
+
+    def release_prompt(self, position: int, at: float, unfinished_s: float = 0.0) -> None:
+        """Release a prompt with `unfinished_s` of work not computed. An instance without prompts has no such work left,
+        whatever the estimate was."""
+        self.prompts[position] -= 1
+        if self.prompts[position] == 0:
+            self.prompts_until_s[position] = at
+        elif unfinished_s:
+            self.prompts_until_s[position] = max(float(self.prompts_until_s[position]) - unfinished_s, at)
 
     def measured(self, position: int, running: int, waiting: int, kv_used_share: float | None) -> None:
         """Store an engine's own load figures; load beyond our own requests counts as that of others."""

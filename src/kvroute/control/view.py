@@ -200,9 +200,11 @@ class ClusterView:
             rows = zip(pool.names, pool.assigned.tolist(), pool.pending_s(at).tolist(), strict=True)
             result |= {name: Load(assigned, pending_s) for name, assigned, pending_s in rows}
         for decode in self.decode.values():
-            for name, queued in zip(decode.names, decode.queued.tolist(), strict=True):
+            for name, queued, prompts_s in zip(
+                decode.names, decode.queued.tolist(), decode.prompts_s(at).tolist(), strict=True
+            ):
                 before = result.get(name, Load(0, 0.0))
-                result[name] = Load(queued + before.queued, before.pending_s)
+                result[name] = Load(queued + before.queued, before.pending_s + prompts_s)
         if self.reads is not None:
             for instance, queue_s in zip(self.cluster.instances, self.reads.queue_s().tolist(), strict=True):
                 result[instance.name] = replace(result[instance.name], storage_queue_s=queue_s)

@@ -1,6 +1,7 @@
-"""Chooses prefill and decode instance together at arrival, by the cost of the transfer between them. It is pure.
+"""Chooses prefill and decode instance together at arrival, or a decode instance that serves the request alone. It is
+pure.
 
-The decode instance is not booked: it is chosen again when the prefill has ended and more is known.
+The decode instance of a pair is not booked: it is chosen again when the prefill has ended and more is known.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from kvroute.policies.constraint import TopologyConstraint, constrain
 from kvroute.policies.foresight import Foresight
+from kvroute.policies.foresight_alone import Alone, AloneOffer, Load, PairPrice, cheapest_alone, load_of
 from kvroute.policies.foresight_sight import Sight
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
@@ -38,29 +40,99 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class ForesightJoint:
-    """Chooses at arrival the pair with the earliest end of the transfer, plus the delay imposed on others."""
+    """Chooses at arrival the pair with the earliest end of the transfer, plus the delay imposed on others; or a decode
+    instance alone, if its first token and the delay that it imposes cost less than those of that pair."""
 
     spec: ForesightSpec = field(default_factory=ForesightSpec)
     constraint: TopologyConstraint | None = None
     """Constraint on the decode instance relative to the prefill instance."""
 
+    @property
+    def prices_alone(self) -> bool:
+        """Whether an offer to `choose` has an effect."""
+        return bool(self.spec.alone)
+
     def choose(
-        self, request: Request, prefill: PrefillCandidates, path_of: Callable[[int], JointPath | None], turn: int
-    ) -> Pair | Reject:
-        """Choose among the n prefill instances that have decode candidates (`path_of` returns None if there are none).
+        self,
+        request: Request,
+        prefill: PrefillCandidates,
+        path_of: Callable[[int], JointPath | None],
+        turn: int,
+        offer: AloneOffer | None = None,
+    ) -> Pair | Alone | Reject:
+        """Choose among the n prefill instances that have decode candidates (`path_of` returns None if there are none),
+        and among the decode instances of the offer, if there is one.
 
         Prefill instances are evaluated in order of their predicted prefill end, at most `spec.joint_reach` of them.
         Evaluation stops at one whose prefill would end only after the transfer of another one. The closed form ranks
         them; for the first `spec.joint_width` the fluid model simulates the best pair. The terms of the prefill choice
         hold `start_s` and, for those evaluated, `decode_s`, the cost of the best decode instance. Those not simulated
         keep the closed form and rank behind those simulated.
+
+        With an offer, a decode instance serves the request alone if that costs less than the best pair. Both prices are
+        the time to the first token, the price of a decode slot, and the delay of others by the prompt. The terms of the
+        prefill choice then also hold `pair_s` of the chosen pair and `alone_s` of the best decode instance.
         """
         start_s = prefill.pending_s + prefill.prefill_s
         found, refused = self._closed(request, prefill, start_s, path_of, turn)
-        if not found:
-            return refused or Reject(request.id, "no prefill instance can transfer its KV cache to a decode instance")
-        order = sorted(found, key=lambda index: (start_s[index] + _paid(found[index][1]), index))
-        return self._played(request, prefill, start_s, turn, found, order)
+        pair: Pair | None = None
+        if found:
+            order = sorted(found, key=lambda index: (start_s[index] + _paid(found[index][1]), index))
+            pair = self._played(request, prefill, start_s, turn, found, order)
+        alone = None
+        if offer is not None and offer.pools and self.prices_alone:
+            alone, pair = self._against(pair, offer, prefill, found)
+        if alone is not None:
+            return alone
+        nothing = Reject(request.id, "no prefill instance can transfer its KV cache to a decode instance")
+        return pair or refused or nothing
+
+    def _against(
+        self,
+        pair: Pair | None,
+        offer: AloneOffer,
+        prefill: PrefillCandidates,
+        found: dict[int, tuple[JointPath, Choice]],
+    ) -> tuple[Alone | None, Pair | None]:
+        """Return the best decode instance alone if it is cheaper than the pair, else None; and the pair, whose terms
+        then hold both prices."""
+        loads = [load_of(self.spec, pool.candidates, offer.output_tokens) for pool in offer.pools]
+        if pair is None:
+            return cheapest_alone(self.spec, offer, loads, None), None
+        candidates = found[pair.prefill.index][0].candidates
+        known = zip(offer.pools, loads, strict=True)
+        load = next((load for pool, load in known if pool.candidates.names is candidates.names), None)
+        price = self._pair_price(pair, offer, prefill, load or load_of(self.spec, candidates, offer.output_tokens))
+        alone = cheapest_alone(self.spec, offer, loads, price)
+        if alone is None:
+            return None, pair
+        alone_s = _paid(alone.decode)
+        if alone_s < price.cost:
+            return alone, pair
+        terms, count = pair.prefill.terms, len(prefill.names)
+        pair_s = np.where(np.arange(count) == pair.prefill.index, price.cost, 0.0)
+        parts = terms.parts | {"pair_s": pair_s, "alone_s": np.full(count, alone_s)}
+        priced = Terms(terms.names, terms.cost, terms.feasible, parts)
+        return None, Pair(Choice(pair.prefill.index, priced), pair.decode)
+
+    def _pair_price(self, pair: Pair, offer: AloneOffer, prefill: PrefillCandidates, load: Load) -> PairPrice:
+        """Return the price of a pair. Args: `load`: of the decode candidates of its prefill instance."""
+        source, target = pair.prefill.index, pair.decode.index
+        pending_s, prefill_s = float(prefill.pending_s[source]), float(prefill.prefill_s[source])
+        transfer_s = _paid(pair.decode)
+        if offer.layerwise:
+            transfer_s -= min(transfer_s, prefill_s)
+        slot_wait_s = max(float(load.wait_s[target]) - pending_s - prefill_s - transfer_s, 0.0)
+        return PairPrice(
+            name=f"{prefill.names[source]} and {pair.decode.terms.names[target]}",
+            wait_s=pending_s + slot_wait_s,
+            prefill_s=prefill_s,
+            transfer_s=transfer_s,
+            steps_s=float(load.step_s[target]),
+            slot_s=float(load.slot_s[target]),
+            delay_s=self.spec.delay_weight * int(offer.waiting[source]) * prefill_s,
+            hit_tokens=float(prefill.hit_tokens[source]),
+        )
 
     def _closed(
         self,

@@ -46,6 +46,12 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Number of best prefill instances by the closed form whose transfers the fluid model simulates."""
     joint_reach: int = 64
     """Maximum number of prefill instances that are evaluated, those with the earliest prefill end first."""
+    alone: int = 1
+    """1: with `foresight-joint`, a decode instance may compute the prompt of a request itself, if that costs less than
+    the best pair; 0: never. It has no effect where the engines cannot do so."""
+    delay_weight: float = 1.0
+    """Weight of the delay that a prompt imposes on other requests, while it is decided whether a decode instance
+    computes it: each request there, or each one queued at the prefill instance, is delayed by the prompt's time."""
     near_max: int = 24
     """Number of transfers that a simulation may change, the nearest by shared links; the others keep their rates."""
     rival_weight: float = 1.0
@@ -83,7 +89,7 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if name != "late_log" and not 0 <= value < math.inf:
                 raise InputError(f"{value} is not a number of 0 or more", where=name, hint="see docs/policies.md")
-        for name in ("output_window", "width", "joint_width", "joint_reach", "near_max"):
+        for name in ("output_window", "width", "joint_width", "joint_reach", "near_max", "alone"):
             if getattr(self, name) != int(getattr(self, name)):
                 raise InputError(f"{getattr(self, name)} is not a whole number", where=name, hint="give a whole number")
         for name in (
@@ -108,6 +114,8 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
                 where="foresight",
                 hint="use below 1",
             )
+        if self.alone > 1:
+            raise InputError(f"{self.alone} is not 0 or 1", where="alone", hint="use 1 to allow it, 0 to forbid it")
         if not -math.inf < self.late_log <= 0:
             raise InputError(
                 f"{self.late_log} is not a number of 0 or less", where="late_log", hint="use a negative number"

@@ -1,0 +1,151 @@
+"""Prices a request that one decode instance serves alone, in the seconds in which pairs are priced. It is pure.
+
+A decode instance computes a prompt in chunks between decode steps. This saves the transfer and the queue of a prefill
+instance, uses the prefix cached there, and delays the requests that decode there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvroute.policies.foresight import Foresight
+from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.types import BoolArray, Candidates, Choice, FloatArray, IntArray, Terms
+
+
+class AloneCandidates(NamedTuple):
+    """Decode instances of one protocol that may serve a request alone, n of them."""
+
+    candidates: Candidates
+    """`hit_tokens`: prefix that they need not compute; `kv_bytes`: 0, because nothing is transferred."""
+    prompts_s: FloatArray
+    """Seconds until the prompts that each instance computes already are complete, [n]."""
+    prefill_s: FloatArray
+    """Seconds to compute this prompt on an instance that does nothing else, given its cached prefix, [n]."""
+    chunks: IntArray
+    """Number of iterations over which the prompt is divided, [n]."""
+
+
+class AloneOffer(NamedTuple):
+    """What the choice between a pair and a decode instance alone depends on, beside the pair."""
+
+    pools: tuple[AloneCandidates, ...]
+    """The candidates, by protocol."""
+    waiting: IntArray
+    """Requests that wait for or are in prefill on each prefill instance, [prefill instances]."""
+    output_tokens: float
+    """Mean length of a response."""
+    layerwise: bool = False
+    """Whether the KV cache of a pair is sent while it is computed."""
+
+
+class Alone(NamedTuple):
+    """A decode instance that computes the prompt itself."""
+
+    pool: int
+    """Index into `AloneOffer.pools`."""
+    decode: Choice
+    """Index into the candidates of that pool. The last row of the terms is the best pair, if there is one."""
+
+
+class PairPrice(NamedTuple):
+    """The parts of a pair's price, in seconds."""
+
+    name: str
+    """Both instances, for displays."""
+    wait_s: float
+    """Work ahead on the prefill instance, and wait for a decode slot after the transfer."""
+    prefill_s: float
+    transfer_s: float
+    """Time of the transfer after the prefill, and its delay of others."""
+    steps_s: float
+    """First decode step."""
+    slot_s: float
+    delay_s: float
+    hit_tokens: float
+
+    @property
+    def cost(self) -> float:
+        """Sum of the parts."""
+        return self.wait_s + self.prefill_s + self.transfer_s + self.steps_s + self.slot_s + self.delay_s
+
+
+PARTS = ("wait_s", "prefill_s", "transfer_s", "steps_s", "slot_s", "delay_s", "hit_tokens")
+
+
+class Load(NamedTuple):
+    """Prices of the load of n decode instances, without a transfer, in seconds."""
+
+    wait_s: FloatArray
+    """Wait for a slot."""
+    step_s: FloatArray
+    """First step of a request that joins the batch."""
+    slot_s: FloatArray
+    """Price of a slot."""
+
+
+def load_of(spec: ForesightSpec, candidates: Candidates, output_tokens: float) -> Load:
+    """Return the price of the load of each candidate."""
+    wait_s, step_s, slot_s = Foresight(spec).load_s(candidates, output_tokens)
+    return Load(spec.wait_weight * wait_s, step_s, slot_s)
+
+
+def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pair: PairPrice | None) -> Alone | None:
+    """Return the cheapest candidate, the first of equals; None if no instance has room.
+
+    Args:
+        spec: weights.
+        offer: the candidates.
+        loads: the price of the load of each pool's candidates.
+        pair: the price of the best pair, for the terms; None: there is no pair.
+    """
+    found: Alone | None = None
+    best_s = np.inf
+    for number, (pool, load) in enumerate(zip(offer.pools, loads, strict=True)):
+        candidates = pool.candidates
+        feasible: BoolArray = candidates.need_bytes <= candidates.free_kv_bytes
+        parts = _parts(spec, pool, load)
+        cost: FloatArray = np.sum(parts[:-1], axis=0)
+        masked = np.where(feasible, cost, np.inf)
+        index = int(masked.argmin()) if len(masked) else -1
+        if index >= 0 and masked[index] < best_s:
+            best_s = float(masked[index])
+            found = Alone(number, Choice(index, _terms(candidates.names, cost, feasible, parts, pair)))
+    return found
+
+
+def _parts(spec: ForesightSpec, pool: AloneCandidates, load: Load) -> tuple[FloatArray, ...]:
+    """Return the columns of `PARTS`.
+
+    The batch makes a step before each chunk ends. Each of its requests, and of those that wait for a slot, is delayed
+    by the whole prompt. The last chunk gives the first token, so there is no further step.
+    """
+    candidates = pool.candidates
+    step_s = candidates.iteration_base_s + candidates.iteration_per_request_s * candidates.batch
+    steps_s = np.where(candidates.batch > 0, pool.chunks * step_s, 0.0)
+    delayed = candidates.batch + candidates.queued
+    return (
+        np.maximum(load.wait_s, pool.prompts_s),
+        pool.prefill_s,
+        np.zeros(len(step_s)),
+        steps_s,
+        load.slot_s,
+        spec.delay_weight * delayed * pool.prefill_s,
+        candidates.hit_tokens.astype(np.float64),
+    )
+
+
+def _terms(
+    names: tuple[str, ...],
+    cost: FloatArray,
+    feasible: BoolArray,
+    parts: tuple[FloatArray, ...],
+    pair: PairPrice | None,
+) -> Terms:
+    columns = dict(zip(PARTS, parts, strict=True))
+    if pair is None:
+        return Terms(names, cost, feasible, columns)
+    columns = {name: np.append(column, getattr(pair, name)) for name, column in columns.items()}
+    return Terms((*names, pair.name), np.append(cost, pair.cost), np.append(feasible, True), columns)
