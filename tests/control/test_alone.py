@@ -1,5 +1,4 @@
-"""A decode instance that serves a request alone: when it is cheaper than the best pair, what is booked, and what happens
-after failures."""
+"""A decode instance that serves a request alone: when it is cheaper than the best pair, bookings and failures."""
 
 from __future__ import annotations
 
@@ -111,7 +110,7 @@ def test_the_delay_of_running_requests_can_make_the_pair_cheaper() -> None:
     assert prefill.terms is not None
     parts = prefill.terms.parts
     index = prefill.terms.names.index(prefill.instance)
-    # pair: 110 ms prefill, 131 ms transfer, first step; alone: prefill, two steps between chunks, delay of four requests
+    # Pair: 110 ms prefill, 131 ms transfer, first step. Alone: prefill, two steps beside chunks, delay of four requests.
     steps_s = 2 * (0.01 + 4 * 0.1e-3)
     slot_s = parts["alone_s"][index] - (0.11 + steps_s + 4 * 0.11)
     assert parts["pair_s"][index] == pytest.approx(0.11 + 0.1311 + 0.0105 + slot_s, rel=1e-2)
@@ -176,7 +175,7 @@ def test_the_terms_contain_every_decode_instance_and_the_best_pair() -> None:
     assert terms is not None
     assert terms.names == ("d0", "d1", "p0 and d0")
     columns = ("wait_s", "prefill_s", "transfer_s", "steps_s", "slot_s", "delay_s")
-    assert terms.cost.tolist() == pytest.approx(sum(terms.parts[name] for name in columns).tolist())
+    assert terms.cost.tolist() == pytest.approx(np.sum([terms.parts[name] for name in columns], axis=0).tolist())
     assert terms.cost[0] == terms.cost.min()
     assert terms.parts["transfer_s"][2] == pytest.approx(1_000 * 327_680 / 2.5e9, rel=1e-2)
 
@@ -357,7 +356,8 @@ def test_histories_replay_bit_for_bit_and_release_everything(seed: int) -> None:
     for other in list(steps):
         handle(Finished(5.0, other))
     (pool,) = control.parts.view.decode.values()
-    assert not (pool.prompts.any() or pool.batch.any() or pool.queued.any() or pool.prompts_s(5.0).any())
+    for counts in (pool.prompts, pool.batch, pool.queued, pool.prompts_s(5.0)):
+        assert not counts.any()
     assert pool.free_kv_bytes.tolist() == pool.capacity_bytes.tolist()
     for record, again in replay(core(overcommit=True), records):
         assert decisions_equal(record.decisions, again)

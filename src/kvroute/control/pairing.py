@@ -1,5 +1,5 @@
-"""Chooses the prefill instance together with its decode instance, or a decode instance alone, if the policy supports it;
-books nothing."""
+"""Chooses prefill and decode instance together, or a decode instance alone, if the policy supports it; books
+nothing."""
 
 from __future__ import annotations
 

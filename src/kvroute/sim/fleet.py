@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvroute import llm
 from kvroute.prefix import PrefixIndex
+from kvroute.sim.chunked_prompts import ChunkedPrompts
 from kvroute.sim.instances import DecodeInstance, KvMemory, PrefillInstance
 from kvroute.timing import IterationTime, prefill_time
 from kvroute.topology import Cluster
@@ -95,4 +96,6 @@ class Fleet:
             time = prefill_time(spec.prefill)
             self.prefill[index] = PrefillInstance(index, time, self._prefill_queueing, instance.pp)
         elif role == "decode" and index not in self.decode:
-            self.decode[index] = DecodeInstance(index, IterationTime.of(spec.decode), instance.batch_max)
+            prompts = ChunkedPrompts(prefill_time(spec.prefill), instance.chunk_tokens)
+            time = IterationTime.of(spec.decode)
+            self.decode[index] = DecodeInstance(index, time, instance.batch_max, prompts=prompts)

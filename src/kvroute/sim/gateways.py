@@ -147,7 +147,7 @@ class GatewayCores:
                 continue
             capacity = memory.capacity_blocks[index]
             used = (capacity - memory.free_blocks(index)) / capacity if capacity else 0.0
-            yield InstanceMeasured(at, instance.name, decode.batch, decode.waiting, min(used, 1.0))
+            yield InstanceMeasured(at, instance.name, decode.running, decode.waiting, min(used, 1.0))
 
     def _connect(self) -> None:
         """Let every gateway know of all others before the first request."""

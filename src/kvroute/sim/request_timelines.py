@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -9,9 +10,11 @@ from functools import partial
 from kvroute import llm
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.arrivals import Arrivals
+from kvroute.sim.chunked_prompts import WaitingPrompt
 from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
+from kvroute.sim.instances import Step
 from kvroute.sim.iterations import Iterations
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
 from kvroute.sim.network import Kind
@@ -134,6 +137,9 @@ class RequestTimelines:
     def _begin(self, request: int, decisions: tuple[Decision, ...]) -> None:
         """Apply the decisions for a new or restarted request: its prefill and, in some cases, its target."""
         prefill, *others = decisions
+        if isinstance(prefill, Decode):
+            self._serve_alone(request, prefill)
+            return
         if not isinstance(prefill, Prefill):
             self._reject(request, prefill)
             return
@@ -160,6 +166,36 @@ class RequestTimelines:
             self._hold_out(request, holder, prefill.cached_tokens)
         elif begun == "held":
             self._held_out(request, 0)
+
+    def _serve_alone(self, request: int, decision: Decode) -> None:
+        """Let a decode instance compute the prompt itself."""
+        traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
+        self._router.evicted(self._delivery.book(request, decision))
+        target = int(outcomes.target[request])
+        outcomes.source[request], outcomes.cached_tokens[request] = target, decision.hit_tokens
+        prompt = WaitingPrompt(request, traced.input_tokens, traced.output_tokens, decision.hit_tokens)
+        self._plan_step(target, self._fleet.decode[target].prompt_arrived(now, prompt))
+
+    def _plan_step(self, target: int, wake_s: float | None) -> None:
+        """Schedule the next step of a decode instance if it has changed. Where all-reduces share links, the end of each
+        iteration is the next step."""
+        decode = self._fleet.decode[target]
+        if wake_s is not None and (not decode.running or target not in self._shared):
+            self._agenda.at(wake_s, self._step, target, decode.version)
+
+    def _prompts_stepped(self, target: int, step: Step) -> None:
+        """Record the prompts that a decode instance begins and completes; their first token is there at once."""
+        now, outcomes = self._agenda.now, self._outcomes
+        for request in step.computed:
+            outcomes.prefill_finished_s[request] = outcomes.landed_s[request] = outcomes.admitted_s[request] = now
+            evicted = self._delivery.transfer_done(request)
+            self._router.handle(Admitted(now, request))
+            if self._delivery.cached(request):
+                self._router.stored(target, self._delivery.cached(request), evicted)
+            if self._trace[request].output_tokens:
+                self._record_first_tokens((request,), now, step.iteration_s or math.nan)
+        for request in step.began:
+            outcomes.prefill_started_s[request] = now
 
     def _read(self, request: int, decision: ReadKv) -> None:
         """Begin to read the cached prefix from the store."""
@@ -356,9 +392,7 @@ class RequestTimelines:
             self._router.stored(target, blocks, evicted)
         self._router.give_back(int(outcomes.source[request]))
         decode = self._fleet.decode[target]
-        wake_s = decode.transfer_done(now, request, traced.input_tokens, traced.output_tokens)
-        if wake_s is not None and (not decode.batch or target not in self._shared):
-            self._agenda.at(wake_s, self._step, target, decode.version)
+        self._plan_step(target, decode.transfer_done(now, request, traced.input_tokens, traced.output_tokens))
 
     def _stalled(self, request: int, _: int) -> None:
         """Fail a transfer that has had no usable path for `stall_s`: its request starts again.
@@ -391,6 +425,8 @@ class RequestTimelines:
             return
         now, outcomes = self._agenda.now, self._outcomes
         step, wake_s = decode.step(now)
+        if step.began or step.computed:
+            self._prompts_stepped(target, step)
         for request in step.finished:
             if self._store is not None and self._continued[request]:
                 self.advance()
@@ -406,7 +442,7 @@ class RequestTimelines:
         if target in self._shared:
             ended = partial(self._iterated, target, step.admitted, now)
             traffic = self._shared[target].together
-            self.iterations.start("decode", traffic, decode.batch, step.iteration_s, ended)
+            self.iterations.start("decode", traffic, step.tokens, step.iteration_s, ended)
             return
         self._record_first_tokens(step.admitted, step.first_token_s, step.iteration_s)
         self._agenda.at(wake_s, self._step, target, decode.version)
