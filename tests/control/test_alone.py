@@ -110,7 +110,7 @@ def test_the_delay_of_running_requests_can_make_the_pair_cheaper() -> None:
     assert prefill.terms is not None
     parts = prefill.terms.parts
     index = prefill.terms.names.index(prefill.instance)
-    # Pair: 110 ms prefill, 131 ms transfer, first step. Alone: prefill, two steps beside chunks, delay of four requests.
+    # Pair: 110 ms prefill, 131 ms transfer, a step. Alone: prefill, two steps beside chunks, delay of four requests.
     steps_s = 2 * (0.01 + 4 * 0.1e-3)
     slot_s = parts["alone_s"][index] - (0.11 + steps_s + 4 * 0.11)
     assert parts["pair_s"][index] == pytest.approx(0.11 + 0.1311 + 0.0105 + slot_s, rel=1e-2)
