@@ -302,13 +302,14 @@ class Control:
         booking, index = self._booking(event.request_id), self._cluster.index(event.instance)
         if booking.pool is None or booking.position < 0 or booking.planned is not None or booking.source == GONE:
             raise InputError(f"decode of request {event.request_id} is not in progress", hint=_ONCE)
-        position = booking.pool.position.get(index)
-        if position is None:
+        pool = self._view.decode_pool_of(index)
+        instance, own = self._cluster.instances[index], self._cluster.instances[booking.target]
+        if pool is None or (instance.model, instance.protocol) != (own.model, own.protocol):
             what = f"instance {event.instance} cannot serve the decode of request {event.request_id}"
             raise InputError(what, hint="name an instance of its model that decodes with the same protocol")
-        if position == booking.position:
+        if index == booking.target:
             return ()
-        return (self._dispatcher.move(booking, position, event.at),)
+        return (self._dispatcher.move(booking, pool, pool.position[index], event.at),)
 
     def _decode(self, booking: Booking, at: float) -> Decision:
         decision = self._dispatcher.choose_decode(booking, at)

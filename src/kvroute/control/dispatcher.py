@@ -114,7 +114,7 @@ class Dispatcher:
         if isinstance(chosen, Reject):
             return (chosen,)
         if isinstance(chosen, AlonePick):
-            return (self._alone(booking, at, chosen),)
+            return self._alone(booking, at, chosen)
         choice, pool = chosen, view.prefill[model]
         pick: DecodePick | Reject | None = None
         if booking.joint or self._view.cluster.instances[int(pool.ids[choice.index])].traits.concurrent_legs:
@@ -258,14 +258,24 @@ class Dispatcher:
         booking.source = int(pool.ids[pick.choice.index])
         return (self._book(booking, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms),)
 
-    def _alone(self, booking: Booking, at: float, alone: AlonePick) -> Decode:
-        """Prefill and decode on one decode instance."""
-        pool, pick = self._view.decode[alone.key], alone.pick
-        index = pick.choice.index
-        booking.source = int(pool.ids[index])
-        decode = self._book(booking, at, pool, index, pick.candidates, pick.tier, pick.choice.terms)
-        self._book_prompt(booking, at, alone.prompt_s)
-        return decode
+    def _alone(self, booking: Booking, at: float, alone: AlonePick) -> tuple[Decision, ...]:
+        """Prefill and decode on one instance. On a prefill instance the prompt is booked as any other prefill."""
+        pool, (choice, candidates, tier, _) = alone.pool, msgspec.structs.astuple(alone.pick)
+        index = int(pool.ids[choice.index])
+        booking.source = index
+        if not alone.stays:
+            decode = self._book(booking, at, pool, choice.index, candidates, tier, choice.terms)
+            self._book_prompt(booking, at, alone.prompt_s)
+            return (decode,)
+        prefill = self._view.prefill[booking.model]
+        prefill.decisions += 1
+        booking.prefill, booking.prefill_s = prefill.position[index], alone.prompt_s
+        prefill.book(booking.prefill, at, alone.prompt_s)
+        if prefill.slow_start.started:
+            prefill.slow_start.booked(booking.prefill, at, int(prefill.up.sum()))
+        hit_tokens = int(candidates.hit_tokens[choice.index])
+        decision = Prefill(booking.request.id, pool.names[choice.index], hit_tokens, choice.terms)
+        return decision, self._book(booking, at, pool, choice.index, candidates, tier, None)
 
     def _book_prompt(self, booking: Booking, at: float, prompt_s: float) -> None:
         """Book a prompt on the decode instance of the request, unless it takes no time."""
@@ -383,10 +393,9 @@ class Dispatcher:
             self._prefixes.ended(at, booking.copy_id, landed=False)
             booking.copy_id = 0
 
-    def move(self, booking: Booking, position: int, at: float) -> Decode:
-        """Book the decode on another instance of the same pool, which serves it already. The transfer starts again."""
-        pool, admitted, request, prompt_s = booking.pool, booking.admitted, booking.request, booking.prompt_s
-        assert pool is not None, "only a decode that is booked moves"
+    def move(self, booking: Booking, pool: DecodePool, position: int, at: float) -> Decode:
+        """Book the decode on another instance, which serves it already. The transfer starts again."""
+        admitted, request, prompt_s = booking.admitted, booking.request, booking.prompt_s
         self.release_decode(booking, at)
         hit_tokens = self._view.caches.hit_tokens(request, pool.ids, request.input_tokens)
         model, options = self._view.models[booking.model], self._view.options

@@ -8,15 +8,17 @@ from typing import NamedTuple
 from kvroute.control.alone_offers import AloneOffers
 from kvroute.control.pool import DecodePool
 from kvroute.control.transfer_tracker import TransferTracker
-from kvroute.control.view import Avoided, ClusterView, DecodePick, PoolKey
+from kvroute.control.view import Avoided, ClusterView, DecodePick
 from kvroute.policies import Alone, AloneOffer, JointPath, PairingPolicy, PairPolicy, PrefillCandidates
 from kvroute.types import SAME_NODE, Candidates, Choice, Reject, Request
 
 
 class AlonePick(NamedTuple):
-    """A decode instance that serves a request alone, and the time of the prompt there."""
+    """An instance that serves a request alone, and the time of the prompt there."""
 
-    key: PoolKey
+    pool: DecodePool
+    stays: bool
+    """Whether it is a prefill instance, which goes on to decode."""
     pick: DecodePick
     prompt_s: float
     """Time in which the prompt is computed, with the decode steps between its chunks."""
@@ -58,8 +60,8 @@ class Pairing:
         """
         if self._policy is None or not self._separable[model]:
             return choice
-        keys, offer = self._offer(request, model, at, avoid)
-        if isinstance(choice, Reject) and not keys:
+        pools, offer = self._offer(request, model, candidates, at, avoid)
+        if isinstance(choice, Reject) and not pools:
             return choice
         turn, by_protocol = self._view.prefill[model].decisions, dict[str, Candidates]()
 
@@ -70,17 +72,17 @@ class Pairing:
         if isinstance(chosen, Reject):
             return choice
         if offer is not None and isinstance(chosen, Alone):
-            return _picked(keys, offer, chosen)
+            return _picked(pools, offer, chosen)
         assert not isinstance(chosen, Alone), "without an offer there is no decode instance alone"
         return chosen.prefill
 
     def _offer(
-        self, request: Request, model: str, at: float, avoid: Avoided
-    ) -> tuple[tuple[PoolKey, ...], AloneOffer | None]:
+        self, request: Request, model: str, candidates: PrefillCandidates, at: float, avoid: Avoided
+    ) -> tuple[tuple[DecodePool, ...], AloneOffer | None]:
         if self._offers is None or self._tracker is None:
             return (), None
         output_tokens = self._tracker.table.answers.mean_tokens
-        return self._offers.offer(request, model, at, avoid, output_tokens)
+        return self._offers.offer(request, model, candidates, at, avoid, output_tokens)
 
     def _splits(self, model: str) -> bool:
         """Whether every prefill instance of a model ends its leg before the decode leg starts."""
@@ -118,8 +120,11 @@ class Pairing:
         return pool.candidates(request, view.models[model], hit_tokens, view.options.reserve_bytes, usable)
 
 
-def _picked(keys: tuple[PoolKey, ...], offer: AloneOffer, alone: Alone) -> AlonePick:
-    choice, pool = alone.decode, offer.pools[alone.pool]
+def _picked(pools: tuple[DecodePool, ...], offer: AloneOffer, alone: Alone) -> AlonePick:
+    choice, offered = alone.decode, offer.pools[alone.pool]
     parts = choice.terms.parts
-    prompt_s = float(parts["prefill_s"][choice.index] + parts["steps_s"][choice.index])
-    return AlonePick(keys[alone.pool], DecodePick(choice, pool.candidates, SAME_NODE), prompt_s)
+    prompt_s = float(parts["prefill_s"][choice.index])
+    if not offered.stays:
+        prompt_s += float(parts["steps_s"][choice.index])
+    pick = DecodePick(choice, offered.candidates, SAME_NODE)
+    return AlonePick(pools[alone.pool], offered.stays, pick, prompt_s)

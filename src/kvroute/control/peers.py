@@ -206,12 +206,10 @@ class Peers:
                 placed.prefill = self._book_prefill(at, new)
 
     def _book_prompt(self, at: float, booking: PeerBooking) -> tuple[DecodePool, int] | None:
-        """Book the prompt if the decode instance computes it itself; an instance of role `both` has a prefill pool for
-        that."""
-        if booking.prefill != booking.target:
-            return None
-        found = self._decode_position(booking.target)
-        if found is None or not found[0].partner[found[1]]:
+        """Book the prompt if a decode instance computes it itself; prefill instances and those of role `both` have a
+        prefill pool for that."""
+        found = self._decode_position(booking.target) if booking.prefill == booking.target else None
+        if found is None or found[0] not in self._parts.view.decode.values() or not found[0].partner[found[1]]:
             return None
         found[0].book_prompt(found[1], at, booking.prefill_s)
         return found
@@ -249,9 +247,8 @@ class Peers:
         index = _index(self._parts, name)
         if index is None:
             return None
-        instance = self._parts.cluster.instances[index]
-        pool = self._parts.view.decode.get((instance.model, instance.protocol))
-        return None if pool is None or index not in pool.position else (pool, pool.position[index])
+        pool = self._parts.view.decode_pool_of(index)
+        return None if pool is None else (pool, pool.position[index])
 
     def _book_decode(self, at: float, booking: PeerBooking) -> tuple[DecodePool, int] | None:
         found = self._decode_position(booking.target)

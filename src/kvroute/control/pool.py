@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvroute.control.kernels import work_ahead
+from kvroute.control.prompt_share import PromptShare
 from kvroute.control.slow_start import SlowStart
 from kvroute.llm import Model
 from kvroute.timing import PrefillTime, prefill_each_s
@@ -46,6 +47,8 @@ class DecodePool:
     """Requests whose prompt waits or is computed on an instance, because it serves them alone."""
     prompts_until_s: FloatArray
     """Time at which each instance has computed these prompts."""
+    share: PromptShare
+    """Share of the time spent on such prompts."""
     slow_start: SlowStart = field(default_factory=SlowStart)
     sites: tuple[str, ...] = ()
     """Datacenter of each instance."""
@@ -78,6 +81,7 @@ class DecodePool:
             position={index: position for position, (index, _) in enumerate(members)},
             prompts=np.zeros(count, dtype=np.int64),
             prompts_until_s=np.zeros(count),
+            share=PromptShare(np.zeros(count)),
             sites=tuple(instance.datacenter for _, instance in members),
             group=_groups([instance.group for _, instance in members]),
         )
@@ -124,6 +128,7 @@ class DecodePool:
         arrays = ("batch", "queued", "free_kv_bytes", "others_batch", "others_queued", "others_bytes")
         for name in (*arrays, "prompts", "prompts_until_s"):
             getattr(self, name)[here] = getattr(old, name)[there]
+        self.share.take_over(old.share, here, there)
         self.up[:] = False
         self.up[here] = old.up[there]
         self.open = bool(self.up.all() and self.partner.all())
@@ -159,6 +164,7 @@ class DecodePool:
         """Book the prompt of a request that this instance serves alone."""
         self.prompts_until_s[position] = max(float(self.prompts_until_s[position]), at) + seconds
         self.prompts[position] += 1
+        self.share.add(position, at, seconds)
 
     def release_prompt(self, position: int, at: float, unfinished_s: float = 0.0) -> None:
         """Release a prompt with `unfinished_s` of work not computed. An instance without prompts has no such work left,
@@ -207,6 +213,8 @@ class PrefillPool:
     """Number of requests of other routers on each instance, as the engines report them."""
     alike: dict[str, IntArray]
     """Positions of the instances with the same timing, by its name."""
+    share: PromptShare
+    """Share of the time spent on prompts, of one stage."""
     slow_start: SlowStart = field(default_factory=SlowStart)
     sites: tuple[str, ...] = ()
     """Datacenter of each instance."""
@@ -233,6 +241,7 @@ class PrefillPool:
             up=np.ones(count, dtype=np.bool_),
             others=np.zeros(count, dtype=np.int64),
             alike={name: np.array(positions, dtype=np.int64) for name, positions in alike.items()},
+            share=PromptShare(np.zeros(count)),
             position={index: position for position, (index, _) in enumerate(members)},
             sites=tuple(instance.datacenter for _, instance in members),
         )
@@ -257,6 +266,7 @@ class PrefillPool:
         stage_s = prefill_s / float(self.stages[position])
         self.busy_until_s[position] = max(float(self.busy_until_s[position]), at) + stage_s
         self.assigned[position] += 1
+        self.share.add(position, at, stage_s)
         self.mean_s += (stage_s - self.mean_s) * (_MEAN_WEIGHT if self.mean_s else 1.0)
 
     def release(self, position: int, at: float, unfinished_s: float = 0.0) -> None:
@@ -274,6 +284,7 @@ class PrefillPool:
         here, there, after = _moves(self.ids, old.ids, before)
         for name in ("busy_until_s", "assigned", "others"):
             getattr(self, name)[here] = getattr(old, name)[there]
+        self.share.take_over(old.share, here, there)
         self.up[:] = False
         self.up[here] = old.up[there]
         self.decisions, self.mean_s = old.decisions, old.mean_s

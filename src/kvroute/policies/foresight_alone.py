@@ -1,7 +1,8 @@
-"""Prices a request that one decode instance serves alone, in the seconds in which pairs are priced. It is pure.
+"""Prices a request that one instance serves alone, in the seconds in which pairs are priced. It is pure.
 
-A decode instance computes a prompt in chunks between decode steps. This saves the transfer and the queue of a prefill
-instance, uses the prefix cached there, and delays the requests that decode there.
+A decode instance computes a prompt in chunks beside decode steps. This saves the transfer and the queue of a prefill
+instance, uses the prefix cached there, and delays the requests that decode there. A prefill instance can go on to
+decode the request: this saves the transfer, and the decode waits for other prompts.
 """
 
 from __future__ import annotations
@@ -16,25 +17,33 @@ from kvroute.types import BoolArray, Candidates, Choice, FloatArray, IntArray, T
 
 
 class AloneCandidates(NamedTuple):
-    """Decode instances of one protocol that may serve a request alone, n of them."""
+    """Decode or prefill instances of one protocol that may serve a request alone, n of them."""
 
     candidates: Candidates
     """`hit_tokens`: prefix that they need not compute; `kv_bytes`: 0, because nothing is transferred."""
     prompts_s: FloatArray
-    """Seconds until the prompts that each instance computes already are complete, [n]."""
+    """Seconds until the prompts that are booked on each instance are complete, [n]."""
     prefill_s: FloatArray
     """Seconds to compute this prompt on an instance that does nothing else, given its cached prefix, [n]."""
     chunks: IntArray
-    """Number of iterations over which the prompt is divided, [n]."""
+    """Number of iterations over which the prompt is divided, [n]; of no meaning with `stays`."""
+    delayed: IntArray
+    """Requests on each instance that are delayed by one more prompt, [n]."""
+    share: FloatArray
+    """Share of the time that each instance spends on prompts, [n]."""
+    stays: bool = False
+    """Whether they are prefill instances, which compute prompts first and go on to decode."""
 
 
 class AloneOffer(NamedTuple):
     """What the choice between a pair and a decode instance alone depends on, beside the pair."""
 
     pools: tuple[AloneCandidates, ...]
-    """The candidates, by protocol."""
+    """The candidates, by protocol and role."""
     waiting: IntArray
     """Requests that wait for or are in prefill on each prefill instance, [prefill instances]."""
+    decoding: IntArray
+    """Requests that decode on each prefill instance, [prefill instances]."""
     output_tokens: float
     """Mean length of a response."""
     layerwise: bool = False
@@ -42,7 +51,7 @@ class AloneOffer(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """A decode instance that computes the prompt itself."""
+    """An instance that computes the prompt and decodes."""
 
     pool: int
     """Index into `AloneOffer.pools`."""
@@ -64,15 +73,20 @@ class PairPrice(NamedTuple):
     """First decode step."""
     slot_s: float
     delay_s: float
+    """Delay of other requests by the prompt."""
+    later_s: float
+    """Delay of the response by later prompts on the decode instance."""
     hit_tokens: float
 
     @property
     def cost(self) -> float:
         """Sum of the parts."""
-        return self.wait_s + self.prefill_s + self.transfer_s + self.steps_s + self.slot_s + self.delay_s
+        parts = (self.wait_s, self.prefill_s, self.transfer_s, self.steps_s, self.slot_s, self.delay_s, self.later_s)
+        return sum(parts)
 
 
-PARTS = ("wait_s", "prefill_s", "transfer_s", "steps_s", "slot_s", "delay_s", "hit_tokens")
+PARTS = ("wait_s", "prefill_s", "transfer_s", "steps_s", "slot_s", "delay_s", "later_s", "hit_tokens")
+"""Columns of the terms. The sum of all but the last one is the cost."""
 
 
 class Load(NamedTuple):
@@ -84,12 +98,19 @@ class Load(NamedTuple):
     """First step of a request that joins the batch."""
     slot_s: FloatArray
     """Price of a slot."""
+    response_s: FloatArray
+    """Duration of a response without prompts in between."""
 
 
 def load_of(spec: ForesightSpec, candidates: Candidates, output_tokens: float) -> Load:
     """Return the price of the load of each candidate."""
     wait_s, step_s, slot_s = Foresight(spec).load_s(candidates, output_tokens)
-    return Load(spec.wait_weight * wait_s, step_s, slot_s)
+    return Load(spec.wait_weight * wait_s, step_s, slot_s, output_tokens * step_s)
+
+
+def later_s(spec: ForesightSpec, response_s: FloatArray, share: FloatArray) -> FloatArray:
+    """Return the delay of a response by later prompts on its instance, which take this share of the time, [n]."""
+    return spec.delay_weight * response_s * share / (1.0 - share)
 
 
 def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pair: PairPrice | None) -> Alone | None:
@@ -119,20 +140,20 @@ def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pa
 def _parts(spec: ForesightSpec, pool: AloneCandidates, load: Load) -> tuple[FloatArray, ...]:
     """Return the columns of `PARTS`.
 
-    The batch makes a step before each chunk ends. Each of its requests, and of those that wait for a slot, is delayed
-    by the whole prompt. The last chunk gives the first token, so there is no further step.
+    On a decode instance the batch makes a step beside each chunk, and the last chunk gives the first token. On a
+    prefill instance the first token takes a step more.
     """
     candidates = pool.candidates
     step_s = candidates.iteration_base_s + candidates.iteration_per_request_s * candidates.batch
-    steps_s = np.where(candidates.batch > 0, pool.chunks * step_s, 0.0)
-    delayed = candidates.batch + candidates.queued
+    steps_s = load.step_s if pool.stays else np.where(candidates.batch > 0, pool.chunks * step_s, 0.0)
     return (
         np.maximum(load.wait_s, pool.prompts_s),
         pool.prefill_s,
         np.zeros(len(step_s)),
         steps_s,
         load.slot_s,
-        spec.delay_weight * delayed * pool.prefill_s,
+        spec.delay_weight * pool.delayed * pool.prefill_s,
+        later_s(spec, load.response_s, pool.share),
         candidates.hit_tokens.astype(np.float64),
     )
 

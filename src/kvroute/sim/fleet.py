@@ -64,6 +64,12 @@ class Fleet:
         """KV memory available to a new request, in bytes."""
         return self.memory.free_blocks(index) * self.block_bytes[index]
 
+    def decoding(self, index: int) -> DecodeInstance:
+        """The batch of an instance; a prefill instance gets one when it first goes on to decode a request."""
+        if index not in self.decode:
+            self._equip(index, "decode")
+        return self.decode[index]
+
     def take(self, index: int) -> None:
         """Add one request to an instance."""
         self._busy[index] += 1

@@ -84,6 +84,8 @@ class DecodeInstance:
     """Version of the plan: it changes with every new plan, and a wake-up of an older version is ignored."""
     planned_steps: int = 0
     """Number of iterations from the last boundary to the planned one."""
+    paused_until_s: float = 0.0
+    """End of the last pause."""
     _active: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Heap of (last iteration, sequence, request, tokens at its end)."""
     _waiting: deque[tuple[int, int, int] | WaitingPrompt] = field(default_factory=deque)
@@ -113,9 +115,9 @@ class DecodeInstance:
     def _add(self, at: float, entry: tuple[int, int, int] | WaitingPrompt) -> float | None:
         self._waiting.append(entry)
         if self.running == 0:
-            self.boundary_s, self.planned_steps = at, 0
+            self.boundary_s, self.planned_steps = max(at, self.paused_until_s), 0
             self.version += 1
-            return at
+            return self.boundary_s
         if self.running >= self.batch_max or len(self._waiting) > 1 or self.prompts:
             return None  # no slot before a request leaves, or the next boundary is planned already
         steps = self.time.steps_until(at - self.boundary_s, self.batch, self.context_tokens)
@@ -143,6 +145,21 @@ class DecodeInstance:
         self.planned_steps = end - self.iteration
         self.version += 1
         return max(at, self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens))
+
+    def pause(self, at: float, seconds: float) -> float | None:
+        """Stop the batch for some time: the iteration in progress takes longer. Return the time of the next `step` if
+        it has changed, else None."""
+        self.paused_until_s = max(self.paused_until_s, at) + seconds
+        if self.running == 0:
+            if not self._waiting:
+                return None
+            self.boundary_s = self.paused_until_s
+            self.version += 1
+            return self.boundary_s
+        wake_s = self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens)
+        self.boundary_s += seconds
+        self.version += 1
+        return max(at, wake_s + seconds)
 
     def step(self, at: float) -> tuple[Step, float | None]:
         """Process the planned boundary at `at`: requests leave and join. Return the changes and the time of the next

@@ -79,6 +79,11 @@ class RequestTimelines:
         self._arrivals, self._prefill_cache, self._copy_queues = arrivals, prefill_cache, copy_queues
         self._booked: set[int] = set()
         """Requests whose target is already known while they are in prefill."""
+        self._staying: set[int] = set()
+        """Requests in prefill whose prefill instance will go on to decode them."""
+        self._paused_s: dict[int, float] = {}
+        """Time for which the next iteration of an instance waits, because it computes prompts first; only where
+        all-reduces share links."""
         self._produced_bytes_per_s: dict[int, float] = {}
         """Production rate of requests whose KV will be sent while it is computed, until their first layer is
         computed."""
@@ -153,6 +158,9 @@ class RequestTimelines:
             assert isinstance(decision, Decode)
             self._router.evicted(self._delivery.book(request, decision))
             self._booked.add(request)
+            if decision.source == decision.target:
+                self._staying.add(request)
+                self._fleet.decoding(source)
         if not prefill.copy_from:
             self._submit(request)
             return
@@ -264,9 +272,24 @@ class RequestTimelines:
             return
         start, finish = self._fleet.prefill[source].submit(self._agenda.now, traced.input_tokens, cached_tokens)
         outcomes.prefill_started_s[request] = start
+        if source in self._fleet.decode:
+            self._agenda.at(start, self._computing, request)
         if self._streams_kv(request):
             self._plan_stream(request, start, finish, self._fleet.layers[source])
         self._agenda.at(finish, self._prefilled, request)
+
+    def _computing(self, request: int, _: int) -> None:
+        """Begin a prompt on a prefill instance that also decodes: its batch waits until the prompt is complete."""
+        source = int(self._outcomes.source[request])
+        cached_tokens = int(self._outcomes.cached_tokens[request])
+        prefill, decode = self._fleet.prefill[source], self._fleet.decode[source]
+        seconds = prefill.time.seconds(self._trace[request].input_tokens, cached_tokens) / prefill.stages
+        if source in self._shared:
+            self._paused_s[source] = self._paused_s.get(source, 0.0) + seconds
+            return
+        wake_s = decode.pause(self._agenda.now, seconds)
+        if wake_s is not None:
+            self._agenda.at(wake_s, self._step, source, decode.version)
 
     def _submit_prompt(self, request: int, source: int, cached_tokens: int) -> None:
         """Add the request to the queue of a prefill instance whose all-reduces share links."""
@@ -276,6 +299,8 @@ class RequestTimelines:
 
         def begun(number: int) -> None:
             self._outcomes.prefill_started_s[number] = self._agenda.now
+            if source in self._fleet.decode:
+                self._computing(number, 0)
             if streams:
                 kv_bytes, slices = float(self._outcomes.kv_bytes[number]), pipeline.slices(seconds)
                 self._streams.plan(number, kv_bytes, seconds, self._fleet.layers[source], slices)
@@ -289,7 +314,7 @@ class RequestTimelines:
 
     def _streams_kv(self, request: int) -> bool:
         """Return True if the request's KV cache is sent while it is computed."""
-        layerwise = self._settings.transfer == "layerwise"
+        layerwise = self._settings.transfer == "layerwise" and request not in self._staying
         return layerwise and request in self._booked and self._trace[request].output_tokens > 0
 
     def _plan_stream(self, request: int, start: float, finish: float, layers: int) -> None:
@@ -317,7 +342,7 @@ class RequestTimelines:
         traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
         outcomes.prefill_finished_s[request] = now
         source = int(outcomes.source[request])
-        if self._prefill_cache and traced.blocks:
+        if self._prefill_cache and traced.blocks and request not in self._staying:
             self._cache_prompt(source, traced)
             if self._store is not None:
                 full = traced.input_tokens // traced.block_tokens
@@ -327,6 +352,9 @@ class RequestTimelines:
             return
         started_s = time.perf_counter()
         decisions = self._router.handle(PrefillFinished(now, request, kept_tokens))
+        if request in self._staying:
+            self._stay(request, source)
+            return
         if request in self._booked:
             self._booked.remove(request)
             self._hand_over(request)
@@ -340,6 +368,19 @@ class RequestTimelines:
         assert isinstance(decision, Decode)
         self._router.evicted(self._delivery.book(request, decision))
         self._hand_over(request)
+
+    def _stay(self, request: int, source: int) -> None:
+        """Go on to decode on the prefill instance."""
+        self._booked.remove(request)
+        self._staying.remove(request)
+        traced, now = self._trace[request], self._agenda.now
+        self._outcomes.landed_s[request] = now
+        evicted = self._delivery.transfer_done(request)
+        if self._delivery.cached(request):
+            self._router.stored(source, self._delivery.cached(request), evicted)
+        self._router.give_back(source)
+        decode = self._fleet.decode[source]
+        self._plan_step(source, decode.transfer_done(now, request, traced.input_tokens, traced.output_tokens))
 
     def _cache_prompt(self, source: int, traced: TracedRequest) -> None:
         """Cache the blocks of a prompt.
@@ -363,6 +404,7 @@ class RequestTimelines:
         self._delivery.end_plan(request)
         if request in self._booked:
             self._booked.remove(request)
+            self._staying.discard(request)
             target = int(self._outcomes.target[request])
             self._router.evicted(self._delivery.give_up(request))
             self._router.give_back(target)
@@ -442,7 +484,8 @@ class RequestTimelines:
         if target in self._shared:
             ended = partial(self._iterated, target, step.admitted, now)
             traffic = self._shared[target].together
-            self.iterations.start("decode", traffic, step.tokens, step.iteration_s, ended)
+            seconds = step.iteration_s + self._paused_s.pop(target, 0.0)
+            self.iterations.start("decode", traffic, step.tokens, seconds, ended)
             return
         self._record_first_tokens(step.admitted, step.first_token_s, step.iteration_s)
         self._agenda.at(wake_s, self._step, target, decode.version)
