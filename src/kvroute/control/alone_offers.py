@@ -67,8 +67,15 @@ class AloneOffers:
         running = np.zeros(len(own.ids), dtype=np.int64)
         for pool, key in staying:
             running[self._prefill_positions[key]] = pool.batch
-        waiting = own.assigned + own.others
-        return tuple(pools), AloneOffer(tuple(offered), waiting, running, output_tokens, view.options.layerwise)
+        busy = sum(float(pool.share.share(at).sum()) for pool, _ in decoding) + float(own.share.share(at).sum())
+        return tuple(pools), AloneOffer(
+            pools=tuple(offered),
+            waiting=own.assigned + own.others,
+            decoding=running,
+            busy=min(busy / max(int(own.up.sum()), 1), 1.0),
+            output_tokens=output_tokens,
+            layerwise=view.options.layerwise,
+        )
 
     def _usable(self, pools: list[DecodePool], at: float, avoid: Avoided) -> list[BoolArray]:
         masks: list[BoolArray] = [pool.up & pool.partner for pool in pools]

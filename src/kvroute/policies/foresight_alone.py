@@ -44,6 +44,8 @@ class AloneOffer(NamedTuple):
     """Requests that wait for or are in prefill on each prefill instance, [prefill instances]."""
     decoding: IntArray
     """Requests that decode on each prefill instance, [prefill instances]."""
+    busy: float
+    """Share of their time that prefill instances would need to compute all prompts of the model, 0 to 1."""
     output_tokens: float
     """Mean length of a response."""
     layerwise: bool = False
@@ -76,16 +78,18 @@ class PairPrice(NamedTuple):
     """Delay of other requests by the prompt."""
     later_s: float
     """Delay of the response by later prompts on the decode instance."""
+    reserve_s: float
+    """0: the prefill instance does not decode."""
     hit_tokens: float
 
     @property
     def cost(self) -> float:
         """Sum of the parts."""
-        parts = (self.wait_s, self.prefill_s, self.transfer_s, self.steps_s, self.slot_s, self.delay_s, self.later_s)
-        return sum(parts)
+        seconds: tuple[float, ...] = self[1:-1]
+        return sum(seconds)
 
 
-PARTS = ("wait_s", "prefill_s", "transfer_s", "steps_s", "slot_s", "delay_s", "later_s", "hit_tokens")
+PARTS = ("wait_s", "prefill_s", "transfer_s", "steps_s", "slot_s", "delay_s", "later_s", "reserve_s", "hit_tokens")
 """Columns of the terms. The sum of all but the last one is the cost."""
 
 
@@ -123,11 +127,12 @@ def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pa
         pair: the price of the best pair, for the terms; None: there is no pair.
     """
     found: Alone | None = None
-    best_s = np.inf
+    best_s, beside_s = np.inf, _beside_s(offer)
     for number, (pool, load) in enumerate(zip(offer.pools, loads, strict=True)):
         candidates = pool.candidates
         feasible: BoolArray = candidates.need_bytes <= candidates.free_kv_bytes
-        parts = _parts(spec, pool, load)
+        later_loss_s = max(beside_s - pair.transfer_s, 0.0) if pair is not None else 0.0
+        parts = _parts(spec, pool, load, offer.busy * later_loss_s)
         cost: FloatArray = np.sum(parts[:-1], axis=0)
         masked = np.where(feasible, cost, np.inf)
         index = int(masked.argmin()) if len(masked) else -1
@@ -137,8 +142,20 @@ def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pa
     return found
 
 
-def _parts(spec: ForesightSpec, pool: AloneCandidates, load: Load) -> tuple[FloatArray, ...]:
-    """Return the columns of `PARTS`.
+def _beside_s(offer: AloneOffer) -> float:
+    """Return the least delay that a prompt like this one imposes on a decode instance."""
+    least_s = np.inf
+    for pool in offer.pools:
+        candidates = pool.candidates
+        feasible = candidates.need_bytes <= candidates.free_kv_bytes
+        if not pool.stays and feasible.any():
+            least_s = min(least_s, float((pool.delayed * pool.prefill_s)[feasible].min()))
+    return least_s if least_s < np.inf else 0.0
+
+
+def _parts(spec: ForesightSpec, pool: AloneCandidates, load: Load, loss_s: float) -> tuple[FloatArray, ...]:
+    """Return the columns of `PARTS`. Args: `loss_s`: see `AloneOffer.busy`; what later prompts lose in the time of one
+    prompt if the prefill instance decodes.
 
     On a decode instance the batch makes a step beside each chunk, and the last chunk gives the first token. On a
     prefill instance the first token takes a step more.
@@ -154,6 +171,7 @@ def _parts(spec: ForesightSpec, pool: AloneCandidates, load: Load) -> tuple[Floa
         load.slot_s,
         spec.delay_weight * pool.delayed * pool.prefill_s,
         later_s(spec, load.response_s, pool.share),
+        spec.delay_weight * load.response_s / pool.prefill_s * loss_s if pool.stays else np.zeros(len(step_s)),
         candidates.hit_tokens.astype(np.float64),
     )
 

@@ -167,6 +167,7 @@ class ForesightJoint:
             slot_s=float(load.slot_s[target]),
             delay_s=self.spec.delay_weight * int(offer.waiting[source] + offer.decoding[source]) * prefill_s,
             later_s=later,
+            reserve_s=0.0,
             hit_tokens=float(prefill.hit_tokens[source]),
         )
 
