@@ -19,6 +19,7 @@ from kvroute.types import (
     Finished,
     InputError,
     InstanceDown,
+    InstanceMeasured,
     InstanceUp,
     KvStored,
     PeerReport,
@@ -51,7 +52,7 @@ BLOCKS = tuple(range(1, 101))
 
 
 def core(text: str = TEXT, **spec: Any) -> Control:
-    return ControlSpec(**{"decode": "foresight-joint", **spec}).build(parse(text))
+    return ControlSpec(**{"decode": "foresight-joint", "parameters": {"alone": 1}, **spec}).build(parse(text))
 
 
 def arrive(
@@ -114,7 +115,7 @@ def test_the_delay_of_running_requests_can_make_the_pair_cheaper() -> None:
     steps_s = 2 * (0.01 + 4 * 0.1e-3)
     slot_s = parts["alone_s"][index] - (0.11 + steps_s + 4 * 0.11)
     assert parts["pair_s"][index] == pytest.approx(0.11 + 0.1311 + 0.0105 + slot_s, rel=1e-2)
-    light = core(parameters={"delay_weight": 0.1})
+    light = core(parameters={"alone": 1, "delay_weight": 0.1})
     running(light, 0.0, "d0", 4)
     light.handle(InstanceDown(0.0, "d1"))
     assert alone(arrive(light, 1.0, 10)) == "d0"
@@ -174,7 +175,8 @@ def test_the_terms_contain_every_decode_instance_and_the_best_pair() -> None:
     terms = decode.terms
     assert terms is not None
     assert terms.names == ("d0", "d1", "p0 and d0")
-    columns = ("wait_s", "prefill_s", "transfer_s", "steps_s", "slot_s", "delay_s")
+    columns = [name for name in terms.parts if name != "hit_tokens"]
+    assert len(columns) == 9
     assert terms.cost.tolist() == pytest.approx(np.sum([terms.parts[name] for name in columns], axis=0).tolist())
     assert terms.cost[0] == terms.cost.min()
     assert terms.parts["transfer_s"][2] == pytest.approx(1_000 * 327_680 / 2.5e9, rel=1e-2)
@@ -203,11 +205,11 @@ def test_instances_that_are_down_have_failed_the_request_or_must_not_serve_it_ar
     control.handle(InstanceDown(0.0, "d0"))
     assert alone(arrive(control, 0.0, 0)) == "d1"
     control.handle(InstanceUp(0.0, "d0"))
+    control.handle(Finished(0.0, 0))
     assert alone(arrive(control, 0.0, 1)) == "d0"
     assert alone(control.handle(DecodeFailed(0.1, 1))) == "d1"
-    for number in (0, 1):
-        control.handle(Finished(0.1, number))
-    assert alone(arrive(control, 0.2, 2, only=("p0", "p1", "d1"))) == "d1"
+    control.handle(Finished(0.1, 1))
+    assert alone(arrive(control, 60.0, 2, only=("p0", "p1", "d1"))) == "d1"
 
 
 def test_an_instance_without_room_is_not_chosen() -> None:
@@ -238,7 +240,7 @@ def test_a_constraint_between_prefill_and_decode_holds_on_one_instance() -> None
     ("text", "spec"),
     [
         (TEXT, {"parameters": {"alone": 0}}),
-        (TEXT, {"decode": "foresight"}),
+        (TEXT, {"decode": "foresight", "parameters": {}}),
         (TEXT.replace("name: p1, role: prefill", "name: p1, role: both"), {}),
     ],
 )
@@ -260,7 +262,8 @@ def test_the_protocol_must_allow_prompts_on_decode_instances(protocol: str, firs
 
 def test_a_slowly_returning_instance_gets_a_part_of_the_requests() -> None:
     control = core(slow_start_s=100.0)
-    control.handle(InstanceDown(0.0, "d0"))
+    for name in ("p0", "p1", "d0"):
+        control.handle(InstanceDown(0.0, name))
     control.handle(InstanceUp(1.0, "d0", returned=True))
     places = []
     for number in range(10):
@@ -305,28 +308,156 @@ def test_prompts_of_other_gateways_count() -> None:
 
 
 def test_the_parameter_is_checked() -> None:
-    for value, name in ((2, "alone"), (0.5, "alone"), (-1, "alone")):
+    for value, name in ((3, "alone"), (0.5, "alone"), (-1, "alone")):
         with pytest.raises(InputError, match=name):
             ControlSpec(decode="foresight-joint", parameters={"alone": value}).check()
     with pytest.raises(InputError, match="delay_weight"):
         ControlSpec(decode="foresight-joint", parameters={"delay_weight": float("nan")}).check()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_histories_replay_bit_for_bit_and_release_everything(seed: int) -> None:
+STAYS: dict[str, Any] = {"parameters": {"alone": 2}}
+
+
+def staying(decisions: tuple[Decision, ...]) -> str:
+    """Return the prefill instance that goes on to decode the request."""
+    prefill, decode = decisions
+    assert isinstance(prefill, Prefill)
+    assert isinstance(decode, Decode)
+    assert (decode.source, decode.target, decode.kv_bytes) == (prefill.instance, prefill.instance, 0.0)
+    return prefill.instance
+
+
+def without_decode(control: Control) -> Control:
+    """Take all decode instances down."""
+    for name in ("d0", "d1"):
+        control.handle(InstanceDown(0.0, name))
+    return control
+
+
+def test_a_prefill_instance_goes_on_to_decode() -> None:
+    """It is booked as a prefill and as a decode, and both are released step by step."""
+    control = core(**STAYS)
+    with_d1_busy = [alone(arrive(control, 0.0, number)) for number in range(2)]
+    assert with_d1_busy == ["d0", "d1"]
+    assert [staying(arrive(control, 0.0, number)) for number in (2, 3)] == ["p0", "p1"]
+    prefill, stays = control.parts.view.prefill["llama-3-70b"], next(iter(control.parts.view.stays.values()))
+    assert (prefill.assigned.tolist(), stays.queued.tolist()) == ([1, 1], [1, 1])
+    assert control.handle(PrefillFinished(0.1, 2)) == ()
+    control.handle(Admitted(0.1, 2))
+    assert (prefill.assigned.tolist(), stays.batch.tolist(), stays.queued.tolist()) == ([0, 1], [1, 0], [0, 1])
+    for number in range(4):
+        control.handle(Finished(1.0, number))
+    assert not any(load.queued or load.pending_s for load in control.loads(1.0).values())
+    assert stays.free_kv_bytes.tolist() == stays.capacity_bytes.tolist()
+
+
+def test_only_engines_that_can_go_on_to_decode_do_so() -> None:
+    """By the parameter, without any decode instance too; a request is rejected if they cannot."""
+    assert staying(arrive(without_decode(core(**STAYS)), 0.0, 0)) == "p0"
+    assert isinstance(arrive(without_decode(core()), 0.0, 0)[0], Reject)
+    only_d1 = core(**STAYS)
+    only_d1.handle(InstanceDown(0.0, "d0"))
+    running(only_d1, 0.0, "d1", 1)
+    assert staying(arrive(only_d1, 0.0, 0)) == "p0"
+    forbidden = core()
+    forbidden.handle(InstanceDown(0.0, "d0"))
+    running(forbidden, 0.0, "d1", 1)
+    assert len(arrive(forbidden, 0.0, 0)) == 1
+
+
+def test_a_request_that_stays_is_restarted_elsewhere_after_a_failure() -> None:
+    control = core(**STAYS)
+    control.handle(InstanceDown(0.0, "d0"))
+    running(control, 0.0, "d1", 1)
+    assert staying(arrive(control, 0.0, 0)) == "p0"
+    assert staying(control.handle(DecodeFailed(0.1, 0, kv_lost=True))) == "p1"
+
+
+def test_prefills_avoid_an_instance_on_which_requests_decode() -> None:
+    """Both prefill instances are equal but for the request that decodes on the first one."""
+    control = core(**STAYS)
+    control.handle(InstanceDown(0.0, "d0"))
+    running(control, 0.0, "d1", 1)
+    assert staying(arrive(control, 0.0, 0)) == "p0"
+    control.handle(PrefillFinished(0.2, 0))
+    control.handle(Admitted(0.2, 0))
+    for number in range(10):
+        (prefill, *_) = arrive(control, 10.0 + number, 1 + number)
+        assert isinstance(prefill, Prefill)
+        assert prefill.instance == "p1"
+        control.handle(Finished(10.5 + number, 1 + number))
+
+
+def test_busy_prefill_instances_are_kept_free_of_decodes() -> None:
+    """One request decodes on each decode instance. With frequent prompts a pair is chosen, with rare ones a prefill
+    instance goes on to decode."""
+
+    def last(gap_s: float) -> int:
+        control = core(**STAYS)
+        running(control, 0.0, "d0", 1)
+        control.handle(InstanceDown(0.0, "d1"))
+        for number in range(20):
+            arrive(control, gap_s * number, number)
+            control.handle(Finished(gap_s * number + 0.1, number))
+        return len(arrive(control, gap_s * 20, 20))
+
+    assert last(0.11) == 1
+    assert last(10.0) == 2
+
+
+def test_a_request_that_stays_counts_once_in_the_engine_s_own_load() -> None:
+    """The engine reports one running request, which decodes: no prompt of others waits there."""
+    control = core(**STAYS)
+    control.handle(InstanceDown(0.0, "d0"))
+    running(control, 0.0, "d1", 1)
+    assert staying(arrive(control, 0.0, 0)) == "p0"
+    control.handle(PrefillFinished(0.2, 0))
+    control.handle(Admitted(0.2, 0))
+    control.handle(InstanceMeasured(0.3, "p0", running=1, waiting=0, kv_used_share=0.1))
+    assert control.parts.view.prefill["llama-3-70b"].others.tolist() == [0, 0]
+    control.handle(InstanceMeasured(0.3, "p0", running=2, waiting=1, kv_used_share=0.1))
+    assert control.parts.view.prefill["llama-3-70b"].others.tolist() == [2, 0]
+
+
+def test_other_gateways_count_a_request_that_stays() -> None:
+    own, other = core(**STAYS), core(**STAYS)
+    for control in (own, other):
+        control.handle(InstanceDown(0.0, "d0"))
+    running(own, 0.0, "d1", 1)
+    assert staying(arrive(own, 0.0, 0)) == "p0"
+    for sequence, event in enumerate((None, PrefillFinished(0.2, 0), Admitted(0.2, 0), Finished(0.3, 0)), start=1):
+        if event is not None:
+            own.handle(event)
+        at = 0.1 * sequence
+        bookings = tuple(own.booked(number) for number in own.requests)
+        other.handle(PeerReported(at, PeerReport("own", sequence, at, bookings, whole=True)))
+        mine, theirs = own.parts.view, other.parts.view
+        assert theirs.prefill["llama-3-70b"].assigned.tolist() == mine.prefill["llama-3-70b"].assigned.tolist()
+        for key, pool in mine.stays.items():
+            assert (theirs.stays[key].batch.tolist(), theirs.stays[key].queued.tolist()) == (
+                pool.batch.tolist(),
+                pool.queued.tolist(),
+            )
+        assert prompts(other) == [0, 0]
+
+
+@pytest.mark.parametrize("roles", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_histories_replay_bit_for_bit_and_release_everything(seed: int, roles: int) -> None:
     """Random requests take their steps, fail or leave, in any order."""
     rng = np.random.default_rng(seed)
-    control, records = core(overcommit=True), list[LogRecord]()
+    spec: dict[str, Any] = {"overcommit": True, "parameters": {"alone": roles}}
+    control, records = core(**spec), list[LogRecord]()
     steps: dict[int, str] = {}
     seen = set()
 
     def handle(event: Event) -> None:
         decisions = control.handle(event)
         records.append(LogRecord(event, decisions))
-        for decision in decisions:
+        for decision in decisions[:1]:
             assert isinstance(decision, Prefill | Decode)
             if isinstance(decision, Prefill):
-                steps[decision.request_id] = "prefill"
+                steps[decision.request_id] = "stays" if len(decisions) == 2 else "prefill"
             else:
                 steps[decision.request_id] = "alone" if decision.source == decision.target else "decode"
             seen.add(steps[decision.request_id])
@@ -342,22 +473,27 @@ def test_histories_replay_bit_for_bit_and_release_everything(seed: int) -> None:
                 case "prefill", True:
                     handle(Finished(at, other))
                     del steps[other]
+                case "stays", False:
+                    handle(PrefillFinished(at, other))
+                    steps[other] = "decode"
                 case (("alone" | "decode"), False):
                     handle(Admitted(at, other))
                     steps[other] = "running"
-                case (("alone" | "decode"), True):
+                case (("alone" | "decode" | "stays"), True):
                     handle(DecodeFailed(at, other, kv_lost=True))
                 case _:
                     handle(Finished(at, other))
                     del steps[other]
         (pool,) = control.parts.view.decode.values()
         assert pool.prompts.sum() == sum(step == "alone" for step in steps.values())
-    assert seen >= {"alone", "prefill", "decode"}
+    assert seen >= ({"alone", "prefill", "decode"} if roles == 1 else {"alone", "stays"})
     for other in list(steps):
         handle(Finished(5.0, other))
-    (pool,) = control.parts.view.decode.values()
-    for counts in (pool.prompts, pool.batch, pool.queued, pool.prompts_s(5.0)):
-        assert not counts.any()
-    assert pool.free_kv_bytes.tolist() == pool.capacity_bytes.tolist()
-    for record, again in replay(core(overcommit=True), records):
+    view = control.parts.view
+    for pool in (*view.decode.values(), *view.stays.values()):
+        for counts in (pool.prompts, pool.batch, pool.queued, pool.prompts_s(5.0)):
+            assert not counts.any()
+        assert pool.free_kv_bytes.tolist() == pool.capacity_bytes.tolist()
+    assert not any(load.pending_s for load in control.loads(5.0).values())
+    for record, again in replay(core(**spec), records):
         assert decisions_equal(record.decisions, again)

@@ -189,3 +189,29 @@ def test_a_request_without_output_ends_with_its_prompt() -> None:
     assert wake_s == pytest.approx(1.01)
     step, wake_s = instance.step(wake_s)
     assert (step.computed, step.finished, wake_s) == ((7,), (7,), None)
+
+
+def test_a_pause_delays_the_batch_by_its_time() -> None:
+    """Prompts on a prefill instance come first. The output of 20 tokens takes 220 ms, and both pauses."""
+    instance = DecodeInstance(0, DECODE, 8)
+    assert instance.transfer_done(0.0, 1, 100, 20) == 0.0
+    step, wake_s = instance.step(0.0)
+    assert (step.admitted, wake_s) == ((1,), pytest.approx(0.22))
+    assert instance.pause(0.1, 0.5) == pytest.approx(0.72)
+    wake_s = instance.pause(0.6, 1.0)
+    assert wake_s == pytest.approx(1.72)
+    assert wake_s is not None
+    step, wake_s = instance.step(wake_s)
+    assert (step.finished, wake_s) == ((1,), None)
+
+
+def test_a_request_that_arrives_in_a_pause_waits_for_its_end() -> None:
+    """Also if it has arrived just before the pause, at the same time."""
+    instance = DecodeInstance(0, DECODE, 8)
+    assert instance.pause(1.0, 0.5) is None
+    assert instance.transfer_done(1.2, 1, 100, 1) == 1.5
+    other = DecodeInstance(0, DECODE, 8)
+    assert other.transfer_done(1.0, 1, 100, 1) == 1.0
+    assert other.pause(1.0, 0.5) == 1.5
+    step, _ = other.step(1.5)
+    assert (step.admitted, step.first_token_s) == ((1,), pytest.approx(1.511))

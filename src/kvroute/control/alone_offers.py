@@ -11,20 +11,21 @@ from kvroute.control.pool import DecodePool
 from kvroute.control.view import Avoided, ClusterView, PoolKey
 from kvroute.policies import AloneCandidates, AloneOffer, PrefillCandidates
 from kvroute.timing import PrefillTime, prefill_each_s, prefill_time
-from kvroute.types import TRAITS, BoolArray, Candidates, FloatArray, IntArray, Request
+from kvroute.types import TRAITS, BoolArray, Candidates, FloatArray, IntArray, Request, Role
 
 
 class AloneOffers:
     """Offers decode instances that compute a prompt, and prefill instances that go on to decode. It books nothing."""
 
-    def __init__(self, view: ClusterView) -> None:
+    def __init__(self, view: ClusterView, roles: frozenset[Role]) -> None:
+        """Args: `roles`: of the instances that are offered."""
         self._view = view
         self._times: dict[PoolKey, list[tuple[PrefillTime, IntArray]]] = {}
         """For each pool whose engines can compute prompts: each timing, and the positions of its instances."""
         self._chunk_tokens: dict[PoolKey, IntArray] = {}
         timing, instances = view.cluster.timing, view.cluster.instances
         for key, pool in view.decode.items():
-            if TRAITS[key[1]].decode_prefills:
+            if "decode" in roles and TRAITS[key[1]].decode_prefills:
                 members = [instances[index] for index in pool.ids.tolist()]
                 self._chunk_tokens[key] = np.array([each.chunk_tokens for each in members], dtype=np.int64)
                 names = np.array([each.timing for each in members])
@@ -35,6 +36,7 @@ class AloneOffers:
         self._prefill_positions: Mapping[PoolKey, IntArray] = {
             key: np.array([view.prefill[key[0]].position[index] for index in pool.ids.tolist()], dtype=np.int64)
             for key, pool in view.stays.items()
+            if "prefill" in roles
         }
 
     def offer(
@@ -53,7 +55,7 @@ class AloneOffers:
         """
         view, own = self._view, self._view.prefill[model]
         decoding = [(view.decode[key], key) for key in self._times if key[0] == model]
-        staying = [(pool, key) for key, pool in view.stays.items() if key[0] == model]
+        staying = [(view.stays[key], key) for key in self._prefill_positions if key[0] == model]
         masks = self._usable([pool for pool, _ in (*decoding, *staying)], at, avoid)
         pools, offered = list[DecodePool](), list[AloneCandidates]()
         for number, (pool, key) in enumerate((*decoding, *staying)):

@@ -41,8 +41,9 @@ class Pairing:
             self._policy = policy.pair_policy(view.settings.constraint)
         self._separable = {model: self._splits(model) for model in view.models}
         self._offers: AloneOffers | None = None
-        if self._policy is not None and self._policy.prices_alone and view.options.offload is None and not view.reads:
-            self._offers = AloneOffers(view)
+        if self._policy is not None and view.options.offload is None and view.reads is None:
+            roles = self._policy.serves_alone
+            self._offers = AloneOffers(view, roles) if roles else None
 
     def choose(
         self,

@@ -150,7 +150,7 @@ class ClusterView:
         members = [
             (index, instance)
             for index, instance in enumerate(self.cluster.instances)
-            if instance.role == "prefill" and instance.traits.decode_prefills
+            if instance.role == "prefill" and instance.traits.prefill_decodes
         ]
         keys = sorted({(instance.model, instance.protocol) for _, instance in members})
         timing = self.cluster.timing

@@ -80,6 +80,8 @@ class PairPrice(NamedTuple):
     """Delay of the response by later prompts on the decode instance."""
     reserve_s: float
     """0: the prefill instance does not decode."""
+    batch_s: float
+    """Response time of a request in this batch, and delay of the others by its part of their steps."""
     hit_tokens: float
 
     @property
@@ -89,7 +91,18 @@ class PairPrice(NamedTuple):
         return sum(seconds)
 
 
-PARTS = ("wait_s", "prefill_s", "transfer_s", "steps_s", "slot_s", "delay_s", "later_s", "reserve_s", "hit_tokens")
+PARTS = (
+    "wait_s",
+    "prefill_s",
+    "transfer_s",
+    "steps_s",
+    "slot_s",
+    "delay_s",
+    "later_s",
+    "reserve_s",
+    "batch_s",
+    "hit_tokens",
+)
 """Columns of the terms. The sum of all but the last one is the cost."""
 
 
@@ -104,12 +117,16 @@ class Load(NamedTuple):
     """Price of a slot."""
     response_s: FloatArray
     """Duration of a response without prompts in between."""
+    batch_s: FloatArray
+    """The same, and the time by which it makes the steps of the others longer."""
 
 
 def load_of(spec: ForesightSpec, candidates: Candidates, output_tokens: float) -> Load:
     """Return the price of the load of each candidate."""
     wait_s, step_s, slot_s = Foresight(spec).load_s(candidates, output_tokens)
-    return Load(spec.wait_weight * wait_s, step_s, slot_s, output_tokens * step_s)
+    response_s = output_tokens * step_s
+    others_s = output_tokens * candidates.iteration_per_request_s * (candidates.batch + candidates.queued)
+    return Load(spec.wait_weight * wait_s, step_s, slot_s, response_s, response_s + spec.delay_weight * others_s)
 
 
 def later_s(spec: ForesightSpec, response_s: FloatArray, share: FloatArray) -> FloatArray:
@@ -154,15 +171,13 @@ def _beside_s(offer: AloneOffer) -> float:
 
 
 def _parts(spec: ForesightSpec, pool: AloneCandidates, load: Load, loss_s: float) -> tuple[FloatArray, ...]:
-    """Return the columns of `PARTS`. Args: `loss_s`: see `AloneOffer.busy`; what later prompts lose in the time of one
-    prompt if the prefill instance decodes.
+    """Return the columns of `PARTS`. Args: `loss_s`: see `_reserve_s`.
 
-    On a decode instance the batch makes a step beside each chunk, and the last chunk gives the first token. On a
-    prefill instance the first token takes a step more.
+    On a decode instance the batch makes a step beside each chunk. The end of the prompt gives the first token.
     """
     candidates = pool.candidates
     step_s = candidates.iteration_base_s + candidates.iteration_per_request_s * candidates.batch
-    steps_s = load.step_s if pool.stays else np.where(candidates.batch > 0, pool.chunks * step_s, 0.0)
+    steps_s = np.where((candidates.batch > 0) & (not pool.stays), pool.chunks * step_s, 0.0)
     return (
         np.maximum(load.wait_s, pool.prompts_s),
         pool.prefill_s,
@@ -171,9 +186,19 @@ def _parts(spec: ForesightSpec, pool: AloneCandidates, load: Load, loss_s: float
         load.slot_s,
         spec.delay_weight * pool.delayed * pool.prefill_s,
         later_s(spec, load.response_s, pool.share),
-        spec.delay_weight * load.response_s / pool.prefill_s * loss_s if pool.stays else np.zeros(len(step_s)),
+        _reserve_s(spec, pool, load, loss_s) if pool.stays else np.zeros(len(step_s)),
+        load.batch_s,
         candidates.hit_tokens.astype(np.float64),
     )
+
+
+def _reserve_s(spec: ForesightSpec, pool: AloneCandidates, load: Load, loss_s: float) -> FloatArray:
+    """Return what later prompts lose during a response because a prefill instance decodes it, [n].
+
+    While it decodes, later prompts go to instances where they delay others, which costs `loss_s` in the time of one
+    prompt. Nothing is lost while a decode instance is idle, or if a transfer costs more.
+    """
+    return spec.delay_weight * load.response_s / np.maximum(pool.prefill_s, spec.step_floor_s) * loss_s
 
 
 def _terms(

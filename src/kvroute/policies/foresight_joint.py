@@ -18,7 +18,7 @@ from kvroute.policies.foresight_alone import Alone, AloneOffer, Load, PairPrice,
 from kvroute.policies.foresight_sight import Sight
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
-from kvroute.types import Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Terms
+from kvroute.types import Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Role, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,10 @@ class ForesightJoint:
     """Constraint on the decode instance relative to the prefill instance."""
 
     @property
-    def prices_alone(self) -> bool:
-        """Whether an offer to `choose` has an effect."""
-        return bool(self.spec.alone)
+    def serves_alone(self) -> frozenset[Role]:
+        """See PairPolicy."""
+        roles: tuple[Role, ...] = ("decode", "prefill")
+        return frozenset(roles[: int(self.spec.alone)])
 
     def choose(
         self,
@@ -101,7 +102,7 @@ class ForesightJoint:
             order = sorted(found, key=lambda index: (starts.cost_s[index] + _paid(found[index][1]), index))
             pair = self._played(request, prefill, starts, turn, found, order)
         alone = None
-        if offer is not None and offer.pools and self.prices_alone:
+        if offer is not None and offer.pools:
             alone, pair = self._against(pair, offer, prefill, found)
         if alone is not None:
             return alone
@@ -168,6 +169,7 @@ class ForesightJoint:
             delay_s=self.spec.delay_weight * int(offer.waiting[source] + offer.decoding[source]) * prefill_s,
             later_s=later,
             reserve_s=0.0,
+            batch_s=float(load.batch_s[target]),
             hit_tokens=float(prefill.hit_tokens[source]),
         )
 

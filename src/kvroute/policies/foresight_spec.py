@@ -46,12 +46,13 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Number of best prefill instances by the closed form whose transfers the fluid model simulates."""
     joint_reach: int = 64
     """Maximum number of prefill instances that are evaluated, those with the earliest prefill end first."""
-    alone: int = 1
-    """1: with `foresight-joint`, a decode instance may compute the prompt of a request itself, if that costs less than
-    the best pair; 0: never. It has no effect where the engines cannot do so."""
+    alone: int = 2
+    """Whether `foresight-joint` lets one instance serve a request if that costs less than the best pair. 0: never; 1: a
+    decode instance may compute the prompt; 2: also, a prefill instance may go on to decode. It has no effect where the
+    engines cannot do so."""
     delay_weight: float = 1.0
-    """Weight of the delay that a prompt imposes on other requests, while it is decided whether a decode instance
-    computes it: each request there, or each one queued at the prefill instance, is delayed by the prompt's time."""
+    """Weight of delays between requests while it is decided whether one instance serves a request: a prompt delays the
+    requests on its instance by its time, later prompts delay its response, and it makes the steps of others longer."""
     near_max: int = 24
     """Number of transfers that a simulation may change, the nearest by shared links; the others keep their rates."""
     rival_weight: float = 1.0
@@ -114,8 +115,8 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
                 where="foresight",
                 hint="use below 1",
             )
-        if self.alone > 1:
-            raise InputError(f"{self.alone} is not 0 or 1", where="alone", hint="use 1 to allow it, 0 to forbid it")
+        if self.alone > 2:
+            raise InputError(f"{self.alone} is not 0, 1 or 2", where="alone", hint="see docs/policies.md")
         if not -math.inf < self.late_log <= 0:
             raise InputError(
                 f"{self.late_log} is not a number of 0 or less", where="late_log", hint="use a negative number"

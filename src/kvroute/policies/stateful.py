@@ -15,7 +15,7 @@ from kvroute.policies.foresight_joint import JointPath, Pair
 from kvroute.policies.foresight_sight import Sight, TierLearned
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
-from kvroute.types import CapacityLearned, IntArray, NetworkCosts, Reject, Request
+from kvroute.types import CapacityLearned, IntArray, NetworkCosts, Reject, Request, Role
 
 
 @runtime_checkable
@@ -42,8 +42,8 @@ class PairPolicy(Protocol):
     """Chooses prefill and decode instance together, or a decode instance alone."""
 
     @property
-    def prices_alone(self) -> bool:
-        """Whether an offer to `choose` has an effect."""
+    def serves_alone(self) -> frozenset[Role]:
+        """Roles of the instances that it may choose to serve a request alone."""
 
     def choose(
         self,

@@ -370,7 +370,7 @@ class RequestTimelines:
         self._hand_over(request)
 
     def _stay(self, request: int, source: int) -> None:
-        """Go on to decode on the prefill instance."""
+        """Go on to decode on the prefill instance. The end of the prompt has given the first token."""
         self._booked.remove(request)
         self._staying.remove(request)
         traced, now = self._trace[request], self._agenda.now
@@ -379,8 +379,10 @@ class RequestTimelines:
         if self._delivery.cached(request):
             self._router.stored(source, self._delivery.cached(request), evicted)
         self._router.give_back(source)
+        self._outcomes.first_token_s[request] = now
         decode = self._fleet.decode[source]
-        self._plan_step(source, decode.transfer_done(now, request, traced.input_tokens, traced.output_tokens))
+        wake_s = decode.transfer_done(now, request, traced.input_tokens + 1, traced.output_tokens - 1)
+        self._plan_step(source, wake_s)
 
     def _cache_prompt(self, source: int, traced: TracedRequest) -> None:
         """Cache the blocks of a prompt.
@@ -499,7 +501,8 @@ class RequestTimelines:
 
     def _record_first_tokens(self, admitted: tuple[int, ...], at: float, iteration_s: float) -> None:
         for request in admitted:
-            self._outcomes.first_token_s[request] = at
+            if math.isnan(self._outcomes.first_token_s[request]):  # the end of a prompt may have given it
+                self._outcomes.first_token_s[request] = at
             self._outcomes.entry_iteration_s[request] = iteration_s
 
     def _finish(self, request: int, free_kv_bytes: float | None) -> None:

@@ -16,7 +16,7 @@ from kvroute.event_log import read_log
 from kvroute.topology import parse
 from kvroute.types import Decode, Prefill
 
-JOINT = "  policy: foresight-joint\n"
+JOINT = "  policy: foresight-joint\n  parameters: {alone: 1}\n"
 SLOW = (
     CLUSTER.replace("base: 1 ms", "base: 50 ms")
     .replace(
@@ -77,7 +77,7 @@ def test_the_cached_prefix_of_a_decode_instance_is_used() -> None:
 
 def test_no_request_is_alone_if_that_is_switched_off() -> None:
     async def main() -> None:
-        async with rig(f"{JOINT}  parameters: {{alone: 0}}\n", SLOW) as gate:
+        async with rig("  policy: foresight-joint\n  parameters: {alone: 0}\n", SLOW) as gate:
             assert (await gate.ask(SHORT)).status == 200
             assert sum(gate.fleet.servers[f"prefill{n}"].engine.counters.prompt_tokens for n in (0, 1)) > 0
 
@@ -141,3 +141,27 @@ def test_requests_are_served_without_a_prefill_instance() -> None:
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_prefill_instance_goes_on_to_decode(tmp_path: Path, streams: bool) -> None:
+    """Without load, a transfer is never worth it. The decode instances, whose prompts take longer, get nothing."""
+    log = tmp_path / "events.log"
+
+    async def main() -> None:
+        async with rig(f"  policy: foresight-joint\n  log: {{events: {log}}}\n", SLOW) as gate:
+            assert (await gate.ask(LONG, stream=streams)).text == await gate.direct("prefill0", LONG)
+            decodes = [gate.fleet.servers[name].engine.counters for name in ("decode0", "decode1")]
+            assert sum(counters.prompt_tokens for counters in decodes) == 0
+            assert await gate.becomes_idle(), gate.held_resources()
+
+    uvloop.run(main())
+    header, records = read_log(log)
+    kept = list(records)
+    (made,) = [record.decisions for record in kept if record.decisions]
+    prefill, decode = made
+    assert isinstance(prefill, Prefill)
+    assert isinstance(decode, Decode)
+    assert decode.source == decode.target == prefill.instance
+    again = replay(header.spec.build(parse(SLOW)), kept)
+    assert all(decisions_equal(record.decisions, decisions) for record, decisions in again)
