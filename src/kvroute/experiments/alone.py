@@ -81,11 +81,13 @@ def _with_prefill(cluster: Cluster, count: int) -> Cluster:
 
 
 def _longer(trace: Trace, factor: float) -> Trace:
-    requests = [
+    if factor == 1.0:
+        return trace
+    longer = [
         msgspec.structs.replace(request, output_tokens=int(request.output_tokens * factor))
         for request in trace.requests
     ]
-    return replace(trace, requests=tuple(requests)) if factor != 1.0 else trace
+    return replace(trace, requests=tuple(longer))
 
 
 def _figures(run: Run, settings: SimSettings) -> dict[str, float]:
