@@ -1,5 +1,5 @@
 """foresight-joint in the control core: the prefill goes to an instance from which its KV cache can be sent soon, within
-constraints."""
+constraints. Decode instances are not offered alone here: see test_alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TOKENS = 10_000
 
 
 def core(text: str = TEXT, **spec: Any) -> Control:
-    return ControlSpec(decode="foresight-joint", **spec).build(parse(text))
+    return ControlSpec(decode="foresight-joint", parameters={"alone": 0}, **spec).build(parse(text))
 
 
 def prefilled(control: Control, at: float, number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -216,3 +217,13 @@ def test_what_is_not_modelled_is_one_sentence(change: tuple[str, str], settings:
     text = TEXT.replace("PREFILL", "1").replace("COUNT", "2").replace(*change)
     with pytest.raises(InputError, match=what):
         simulate(parse(text), trace([(10, 2)]), SPEC, SimSettings(lock_step=True, **settings))  # type: ignore[arg-type]
+
+
+def test_requests_served_alone_are_refused_in_lock_step() -> None:
+    """The default of `foresight-joint` allows them."""
+    cluster = parse(TEXT.replace("PREFILL", "1").replace("COUNT", "2"))
+    joint = ControlSpec(decode="foresight-joint")
+    with pytest.raises(InputError, match="set its parameter `alone` to 0"):
+        simulate(cluster, trace([(10, 2)]), joint, SimSettings(lock_step=True))
+    pairs = msgspec.structs.replace(joint, parameters={"alone": 0})
+    assert simulate(cluster, trace([(10, 2)]), pairs, SimSettings(lock_step=True)).summary.finished == 1

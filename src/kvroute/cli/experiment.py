@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvroute.cli import (
+    experiment_alone,
     experiment_copies,
     experiment_dualpath,
     experiment_heroserve,
@@ -31,10 +32,11 @@ FAMILIES: dict[str, Family[Any]] = {
     "prfaas": experiment_prfaas.FAMILY,
     "dualpath": experiment_dualpath.FAMILY,
     "never-worse": experiment_never_worse.FAMILY,
+    "alone": experiment_alone.FAMILY,
     "prefix-copies": experiment_copies.FAMILY,
     "heroserve": experiment_heroserve.FAMILY,
 }
-"""Experiments by publication; never-worse and prefix-copies are kvroute's own."""
+"""Experiments by publication; never-worse, alone and prefix-copies are kvroute's own."""
 _ALL = [one for family in FAMILIES.values() for one in family.experiments.values()]
 _SEEDS = 5
 

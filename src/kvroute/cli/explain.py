@@ -305,7 +305,8 @@ def _sentence(made: _Made, spec: ControlSpec) -> str:
         case Prefill(instance=name, offload=Offload(site=site, reason=reason)):
             return f"{start}: prefill on {name}{_copied(decision, made.landed)}, by {spec.prefill} in {site}: {reason}"
         case Prefill(instance=name):
-            by = spec.decode if decision.terms and "start_s" in decision.terms.parts else spec.prefill
+            paired = decision.terms is not None and not {"start_s", "steps_s"}.isdisjoint(decision.terms.parts)
+            by = spec.decode if paired else spec.prefill
             return f"{start}: prefill on {name}{_copied(decision, made.landed)}, by {by}"
         case Decode(target=name) if isinstance(made.event, Served):
             return f"{start}: served by {name} instead"

@@ -153,6 +153,7 @@ def carry_over(old: Parts, following: NextCluster, bookings: Mapping[int, Bookin
     moved = new.view.take_over(old.view, following.before)
     prefill = {name: positions.tolist() for name, positions in moved.prefill.items()}
     decode = {id(old.view.decode[key]): (new.view.decode[key], each.tolist()) for key, each in moved.decode.items()}
+    decode |= {id(old.view.stays[key]): (new.view.stays[key], each.tolist()) for key, each in moved.stays.items()}
     for booking in bookings.values():
         if booking.prefill >= 0:
             booking.prefill = prefill[booking.model][booking.prefill]

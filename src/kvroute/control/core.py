@@ -93,8 +93,8 @@ class Control:
         """Process one event and return the decisions that follow from it (often none).
 
         `Arrived` gives a `Prefill`. A `Decode` comes with it if both legs start at once (or are `joint`), or if the
-        instance serves the request alone (source and target are then the same). A request of one leg gets a single
-        `Decode`.
+        instance serves the request alone (source and target are then the same). A request of one leg, or one that a
+        decode instance serves alone because that is cheaper than a pair, gets a single `Decode`.
         `PrefillFinished` gives the `Decode` if there was none. The two failure events give the decisions that replace
         the failed leg. `Served` gives the `Decode` as it is booked from then on, if its instance was another one. A
         `Reject` ends the request: all its bookings are released, and no further event about it may follow.
@@ -159,11 +159,12 @@ class Control:
         if booking is None:
             return PeerBooking(request_id)
         instances, decodes = self._cluster.instances, booking.pool is not None and booking.position >= 0
-        prefills, sends = booking.prefill >= 0, booking.in_transfer and booking.source >= 0
+        sends, alone = booking.in_transfer and booking.source >= 0, booking.prompt_s > 0.0
+        prefills, prefill_s = booking.prefill >= 0 or alone, booking.prompt_s if alone else booking.prefill_s
         return PeerBooking(
             request_id,
             prefill=instances[booking.source].name if prefills else "",
-            prefill_s=booking.prefill_s if prefills else 0.0,
+            prefill_s=prefill_s if prefills else 0.0,
             target=instances[booking.target].name if decodes else "",
             need_bytes=booking.need_bytes if decodes else 0.0,
             admitted=decodes and booking.admitted,
@@ -307,13 +308,14 @@ class Control:
         booking, index = self._booking(event.request_id), self._cluster.index(event.instance)
         if booking.pool is None or booking.position < 0 or booking.planned is not None or booking.source == GONE:
             raise InputError(f"decode of request {event.request_id} is not in progress", hint=_ONCE)
-        position = booking.pool.position.get(index)
-        if position is None:
+        pool = self._view.decode_pool_of(index)
+        instance, own = self._cluster.instances[index], self._cluster.instances[booking.target]
+        if pool is None or (instance.model, instance.protocol) != (own.model, own.protocol):
             what = f"instance {event.instance} cannot serve the decode of request {event.request_id}"
             raise InputError(what, hint="name an instance of its model that decodes with the same protocol")
-        if position == booking.position:
+        if index == booking.target:
             return ()
-        return (self._dispatcher.move(booking, position, event.at),)
+        return (self._dispatcher.move(booking, pool, pool.position[index], event.at),)
 
     def _decode(self, booking: Booking, at: float) -> Decision:
         decision = self._dispatcher.choose_decode(booking, at)
@@ -348,6 +350,7 @@ class Control:
             raise InputError(f"request {event.request_id} does not wait for a decode slot", hint=_ONCE)
         booking.pool.admit(booking.position)
         booking.admitted = True
+        self._dispatcher.release_prompt(booking, event.at)
         return ()
 
     def _finished(self, event: Finished) -> tuple[Decision, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 from kvroute.control.datacenters import Egress
 from kvroute.control.kv_loads import KvLoads
 from kvroute.control.offloader import Offloader
-from kvroute.control.pairing import Pairing
+from kvroute.control.pairing import AlonePick, Pairing
 from kvroute.control.pool import DecodePool
 from kvroute.control.prefix_copies import PrefixCopies
 from kvroute.control.shadow_policy import ShadowPolicy
@@ -53,6 +53,8 @@ class Booking:
     position: int = -1
     """Position in the decode pool, -1 before the decision."""
     need_bytes: float = 0.0
+    prompt_s: float = 0.0
+    """Time of the prompt that is booked on the decode instance, which computes it itself; 0: nothing is booked."""
     in_transfer: bool = False
     admitted: bool = False
     kv_bytes: float = 0.0
@@ -99,7 +101,8 @@ class Dispatcher:
         self._shadow = ShadowPolicy(view, shadow) if shadow is not None else None
 
     def route(self, booking: Booking, at: float) -> tuple[Decision, ...]:
-        """Choose the prefill, and the decode if both legs start at once or on one instance; a Reject comes last."""
+        """Choose the prefill, and the decode if both legs start at once or on one instance; or only the decode, on an
+        instance that computes the prompt itself. A Reject comes last."""
         request, model, view = booking.request, booking.model, self._view
         candidates = view.prefill_candidates(request, model, at, booking.avoid)
         candidates, loads = self._loads.offer(request, model, candidates)
@@ -108,10 +111,12 @@ class Dispatcher:
         placement = self._offloader.place(request, candidates, at, booking.at_home) if self._offloader else None
         candidates = placement.candidates if placement else candidates
         choice = view.choose_prefill(request, model, candidates)
-        if isinstance(choice, Reject):
-            return (choice,)
-        choice = view.prefill_of_session(self._pairing.prefill(request, model, candidates, choice, at), request)
-        pool = view.prefill[model]
+        chosen = self._pairing.choose(request, model, candidates, choice, at, booking.avoid)
+        if isinstance(chosen, Reject):
+            return (chosen,)
+        if isinstance(chosen, AlonePick):
+            return self._alone(booking, at, chosen)
+        choice, pool = view.prefill_of_session(chosen, request), view.prefill[model]
         pick: DecodePick | Reject | None = None
         if booking.joint or self._view.cluster.instances[int(pool.ids[choice.index])].traits.concurrent_legs:
             choice, pick = self._jointly(booking, at, candidates, choice)
@@ -264,6 +269,31 @@ class Dispatcher:
         booking.source = int(pool.ids[pick.choice.index])
         return (self._book(booking, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms),)
 
+    def _alone(self, booking: Booking, at: float, alone: AlonePick) -> tuple[Decision, ...]:
+        """Prefill and decode on one instance. On a prefill instance the prompt is booked as any other prefill."""
+        pool, (choice, candidates, tier, _) = alone.pool, msgspec.structs.astuple(alone.pick)
+        index = int(pool.ids[choice.index])
+        booking.source = index
+        if not alone.stays:
+            decode = self._book(booking, at, pool, choice.index, candidates, tier, choice.terms)
+            self._book_prompt(booking, at, alone.prompt_s)
+            return (decode,)
+        prefill = self._view.prefill[booking.model]
+        prefill.decisions += 1
+        booking.prefill, booking.prefill_s = prefill.position[index], alone.prompt_s
+        prefill.book(booking.prefill, at, alone.prompt_s)
+        if prefill.slow_start.started:
+            prefill.slow_start.booked(booking.prefill, at, int(prefill.up.sum()))
+        hit_tokens = int(candidates.hit_tokens[choice.index])
+        decision = Prefill(booking.request.id, pool.names[choice.index], hit_tokens, choice.terms)
+        return decision, self._book(booking, at, pool, choice.index, candidates, tier, None)
+
+    def _book_prompt(self, booking: Booking, at: float, prompt_s: float) -> None:
+        """Book a prompt on the decode instance of the request, unless it takes no time."""
+        if prompt_s and booking.pool is not None:
+            booking.prompt_s = prompt_s
+            booking.pool.book_prompt(booking.position, at, prompt_s)
+
     def _stay(self, booking: Booking, at: float, key: PoolKey, index: int) -> Decode:
         """Decode on the prefill instance."""
         pool, request = self._view.decode[key], booking.request
@@ -377,10 +407,9 @@ class Dispatcher:
             self._prefixes.ended(at, booking.copy_id, landed=False)
             booking.copy_id = 0
 
-    def move(self, booking: Booking, position: int, at: float) -> Decode:
-        """Book the decode on another instance of the same pool, which serves it already. The transfer starts again."""
-        pool, admitted, request = booking.pool, booking.admitted, booking.request
-        assert pool is not None, "only a decode that is booked moves"
+    def move(self, booking: Booking, pool: DecodePool, position: int, at: float) -> Decode:
+        """Book the decode on another instance, which serves it already. The transfer starts again."""
+        admitted, request, prompt_s = booking.admitted, booking.request, booking.prompt_s
         self.release_decode(booking, at)
         hit_tokens = self._view.caches.hit_tokens(request, pool.ids, request.input_tokens)
         model, options = self._view.models[booking.model], self._view.options
@@ -393,6 +422,7 @@ class Dispatcher:
             candidates.kv_bytes[:] = 0.0
         tier = int(self._view.cluster.tier[booking.source, index])
         decode = self._book(booking, at, pool, position, candidates, tier, None)
+        self._book_prompt(booking, at, prompt_s)
         if admitted:
             self.end_transfer(booking, at, landed=True)
             pool.admit(position)
@@ -448,11 +478,24 @@ class Dispatcher:
             self._view.prefill[booking.model].release(booking.prefill, at, booking.prefill_s)
             booking.prefill = -1
 
+    def release_prompt(self, booking: Booking, at: float, unfinished_s: float = 0.0) -> None:
+        """Release the prompt that a decode instance computes itself. Does nothing if there is none.
+
+        Args:
+            booking: the request.
+            at: time in seconds.
+            unfinished_s: the part of its time that is not computed.
+        """
+        if booking.prompt_s and booking.pool is not None:
+            booking.pool.release_prompt(booking.position, at, unfinished_s)
+            booking.prompt_s = 0.0
+
     def release_decode(self, booking: Booking, at: float) -> None:
         """Release the slot and the memory on the decode instance."""
         if booking.pool is None or booking.position < 0:
             return
         self.end_transfer(booking, at)
+        self.release_prompt(booking, at, booking.prompt_s)
         booking.planned = None
         booking.pool.release(booking.position, booking.need_bytes, admitted=booking.admitted)
         booking.position, booking.admitted = -1, False

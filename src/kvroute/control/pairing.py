@@ -1,17 +1,37 @@
-"""Chooses the prefill instance together with its decode instance if the policy supports it; books nothing."""
+"""Chooses prefill and decode instance together, or a decode instance alone, if the policy supports it; books
+nothing."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from kvroute.control.alone_offers import AloneOffers
 from kvroute.control.pool import DecodePool
 from kvroute.control.transfer_tracker import TransferTracker
-from kvroute.control.view import ClusterView
-from kvroute.policies import JointPath, PairingPolicy, PairPolicy, PrefillCandidates
-from kvroute.types import Candidates, Choice, Reject, Request
+from kvroute.control.view import Avoided, ClusterView, DecodePick
+from kvroute.policies import Alone, AloneOffer, JointPath, PairingPolicy, PairPolicy, PrefillCandidates
+from kvroute.types import SAME_NODE, Candidates, Choice, Reject, Request
+
+
+class AlonePick(NamedTuple):
+    """An instance that serves a request alone, and the time of the prompt there."""
+
+    pool: DecodePool
+    stays: bool
+    """Whether it is a prefill instance, which goes on to decode."""
+    pick: DecodePick
+    prompt_s: float
+    """Time in which the prompt is computed, with the decode steps between its chunks."""
 
 
 class Pairing:
     """Uses the acting decode policy if it is a `PairingPolicy`. Otherwise, or if the request has no such pair, the
-    prefill policy's choice is kept."""
+    prefill policy's choice is kept.
+
+    Decode instances are offered to serve a request alone if their protocol allows it. They are not offered to a request
+    for a LoRA adapter, because the offer does not price its load time, and not in a cluster
+    with `offload` or with a store, which have rules of their own for the place of a prefill.
+    """
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
@@ -21,22 +41,50 @@ class Pairing:
         if isinstance(policy, PairingPolicy):
             self._policy = policy.pair_policy(view.settings.constraint)
         self._separable = {model: self._splits(model) for model in view.models}
+        self._offers: AloneOffers | None = None
+        if self._policy is not None and view.options.offload is None and view.reads is None:
+            roles = self._policy.serves_alone
+            self._offers = AloneOffers(view, roles) if roles else None
 
-    def prefill(self, request: Request, model: str, candidates: PrefillCandidates, choice: Choice, at: float) -> Choice:
-        """Return the prefill instance, given the prefill policy's choice.
+    def choose(
+        self,
+        request: Request,
+        model: str,
+        candidates: PrefillCandidates,
+        choice: Choice | Reject,
+        at: float,
+        avoid: Avoided,
+    ) -> Choice | AlonePick | Reject:
+        """Return the prefill instance, or a decode instance alone, given the prefill policy's choice.
 
         That choice is kept if instances both prefill and decode, if they receive both legs at once, or if no decode
         instance has room for the KV cache now: one may have room when the prefill has ended.
         """
         if self._policy is None or not self._separable[model]:
             return choice
+        pools, offer = self._offer(request, model, candidates, at, avoid)
+        if isinstance(choice, Reject) and not pools:
+            return choice
         turn, by_protocol = self._view.prefill[model].decisions, dict[str, Candidates]()
 
         def joint_path(position: int) -> JointPath | None:
             return self._joint_path(request, model, candidates, position, at, by_protocol)
 
-        pair = self._policy.choose(request, candidates, joint_path, turn)
-        return choice if isinstance(pair, Reject) else pair.prefill
+        chosen = self._policy.choose(request, candidates, joint_path, turn, offer)
+        if isinstance(chosen, Reject):
+            return choice
+        if offer is not None and isinstance(chosen, Alone):
+            return _picked(pools, offer, chosen)
+        assert not isinstance(chosen, Alone), "without an offer there is no decode instance alone"
+        return chosen.prefill
+
+    def _offer(
+        self, request: Request, model: str, candidates: PrefillCandidates, at: float, avoid: Avoided
+    ) -> tuple[tuple[DecodePool, ...], AloneOffer | None]:
+        if self._offers is None or self._tracker is None or request.adapter:
+            return (), None
+        output_tokens = self._tracker.table.answers.mean_tokens
+        return self._offers.offer(request, model, candidates, at, avoid, output_tokens)
 
     def _splits(self, model: str) -> bool:
         """Whether every prefill instance of a model ends its leg before the decode leg starts."""
@@ -72,3 +120,13 @@ class Pairing:
         usable = None if pool.open else pool.up & pool.partner
         hit_tokens = view.caches.hit_tokens(request, pool.ids, request.input_tokens)
         return pool.candidates(request, view.models[model], hit_tokens, view.options.reserve_bytes, usable)
+
+
+def _picked(pools: tuple[DecodePool, ...], offer: AloneOffer, alone: Alone) -> AlonePick:
+    choice, offered = alone.decode, offer.pools[alone.pool]
+    parts = choice.terms.parts
+    prompt_s = float(parts["prefill_s"][choice.index])
+    if not offered.stays:
+        prompt_s += float(parts["steps_s"][choice.index])
+    pick = DecodePick(choice, offered.candidates, SAME_NODE)
+    return AlonePick(pools[alone.pool], offered.stays, pick, prompt_s)

@@ -27,6 +27,8 @@ class _Placed:
 
     booking: PeerBooking
     prefill: tuple[PrefillPool, int] | None = None
+    prompt: tuple[DecodePool, int] | None = None
+    """The prefill, if the decode instance computes the prompt itself."""
     decode: tuple[DecodePool, int] | None = None
     transfer: tuple[int, int, int] | None = None
     """Number, source and target."""
@@ -175,12 +177,7 @@ class Peers:
         """Change what is counted for a booking to `new`; parts that are equal keep their counts."""
         old = placed.booking
         self._move_transfer(at, placed, new)
-        if placed.prefill is not None and (old.prefill, old.prefill_s) != (new.prefill, new.prefill_s):
-            pool, position = placed.prefill
-            pool.release(position, at, old.prefill_s if new.prefill or not new.target else 0.0)
-            placed.prefill = None
-        if placed.prefill is None and new.prefill:
-            placed.prefill = self._book_prefill(at, new)
+        self._update_prefill(at, placed, new)
         same = (old.target, old.need_bytes) == (new.target, new.need_bytes) and old.admitted <= new.admitted
         if placed.decode is not None and not same:
             takers, position = placed.decode
@@ -191,6 +188,31 @@ class Peers:
         elif placed.decode is not None and new.admitted and not old.admitted:
             takers, position = placed.decode
             takers.admit(position)
+
+    def _update_prefill(self, at: float, placed: _Placed, new: PeerBooking) -> None:
+        old = placed.booking
+        if (old.prefill, old.prefill_s) != (new.prefill, new.prefill_s):
+            unfinished_s = old.prefill_s if new.prefill or not new.target else 0.0
+            if placed.prefill is not None:
+                pool, position = placed.prefill
+                pool.release(position, at, unfinished_s)
+            if placed.prompt is not None:
+                takers, position = placed.prompt
+                takers.release_prompt(position, at, unfinished_s)
+            placed.prefill = placed.prompt = None
+        if placed.prefill is None and placed.prompt is None and new.prefill:
+            placed.prompt = self._book_prompt(at, new)
+            if placed.prompt is None:
+                placed.prefill = self._book_prefill(at, new)
+
+    def _book_prompt(self, at: float, booking: PeerBooking) -> tuple[DecodePool, int] | None:
+        """Book the prompt if a decode instance computes it itself; prefill instances and those of role `both` have a
+        prefill pool for that."""
+        found = self._decode_position(booking.target) if booking.prefill == booking.target else None
+        if found is None or found[0] not in self._parts.view.decode.values() or not found[0].partner[found[1]]:
+            return None
+        found[0].book_prompt(found[1], at, booking.prefill_s)
+        return found
 
     def _move_transfer(self, at: float, placed: _Placed, new: PeerBooking) -> None:
         old, dispatcher = placed.booking, self._parts.dispatcher
@@ -220,15 +242,19 @@ class Peers:
             pool.slow_start.booked(position, at, int(pool.up.sum()))
         return pool, position
 
-    def _book_decode(self, at: float, booking: PeerBooking) -> tuple[DecodePool, int] | None:
-        index = _index(self._parts, booking.target)
+    def _decode_position(self, name: str) -> tuple[DecodePool, int] | None:
+        """Return the decode pool of an instance and its position there."""
+        index = _index(self._parts, name)
         if index is None:
             return None
-        instance = self._parts.cluster.instances[index]
-        pool = self._parts.view.decode.get((instance.model, instance.protocol))
-        if pool is None or index not in pool.position:
+        pool = self._parts.view.decode_pool_of(index)
+        return None if pool is None else (pool, pool.position[index])
+
+    def _book_decode(self, at: float, booking: PeerBooking) -> tuple[DecodePool, int] | None:
+        found = self._decode_position(booking.target)
+        if found is None:
             return None
-        position = pool.position[index]
+        pool, position = found
         pool.book(position, booking.need_bytes)
         if pool.slow_start.started:
             pool.slow_start.booked(position, at, int(pool.up.sum()))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvroute.control.kernels import work_ahead
+from kvroute.control.prompt_share import PromptShare
 from kvroute.control.slow_start import SlowStart
 from kvroute.llm import Model
 from kvroute.timing import PrefillTime, prefill_each_s
@@ -42,6 +43,12 @@ class DecodePool:
     others_bytes: FloatArray
     position: dict[int, int]
     """Position of each cluster index."""
+    prompts: IntArray
+    """Requests whose prompt waits or is computed on an instance, because it serves them alone."""
+    prompts_until_s: FloatArray
+    """Time at which each instance has computed these prompts."""
+    share: PromptShare
+    """Share of the time spent on such prompts."""
     slow_start: SlowStart = field(default_factory=SlowStart)
     sites: tuple[str, ...] = ()
     """Datacenter of each instance."""
@@ -72,6 +79,9 @@ class DecodePool:
             others_queued=np.zeros(count, dtype=np.int64),
             others_bytes=np.zeros(count),
             position={index: position for position, (index, _) in enumerate(members)},
+            prompts=np.zeros(count, dtype=np.int64),
+            prompts_until_s=np.zeros(count),
+            share=PromptShare(np.zeros(count)),
             sites=tuple(instance.datacenter for _, instance in members),
             group=_groups([instance.group for _, instance in members]),
         )
@@ -115,8 +125,10 @@ class DecodePool:
             position here of each instance of the old pool; -1: it has left.
         """
         here, there, after = _moves(self.ids, old.ids, before)
-        for name in ("batch", "queued", "free_kv_bytes", "others_batch", "others_queued", "others_bytes"):
+        arrays = ("batch", "queued", "free_kv_bytes", "others_batch", "others_queued", "others_bytes")
+        for name in (*arrays, "prompts", "prompts_until_s"):
             getattr(self, name)[here] = getattr(old, name)[there]
+        self.share.take_over(old.share, here, there)
         self.up[:] = False
         self.up[here] = old.up[there]
         self.open = bool(self.up.all() and self.partner.all())
@@ -143,6 +155,25 @@ class DecodePool:
         """Release the memory and the slot of a request."""
         (self.batch if admitted else self.queued)[position] -= 1
         self.free_kv_bytes[position] += need_bytes
+
+    def prompts_s(self, at: float) -> FloatArray:
+        """Seconds until each instance has computed the prompts of the requests that it serves alone."""
+        return np.maximum(self.prompts_until_s - at, 0.0)
+
+    def book_prompt(self, position: int, at: float, seconds: float) -> None:
+        """Book the prompt of a request that this instance serves alone."""
+        self.prompts_until_s[position] = max(float(self.prompts_until_s[position]), at) + seconds
+        self.prompts[position] += 1
+        self.share.add(position, at, seconds)
+
+    def release_prompt(self, position: int, at: float, unfinished_s: float = 0.0) -> None:
+        """Release a prompt with `unfinished_s` of work not computed. An instance without prompts has no such work left,
+        whatever the estimate was."""
+        self.prompts[position] -= 1
+        if self.prompts[position] == 0:
+            self.prompts_until_s[position] = at
+        elif unfinished_s:
+            self.prompts_until_s[position] = max(float(self.prompts_until_s[position]) - unfinished_s, at)
 
     def measured(self, position: int, running: int, waiting: int, kv_used_share: float | None) -> None:
         """Store an engine's own load figures; load beyond our own requests counts as that of others."""
@@ -182,6 +213,8 @@ class PrefillPool:
     """Number of requests of other routers on each instance, as the engines report them."""
     alike: dict[str, IntArray]
     """Positions of the instances with the same timing, by its name."""
+    share: PromptShare
+    """Share of the time spent on prompts, of one stage."""
     slow_start: SlowStart = field(default_factory=SlowStart)
     sites: tuple[str, ...] = ()
     """Datacenter of each instance."""
@@ -208,6 +241,7 @@ class PrefillPool:
             up=np.ones(count, dtype=np.bool_),
             others=np.zeros(count, dtype=np.int64),
             alike={name: np.array(positions, dtype=np.int64) for name, positions in alike.items()},
+            share=PromptShare(np.zeros(count)),
             position={index: position for position, (index, _) in enumerate(members)},
             sites=tuple(instance.datacenter for _, instance in members),
         )
@@ -232,6 +266,7 @@ class PrefillPool:
         stage_s = prefill_s / float(self.stages[position])
         self.busy_until_s[position] = max(float(self.busy_until_s[position]), at) + stage_s
         self.assigned[position] += 1
+        self.share.add(position, at, stage_s)
         self.mean_s += (stage_s - self.mean_s) * (_MEAN_WEIGHT if self.mean_s else 1.0)
 
     def release(self, position: int, at: float, unfinished_s: float = 0.0) -> None:
@@ -249,6 +284,7 @@ class PrefillPool:
         here, there, after = _moves(self.ids, old.ids, before)
         for name in ("busy_until_s", "assigned", "others"):
             getattr(self, name)[here] = getattr(old, name)[there]
+        self.share.take_over(old.share, here, there)
         self.up[:] = False
         self.up[here] = old.up[there]
         self.decisions, self.mean_s = old.decisions, old.mean_s

@@ -8,7 +8,7 @@ import msgspec
 from kvroute.control.core import Control
 from kvroute.control.settings import ControlOptions, ControlSettings
 from kvroute.oracle import NetworkOracle, OracleSettings
-from kvroute.policies import DEFAULT_DECODE_POLICY, TopologyConstraint, decode_policy, prefill_policy
+from kvroute.policies import DEFAULT_DECODE_POLICY, PairingPolicy, TopologyConstraint, decode_policy, prefill_policy
 from kvroute.topology import Cluster
 from kvroute.topology.discovery import specimen
 from kvroute.types import Arrived, Prefill, PrefillFinished, Request
@@ -34,6 +34,12 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
     def build(self, cluster: Cluster) -> Control:
         """Build a fresh core. Raises InputError for an unknown policy, parameter or constraint."""
         return Control(cluster, self._settings(self._switchable(cluster)), NetworkOracle.of(cluster, self.oracle))
+
+    @property
+    def serves_alone(self) -> bool:
+        """Whether the decode policy may let one instance serve a request of two legs."""
+        policy = decode_policy(self.decode, **self.parameters)
+        return isinstance(policy, PairingPolicy) and bool(policy.pair_policy(None).serves_alone)
 
     def rehearse(self, cluster: Cluster) -> None:
         """Run one synthetic request through a separate core, to compile now what is compiled on first use."""

@@ -75,6 +75,7 @@ class Moved(NamedTuple):
 
     prefill: dict[str, IntArray]
     decode: dict[PoolKey, IntArray]
+    stays: dict[PoolKey, IntArray]
 
 
 class Avoided(NamedTuple):
@@ -133,7 +134,13 @@ class ClusterView:
             key: DecodePool.of([m for m in decodes if (m[1].model, m[1].protocol) == key], cluster.timing)
             for key in keys
         }
-        pools: list[PrefillPool | DecodePool] = [*self.prefill.values(), *self.decode.values()]
+        self.stays = self._stays()
+        """Prefill instances that can go on to decode a request, as decode pools; a KV cache is never sent to them."""
+        pools: list[PrefillPool | DecodePool] = [
+            *self.prefill.values(),
+            *self.decode.values(),
+            *self.stays.values(),
+        ]
         for pool in pools:
             pool.slow_start.window_s = settings.options.slow_start_s
         self._healthy = [True] * len(members)
@@ -144,6 +151,25 @@ class ClusterView:
         self._allowed: dict[str, BoolArray | None] = {name: self._allowed_prefill(name) for name in self.models}
         for index in sorted(turns):
             self._settle(index)
+
+    def _stays(self) -> dict[PoolKey, DecodePool]:
+        if self.options.offload is not None or self.reads is not None:
+            return {}
+        members = [
+            (index, instance)
+            for index, instance in enumerate(self.cluster.instances)
+            if instance.role == "prefill" and instance.traits.prefill_decodes
+        ]
+        keys = sorted({(instance.model, instance.protocol) for _, instance in members})
+        timing = self.cluster.timing
+        return {key: DecodePool.of([m for m in members if (m[1].model, m[1].protocol) == key], timing) for key in keys}
+
+    def decode_pool_of(self, index: int) -> DecodePool | None:
+        """The pool in which decodes on an instance are booked; None if it does not decode."""
+        instance = self.cluster.instances[index]
+        key = (instance.model, instance.protocol)
+        pools = (self.decode.get(key), self.stays.get(key))
+        return next((pool for pool in pools if pool is not None and index in pool.position), None)
 
     def take_over(self, old: ClusterView, before: IntArray) -> Moved:
         """Continue with the state of the view of the cluster before, except oracle and policy states.
@@ -157,19 +183,20 @@ class ClusterView:
         self.adapters.keep({i.name for i, index in zip(self.cluster.instances, before, strict=True) if index >= 0})
         healthy = [*old._healthy, False]
         self._healthy = [healthy[index] for index in before.tolist()]
-        prefill, decode = dict[str, IntArray](), dict[PoolKey, IntArray]()
+        prefill, decode, stays = dict[str, IntArray](), dict[PoolKey, IntArray](), dict[PoolKey, IntArray]()
         for name, pool in self.prefill.items():
             if name in old.prefill:
                 prefill[name] = pool.take_over(old.prefill[name], before)
             else:
                 pool.up[:] = False
-        for key, takers in self.decode.items():
-            if key in old.decode:
-                decode[key] = takers.take_over(old.decode[key], before)
-            else:
-                takers.up[:] = takers.open = False
+        for pools, former, moved in ((self.decode, old.decode, decode), (self.stays, old.stays, stays)):
+            for key, takers in pools.items():
+                if key in former:
+                    moved[key] = takers.take_over(former[key], before)
+                else:
+                    takers.up[:] = takers.open = False
         self._allowed = {name: self._allowed_prefill(name) for name in self.models}
-        return Moved(prefill, decode)
+        return Moved(prefill, decode, stays)
 
     def model_name(self, request: Request) -> str | None:
         """The model that serves a request. None if no instance serves it, or if it names none and there are several."""
@@ -181,7 +208,7 @@ class ClusterView:
         self._healthy[index] = up
         self._settle(index)
         instance = self.cluster.instances[index]
-        for pool in (self.prefill[instance.model], self.decode.get((instance.model, instance.protocol))):
+        for pool in (self.prefill[instance.model], self.decode_pool_of(index)):
             if pool is not None and index in pool.position:
                 if not up:
                     pool.slow_start.left(pool.position[index])
@@ -196,11 +223,12 @@ class ClusterView:
     def _settle(self, index: int) -> None:
         """Open to an instance that is up the pools of its role, and no others."""
         instance, role, up = self.cluster.instances[index], self.roles[index], self._healthy[index]
-        prefill, decode = self.prefill[instance.model], self.decode.get((instance.model, instance.protocol))
+        prefill, decode = self.prefill[instance.model], self.decode_pool_of(index)
         if index in prefill.position:
             prefill.up[prefill.position[index]] = up and role in ("prefill", "both")
-        if decode is not None and index in decode.position:
-            decode.set_up(decode.position[index], up and role in ("decode", "both"))
+        if decode is not None:
+            stays = decode in self.stays.values()
+            decode.set_up(decode.position[index], up and (stays or role in ("decode", "both")))
         self._allowed[instance.model] = self._allowed_prefill(instance.model)
 
     def loads(self, at: float) -> dict[str, Load]:
@@ -209,10 +237,12 @@ class ClusterView:
         for pool in self.prefill.values():
             rows = zip(pool.names, pool.assigned.tolist(), pool.pending_s(at).tolist(), strict=True)
             result |= {name: Load(assigned, pending_s) for name, assigned, pending_s in rows}
-        for decode in self.decode.values():
-            for name, queued in zip(decode.names, decode.queued.tolist(), strict=True):
+        for decode in (*self.decode.values(), *self.stays.values()):
+            for name, queued, prompts_s in zip(
+                decode.names, decode.queued.tolist(), decode.prompts_s(at).tolist(), strict=True
+            ):
                 before = result.get(name, Load(0, 0.0))
-                result[name] = Load(queued + before.queued, before.pending_s)
+                result[name] = Load(queued + before.queued, before.pending_s + prompts_s)
         if self.reads is not None:
             for instance, queue_s in zip(self.cluster.instances, self.reads.queue_s().tolist(), strict=True):
                 result[instance.name] = replace(result[instance.name], storage_queue_s=queue_s)
@@ -221,10 +251,17 @@ class ClusterView:
     def measured(self, index: int, event: InstanceMeasured) -> None:
         """Store the load that an engine reports."""
         instance = self.cluster.instances[index]
-        prefill, decode = self.prefill[instance.model], self.decode.get((instance.model, instance.protocol))
+        prefill, decode = self.prefill[instance.model], self.decode_pool_of(index)
+        if decode is not None and decode is self.stays.get((instance.model, instance.protocol)):
+            # Requests that stay to decode are not work ahead of a prompt; the rest of the load is prefills.
+            position = decode.position[index]
+            batch, queued = int(decode.batch[position]), int(decode.queued[position])
+            decode.measured(position, batch, queued, event.kv_used_share)
+            prefill.measured(prefill.position[index], max(event.running - batch, 0), event.waiting)
+            return
         if index in prefill.position:
             prefill.measured(prefill.position[index], event.running, event.waiting)
-        if decode is not None and index in decode.position:
+        if decode is not None:
             decode.measured(decode.position[index], event.running, event.waiting, event.kv_used_share)
 
     def _allowed_prefill(self, model: str) -> BoolArray | None:

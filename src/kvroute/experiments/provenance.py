@@ -44,6 +44,7 @@ MODULES = (
 """Folders and files of the package. Further settings of a family of experiments are in the config of its records."""
 FORESIGHT = (
     "policies/foresight*.py",
+    "control/alone_offers.py",
     "control/learned_capacity.py",
     "control/pairing.py",
     "control/transfer_table.py",

@@ -10,6 +10,7 @@ from kvroute.policies.decode import (
     RoundRobin,
 )
 from kvroute.policies.foresight import Foresight
+from kvroute.policies.foresight_alone import Alone, AloneCandidates, AloneOffer
 from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_sight import Sight, TierLearned
@@ -39,6 +40,9 @@ __all__ = [
     "DEFAULT_DECODE_POLICY",
     "FORESIGHT_POLICIES",
     "PREFILL_POLICIES",
+    "Alone",
+    "AloneCandidates",
+    "AloneOffer",
     "CacheAndLoadAware",
     "CacheAware",
     "CapacityLearner",

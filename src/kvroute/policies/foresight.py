@@ -64,6 +64,25 @@ class Foresight:
             return no_room(request, candidates)
         return Choice(index, Terms(candidates.names, terms[COST], feasible, _parts(terms, costs)))
 
+    def load_s(self, candidates: Candidates, output_tokens: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return wait_s, step_s and slot_s of every candidate for a request without a transfer, [n] each. Args:
+        `output_tokens`: mean length of a response."""
+        terms = np.empty((ROWS, len(candidates.names)))
+        no_transfer_s = np.zeros(len(candidates.names))
+        price_all(
+            no_transfer_s,
+            candidates.batch,
+            candidates.queued,
+            candidates.batch_max,
+            candidates.iteration_base_s,
+            candidates.iteration_per_request_s,
+            np.zeros(len(candidates.names), dtype=np.int8),
+            0.0,
+            self._numbers(output_tokens),
+            terms,
+        )
+        return terms[WAIT_S], terms[STEP_S], terms[SLOT_S]
+
     def _by_links(
         self, candidates: Candidates, costs: NetworkCosts, sight: Sight, feasible: BoolArray, terms: FloatArray
     ) -> int:

@@ -1,22 +1,24 @@
-"""Chooses prefill and decode instance together at arrival, by the cost of the transfer between them. It is pure.
+"""Chooses prefill and decode instance together at arrival, or an instance that serves the request alone. It is pure.
 
-The decode instance is not booked: it is chosen again when the prefill has ended and more is known.
+The decode instance of a pair is not booked: it is chosen again when the prefill has ended and more is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from kvroute.policies.constraint import TopologyConstraint, constrain
 from kvroute.policies.foresight import Foresight
+from kvroute.policies.foresight_alone import Alone, AloneOffer, Load, PairPrice, cheapest_alone, later_s, load_of
 from kvroute.policies.foresight_sight import Sight
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
-from kvroute.types import Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Terms
+from kvroute.types import Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Role, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,37 +38,146 @@ class Pair:
     decode: Choice
 
 
+class Starts(NamedTuple):
+    """When the transfer from each prefill instance can start, and the price of that, [n] each."""
+
+    start_s: FloatArray
+    """Predicted end of the prefill."""
+    cost_s: FloatArray
+    """The same with `delay_s`."""
+    delay_s: FloatArray | None
+    """Delay of the requests that decode on each prefill instance; None: none does."""
+
+    @classmethod
+    def of(cls, spec: ForesightSpec, prefill: PrefillCandidates, offer: AloneOffer | None) -> Starts:
+        """Price the prefill on each instance."""
+        start_s = prefill.pending_s + prefill.prefill_s
+        if offer is None or not offer.decoding.any():
+            return cls(start_s, start_s, None)
+        delay_s = spec.delay_weight * offer.decoding * prefill.prefill_s
+        return cls(start_s, start_s + delay_s, delay_s)
+
+
 @dataclass(frozen=True, slots=True)
 class ForesightJoint:
-    """Chooses at arrival the pair with the earliest end of the transfer, plus the delay imposed on others."""
+    """Chooses at arrival the pair with the earliest end of the transfer, plus the delay imposed on others; or an
+    instance that serves the request alone, if that costs less than the pair."""
 
     spec: ForesightSpec = field(default_factory=ForesightSpec)
     constraint: TopologyConstraint | None = None
     """Constraint on the decode instance relative to the prefill instance."""
 
+    @property
+    def serves_alone(self) -> frozenset[Role]:
+        """See PairPolicy."""
+        roles: tuple[Role, ...] = ("decode", "prefill")
+        return frozenset(roles[: int(self.spec.alone)])
+
     def choose(
-        self, request: Request, prefill: PrefillCandidates, path_of: Callable[[int], JointPath | None], turn: int
-    ) -> Pair | Reject:
-        """Choose among the n prefill instances that have decode candidates (`path_of` returns None if there are none).
+        self,
+        request: Request,
+        prefill: PrefillCandidates,
+        path_of: Callable[[int], JointPath | None],
+        turn: int,
+        offer: AloneOffer | None = None,
+    ) -> Pair | Alone | Reject:
+        """Choose among the n prefill instances that have decode candidates (`path_of` returns None if there are none),
+        and among the instances of the offer, if there is one.
 
         Prefill instances are evaluated in order of their predicted prefill end, at most `spec.joint_reach` of them.
         Evaluation stops at one whose prefill would end only after the transfer of another one. The closed form ranks
         them; for the first `spec.joint_width` the fluid model simulates the best pair. The terms of the prefill choice
         hold `start_s` and, for those evaluated, `decode_s`, the cost of the best decode instance. Those not simulated
         keep the closed form and rank behind those simulated.
+
+        With an offer, an instance serves the request alone if that costs less than the best pair. Both prices are the
+        time to the first token, the price of a decode slot, the delay of others by the prompt, and the delay of the
+        response by later prompts. The terms of the prefill choice then also hold `delay_s` of the requests that decode
+        on a prefill instance, `pair_s` of the chosen pair and `alone_s` of the best instance alone.
         """
-        start_s = prefill.pending_s + prefill.prefill_s
-        found, refused = self._closed(request, prefill, start_s, path_of, turn)
-        if not found:
-            return refused or Reject(request.id, "no prefill instance can transfer its KV cache to a decode instance")
-        order = sorted(found, key=lambda index: (start_s[index] + _paid(found[index][1]), index))
-        return self._played(request, prefill, start_s, turn, found, order)
+        starts = Starts.of(self.spec, prefill, offer)
+        found, refused = self._closed(request, prefill, starts, path_of, turn)
+        pair: Pair | None = None
+        if found:
+            order = sorted(found, key=lambda index: (starts.cost_s[index] + _paid(found[index][1]), index))
+            pair = self._played(request, prefill, starts, turn, found, order)
+        alone = None
+        if offer is not None and offer.pools:
+            alone, pair = self._against(pair, offer, prefill, found)
+        if alone is not None:
+            return alone
+        nothing = Reject(request.id, "no prefill instance can transfer its KV cache to a decode instance")
+        return pair or refused or nothing
+
+    def _against(
+        self,
+        pair: Pair | None,
+        offer: AloneOffer,
+        prefill: PrefillCandidates,
+        found: dict[int, tuple[JointPath, Choice]],
+    ) -> tuple[Alone | None, Pair | None]:
+        """Return the best instance alone if it is cheaper than the pair, else None; and the pair, whose terms then hold
+        both prices."""
+        loads = [load_of(self.spec, pool.candidates, offer.output_tokens) for pool in offer.pools]
+        if pair is None:
+            return cheapest_alone(self.spec, offer, loads, None), None
+        candidates = found[pair.prefill.index][0].candidates
+        known = zip(offer.pools, loads, strict=True)
+        alike = ((pool.share, load) for pool, load in known if pool.candidates.names is candidates.names)
+        nothing = np.zeros(len(candidates.names))
+        share, load = next(alike, (nothing, None))
+        load = load or load_of(self.spec, candidates, offer.output_tokens)
+        later = later_s(self.spec, load.response_s, share)
+        price = self._pair_price(pair, offer, prefill, load, float(later[pair.decode.index]))
+        alone = cheapest_alone(self.spec, offer, loads, price)
+        if alone is None:
+            return None, pair
+        alone_s = _paid(alone.decode)
+        if alone_s < price.cost:
+            return alone, pair
+        terms, count = pair.prefill.terms, len(prefill.names)
+        pair_s = np.where(np.arange(count) == pair.prefill.index, price.cost, 0.0)
+        parts = terms.parts | {"pair_s": pair_s, "alone_s": np.full(count, alone_s)}
+        priced = Terms(terms.names, terms.cost, terms.feasible, parts)
+        return None, Pair(Choice(pair.prefill.index, priced), pair.decode)
+
+    def _pair_price(
+        self, pair: Pair, offer: AloneOffer, prefill: PrefillCandidates, load: Load, later: float
+    ) -> PairPrice:
+        """Return the price of a pair.
+
+        Args:
+            pair: the pair.
+            offer: numbers of requests on its prefill instance.
+            prefill: the prefill instances.
+            load: of the decode candidates of its prefill instance.
+            later: delay of its response by later prompts.
+        """
+        source, target = pair.prefill.index, pair.decode.index
+        pending_s, prefill_s = float(prefill.pending_s[source]), float(prefill.prefill_s[source])
+        transfer_s = _paid(pair.decode)
+        if offer.layerwise:
+            transfer_s -= min(transfer_s, prefill_s)
+        slot_wait_s = max(float(load.wait_s[target]) - pending_s - prefill_s - transfer_s, 0.0)
+        return PairPrice(
+            name=f"{prefill.names[source]} and {pair.decode.terms.names[target]}",
+            wait_s=pending_s + slot_wait_s,
+            prefill_s=prefill_s,
+            transfer_s=transfer_s,
+            steps_s=float(load.step_s[target]),
+            slot_s=float(load.slot_s[target]),
+            delay_s=self.spec.delay_weight * int(offer.waiting[source] + offer.decoding[source]) * prefill_s,
+            later_s=later,
+            reserve_s=0.0,
+            batch_s=float(load.batch_s[target]),
+            hit_tokens=float(prefill.hit_tokens[source]),
+        )
 
     def _closed(
         self,
         request: Request,
         prefill: PrefillCandidates,
-        start_s: FloatArray,
+        starts: Starts,
         path_of: Callable[[int], JointPath | None],
         turn: int,
     ) -> tuple[dict[int, tuple[JointPath, Choice]], Reject | None]:
@@ -75,8 +186,8 @@ class ForesightJoint:
         found: dict[int, tuple[JointPath, Choice]] = {}
         refused: Reject | None = None
         best_s = np.inf
-        for index in start_s.argsort(kind="stable").tolist():
-            if start_s[index] >= best_s or len(found) == self.spec.joint_reach:
+        for index in starts.start_s.argsort(kind="stable").tolist():
+            if starts.start_s[index] >= best_s or len(found) == self.spec.joint_reach:
                 break
             path = path_of(index) if prefill.allowed is None or prefill.allowed[index] else None
             if path is None:
@@ -86,20 +197,20 @@ class ForesightJoint:
                 refused = refused or choice
                 continue
             found[index] = path, choice
-            best_s = min(best_s, start_s[index] + _paid(choice))
+            best_s = min(best_s, starts.cost_s[index] + _paid(choice))
         return found, refused
 
     def _played(
         self,
         request: Request,
         prefill: PrefillCandidates,
-        start_s: FloatArray,
+        starts: Starts,
         turn: int,
         found: dict[int, tuple[JointPath, Choice]],
         order: list[int],
     ) -> Pair:
         policy = Foresight(self.spec, at_arrival=True)
-        decode_s, feasible = np.zeros(len(start_s)), np.zeros(len(start_s), dtype=np.bool_)
+        decode_s, feasible = np.zeros(len(prefill.names)), np.zeros(len(prefill.names), dtype=np.bool_)
         chosen: dict[int, Choice] = {}
         shift_s = 0.0
         for place, index in enumerate(order):
@@ -114,9 +225,11 @@ class ForesightJoint:
             shift_s = max(shift_s, _paid(choice) - _paid(closed))
             decode_s[index] = _paid(choice)
             chosen[index] = choice
-        cost = start_s + decode_s
+        cost = starts.cost_s + decode_s
         index = int(np.where(feasible, cost, np.inf).argmin())
-        parts = {"start_s": start_s, "decode_s": decode_s, "hit_tokens": prefill.hit_tokens.astype(np.float64)}
+        parts = {"start_s": starts.start_s, "decode_s": decode_s, "hit_tokens": prefill.hit_tokens.astype(np.float64)}
+        if starts.delay_s is not None:
+            parts["delay_s"] = starts.delay_s
         return Pair(Choice(index, Terms(prefill.names, cost, feasible, parts)), chosen[index])
 
     def _price(self, policy: Foresight, path: JointPath, request: Request, turn: int) -> Choice | Reject:

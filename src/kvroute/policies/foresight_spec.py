@@ -46,6 +46,13 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Number of best prefill instances by the closed form whose transfers the fluid model simulates."""
     joint_reach: int = 64
     """Maximum number of prefill instances that are evaluated, those with the earliest prefill end first."""
+    alone: int = 2
+    """Whether `foresight-joint` lets one instance serve a request if that costs less than the best pair. 0: never; 1: a
+    decode instance may compute the prompt; 2: also, a prefill instance may go on to decode. It has no effect where the
+    engines cannot do so."""
+    delay_weight: float = 1.0
+    """Weight of delays between requests while it is decided whether one instance serves a request: a prompt delays the
+    requests on its instance by its time, later prompts delay its response, and it makes the steps of others longer."""
     near_max: int = 24
     """Number of transfers that a simulation may change, the nearest by shared links; the others keep their rates."""
     rival_weight: float = 1.0
@@ -83,7 +90,7 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if name != "late_log" and not 0 <= value < math.inf:
                 raise InputError(f"{value} is not a number of 0 or more", where=name, hint="see docs/policies.md")
-        for name in ("output_window", "width", "joint_width", "joint_reach", "near_max"):
+        for name in ("output_window", "width", "joint_width", "joint_reach", "near_max", "alone"):
             if getattr(self, name) != int(getattr(self, name)):
                 raise InputError(f"{getattr(self, name)} is not a whole number", where=name, hint="give a whole number")
         for name in (
@@ -108,6 +115,8 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
                 where="foresight",
                 hint="use below 1",
             )
+        if self.alone > 2:
+            raise InputError(f"{self.alone} is not 0, 1 or 2", where="alone", hint="see docs/policies.md")
         if not -math.inf < self.late_log <= 0:
             raise InputError(
                 f"{self.late_log} is not a number of 0 or less", where="late_log", hint="use a negative number"

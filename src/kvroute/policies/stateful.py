@@ -10,11 +10,12 @@ from typing import Protocol, runtime_checkable
 
 from kvroute.policies.constraint import TopologyConstraint
 from kvroute.policies.decode import DecodePolicy
+from kvroute.policies.foresight_alone import Alone, AloneOffer
 from kvroute.policies.foresight_joint import JointPath, Pair
 from kvroute.policies.foresight_sight import Sight, TierLearned
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
-from kvroute.types import CapacityLearned, IntArray, NetworkCosts, Reject, Request
+from kvroute.types import CapacityLearned, IntArray, NetworkCosts, Reject, Request, Role
 
 
 @runtime_checkable
@@ -38,12 +39,22 @@ class PairingPolicy(Protocol):
 
 
 class PairPolicy(Protocol):
-    """Chooses prefill and decode instance together."""
+    """Chooses prefill and decode instance together, or a decode instance alone."""
+
+    @property
+    def serves_alone(self) -> frozenset[Role]:
+        """Roles of the instances that it may choose to serve a request alone."""
 
     def choose(
-        self, request: Request, prefill: PrefillCandidates, path_of: Callable[[int], JointPath | None], turn: int
-    ) -> Pair | Reject:
-        """Choose among n prefill instances; `path_of` returns the decode candidates of one, or None without any."""
+        self,
+        request: Request,
+        prefill: PrefillCandidates,
+        path_of: Callable[[int], JointPath | None],
+        turn: int,
+        offer: AloneOffer | None = None,
+    ) -> Pair | Alone | Reject:
+        """Choose among n prefill instances, and the decode instances of an offer; `path_of` returns the decode
+        candidates of a prefill instance, or None without any."""
 
 
 class PolicyState(Protocol):

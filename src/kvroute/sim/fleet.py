@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvroute import llm
 from kvroute.prefix import PrefixIndex
+from kvroute.sim.chunked_prompts import ChunkedPrompts
 from kvroute.sim.instances import DecodeInstance, KvMemory, PrefillInstance
 from kvroute.timing import IterationTime, prefill_time
 from kvroute.topology import Cluster
@@ -63,6 +64,12 @@ class Fleet:
         """KV memory available to a new request, in bytes."""
         return self.memory.free_blocks(index) * self.block_bytes[index]
 
+    def decoding(self, index: int) -> DecodeInstance:
+        """The batch of an instance; a prefill instance gets one when it first goes on to decode a request."""
+        if index not in self.decode:
+            self._equip(index, "decode")
+        return self.decode[index]
+
     def take(self, index: int) -> None:
         """Add one request to an instance."""
         self._busy[index] += 1
@@ -95,4 +102,6 @@ class Fleet:
             time = prefill_time(spec.prefill)
             self.prefill[index] = PrefillInstance(index, time, self._prefill_queueing, instance.pp)
         elif role == "decode" and index not in self.decode:
-            self.decode[index] = DecodeInstance(index, IterationTime.of(spec.decode), instance.batch_max)
+            prompts = ChunkedPrompts(prefill_time(spec.prefill), instance.chunk_tokens)
+            time = IterationTime.of(spec.decode)
+            self.decode[index] = DecodeInstance(index, time, instance.batch_max, prompts=prompts)

@@ -140,14 +140,14 @@ class GatewayCores:
 
     def _engine_loads(self, at: float) -> Iterator[InstanceMeasured]:
         for index, instance in enumerate(self._cluster.instances):
-            decode, memory = self._fleet.decode.get(index), self._fleet.memory
+            decode, memory, count = self._fleet.decode.get(index), self._fleet.memory, self._prefilling[instance.name]
             if decode is None:
-                count = self._prefilling[instance.name]
                 yield InstanceMeasured(at, instance.name, min(count, 1), max(count - 1, 0))
                 continue
             capacity = memory.capacity_blocks[index]
             used = (capacity - memory.free_blocks(index)) / capacity if capacity else 0.0
-            yield InstanceMeasured(at, instance.name, decode.batch, decode.waiting, min(used, 1.0))
+            running, waiting = decode.running + min(count, 1), decode.waiting + max(count - 1, 0)
+            yield InstanceMeasured(at, instance.name, running, waiting, min(used, 1.0))
 
     def _connect(self) -> None:
         """Let every gateway know of all others before the first request."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from kvroute.prefix import Evicted, PrefixIndex
+from kvroute.sim.chunked_prompts import ChunkedPrompts, WaitingPrompt
 from kvroute.timing import IterationTime, PrefillTime
 
 
@@ -57,6 +58,12 @@ class Step:
     """Duration of the iteration that starts now; 0 for an idle instance."""
     pulls: tuple[int, ...] = ()
     """Requests whose transfers start now."""
+    began: tuple[int, ...] = ()
+    """Requests served alone whose prompt begins now."""
+    computed: tuple[int, ...] = ()
+    """Requests served alone whose prompt is complete; they have their first token now."""
+    tokens: int = 0
+    """Tokens that the iteration which starts now computes."""
 
 
 @dataclass(slots=True)
@@ -65,7 +72,7 @@ class DecodeInstance:
 
     Between two changes of membership the batch is constant and the context grows by `batch` tokens per iteration. The
     time of any later boundary, and the first boundary at or after a given time, have a closed form
-    (`IterationTime.span_s`).
+    (`IterationTime.span_s`). While prompts are computed beside the batch, every boundary is a step.
     """
 
     index: int
@@ -79,29 +86,47 @@ class DecodeInstance:
     """Version of the plan: it changes with every new plan, and a wake-up of an older version is ignored."""
     planned_steps: int = 0
     """Number of iterations from the last boundary to the planned one."""
+    paused_until_s: float = 0.0
+    """End of the last pause."""
     _active: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Heap of (last iteration, sequence, request, tokens at its end)."""
-    _waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
+    _waiting: deque[tuple[int, int, int] | WaitingPrompt] = field(default_factory=deque)
     _pulls: deque[tuple[int, int]] = field(default_factory=deque)
     """(iteration at whose end its transfer starts, request), in order."""
     _sequence: int = 0
+    prompts: ChunkedPrompts | None = None
+    """Prompts that it computes itself; None: it cannot."""
 
     @property
     def waiting(self) -> int:
-        """Number of requests whose KV has arrived and that have no slot yet."""
+        """Number of requests that have no slot yet; the KV of the others has arrived, or they are served alone."""
         return len(self._waiting)
 
-    def pull(self, at: float, request: int) -> float:
-        """Add a request whose transfer starts between steps. Return the time of the next `step`, which has changed.
+    @property
+    def running(self) -> int:
+        """Number of requests that have a slot: those in the batch, and those whose prompt is being computed."""
+        return self.batch + (len(self.prompts) if self.prompts is not None else 0)
+
+    def prompt_arrived(self, at: float, prompt: WaitingPrompt) -> float | None:
+        """Add a request that this instance serves alone. Return the time of the next `step` if it has changed."""
+        assert self.prompts is not None, "this instance computes no prompts"
+        return self._add(at, prompt)
+
+    def pull(self, at: float, request: int) -> float | None:
+        """Add a request whose transfer starts between steps. Return the time of the next `step` if it has changed, else
+        None.
 
         The engine plans the request's transfer with the next iteration and starts it when that one has ended; an idle
         engine starts it at once (vLLM: `start_load_kv` follows the model's forward pass).
         """
-        if self.batch == 0:
+        if self.running == 0:
             self._pulls.append((self.iteration, request))
-            self.boundary_s, self.planned_steps = at, 0
+            self.boundary_s, self.planned_steps = max(at, self.paused_until_s), 0
             self.version += 1
-            return at
+            return self.boundary_s
+        if self.prompts:
+            self._pulls.append((self.iteration + 2, request))
+            return None  # every boundary is a step
         steps = self.time.steps_until(at - self.boundary_s, self.batch, self.context_tokens)
         self._pulls.append((self.iteration + max(steps, 1) + 1, request))
         self.planned_steps = self._next_change(self.planned_steps)
@@ -116,12 +141,15 @@ class DecodeInstance:
 
     def transfer_done(self, at: float, request: int, input_tokens: int, output_tokens: int) -> float | None:
         """Add a request whose KV has arrived. Return the time of the next `step` if it has changed, else None."""
-        self._waiting.append((request, input_tokens, output_tokens))
-        if self.batch == 0:
-            self.boundary_s, self.planned_steps = at, 0
+        return self._add(at, (request, input_tokens, output_tokens))
+
+    def _add(self, at: float, entry: tuple[int, int, int] | WaitingPrompt) -> float | None:
+        self._waiting.append(entry)
+        if self.running == 0:
+            self.boundary_s, self.planned_steps = max(at, self.paused_until_s), 0
             self.version += 1
-            return at
-        if self.batch >= self.batch_max or len(self._waiting) > 1:
+            return self.boundary_s
+        if self.running >= self.batch_max or len(self._waiting) > 1 or self.prompts:
             return None  # no slot before a request leaves, or the next boundary is planned already
         steps = self.time.steps_until(at - self.boundary_s, self.batch, self.context_tokens)
         self.planned_steps = self._next_change(max(steps, 0))
@@ -131,7 +159,8 @@ class DecodeInstance:
     def leave(self, at: float, request: int) -> float | None:
         """Remove a request before its output is complete: at the next boundary, or at once if it is waiting.
 
-        Return the time of the next `step` if it has changed, else None. Unknown requests are ignored.
+        Return the time of the next `step` if it has changed, else None. Unknown requests, and those whose prompt is
+        being computed, are ignored.
         """
         self._waiting = deque(entry for entry in self._waiting if entry[0] != request)
         self._pulls = deque(entry for entry in self._pulls if entry[1] != request)
@@ -139,7 +168,7 @@ class DecodeInstance:
         if place is None:
             return None
         last, sequence, _, tokens = self._active[place]
-        steps = self.time.steps_until(at - self.boundary_s, self.batch, self.context_tokens)
+        steps = 1 if self.prompts else self.time.steps_until(at - self.boundary_s, self.batch, self.context_tokens)
         end = min(self.iteration + steps, last)
         self._active[place] = (end, sequence, request, tokens - (last - end))
         heapify(self._active)
@@ -149,38 +178,89 @@ class DecodeInstance:
         self.version += 1
         return max(at, self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens))
 
+    def pause(self, at: float, seconds: float) -> float | None:
+        """Stop the batch for some time: the iteration in progress takes longer. Return the time of the next `step` if
+        it has changed, else None."""
+        self.paused_until_s = max(self.paused_until_s, at) + seconds
+        if self.running == 0:
+            if not self._waiting:
+                return None
+            self.boundary_s = self.paused_until_s
+            self.version += 1
+            return self.boundary_s
+        wake_s = self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens)
+        self.boundary_s += seconds
+        self.version += 1
+        return max(at, wake_s + seconds)
+
     def step(self, at: float) -> tuple[Step, float | None]:
         """Process the planned boundary at `at`: requests leave and join. Return the changes and the time of the next
         step (None if idle)."""
         self.iteration += self.planned_steps
         self.context_tokens += self.planned_steps * self.batch
         self.boundary_s = at
+        computed = self._computed()
         finished = []
         while self._active and self._active[0][0] <= self.iteration:
             _, _, request, tokens = heappop(self._active)
             finished.append(request)
             self.batch -= 1
             self.context_tokens -= tokens
-        admitted = []
-        while self._waiting and self.batch < self.batch_max:
-            request, input_tokens, output_tokens = self._waiting.popleft()
-            heappush(
-                self._active, (self.iteration + output_tokens, self._sequence, request, input_tokens + output_tokens)
-            )
-            self._sequence += 1
-            self.batch += 1
-            self.context_tokens += input_tokens
-            admitted.append(request)
+        admitted, began = [], []
+        while self._waiting and self.running < self.batch_max:
+            entry = self._waiting.popleft()
+            if isinstance(entry, WaitingPrompt):
+                assert self.prompts is not None
+                self.prompts.start(entry)
+                began.append(entry.request)
+            else:
+                self._join(*entry, emitted=0)
+                admitted.append(entry[0])
         pulls = []
-        while self._pulls and (self.batch == 0 or self._pulls[0][0] <= self.iteration):
+        while self._pulls and (self.running == 0 or self._pulls[0][0] <= self.iteration):
             pulls.append(self._pulls.popleft()[1])
         self.version += 1
+        iteration_s, wake_s = self._plan(at)
+        tokens = self.batch + (self.prompts.planned_tokens if self.prompts is not None else 0)
+        first_s = at + iteration_s
+        changes = Step(
+            finished=tuple(finished),
+            admitted=tuple(admitted),
+            first_token_s=first_s,
+            iteration_s=iteration_s,
+            pulls=tuple(pulls),
+            began=tuple(began),
+            computed=tuple(computed),
+            tokens=tokens,
+        )
+        return changes, wake_s
+
+    def _computed(self) -> list[int]:
+        """Let the requests whose prompt is complete join the batch, with their first token."""
+        prompts = self.prompts.advance() if self.prompts is not None else []
+        for request, input_tokens, output_tokens, _ in prompts:
+            self._join(request, input_tokens, output_tokens, emitted=min(output_tokens, 1))
+        return [prompt.request for prompt in prompts]
+
+    def _join(self, request: int, input_tokens: int, output_tokens: int, *, emitted: int) -> None:
+        """Add a request to the batch now. Args: `emitted`: tokens that it has generated already."""
+        end = self.iteration + output_tokens - emitted
+        heappush(self._active, (end, self._sequence, request, input_tokens + output_tokens))
+        self._sequence += 1
+        self.batch += 1
+        self.context_tokens += input_tokens + emitted
+
+    def _plan(self, at: float) -> tuple[float, float | None]:
+        """Plan the next step; return the duration of the iteration that starts now, and the time of that step."""
+        iteration_s = self.time.seconds(self.batch, self.context_tokens) if self.batch else 0.0
+        if self.prompts:
+            iteration_s += self.prompts.plan(self.batch)
+            self.planned_steps = 1
+            return iteration_s, at + iteration_s
         if self.batch == 0:
-            return Step(tuple(finished), (), at, 0.0, tuple(pulls)), None
-        iteration_s = self.time.seconds(self.batch, self.context_tokens)
+            return 0.0, None
         self.planned_steps = self._next_change(self._active[0][0] - self.iteration)
-        wake_s = at + self.time.span_s(self.planned_steps, self.batch, self.context_tokens)
-        return Step(tuple(finished), tuple(admitted), at + iteration_s, iteration_s, tuple(pulls)), wake_s
+        return iteration_s, at + self.time.span_s(self.planned_steps, self.batch, self.context_tokens)
 
 
 @dataclass(slots=True)

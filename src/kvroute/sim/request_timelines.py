@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from kvroute import llm
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.arrivals import Arrivals
 from kvroute.sim.chunked_prefill import chunked_prefills
+from kvroute.sim.chunked_prompts import WaitingPrompt
 from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
@@ -79,6 +81,11 @@ class RequestTimelines:
         self._arrivals, self._prefill_cache, self._copy_queues = arrivals, prefill_cache, copy_queues
         self._booked: set[int] = set()
         """Requests whose target is already known while they are in prefill."""
+        self._staying: set[int] = set()
+        """Requests in prefill whose prefill instance will go on to decode them."""
+        self._paused_s: dict[int, float] = {}
+        """Time for which the next iteration of an instance waits, because it computes prompts first; only where
+        all-reduces share links."""
         self._produced_bytes_per_s: dict[int, float] = {}
         """Production rate of requests whose KV will be sent while it is computed, until their first layer is
         computed."""
@@ -156,6 +163,9 @@ class RequestTimelines:
     def _begin(self, request: int, decisions: tuple[Decision, ...]) -> None:
         """Apply the decisions for a new or restarted request: its prefill and, in some cases, its target."""
         prefill, *others = decisions
+        if isinstance(prefill, Decode):
+            self._serve_alone(request, prefill)
+            return
         if not isinstance(prefill, Prefill):
             self._reject(request, prefill)
             return
@@ -169,6 +179,9 @@ class RequestTimelines:
             assert isinstance(decision, Decode)
             self._router.evicted(self._delivery.book(request, decision))
             self._booked.add(request)
+            if decision.source == decision.target:
+                self._staying.add(request)
+                self._fleet.decoding(source)
         if not prefill.copy_from:
             self._submit(request)
             return
@@ -182,6 +195,36 @@ class RequestTimelines:
             self._hold_out(request, holder, prefill.cached_tokens)
         elif begun == "held":
             self._held_out(request, 0)
+
+    def _serve_alone(self, request: int, decision: Decode) -> None:
+        """Let a decode instance compute the prompt itself."""
+        traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
+        self._router.evicted(self._delivery.book(request, decision))
+        target = int(outcomes.target[request])
+        outcomes.source[request], outcomes.cached_tokens[request] = target, decision.hit_tokens
+        prompt = WaitingPrompt(request, traced.input_tokens, traced.output_tokens, decision.hit_tokens)
+        self._plan_step(target, self._fleet.decode[target].prompt_arrived(now, prompt))
+
+    def _plan_step(self, target: int, wake_s: float | None) -> None:
+        """Schedule the next step of a decode instance if it has changed. Where all-reduces share links, the end of each
+        iteration is the next step."""
+        decode = self._fleet.decode[target]
+        if wake_s is not None and (not decode.running or target not in self._shared):
+            self._agenda.at(wake_s, self._step, target, decode.version)
+
+    def _prompts_stepped(self, target: int, step: Step) -> None:
+        """Record the prompts that a decode instance begins and completes; their first token is there at once."""
+        now, outcomes = self._agenda.now, self._outcomes
+        for request in step.computed:
+            outcomes.prefill_finished_s[request] = outcomes.landed_s[request] = outcomes.admitted_s[request] = now
+            evicted = self._delivery.transfer_done(request)
+            self._router.handle(Admitted(now, request))
+            if self._delivery.cached(request):
+                self._router.stored(target, self._delivery.cached(request), evicted)
+            if self._trace[request].output_tokens:
+                self._record_first_tokens((request,), now, step.iteration_s or math.nan)
+        for request in step.began:
+            outcomes.prefill_started_s[request] = now
 
     def _read(self, request: int, decision: ReadKv) -> None:
         """Begin to read the cached prefix from the store."""
@@ -250,9 +293,24 @@ class RequestTimelines:
             return
         start, finish = self._fleet.prefill[source].submit(self._agenda.now, traced.input_tokens, cached_tokens)
         outcomes.prefill_started_s[request] = start
+        if source in self._fleet.decode:
+            self._agenda.at(start, self._computing, request)
         if self._streams_kv(request):
             self._plan_stream(request, start, finish, self._fleet.layers[source])
         self._agenda.at(finish, self._prefilled, request)
+
+    def _computing(self, request: int, _: int) -> None:
+        """Begin a prompt on a prefill instance that also decodes: its batch waits until the prompt is complete."""
+        source = int(self._outcomes.source[request])
+        cached_tokens = int(self._outcomes.cached_tokens[request])
+        prefill, decode = self._fleet.prefill[source], self._fleet.decode[source]
+        seconds = prefill.time.seconds(self._trace[request].input_tokens, cached_tokens) / prefill.stages
+        if source in self._shared:
+            self._paused_s[source] = self._paused_s.get(source, 0.0) + seconds
+            return
+        wake_s = decode.pause(self._agenda.now, seconds)
+        if wake_s is not None:
+            self._agenda.at(wake_s, self._step, source, decode.version)
 
     def _submit_prompt(self, request: int, source: int, cached_tokens: int) -> None:
         """Add the request to the queue of a prefill instance whose prompts have no known end."""
@@ -262,6 +320,8 @@ class RequestTimelines:
 
         def begun(number: int, slices: int) -> None:
             self._outcomes.prefill_started_s[number] = self._agenda.now
+            if source in self._fleet.decode:
+                self._computing(number, 0)
             if streams:
                 kv_bytes = float(self._outcomes.kv_bytes[number])
                 self._streams.plan(number, kv_bytes, seconds, self._fleet.layers[source], slices)
@@ -275,7 +335,7 @@ class RequestTimelines:
 
     def _streams_kv(self, request: int) -> bool:
         """Return True if the request's KV cache is sent while it is computed."""
-        layerwise = self._settings.transfer == "layerwise"
+        layerwise = self._settings.transfer == "layerwise" and request not in self._staying
         return layerwise and request in self._booked and self._trace[request].output_tokens > 0
 
     def _plan_stream(self, request: int, start: float, finish: float, layers: int) -> None:
@@ -303,7 +363,7 @@ class RequestTimelines:
         traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
         outcomes.prefill_finished_s[request] = now
         source = int(outcomes.source[request])
-        if self._prefill_cache and traced.blocks:
+        if self._prefill_cache and traced.blocks and request not in self._staying:
             self._cache_prompt(source, traced)
             if self._store is not None:
                 full = traced.input_tokens // traced.block_tokens
@@ -313,6 +373,9 @@ class RequestTimelines:
             return
         started_s = time.perf_counter()
         decisions = self._router.handle(PrefillFinished(now, request, kept_tokens))
+        if request in self._staying:
+            self._stay(request, source)
+            return
         if request in self._booked:
             self._booked.remove(request)
             self._hand_over(request)
@@ -326,6 +389,21 @@ class RequestTimelines:
         assert isinstance(decision, Decode)
         self._router.evicted(self._delivery.book(request, decision))
         self._hand_over(request)
+
+    def _stay(self, request: int, source: int) -> None:
+        """Go on to decode on the prefill instance. The end of the prompt has given the first token."""
+        self._booked.remove(request)
+        self._staying.remove(request)
+        traced, now = self._trace[request], self._agenda.now
+        self._outcomes.landed_s[request] = now
+        evicted = self._delivery.transfer_done(request)
+        if self._delivery.cached(request):
+            self._router.stored(source, self._delivery.cached(request), evicted)
+        self._router.give_back(source)
+        self._outcomes.first_token_s[request] = now
+        decode = self._fleet.decode[source]
+        wake_s = decode.transfer_done(now, request, traced.input_tokens + 1, traced.output_tokens - 1)
+        self._plan_step(source, wake_s)
 
     def _cache_prompt(self, source: int, traced: TracedRequest) -> None:
         """Cache the blocks of a prompt.
@@ -349,6 +427,7 @@ class RequestTimelines:
         self._delivery.end_plan(request)
         if request in self._booked:
             self._booked.remove(request)
+            self._staying.discard(request)
             target = int(self._outcomes.target[request])
             self._router.evicted(self._delivery.give_up(request))
             self._router.give_back(target)
@@ -375,9 +454,7 @@ class RequestTimelines:
             self._send(request)
             return
         decode = self._fleet.decode[target]
-        wake_s = decode.pull(self._agenda.now, request)
-        if not decode.batch or target not in self._shared:
-            self._agenda.at(wake_s, self._step, target, decode.version)
+        self._plan_step(target, decode.pull(self._agenda.now, request))
 
     def _send(self, request: int) -> None:
         self.advance()
@@ -400,8 +477,8 @@ class RequestTimelines:
         wake_s = decode.transfer_done(now, request, traced.input_tokens, traced.output_tokens)
         if target in self._ranks:
             self._ranks[target].wake()
-        elif wake_s is not None and (not decode.batch or target not in self._shared):
-            self._agenda.at(wake_s, self._step, target, decode.version)
+        else:
+            self._plan_step(target, wake_s)
 
     def _stalled(self, request: int, _: int) -> None:
         """Fail a transfer that has had no usable path for `stall_s`: its request starts again.
@@ -438,7 +515,8 @@ class RequestTimelines:
         if target in self._shared:
             ended = partial(self._iterated, target, step.admitted, now)
             traffic = self._shared[target].together
-            self.iterations.start("decode", traffic, decode.batch, step.iteration_s, ended)
+            seconds = step.iteration_s + self._paused_s.pop(target, 0.0)
+            self.iterations.start("decode", traffic, step.tokens, seconds, ended)
             return
         self._record_first_tokens(step.admitted, step.first_token_s, step.iteration_s)
         self._agenda.at(wake_s, self._step, target, decode.version)
@@ -448,6 +526,8 @@ class RequestTimelines:
         time of its next boundary with a change, if it iterates on its own; None: it is idle."""
         now, outcomes = self._agenda.now, self._outcomes
         step, wake_s = self._fleet.decode[target].step(now)
+        if step.began or step.computed:
+            self._prompts_stepped(target, step)
         for request in step.finished:
             if self._store is not None and self._continued[request]:
                 self.advance()
@@ -471,7 +551,8 @@ class RequestTimelines:
 
     def _record_first_tokens(self, admitted: tuple[int, ...], at: float, iteration_s: float) -> None:
         for request in admitted:
-            self._outcomes.first_token_s[request] = at
+            if math.isnan(self._outcomes.first_token_s[request]):  # the end of a prompt may have given it
+                self._outcomes.first_token_s[request] = at
             self._outcomes.entry_iteration_s[request] = iteration_s
 
     def _finish(self, request: int, free_kv_bytes: float | None) -> None:

@@ -110,6 +110,9 @@ class Simulation:
         self._agenda, self._arrivals, self._outcomes = Agenda(), Arrivals(trace), _outcomes(trace)
         if settings.gateways > 1:
             refuse_features(spec, cluster)
+        if settings.lock_step and spec.serves_alone:
+            what = f"{spec.decode} lets one instance serve a request, which is not modelled in lock-step"
+            raise InputError(what, where="lock_step", hint="set its parameter `alone` to 0")
         self._groups = TensorGroups.of(cluster)
         self._fabric = _fabric(cluster, settings, seed)
         self._fleet = Fleet(cluster, block_tokens=_block_tokens(trace), prefill_queueing=settings.prefill_queueing)

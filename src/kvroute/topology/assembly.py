@@ -196,6 +196,7 @@ def _instances(file: ClusterFile, places: Places, shards: tuple[Shards, ...]) ->
                 pp=entry.pp or defaults.pp,
                 timing=entry.timing or defaults.timing,
                 batch_max=entry.batch_max or defaults.batch_max,
+                chunk_tokens=entry.chunk_tokens or defaults.chunk_tokens,
                 kv_capacity_bytes=float(entry.kv_capacity_bytes or defaults.kv_capacity_bytes or 0.0),
                 cpu_bytes_per_s=float(entry.cpu_bytes_per_s or defaults.cpu_bytes_per_s),
                 disk_bytes_per_s=float(entry.disk_bytes_per_s or defaults.disk_bytes_per_s),

@@ -267,6 +267,9 @@ class InstanceDefaults(Entry, frozen=True, kw_only=True):
     disk_bytes_per_s: Bandwidth = field(name="disk_bandwidth", default=Bandwidth(5e9))
     """Rate at which an instance loads KV from storage of its own, all shards together."""
     timing: Name = "default"
+    chunk_tokens: Count = 2048
+    """Tokens that a decode instance computes in one iteration at most, prompts included (vLLM:
+    `max_num_batched_tokens`)."""
 
 
 class EndpointEntry(Entry, frozen=True, kw_only=True):
@@ -335,6 +338,7 @@ class InstanceEntry(Entry, frozen=True, kw_only=True):
     cpu_bytes_per_s: Bandwidth | None = field(name="cpu_bandwidth", default=None)
     disk_bytes_per_s: Bandwidth | None = field(name="disk_bandwidth", default=None)
     timing: Name | None = None
+    chunk_tokens: Count | None = None
     group: Name | None = None
     """Group of decode engines; the decode policy `dualpath` balances groups first, then the instances of a group."""
     all_reduce: AllReduceEntry | None = None

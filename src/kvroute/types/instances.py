@@ -49,6 +49,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     timing: str = "default"
     batch_max: int = 64
     """Maximum number of requests in one decode iteration (NetKV beta_max)."""
+    chunk_tokens: int = 2048
+    """Maximum number of tokens in one decode iteration: one of each request in the batch, and those of prompts that are
+    computed beside it."""
     kv_capacity_bytes: float = 0.0
     """KV memory of the whole instance, all shards together."""
     cpu_bytes_per_s: float = 50e9

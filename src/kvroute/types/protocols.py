@@ -28,6 +28,8 @@ class ProtocolTraits(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill engine can begin with blocks that buffer servers have read from the store."""
     decode_prefills: bool = False
     """A decode engine can also compute the prompt."""
+    prefill_decodes: bool = False
+    """A prefill engine can also generate the whole response."""
     splits_every_format: bool = False
     """Its engines also accept transfer parameters in requests of the Responses API and of Anthropic's Messages API."""
     splits_every_request: bool = False
@@ -57,6 +59,7 @@ TRAITS: Mapping[KvProtocol, ProtocolTraits] = {
         prefix_copies=True,
         storage_reads=True,
         decode_prefills=True,
+        prefill_decodes=True,
         splits_every_format=True,
         emulated=True,
         returns_params=True,

@@ -25,7 +25,7 @@ class ExpectedTiming(NamedTuple):
 
     transfer_s: float
     queue_s: float
-    """Wait for a batch slot."""
+    """Wait for a batch slot, and the prompt if the decode instance computes it itself."""
     step_s: float
     """First decode step."""
 
@@ -80,6 +80,9 @@ class ExpectedTransfers:
             transfer_s = 0.0
         else:
             transfer_s = self.alone_s(decision.tier, decision.kv_bytes)
+        if "steps_s" in parts:  # the decode instance computes the prompt itself
+            queue_s = sum(float(parts[name][index]) for name in ("wait_s", "prefill_s", "steps_s"))
+            return ExpectedTiming(transfer_s, queue_s, self._alone_s[decision.target])
         if "decode_s" in parts:
             return ExpectedTiming(transfer_s, float(parts["queue_s"][index]), float(parts["decode_s"][index]))
         return ExpectedTiming(transfer_s, 0.0, self._alone_s[decision.target])

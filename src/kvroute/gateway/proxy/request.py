@@ -319,12 +319,13 @@ class ProxiedRequest:
             runtime.transfer_observed(decision, times.measured_s, now)
         if runtime.control.admitted(number):
             return
-        if not state.prefill_done:
+        computed = state.prefill_done
+        if not computed:
             self.on_prefill_done(runtime.engines[decision.source], now)
         if leg.end_transfer(now, True, times.seconds):
             report.transfer_finished(number, now)
         report.admitted(number, now)
-        if leg.engine.approximate and request.blocks and (request.one_leg or not leg.aggregated):
+        if leg.engine.approximate and request.blocks and (computed or not leg.aggregated):
             report.prefix_stored(decision.target, request, now)
         if state.abandoned and leg.streams:
             self._leave(now)  # its first token has arrived

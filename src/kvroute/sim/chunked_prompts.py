@@ -1,0 +1,77 @@
+"""Prompts that a decode instance computes itself, in chunks beside the steps of its batch (chunked prefill)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvroute.timing import PrefillTime
+
+
+class WaitingPrompt(NamedTuple):
+    """A request that a decode instance serves alone, before its prompt begins."""
+
+    request: int
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class _Prompt:
+    waiting: WaitingPrompt
+    left_tokens: int
+    token_s: float
+    """Time of one token: the prompt's own time, spread evenly over the tokens that are computed."""
+
+
+@dataclass(slots=True)
+class ChunkedPrompts:
+    """Prompts in progress, first come, first served. Each of them has a slot of the batch.
+
+    An iteration computes at most `chunk_tokens` tokens: one of each request in the batch, and the rest of prompts. It
+    lasts as long as the batch alone, and the chunk's share of its prompt's time. A prompt takes at least one token per
+    iteration, so that a full batch does not stop it.
+    """
+
+    time: PrefillTime
+    chunk_tokens: int
+    planned_tokens: int = 0
+    """Prompt tokens of the iteration in progress."""
+    _running: deque[_Prompt] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        """Number of prompts in progress."""
+        return len(self._running)
+
+    def start(self, prompt: WaitingPrompt) -> None:
+        """Give a slot to a prompt. Its last token is computed in all cases, cached or not."""
+        tokens = max(prompt.input_tokens - prompt.cached_tokens, 1)
+        seconds = self.time.seconds(prompt.input_tokens, prompt.cached_tokens)
+        self._running.append(_Prompt(prompt, tokens, seconds / tokens))
+
+    def plan(self, batch: int) -> float:
+        """Choose the chunks of the next iteration; return the seconds that they add to it. Args: `batch`: requests that
+        decode in it."""
+        room = max(self.chunk_tokens - batch, 1)
+        self.planned_tokens, seconds = 0, 0.0
+        for prompt in self._running:
+            tokens = min(prompt.left_tokens, room - self.planned_tokens)
+            if not tokens:
+                break
+            self.planned_tokens += tokens
+            seconds += tokens * prompt.token_s
+        return seconds
+
+    def advance(self) -> list[WaitingPrompt]:
+        """End the planned iteration; return the prompts that are complete, in order."""
+        complete: list[WaitingPrompt] = []
+        while self.planned_tokens:
+            prompt = self._running[0]
+            tokens = min(prompt.left_tokens, self.planned_tokens)
+            prompt.left_tokens -= tokens
+            self.planned_tokens -= tokens
+            if not prompt.left_tokens:
+                complete.append(self._running.popleft().waiting)
+        return complete
