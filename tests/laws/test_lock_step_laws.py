@@ -226,4 +226,5 @@ def test_requests_served_alone_are_refused_in_lock_step() -> None:
     with pytest.raises(InputError, match="set its parameter `alone` to 0"):
         simulate(cluster, trace([(10, 2)]), joint, SimSettings(lock_step=True))
     pairs = msgspec.structs.replace(joint, parameters={"alone": 0})
-    assert simulate(cluster, trace([(10, 2)]), pairs, SimSettings(lock_step=True)).summary.finished == 1
+    run = simulate(cluster, trace([(10, 2)]), pairs, SimSettings(lock_step=True))
+    assert (run.outcomes.state == FINISHED).all()
