@@ -52,10 +52,11 @@ discovery:
   node: {{gpus: 16, nics: {{compute: {{count: 8, capacity: 100 Gbps}}}}}}
   drain: 60 s
 gateway:
-  health: {{interval: 500 ms}}
+  health: {{interval: 500 ms, timeout: 60 s}}
   log: {{level: info}}
 """
-"""What the gateway reads; the source of its engines is on its command line."""
+"""What the gateway reads; the source of its engines is on its command line. A busy machine may be slow to answer a
+health check, which is no failure; an engine that has ended refuses the connection at once."""
 RULES = [{"apiGroups": [""], "resources": ["pods", "nodes", "namespaces"], "verbs": ["get", "list", "watch"]}]
 
 
