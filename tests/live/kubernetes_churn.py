@@ -120,7 +120,7 @@ async def churn(rig: Rig, disturbances: Disturbances) -> int:
     """Let pods join and leave at a steady rate, with a disturbance from time to time; return the number of changes."""
     draw, changes, began_s = random.Random(7), 0, time.monotonic()
     plan = {5: disturbances.drop, 10: disturbances.compact, 16: disturbances.outage, 24: disturbances.drop}
-    while time.monotonic() - began_s < CHURN_S:
+    while plan or time.monotonic() - began_s < CHURN_S:
         if changes in plan:
             await plan.pop(changes)()
         role = draw.choice(("prefill", "decode"))
@@ -132,7 +132,6 @@ async def churn(rig: Rig, disturbances: Disturbances) -> int:
                 await rig.leave(draw.choice(names))
             changes += 1
         await asyncio.sleep(max(0.0, began_s + changes * CHANGE_S - time.monotonic()))
-    assert not plan, "the machine was too slow for the plan"
     return changes
 
 

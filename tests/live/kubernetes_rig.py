@@ -38,7 +38,7 @@ _PORT, _EVENTS, _REPLAY = 8000, 5557, 5558
 _QUIET_S = 0.5
 """A pod that ends has had no request for this long, as an engine that drains."""
 _KV_S = 20.0
-"""Longest time for which a pod that ends waits until its KV has arrived elsewhere."""
+"""Longest time after its last request for which a pod that ends waits until its KV has arrived elsewhere."""
 _PATIENCE_S = 120.0
 """Time without progress after which an engine gives up a KV transfer: this machine may be busy with something else."""
 _TIMES = (
@@ -52,10 +52,11 @@ discovery:
   node: {{gpus: 16, nics: {{compute: {{count: 8, capacity: 100 Gbps}}}}}}
   drain: 60 s
 gateway:
-  health: {{interval: 500 ms}}
+  health: {{interval: 500 ms, timeout: 60 s}}
   log: {{level: info}}
 """
-"""What the gateway reads; the source of its engines is on its command line."""
+"""What the gateway reads; the source of its engines is on its command line. A busy machine may be slow to answer a
+health check, which is no failure; an engine that has ended refuses the connection at once."""
 RULES = [{"apiGroups": [""], "resources": ["pods", "nodes", "namespaces"], "verbs": ["get", "list", "watch"]}]
 
 
@@ -191,10 +192,10 @@ class Rig:
         name = pod["metadata"]["name"]
         slot = self.slot_of.get(name)
         began_s = self.deleted_s.get(pod["metadata"]["uid"])
-        if slot is None or began_s is None or slot.in_flight or time.time() - max(slot.last_s, began_s) < _QUIET_S:
+        if slot is None or began_s is None or slot.in_flight:
             return False
-        server = slot.server
-        if (server.engine.held or server.kv_server.deliveries) and time.time() < began_s + _KV_S:
+        idle_s, server = time.time() - max(slot.last_s, began_s), slot.server
+        if idle_s < (_KV_S if server.engine.held or server.kv_server.deliveries else _QUIET_S):
             return False
         server.restart(3600.0)
         return True

@@ -419,6 +419,7 @@ class Gateway:
             role_switches=role_switches,
             discovery=self._membership.load if self._membership is not None else None,
             replication=self.replication.load if self.replication is not None else None,
+            path_ratios=self.state.lowest_path_ratios(self.now()),
         )
 
     async def _tick(self) -> None:

@@ -65,6 +65,19 @@ def test_another_measurement_replaces_the_first_one() -> None:
     assert (path.measured_by, path.bytes_per_s, path.transfers) == ("nixl", 5e9, 1)
 
 
+def test_the_lowest_ratio_is_that_of_a_recent_pair_which_an_engine_has_measured() -> None:
+    """By tier: the slowest pair, as long as its last transfer is at most ten minutes old."""
+    paths = MeasuredPaths(cluster())
+    paths.measured(measured("prefill0", 1e9, 10.0, measured_by="first-byte"))
+    assert set(paths.lowest_ratios(1.0)) == {None}
+    paths.measured(measured("prefill0", 1e9, 0.2, at=100.0))
+    paths.measured(measured("prefill1", 1e9, 1.0))
+    found = {tier: ratio for tier, ratio in enumerate(paths.lowest_ratios(100.0)) if ratio is not None}
+    assert list(found.values()) == pytest.approx([0.1])
+    assert max(ratio or 0.0 for ratio in paths.lowest_ratios(650.0)) == pytest.approx(0.5)
+    assert set(paths.lowest_ratios(701.0)) == {None}
+
+
 def test_empty_measurements_and_unknown_instances_are_ignored() -> None:
     paths = MeasuredPaths(cluster())
     paths.measured(measured("prefill9", 1e9, 1.0))

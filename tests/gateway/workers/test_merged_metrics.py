@@ -77,6 +77,25 @@ def test_gauges_are_added_or_the_worst_counts() -> None:
     assert (values["kvroute_instance_up"], values["kvroute_info"], values["kvroute_ready"]) == (0, 1, 1)
 
 
+def test_what_engines_count_is_not_counted_by_each_worker() -> None:
+    """All workers read the same counters of connectors. One that has started later has seen less, and one that has
+    ended is not added to those that run."""
+    parts = [metrics(load()) for _ in range(3)]
+    for part, failed in zip(parts, (5, 5, 2), strict=True):
+        part.kv_lost("decode0", failed, 2 * failed)
+    *running, ended = map(page_of, parts)
+    expected = {"kvroute_engine_transfer_failures_total": 5, "kvroute_engine_kv_expired_total": 10}
+    for pages, gone in (((running[0], ended), counts(running[1])), (running, counts(ended))):
+        values = {name: value for (name, _), value in samples(merged(pages, gone), "counter").items()}
+        assert {name: values[name] for name in expected} == expected
+
+
+def test_the_slowest_path_of_any_worker_counts() -> None:
+    pages = [page_of(metrics(GatewayStatus(path_ratios=(None, ratio)))) for ratio in (0.9, 0.2)]
+    values = {name: value for (name, _), value in samples(merged(pages), "gauge").items()}
+    assert values["kvroute_slowest_path_ratio"] == 0.2
+
+
 def test_both_formats_have_their_end_and_exemplars() -> None:
     part = metrics(load())
     happen(part, ("first token", 0.2))
@@ -93,7 +112,7 @@ def test_the_tables_name_gauges_that_exist() -> None:
     """A gauge that is renamed must be renamed there."""
     every = InstanceLoad(name="d", scrape_age_s=1.0, storage_queue_s=1.0, kv_used_share=0.5)
     shared = ReplicationLoad(gateway="g", state="in_sync", gateways=1)
-    page = page_of(metrics(GatewayStatus(instances=(every,), replication=shared)))
+    page = page_of(metrics(GatewayStatus(instances=(every,), replication=shared, path_ratios=(0.5,))))
     gauges = {family.name for family in page if family.type == "gauge"}
     assert gauges >= ADDED | LEAST
 

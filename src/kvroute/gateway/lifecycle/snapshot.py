@@ -39,6 +39,7 @@ def status_snapshot(
     role_switches: RoleSwitches | None = None,
     discovery: DiscoveryLoad | None = None,
     replication: ReplicationLoad | None = None,
+    path_ratios: tuple[float | None, ...] = (),
 ) -> GatewayStatus:
     """Return the gauges. Args: `clusters` that have requests, the current one first; empty: not started yet."""
     queued, in_flight = admission.queued, admission.in_flight
@@ -74,6 +75,7 @@ def status_snapshot(
         ),
         discovery=discovery,
         replication=replication,
+        path_ratios=path_ratios,
         instances=instances,
     )
 

@@ -25,6 +25,7 @@ _TRANSFERRING = Family("gauge", "kvroute_transfers_in_flight", "Own KV transfers
 _ORACLE_AGE = Family("gauge", "kvroute_oracle_age_seconds", "Age of the last telemetry.", ("source",))
 _CONGESTION = Family("gauge", "kvroute_oracle_congestion_ratio", "Current estimate of congestion.", ("tier",))
 _LEARNED = Family("gauge", "kvroute_learned_bandwidth_ratio", "Measured over static bandwidth.", ("tier",))
+_PATHS = Family("gauge", "kvroute_slowest_path_ratio", "Lowest measured rate of a pair over the map's.", ("tier",))
 _DISCOVERED = Family("gauge", "kvroute_discovered_engines", "Discovered engines, by state.", ("state",))
 _DISCOVERY_AGE = Family("gauge", "kvroute_discovery_age_seconds", "Time since the last report of the source.")
 _DISCOVERY_FAILING = Family(
@@ -118,6 +119,8 @@ def load_gauges(
     yield _CONGESTION, [((label,), share) for label, share in zip(TIER_LABELS, oracle.congestion, strict=True)]
     ratios = zip(TIER_LABELS, oracle.learned_ratio, strict=True)
     yield _LEARNED, [((label,), ratio) for label, ratio in ratios if ratio is not None]
+    lowest = zip(TIER_LABELS, load.path_ratios, strict=False)
+    yield _PATHS, [((label,), ratio) for label, ratio in lowest if ratio is not None]
     for foreseen, learned in _FORESIGHT_GAUGES:
         yield foreseen, _per_tier(load.foresight, learned)
     yield from offload_gauges(load.offload)

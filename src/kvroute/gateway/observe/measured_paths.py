@@ -8,10 +8,12 @@ from heapq import nsmallest
 from kvroute.gateway.observe.decision_view import short
 from kvroute.gateway.observe.view import MeasuredPath
 from kvroute.topology import Cluster
-from kvroute.types import MeasuredBy, TransferMeasured
+from kvroute.types import TIER_COUNT, MeasuredBy, TransferMeasured
 
 _KEPT = 0.8
 """Weight that the earlier transfers of a pair keep with each later one."""
+RECENT_S = 600.0
+"""Time for which the last measurement of a pair counts in gauges, in seconds."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,17 @@ class MeasuredPaths:
             )
             for (source, target), path in found
         )
+
+    def lowest_ratios(self, at: float) -> tuple[float | None, ...]:
+        """Return, by tier, the lowest ratio of a pair's rate to that of the cluster file; None: no pair was measured
+        within `RECENT_S`. First bytes of responses do not count: they show queues, too."""
+        lowest: list[float | None] = [None] * TIER_COUNT
+        for path in self._paths.values():
+            known = lowest[path.tier]
+            counts = path.measured_by != "first-byte" and at - path.at <= RECENT_S
+            if counts and (known is None or path.ratio < known):
+                lowest[path.tier] = path.ratio
+        return tuple(lowest)
 
     def _mapped(self, source: str, target: str) -> tuple[int, float]:
         index = self._cluster.index

@@ -197,6 +197,10 @@ class DashboardState:
         """Record a measurement of the KV transfers between two instances of the cluster."""
         self._paths.measured(event)
 
+    def lowest_path_ratios(self, at: float) -> tuple[float | None, ...]:
+        """See `MeasuredPaths.lowest_ratios`."""
+        return self._paths.lowest_ratios(at)
+
     def first_token(self, ttft: Ttft, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
         """Record the first byte of a client's stream; `tier` None: prefill and decode on one instance."""
         start = self._row(at, tier, kv_bytes, policy)

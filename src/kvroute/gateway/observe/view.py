@@ -187,6 +187,8 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     """None: the cluster file has no `discovery` section."""
     replication: ReplicationLoad | None = None
     """None: the settings have no `replication` section."""
+    path_ratios: tuple[float | None, ...] = ()
+    """By tier: lowest measured rate of a pair over that of the cluster file; None: no recent measurement."""
     instances: tuple[InstanceLoad, ...] = ()
 
 

@@ -38,9 +38,12 @@ LEAST = frozenset(
         "process_start_time_seconds",
         "process_max_fds",
         "kvroute_scrape_age_seconds",
+        "kvroute_slowest_path_ratio",
     }
 )
 """Gauges of which the lowest counts. For all others it is the highest: ages, states of breakers, what is learned."""
+READ_BY_ALL = frozenset({"kvroute_engine_transfer_failures", "kvroute_engine_kv_expired"})
+"""Counters of what engines count, which every worker reads: the highest counts, as a later worker has missed some."""
 
 
 def read(text: str, *, openmetrics: bool) -> Page:
@@ -88,6 +91,8 @@ def _openmetrics(page: Page) -> Iterator[str]:
 
 
 def _rule(family: Metric) -> Callable[[float, float], float]:
+    if family.name in READ_BY_ALL:
+        return max
     if family.type in ("counter", "histogram") or family.name in ADDED:
         return lambda one, other: one + other
     return min if family.name in LEAST else max
