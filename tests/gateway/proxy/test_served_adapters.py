@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,13 @@ def test_an_adapter_in_use_at_an_engine_is_preferred() -> None:
     async def main() -> None:
         async with rig("  policy: load-aware\n  scrape: {interval: 10 ms}\n", TEXT) as gate:
             engine = gate.fleet.ready().instances["decode1"]
-            body = {"model": "sql", "prompt": "hello", "max_tokens": 400, "stream": True}
+            body = {"model": "sql", "prompt": "hello", "max_tokens": 20_000, "stream": True}
+
+            def known() -> Mapping[str, tuple[tuple[str, ...], int]]:
+                return {"decode1": ((), 0)} | dict(gate.gateway.runtime.control.adapters)
+
             async with gate.session.post(engine.url + "/v1/completions", json=body):
-                assert await becomes_true(lambda: "decode1" in gate.gateway.runtime.control.adapters)
+                assert await becomes_true(lambda: "sql" in known()["decode1"][0])
             assert await cached(gate, "sql", "something else " * 20) == 0
             assert loads(gate) == {"prefill0": 1, "prefill1": 0, "decode0": 0, "decode1": 1}
 

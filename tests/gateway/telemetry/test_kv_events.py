@@ -162,7 +162,7 @@ def test_a_block_below_one_of_another_adapter_is_left_out(above: str) -> None:
 
 @pytest.mark.parametrize("keys", [None, [], [["poet"], ["poet"]], [None, None], [["poet"]]], ids=str)
 def test_the_name_of_an_adapter_may_be_missing_in_the_keys(keys: Any) -> None:
-    """Engines before vLLM 0.12 send no keys."""
+    """Older engines send no keys."""
     blocks = EngineBlocks("p0", BLOCK_TOKENS)
     (event,) = changes(blocks, stored([1, 2], None, [1, 2, 3, 4], 2, lora_name="poet", extra_keys=keys))
     assert isinstance(event, KvStored)
