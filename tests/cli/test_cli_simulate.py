@@ -42,6 +42,31 @@ def test_reads_from_a_store_are_in_the_results(kvroute: Kvroute) -> None:
     assert "NIC" in kvroute(*arguments).out
 
 
+def test_ranks_in_lock_step_wait_for_the_slowest(kvroute: Kvroute) -> None:
+    """The same requests have a later first token; without data-parallel ranks the option is an error."""
+    arguments = (
+        "--requests",
+        "300",
+        "--rate",
+        "20/s",
+        "--policy",
+        "round-robin",
+        "--seeds",
+        "1",
+        "--workers",
+        "1",
+        "--json",
+    )
+    wide = str(EXAMPLES / "wide-ep.yaml")
+    (apart,) = document(kvroute("simulate", wide, *arguments))["runs"]
+    (together,) = document(kvroute("simulate", wide, *arguments, "--lock-step"))["runs"]
+    assert together["requests"] == apart["requests"]
+    assert together["ttft_s"]["mean"] > apart["ttft_s"]["mean"]
+    ended = kvroute("simulate", CLUSTER, "--lock-step")
+    assert ended.code == 2
+    assert "has data-parallel ranks; add `dp: 8` to instances, or simulate without lock-step" in ended.err
+
+
 def test_stdout_contains_only_the_document(trace: str) -> None:
     """By default four policies run, compared over one seed here. If stderr is no terminal, it has one line and no
     progress bar."""
