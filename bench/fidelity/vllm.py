@@ -232,9 +232,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200, help="of each load")
     parser.add_argument("--load", type=float, action="append", help=f"repeat; default {', '.join(map(str, LOADS))}")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--realtime", action="store_true", help="real-time priority, so that no other program delays it"
-    )
+    parser.add_argument("--nice", type=int, default=0, help="of this session and of the servers' (root)")
     given = parser.parse_args()
     try:
         found, text = measured_loads(given.requests, given.load or LOADS, given.seed, given.nice)

@@ -494,6 +494,30 @@ def test_a_transfer_between_two_instances_end_to_end(tokens: int, cached_blocks:
             assert target.block(layer, here_block) == source.block(layer, there_block)
 
 
+def test_a_finished_prompt_can_be_fetched_while_the_next_step_runs() -> None:
+    """It is offered before the model of that step runs. The rest of the step, after the model, offers nothing again."""
+    source, target = Cache(1, 64, seed=17), Cache(1, 64)
+    prefill = Worker(source.regions, source.layout, Options(), consumer=False, environ={})
+    step = Step(holds=[Held("t", "p", (3,))])
+    try:
+        prefill.overwrites(step)
+        prefill.offer(step)
+        assert prefill.address is not None
+        with pulling(target, Options()) as client:
+            client.start(Transfer("d", Peer(*prefill.address), "t", 0, (0,)))
+            result = client.wait(WAIT_S)
+        assert result is not None
+        assert result.failure == ""
+        assert target.block(0, 0) == source.block(0, 3)
+        prefill.begin(step)
+        sent: set[str] = set()
+        while not sent:
+            sent |= prefill.ended()[0]
+        assert sent == {"p"}, "it is held and freed once"
+    finally:
+        prefill.close()
+
+
 def test_a_failed_pull_reports_its_blocks_once() -> None:
     """vLLM recomputes exactly these blocks."""
     options = Options()

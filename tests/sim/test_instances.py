@@ -119,7 +119,7 @@ def pulled_stepwise(arrivals: list[Arrival], time: IterationTime, batch_max: int
     first: dict[int, float] = {}
     now = 0.0
     while asking or pulls or ready or left:
-        ready.extend(number for end, number in sorted(pulls) if end <= now)
+        ready.extend(number for end, number in sorted(pulls, key=lambda pull: pull[0]) if end <= now)
         pulls = [entry for entry in pulls if entry[0] > now]
         while ready and len(left) < batch_max:
             number = ready.popleft()
