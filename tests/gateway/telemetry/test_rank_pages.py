@@ -59,3 +59,11 @@ def test_a_page_that_lacks_a_rank_is_refused() -> None:
 def test_a_page_without_ranks_is_that_of_no_known_engine() -> None:
     (part,) = whole(pages_by_rank(b"nothing 1\n", {"d_dp0": 0})).values()
     assert read_metrics(part).running is None
+
+
+def test_a_rank_that_has_had_no_request_is_idle() -> None:
+    """With several API servers, vLLM 0.32 leaves out its gauges until then."""
+    unused = b'vllm:cache_config_info{block_size="32",engine="0"} 1.0\n'
+    used = b'vllm:cache_config_info{block_size="32",engine="1"} 1.0\nvllm:num_requests_running{engine="1"} 2.0\n'
+    parts = whole(pages_by_rank(unused + used, {"d_dp0": 0, "d_dp1": 1}))
+    assert [read_metrics(part).running for part in parts.values()] == [0, 2]

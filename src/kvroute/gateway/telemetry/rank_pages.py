@@ -18,6 +18,7 @@ _LINE = re.compile(
     re.MULTILINE,
 )
 """A sample that the reader of a page needs."""
+_RUNNING = b"vllm:num_requests_running"
 _ENGINE = re.compile(rb'[{,]engine="(\d{1,9})"')
 
 
@@ -44,6 +45,12 @@ def pages_by_rank(page: bytes, ranks: Mapping[str, int]) -> Slices[dict[str, byt
     if labels and len(labels) < wanted:
         what = f"the page has metrics of {len(labels)} data-parallel ranks, not of {wanted}"
         raise PageError(f"{what}: correct `dp`, or start the engine with --data-parallel-size {wanted}")
-    return {
-        name: b"\n".join([*of_all, *(by_label[labels[rank]] if labels else ()), b""]) for name, rank in ranks.items()
-    }
+    return {name: _page([*of_all, *(by_label[labels[rank]] if labels else ())]) for name, rank in ranks.items()}
+
+
+def _page(lines: list[bytes]) -> bytes:
+    """Return the page of one rank. With several API servers, vLLM's page has the load of a rank only once it has had a
+    request; before that the rank is idle."""
+    if any(line.startswith(b"vllm:cache_config") for line in lines) and not any(_RUNNING in line for line in lines):
+        lines = [*lines, _RUNNING + b" 0"]
+    return b"\n".join([*lines, b""])
