@@ -271,7 +271,8 @@ class Dispatcher:
 
     def _alone(self, booking: Booking, at: float, alone: AlonePick) -> tuple[Decision, ...]:
         """Prefill and decode on one instance. On a prefill instance the prompt is booked as any other prefill."""
-        pool, (choice, candidates, tier, _) = alone.pool, msgspec.structs.astuple(alone.pick)
+        pool, choice = alone.pool, alone.pick.choice
+        candidates, tier = alone.pick.candidates, alone.pick.tier
         index = int(pool.ids[choice.index])
         booking.source = index
         if not alone.stays:
