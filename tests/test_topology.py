@@ -447,12 +447,13 @@ def test_an_unknown_instance_is_rejected() -> None:
 def test_the_documented_sections_make_valid_files() -> None:
     text = (EXAMPLES.parent / "docs" / "cluster-file.md").read_text(encoding="utf-8")
     sections = re.findall(r"```yaml\n(.*?)```", text, re.S)
-    name, lists, cards, wan, tree, pod, network, storage, timing, instances, counts, live, *gateway = sections
+    name, lists, cards, wan, tree, pod, network, storage, timing, steps, instances, counts, live, *gateway = sections
     defaults = "defaults: {model: llama-3-70b, tp: 4, kv_capacity: 180 GB}\n"
     nodes = "".join(f"  - {{name: node{n}, rack: rack0, {cards.strip()}}}\n" for n in (1, 2))
     for section in (tree, pod):
         assert len(parse(name + section + network + timing + defaults + counts).instances) == 16
-    assert len(parse(name + lists + nodes + network + storage + timing + instances).instances) == 3
+    for times in (timing, steps):
+        assert len(parse(name + lists + nodes + network + storage + times + instances).instances) == 3
     decode, prefill = parse(name + lists + timing + defaults + live).instances
     assert (decode.protocol, prefill.protocol) == ("sglang", "sglang")
     assert prefill.endpoint == Endpoint(
