@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,10 +205,17 @@ def pair(cluster: Pair) -> Pair:
 
 
 def start_member(
-    role: str, name: str, model: Path, folder: Path, ports: list[int] | None = None, dtype: str = DTYPE, **more: Any
+    role: str,
+    name: str,
+    model: Path,
+    folder: Path,
+    ports: list[int] | None = None,
+    dtype: str = DTYPE,
+    options: Sequence[str] = (),
+    **more: Any,
 ) -> Server:
-    """Start a server of the cluster in `role` (`kv_producer` or `kv_consumer`); it is not ready yet. Args: `more` are
-    options of the connector."""
+    """Start a server of the cluster in `role` (`kv_producer` or `kv_consumer`); it is not ready yet. Args: `options` of
+    vLLM; `more` are options of the connector."""
     ports = ports or free_ports(4)
     connector = {
         "kv_connector": "KvrouteConnector",
@@ -227,7 +234,7 @@ def start_member(
             **more,
         },
     }
-    return start(name, model, folder, ports, connector_options(connector, name, ports), dtype)
+    return start(name, model, folder, ports, [*connector_options(connector, name, ports), *options], dtype)
 
 
 def connector_options(connector: dict[str, Any], name: str, ports: list[int]) -> list[str]:

@@ -46,8 +46,15 @@ def text_of(pair: Pair, **parameters: int) -> str:
     return json.dumps(document)
 
 
-def decisions(gateway: Gateway) -> list[tuple[str, ...]]:
-    """Return the instances of each decision in the log: that of a prefill, or source and target of a decode."""
+def decisions(gateway: Gateway, count: int) -> list[tuple[str, ...]]:
+    """Return the instances of each decision, that of a prefill, or source and target of a decode, as soon as the log has
+    `count` of them."""
+    until(lambda: len(logged(gateway)) >= count)
+    return logged(gateway)
+
+
+def logged(gateway: Gateway) -> list[tuple[str, ...]]:
+    """Return those that the log has now."""
     lines = [json.loads(line) for line in gateway.log.read_text(encoding="utf-8").split("\n")[1:-1]]
     made = [decision for line in lines for decision in line.get("decisions", ())]
     return [
@@ -74,17 +81,17 @@ def test_short_and_cached_prompts_go_to_a_decode_server(pair: Pair, tmp_path: Pa
         all_up(gateway, pair)
         moved, computed = pulled(pair), pair.prefill.metric("vllm:prompt_tokens_total")
         assert complete(gateway, short, stream) == alone(pair, short)
-        ((source, target),) = decisions(gateway)
+        ((source, target),) = decisions(gateway, 1)
         assert source == target
         assert target.startswith("decode")
         assert complete(gateway, long, stream) == alone(pair, long)
-        assert [len(each) for each in decisions(gateway)[1:]] == [1, 2]
-        prefill, (source, target) = decisions(gateway)[1:]
+        assert [len(each) for each in decisions(gateway, 3)[1:]] == [1, 2]
+        prefill, (source, target) = decisions(gateway, 3)[1:]
         assert prefill == ("prefill0",) != (target,)
         until(lambda: pulled(pair) == moved + 1)
         until(lambda: any(event["instance"] == target for event in gateway.events("kv_stored")))
         assert complete(gateway, long, stream) == alone(pair, long)
-        assert decisions(gateway)[3:] == [(target, target)]
+        assert decisions(gateway, 4)[3:] == [(target, target)]
         wait_until_idle(gateway)
         until(lambda: pair.prefill.metric("vllm:prompt_tokens_total") == computed + LONG)
         assert pulled(pair) == moved + 1
@@ -98,6 +105,6 @@ def test_the_prefill_server_goes_on_to_decode(pair: Pair, tmp_path: Path, stream
         all_up(gateway, pair)
         moved = pulled(pair)
         assert complete(gateway, long, stream) == alone(pair, long)
-        assert decisions(gateway) == [("prefill0",), ("prefill0", "prefill0")]
+        assert decisions(gateway, 2) == [("prefill0",), ("prefill0", "prefill0")]
         wait_until_idle(gateway)
         assert pulled(pair) == moved

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.live.vllm.gateway_rig import Gateway, all_up, prompt, serving, wait_until_idle
+from tests.live.vllm.gateway_rig import Gateway, all_up, prompt, server_that_is, serving, wait_until_idle
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
-COUNT = 400
+COUNT = 800
 KILL_AFTER = 25
 """Events that the client has read when the server is killed."""
 MESSAGES: list[Any] = [{"role": "user", "content": "network aware control plane? " * 20}]
@@ -50,8 +50,9 @@ def test_a_greedy_response_is_the_same_over_a_killed_decode_server(pair: Pair, p
             for event in stream:
                 events.append(event)
                 if len(events) == KILL_AFTER:
-                    killed = next(each for each in pair.servers if each.name == process.decode_target())
-                    killed.kill()
+                    server_that_is(
+                        pair, lambda each: process.metric("kvroute_instance_requests", engine=each.name) > 0
+                    ).kill()
     assert process.metric("kvroute_continued_streams_total") == continued + 1
     pieces = [choice for event in events for choice in event.choices]
     got = "".join([(each.delta.content if kind == "chat" else each.text) or "" for each in pieces])

@@ -40,4 +40,5 @@ def test_prompts_and_decode_steps_are_measured(pair: Pair) -> None:
     assert longest["cached_tokens"] == 1500 // 32 * 32
     decode = found["decode"]
     assert decode["error"]["n"] == 6
-    assert decode["spec"]["base_s"] + 8 * decode["spec"]["per_request_s"] > 0
+    step = decode["spec"]
+    assert step["base_s"] + 8 * step["per_request_s"] + 8 * 64 * step["per_context_token_s"] > 0
