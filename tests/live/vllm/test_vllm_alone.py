@@ -47,8 +47,8 @@ def text_of(pair: Pair, **parameters: int) -> str:
 
 
 def decisions(gateway: Gateway, count: int) -> list[tuple[str, ...]]:
-    """Return the instances of each decision, that of a prefill, or source and target of a decode, as soon as the log has
-    `count` of them."""
+    """Wait until the log has `count` decisions; return their instances: that of a prefill, or source and target of a
+    decode."""
     until(lambda: len(logged(gateway)) >= count)
     return logged(gateway)
 
