@@ -69,8 +69,9 @@ class Delivery:
         outcomes, target = self._outcomes, self._cluster.index(decision.target)
         outcomes.target[request], outcomes.tier[request] = target, decision.tier
         outcomes.hit_tokens[request], outcomes.kv_bytes[request] = decision.hit_tokens, decision.kv_bytes
-        hit = -(-decision.hit_tokens // self._trace[request].block_tokens)
         blocks = self.cached(request)
+        # A prefill instance that goes on to decode may have a cached prefix although decode instances cache nothing.
+        hit = min(-(-decision.hit_tokens // self._trace[request].block_tokens), len(blocks))
         total = max(int(np.ceil(decision.need_bytes / self._fleet.block_bytes[target])), len(blocks))
         self._total_blocks[request], self._pinned_hit[request] = total, hit
         self._fleet.take(target)
