@@ -51,7 +51,7 @@ from kvroute.types import FloatArray
 
 LOADS = (0.3, 0.6, 0.9)
 WIDTH, LAYERS = 768, 8
-"""Of the model: a decode step then takes about 8 ms, most of it in the model and not in vLLM's own processes."""
+"""Size of the model. A decode step takes about 8 ms, most of it in the model and not in vLLM's own processes."""
 WITHIN = 15.0
 """Target of the error of a median, in percent."""
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -38,7 +38,7 @@ class PickerTarget(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     name: str
     port: int
-    """Of the Service; 0: the pool names none."""
+    """Port of the Service; 0: the pool names none."""
     target_port: int | str | None
     """On which the picker listens, or the name of this port of its pods; None: it is not known."""
     failure_mode: str

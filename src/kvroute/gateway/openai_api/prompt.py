@@ -62,7 +62,7 @@ class Prompts:
             clock=clock,
         )
         self._rest = reader(tokenizer, context_tokens=context_tokens)
-        """Of the models without a reader of their own."""
+        """Reader of the prompts of models that have none of their own."""
         self._readers = {model: reader(path) for model, path in (tokenizers or {}).items()}
         self._ask_engines = ask_engines
         exact = any(each.exact for each in (self._rest, *self._readers.values()))
