@@ -46,6 +46,7 @@ def main() -> None:
         tensor_parallel_size=1,
         rank=0,
         data_parallel_index=0,
+        data_parallel_external_lb=False,
     )
     config = SimpleNamespace(
         kv_transfer_config=transfer,

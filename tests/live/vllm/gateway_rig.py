@@ -245,6 +245,11 @@ def during_request(gateway: Gateway, act: Callable[[], None], stream: bool, **bo
     return got
 
 
+def requests_on(gateway: Gateway, server: Server) -> float:
+    """Return the gateway's own requests on a server."""
+    return gateway.metric("kvroute_instance_requests", engine=server.name)
+
+
 def wait_until_idle(gateway: Gateway) -> None:
     """Check that nothing is in flight by the gateway's own count."""
     until(lambda: gateway.metric("kvroute_requests_in_flight") == 0)

@@ -16,7 +16,7 @@ from bench.storage_nics.network import STORE_PORT, StorageNics
 from tests.live.services import required
 from tests.live.vllm.conftest import Server
 from tests.live.vllm.gateway_rig import Gateway, all_up, prompt, serving, until
-from tests.live.vllm.test_vllm_storage import NAMES, Buffer, Cluster, ask, start_buffer, with_store
+from tests.live.vllm.test_vllm_storage import NAMES, READS, Buffer, Cluster, ask, start_buffer, with_store
 
 BITS_PER_S = 20e6
 """Rate of a storage NIC. Storage must be the limit, although all servers share a few cores."""
@@ -65,7 +65,7 @@ def stored_behind_nics(model: Path, folder: Path, alone: Server) -> Iterator[Sto
                 return start_buffer(url, folder, name, "--host", "0.0.0.0", "--advertised-host", address)
 
         try:
-            with with_store(model, folder, alone, begin, folder) as cluster:
+            with with_store(model, folder, alone, begin, folder, timeout_s=30.0) as cluster:
                 yield Stored(cluster, network)
         finally:
             store.kill()
@@ -102,6 +102,8 @@ class Outcome:
     seconds: float
     read_bytes: list[int]
     """Bytes that each storage NIC has received."""
+    failed: float
+    """Reads that failed; their blocks were computed instead."""
     turns: list[list[int]]
     answers: list[list[int]]
 
@@ -124,4 +126,6 @@ def measured(stored: Stored, folder: Path, reads: str, agents: int, seed: int) -
             answers = list(threads.map(lambda tokens: ask(gateway, tokens, ANSWER_TOKENS), turns))
         seconds = time.monotonic() - began
         after = stored.network.received_bytes()
-    return Outcome(reads, seconds, [now - then for now, then in zip(after, before, strict=True)], turns, answers)
+        failed = gateway.metric(READS, outcome="failed")
+    read = [now - then for now, then in zip(after, before, strict=True)]
+    return Outcome(reads, seconds, read, failed, turns, answers)

@@ -44,6 +44,7 @@ def test_every_read_path_gives_the_tokens_of_one_server(stored: Stored, tmp_path
     """The store's bytes cross the NICs of the read path: one, or all three alike."""
     outcome = measured(stored, tmp_path / "run", reads, AGENTS, seed=100 * len(reads))
     assert outcome.answers == [alone(stored.cluster.pair, turn, ANSWER_TOKENS) for turn in outcome.turns]
+    assert outcome.failed == 0
     payload = AGENTS * CONTEXT_TOKENS // 32 * BLOCK_BYTES
     assert payload < sum(outcome.read_bytes) < 1.2 * payload
     if reads == "prefill":
