@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -175,6 +176,40 @@ def test_all_workers_reload_and_drain(tmp_path: Path) -> None:
         os.killpg(gateway.process.pid, signal.SIGINT)  # as Ctrl-C does
         assert slow.result()[0] == 200
         assert gateway.process.wait(PATIENCE_S) == 0
+
+
+def self_signed(folder: Path, name: str) -> str:
+    """Write key and certificate of localhost to NAME.key and NAME.pem; return the certificate."""
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
+    files = ["-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.pem"]
+    subprocess.run(["openssl", "req", "-x509", *curve, *files], check=True, capture_output=True)
+    return (folder / f"{name}.pem").read_text()
+
+
+def test_renewed_certificates_are_used_by_all_workers_and_the_admin_port(tmp_path: Path) -> None:
+    """New connections get them without a reload. A connection reaches any of the workers."""
+    self_signed(tmp_path, "used")
+    tls = f"{{certificate: {tmp_path}/used.pem, key: {tmp_path}/used.key}}"
+    ports = f"gateway:\n  listen: {{tls: {tls}}}\n  admin: {{tls: {tls}}}\n"
+    file, ready = tmp_path / "cluster.yaml", tmp_path / "ready.json"
+    file.write_text(CLUSTER.replace("gateway:\n", ports))
+    command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--embedded", "--workers", "2"]
+    command += ["--port", "0", "--admin-port", "0", "--ready-file", str(ready), "--until-eof"]
+    with (tmp_path / "messages").open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+    try:
+        until(lambda: ready.exists() or process.poll() is not None)
+        assert process.poll() is None, (tmp_path / "messages").read_text()
+        places = json.loads(ready.read_text())
+        new = self_signed(tmp_path, "renewed")
+        for kind in ("key", "pem"):
+            (tmp_path / f"renewed.{kind}").replace(tmp_path / f"used.{kind}")
+        for place in ("url", "admin"):
+            address = (urlsplit(places[place]).hostname or "", urlsplit(places[place]).port or 0)
+            until(lambda: all(ssl.get_server_certificate(address) == new for _ in range(12)))  # noqa: B023
+    finally:
+        process.stdin.close()  # type: ignore[union-attr]
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_workers_end_with_their_parent_process(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("completions", "chat")
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def holders(gateway: Gateway, prompt: list[int]) -> set[str]:
     """Return the roles of the engines whose events report all whole blocks of the newest prompt; empty while the log,
     which is up to a second late, does not show all requests."""
     chains = [event["request"]["blocks"] for event in gateway.events("arrived")]
-    if len(chains) < sum(gateway.metric("kvroute_requests_total", endpoint=path) for path in GENERATING):
+    if len(chains) < sum(gateway.metric("kvroute_requests_total", endpoint=name) for name in GENERATING):
         return set()
     chain = chains[-1]
     full = set(chain[: len(prompt) // 32])
