@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from kvroute.types import (
     Prefill,
     Reject,
     Served,
+    SessionsServed,
 )
 
 BOOKING = PeerBooking(7, prefill="vp0", prefill_s=0.5)
@@ -272,6 +274,53 @@ def test_a_log_has_no_block_hash_of_another_gateway() -> None:
     (stored,) = logged.report.events
     assert isinstance(stored, KvStored)
     assert stored.blocks == hashing.blocks((11, 12)) != (11, 12)
+
+
+SESSIONS = msgspec.structs.replace(SPEC, session_bonus_s=1.0)
+
+
+def test_a_session_is_known_to_all_gateways_and_to_a_joiner() -> None:
+    """Those who were there learn the instances from the bookings; a gateway that joins later learns them too."""
+    gateways = Gateways("a", "b", spec=SESSIONS)
+    gateways.settle()
+    first, second = gateways.living
+    number = gateways.arrive(first, session=77)
+    assert number is not None
+    gateways.advance(first, number)
+    flight = first.flights[number]
+    gateways.settle(1.0)
+    gateways.end(first, number)
+    gateways.settle(1.0)
+    third = gateways.join("c")
+    gateways.settle()
+    known = [[each for event in member.control.sessions(1.0) for each in event.sessions] for member in gateways.living]
+    assert known[0] == known[1] == known[2] == [(77, flight.source, flight.target)]
+    assert third.replica.state == "in_sync"
+    assert second.control.in_progress(number) is False
+
+
+def test_sessions_are_not_shared_without_affinity() -> None:
+    gateways = Gateways("a", "b")
+    gateways.settle()
+    number = gateways.arrive(gateways.living[0], session=77)
+    assert number is not None
+    assert gateways.living[0].control.booked(number).session == 0
+    gateways.settle(1.0)
+    assert not list(gateways.living[1].control.sessions(1.0))
+
+
+def test_a_log_has_no_session_of_another_gateway() -> None:
+    """Equal sessions of bookings and of a joiner's knowledge are equal in the log."""
+    hashing = LogHashing()
+    told = SessionsServed(1.0, ((77, "vp0", "vd1"), (78, "", "vd1")))
+    booking = msgspec.structs.replace(BOOKING, session=77)
+    logged = hashing.event(PeerReported(1.0, PeerReport("other", 1, 1.0, (booking, BOOKING), events=(told,))))
+    assert isinstance(logged, PeerReported)
+    keyed = hashing.blocks((77, 78))
+    assert [each.session for each in logged.report.bookings] == [keyed[0], 0]
+    assert logged.report.events == (SessionsServed(1.0, ((keyed[0], "vp0", "vd1"), (keyed[1], "", "vd1"))),)
+    assert hashing.event(told) == logged.report.events[0]
+    assert not {77, 78} & set(keyed)
 
 
 def test_a_full_view_refuses_no_request_for_a_lost_gateway() -> None:

@@ -135,6 +135,19 @@ def test_the_session_that_was_served_longest_ago_is_forgotten() -> None:
     assert sessions.term_s(2, "prefill", ("a",)) is None
 
 
+def test_what_others_served_does_not_replace_what_is_known() -> None:
+    """A core that continues another one learns its sessions, in their order."""
+    old, new = core(), core()
+    placed(old, 1, MINE, ("vp1a", "vd1b"))
+    placed(old, 2, OTHER, ("vp1a", "vd1b"))
+    placed(new, 3, MINE, ("vp0a", "vd0b"))
+    for event in old.sessions(0.0):
+        new.handle(event)
+    (told,) = new.sessions(0.0)
+    assert told.sessions == ((MINE, "vp0a", "vd0b"), (OTHER, "vp1a", "vd1b"))
+    assert placed(new, 4, OTHER) == ("vp1a", "vd1b")
+
+
 def test_a_log_replays_with_other_hashes_of_the_sessions() -> None:
     """The log has keyed hashes, from which a session cannot be guessed; equal ones stay equal."""
     control, records, hashing = core(), list[LogRecord](), LogHashing()

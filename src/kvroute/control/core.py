@@ -52,12 +52,15 @@ from kvroute.types import (
     Role,
     RoleSwitched,
     Served,
+    SessionsServed,
     SwitchRole,
     ThresholdKnown,
     TransferFinished,
     TransferMeasured,
 )
 
+_SESSIONS_MAX = 1_000
+"""Number of sessions in one event."""
 _ONCE = "report each step of a request once and in order"
 
 
@@ -170,6 +173,7 @@ class Control:
             admitted=decodes and booking.admitted,
             source=instances[booking.source].name if decodes and sends else "",
             kv_bytes=booking.kv_bytes if decodes and sends else 0.0,
+            session=booking.request.session if self._view.sessions.bonus_s else 0,
         )
 
     def prefilling(self, request_id: int) -> bool:
@@ -225,6 +229,12 @@ class Control:
     def adapters(self) -> Mapping[str, tuple[tuple[str, ...], int]]:
         """LoRA adapters of each instance, the last used one at the end, and for how many it has room (0: not known)."""
         return self._view.adapters.known()
+
+    def sessions(self, at: float) -> Iterator[SessionsServed]:
+        """Yield the last instances of all sessions, as events for another core."""
+        known = self._view.sessions.known()
+        for first in range(0, len(known), _SESSIONS_MAX):
+            yield SessionsServed(at, tuple(known[first : first + _SESSIONS_MAX]))
 
     @property
     def caches(self) -> Caches:
@@ -460,6 +470,11 @@ class Control:
         self._view.adapters.measured(event.instance, event.adapters, event.slots)
         return ()
 
+    def _sessions_served(self, event: SessionsServed) -> tuple[Decision, ...]:
+        for session, prefill, decode in event.sessions:
+            self._view.sessions.learn(session, prefill, decode)
+        return ()
+
     def _transfer_measured(self, event: TransferMeasured) -> tuple[Decision, ...]:
         source, target = self._cluster.index(event.source), self._cluster.index(event.target)
         self.oracle.transfer_measured(event.at, source, target, event.kv_bytes, event.seconds, event.transfers)
@@ -536,6 +551,7 @@ _HANDLERS: dict[type, Callable[[Control, Any], tuple[Decision, ...]]] = {
     BandwidthLearned: Control._bandwidth_learned,
     InstanceMeasured: Control._instance_measured,
     AdaptersMeasured: Control._adapters_measured,
+    SessionsServed: Control._sessions_served,
     TransferMeasured: Control._transfer_measured,
     CongestionMeasured: Control._congestion_measured,
     LinksMeasured: Control._links_measured,

@@ -14,7 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvroute.compiled import compiled
-from kvroute.types import Arrived, CopyPrefix, Decision, Event, KvEvicted, KvStored, PeerEvent, PeerReported
+from kvroute.types import (
+    Arrived,
+    CopyPrefix,
+    Decision,
+    Event,
+    KvEvicted,
+    KvStored,
+    PeerBooking,
+    PeerEvent,
+    PeerReported,
+    SessionsServed,
+)
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -80,16 +91,34 @@ class LogHashing:
                 return msgspec.structs.replace(event, request=keyed)
             case KvStored() | KvEvicted():
                 return msgspec.structs.replace(event, blocks=self.blocks(event.blocks))
-            case PeerReported(report=report) if report.events:
+            case SessionsServed():
+                return self._sessions(event)
+            case PeerReported(report=report):
                 keyed_events = tuple([self._peer_event(each) for each in report.events])
-                return msgspec.structs.replace(event, report=msgspec.structs.replace(report, events=keyed_events))
+                bookings = tuple([self._booking(each) for each in report.bookings])
+                keyed_report = msgspec.structs.replace(report, events=keyed_events, bookings=bookings)
+                return msgspec.structs.replace(event, report=keyed_report)
             case _:
                 return event
 
     def _peer_event(self, event: PeerEvent) -> PeerEvent:
-        if not isinstance(event, KvStored):
-            return event
-        return msgspec.structs.replace(event, blocks=self.blocks(event.blocks))
+        match event:
+            case KvStored():
+                return msgspec.structs.replace(event, blocks=self.blocks(event.blocks))
+            case SessionsServed():
+                return self._sessions(event)
+            case _:
+                return event
+
+    def _booking(self, booking: PeerBooking) -> PeerBooking:
+        if not booking.session:
+            return booking
+        return msgspec.structs.replace(booking, session=self.blocks((booking.session,))[0])
+
+    def _sessions(self, event: SessionsServed) -> SessionsServed:
+        keyed = self.blocks(tuple([session for session, *_ in event.sessions]))
+        sessions = tuple([(key, *names) for key, (_, *names) in zip(keyed, event.sessions, strict=True)])
+        return msgspec.structs.replace(event, sessions=sessions)
 
     def decisions(self, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
         """The decisions with their block hashes rewritten."""

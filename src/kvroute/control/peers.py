@@ -176,6 +176,7 @@ class Peers:
     def _update(self, at: float, placed: _Placed, new: PeerBooking) -> None:
         """Change what is counted for a booking to `new`; parts that are equal keep their counts."""
         old = placed.booking
+        self._served(old, new)
         self._move_transfer(at, placed, new)
         self._update_prefill(at, placed, new)
         same = (old.target, old.need_bytes) == (new.target, new.need_bytes) and old.admitted <= new.admitted
@@ -188,6 +189,16 @@ class Peers:
         elif placed.decode is not None and new.admitted and not old.admitted:
             takers, position = placed.decode
             takers.admit(position)
+
+    def _served(self, old: PeerBooking, new: PeerBooking) -> None:
+        """Record the instances that serve the session of a request. Of a prefill that was over before the first report,
+        the transfer shows the instance."""
+        sessions = self._parts.view.sessions
+        for before, now in ((old.prefill, new.prefill), (old.source, new.source)):
+            if now and now != before:
+                sessions.served(new.session, "prefill", now)
+        if new.target and new.target != old.target:
+            sessions.served(new.session, "decode", new.target)
 
     def _update_prefill(self, at: float, placed: _Placed, new: PeerBooking) -> None:
         old = placed.booking

@@ -170,6 +170,7 @@ class Replica:
         yield from core.knowledge(now)
         for instance, role in core.roles.items():
             yield RoleSwitched(now, instance, role)
+        yield from core.sessions(now)
         for name in sorted(self.approximate):
             with suppress(InputError):  # the instance has left meanwhile
                 index = core.cluster.index(name)

@@ -38,6 +38,19 @@ class Sessions:
         if len(self._last) > SESSIONS_MAX:
             del self._last[next(iter(self._last))]
 
+    def learn(self, session: int, prefill: str, decode: str) -> None:
+        """Record where a session was served by others; nothing if it is known already. Args: empty names: none."""
+        if session not in self._last:
+            if prefill:
+                self.served(session, "prefill", prefill)
+            if decode:
+                self.served(session, "decode", decode)
+
+    def known(self) -> list[tuple[int, str, str]]:
+        """Return each session with its last instances for prefill and decode (empty: none), the last served one at the
+        end."""
+        return [(session, last.get("prefill", ""), last.get("decode", "")) for session, last in self._last.items()]
+
     def term_s(self, session: int, leg: SessionLeg, names: Sequence[str]) -> FloatArray | None:
         """Return minus the bonus for the session's last instance and 0 for the others; None if there is none among
         them."""

@@ -208,6 +208,16 @@ class AdaptersMeasured(msgspec.Struct, frozen=True, tag="adapters_measured", omi
     """0: the engine does not report it."""
 
 
+class SessionsServed(msgspec.Struct, frozen=True, tag="sessions_served"):
+    """Another core of this gateway, or another gateway, has served these sessions. Those that are known already keep
+    their instances."""
+
+    at: float
+    sessions: tuple[tuple[int, str, str], ...]
+    """Hash of each session, and its last instances for prefill and for decode; empty: none. The session that was served
+    last is at the end."""
+
+
 MeasuredBy: TypeAlias = Literal["", "kvroute", "nixl", "sglang", "tcp", "first-byte"]
 """What has measured a KV transfer: the counters of an engine's connector (kvroute, nixl, sglang), the sender's kernel
 (tcp), the gateway by the first byte of the response (first-byte); empty: not known."""
@@ -287,7 +297,14 @@ class RoleDraining(msgspec.Struct, frozen=True, tag="role_draining"):
 
 
 PeerEvent: TypeAlias = (
-    KvStored | TransferMeasured | ThresholdKnown | BandwidthLearned | CapacityLearned | RoleDraining | RoleSwitched
+    KvStored
+    | TransferMeasured
+    | ThresholdKnown
+    | BandwidthLearned
+    | CapacityLearned
+    | RoleDraining
+    | RoleSwitched
+    | SessionsServed
 )
 """What a gateway has learned from its own traffic and other gateways cannot observe."""
 
@@ -352,6 +369,7 @@ Event: TypeAlias = (
     | BandwidthLearned
     | InstanceMeasured
     | AdaptersMeasured
+    | SessionsServed
     | TransferMeasured
     | KvStored
     | KvEvicted

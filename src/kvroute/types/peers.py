@@ -26,6 +26,8 @@ class PeerBooking(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Instance from which the KV cache is in transfer to `target`."""
     kv_bytes: float = 0.0
     """KV bytes of this transfer."""
+    session: int = 0
+    """Hash of the client's session; 0: none, or sessions have no affinity."""
 
     @property
     def empty(self) -> bool:

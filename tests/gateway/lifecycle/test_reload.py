@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 import uvloop
-from tests.gateway.rig import CLUSTER, Rig, rig
+from tests.gateway.rig import CLUSTER, MODEL, Rig, rig
 from tests.waiting import becomes_true, until
 
 from kvroute import __version__
@@ -400,6 +400,27 @@ def test_new_connections_get_the_new_certificate(tmp_path: Path) -> None:
                 assert shown == (tmp_path / f"{name}.pem").read_text()
 
     uvloop.run(run())
+
+
+def test_sessions_keep_their_instances_over_a_reload(tmp_path: Path) -> None:
+    """The new core knows where each session was served last."""
+    log = tmp_path / "events.log"
+    affinity = "  session_affinity: {header: X-Session-Id, bonus: 10 s}\n"
+    section = f"  policy: round-robin\n{affinity}  log: {{events: {log}}}\n"
+
+    async def run() -> None:
+        async with rig(section) as gate:
+            for number in range(3):
+                body = {"model": MODEL, "prompt": f"{number} {PROMPT}", "max_tokens": 2}
+                assert (await gate.post(body, headers={"X-Session-Id": f"session {number}"})).status == 200
+            (before,) = gate.gateway.runtime.control.sessions(0.0)
+            assert len({(prefill, decode) for _, prefill, decode in before.sessions}) > 1
+            assert await gate.gateway.reload(_reader(gate, section))
+            control = gate.gateway.runtime.control
+            await until(lambda: [each.sessions for each in control.sessions(0.0)] == [before.sessions])
+
+    uvloop.run(run())
+    assert _replays(log)
 
 
 def test_request_numbers_in_the_log_continue(tmp_path: Path) -> None:

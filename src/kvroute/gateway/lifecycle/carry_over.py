@@ -134,7 +134,11 @@ class StateCarryOver:
                 self._new.notify(InstanceMeasured(self._new.now(), name, in_flight + own, 0))
 
     async def prefixes(self) -> None:
-        """Carry over cached prefixes, one instance at a time in its present state; other tasks run in between."""
+        """Carry over sessions and cached prefixes, one instance at a time in its present state; other tasks run in
+        between."""
+        for sessions in self._old.control.sessions(self._new.now()):
+            self._new.notify(msgspec.structs.replace(sessions, at=self._new.now()))
+            await asyncio.sleep(0)
         caches, cluster = self._old.control.caches, self._old.cluster
         block_tokens, models = self._new.settings.prompt.block_tokens, set[str]()
         for name in self._stay:
