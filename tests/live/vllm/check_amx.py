@@ -1,7 +1,7 @@
 """Runs in vLLM's environment: registering the KV cache of a CPU requests AMX tiles before the first step.
 
-`check_amx.py CPUINFO` uses that file instead of the kernel's /proc/cpuinfo, registers a KV cache with a real connector,
-and prints the log lines about AMX.
+`check_amx.py CPUINFO...` uses each file in turn instead of the kernel's /proc/cpuinfo, registers a KV cache with a real
+connector, and prints the log lines about AMX.
 """
 
 from __future__ import annotations
@@ -29,9 +29,16 @@ class Printer(logging.Handler):
 
 
 def main() -> None:
-    """Register the KV cache and shut down."""
-    amx.CPUINFO = Path(sys.argv[1])
+    """Register a KV cache and shut down, for each file."""
     amx.log.addHandler(Printer())
+    for file in sys.argv[1:]:
+        print("registering")  # noqa: T201
+        amx.CPUINFO = Path(file)
+        register()
+
+
+def register() -> None:
+    """Register a KV cache and shut down."""
     transfer = SimpleNamespace(
         kv_connector_extra_config={},
         engine_id="e",
