@@ -3,6 +3,8 @@
 from kvroute.control.admissions import Admissions
 from kvroute.control.cluster_change import NextCluster
 from kvroute.control.core import Control
+from kvroute.control.fair_queue import FairQueue, Waiting
+from kvroute.control.forecast import Backlog
 from kvroute.control.log import (
     LogHeader,
     LogRecord,
@@ -13,25 +15,33 @@ from kvroute.control.log import (
 )
 from kvroute.control.log_hashing import LogHashing
 from kvroute.control.replica import Replica, SyncState
+from kvroute.control.request_queue import QueuedRequest, RequestQueue
 from kvroute.control.settings import ControlSettings
 from kvroute.control.shadow_policy import ShadowTally
 from kvroute.control.spec import ControlSpec
+from kvroute.control.usage import Usage
 from kvroute.control.view import Load
 
 __all__ = [
     "Admissions",
+    "Backlog",
     "Control",
     "ControlSettings",
     "ControlSpec",
+    "FairQueue",
     "Load",
     "LogHashing",
     "LogHeader",
     "LogRecord",
     "NextCluster",
+    "QueuedRequest",
     "Replica",
+    "RequestQueue",
     "ShadowTally",
     "SyncState",
     "TermsKept",
+    "Usage",
+    "Waiting",
     "decisions_equal",
     "is_log",
     "replay",

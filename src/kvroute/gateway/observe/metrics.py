@@ -149,6 +149,12 @@ class Metrics:
             "kvroute_replication_lag_seconds", "From an entry written to the same entry read.", _LAG_S
         )
         self._peers_lost = Counter("kvroute_replication_lost_total", "Gateways whose bookings were released.")
+        self._class_wait_s = Histogram(
+            "kvroute_class_wait_seconds", "From a prompt read to its placement, by class.", _REQUEST_S, ("class",)
+        )
+        self._class_work_s = Counter(
+            "kvroute_class_work_seconds_total", "Predicted work of placed requests, with `fair_queue`.", ("class",)
+        )
         self._transferring = [0] * TIER_COUNT
 
     def decided(self, decision: Decision, seconds: float) -> None:
@@ -253,6 +259,11 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """Count a rejected request; `reason` is one of a few fixed words, never a sentence."""
         self._rejects.add((reason,))
+
+    def placed(self, name: str, wait_s: float, work_s: float) -> None:
+        """Count a request that is placed. Args: `name`: of its service class."""
+        self._class_wait_s.observe((name,), wait_s)
+        self._class_work_s.add((name,), work_s)
 
     def leg_failed(self, leg: Leg, instance: str, kind: str) -> None:
         """Count a failed leg; `kind`: `refused`, `reset`, `timeout`, `malformed`, `status` or `out_of_files`."""
