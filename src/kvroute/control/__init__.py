@@ -1,6 +1,9 @@
 """The control core, which turns events into decisions; the simulator and the gateway call the same core."""
 
 from kvroute.control.admissions import Admissions
+from kvroute.control.calibration import Calibration, CalibrationRow
+from kvroute.control.calibration import deciles as calibration_deciles
+from kvroute.control.calibration import joined as joined_calibration
 from kvroute.control.cluster_change import NextCluster
 from kvroute.control.core import Control
 from kvroute.control.fair_queue import FairQueue, Waiting
@@ -25,6 +28,8 @@ from kvroute.control.view import Load
 __all__ = [
     "Admissions",
     "Backlog",
+    "Calibration",
+    "CalibrationRow",
     "Control",
     "ControlSettings",
     "ControlSpec",
@@ -42,7 +47,9 @@ __all__ = [
     "TermsKept",
     "Usage",
     "Waiting",
+    "calibration_deciles",
     "decisions_equal",
     "is_log",
+    "joined_calibration",
     "replay",
 ]

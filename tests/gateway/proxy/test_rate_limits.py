@@ -84,9 +84,7 @@ class LimiterMachine(RuleBasedStateMachine):
         usage = self.others[number].usage.take(whole=True)
         for place, other in enumerate(self.others):
             if place != number:
-                other.usage.received(
-                    PeerReport(str(number), self.sequence, self.now, whole=True, usage=usage)
-                )
+                other.usage.received(PeerReport(str(number), self.sequence, self.now, whole=True, usage=usage))
                 self.limiters[place].observe(self.now)
 
     @invariant()

@@ -36,6 +36,8 @@ class Placeable(Protocol):
 
     charge: Charge | None
     key: str | None
+    service_class: str
+    """Name of its class."""
 
     def place(self, now: float, ttft_max_s: float | None) -> Reject | None:
         """Ask the core for a decision and carry it out. Return its Reject if the first token would come too late:
@@ -126,6 +128,7 @@ class PlacementQueue:
         """
         request, tenancy = arrival.request, self._tenancy
         granted = tenancy.entitlement(placeable.key, arrival.headers, arrival.fields)
+        placeable.service_class = granted.name
         charged = tenancy.charge(placeable.key, request.input_tokens + arrival.reserve_tokens, now)
         if isinstance(charged, Refusal):
             self._refuse(placeable, charged)

@@ -76,6 +76,7 @@ class ProxiedRequest:
         "_ids",
         "_joint",
         "_only",
+        "_predicted_s",
         "_reading",
         "_ttft_s",
         "charge",
@@ -84,6 +85,7 @@ class ProxiedRequest:
         "model",
         "prefill",
         "runtime",
+        "service_class",
         "state",
         "ticket",
     )
@@ -120,6 +122,8 @@ class ProxiedRequest:
         """Name of its client's key, if keys are in use."""
         self.charge: Charge | None = None
         """What it counts against the rates of its key; None: they are not limited."""
+        self.service_class = ""
+        self._predicted_s: float | None = None
         self._arrived_at = received_at
         self._ttft_s: float | None = None
         """Time from its arrival at the core to its first token."""
@@ -239,6 +243,8 @@ class ProxiedRequest:
         if type(last) is Reject and last.ttft_s is not None:
             return last
         self._arrived_at = now
+        first = decisions[0] if decisions else None
+        self._predicted_s = first.ttft_s if isinstance(first, Prefill | Decode) else None
         if self.charge is not None:
             state.response_headers = runtime.tenancy.headers(self.charge.key, now)
         self._apply(decisions, now)
@@ -389,9 +395,20 @@ class ProxiedRequest:
             self.release_body()
         trace_id = state.trace.trace_id if state.trace is not None else ""
         exemplar = ("trace_id", trace_id) if trace_id else ("request_id", str(state.number))
-        self._ttft_s = now - self._arrived_at
+        self._first_token(ttft, now)
         self.runtime.metrics.decode_answered(decode_s)
         self.runtime.first_token(leg.decision, ttft, now, exemplar)
+
+    def _first_token(self, ttft: Ttft, now: float) -> None:
+        """Record the time to the first token, and the prediction beside it unless a leg has failed."""
+        self._ttft_s = now - self._arrived_at
+        runtime, predicted_s = self.runtime, self._predicted_s
+        if runtime.placement is None:
+            return
+        runtime.metrics.class_first_token(self.service_class, ttft.total_s)
+        if predicted_s is not None and self._attempts == 1:
+            runtime.metrics.predicted(predicted_s, self._ttft_s)
+            runtime.state.predicted(predicted_s, self._ttft_s)
 
     def release_body(self) -> None:
         """See `DecodeOwner`."""
