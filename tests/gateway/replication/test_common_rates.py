@@ -58,7 +58,7 @@ def test_two_gateways_keep_to_one_rate(server: RedisServer) -> None:
 
 
 def test_without_redis_each_gateway_keeps_to_the_rate_by_itself(server: RedisServer) -> None:
-    """No request waits for the server. Each gateway has the whole rate; when the server is back, it is one rate again."""
+    """No request waits for the server. Each gateway has the whole rate; with the server back, it is one rate again."""
 
     async def scenario() -> None:
         async with replicated(2, section(server.url, lease="1 s") + RATES) as gateways:
