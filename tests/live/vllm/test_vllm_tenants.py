@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 KEYS = ("flood", "bob", "carol")
-FLOOD = 10
+FLOOD = 6
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def ask(client: openai.OpenAI, tokens: list[int], **more: Any) -> list[int]:
 
 
 def test_a_flood_does_not_take_the_turns_of_another_tenant(cluster: Pair, gateway: Gateway) -> None:
-    """While ten requests of one key wait at all times, a request of another key is placed after two of them at most,
+    """While requests of one key wait at all times, a request of another key is placed after two of them at most,
     and its tokens are right."""
     stop, served = threading.Event(), [0]
 
@@ -76,7 +76,7 @@ def test_a_flood_does_not_take_the_turns_of_another_tenant(cluster: Pair, gatewa
     try:
         until(lambda: gateway.metric("kvroute_placement_queue_requests") >= FLOOD - 2)
         with client_of(gateway, "bob") as client:
-            for number in range(3):
+            for number in range(2):
                 tokens, before = prompt(150, seed=1_000 + number), served[0]
                 assert ask(client, tokens) == alone(cluster, tokens)
                 # One was being served, one was placed before by the rule, and one may have ended after this one.
@@ -98,7 +98,7 @@ def test_requests_that_would_be_late_and_keys_without_tokens_are_refused(cluster
         assert late.value.code == "slo"
         assert int(late.value.response.headers["retry-after"]) >= 1
         assert ask(client, tokens, extra_headers={"X-Slo-Ttft-Ms": "600000"}) == alone(cluster, tokens)
-        for number in range(12):
+        for number in range(6):
             with client.completions.create(
                 model="tiny", prompt=prompt(40 + 20 * number, seed=number), max_tokens=2, stream=True
             ) as stream:
@@ -113,4 +113,4 @@ def test_requests_that_would_be_late_and_keys_without_tokens_are_refused(cluster
     wait_until_idle(gateway)
     line = [sys.executable, "-m", "kvroute.cli.app", "explain", str(gateway.log), "--calibration", "--json"]
     shown = subprocess.run(line, capture_output=True, check=True)
-    assert json.loads(shown.stdout)["requests"] >= 12
+    assert json.loads(shown.stdout)["requests"] >= 6
