@@ -34,7 +34,7 @@ class Backlog(NamedTuple):
     slots: int
     """Batch slots of the decode instances that are up."""
     instances: int
-    """Instances that are up."""
+    """Instances that are up; one that both prefills and decodes counts twice."""
 
 
 class Forecaster:
@@ -120,13 +120,13 @@ class Forecaster:
         prefill = self._view.prefill[model]
         work_s = float(prefill.pending_s(at)[prefill.up].min()) if prefill.up.any() else 0.0
         running, slots = int(prefill.assigned.sum() + prefill.others.sum()), 0
-        up = set(prefill.ids[prefill.up].tolist())
+        up = int(prefill.up.sum())
         for (name, _), pool in self._view.decode.items():
             if name == model:
                 running += int(pool.batch.sum() + pool.queued.sum())
                 slots += int(pool.batch_max[pool.up].sum())
-                up.update(pool.ids[pool.up].tolist())
-        return Backlog(work_s, running, slots, len(up))
+                up += int(pool.up.sum())
+        return Backlog(work_s, running, slots, up)
 
 
 NOTHING = Forecast(0.0, 0.0)

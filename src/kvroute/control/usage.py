@@ -29,7 +29,8 @@ class Usage:
     """
 
     def __init__(self, group: str = "", *, within_group: bool = False) -> None:
-        """Args: `group`: gateways of one machine; `within_group`: only those of this group count."""
+        """Args: `group`: gateways of one machine, empty for a gateway alone; `within_group`: only those of this
+        group count."""
         self._group, self._within_group = group, within_group
         self._own: dict[str, Amounts] = {}
         self._changed: dict[str, None] = {}
@@ -65,7 +66,7 @@ class Usage:
     def received(self, report: PeerReport) -> None:
         """Process the charges in another gateway's report; one that comes late or again changes nothing."""
         usage = report.usage
-        if usage is None or (self._within_group and usage.group != self._group):
+        if usage is None or (self._within_group and not self._same_machine(usage)):
             return
         other = self._others.setdefault(report.gateway, _Known())
         if report.sequence <= other.sequence:
@@ -77,6 +78,9 @@ class Usage:
             self._total[key] = total[0] + charged[0] - before[0], total[1] + charged[1] - before[1]
             other.keys[key] = charged
         other.complete = other.complete or report.whole
+
+    def _same_machine(self, usage: UsageCounts) -> bool:
+        return bool(self._group) and usage.group == self._group
 
     def lost(self, gateway: str) -> None:
         """Forget a gateway whose lease has expired; what it has charged stays charged."""

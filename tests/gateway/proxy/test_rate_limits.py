@@ -154,3 +154,8 @@ def test_own_limits_count_the_workers_of_one_machine_only(within: bool) -> None:
         each.write("a", 1, 100)
         usage.received(PeerReport(str(number), 2, 0.0, usage=each.take(whole=False)))
     assert usage.by_others("a") == ((1, 100) if within else (2, 200))
+    lone, other = Usage(within_group=within), Usage()
+    other.write("a", 1, 100)
+    lone.received(PeerReport("2", 1, 0.0, usage=Usage().take(whole=True), whole=True))
+    lone.received(PeerReport("2", 2, 0.0, usage=other.take(whole=False)))
+    assert lone.by_others("a") == ((0, 0) if within else (1, 100))

@@ -168,7 +168,7 @@ class PlacementQueue:
     def pump(self, now: float) -> None:
         """Place waiting requests as far as there is room. A request may end at once and make room for more, so calls
         from inside do nothing: this is a loop to avoid recursion."""
-        if self._pumping or self._closed:
+        if self._pumping or self._closed or not self._items:
             return
         self._pumping = True
         try:
