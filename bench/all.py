@@ -16,7 +16,7 @@ from bench.measurement import CHILD_S, ROOT, Row, show
 
 BENCHES = (
     *("simulate", "decision", "foresight", "flows", "prefix", "store", "evaluation", "plan", "placement"),
-    *("storage", "switch", "gateways"),
+    *("storage", "switch", "gateways", "tenants"),
     *(
         "gateway.routers",
         "gateway.workers",

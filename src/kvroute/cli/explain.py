@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvroute.cli.calibration import show_calibration
 from kvroute.cli.columns import columns_of
 from kvroute.cli.learned import learned_at, learned_grid, learned_plain
 from kvroute.cli.measured import MeasuredTransfer, measured_plain, measured_sentence, measured_transfers
@@ -55,13 +56,25 @@ def explain(
     log: LogFile,
     request: Annotated[
         str, typer.Argument(help="Number of the request in the log, or its X-Request-Id.", show_default=False)
-    ],
+    ] = "",
+    calibration: Annotated[
+        bool, typer.Option("--calibration", help="Compare predicted with actual TTFT of all requests, by deciles.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show every candidate's terms for each decision about one request, in order, including retries after failures.
 
     Example: [bold]kvroute explain run.log 17[/bold]
     """
+    if calibration:
+        if request:
+            what = "--calibration is about all requests of the log"
+            raise InputError(what, where="kvroute explain", hint=f"leave out {request}, or the option")
+        show_calibration(log, as_json=as_json)
+        return
+    if not request:
+        hint = "add its number or X-Request-Id, or --calibration"
+        raise InputError("no request is named", where="kvroute explain", hint=hint)
     header, records = read_log(log)
     number = _number(request, records)
     found = [] if number is None else _about(number, read_log(log)[1])

@@ -218,6 +218,14 @@ def simulate(
             rich_help_panel=OUTPUT,
         ),
     ] = 5.0,
+    refuse_late: Annotated[
+        bool,
+        typer.Option(
+            "--refuse-late",
+            help="Refuse requests whose predicted TTFT misses --slo-ttft, as `gateway.classes` does.",
+            rich_help_panel=SETUP,
+        ),
+    ] = False,
     warmup: Annotated[
         float,
         typer.Option(
@@ -321,7 +329,9 @@ def simulate(
                 prediction=None if prediction == "none" else prediction,
                 stale_after_s=stale_after,
             ),
+            predicts=refuse_late,
         ),
+        refuses_late=refuse_late,
     )
     check_where(on)
     policies = list(dict.fromkeys(policy or DEFAULT_POLICIES))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,9 +19,11 @@ from kvroute.event_log import EventLog
 from kvroute.sim.capacity import links_named
 from kvroute.sim.gateways import refuse_features
 from kvroute.sim.lock_step import lock_step_groups
+from kvroute.sim.placement import Tenancy, Tenant
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.topology import Cluster, load
+from kvroute.types import InputError
 
 
 @lru_cache(maxsize=2)
@@ -38,6 +41,8 @@ class Question:
     settings: SimSettings
     spec: ControlSpec
     """The decode policy's name is set for each run; its parameters are passed only to CLA*."""
+    refuses_late: bool = False
+    """Whether requests are refused whose predicted TTFT is longer than the SLO's."""
 
     def spec_of(self, policy: str) -> ControlSpec:
         """Return the control specification for a run of that policy."""
@@ -58,21 +63,30 @@ class Question:
             self.spec_of(policy).build(cluster)
         if self.settings.gateways > 1:
             refuse_features(self.spec, cluster)
+            if self.refuses_late:
+                what = "requests that would be late are refused by one gateway only"
+                raise InputError(what, where="refuse_late", hint="simulate one gateway, or leave the option out")
         self.workload.of_seed(seed)
 
     def run(self, policy: str, seed: int, log: EventLog | None = None) -> Run:
         """Run one policy on one seed."""
-        trace = self.workload.of_seed(seed)
-        return simulate(cluster_of(self.cluster), trace, self.spec_of(policy), self.settings, seed=seed, log=log)
+        trace, settings, tenancy = self.workload.of_seed(seed), self.settings, None
+        if self.refuses_late:
+            everyone = Tenant("everyone", ttft_max_s=settings.slo.ttft_s)
+            tenancy = Tenancy((everyone,), [0] * len(trace.requests))
+        cluster, spec = cluster_of(self.cluster), self.spec_of(policy)
+        return simulate(cluster, trace, spec, settings, seed=seed, log=log, tenancy=tenancy)
 
     def __call__(self, cell: Cell) -> Record:
         run = self.run(cell.policy, cell.seed)
-        config = {
+        config: dict[str, Any] = {
             "cluster": self.cluster,
             "workload": msgspec.to_builtins(self.workload),
             "settings": msgspec.to_builtins(self.settings),
             "control": msgspec.to_builtins(self.spec_of(cell.policy)),
         }
+        if self.refuses_late:
+            config["refuses_late"] = True
         return Record(key=cell.key, cell=cell, config=config, summary=run.summary, timeline=run.timeline)
 
 

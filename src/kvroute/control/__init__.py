@@ -1,8 +1,13 @@
 """The control core, which turns events into decisions; the simulator and the gateway call the same core."""
 
 from kvroute.control.admissions import Admissions
+from kvroute.control.calibration import Calibration, CalibrationRow
+from kvroute.control.calibration import deciles as calibration_deciles
+from kvroute.control.calibration import joined as joined_calibration
 from kvroute.control.cluster_change import NextCluster
 from kvroute.control.core import Control
+from kvroute.control.fair_queue import FairQueue, Waiting
+from kvroute.control.forecast import Backlog
 from kvroute.control.log import (
     LogHeader,
     LogRecord,
@@ -13,26 +18,38 @@ from kvroute.control.log import (
 )
 from kvroute.control.log_hashing import LogHashing
 from kvroute.control.replica import Replica, SyncState
+from kvroute.control.request_queue import QueuedRequest, RequestQueue
 from kvroute.control.settings import ControlSettings
 from kvroute.control.shadow_policy import ShadowTally
 from kvroute.control.spec import ControlSpec
+from kvroute.control.usage import Usage
 from kvroute.control.view import Load
 
 __all__ = [
     "Admissions",
+    "Backlog",
+    "Calibration",
+    "CalibrationRow",
     "Control",
     "ControlSettings",
     "ControlSpec",
+    "FairQueue",
     "Load",
     "LogHashing",
     "LogHeader",
     "LogRecord",
     "NextCluster",
+    "QueuedRequest",
     "Replica",
+    "RequestQueue",
     "ShadowTally",
     "SyncState",
     "TermsKept",
+    "Usage",
+    "Waiting",
+    "calibration_deciles",
     "decisions_equal",
     "is_log",
+    "joined_calibration",
     "replay",
 ]

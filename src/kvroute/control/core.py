@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from kvroute.control.caches import Caches
 from kvroute.control.cluster_change import GONE, NextCluster, Parts, carry_over, next_cluster, refuse_in_use
 from kvroute.control.dispatcher import Booking
+from kvroute.control.forecast import Backlog
 from kvroute.control.peers import Peers
 from kvroute.control.settings import ControlSettings
-from kvroute.control.view import Load
+from kvroute.control.view import NOTHING_AVOIDED, Load
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import TierLearned
 from kvroute.prefix import PrefixIndex
@@ -48,6 +49,7 @@ from kvroute.types import (
     PrefillFinished,
     ReadFinished,
     Reject,
+    Request,
     ReviewDue,
     Role,
     RoleSwitched,
@@ -189,6 +191,19 @@ class Control:
             return 0.0
         return float(self._view.prefill[booking.model].pending_s(at)[booking.prefill])
 
+    def backlog(self, model: str, at: float) -> Backlog | None:
+        """Return how busy the instances of a model are (empty: the cluster's only one); None if none serves it."""
+        name = self._view.served_name(model)
+        return None if name is None else self._dispatcher.forecaster.backlog(name, at)
+
+    def work_s(self, request: Request, at: float, output_tokens: float) -> float:
+        """Return the predicted seconds of work of a request with an output of this length. Changes nothing."""
+        model = self._view.model_name(request)
+        if model is None:
+            return 0.0
+        candidates = self._view.prefill_candidates(request, model, at, NOTHING_AVOIDED)
+        return self._dispatcher.forecaster.work_s(request, model, candidates, output_tokens)
+
     def admitted(self, request_id: int) -> bool:
         """Whether a request is part of the batch of its decode instance."""
         booking = self._bookings.get(request_id)
@@ -256,7 +271,7 @@ class Control:
             what = f"model {request.model!r}" if request.model else unnamed
             why = f"no prefill and decode instances serve {what}" if self._cluster.instances else "no instance is up"
             return (Reject(request.id, why),)
-        booking = Booking(request, model, joint=event.joint, only=event.only)
+        booking = Booking(request, model, joint=event.joint, only=event.only, ttft_max_s=event.ttft_max_s)
         booking.bar_others(self._cluster.instances)
         return self._start(booking, event.at)
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from kvroute.control.datacenters import Egress
+from kvroute.control.forecast import Forecast, Forecaster
 from kvroute.control.kv_loads import KvLoads
 from kvroute.control.offloader import Offloader
 from kvroute.control.pairing import AlonePick, Pairing
@@ -77,6 +78,10 @@ class Booking:
     """Names of the instances that may serve it; None: all."""
     avoid: Avoided = NOTHING_AVOIDED
     """Instances that have failed this request or must not serve it."""
+    ttft_max_s: float | None = None
+    """See `Arrived`; None once the request is placed."""
+    ttft_s: float | None = None
+    """Predicted time to the first token; None: not predicted."""
 
     def exclude(self, index: int) -> None:
         """Record that this instance has failed the request."""
@@ -97,6 +102,8 @@ class Dispatcher:
         self._view, self._offloader, self._prefixes = view, offloader, prefixes
         self._pairing = Pairing(view)
         self._loads = KvLoads(view)
+        self.forecaster = Forecaster(view)
+        """Predicts times to the first token; it books nothing."""
         shadow = view.settings.shadow_policy
         self._shadow = ShadowPolicy(view, shadow) if shadow is not None else None
 
@@ -114,12 +121,20 @@ class Dispatcher:
         chosen = self._pairing.choose(request, model, candidates, choice, at, booking.avoid)
         if isinstance(chosen, Reject):
             return (chosen,)
+        predicts = view.options.predicts or booking.ttft_max_s is not None
         if isinstance(chosen, AlonePick):
-            return self._alone(booking, at, chosen)
+            late = self._foreseen(booking, self.forecaster.alone(chosen)) if predicts else None
+            return (late,) if late is not None else self._alone(booking, at, chosen)
         choice, pool = view.prefill_of_session(chosen, request), view.prefill[model]
         pick: DecodePick | Reject | None = None
         if booking.joint or self._view.cluster.instances[int(pool.ids[choice.index])].traits.concurrent_legs:
             choice, pick = self._jointly(booking, at, candidates, choice)
+        if predicts:
+            early = self._leaves_early(placement is not None and placement.away)
+            partner = pick or self._partner(booking, at, choice.index, early=True)
+            forecast = self.forecaster.pair(candidates, choice.index, partner, early=early)
+            if (late := self._foreseen(booking, forecast)) is not None:
+                return (late,)
         pool.decisions += 1
         index = int(pool.ids[choice.index])
         booking.prefill, booking.source = choice.index, index
@@ -133,9 +148,10 @@ class Dispatcher:
         if request.adapter:
             view.adapters.used(pool.names[choice.index], request.adapter)
         view.sessions.served(request.session, "prefill", pool.names[choice.index])
-        prefill = Prefill(request.id, pool.names[choice.index], int(candidates.hit_tokens[choice.index]), terms)
+        hit_tokens = int(candidates.hit_tokens[choice.index])
+        prefill = Prefill(request.id, pool.names[choice.index], hit_tokens, terms, ttft_s=booking.ttft_s)
         if self._offloader is not None:
-            self._offloader.prefills(at, choice.index, request, int(candidates.hit_tokens[choice.index]))
+            self._offloader.prefills(at, choice.index, request, hit_tokens)
         prefill = self._prefixes.attach(prefill, request, model, placement, fetches, at)
         booking.copy_id = prefill.copy_id
         if loads is not None:
@@ -265,9 +281,23 @@ class Dispatcher:
         if isinstance(found, Reject):
             return (found,)
         key, pick = found
+        if self._view.options.predicts or booking.ttft_max_s is not None:
+            late = self._foreseen(booking, self.forecaster.single(booking.request, key, pick, at))
+            if late is not None:
+                return (late,)
         pool = self._view.decode[key]
         booking.source = int(pool.ids[pick.choice.index])
-        return (self._book(booking, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms),)
+        decode = self._book(booking, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms)
+        return (_with_forecast(decode, booking),)
+
+    def _foreseen(self, booking: Booking, forecast: Forecast) -> Reject | None:
+        """Store the prediction for a request that is not booked yet; return a Reject if it would be too late."""
+        most_s = booking.ttft_max_s
+        if most_s is not None and forecast.ttft_s > most_s:
+            reason = f"the first token is expected in {forecast.ttft_s:.3g} s, and {max(most_s, 0.0):.3g} s are left"
+            return Reject(booking.request.id, reason, ttft_s=forecast.ttft_s, least_s=forecast.least_s)
+        booking.ttft_s, booking.ttft_max_s = forecast.ttft_s, None
+        return None
 
     def _alone(self, booking: Booking, at: float, alone: AlonePick) -> tuple[Decision, ...]:
         """Prefill and decode on one instance. On a prefill instance the prompt is booked as any other prefill."""
@@ -278,7 +308,7 @@ class Dispatcher:
         if not alone.stays:
             decode = self._book(booking, at, pool, choice.index, candidates, tier, choice.terms)
             self._book_prompt(booking, at, alone.prompt_s)
-            return (decode,)
+            return (_with_forecast(decode, booking),)
         prefill = self._view.prefill[booking.model]
         prefill.decisions += 1
         booking.prefill, booking.prefill_s = prefill.position[index], alone.prompt_s
@@ -286,7 +316,9 @@ class Dispatcher:
         if prefill.slow_start.started:
             prefill.slow_start.booked(booking.prefill, at, int(prefill.up.sum()))
         hit_tokens = int(candidates.hit_tokens[choice.index])
-        decision = Prefill(booking.request.id, pool.names[choice.index], hit_tokens, choice.terms)
+        decision = Prefill(
+            booking.request.id, pool.names[choice.index], hit_tokens, choice.terms, ttft_s=booking.ttft_s
+        )
         return decision, self._book(booking, at, pool, choice.index, candidates, tier, None)
 
     def _book_prompt(self, booking: Booking, at: float, prompt_s: float) -> None:
@@ -500,3 +532,8 @@ class Dispatcher:
         booking.planned = None
         booking.pool.release(booking.position, booking.need_bytes, admitted=booking.admitted)
         booking.position, booking.admitted = -1, False
+
+
+def _with_forecast(decode: Decode, booking: Booking) -> Decode:
+    """Return the first decision about a request with its predicted time to the first token, if there is one."""
+    return decode if booking.ttft_s is None else msgspec.structs.replace(decode, ttft_s=booking.ttft_s)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from kvroute.control.admissions import Admissions
 from kvroute.control.core import Control
+from kvroute.control.usage import Usage
 from kvroute.types import (
     Admitted,
     Arrived,
@@ -61,6 +62,7 @@ class Replica:
         approximate: frozenset[str] = frozenset(),
         block_tokens: int = 16,
         admissions: Admissions | None = None,
+        usage: Usage | None = None,
     ) -> None:
         """
         Args:
@@ -69,10 +71,11 @@ class Replica:
             approximate: instances whose cached prefixes are known from the gateways' requests alone.
             block_tokens: size of the blocks of these prefixes.
             admissions: counts for common limits of admission; None: each gateway has limits of its own.
+            usage: charges for common rate limits; None: each gateway has limits of its own.
         """
         self.gateway, self.approximate, self.block_tokens = gateway, approximate, block_tokens
         self.lease_s = lease_s
-        self._admissions = admissions
+        self._admissions, self._usage = admissions, usage
         self._changed: dict[int, None] = {}
         """Requests whose bookings have changed since the last report, in the order of their change."""
         self._events: deque[PeerEvent] = deque(maxlen=_KNOWLEDGE_MAX)
@@ -119,6 +122,7 @@ class Replica:
         beat = now - self._sent_at >= self._beat_s
         teaches = self._teaches or self._knowledge is not None
         counted = self._admissions is not None and self._admissions.changed
+        counted = counted or (self._usage is not None and self._usage.changed)
         if not (beat or asks or self._whole or self._changed or self._events or teaches or counted):
             return None
         self._sequence, self._sent_at = self._sequence + 1, now
@@ -143,6 +147,7 @@ class Replica:
             knowledge=knowledge,
             knowledge_ends=teaches and self._knowledge is None,
             admissions=self._admissions.take(whole=whole) if self._admissions is not None else None,
+            usage=self._usage.take(whole=whole) if self._usage is not None else None,
         )
 
     def _next_events(self, now: float, core: Control, *, beat: bool) -> Iterator[PeerEvent]:
@@ -203,13 +208,15 @@ class Replica:
         self._heard_at[report.gateway] = now
         if self._admissions is not None:
             self._admissions.received(report)
+        if self._usage is not None:
+            self._usage.received(report)
         if EVERYONE in report.asks or self.gateway in report.asks:
             self._whole = self._whole or self._connected
         if report.asks_knowledge and self._joined and self.gateway == self._first(report.gateway):
             self._teaches = self._knowledge is None
         learns = report.events + report.knowledge if self._untaught else report.events
         self._untaught = self._untaught and not report.knowledge_ends
-        return PeerReported(now, replace(report, events=learns, knowledge=(), admissions=None))
+        return PeerReported(now, replace(report, events=learns, knowledge=(), admissions=None, usage=None))
 
     def applied(self, now: float, core: Control, gateway: str) -> None:
         """Ask a gateway for a whole report if its bookings are not complete in the core."""
@@ -227,6 +234,8 @@ class Replica:
             self._asks.pop(name, None)
             if self._admissions is not None:
                 self._admissions.lost(name)
+            if self._usage is not None:
+                self._usage.lost(name)
         # Each gateway reports at least once per beat, so after one all others are known.
         if not self._joined and self._joined_at is not None and now - self._joined_at >= self._beat_s:
             self._joined = self._connected and not self._asks

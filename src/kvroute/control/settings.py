@@ -37,6 +37,8 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that an instance needs to load a LoRA adapter, by name."""
     session_bonus_s: float = 0.0
     """Seconds by which the instance that has served a request's session last may cost more than another one."""
+    predicts: bool = False
+    """Whether decisions on arrival have a predicted time to the first token, also without a limit on it."""
     slow_start_s: float = 0.0
     """Window over which the share of a returned instance rises, in seconds; 0: it takes its full share at once."""
 

@@ -200,7 +200,11 @@ class ClusterView:
 
     def model_name(self, request: Request) -> str | None:
         """The model that serves a request. None if no instance serves it, or if it names none and there are several."""
-        name = request.model or self._only_model
+        return self.served_name(request.model)
+
+    def served_name(self, model: str) -> str | None:
+        """The model with this name, as in `model_name`; empty: the only one."""
+        name = model or self._only_model
         return name if name in self._served else None
 
     def set_up(self, index: int, up: bool, at: float, *, returned: bool = False) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvroute import __version__
-from kvroute.control import Admissions, Control
+from kvroute.control import Admissions, Control, Usage
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.loop_lag import LoopLag
@@ -36,7 +36,8 @@ from kvroute.gateway.proxy.admission_queue import AdmissionQueue
 from kvroute.gateway.proxy.endpoints import Endpoints
 from kvroute.gateway.proxy.frontend import Frontend, HttpFrontend, Server, ServerParts
 from kvroute.gateway.proxy.runtime import ClusterRuntime, SharedServices
-from kvroute.gateway.replication.common_limits import CommonLimits
+from kvroute.gateway.proxy.tenancy import Tenancy
+from kvroute.gateway.replication.common_limits import CommonLimits, CommonUsage
 from kvroute.gateway.replication.driver import Replication, SharedStream
 from kvroute.gateway.replication.stream import Stream
 from kvroute.types import Event, InputError, PeerReported, RoleSwitched, cannot_listen
@@ -103,10 +104,15 @@ class Gateway:
         self._shadowed(settings.shadow)
         self._tracer = tracer_of(settings.tracing.otlp, settings.tracing.share, version=__version__)
         self._budget = RetryBudget(share=settings.retries.share, floor_per_s=settings.retries.floor_per_s)
+        self._usage = self._common_usage(shared)
         self.replication, counts = self._replication(shared)
         """The connection to other gateways of the cluster; None: there are none."""
         self._admission = AdmissionController(deployment.admission_limits, elsewhere=counts)
         self._admission_queue = AdmissionQueue(self._admission, self.metrics, self.state, self.now)
+        usage = None
+        if self._usage is not None and self.replication is not None:
+            usage = CommonUsage(self._usage, self.replication.counted)
+        self._tenancy = Tenancy(settings, usage)
         self._shared = SharedServices(
             now=self.now,
             metrics=self.metrics,
@@ -119,6 +125,7 @@ class Gateway:
             lag=self._lag,
             salt_secret=shared.salt_secret if shared is not None else secrets.token_bytes(32),
             on_end=self._admission_queue.release,
+            tenancy=self._tenancy,
             sharing=self.replication,
             engine_fault=self._frontend.engine_fault,
         )
@@ -146,7 +153,13 @@ class Gateway:
         if section is None:
             assert shared is not None
             replication = Replication(
-                shared.stream, self, self.metrics, self.now, lease_s=_WORKER_LEASE_S, flush_s=_WORKER_FLUSH_S
+                shared.stream,
+                self,
+                self.metrics,
+                self.now,
+                lease_s=_WORKER_LEASE_S,
+                flush_s=_WORKER_FLUSH_S,
+                usage=self._usage,
             )
             return replication, workers
         admissions = Admissions(shared.group if shared is not None else "") if section.limits == "common" else None
@@ -158,10 +171,19 @@ class Gateway:
             lease_s=float(section.lease_s),
             flush_s=float(section.flush_s),
             admissions=admissions,
+            usage=self._usage,
         )
         if admissions is None:
             return replication, workers
         return replication, CommonLimits(admissions, workers, replication.counted)
+
+    def _common_usage(self, shared: SharedByWorkers | None) -> Usage | None:
+        """Return what is charged to keys here and by the gateways with common rates; None: there are no others."""
+        section = self._first.settings.replication
+        if section is None and shared is None:
+            return None
+        own_only = section is not None and section.limits == "own"
+        return Usage(shared.group if shared is not None else "", within_group=own_only)
 
     def _shadowed(self, policy: str) -> None:
         self.metrics.shadow = policy
@@ -375,6 +397,7 @@ class Gateway:
         self._server.limits = deployment.http_limits
         self._budget.share, self._budget.floor_per_s = settings.retries.share, settings.retries.floor_per_s
         self._admission_queue.change(deployment.admission_limits)
+        self._tenancy.change(settings)
         self._admin.change(self._admin_parts(deployment))
         if self._logs is not None:
             self._logs.change(settings.log.format, settings.log.level, access=settings.log.access)
@@ -428,6 +451,7 @@ class Gateway:
             await asyncio.sleep(_REFRESH_S)
             try:
                 self._clusters.refresh()
+                self._tenancy.limiter.observe(self.now())
                 if self.replication is not None:
                     self.replication.refresh()
                 self.runtime.open_files.check(self.now())

@@ -8,6 +8,7 @@ from kvroute.policies.decode import (
     LoadAware,
     NetKV,
     RoundRobin,
+    queue_and_decode_s,
 )
 from kvroute.policies.foresight import Foresight
 from kvroute.policies.foresight_alone import Alone, AloneCandidates, AloneOffer
@@ -74,4 +75,5 @@ __all__ = [
     "preferred",
     "prefill_mask",
     "prefill_policy",
+    "queue_and_decode_s",
 ]

@@ -21,6 +21,7 @@ from kvroute.sim.lock_step import DecodeRanks, PrefillRanks, RankQueue, lock_ste
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
 from kvroute.sim.network import Kind
 from kvroute.sim.pipelines import PrefillPipeline, Prompt, PromptQueue
+from kvroute.sim.placement import Placement
 from kvroute.sim.router import Router
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.store import Store, continued_blocks
@@ -116,6 +117,8 @@ class RequestTimelines:
         """Decode instances that step together with others, by index."""
         if settings.lock_step:
             self._lock_steps()
+        self.placement: Placement | None = None
+        """When requests are placed; None: as they arrive."""
         self.reject_reason: str | None = None
         """Reason for the first rejection of the run."""
         self.decisions_s: list[float] = []
@@ -144,7 +147,17 @@ class RequestTimelines:
             block_tokens=traced.block_tokens,
             max_output_tokens=traced.output_tokens,
         )
-        self._begin(request, self._router.handle(Arrived(self._agenda.now, arrived)))
+        if self.placement is not None:
+            self.placement.arrive(arrived)
+        else:
+            self.place(arrived, None)
+
+    def place(self, request: Request, ttft_max_s: float | None) -> None:
+        """Let the router decide on a request that has arrived. Args: `ttft_max_s`: see `Arrived`."""
+        arrived = Arrived(self._agenda.now, request, ttft_max_s=ttft_max_s)
+        if self.placement is not None:
+            self.placement.placed_s[request.id] = self._agenda.now
+        self._begin(request.id, self._router.handle(arrived))
 
     def advance(self) -> None:
         """Move bytes up to now. The caller then updates the next finish time or changes the flows."""
@@ -373,6 +386,8 @@ class RequestTimelines:
             return
         started_s = time.perf_counter()
         decisions = self._router.handle(PrefillFinished(now, request, kept_tokens))
+        if self.placement is not None:
+            self.placement.pump()
         if request in self._staying:
             self._stay(request, source)
             return
@@ -560,7 +575,12 @@ class RequestTimelines:
         now = self._agenda.now
         self._outcomes.state[request] = FINISHED
         self._outcomes.finished_s[request] = now
-        self._router.handle(Finished(now, request, free_kv_bytes, self._trace[request].output_tokens))
+        placed_s = self.placement.placed_s.pop(request, math.nan) if self.placement is not None else math.nan
+        first_s = float(self._outcomes.first_token_s[request]) - placed_s
+        tokens, ttft_s = self._trace[request].output_tokens, first_s if math.isfinite(first_s) else None
+        self._router.handle(Finished(now, request, free_kv_bytes, tokens, ttft_s))
+        if self.placement is not None:
+            self.placement.ended(tokens)
         self._arrivals.ended(now, request)
 
     def _reject(self, request: int, decision: Decision) -> None:

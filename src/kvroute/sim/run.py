@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvroute.control import ControlSpec
+from kvroute.control import Control, ControlSpec
 from kvroute.event_log import EventLog
 from kvroute.sim.agenda import FOREVER, Agenda
 from kvroute.sim.arrivals import Arrivals
@@ -19,6 +19,7 @@ from kvroute.sim.gateways import GatewayCores, refuse_features
 from kvroute.sim.link_load import busiest_links, link_load
 from kvroute.sim.metrics import Outcomes, Summary, Timeline, summarise
 from kvroute.sim.network import Fabric
+from kvroute.sim.placement import Placement, Tenancy
 from kvroute.sim.request_timelines import RequestTimelines
 from kvroute.sim.router import Core, Router
 from kvroute.sim.settings import SimSettings
@@ -53,15 +54,17 @@ def simulate(
     *,
     seed: int = 0,
     log: EventLog | None = None,
+    tenancy: Tenancy | None = None,
 ) -> Run:
-    """Run `trace` on `cluster`. The same arguments give the same run, bit for bit.
+    """Run `trace` on `cluster`. The same arguments give the same run, bit for bit. Args: `tenancy`: turns and deadlines
+    of requests; None: they are placed as they arrive.
 
     Raises:
         InputError: a policy or parameter that does not exist, instances of role `both` or of several models, a trace
             whose prefix blocks differ in size, a change of a link that does not exist, or a cut that never ends.
         InputErrors: an `all_reduce` of the cluster file that does not fit its instance.
     """
-    return Simulation(cluster, trace, spec, settings, seed=seed, log=log).run()
+    return Simulation(cluster, trace, spec, settings, seed=seed, log=log, tenancy=tenancy).run()
 
 
 def _block_tokens(trace: Trace) -> int:
@@ -104,6 +107,7 @@ class Simulation:
         *,
         seed: int,
         log: EventLog | None = None,
+        tenancy: Tenancy | None = None,
     ) -> None:
         self._cluster, self._trace, self._settings = cluster, trace.requests, settings
         self._spec, self._seed = spec, seed
@@ -116,9 +120,8 @@ class Simulation:
         self._groups = TensorGroups.of(cluster)
         self._fabric = _fabric(cluster, settings, seed)
         self._fleet = Fleet(cluster, block_tokens=_block_tokens(trace), prefill_queueing=settings.prefill_queueing)
-        self._router = Router(
-            self._core(), cluster, self._fleet, self._agenda, log, role_switch_s=settings.role_switch_s
-        )
+        core = self._core()
+        self._router = Router(core, cluster, self._fleet, self._agenda, log, role_switch_s=settings.role_switch_s)
         self._delivery = Delivery(
             cluster, self._fabric, self._fleet, self._outcomes, self._trace, decode_cache=settings.decode_cache
         )
@@ -155,6 +158,11 @@ class Simulation:
             copy_queues=spec.offload is not None and spec.offload.copy_queues,
             store=self._store,
         )
+        if tenancy is not None:
+            if not isinstance(core, Control):
+                what = "tenants are simulated for one gateway"
+                raise InputError(what, where="gateways", hint="set gateways to 1")
+            self._timelines.placement = Placement(tenancy, core, self._agenda, self._timelines.place)
 
     def _core(self) -> Core:
         """The core of one gateway, or those of several."""
@@ -183,7 +191,7 @@ class Simulation:
             arrival_s = arrivals.next_s
             due_s = due[0][0] if due else FOREVER
             now = min(delivery.next_s, due_s, arrival_s)
-            if now > until_s or (arrival_s == FOREVER and not router.in_flight):
+            if now > until_s or (arrival_s == FOREVER and not router.in_flight and not self._waiting):
                 break
             assert now < FOREVER, "requests wait without a future event"
             assert now >= agenda.now, "time went back"
@@ -196,6 +204,11 @@ class Simulation:
             else:
                 self._timelines.arrive(arrivals.take())
         return self._result(time.perf_counter() - wall_s, time.process_time() - cpu_s)
+
+    @property
+    def _waiting(self) -> int:
+        placement = self._timelines.placement
+        return placement.waiting if placement is not None else 0
 
     def _start(self) -> None:
         capacity = self._fabric.capacity

@@ -65,7 +65,7 @@ from kvroute.types.instances import (
     TimingSpec,
     TransferStart,
 )
-from kvroute.types.peers import AdmissionCounts, PeerBooking
+from kvroute.types.peers import AdmissionCounts, PeerBooking, UsageCounts
 from kvroute.types.protocols import TRAITS, KvProtocol, ProtocolTraits
 from kvroute.types.requests import Request
 from kvroute.types.snapshots import Candidates, Choice, NetworkCosts, Terms
@@ -156,5 +156,6 @@ __all__ = [
     "TransferFinished",
     "TransferMeasured",
     "TransferStart",
+    "UsageCounts",
     "cannot_listen",
 ]

@@ -16,6 +16,11 @@ class Reject(msgspec.Struct, frozen=True, tag="reject"):
     request_id: int
     reason: str
     terms: Terms | None = None
+    ttft_s: float | None = None
+    """Predicted time to the first token, if that is longer than `Arrived.ttft_max_s`; None: rejected for another
+    reason."""
+    least_s: float | None = None
+    """The same without waiting for other requests."""
 
 
 class Offload(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -47,6 +52,8 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
     """Id of that copy, from 1; the driver reports CopyFinished, and computes all tokens if the copy failed."""
     offload: Offload | None = None
     """Reason for the datacenter of the prefill, if there is a choice."""
+    ttft_s: float | None = None
+    """Predicted time to the first token, in seconds; None: it was not to be predicted."""
 
 
 class Shadowed(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,6 +79,8 @@ class Decode(msgspec.Struct, frozen=True, tag="decode", omit_defaults=True):
     hit_tokens: int
     terms: Terms | None = None
     shadow: Shadowed | None = None
+    ttft_s: float | None = None
+    """As in `Prefill`, if there is no `Prefill` before this decision."""
 
 
 class SwitchRole(msgspec.Struct, frozen=True, tag="switch_role"):

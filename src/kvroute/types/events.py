@@ -8,7 +8,7 @@ import msgspec
 
 from kvroute.types.discovered import Joined
 from kvroute.types.instances import Role
-from kvroute.types.peers import AdmissionCounts, PeerBooking
+from kvroute.types.peers import AdmissionCounts, PeerBooking, UsageCounts
 from kvroute.types.requests import Request
 
 Side: TypeAlias = Literal["prefill", "decode"]
@@ -28,6 +28,8 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived", omit_defaults=True):
     """Names of the instances that may serve it, because a proxy before the router reaches no others; None: all may."""
     joint: bool = False
     """True if the decode instance orders the prefill itself, so that both must be chosen now, whatever the protocol."""
+    ttft_max_s: float | None = None
+    """Longest time from now to the first token: the request is rejected if the predicted one is longer; None: none."""
 
 
 class PrefillFinished(msgspec.Struct, frozen=True, tag="prefill_finished", omit_defaults=True):
@@ -64,6 +66,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     free_kv_bytes: float | None = None
     output_tokens: int | None = None
     """Number of output tokens, if counted; no decision depends on it."""
+    ttft_s: float | None = None
+    """Time from `Arrived` to the first token, if it was observed; no decision depends on it."""
 
 
 class PrefillFailed(msgspec.Struct, frozen=True, tag="prefill_failed"):
@@ -333,6 +337,8 @@ class PeerReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether it is the last part."""
     admissions: AdmissionCounts | None = None
     """Counts that have changed since the report before; always in a whole report, if limits hold together."""
+    usage: UsageCounts | None = None
+    """Charges that have changed since the report before; always in a whole report."""
 
 
 class PeerReported(msgspec.Struct, frozen=True, tag="peer_reported"):

@@ -47,3 +47,13 @@ class AdmissionCounts(msgspec.Struct, frozen=True, omit_defaults=True):
     keys: dict[str, int] = {}
     """Requests in flight and waiting of each API key whose number has changed since the report before; in a whole
     report, of every key that has some."""
+
+
+class UsageCounts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a gateway has charged to API keys whose rates are limited."""
+
+    group: str = ""
+    """See `AdmissionCounts`."""
+    keys: dict[str, tuple[int, int]] = {}
+    """Requests and tokens charged since its start, by the names of the keys whose charges have changed since the report
+    before; in a whole report, of every key."""

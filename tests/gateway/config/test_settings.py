@@ -33,6 +33,7 @@ def test_the_documented_defaults_are_the_defaults() -> None:
         "reserve",
         "upstream_key_env",
         "cache_salt_secret_env",
+        "fair_queue",
         "offload",
         "replication",
         "session_affinity",

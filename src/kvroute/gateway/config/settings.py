@@ -34,12 +34,13 @@ from kvroute.gateway.config.field_types import (
 )
 from kvroute.gateway.config.offload import OffloadSection
 from kvroute.gateway.config.replication import ReplicationSection
+from kvroute.gateway.config.service_classes import FairQueueSection, ServiceClass
 from kvroute.gateway.openai_api.api_keys import KeySettings
 from kvroute.gateway.openai_api.cache_salt import CacheSaltMode
 from kvroute.gateway.openai_api.prompt_bounds import MEMORY_BYTES
 from kvroute.oracle import OracleSettings
 from kvroute.policies import DEFAULT_DECODE_POLICY
-from kvroute.topology.schema import Entry
+from kvroute.topology.schema import Entry, Name
 from kvroute.topology.units import Size
 
 SECTION = "gateway"
@@ -319,6 +320,11 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     health: HealthSettings = HealthSettings()
     scrape: ScrapeSettings = ScrapeSettings()
     keys: KeySettings = KeySettings()
+    classes: dict[Name, ServiceClass] = field(default_factory=dict)
+    """What keys may use, by the names that `keys.classes` gives; `default` is for all other requests. With any class
+    the time to the first token of every request is predicted."""
+    fair_queue: FairQueueSection | None = None
+    """None: requests are sent to engines as they arrive, and wait there."""
     upstream_key_env: str | None = None
     """Environment variable with the engines' own key; it replaces the client's key, which the gateway checks."""
     forward_headers: list[HeaderName] = field(default_factory=list)
@@ -358,6 +364,7 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
             cache_block_tokens=0 if self.prefix == "events" else self.prompt.block_tokens,
             offload=self.offload.spec() if self.offload is not None else None,
             layerwise=self.layerwise,
+            predicts=bool(self.classes) or self.fair_queue is not None,
             slow_start_s=float(self.health.slow_start_s),
             session_bonus_s=float(self.session_affinity.bonus_s) if self.session_affinity is not None else 0.0,
             adapters={name: float(adapter.load_s) for name, adapter in sorted(self.adapters.items())},

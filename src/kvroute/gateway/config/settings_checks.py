@@ -10,6 +10,7 @@ from pathlib import Path
 from kvroute.gateway.config.field_types import LogSize
 from kvroute.gateway.config.offload_checks import offload_faults
 from kvroute.gateway.config.replication_checks import replication_faults
+from kvroute.gateway.config.service_class_checks import service_class_faults
 from kvroute.gateway.config.settings import SECTION, GatewaySettings, TlsSettings
 from kvroute.gateway.http.headers import OUR_OWN
 from kvroute.gateway.openai_api.api_keys import Keys
@@ -168,6 +169,7 @@ def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, s
         if name not in keys.names:
             hint = nearest(name, keys.names) or "there are no keys: add `file` or `known`"
             yield lines.error(f"there is no key {name!r}", (SECTION, "keys", "tenants", name), hint)
+    yield from service_class_faults(settings, keys.names, lines)
     yield from _salt_faults(settings, keys.required, lines, environ)
     variable, key = settings.upstream_key_env, (SECTION, "upstream_key_env")
     if variable is not None and not keys.required:

@@ -224,6 +224,8 @@ class ClusterManager:
     def stop(self) -> None:
         """Abort the requests in progress; their clients get an error."""
         for runtime in self.clusters:
+            if runtime.placement is not None:
+                runtime.placement.close()  # each aborted request would otherwise make room for one that waits
             for proxied in list(runtime.requests.values()):
                 proxied.stop()
 

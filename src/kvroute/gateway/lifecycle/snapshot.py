@@ -75,6 +75,8 @@ def status_snapshot(
         ),
         discovery=discovery,
         replication=replication,
+        waiting=runtime.placement.depths() if runtime.placement is not None else None,
+        deferred=runtime.placement.deferred if runtime.placement is not None else 0,
         path_ratios=path_ratios,
         instances=instances,
     )

@@ -19,6 +19,10 @@ _INFO = Family("gauge", "kvroute_info", "Always 1; version and policy are labels
 _READY = Family("gauge", "kvroute_ready", "1 while the gateway accepts requests.")
 _IN_FLIGHT = Family("gauge", "kvroute_requests_in_flight", "Requests admitted and not finished.")
 _QUEUED = Family("gauge", "kvroute_requests_queued", "Requests in the admission queue.")
+_WAITING = Family(
+    "gauge", "kvroute_placement_queue_requests", "Requests that wait for their turn to be placed.", ("priority",)
+)
+_DEFERRED = Family("gauge", "kvroute_deferred_requests", "Requests that wait because they would be too late.")
 _CONNECTIONS = Family("gauge", "kvroute_client_connections", "Open client connections.")
 _PANIC = Family("gauge", "kvroute_panic", "1 while health checks and breakers are ignored.", ("model", "role"))
 _TRANSFERRING = Family("gauge", "kvroute_transfers_in_flight", "Own KV transfers in flight.", ("tier",))
@@ -111,6 +115,9 @@ def load_gauges(
     yield _READY, [((), int(load.ready))]
     yield _IN_FLIGHT, [((), load.in_flight)]
     yield _QUEUED, [((), load.queued)]
+    waiting = load.waiting
+    yield _WAITING, [((str(band),), count) for band, count in waiting.items()] if waiting is not None else []
+    yield _DEFERRED, [((), load.deferred)] if waiting is not None else []
     yield _CONNECTIONS, [((), load.connections)]
     yield _TRANSFERRING, [((label,), count) for label, count in zip(TIER_LABELS, transferring, strict=True)]
     yield _PANIC, [((each.model, each.role), int(each.active)) for each in load.panics]

@@ -6,6 +6,7 @@ every sample. Single-threaded; a method costs about a microsecond or less.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Literal, TypeAlias
 
@@ -26,6 +27,9 @@ _REQUEST_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0),
 )
+_RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+_PREDICTED_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_PREDICTED_LABELS = (*(f"to {bound:g} s" for bound in _PREDICTED_S), f"above {_PREDICTED_S[-1]:g} s")
 _DECISION_S = (20e-6, 50e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3)
 _LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -149,6 +153,24 @@ class Metrics:
             "kvroute_replication_lag_seconds", "From an entry written to the same entry read.", _LAG_S
         )
         self._peers_lost = Counter("kvroute_replication_lost_total", "Gateways whose bookings were released.")
+        self._class_wait_s = Histogram(
+            "kvroute_class_wait_seconds", "From a prompt read to its placement, by class.", _REQUEST_S, ("class",)
+        )
+        self._class_work_s = Counter(
+            "kvroute_class_work_seconds_total", "Predicted work of placed requests, with `fair_queue`.", ("class",)
+        )
+        self._class_ttft_s = Histogram(
+            "kvroute_class_ttft_seconds", "From request read to first byte sent, for streams.", _REQUEST_S, ("class",)
+        )
+        self._prediction_ratio = Histogram(
+            "kvroute_ttft_prediction_ratio", "Actual over predicted TTFT of streams.", _RATIO
+        )
+        bucket = ("bucket",)
+        self._predictions = Counter(
+            "kvroute_ttft_predictions_total", "Streams with a predicted TTFT, by the bucket of the prediction.", bucket
+        )
+        self._predicted_s = Counter("kvroute_ttft_predicted_seconds_total", "Sum of their predictions.", bucket)
+        self._actual_s = Counter("kvroute_ttft_actual_seconds_total", "Sum of their actual TTFT.", bucket)
         self._transferring = [0] * TIER_COUNT
 
     def decided(self, decision: Decision, seconds: float) -> None:
@@ -253,6 +275,24 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """Count a rejected request; `reason` is one of a few fixed words, never a sentence."""
         self._rejects.add((reason,))
+
+    def placed(self, name: str, wait_s: float, work_s: float) -> None:
+        """Count a request that is placed. Args: `name`: of its service class."""
+        self._class_wait_s.observe((name,), wait_s)
+        self._class_work_s.add((name,), work_s)
+
+    def class_first_token(self, name: str, ttft_s: float) -> None:
+        """Observe the first byte of a stream. Args: `name`: of its service class."""
+        self._class_ttft_s.observe((name,), ttft_s)
+
+    def predicted(self, predicted_s: float, actual_s: float) -> None:
+        """Observe the predicted and the actual TTFT of a stream, from its placement on."""
+        bucket = (_PREDICTED_LABELS[bisect_left(_PREDICTED_S, predicted_s)],)
+        self._predictions.add(bucket)
+        self._predicted_s.add(bucket, predicted_s)
+        self._actual_s.add(bucket, actual_s)
+        if predicted_s > 0:
+            self._prediction_ratio.observe((), actual_s / predicted_s)
 
     def leg_failed(self, leg: Leg, instance: str, kind: str) -> None:
         """Count a failed leg; `kind`: `refused`, `reset`, `timeout`, `malformed`, `status` or `out_of_files`."""

@@ -14,7 +14,7 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from kvroute.control import ShadowTally
+from kvroute.control import Calibration, CalibrationRow, ShadowTally
 from kvroute.gateway.observe.decision_view import judgement_of, short
 from kvroute.gateway.observe.distribution import counts_of
 from kvroute.gateway.observe.history import History
@@ -103,6 +103,9 @@ class DashboardState:
         self._last_splits: tuple[Split, ...] = ()
         self._arrivals, self._finishes, self._rejects, self._errors = Rate(), Rate(), Rate(), Rate()
         self._history = History()
+        self._calibration = Calibration()
+        self._calibrated = 0
+        self._calibration_rows: tuple[CalibrationRow, ...] = ()
 
     def replace(self, cluster: Cluster) -> None:
         """Show another cluster from now on (reload); its layout gets a new id."""
@@ -210,6 +213,10 @@ class DashboardState:
         rows[start + 6] = ttft.transfer_s
         rows[start + 7] = ttft.first_step_s
 
+    def predicted(self, predicted_s: float, actual_s: float) -> None:
+        """Record the predicted and the actual TTFT of a stream."""
+        self._calibration.add(predicted_s, actual_s)
+
     def whole_answer(self, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
         """Record a response that is not streamed, whose first token cannot be observed."""
         self._rows[self._row(at, tier, kv_bytes, policy) + 4] = _UNSEEN
@@ -291,7 +298,15 @@ class DashboardState:
             shadow=msgspec.structs.replace(self._shadow) if self._shadow else None,
             offloaded_share=self._offloaded_share(at),
             history=self._history.newest,
+            calibration=self._calibration_now(),
         )
+
+    def _calibration_now(self) -> tuple[CalibrationRow, ...]:
+        """Return the deciles, which are computed again after one more percent of the requests."""
+        if self._calibration.count > 1.01 * self._calibrated:
+            self._calibrated = self._calibration.count
+            self._calibration_rows = self._calibration.rows()
+        return self._calibration_rows
 
     def _offloaded_share(self, at: float) -> float | None:
         prefills = self._prefills.recent(at)

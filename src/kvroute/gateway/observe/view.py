@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from kvroute.control import ShadowTally, SyncState
+from kvroute.control import CalibrationRow, ShadowTally, SyncState
 from kvroute.gateway.observe.decision_view import DecisionView
 from kvroute.gateway.observe.history import HistoryPoint
 from kvroute.gateway.observe.layout import Layout
@@ -187,6 +187,10 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     """None: the cluster file has no `discovery` section."""
     replication: ReplicationLoad | None = None
     """None: the settings have no `replication` section."""
+    waiting: dict[int, int] | None = None
+    """Requests that wait for their turn to be placed, by priority; None: the settings have no classes."""
+    deferred: int = 0
+    """Requests that wait because their first token would come too late."""
     path_ratios: tuple[float | None, ...] = ()
     """By tier: lowest measured rate of a pair over that of the cluster file; None: no recent measurement."""
     instances: tuple[InstanceLoad, ...] = ()
@@ -323,6 +327,8 @@ class DashboardUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the prefills of the last `window_s` sent to prefill-only datacenters; None: no prefills."""
     history: HistoryPoint | None
     """The newest point of the history; None before the first step has ended."""
+    calibration: tuple[CalibrationRow, ...] = ()
+    """Predicted and actual TTFT of the last 2,048 streams that were predicted, by deciles of the prediction."""
 
 
 class Distributions(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,6 +41,8 @@ class KeySettings(Entry, frozen=True, kw_only=True):
     known: dict[Name, KeyHash] = field(default_factory=dict)
     concurrency: dict[Name, Count] = field(default_factory=dict)
     """Concurrent requests of a key, by its name; replaces `limits.per_key`."""
+    classes: dict[Name, Name] = field(default_factory=dict)
+    """Name of a key's class in `gateway.classes`; a key that is not listed has the class `default`."""
     tenants: dict[Name, Name] = field(default_factory=dict)
     """Tenant of a key, for `cache_salt: per-tenant`; a key that is not listed is its own tenant."""
 

@@ -32,12 +32,12 @@ _REASONS = {
     413: "The body is too large.",
     415: "The engine accepts JSON only.",
     422: "The engine rejects a field.",
-    429: "This key has too many requests in progress.",
+    429: "This key has too many requests in progress, or has used its rate.",
     431: "The headers are too large.",
     500: "The engine failed on this request.",
     501: "The engine or the gateway does not support this function.",
     502: "The engines failed, and so did all retries.",
-    503: "The gateway is full or draining, or no instance is available.",
+    503: "The gateway is full or draining, no instance is available, or the first token would come too late.",
     504: "An engine did not respond in time.",
 }
 _WITH_RETRY_AFTER = frozenset({429, 503})

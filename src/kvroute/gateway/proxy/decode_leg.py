@@ -318,6 +318,7 @@ class DecodeLeg(Leg):
         if self.call is not None and state.record is None:
             self.call.on_chunk = self._on_named_chunk if self._format.preamble else self._on_chunk
         content_type, headers = answered(self.headers, state.request_id)
+        headers += state.response_headers
         exchange.start(self.status, [(b"content-type", content_type), *headers], None)
         return True
 
@@ -358,6 +359,7 @@ class DecodeLeg(Leg):
         self._transfer_done(_NOT_OBSERVED, now)
         runtime.whole_answer(self.decision, now)
         content_type, headers = answered(self.headers, self.state.request_id)
+        headers += self.state.response_headers
         body = self.body()
         self.close()
         exchange.respond(self.status, body, content_type, headers)

@@ -38,6 +38,7 @@ from kvroute.gateway.proxy.admission_queue import AdmissionQueue
 from kvroute.gateway.proxy.passthrough import PassthroughRequest
 from kvroute.gateway.proxy.request import ProxiedRequest
 from kvroute.gateway.proxy.request_events import Caller
+from kvroute.gateway.proxy.tenancy import Charge, Refusal
 
 if TYPE_CHECKING:
     from kvroute.gateway.http.exchange import ClientExchange, Exchange
@@ -238,13 +239,15 @@ class Endpoints:
             return
         if runtime.salts is not None and key is not None:
             completion = with_salt(completion, runtime.salts.salt(key, completion.salt))
+        if runtime.placement is not None and not self._within_rates(exchange, completion.kind, key, received_at):
+            return
         request_id = self._request_id(exchange)
         runtime.state.arrived(received_at)
 
         def start(ticket: int) -> None:
             runtime = self.serving
             proxied = self._proxied(runtime, exchange, completion, request_id, received_at)
-            proxied.ticket = ticket
+            proxied.ticket, proxied.key = ticket, key
             number = proxied.state.number
             runtime.requests[number] = proxied
             if runtime.events is not None or access_on():
@@ -291,6 +294,16 @@ class Endpoints:
         if salts is not None and key is not None and endpoint.salted and content.fields is not None:
             content = passthrough_with_salt(content, partial(salts.salt, key))
         content = content._replace(generates=endpoint.generates)
+        charge: Charge | None = None
+        if self.serving.placement is not None:
+            if not self._within_rates(exchange, endpoint.name, key, received_at):
+                return
+            tokens = len(content.body) // self.serving.settings.prompt.bytes_per_token
+            charged = self.serving.tenancy.charge(key, tokens, received_at)
+            if isinstance(charged, Refusal):
+                self._exceeded(exchange, endpoint.name, key, charged)
+                return
+            charge = charged
         request_id = self._request_id(exchange)
         self._turn += 1
 
@@ -298,6 +311,8 @@ class Endpoints:
             runtime = self.serving
 
             def end(status: int) -> None:
+                if charge is not None and (status == 429 or status >= 500):
+                    charge.refund(runtime.now())
                 self._admission_queue.log_finished(
                     exchange, endpoint.name, status, runtime.now() - received_at, key, request_id
                 )
@@ -306,6 +321,21 @@ class Endpoints:
             self._relayed(runtime, exchange, content, self._turn, request_id, end).begin()
 
         self._admission_queue.submit(exchange, endpoint.name, key, start)
+
+    def _within_rates(self, exchange: ClientExchange, kind: str, key: str | None, now: float) -> bool:
+        """Return whether a key has something left of its rates; otherwise respond with 429."""
+        refusal = self.serving.tenancy.exhausted(key, now)
+        if refusal is None:
+            return True
+        self._exceeded(exchange, kind, key, refusal)
+        return False
+
+    def _exceeded(self, exchange: ClientExchange, kind: str, key: str | None, refusal: Refusal) -> None:
+        headers = [*refusal.headers, (b"retry-after", b"%d" % refusal.retry_after_s)]
+        exchange.respond(refusal.status, refusal.body, headers=headers)
+        self.serving.metrics.rejected(refusal.word)
+        self.serving.state.rejected(self.serving.now())
+        self._admission_queue.log_finished(exchange, kind, refusal.status, 0.0, key)
 
     # Pages of the gateway itself
 

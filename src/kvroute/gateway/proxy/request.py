@@ -25,6 +25,7 @@ from kvroute.gateway.openai_api.stream_record import COMPLETIONS_PATH, StreamRec
 from kvroute.gateway.proxy.abandoned import SETTLE_S, AbandonedLimit, strands_kv
 from kvroute.gateway.proxy.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
 from kvroute.gateway.proxy.engine_tokenizer import engine_token_ids
+from kvroute.gateway.proxy.placement_queue import Arrival
 from kvroute.gateway.proxy.prefill_leg import PrefillLeg
 from kvroute.gateway.proxy.request_state import RequestState
 from kvroute.gateway.proxy.retry import (
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.openai_api.prompt_reader import Prompt
     from kvroute.gateway.proxy.leg import Leg
     from kvroute.gateway.proxy.runtime import ClusterRuntime
+    from kvroute.gateway.proxy.tenancy import Charge, Refusal
 
 OURS = "server_error"
 MakeDecodeLeg: TypeAlias = Callable[[RequestState, DecodeOwner, Decode, PrefillLeg | None, float], DecodeLeg]
@@ -67,16 +69,23 @@ class ProxiedRequest:
 
     __slots__ = (
         "_abandoned_limit",
+        "_arrived_at",
         "_attempts",
         "_decode_leg",
+        "_generated",
         "_ids",
         "_joint",
         "_only",
+        "_predicted_s",
         "_reading",
+        "_ttft_s",
+        "charge",
         "decode",
+        "key",
         "model",
         "prefill",
         "runtime",
+        "service_class",
         "state",
         "ticket",
     )
@@ -109,6 +118,17 @@ class ProxiedRequest:
         self.state = RequestState(runtime, exchange, completion, request_id, received_at)
         self.ticket = 0
         """Ticket of its admission."""
+        self.key: str | None = None
+        """Name of its client's key, if keys are in use."""
+        self.charge: Charge | None = None
+        """What it counts against the rates of its key; None: they are not limited."""
+        self.service_class = ""
+        self._predicted_s: float | None = None
+        self._arrived_at = received_at
+        self._ttft_s: float | None = None
+        """Time from its arrival at the core to its first token."""
+        self._generated = 0
+        """Output tokens that its legs have relayed."""
         self.model = ""
         self.prefill: PrefillLeg | None = None
         """The leg that computes the KV cache, or has computed it."""
@@ -201,7 +221,41 @@ class ProxiedRequest:
         runtime.budget.request(now)
         if runtime.expected_transfers.due_at <= now:
             runtime.expected_transfers.report_due(now)
-        self._apply(runtime.report.arrived(request, now, self._only, joint=self._joint), now)
+        if runtime.placement is None:
+            self._apply(runtime.report.arrived(request, now, self._only, joint=self._joint), now)
+            return
+        arrival = Arrival(
+            request,
+            self.state.received_at,
+            self.state.exchange.headers,
+            completion.fields,
+            max_tokens * completion.n * completion.prompts,
+            self.state.exchange.full_status,
+        )
+        runtime.placement.submit(self, arrival, now)
+
+    def place(self, now: float, ttft_max_s: float | None) -> Reject | None:
+        """See `Placeable`."""
+        runtime, state, request = self.runtime, self.state, self.state.request
+        assert request is not None
+        decisions = runtime.report.arrived(request, now, self._only, joint=self._joint, ttft_max_s=ttft_max_s)
+        last = decisions[-1] if decisions else None
+        if type(last) is Reject and last.ttft_s is not None:
+            return last
+        self._arrived_at = now
+        first = decisions[0] if decisions else None
+        self._predicted_s = first.ttft_s if isinstance(first, Prefill | Decode) else None
+        if self.charge is not None:
+            state.response_headers = runtime.tenancy.headers(self.charge.key, now)
+        self._apply(decisions, now)
+        return None
+
+    def turn_away(self, refusal: Refusal) -> None:
+        """See `Placeable`."""
+        runtime, now = self.runtime, self.runtime.now()
+        runtime.state.rejected(now)
+        self.state.response_headers = refusal.headers
+        self._answer_error(refusal.status, refusal.body, now, refusal.reason, refusal.retry_after_s)
 
     def _apply(self, decisions: tuple[Decision, ...], now: float) -> None:
         """Carry out the decisions of the core."""
@@ -280,6 +334,8 @@ class ProxiedRequest:
         read = self.prefill.storage_read if self.prefill is not None else None
         kept_tokens = read.kept_tokens if read is not None else 0
         self._apply(runtime.report.prefill_finished(state.number, now, kept_tokens), now)
+        if runtime.placement is not None:
+            runtime.placement.pump(now)
 
     def on_no_transfer_params(self, leg: PrefillLeg) -> None:
         """See `PrefillOwner`. If the output did not end by its length, the next request may be served by two
@@ -339,8 +395,20 @@ class ProxiedRequest:
             self.release_body()
         trace_id = state.trace.trace_id if state.trace is not None else ""
         exemplar = ("trace_id", trace_id) if trace_id else ("request_id", str(state.number))
+        self._first_token(ttft, now)
         self.runtime.metrics.decode_answered(decode_s)
         self.runtime.first_token(leg.decision, ttft, now, exemplar)
+
+    def _first_token(self, ttft: Ttft, now: float) -> None:
+        """Record the time to the first token, and the prediction beside it unless a leg has failed."""
+        self._ttft_s = now - self._arrived_at
+        runtime, predicted_s = self.runtime, self._predicted_s
+        if runtime.placement is None:
+            return
+        runtime.metrics.class_first_token(self.service_class, ttft.total_s)
+        if predicted_s is not None and self._attempts == 1:
+            runtime.metrics.predicted(predicted_s, self._ttft_s)
+            runtime.state.predicted(predicted_s, self._ttft_s)
 
     def release_body(self) -> None:
         """See `DecodeOwner`."""
@@ -361,6 +429,7 @@ class ProxiedRequest:
             return  # the first token of the decode leg came earlier
         self._drop_legs(now)
         content_type, headers = answered(leg.headers, state.request_id)
+        headers += state.response_headers
         state.exchange.respond(leg.status, leg.body(), content_type, headers)
         self._end(leg.status, now)
 
@@ -485,8 +554,8 @@ class ProxiedRequest:
         elif exchange.started:
             exchange.abort()
         else:
-            headers = [(b"x-request-id", self.state.request_id)]
-            if status == 503:
+            headers = [(b"x-request-id", self.state.request_id), *self.state.response_headers]
+            if status in (429, 503):
                 headers.append((b"retry-after", b"%d" % retry_after_s))
             exchange.respond(status, body, b"application/json", headers)
         self._end(status, now, error=why)
@@ -589,6 +658,7 @@ class ProxiedRequest:
     def _drop_decode(self, now: float) -> None:
         leg, self.decode = self.decode, None
         if leg is not None:
+            self._generated += leg.events
             leg.abort(now)
 
     def _end(
@@ -614,10 +684,27 @@ class ProxiedRequest:
             if state.path_attempt is not None:
                 state.path_attempt.cancelled(now)
             if runtime.control.in_progress(state.number):
-                runtime.report.finished(state.number, output_tokens, now)
+                runtime.report.finished(state.number, output_tokens, now, self._ttft_s)
             if state.trace is not None:
                 state.trace.end(status, error)
         finally:
             seconds = now - state.received_at
             ended = EndedRequest(state.number, self.ticket, state.kind, status, seconds, relayed_bytes)
-            runtime.ended(ended, now)
+            try:
+                self._close_charge(status, output_tokens, now)
+            finally:
+                runtime.ended(ended, now)
+
+    def _close_charge(self, status: int, output_tokens: int | None, now: float) -> None:
+        """Charge what was used, or nothing if the gateway or the engines have failed the request."""
+        runtime, request = self.runtime, self.state.request
+        if runtime.placement is None:
+            return
+        if output_tokens is not None and status == 200:
+            runtime.tenancy.answered(output_tokens)
+        if self.charge is not None and request is not None:
+            if status == 429 or status >= 500:
+                self.charge.refund(now)
+            else:
+                self.charge.settle(request.input_tokens + max(output_tokens or 0, self._generated), now)
+        runtime.placement.ended(self.state.number, now)

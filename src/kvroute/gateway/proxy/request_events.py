@@ -142,10 +142,16 @@ class RequestEvents:
         return decisions
 
     def arrived(
-        self, request: Request, now: float, only: tuple[str, ...] | None = None, *, joint: bool = False
+        self,
+        request: Request,
+        now: float,
+        only: tuple[str, ...] | None = None,
+        *,
+        joint: bool = False,
+        ttft_max_s: float | None = None,
     ) -> Decisions:
-        """Report a new request. Args: `only`, `joint`: see `Arrived`."""
-        return self.decide(Arrived(now, request, only, joint))
+        """Report a new request. Args: see `Arrived`."""
+        return self.decide(Arrived(now, request, only, joint, ttft_max_s))
 
     def prefill_finished(self, number: int, now: float, kept_tokens: int = 0) -> Decisions:
         """Report that the KV cache is complete, or that no prefill instance computes it any more. Args: `kept_tokens`:
@@ -193,6 +199,6 @@ class RequestEvents:
         if self._sharing is not None:
             self._sharing.learned(event)
 
-    def finished(self, number: int, output_tokens: int | None, now: float) -> None:
-        """Report the end of a request."""
-        self.notify(Finished(now, number, output_tokens=output_tokens))
+    def finished(self, number: int, output_tokens: int | None, now: float, ttft_s: float | None = None) -> None:
+        """Report the end of a request. Args: see `Finished`."""
+        self.notify(Finished(now, number, output_tokens=output_tokens, ttft_s=ttft_s))

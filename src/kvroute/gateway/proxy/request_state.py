@@ -8,6 +8,7 @@ from kvroute.gateway.engines.fault_attribution import FaultAttribution
 
 if TYPE_CHECKING:
     from kvroute.gateway.http.exchange import ClientExchange
+    from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.observe.tracing import RequestTrace
     from kvroute.gateway.openai_api.requests import Completion
     from kvroute.gateway.openai_api.stream_record import StreamRecord
@@ -35,6 +36,7 @@ class RequestState:
         "record",
         "request",
         "request_id",
+        "response_headers",
         "runtime",
         "trace",
     )
@@ -60,6 +62,8 @@ class RequestState:
         self.record: StreamRecord | None = None
         """Tokens of the response, if another engine may continue it."""
         self.request: Request | None = None
+        self.response_headers: Headers = []
+        """Headers that the gateway adds to the response."""
         self.path_attempt: PathAttempt | None = None
         """Its attempt to transfer the KV cache from another datacenter over a WAN path; None: there is none."""
         self.trace: RequestTrace | None = None

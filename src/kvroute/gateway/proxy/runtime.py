@@ -35,8 +35,10 @@ from kvroute.gateway.openai_api.prompt import Prompts
 from kvroute.gateway.proxy.constraint_log import ConstraintFallbackLog
 from kvroute.gateway.proxy.expected_transfers import ExpectedTransfers
 from kvroute.gateway.proxy.own_transfers import OwnTransfers
+from kvroute.gateway.proxy.placement_queue import PlacementQueue
 from kvroute.gateway.proxy.request_events import Caller, RequestEvents, Sharing
 from kvroute.gateway.proxy.served_models import ServedModels, UnsplitKinds
+from kvroute.gateway.proxy.tenancy import Tenancy
 from kvroute.gateway.wan.paths import WanPaths
 from kvroute.topology import Cluster
 from kvroute.types import (
@@ -108,6 +110,7 @@ class SharedServices:
     """The secret of cache salts if the settings give none."""
     on_end: Callable[[int], None]
     """Called with the ticket of each request that ends."""
+    tenancy: Tenancy
     sharing: Sharing | None = None
     """Tells the other gateways of the cluster; None: there are none."""
     engine_fault: Callable[[Discovered], str] = lambda engine: ""
@@ -206,6 +209,13 @@ class ClusterRuntime:
         self.sharing = shared.sharing
         self.report = RequestEvents(control, shared.metrics, events, self.callers, fallbacks, shared.sharing)
         """Passes the steps of requests to the core."""
+        self.tenancy = shared.tenancy
+        self.placement: PlacementQueue | None = None
+        """When requests are placed; None: at once."""
+        if settings.classes or settings.fair_queue is not None:
+            wait_s = float(settings.limits.queue_wait_s)
+            section, metrics = settings.fair_queue, shared.metrics
+            self.placement = PlacementQueue(control, shared.tenancy, section, metrics, shared.now, wait_max_s=wait_s)
         self.models = ServedModels(cluster, settings.models, settings.adapters)
         self.unsplit = UnsplitKinds()
         self.passthrough = PassthroughPaths(settings.passthrough)
@@ -399,6 +409,8 @@ class ClusterRuntime:
 
     def close(self) -> None:
         """Release all resources; no more requests follow."""
+        if self.placement is not None:
+            self.placement.close()
         self.expected_transfers.close()
         self.panics.close()
         for task in self._tasks:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
-from kvroute.control import Admissions
+from kvroute.control import Admissions, Usage
 from kvroute.gateway.proxy.admission import Elsewhere, Nowhere
+from kvroute.gateway.proxy.rate_limits import Used
 
 
 class CommonLimits:
@@ -52,4 +53,25 @@ class CommonLimits:
         """See Elsewhere."""
         self._workers.write_key(key, held)
         self._admissions.write_key(key, held)
+        self._on_change()
+
+
+class CommonUsage:
+    """An `OtherUsage`: what the other gateways and workers charge to keys, as far as their reports tell."""
+
+    def __init__(self, usage: Usage, on_change: Callable[[], None]) -> None:
+        """Args: `on_change`: called when own charges have changed."""
+        self._usage, self._on_change = usage, on_change
+
+    def used_by(self, key: str) -> Used:
+        """See OtherUsage."""
+        return Used(*self._usage.by_others(key))
+
+    def known_keys(self) -> Iterable[str]:
+        """See OtherUsage."""
+        return self._usage.keys_of_others()
+
+    def write_used(self, key: str, used: Used) -> None:
+        """See OtherUsage."""
+        self._usage.write(key, used.requests, used.tokens)
         self._on_change()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvroute.control import Admissions, Control, Replica
+from kvroute.control import Admissions, Control, Replica, Usage
 from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.observe.metrics import Metrics
 from kvroute.gateway.observe.view import ReplicationLoad
@@ -68,6 +68,7 @@ class Replication:
         lease_s: float,
         flush_s: float,
         admissions: Admissions | None = None,
+        usage: Usage | None = None,
     ) -> None:
         """
         Args:
@@ -83,7 +84,7 @@ class Replication:
         self._lease_s, self._flush_s = lease_s, flush_s
         # The random part makes a restart a new gateway; names of hosts are for people.
         name = f"{socket.gethostname()}-{secrets.token_hex(6)}"
-        self._replica = Replica(name, lease_s=lease_s, admissions=admissions)
+        self._replica = Replica(name, lease_s=lease_s, admissions=admissions, usage=usage)
         self._changed = asyncio.Event()
         self._sent: deque[tuple[int, float]] = deque(maxlen=_IN_FLIGHT_MAX)
         """Sequence number and time of own entries that were not read yet."""

@@ -20,6 +20,8 @@ ADDED = frozenset(
     {
         "kvroute_requests_in_flight",
         "kvroute_requests_queued",
+        "kvroute_placement_queue_requests",
+        "kvroute_deferred_requests",
         "kvroute_client_connections",
         "kvroute_transfers_in_flight",
         "kvroute_instance_requests",

@@ -7,7 +7,7 @@ from itertools import islice, zip_longest
 
 from msgspec.structs import replace
 
-from kvroute.control import ShadowTally
+from kvroute.control import ShadowTally, joined_calibration
 from kvroute.gateway.observe.decision_view import DecisionView, short
 from kvroute.gateway.observe.distribution import Distribution
 from kvroute.gateway.observe.history import POINTS_MOST, HistoryPoint
@@ -73,6 +73,7 @@ def _tick(ticks: Sequence[DashboardUpdate]) -> DashboardUpdate:
         wan=tuple([_wan(links) for links in zip(*(tick.wan for tick in ticks), strict=True)]),
         paths=_paths(ticks),
         shadow=_shadow([tick.shadow for tick in ticks if tick.shadow is not None]),
+        calibration=joined_calibration([tick.calibration for tick in ticks]),
         offloaded_share=_weighted([(tick.offloaded_share, tick.arrivals_per_s) for tick in ticks]),
     )
 
@@ -91,10 +92,17 @@ def _status(loads: Sequence[GatewayStatus]) -> GatewayStatus:
         loads[0],
         in_flight=sum(load.in_flight for load in loads),
         queued=sum(load.queued for load in loads),
+        waiting=_waiting([load.waiting for load in loads if load.waiting is not None]),
+        deferred=sum(load.deferred for load in loads),
         connections=sum(load.connections for load in loads),
         ready=all(load.ready for load in loads),
         draining=any(load.draining for load in loads),
     )
+
+
+def _waiting(workers: Sequence[dict[int, int]]) -> dict[int, int] | None:
+    bands = sorted({band for waiting in workers for band in waiting})
+    return {band: sum(waiting.get(band, 0) for waiting in workers) for band in bands} if workers else None
 
 
 def _tile(tiles: Sequence[Tile]) -> Tile:

@@ -56,6 +56,7 @@ export class Panels {
     this.ttft(tick.splits);
     this.tiers(tick.splits);
     this.paths(tick.paths);
+    this.calibration(tick.calibration);
     this.learned(load.foresight);
     this.oracle(load.oracle);
     this.offloading.setTick(tick);
@@ -181,6 +182,15 @@ export class Panels {
       inColour(row, paths[k].tier);
       row.title = `Rate of ${paths[k].transfers} transfers, later ones count more; they may have shared the path. By the cluster file a transfer alone has ${bytes(paths[k].map_bytes_per_s)}/s.`;
     });
+  }
+
+  // Predicted and actual time to the first token, by deciles of the prediction.
+  calibration(rows) {
+    $("calibration-panel").hidden = !rows.length;
+    fillTable($("calibration"), ["predicted", "actual", "P90", "actual / predicted", "requests"], rows.map((row) => [
+      seconds(row.predicted_s), seconds(row.actual_p50_s), seconds(row.actual_p90_s),
+      row.predicted_s ? `× ${(row.actual_s / row.predicted_s).toFixed(2)}` : "–", String(row.requests),
+    ]));
   }
 
   // What foresight has learned from own transfers about each tier beyond the rack; inside a rack the NICs are the limit.
