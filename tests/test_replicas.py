@@ -26,7 +26,8 @@ from kvroute.timing.queueing import erlang_c, waiting
 from kvroute.types import InputError
 
 MODEL = ReplicaModel(
-    bytes_per_s=12.5e9,
+    bytes_per_s=50e9,
+    transfer_bytes_per_s=12.5e9,
     latency_s=10e-6,
     iteration_s=12.5e-3,
     per_request_s=0.1e-3,
@@ -74,6 +75,7 @@ targets = st.builds(
 models = st.builds(
     ReplicaModel,
     bytes_per_s=st.floats(1e8, 1e11),
+    transfer_bytes_per_s=st.floats(1e8, 1e11),
     latency_s=st.just(1e-5),
     iteration_s=st.floats(1e-3, 0.05),
     per_request_s=st.floats(0.0, 1e-3),
@@ -144,7 +146,7 @@ def test_a_worked_example() -> None:
 
 
 def test_a_slow_network_binds_both_roles() -> None:
-    slow = ReplicaModel(1e9, 0.0, 12.5e-3, 0.1e-3, 0.0, 64, 200e9)
+    slow = ReplicaModel(1e9, 1e9, 0.0, 12.5e-3, 0.1e-3, 0.0, 64, 200e9)
     need = needed_replicas(ReplicaTarget(ttft_s=60.0), demand(10.0), slow)
     assert (need.prefill.reason, need.decode.reason) == ("network", "network")
 

@@ -10,6 +10,7 @@ from kvroute.control.view import ClusterView
 from kvroute.policies.replicas import SCALED_ROLES, ReplicaModel, ScaledRole
 from kvroute.timing import prefill_time
 from kvroute.topology import Cluster
+from kvroute.topology.place import card_of
 from kvroute.types import Request
 
 
@@ -83,7 +84,8 @@ def replica_model(cluster: Cluster, model: str, *, overlaps: bool = False) -> Re
     first = cluster.instances[targets[0]]
     tier, decode = int(np.median(cluster.tier[np.ix_(sources, targets)])), cluster.timing[first.timing].decode
     return ReplicaModel(
-        bytes_per_s=float(cluster.tier_bytes_per_s[tier]),
+        bytes_per_s=min(_card_bytes_per_s(cluster, sources[0]), _card_bytes_per_s(cluster, targets[0])),
+        transfer_bytes_per_s=float(cluster.tier_bytes_per_s[tier]),
         latency_s=float(cluster.tier_latency_s[tier]),
         iteration_s=decode.base_s,
         per_request_s=decode.per_request_s,
@@ -93,6 +95,16 @@ def replica_model(cluster: Cluster, model: str, *, overlaps: bool = False) -> Re
         stages=min(cluster.instances[i].pp for i in sources),
         overlaps=overlaps,
     )
+
+
+def _card_bytes_per_s(cluster: Cluster, index: int) -> float:
+    """Return what all network cards of an instance send per second."""
+    shards = cluster.shards[index]
+    cards = {
+        cluster.cables.nic[node][card_of(cluster.places, shards, position)][0]
+        for position, (node, _) in enumerate(shards)
+    }
+    return float(cluster.capacity_bytes_per_s[sorted(cards)].sum())
 
 
 def uncached_s(view: ClusterView, model: str, request: Request) -> float:

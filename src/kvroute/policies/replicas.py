@@ -78,7 +78,9 @@ class ReplicaModel:
     """What one instance of each role is able to do."""
 
     bytes_per_s: float
-    """KV bytes that it sends or receives per second."""
+    """KV bytes that its network cards send or receive per second, in all transfers together."""
+    transfer_bytes_per_s: float
+    """Rate of a single transfer."""
     latency_s: float
     """Of a transfer without bytes."""
     iteration_s: float
@@ -218,7 +220,7 @@ def _least(low: int, enough: Callable[[int], bool]) -> int:
 def _prefill(target: ReplicaTarget, demand: Demand, model: ReplicaModel) -> RoleNeed:
     stage_s = demand.service_s / model.stages
     sent = demand.rate_per_s * float(demand.share @ demand.sent_bytes) / model.bytes_per_s
-    transfer_s = model.latency_s + (0.0 if model.overlaps else 1.0) * demand.sent_bytes / model.bytes_per_s
+    transfer_s = model.latency_s + (0.0 if model.overlaps else 1.0) * demand.sent_bytes / model.transfer_bytes_per_s
     first_s = model.iteration_s + model.per_request_s + model.per_context_token_s * demand.context_tokens
     left_s = target.ttft_s - demand.service_s - transfer_s - first_s
 
@@ -240,6 +242,7 @@ def _decode(target: ReplicaTarget, demand: Demand, model: ReplicaModel) -> RoleN
         kv_tokens=model.kv_bytes or math.inf,
         request_tokens=max(demand.held_bytes, 1.0),
         request_tokens2=max(demand.held_bytes2, 1.0),
+        peakedness=1.0 + (demand.arrival_cv2 - 1.0) / 2.0,  # exact for exponential residence times (G/M/infinity)
     )
 
     def attainment(count: int) -> float:

@@ -91,6 +91,8 @@ class DecodeLoad:
     """Mean tokens of a request, prompt and output."""
     request_tokens2: float
     """Mean of the squares of the tokens of a request."""
+    peakedness: float = 1.0
+    """Variance of the number of requests relative to its mean: 1 with Poisson arrivals, more if they come in bursts."""
 
     def step_s(self, batch: float) -> float:
         """Return the time of an iteration of `batch` requests."""
@@ -106,8 +108,8 @@ class DecodeLoad:
     def room(self, rate_per_s: float) -> float:
         """Return the share of requests that find room on arrival.
 
-        The number of requests is Poisson (M/G/infinity), and their KV is a compound Poisson sum, taken as normal.
-        Memory for all tokens of a request is reserved when it arrives.
+        The number of requests is Poisson (M/G/infinity), or normal with another peakedness. Their KV is a compound
+        sum, taken as normal. Memory for all tokens of a request is reserved when it arrives.
         """
         batch = self.mean_batch(rate_per_s)
         if not math.isfinite(batch):
@@ -115,8 +117,12 @@ class DecodeLoad:
         spare = self.kv_tokens - self.request_tokens - batch * self.request_tokens
         if batch < 1e-9:
             return 1.0 if spare >= 0.0 else 0.0
-        slots = float(pdtr(self.batch_max - 1, batch))
-        return slots * float(ndtr(spare / math.sqrt(batch * self.request_tokens2)))
+        if self.peakedness == 1.0:
+            slots = float(pdtr(self.batch_max - 1, batch))
+        else:
+            slots = float(ndtr((self.batch_max - 0.5 - batch) / math.sqrt(self.peakedness * batch)))
+        bursts2 = (self.peakedness - 1.0) * self.request_tokens**2
+        return slots * float(ndtr(spare / math.sqrt(batch * (self.request_tokens2 + bursts2))))
 
     def tpot_attainment(self, rate_per_s: float, tpot_s: float) -> float:
         """Return the share of requests whose mean iteration takes at most `tpot_s`.
@@ -130,7 +136,7 @@ class DecodeLoad:
         if self.per_request_s == 0.0 or batch < 1e-9:
             return 1.0
         others = (tpot_s - self.base_s) / self.per_request_s - 1.0
-        return float(ndtr((others - batch) / math.sqrt(2.0 / 3.0 * batch)))
+        return float(ndtr((others - batch) / math.sqrt(2.0 / 3.0 * self.peakedness * batch)))
 
     def rate_bound_per_s(self, tpot_s: float) -> float:
         """Return the rate at which a constant batch is as large as TPOT and room allow."""

@@ -304,7 +304,14 @@ class RoleDraining(msgspec.Struct, frozen=True, tag="role_draining"):
 
 
 PeerEvent: TypeAlias = (
-    KvStored | TransferMeasured | ThresholdKnown | BandwidthLearned | CapacityLearned | RoleDraining | RoleSwitched
+    KvStored
+    | TransferMeasured
+    | ThresholdKnown
+    | BandwidthLearned
+    | CapacityLearned
+    | RoleDraining
+    | RoleSwitched
+    | ScaleEnded
 )
 """What a gateway has learned from its own traffic and other gateways cannot observe."""
 
