@@ -19,10 +19,8 @@ _PARTS = 8
 """Number of parts of the window of a `Tally`."""
 _COUNT, _SERVICE_S, _SENT = 0, _BINS, 2 * _BINS
 """First columns by bin: requests, prefill time, bytes sent."""
-_ARRIVALS, _FOREIGN, _GAP_S, _GAP_S2, _GAPS, _HELD, _HELD2, _PROMPT, _ANSWERS, _TOKENS = range(
-    3 * _BINS, 3 * _BINS + 10
-)
-_COLUMNS = 3 * _BINS + 10
+_ARRIVALS, _FOREIGN, _GAP_S, _GAP_S2, _GAPS, _HELD, _HELD2, _PROMPT, _ANSWERS, _TOKENS = range(10)
+"""Columns of the sums over all requests."""
 _CV2_MOST = 25.0
 """Largest squared coefficient of variation that is believed."""
 
@@ -30,24 +28,24 @@ _CV2_MOST = 25.0
 class DemandWindow:
     """Arrivals and responses of the last `window_s` seconds."""
 
-    __slots__ = ("_began", "_last", "_part_s", "_sums", "_window_s")
+    __slots__ = ("_began", "_bins", "_last", "_part_s", "_sums", "_window_s")
 
     def __init__(self, window_s: float) -> None:
         self._window_s, self._part_s = window_s, window_s / _PARTS
-        self._sums = Tally(window_s, _COLUMNS)
+        self._bins, self._sums = Tally(window_s, 3 * _BINS), Tally(window_s, 10)
         self._began: float | None = None
         self._last: float | None = None
 
     def arrived(self, at: float, service_s: float, prompt_tokens: int, kv_bytes: float) -> None:
         """Count a request: the time of its prefill, and the tokens and KV bytes of its prompt."""
         self._start(at)
-        amounts = np.zeros(_COLUMNS)
         column = _bin(service_s)
-        amounts[[_COUNT + column, _SERVICE_S + column, _SENT + column]] = (1.0, service_s, kv_bytes)
-        gap_s = at - self._last if self._last is not None else 0.0
-        gaps = 0.0 if self._last is None else 1.0
-        amounts[_ARRIVALS:_ANSWERS] = (1.0, 0.0, gap_s, gap_s**2, gaps, kv_bytes, kv_bytes**2, prompt_tokens)
-        self._sums.add(at, amounts)
+        self._bins.add_one(at, _COUNT + column, 1.0)
+        self._bins.add_one(at, _SERVICE_S + column, service_s)
+        self._bins.add_one(at, _SENT + column, kv_bytes)
+        gap_s, gaps = (at - self._last, 1.0) if self._last is not None else (0.0, 0.0)
+        amounts = (1.0, 0.0, gap_s, gap_s**2, gaps, kv_bytes, kv_bytes**2, prompt_tokens, 0.0, 0.0)
+        self._sums.add(at, np.array(amounts))
         self._last = at
 
     def arrived_elsewhere(self, at: float, requests: int) -> None:
@@ -73,8 +71,8 @@ class DemandWindow:
             ahead_s: a rising rate is extrapolated so far. A falling one is not.
             bytes_per_token: KV bytes of a generated token.
         """
-        sums = self._sums.window(at)
-        count = sums[_COUNT:_SERVICE_S]
+        sums, bins = self._sums.window(at), self._bins.window(at)
+        count = bins[_COUNT:_SERVICE_S]
         kinds = np.flatnonzero(count > 0.0)
         if not len(kinds):
             return None
@@ -85,8 +83,8 @@ class DemandWindow:
         cv2 = _cv2(float(sums[_GAPS]), float(sums[_GAP_S]), float(sums[_GAP_S2]))
         return Demand(
             rate_per_s=self._rate_per_s(at, ahead_s, sums, cv2),
-            service_s=sums[_SERVICE_S:_SENT][kinds] / each,
-            sent_bytes=sums[_SENT : 3 * _BINS][kinds] / each,
+            service_s=bins[_SERVICE_S:_SENT][kinds] / each,
+            sent_bytes=bins[_SENT:][kinds] / each,
             share=each / float(each.sum()),
             output_tokens=max(outputs, 1.0),
             context_tokens=float(sums[_PROMPT]) / arrivals + outputs / 2.0,

@@ -23,22 +23,22 @@ from kvroute.topology import Cluster, parse
 
 STATIC, QUEUE, KVROUTE = "static", "queue-length", "kvroute"
 GENERATED = "generated"
-MEAN_PER_S = 3.0
-HOUR_PLAYED_S = 600.0
-"""Each hour is played in this time, so that rates change six times as fast as in a day. Start-up times, reviews and
+MEAN_PER_S = 2.0
+HOUR_PLAYED_S = 300.0
+"""Each hour is played in this time, so that rates change twelve times as fast as in a day. Start-up times, reviews and
 stabilisation are not shortened, so this favours fixed numbers of instances."""
-SLO = Slo(ttft_s=5.0, tpot_s=0.03)
+SLO = Slo(ttft_s=10.0, tpot_s=0.06)
 EQUAL_ATTAINMENT = 0.9
 PREFILL, DECODE = 11, 5
 """Instances that the cluster has."""
 LEVELS: dict[str, tuple[tuple[float, ...], ...]] = {
-    STATIC: ((5, 1), (6, 1), (7, 1), (8, 1), (7, 2), (8, 2)),
-    QUEUE: ((3.0, 20), (2.0, 20), (1.5, 20), (1.0, 20), (0.75, 20), (0.5, 20)),
-    KVROUTE: ((0.75,), (0.8,), (0.85,), (0.9,), (0.93,), (0.96,)),
+    STATIC: ((7, 1), (8, 1), (9, 1), (8, 2)),
+    QUEUE: ((6.0, 20), (4.0, 20), (2.5, 20), (1.5, 20)),
+    KVROUTE: ((0.3,), (0.5,), (0.65,), (0.8,)),
 }
 """Parameters of each way by level. `static`: prefill and decode instances; `queue-length`: requests per prefill and per
 decode instance; `kvroute`: the SLO attainment of its configuration."""
-FIRST = (3, 1)
+FIRST = (4, 1)
 """Prefill and decode instances with which the ways that follow the traffic begin."""
 _CLUSTER = """
 name: autoscaling-64gpu
@@ -56,7 +56,7 @@ network:
   latency: {node: 1 us, rack: 3 us, pod: 8 us, datacenter: 15 us}
   ecmp: flow
 timing:
-  default: {prefill: {kind: linear, per_token: 90 us, base: 20 ms}, decode: {base: 12.5 ms, per_request: 0.1 ms}}
+  default: {prefill: {kind: linear, per_token: 180 us, base: 40 ms}, decode: {base: 25 ms, per_request: 0.2 ms}}
 defaults: {model: llama-3-70b, tp: 4, batch_max: 64, kv_capacity: 180 GB}
 """
 
@@ -64,7 +64,7 @@ AUTOSCALING = Experiment(
     name="autoscaling",
     title="A day with instances that follow the traffic",
     source="kvroute",
-    axes={"level": tuple(float(level) for level in range(6))},
+    axes={"level": tuple(float(level) for level in range(4))},
     policies=(STATIC, QUEUE, KVROUTE),
     profiles=(GENERATED,),
     expectation="at equal SLO attainment, kvroute uses the fewest GPU-hours",

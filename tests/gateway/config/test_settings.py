@@ -34,6 +34,7 @@ def test_the_documented_defaults_are_the_defaults() -> None:
         "upstream_key_env",
         "cache_salt_secret_env",
         "offload",
+        "autoscaling",
         "replication",
         "session_affinity",
     } == {field.encode_name for field in msgspec.structs.fields(GatewaySettings)}
