@@ -69,8 +69,8 @@ def test_the_same_seed_gives_the_same_run_and_its_log_replays(tmp_path: Path) ->
         first = played(log=log)
     again = played()
     assert (first.gpu_hours, first.instances) == (again.gpu_hours, again.instances)
-    header, records = read_log(path)
-    records = list(records)
+    header, found_records = read_log(path)
+    records = list(found_records)
     kinds = {type(decision) for record in records for decision in record.decisions}
     assert {Replicas, ScaleIn, ScaleOut} <= kinds
     replayed = replay(header.spec.build(CLUSTER), records)

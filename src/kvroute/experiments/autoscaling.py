@@ -33,7 +33,7 @@ PREFILL, DECODE = 11, 5
 """Instances that the cluster has."""
 LEVELS: dict[str, tuple[tuple[float, ...], ...]] = {
     STATIC: ((7, 1), (8, 1), (9, 1), (8, 2)),
-    QUEUE: ((6.0, 20), (4.0, 20), (2.5, 20), (1.5, 20)),
+    QUEUE: ((4.0, 40), (2.5, 40), (1.5, 40), (2.5, 20)),
     KVROUTE: ((0.3,), (0.5,), (0.65,), (0.8,)),
 }
 """Parameters of each way by level. `static`: prefill and decode instances; `queue-length`: requests per prefill and per

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvloop
 from tests.gateway.lifecycle.test_role_switches import LoadGenerator, hook
 from tests.gateway.rig import CLUSTER, Rig, rig
@@ -13,9 +14,11 @@ from tests.waiting import until
 
 from kvroute.control import decisions_equal, replay
 from kvroute.event_log import read_log
+from kvroute.gateway.config.preflight import deployment_of
+from kvroute.gateway.gateway import Deployment
 from kvroute.gateway.observe.view import ScalingLoad
 from kvroute.topology import parse
-from kvroute.types import Replicas, ScaleIn, ScaleOut
+from kvroute.types import InputErrors, PeerReport, PeerReported, Replicas, ScaleEnded, ScaleIn, ScaleOut
 
 QUICK = "interval: 50 ms, window: 2 s, startup: 0 s, scale_in: 500 ms, catch_up: 1 s"
 SLOW = CLUSTER.replace("per_token: 1 us, base: 1 ms", "per_token: 20 us, base: 1 ms")
@@ -86,8 +89,8 @@ def test_an_instance_is_drained_then_stopped_and_started_again_under_load(tmp_pa
         assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
-    header, records = read_log(log)
-    records = list(records)
+    header, found_records = read_log(log)
+    records = list(found_records)
     found = {type(each) for record in records for each in record.decisions}
     assert {Replicas, ScaleIn, ScaleOut} <= found
     again = replay(header.spec.build(parse(SLOW)), records)
@@ -135,6 +138,56 @@ def test_a_failed_hook_leaves_the_instance_serving_and_delays_the_next_call() ->
                 assert len(bodies) == 2
 
     uvloop.run(run())
+
+
+def test_a_reload_keeps_stopped_instances_and_one_without_a_hook_serves_with_all() -> None:
+    async def run() -> None:
+        async with hook([200]) as (url, _):
+            section = f'  autoscaling: {{{QUICK}, hook: {{url: "{url}"}}}}\n'
+            async with rig(section) as gate:
+                endpoints = gate.fleet.ready().instances
+                await until(lambda: len(scaling(gate).stopped) == 2)
+                stopped = scaling(gate).stopped
+                again = CLUSTER + section + "  policy: round-robin\n"
+                assert await gate.gateway.reload(lambda: Deployment.of(again, "new.yaml", endpoints=endpoints))
+                assert scaling(gate).stopped == stopped
+                engines = gate.gateway.runtime.engines
+                assert all(engines[name].availability.reason == "scaled in" for name in stopped)
+                assert gate.gateway.runtime.control.scaling is not None
+                assert gate.gateway.runtime.control.scaling.stopped == frozenset(stopped)
+                assert await gate.gateway.reload(lambda: Deployment.of(CLUSTER, "new.yaml", endpoints=endpoints))
+                assert gate.gateway.runtime.control.scaling is None
+                assert await gate.becomes(stopped[0], True)
+
+    uvloop.run(run())
+
+
+def test_an_instance_that_another_gateway_stops_gets_no_requests() -> None:
+    async def run() -> None:
+        async with rig(f"  autoscaling: {{{QUICK}}}\n") as gate:
+            gateway, engine = gate.gateway, gate.gateway.runtime.engines["decode0"]
+            for sequence, serves in ((1, False), (2, True)):
+                event = ScaleEnded(gateway.now(), "decode0", serves=serves)
+                report = PeerReport("other", sequence, gateway.now(), events=(event,), whole=True)
+                gateway.notify(PeerReported(gateway.now(), report))
+                assert engine.availability.up is serves
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ("{hook: {}}", "`hook` requires a URL or a command"),
+        ('{hook: {url: "http://a/b"}, role_switch: {url: "http://a/b"}}', "`hook` changes the number"),
+        ("{prefill: {min: 3, max: 2}}", "3 to 2 is not"),
+        ("{attainment: 1}", "attainment"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(section: str, sentence: str) -> None:
+    with pytest.raises(InputErrors) as caught:
+        deployment_of(CLUSTER + f"  autoscaling: {section}\n", "test.yaml", embedded=True)
+    assert sentence in str(caught.value)
 
 
 def test_a_program_receives_what_it_has_to_do(tmp_path: Path) -> None:
