@@ -205,6 +205,15 @@ def test_a_core_without_autoscaling_ignores_its_events() -> None:
     assert core.handle(ClusterChanged(0.0)) == ()
 
 
+def test_an_engine_with_the_name_of_a_stopped_one_is_another_engine() -> None:
+    core = spec().build(cluster_of(*NAMES))
+    core.handle(ScaleEnded(0.0, "vp0a", serves=False))
+    assert core.scaling is not None
+    assert core.scaling.stopped == {"vp0a"}
+    core.scaling.changed(1.0, core.parts.view, ["vp0a"])
+    assert core.scaling.stopped == frozenset()
+
+
 def test_an_idle_cluster_keeps_the_least_number() -> None:
     bounds = ReplicaTarget(prefill=ReplicaBounds(least=2), decode=ReplicaBounds(least=1))
     settings = spec("nothing")

@@ -45,7 +45,7 @@ def _print_tables(results: Results[str]) -> None:
     console().print(rich_table(autoscaling_grid(records), console().width))
 
 
-FAMILY = Family[str](
+FAMILY: Family[str] = Family(
     EXPERIMENTS,
     prepare=_prepare,
     begin=_begin,

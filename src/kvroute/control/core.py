@@ -511,7 +511,7 @@ class Control:
         self._adopt(following.parts)
         self.peers.put_back(event.at, following.parts)
         if self.scaling is not None:
-            self.scaling.changed(self._view)
+            self.scaling.changed(event.at, self._view, [each.engine.name for each in event.joined])
         return ()
 
     def _peer_reported(self, event: PeerReported) -> tuple[Decision, ...]:

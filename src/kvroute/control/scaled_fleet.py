@@ -45,12 +45,12 @@ class ScaledFleet:
             role = view.roles[index] or each.role
             if role == "both" or view.roles[index] is None or each.name in leaving:
                 continue
-            if each.name in starting:
-                serving[role].append(each.name)
-            elif view.healthy(index) and each.name not in stopped:
+            if view.healthy(index) and each.name not in stopped:
                 serving[role].append(each.name)
                 work, cached = _work(view, model, index), int(view.caches.prefix.used_blocks(index))
                 removable[role].append((work, cached, each.name))
+            elif each.name in starting:
+                serving[role].append(each.name)
             else:
                 startable[role].append((each.name not in stopped, each.name))
         if not members or not pools or not len(prefill.ids):

@@ -5,7 +5,7 @@ It only decides. The driver starts instances, drains those that stop, and report
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -24,6 +24,8 @@ from kvroute.policies.replicas import (
 )
 from kvroute.types import Replicas, Request, ScaleIn, ScaleOut, SwitchRole
 
+_FIRST_CHECK_S = 30.0
+"""Least time in which a discovered engine may pass its first health check before another one is started."""
 ScalingDecision: TypeAlias = Replicas | ScaleIn | ScaleOut | SwitchRole
 
 
@@ -49,6 +51,8 @@ class Scaling:
         """Instances that drain before they stop."""
         self._stopped: set[str] = set()
         self._starting: set[str] = set()
+        self._joined: dict[str, float] = {}
+        """Times at which discovered engines have joined; they count as serving for the time of their start."""
 
     @property
     def last(self) -> dict[str, Replicas]:
@@ -83,17 +87,20 @@ class Scaling:
         self._starting.discard(instance)
         (self._stopped.discard if serves else self._stopped.add)(instance)
 
-    def changed(self, view: ClusterView) -> None:
-        """Forget the instances that are not in the cluster any more."""
-        names = {instance.name for instance in view.cluster.instances}
+    def changed(self, at: float, view: ClusterView, joined: Collection[str]) -> None:
+        """Forget the instances that are not in the cluster any more. Args: `joined`: names of new ones."""
+        names = {instance.name for instance in view.cluster.instances}.difference(joined)
         for some in (self._leaving, self._stopped, self._starting):
             some &= names
+        self._joined = {name: when for name, when in self._joined.items() if name in names} | dict.fromkeys(joined, at)
 
     def review(self, at: float, view: ClusterView, queued: int) -> tuple[ScalingDecision, ...]:
         """Return the desired numbers, and what to do about them. Args: `queued` requests that wait for admission."""
-        decisions: list[ScalingDecision] = []
+        limit_s = at - max(self.spec.startup_s, _FIRST_CHECK_S)
+        self._joined = {name: when for name, when in self._joined.items() if when > limit_s}
+        starting, decisions = self._starting | self._joined.keys(), list[ScalingDecision]()
         for model in sorted(view.models):
-            fleet = ScaledFleet.of(at, view, model, self._leaving, self._starting, self._stopped)
+            fleet = ScaledFleet.of(at, view, model, self._leaving, starting, self._stopped)
             if fleet is None:
                 continue
             replicas = self._desired(at, view, model, fleet, queued)

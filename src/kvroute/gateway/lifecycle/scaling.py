@@ -69,8 +69,8 @@ class ScalingDriver:
         self._queued, self._on_event = queued, on_event
         self.steps: list[ScaleStep] = []
         """Instances that start or stop now."""
-        self.stopped: set[str] = set()
-        """Instances that the hook has stopped."""
+        self.stopped: dict[str, str] = {}
+        """Uid of each instance that the hook has stopped, by name."""
         self._due_at = 0.0
         self._failures, self._backs_off_until = 0, 0.0
         self._ended = False
@@ -89,6 +89,12 @@ class ScalingDriver:
                     self._role_switches.begin(decision)
         for step in list(self.steps):
             self._advance(step, clusters, now)
+        gone = [name for name, uid in self.stopped.items() if name not in runtime.engines or self._uid(name) != uid]
+        for name in gone:  # it has left the cluster, or another engine has its name
+            del self.stopped[name]
+
+    def _uid(self, name: str) -> str:
+        return self._runtime.uids.get(name, "")
 
     def _leads(self) -> bool:
         return self._runtime.sharing is None or self._runtime.sharing.leads
@@ -169,10 +175,10 @@ class ScalingDriver:
         if engine is None:
             return
         if not serves:
-            self.stopped.add(step.instance)
+            self.stopped[step.instance] = self._uid(step.instance)
             engine.availability.hold(STOPPED, now)
             return
-        self.stopped.discard(step.instance)
+        self.stopped.pop(step.instance, None)
         if step.action == "start":
             self._on_event(KvCleared(now, step.instance))
         engine.availability.release(STOPPED, now)
@@ -203,7 +209,7 @@ class ScalingDriver:
 
     def _drop(self, step: ScaleStep) -> None:
         self.steps.remove(step)
-        self.stopped.discard(step.instance)
+        self.stopped.pop(step.instance, None)
         if step.hook is not None:
             step.hook.cancel()
         self._runtime.metrics.scaled(step.action, "done" if step.action == "stop" else "abandoned")
@@ -213,7 +219,9 @@ class ScalingDriver:
         engine, now = self._runtime.engines.get(event.instance), self._runtime.now()
         if engine is not None:
             (engine.availability.release if event.serves else engine.availability.hold)(STOPPED, now)
-            (self.stopped.discard if event.serves else self.stopped.add)(event.instance)
+            self.stopped.pop(event.instance, None)
+            if not event.serves:
+                self.stopped[event.instance] = self._uid(event.instance)
 
     def take_over(self, old: ClusterRuntime, new: ClusterRuntime) -> None:
         """Carry over what is stopped or starts and stops at a reload, for each instance that the new file keeps
@@ -227,8 +235,9 @@ class ScalingDriver:
                 if step.hook is not None:
                     step.hook.cancel()
                 new.metrics.scaled(step.action, "abandoned")
-        names = self.stopped | {step.instance for step in self.steps if step.action == "stop"}
-        self.stopped = {name for name in self.stopped if name in new.engines and same_engine(name, old, new)}
+        names = self.stopped.keys() | {step.instance for step in self.steps if step.action == "stop"}
+        kept = {name for name in self.stopped if keeps and name in new.engines and same_engine(name, old, new)}
+        self.stopped = {name: uid for name, uid in self.stopped.items() if name in kept}
         for name in sorted(names):
             if keeps and name in new.engines and same_engine(name, old, new):
                 new.engines[name].availability.hold(STOPPED, now)

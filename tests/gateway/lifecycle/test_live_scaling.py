@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import uvloop
+from aiohttp import web
+from tests.gateway.lifecycle.membership_rig import DiscoveryRig, emulated
 from tests.gateway.lifecycle.test_role_switches import LoadGenerator, hook
 from tests.gateway.rig import CLUSTER, Rig, rig
+from tests.gateway.two_sites import LONG
 from tests.waiting import until
 
 from kvroute.control import decisions_equal, replay
@@ -222,3 +225,59 @@ def test_with_a_fixed_number_of_engines_the_role_that_lacks_one_gets_it() -> Non
                 assert await gate.becomes_idle(), gate.held_resources()
 
     uvloop.run(run())
+
+
+def test_engines_of_a_discovery_source_follow_the_load(tmp_path: Path) -> None:
+    """The hook is an orchestrator: it lists as many engines as it is told to, and removes the one that is named."""
+    listed = ["decode0", "prefill0"]
+    orders: list[Any] = []
+    section = (
+        f"  autoscaling: {{{QUICK}, utilisation: 0.05, prefill: {{max: 3}}, decode: {{max: 1}}, "
+        f'hook: {{url: "http://127.0.0.1:PORT/scale"}}}}\n'
+    )
+
+    async def main() -> None:
+        gates: list[Any] = []
+
+        async def handle(request: web.BaseRequest) -> web.Response:
+            order = await request.json()
+            orders.append(order)
+            if order["action"] == "stop":
+                listed.remove(order["instance"])
+            elif not order["instance"]:
+                missing = [f"prefill{k}" for k in range(3) if f"prefill{k}" not in listed]
+                listed.extend(missing[: order["replicas"] - len(listed) + 1])
+            gates[0].list(sorted(listed))
+            return web.Response(status=204)
+
+        runner = web.ServerRunner(web.Server(handle))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        settings = section.replace("PORT", str(runner.addresses[0][1]))
+        try:
+            async with emulated(tmp_path, 3, 1, listed, settings) as (gate, _):
+                gates.append(gate)
+                await check(gate)
+        finally:
+            await runner.cleanup()
+
+    async def check(gate: DiscoveryRig) -> None:
+        over = asyncio.Event()
+
+        async def client(number: int) -> None:
+            turn = 0
+            while not over.is_set():
+                response = await gate.ask(f"{number} {turn} {LONG}", stream=True)
+                assert response.status == 200, response.body
+                turn += 1
+
+        clients = [asyncio.create_task(client(number)) for number in range(8)]
+        await until(lambda: {"prefill1", "prefill2"} & gate.up != set())
+        over.set()
+        await asyncio.gather(*clients)
+        await until(lambda: sum(name.startswith("prefill") for name in gate.members) == 1)
+        assert {order["action"] for order in orders} == {"start", "stop"}
+        assert await gate.becomes_idle(), gate.held_resources()
+        assert (await gate.ask(LONG)).status == 200
+
+    uvloop.run(main())
