@@ -11,6 +11,7 @@ import typer
 
 from kvroute.cli import (
     experiment_alone,
+    experiment_autoscaling,
     experiment_copies,
     experiment_dualpath,
     experiment_heroserve,
@@ -34,9 +35,10 @@ FAMILIES: dict[str, Family[Any]] = {
     "never-worse": experiment_never_worse.FAMILY,
     "alone": experiment_alone.FAMILY,
     "prefix-copies": experiment_copies.FAMILY,
+    "autoscaling": experiment_autoscaling.FAMILY,
     "heroserve": experiment_heroserve.FAMILY,
 }
-"""Experiments by publication; never-worse, alone and prefix-copies are kvroute's own."""
+"""Experiments by publication; never-worse, alone, prefix-copies and autoscaling are kvroute's own."""
 _ALL = [one for family in FAMILIES.values() for one in family.experiments.values()]
 _SEEDS = 5
 

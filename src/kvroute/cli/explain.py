@@ -22,10 +22,10 @@ from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.types import (
     Arrived,
     CopyFinished,
-    CopyPrefix,
     Decode,
     DecodeFailed,
     Event,
+    FleetDecision,
     InputError,
     InstanceDown,
     InstanceUp,
@@ -35,7 +35,6 @@ from kvroute.types import (
     ReadKv,
     Reject,
     Served,
-    SwitchRole,
     Terms,
 )
 
@@ -170,7 +169,7 @@ def _about(request: int, records: Iterable[LogRecord]) -> list[_Made]:
             case CopyFinished(copy_id=copy, landed=landed) if copy in copies:
                 copies[copy].landed = landed
         for decision in record.decisions:
-            if isinstance(decision, SwitchRole | CopyPrefix) or decision.request_id != request:
+            if isinstance(decision, FleetDecision) or decision.request_id != request:
                 continue
             match decision:
                 case Prefill(instance=name):

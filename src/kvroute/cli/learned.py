@@ -15,7 +15,7 @@ from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.topology import parse
 from kvroute.topology.tree import TIER_NAMES
 from kvroute.topology.units import about_bandwidth
-from kvroute.types import SAME_POD, CopyPrefix, InputError, SwitchRole
+from kvroute.types import SAME_POD, FleetDecision, InputError
 
 
 def learned_at(log: Path, request: int, count: int) -> list[tuple[TierLearned, ...] | None]:
@@ -103,6 +103,5 @@ def _far(tiers: tuple[TierLearned, ...]) -> list[tuple[int, TierLearned]]:
 def _decisions_about(record: LogRecord, request: int) -> int:
     """Count the decisions about the request in this record."""
     return sum(
-        not isinstance(decision, SwitchRole | CopyPrefix) and decision.request_id == request
-        for decision in record.decisions
+        not isinstance(decision, FleetDecision) and decision.request_id == request for decision in record.decisions
     )

@@ -12,6 +12,7 @@ import typer
 
 from kvroute.cli.output import console, make_folder, print_json, remarks
 from kvroute.cli.plan_placement import placement
+from kvroute.cli.plan_replicas import replicas
 from kvroute.cli.quantities import TOKENS, token_count
 from kvroute.llm import model as find_model
 from kvroute.planner.cache_compute import cache_compute
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 
 app.command()(placement)
+app.command()(replicas)
 
 
 @app.command()

@@ -126,6 +126,7 @@ def _refuse_features(parts: Parts, settings: ControlSettings) -> None:
         "storage": parts.view.reads is not None,
         "copies": options.copies is not None,
         "prefix_pool": options.prefix_pool,
+        "role switches": options.scaling is not None and options.scaling.manages == "roles",
     }
     for name, used in features.items():
         if used:

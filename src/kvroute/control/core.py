@@ -13,6 +13,7 @@ from kvroute.control.cluster_change import GONE, NextCluster, Parts, carry_over,
 from kvroute.control.dispatcher import Booking
 from kvroute.control.forecast import Backlog
 from kvroute.control.peers import Peers
+from kvroute.control.scaling import Scaling
 from kvroute.control.settings import ControlSettings
 from kvroute.control.view import NOTHING_AVOIDED, Load
 from kvroute.oracle import NetworkOracle
@@ -53,6 +54,8 @@ from kvroute.types import (
     ReviewDue,
     Role,
     RoleSwitched,
+    ScaleEnded,
+    ScalingDue,
     Served,
     SessionsServed,
     SwitchRole,
@@ -83,6 +86,8 @@ class Control:
         """Discovered engines of the cluster, by name."""
         self._following: NextCluster | None = None
         self._bookings: dict[int, Booking] = {}
+        self.scaling = Scaling(settings.options.scaling) if settings.options.scaling is not None else None
+        """Number of instances that the traffic needs, if it is computed; read by displays."""
         parts = Parts.of(cluster, settings, oracle)
         self.peers = Peers(parts)
         """The other gateways of the cluster; read by displays and by `Replica`."""
@@ -273,7 +278,11 @@ class Control:
             return (Reject(request.id, why),)
         booking = Booking(request, model, joint=event.joint, only=event.only, ttft_max_s=event.ttft_max_s)
         booking.bar_others(self._cluster.instances)
-        return self._start(booking, event.at)
+        decisions = self._start(booking, event.at)
+        if self.scaling is not None:
+            service_s = booking.prefill_s or booking.prompt_s
+            self.scaling.arrived(event.at, self._view, model, request, service_s)
+        return decisions
 
     def _start(self, booking: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the first leg, and the second one if both are due. Keep the booking unless the request is rejected."""
@@ -387,6 +396,8 @@ class Control:
         if event.output_tokens:
             if self.offloading is not None:
                 self.offloading.answered(event.at, event.output_tokens)
+            if self.scaling is not None:
+                self.scaling.answered(event.at, booking.model, event.output_tokens)
             for observer in self._view.states.response_observers:
                 observer.answered(event.output_tokens)
         if pool is not None and position >= 0 and event.free_kv_bytes is not None:
@@ -423,12 +434,13 @@ class Control:
 
     def _role_switched(self, event: RoleSwitched) -> tuple[Decision, ...]:
         index = self._cluster.index(event.instance)
-        if self.offloading is None or not self.offloading.may_switch(index):
+        if index not in self._settings.switchable:
             what = f"instance {event.instance} does not change its role"
-            raise InputError(what, hint="only prefill and decode instances in the sites of `offload` switch roles")
+            hint = "only prefill and decode instances in the sites of `offload`, or of `autoscaling`, switch roles"
+            raise InputError(what, hint=hint)
         drained = self._view.roles[index] is None
         self._view.set_role(index, event.role)
-        if drained:
+        if drained and self.offloading is not None:
             self.offloading.role_switched(event.at)
         return ()
 
@@ -456,6 +468,25 @@ class Control:
             self._view.set_role(self._cluster.index(switch.instance), None)
         self.offloading.switching += len(switches)
         return tuple(SwitchRole(switch.instance, switch.role) for switch in switches)
+
+    def _scaling_due(self, event: ScalingDue) -> tuple[Decision, ...]:
+        if self.scaling is None:
+            return ()
+        decisions = self.scaling.review(event.at, self._view, event.queued)
+        for decision in decisions:
+            if isinstance(decision, SwitchRole):
+                self._view.set_role(self._cluster.index(decision.instance), None)
+        return decisions
+
+    def _scale_ended(self, event: ScaleEnded) -> tuple[Decision, ...]:
+        self._cluster.index(event.instance)  # raises for an instance that the cluster does not have
+        if self.scaling is not None:
+            self.scaling.ended(event.instance, serves=event.serves)
+        return ()
+
+    def may_switch(self, instance: str) -> bool:
+        """Whether an instance of the cluster may change its role."""
+        return self._cluster.index(instance) in self._settings.switchable
 
     def _threshold_known(self, event: ThresholdKnown) -> tuple[Decision, ...]:
         if self.offloading is None or not self.offloading.restore_threshold(
@@ -509,11 +540,17 @@ class Control:
         self._members = following.members
         self._adopt(following.parts)
         self.peers.put_back(event.at, following.parts)
+        if self.scaling is not None:
+            self.scaling.changed(event.at, self._view, [each.engine.name for each in event.joined])
         return ()
 
     def _peer_reported(self, event: PeerReported) -> tuple[Decision, ...]:
         ahead_s = event.at - event.report.at
-        for each in self.peers.reported(event.at, event.report):
+        before = self.peers.arrivals
+        events = self.peers.reported(event.at, event.report)
+        if self.scaling is not None and self.peers.arrivals > before:
+            self.scaling.arrived_elsewhere(event.at, self.peers.arrivals - before)
+        for each in events:
             with suppress(InputError):  # this core does not have the instance or the feature
                 _HANDLERS[type(each)](self, _at(each, event.at, ahead_s))
         return ()
@@ -561,6 +598,8 @@ _HANDLERS: dict[type, Callable[[Control, Any], tuple[Decision, ...]]] = {
     CopyFinished: Control._copy_finished,
     ReadFinished: Control._read_finished,
     ReviewDue: Control._review_due,
+    ScalingDue: Control._scaling_due,
+    ScaleEnded: Control._scale_ended,
     ThresholdKnown: Control._threshold_known,
     CapacityLearned: Control._capacity_learned,
     BandwidthLearned: Control._bandwidth_learned,

@@ -13,7 +13,20 @@ import numpy as np
 
 from kvroute.control.core import Control
 from kvroute.control.spec import ControlSpec
-from kvroute.types import CopyPrefix, Decision, Decode, Event, Prefill, ReadKv, Reject, SwitchRole, Terms
+from kvroute.types import (
+    CopyPrefix,
+    Decision,
+    Decode,
+    Event,
+    Prefill,
+    ReadKv,
+    Reject,
+    Replicas,
+    ScaleIn,
+    ScaleOut,
+    SwitchRole,
+    Terms,
+)
 
 TermsKept: TypeAlias = Literal["best", "all"]
 TERMS_ALL, TERMS_BEST = 64, 16
@@ -79,7 +92,7 @@ def trim_terms(decision: Decision) -> Decision:
             | ReadKv(prefill_instance=chosen)
         ):
             order.append(terms.names.index(chosen))
-        case Reject() | SwitchRole():
+        case Reject() | SwitchRole() | Replicas() | ScaleIn() | ScaleOut():
             pass
     kept = sorted(set(order))
     return msgspec.structs.replace(

@@ -61,6 +61,8 @@ class Peers:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._peers = parts, dict[str, Peer]()
         self._numbers = count(_NUMBERS_FROM)
+        self.arrivals = 0
+        """Number of requests that other gateways have booked since they were in sync; it only rises."""
 
     @property
     def all(self) -> Mapping[str, Peer]:
@@ -100,6 +102,8 @@ class Peers:
         else:
             peer.in_sync = peer.in_sync and follows
         for booking in report.bookings if peer.counted else ():
+            fresh = not report.whole and not booking.empty and booking.request_id not in peer.placed
+            self.arrivals += fresh
             self._apply(at, peer, booking)
         return tuple([event for event in report.events if not self._drains(peer, event)])
 
@@ -146,21 +150,23 @@ class Peers:
         if not isinstance(event, RoleDraining):
             return False
         index, offloading = _index(self._parts, event.instance), self._parts.offloading
-        if offloading is None or index is None or not offloading.may_switch(index):
+        if index is None or index not in self._parts.view.settings.switchable:
             return True
         role = self._parts.view.roles[index]
         if role is not None and peer.counted:
             peer.draining[event.instance] = role
             self._parts.view.set_role(index, None)
-            offloading.switching += 1
+            if offloading is not None:
+                offloading.switching += 1
         return True
 
     def _restore(self, instance: str, role: Role) -> None:
         """Give an instance its role again because the gateway that drained it is lost."""
         index, offloading = _index(self._parts, instance), self._parts.offloading
-        if offloading is not None and index is not None and self._parts.view.roles[index] is None:
+        if index is not None and self._parts.view.roles[index] is None:
             self._parts.view.set_role(index, role)
-            offloading.switching -= 1
+            if offloading is not None:
+                offloading.switching -= 1
 
     def _apply(self, at: float, peer: Peer, booking: PeerBooking) -> None:
         placed = peer.placed.get(booking.request_id)

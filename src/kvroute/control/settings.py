@@ -8,6 +8,7 @@ import msgspec
 
 from kvroute.control.hotspots import CopySpec
 from kvroute.policies import DecodePolicy, PrefillPolicy, TopologyConstraint
+from kvroute.policies.autoscaling import ScalingSpec
 from kvroute.policies.offload import OffloadSpec
 
 
@@ -33,6 +34,8 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
     computing it. The driver must support it."""
     copies: CopySpec | None = None
     """When cached prefixes are copied ahead of demand, at reviews; None: never. The driver must support it."""
+    scaling: ScalingSpec | None = None
+    """How many instances are needed; None: not computed."""
     adapters: dict[str, float] = msgspec.field(default_factory=dict)
     """Seconds that an instance needs to load a LoRA adapter, by name."""
     session_bonus_s: float = 0.0

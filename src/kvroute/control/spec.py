@@ -52,7 +52,8 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
 
     def _switchable(self, cluster: Cluster) -> frozenset[int]:
         """Prefill and decode instances of the datacenters that decode, if role switches are enabled."""
-        if self.offload is None or not self.offload.long_term.role_switches:
+        by_traffic = self.scaling is not None and self.scaling.manages == "roles"
+        if not by_traffic and (self.offload is None or not self.offload.long_term.role_switches):
             return frozenset()
         homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
         return frozenset(

@@ -219,6 +219,10 @@ class ClusterView:
                 elif returned:
                     pool.slow_start.returned(pool.position[index], at)
 
+    def healthy(self, index: int) -> bool:
+        """Whether an instance takes requests, whatever its role."""
+        return self._healthy[index]
+
     def set_role(self, index: int, role: Role | None) -> None:
         """Set the role of a switchable instance; None: it takes no new requests while it is drained."""
         self.roles[index] = role

@@ -40,7 +40,7 @@ from kvroute.gateway.proxy.tenancy import Tenancy
 from kvroute.gateway.replication.common_limits import CommonLimits, CommonUsage
 from kvroute.gateway.replication.driver import Replication, SharedStream
 from kvroute.gateway.replication.stream import Stream
-from kvroute.types import Event, InputError, PeerReported, RoleSwitched, cannot_listen
+from kvroute.types import Event, InputError, PeerReported, RoleSwitched, ScaleEnded, cannot_listen
 
 __all__ = ["Deployment", "Gateway"]
 
@@ -214,6 +214,8 @@ class Gateway:
             for each in event.report.events:
                 if isinstance(each, RoleSwitched):
                     self._clusters.role_switches.followed(each)
+                elif isinstance(each, ScaleEnded):
+                    self._clusters.scaling.followed(each)
 
     def approximate(self) -> frozenset[str]:
         """Return the instances whose cached prefixes are known from requests alone."""
@@ -228,7 +230,7 @@ class Gateway:
         self._lag.start()
         deployment = self._first
         settings, listen = deployment.settings, deployment.settings.listen
-        manager = self._clusters = ClusterManager(deployment, self._shared)
+        manager = self._clusters = ClusterManager(deployment, self._shared, lambda: self._admission.queued)
         self._endpoints = Endpoints(
             manager.runtime,
             self._admission_queue,
@@ -307,6 +309,7 @@ class Gateway:
         assert self._server is not None
         assert self._clusters is not None
         self._clusters.role_switches.stop()
+        self._clusters.scaling.stop()
         await self._server.drain(float(self.runtime.settings.timeouts.drain_s))
 
     async def close(self) -> None:
@@ -440,6 +443,7 @@ class Gateway:
             ready=ready,
             draining=draining,
             role_switches=role_switches,
+            scaling=self._clusters.scaling if self._clusters is not None else None,
             discovery=self._membership.load if self._membership is not None else None,
             replication=self.replication.load if self.replication is not None else None,
             path_ratios=self.state.lowest_path_ratios(self.now()),

@@ -5,6 +5,8 @@ It has no clock: the caller reports when a request has ended on an instance.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvroute import llm
 from kvroute.prefix import PrefixIndex
 from kvroute.sim.chunked_prompts import ChunkedPrompts
@@ -58,6 +60,9 @@ class Fleet:
         self.memory = KvMemory(PrefixIndex(len(capacity), capacity), capacity, [0] * len(capacity))
         self._busy = [0] * len(capacity)
         self._becoming: dict[int, Role] = {}
+        self._stopping: set[int] = set()
+        self.on_stopped: Callable[[int], None] | None = None
+        """Called with an instance that stops when its last request has ended."""
         self.role_switches = 0
 
     def free_bytes(self, index: int) -> float:
@@ -77,7 +82,24 @@ class Fleet:
     def give_back(self, index: int) -> bool:
         """Remove one request; return True if this ends the draining of an instance that switches its role."""
         self._busy[index] -= 1
+        if index in self._stopping and not self._busy[index] and self.on_stopped is not None:
+            self.on_stopped(index)
         return index in self._becoming and not self._busy[index]
+
+    def requests(self, index: int) -> int:
+        """Number of requests that occupy an instance."""
+        return self._busy[index]
+
+    def stop(self, index: int) -> bool:
+        """Drain an instance before it stops; return True if it is idle already."""
+        self._stopping.add(index)
+        return not self._busy[index]
+
+    def empty(self, index: int) -> None:
+        """Clear the cache of a drained instance."""
+        assert not self._busy[index], "the instance still has work"
+        self._stopping.discard(index)
+        self.memory.index.clear(index)
 
     def drain(self, index: int, role: Role) -> bool:
         """Drain an instance before it switches to `role`; return True if it is idle already."""

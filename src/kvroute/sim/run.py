@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from kvroute.sim.network import Fabric
 from kvroute.sim.placement import Placement, Tenancy
 from kvroute.sim.request_timelines import RequestTimelines
 from kvroute.sim.router import Core, Router
+from kvroute.sim.scaling import FleetScaling
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.store import Store
 from kvroute.sim.telemetry import Telemetry
@@ -44,6 +45,10 @@ class Run:
     """Bytes carried by the network, from the flow network's own totals; failed transfers, copies and all-reduces
     included."""
     end_s: float
+    gpu_hours: float = 0.0
+    """Of instances that start and stop, up to the last arrival; 0 if all serve all the time."""
+    instances: tuple[tuple[float, int, int], ...] = ()
+    """Time and number of prefill and decode instances that serve, after each change of them."""
 
 
 def simulate(
@@ -125,6 +130,9 @@ class Simulation:
         self._delivery = Delivery(
             cluster, self._fabric, self._fleet, self._outcomes, self._trace, decode_cache=settings.decode_cache
         )
+        self._scaling: FleetScaling | None = None
+        if settings.scaling is not None:
+            self._scaling = FleetScaling(cluster, self._fleet, self._router, self._agenda, settings.scaling)
         self._copies = Copies(cluster, self._fleet, self._delivery, self._router, self._agenda)
         self._store: Store | None = None
         if cluster.file.storage is not None:
@@ -219,6 +227,8 @@ class Simulation:
             self._agenda.at(capacity.next_s, self._capacity_changed)
         if self._settings.review_s is not None:
             self._agenda.at(self._settings.review_s, self._review)
+        if self._scaling is not None:
+            self._scaling.begin()
 
     def _refresh(self, _: int, __: int) -> None:
         self._timelines.advance()
@@ -279,4 +289,8 @@ class Simulation:
             wall_s=wall_s,
             cpu_s=cpu_s,
         )
-        return Run(summary, self._outcomes, timeline, carried, float(carried.sum()), end_s)
+        run = Run(summary, self._outcomes, timeline, carried, float(carried.sum()), end_s)
+        if self._scaling is None:
+            return run
+        last_s = float(np.nanmax(self._outcomes.arrived_s, initial=0.0))
+        return replace(run, gpu_hours=self._scaling.gpu_hours(last_s), instances=tuple(self._scaling.counts))

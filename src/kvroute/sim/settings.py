@@ -114,6 +114,36 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
                 raise InputError(f"slo.{name} is {limit_s}", hint="give finite seconds above 0")
 
 
+class QueueRule(msgspec.Struct, frozen=True, kw_only=True):
+    """Kubernetes' horizontal autoscaler on queue lengths, with its default tolerance and stabilisation."""
+
+    prefill: float
+    """Requests per prefill instance, waiting and running, to which the number of instances is adjusted."""
+    decode: float
+    tolerance: float = 0.1
+    scale_in_s: float = 300.0
+
+
+class ScalingRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Instances that start and stop during a run. The cluster file lists as many as there may be."""
+
+    prefill: int
+    """Instances that serve at the start."""
+    decode: int
+    review_s: float = 15.0
+    startup_s: float = 60.0
+    """Time from the order of an instance to its first request."""
+    queue: QueueRule | None = None
+    """A rule instead of the decisions of the core, which needs `ControlSpec.scaling`."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.review_s < float("inf") and 0 <= self.startup_s < float("inf")):
+            what = f"review_s is {self.review_s} and startup_s is {self.startup_s}"
+            raise InputError(what, where="scaling", hint="give finite seconds")
+        if self.queue is not None and not (self.queue.prefill > 0 and self.queue.decode > 0):
+            raise InputError("a queue length is not above 0", where="scaling.queue", hint="give more than 0")
+
+
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one run."""
 
@@ -160,6 +190,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache."""
     review_s: float | None = None
     """Period at which the router reviews the split between prefill and decode; None: never."""
+    scaling: ScalingRun | None = None
+    """None: all instances serve all the time."""
     gateways: int = 1
     """Number of gateways; each has a core of its own and decides for its part of the requests."""
     sync_s: float | None = 0.0
@@ -194,6 +226,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name, period_s in (("stall_s", self.stall_s), ("review_s", self.review_s)):
             if period_s is not None and not 0 < period_s < float("inf"):
                 raise InputError(f"{name} is {period_s}", hint="give finite seconds above 0, or null")
+        if self.gateways > 1 and self.scaling is not None:
+            raise InputError("several gateways and autoscaling", where="scaling", hint="simulate one gateway")
         if self.gateways < 1 or not 0 <= (self.sync_s or 0.0) < float("inf"):
             what = f"{self.gateways} gateways with an exchange of {self.sync_s} s"
             raise InputError(what, hint="give 1 or more gateways, and finite seconds, 0 or more, or null")

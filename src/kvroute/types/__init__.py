@@ -4,7 +4,21 @@ Units are seconds and bytes. msgspec Structs are sent, logged or read from a fil
 """
 
 from kvroute.types.arrays import BoolArray, FloatArray, IntArray, TierArray
-from kvroute.types.decisions import CopyPrefix, Decision, Decode, Offload, Prefill, ReadKv, Reject, Shadowed, SwitchRole
+from kvroute.types.decisions import (
+    CopyPrefix,
+    Decision,
+    Decode,
+    FleetDecision,
+    Offload,
+    Prefill,
+    ReadKv,
+    Reject,
+    Replicas,
+    ScaleIn,
+    ScaleOut,
+    Shadowed,
+    SwitchRole,
+)
 from kvroute.types.discovered import Discovered, DiscoverySource, Joined, OwnPicker, Place, Reporter
 from kvroute.types.errors import InputError, InputErrors, cannot_listen
 from kvroute.types.events import (
@@ -39,6 +53,8 @@ from kvroute.types.events import (
     ReviewDue,
     RoleDraining,
     RoleSwitched,
+    ScaleEnded,
+    ScalingDue,
     Served,
     SessionsServed,
     Side,
@@ -100,6 +116,7 @@ __all__ = [
     "Endpoint",
     "Event",
     "Finished",
+    "FleetDecision",
     "FloatArray",
     "InputError",
     "InputErrors",
@@ -137,12 +154,17 @@ __all__ = [
     "ReadFinished",
     "ReadKv",
     "Reject",
+    "Replicas",
     "Reporter",
     "Request",
     "ReviewDue",
     "Role",
     "RoleDraining",
     "RoleSwitched",
+    "ScaleEnded",
+    "ScaleIn",
+    "ScaleOut",
+    "ScalingDue",
     "SchedulerSpec",
     "Served",
     "SessionsServed",

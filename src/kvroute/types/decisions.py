@@ -132,4 +132,47 @@ class ReadKv(msgspec.Struct, frozen=True, tag="read", omit_defaults=True):
     """Cost of reading everything by each of the two nodes, and the tokens that each reads."""
 
 
-Decision: TypeAlias = Prefill | Decode | ReadKv | Reject | SwitchRole | CopyPrefix
+class Replicas(msgspec.Struct, frozen=True, tag="replicas", kw_only=True):
+    """Number of instances that a model should have now. Pairs are of prefill and decode."""
+
+    model: str
+    prefill: int
+    decode: int
+    needed: tuple[int, int]
+    """What the traffic needs at this moment; the result also counts what it needed a short time ago."""
+    reasons: tuple[str, str]
+    """What sets `needed` (`policies.replicas.Reason`)."""
+    serving: tuple[int, int]
+    """Instances that serve, or are about to."""
+    rate_per_s: float
+    """Arrival rate that is expected when an instance ordered now would be ready."""
+    attainment: float
+    """Predicted share of requests that meet the SLO with the needed instances."""
+    terms: Terms | None = None
+
+
+class ScaleIn(msgspec.Struct, frozen=True, tag="scale_in", kw_only=True):
+    """Drain `instance`, then stop it; the driver reports ScaleEnded."""
+
+    instance: str
+    model: str
+    role: Role
+    replicas: int
+    """Desired number of instances of this role."""
+    terms: Terms | None = None
+
+
+class ScaleOut(msgspec.Struct, frozen=True, tag="scale_out", kw_only=True):
+    """Start `instance`; the driver reports ScaleEnded when it serves, or if it cannot be started."""
+
+    instance: str
+    """Empty: start as many new instances as `replicas` needs; no report is due."""
+    model: str
+    role: Role
+    replicas: int
+    terms: Terms | None = None
+
+
+Decision: TypeAlias = Prefill | Decode | ReadKv | Reject | SwitchRole | CopyPrefix | Replicas | ScaleIn | ScaleOut
+FleetDecision: TypeAlias = SwitchRole | CopyPrefix | Replicas | ScaleIn | ScaleOut
+"""Decisions that belong to no request."""

@@ -142,6 +142,23 @@ class ReviewDue(msgspec.Struct, frozen=True, tag="review_due"):
     at: float
 
 
+class ScalingDue(msgspec.Struct, frozen=True, tag="scaling_due", omit_defaults=True):
+    """Periodic request of the driver to compute the number of instances that each model needs."""
+
+    at: float
+    queued: int = 0
+    """Requests that the driver holds back and has not reported as arrived."""
+
+
+class ScaleEnded(msgspec.Struct, frozen=True, tag="scale_ended"):
+    """`instance` has been started or stopped, or that has failed."""
+
+    at: float
+    instance: str
+    serves: bool
+    """Whether it serves now."""
+
+
 class ThresholdKnown(msgspec.Struct, frozen=True, tag="threshold_known"):
     """Routing threshold of a PrfaaS site, carried over from another core; this core continues from it."""
 
@@ -309,6 +326,7 @@ PeerEvent: TypeAlias = (
     | RoleDraining
     | RoleSwitched
     | SessionsServed
+    | ScaleEnded
 )
 """What a gateway has learned from its own traffic and other gateways cannot observe."""
 
@@ -370,6 +388,8 @@ Event: TypeAlias = (
     | CopyFinished
     | ReadFinished
     | ReviewDue
+    | ScalingDue
+    | ScaleEnded
     | ThresholdKnown
     | CapacityLearned
     | BandwidthLearned

@@ -35,6 +35,7 @@ def test_the_documented_defaults_are_the_defaults() -> None:
         "cache_salt_secret_env",
         "fair_queue",
         "offload",
+        "autoscaling",
         "replication",
         "session_affinity",
     } == {field.encode_name for field in msgspec.structs.fields(GatewaySettings)}

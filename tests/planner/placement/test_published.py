@@ -16,8 +16,8 @@ from kvroute.planner.placement.compute import Communication, Parallelism, Roofli
 from kvroute.planner.placement.literal import literal_plan
 from kvroute.planner.placement.paper_grouping import perturbed
 from kvroute.planner.placement.problem import PlacementProblem
-from kvroute.planner.placement.queueing import token_s, waiting
 from kvroute.planner.placement.search import Search, search
+from kvroute.timing.queueing import token_s, waiting
 from kvroute.topology.place import Shards
 
 HIDDEN, TOKENS, BATCH = 9_216, 247.0, 8

@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec.structs import fields, replace
 
 from kvroute.event_log import check_can_create
+from kvroute.gateway.config.autoscaling_checks import scaled_cluster_faults
 from kvroute.gateway.config.instance_checks import live_faults, model_faults, places_of
 from kvroute.gateway.config.offload_checks import site_faults
 from kvroute.gateway.config.settings import SECTION, GatewaySettings, TlsSettings
@@ -26,7 +27,7 @@ from kvroute.topology.document import Overlay, salvage_section
 from kvroute.topology.form import Lines
 from kvroute.types import InputError, InputErrors, cannot_listen
 
-_CROSSING = ("models", "adapters", "prompt", "offload", "layerwise", "prefix")
+_CROSSING = ("models", "adapters", "prompt", "offload", "autoscaling", "layerwise", "prefix")
 """Parts of the section that are checked against the instances."""
 
 
@@ -65,6 +66,7 @@ def deployment_of(
     if cluster is not None and all(lines.sure(SECTION, part, whole=True) for part in _CROSSING):
         problems += model_faults(cluster, settings, lines)
         problems += site_faults(cluster, settings, lines, places_of(cluster, lines))
+        problems += scaled_cluster_faults(cluster, settings, lines)
         if not embedded:
             problems += live_faults(cluster, settings, lines)
     if cluster is None or problems:
@@ -160,10 +162,19 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
     def files(tls: TlsSettings | None) -> TlsSettings | None:
         return tls and replace(tls, certificate=path(tls.certificate), key=path(tls.key))
 
+    def program_of(command: list[str]) -> list[str]:
+        program, *rest = command
+        return [str(path(program)) if os.sep in program else program, *rest]
+
     hook = offload.role_switch if offload is not None else None
-    if offload is not None and hook is not None and hook.command and os.sep in hook.command[0]:
-        program, *rest = hook.command
-        offload = replace(offload, role_switch=replace(hook, command=[path(program), *rest]))
+    if offload is not None and hook is not None and hook.command:
+        offload = replace(offload, role_switch=replace(hook, command=program_of(hook.command)))
+    scaling = settings.autoscaling
+    if scaling is not None and scaling.hook is not None and scaling.hook.command:
+        scaling = replace(scaling, hook=replace(scaling.hook, command=program_of(scaling.hook.command)))
+    if scaling is not None and scaling.role_switch is not None and scaling.role_switch.command:
+        command = program_of(scaling.role_switch.command)
+        scaling = replace(scaling, role_switch=replace(scaling.role_switch, command=command))
     shared = settings.replication
     return replace(
         settings,
@@ -177,5 +188,6 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
         keys=replace(settings.keys, file=path(settings.keys.file)),
         log=replace(settings.log, events=path(settings.log.events)),
         offload=offload,
+        autoscaling=scaling,
         replication=shared and replace(shared, password_file=path(shared.password_file)),
     )

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, field
 
 from kvroute.control import ControlSpec, TermsKept
+from kvroute.gateway.config.autoscaling import AutoscalingSection
 from kvroute.gateway.config.field_types import (
     HeaderName,
     Host,
@@ -347,6 +348,8 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     for prompts that another datacenter prefills."""
     offload: OffloadSection | None = None
     """Prefill across datacenters; None: instances are chosen regardless of their datacenter."""
+    autoscaling: AutoscalingSection | None = None
+    """Desired numbers of instances; None: they are not computed."""
     replication: ReplicationSection | None = None
     """Other gateways of the same cluster; None: this is the only one."""
 
@@ -365,6 +368,7 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
             offload=self.offload.spec() if self.offload is not None else None,
             layerwise=self.layerwise,
             predicts=bool(self.classes) or self.fair_queue is not None,
+            scaling=self.autoscaling.spec() if self.autoscaling is not None else None,
             slow_start_s=float(self.health.slow_start_s),
             session_bonus_s=float(self.session_affinity.bonus_s) if self.session_affinity is not None else 0.0,
             adapters={name: float(adapter.load_s) for name, adapter in sorted(self.adapters.items())},

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from kvroute.gateway.config.autoscaling_checks import autoscaling_faults
 from kvroute.gateway.config.field_types import LogSize
 from kvroute.gateway.config.offload_checks import offload_faults
 from kvroute.gateway.config.replication_checks import replication_faults
@@ -34,6 +35,7 @@ def settings_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[st
     yield from _prompt_faults(settings, lines)
     yield from _log_faults(settings, lines)
     yield from offload_faults(settings, lines)
+    yield from autoscaling_faults(settings, lines)
     yield from replication_faults(settings, lines, environ)
     if environ is not None:
         yield from _file_faults(settings, lines)

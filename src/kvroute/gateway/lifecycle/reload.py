@@ -19,6 +19,7 @@ from kvroute.gateway.config.settings_checks import tls_context
 from kvroute.gateway.lifecycle.carry_over import StateCarryOver
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.lifecycle.role_switches import RoleSwitches
+from kvroute.gateway.lifecycle.scaling import ScalingDriver
 from kvroute.gateway.observe.event_log import EventLogWriter
 from kvroute.gateway.observe.layout import Layout
 from kvroute.gateway.observe.logs import log_event
@@ -58,8 +59,10 @@ def _log_header(deployment: Deployment) -> LogHeader | None:
 class ClusterManager:
     """Starts with one cluster; `prepare`, `next` and `switch` change to another."""
 
-    def __init__(self, deployment: Deployment, shared: SharedServices) -> None:
-        """Raises InputError if the tokenizer cannot be read or the event log cannot be created."""
+    def __init__(self, deployment: Deployment, shared: SharedServices, queued: Callable[[], int] = lambda: 0) -> None:
+        """Args: `queued` returns the number of requests that wait for admission.
+
+        Raises InputError if the tokenizer cannot be read or the event log cannot be created."""
         self.deployment = deployment
         self._shared = shared
         self._prompts = deployment.prompts()
@@ -71,6 +74,7 @@ class ClusterManager:
             raise
         self._collectors = Collectors(self.runtime, self._on_event)
         self.role_switches = RoleSwitches(self.runtime, self._on_event)
+        self.scaling = ScalingDriver(self.runtime, self.role_switches, queued, self._on_event)
         self._retired: list[ClusterRuntime] = []
         self._carry_over: StateCarryOver | None = None
         self._closed: deque[Iterator[int]] = deque()
@@ -169,6 +173,7 @@ class ClusterManager:
         self._carry_over = StateCarryOver(old, runtime, self._retired)
         self._carry_over.at_once()
         self.role_switches.take_over(old, runtime)
+        self.scaling.take_over(old, runtime)
         self._collectors = Collectors(runtime, self._on_event, collectors)
         self.runtime, self.deployment, self._prompts = runtime, prepared.deployment, prepared.prompts
         self._prompts.change(float(runtime.settings.limits.queue_wait_s))
@@ -199,6 +204,7 @@ class ClusterManager:
         if self._carry_over is not None:
             self._carry_over.refresh()
         self.role_switches.advance(self.clusters)
+        self.scaling.advance(self.clusters)
         carry_over = self._carry_over
         for runtime in [each for each in self._retired if each.idle and not (carry_over and carry_over.reads(each))]:
             self._retired.remove(runtime)
@@ -230,7 +236,8 @@ class ClusterManager:
                 proxied.stop()
 
     async def unwatch(self) -> None:
-        """Stop role switches and collectors."""
+        """Stop autoscaling, role switches and collectors."""
+        await self.scaling.close()
         await self.role_switches.close()
         await self._collectors.close()
 

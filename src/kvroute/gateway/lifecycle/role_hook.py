@@ -1,4 +1,4 @@
-"""The operator's hook that makes an engine serve another role: a POST to a URL, or a program.
+"""The operator's hooks, which make an engine serve another role, start or stop: a POST to a URL, or a program.
 
 The operator decides what it does, for example restart the engine or patch a deployment. It receives the instance and
 the roles, and its status or exit code reports whether the instance serves the new role.
@@ -9,15 +9,34 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Protocol
 
 import aiohttp
 
 from kvroute.gateway.config.offload import RoleSwitchSection, hook_url
+from kvroute.topology.units import Duration
 from kvroute.types import Instance, Role
 
 _TERMINATE_S = 5.0
 """Time between SIGTERM and SIGKILL when a program is ended, in seconds."""
+
+
+class Hook(Protocol):
+    """A hook as the settings define it: a URL or a command."""
+
+    @property
+    def url(self) -> str | None:
+        """URL that receives a POST."""
+
+    @property
+    def command(self) -> list[str] | None:
+        """Program and arguments."""
+
+    @property
+    def timeout_s(self) -> Duration:
+        """Time limit."""
 
 
 async def switch_role(section: RoleSwitchSection, instance: Instance, before: Role, role: Role) -> str:
@@ -26,23 +45,32 @@ async def switch_role(section: RoleSwitchSection, instance: Instance, before: Ro
     On a timeout, or if the caller is cancelled, a program is ended together with its child processes.
     """
     assert instance.endpoint is not None
+    message = {"instance": instance.name, "role": role, "from": before}
+    return await call_hook(section, instance.endpoint.url, message)
+
+
+async def call_hook(hook: Hook, endpoint: str, message: Mapping[str, str | int]) -> str:
+    """Call a hook with a message; return the reason if that fails, empty on success.
+
+    A URL receives the message as JSON. A program has it in its environment, with names in capitals, and ENDPOINT. On a
+    timeout, or if the caller is cancelled, a program is ended together with its child processes.
+    """
     try:
-        async with asyncio.timeout(float(section.timeout_s)):
-            if section.url is not None:
-                return await _post(hook_url(section.url, instance.endpoint.url), instance.name, before, role)
-            message = {"INSTANCE": instance.name, "ENDPOINT": instance.endpoint.url, "ROLE": role, "FROM": before}
-            return await _run(section.command or [], message)
+        async with asyncio.timeout(float(hook.timeout_s)):
+            if hook.url is not None:
+                return await _post(hook_url(hook.url, endpoint), message)
+            variables = {name.upper(): str(value) for name, value in message.items()}
+            return await _run(hook.command or [], {**variables, "ENDPOINT": endpoint})
     except TimeoutError:
-        return f"the hook took longer than {float(section.timeout_s):g} s"
+        return f"the hook took longer than {float(hook.timeout_s):g} s"
 
 
-async def _post(url: str, instance: str, before: Role, role: Role) -> str:
-    message = {"instance": instance, "role": role, "from": before}
+async def _post(url: str, message: Mapping[str, str | int]) -> str:
     patient = aiohttp.ClientTimeout(total=None)
     try:
         async with (
             aiohttp.ClientSession(timeout=patient) as session,
-            session.post(url, json=message, allow_redirects=False) as answer,
+            session.post(url, json=dict(message), allow_redirects=False) as answer,
         ):
             return "" if 200 <= answer.status < 300 else f"the hook returned status {answer.status}"
     except (aiohttp.ClientError, OSError) as error:

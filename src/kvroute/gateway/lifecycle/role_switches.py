@@ -87,8 +87,21 @@ class RoleSwitches:
             _tell(review, offload.role_switch is not None)
         for decision in decisions:
             if isinstance(decision, SwitchRole):
-                runtime.state.decided(decision, now)
-                self._begin(decision, offload.role_switch, now)
+                self.begin(decision)
+
+    @property
+    def _section(self) -> RoleSwitchSection | None:
+        """The hook, of `offload` or of `autoscaling`."""
+        settings = self._runtime.settings
+        if settings.offload is not None:
+            return settings.offload.role_switch
+        return settings.autoscaling.role_switch if settings.autoscaling is not None else None
+
+    def begin(self, decision: SwitchRole) -> None:
+        """Carry out a role switch that the core has decided."""
+        now = self._runtime.now()
+        self._runtime.state.decided(decision, now)
+        self._begin(decision, self._section, now)
 
     def _begin(self, decision: SwitchRole, section: RoleSwitchSection | None, now: float) -> None:
         engine = self._runtime.engines[decision.instance]
@@ -105,8 +118,7 @@ class RoleSwitches:
 
     async def _call(self, switch: RoleSwitch) -> None:
         runtime = self._runtime
-        offload, instance = runtime.settings.offload, runtime.engines[switch.instance].instance
-        section = offload.role_switch if offload is not None else None
+        section, instance = self._section, runtime.engines[switch.instance].instance
         why = "the configuration no longer has a hook"
         try:
             if section is not None:
@@ -196,8 +208,7 @@ class RoleSwitches:
 
 
 def _may_switch(runtime: ClusterRuntime, name: str) -> bool:
-    offloading = runtime.control.offloading
-    return offloading is not None and offloading.may_switch(runtime.cluster.index(name))
+    return runtime.control.may_switch(name)
 
 
 def _needed(name: str, clusters: Sequence[ClusterRuntime]) -> bool:

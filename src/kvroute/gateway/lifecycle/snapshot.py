@@ -9,6 +9,7 @@ from kvroute.control.allocation import Review
 from kvroute.control.offloader import Offloader
 from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.lifecycle.role_switches import RoleSwitches
+from kvroute.gateway.lifecycle.scaling import ScalingDriver
 from kvroute.gateway.observe.view import (
     DiscoveryLoad,
     ForesightLoad,
@@ -20,6 +21,7 @@ from kvroute.gateway.observe.view import (
     ReplicationLoad,
     ReviewLoad,
     RoleSwitchLoad,
+    ScalingLoad,
     SiteLoad,
 )
 from kvroute.gateway.proxy.admission import AdmissionController
@@ -37,6 +39,7 @@ def status_snapshot(
     ready: bool,
     draining: bool,
     role_switches: RoleSwitches | None = None,
+    scaling: ScalingDriver | None = None,
     discovery: DiscoveryLoad | None = None,
     replication: ReplicationLoad | None = None,
     path_ratios: tuple[float | None, ...] = (),
@@ -63,6 +66,7 @@ def status_snapshot(
         oracle=_oracle(runtime, now),
         foresight=_foresight(runtime, now),
         offload=_offload(runtime, role_switches, now),
+        scaling=_scaling(runtime, scaling),
         panics=tuple(
             PanicLoad(
                 model=each.model,
@@ -94,6 +98,19 @@ def _offload(runtime: ClusterRuntime, role_switches: RoleSwitches | None, now: f
         role_switches=tuple(RoleSwitchLoad(instance=c.instance, role=c.role, stage=c.stage) for c in in_progress),
         roles={engine.name: engine.role for engine in engines if engine.role != engine.instance.role},
         review=_review(offloading.last_review),
+    )
+
+
+def _scaling(runtime: ClusterRuntime, driver: ScalingDriver | None) -> ScalingLoad | None:
+    scaling = runtime.control.scaling
+    if scaling is None:
+        return None
+    steps = driver.steps if driver is not None else []
+    return ScalingLoad(
+        models=tuple(found for _, found in sorted(scaling.last.items())),
+        starting=tuple(step.instance for step in steps if step.action == "start"),
+        stopping=tuple(step.instance for step in steps if step.action == "stop"),
+        stopped=tuple(sorted(driver.stopped)) if driver is not None else (),
     )
 
 

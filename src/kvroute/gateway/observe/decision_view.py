@@ -9,11 +9,15 @@ from kvroute.types import (
     CopyPrefix,
     Decision,
     Decode,
+    FleetDecision,
     Offload,
     Prefill,
     ReadKv,
     Reject,
+    Replicas,
     Role,
+    ScaleIn,
+    ScaleOut,
     Shadowed,
     SwitchRole,
     Terms,
@@ -79,11 +83,17 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Dec
             kind = "switch_role"
         case CopyPrefix(target=chosen):
             kind = "copy"
+        case Replicas(model=chosen):
+            kind = "replicas"
+        case ScaleIn(instance=chosen):
+            kind = "scale_in"
+        case ScaleOut(instance=chosen):
+            kind = "scale_out"
     candidates = _candidates(terms, chosen) if terms is not None else ()
     return DecisionView(
         id=number,
         at=round(at, 3),
-        request_id=-1 if isinstance(decision, SwitchRole | CopyPrefix) else decision.request_id,
+        request_id=-1 if isinstance(decision, FleetDecision) else decision.request_id,
         kind=kind,
         policy=policy,
         chosen=chosen,
@@ -97,7 +107,7 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Dec
         shadow=decision.shadow if isinstance(decision, Decode) else None,
         others=len(terms.names) - len(candidates) if terms is not None else 0,
         offload=decision.offload if isinstance(decision, Prefill) else None,
-        role=decision.role if isinstance(decision, SwitchRole) else None,
+        role=decision.role if isinstance(decision, SwitchRole | ScaleIn | ScaleOut) else None,
     )
 
 
@@ -107,7 +117,7 @@ def _hit_tokens(decision: Decision) -> int:
             return tokens
         case ReadKv(prefill_tokens=prefill_tokens, decode_tokens=decode_tokens):
             return prefill_tokens + decode_tokens
-        case Reject() | SwitchRole() | CopyPrefix():
+        case _:
             return 0
 
 

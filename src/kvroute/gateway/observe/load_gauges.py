@@ -8,6 +8,7 @@ from typing import get_args
 from kvroute.control import SyncState
 from kvroute.gateway.observe.exposition import Family, Key
 from kvroute.gateway.observe.offload_gauges import offload_gauges
+from kvroute.gateway.observe.scaling_gauges import scaling_gauges
 from kvroute.gateway.observe.view import BreakerState, DiscoveryLoad, ForesightLoad, GatewayStatus, InstanceLoad
 from kvroute.policies import TierLearned
 from kvroute.types import SAME_POD, Role
@@ -131,6 +132,7 @@ def load_gauges(
     for foreseen, learned in _FORESIGHT_GAUGES:
         yield foreseen, _per_tier(load.foresight, learned)
     yield from offload_gauges(load.offload)
+    yield from scaling_gauges(load.scaling)
     yield _DISCOVERED, _discovered(load.discovery)
     found = load.discovery
     yield _DISCOVERY_AGE, [((), found.age_s)] if found is not None and found.age_s is not None else []

@@ -16,12 +16,26 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from kvroute.gateway.observe.exposition import Counter, Exemplar, Histogram, lines
 from kvroute.gateway.observe.load_gauges import TIER_LABELS, load_gauges
 from kvroute.gateway.observe.view import GatewayStatus, Ttft
-from kvroute.types import TIER_COUNT, Decision, Decode, Prefill, ReadKv, Role, Shadowed, Side, SwitchRole
+from kvroute.types import (
+    TIER_COUNT,
+    Decision,
+    Decode,
+    Prefill,
+    ReadKv,
+    Replicas,
+    Role,
+    ScaleIn,
+    ScaleOut,
+    Shadowed,
+    Side,
+    SwitchRole,
+)
 
 Leg: TypeAlias = Literal["copy", "prefill", "decode", "passthrough"]
 
 _TIER_KEYS = [(label,) for label in TIER_LABELS]
 _PREFILL, _DECODE, _READ, _REJECT, _SWITCH_ROLE = ("prefill",), ("decode",), ("read",), ("reject",), ("switch_role",)
+_SCALE = ("scale",)
 _QUEUE, _TRANSFER, _FIRST_STEP = ("queue",), ("transfer",), ("first_step",)
 _REQUEST_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
@@ -140,6 +154,7 @@ class Metrics:
             "kvroute_storage_read_seconds", "Complete reads from the store, with their queue.", _REQUEST_S, ("side",)
         )
         self._reviews = Counter("kvroute_reviews_total", "Reviews of threshold and roles.", ("verdict",))
+        self._scaled = Counter("kvroute_scale_actions_total", "Instances started and stopped.", ("action", "outcome"))
         self._role_switches = Counter("kvroute_role_switches_total", "Role switches, by outcome.", ("outcome",))
         self._engines_changed = Counter(
             "kvroute_engine_changes_total", "Discovered engines that joined or left the cluster.", ("change",)
@@ -193,6 +208,10 @@ class Metrics:
         elif type(decision) is SwitchRole:
             kind = _SWITCH_ROLE
             self._decisions.add(("switch_role", decision.instance))
+        elif isinstance(decision, Replicas | ScaleIn | ScaleOut):
+            kind = _SCALE
+            if not isinstance(decision, Replicas):
+                self._decisions.add(("scale_in" if isinstance(decision, ScaleIn) else "scale_out", decision.instance))
         else:
             kind = _REJECT
             self._decisions.add(("reject", ""))
@@ -385,6 +404,12 @@ class Metrics:
     def reviewed(self, verdict: str) -> None:
         """Count a search for threshold and roles; `verdict` is one of a few fixed words."""
         self._reviews.add((verdict,))
+
+    def scaled(
+        self, action: Literal["start", "stop"], outcome: Literal["done", "failed", "declined", "abandoned"]
+    ) -> None:
+        """Count an instance that was to start or stop."""
+        self._scaled.add((action, outcome))
 
     def role_switch_ended(self, outcome: Literal["switched", "failed", "declined", "abandoned"]) -> None:
         """Count a finished role switch."""

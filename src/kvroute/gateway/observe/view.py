@@ -11,7 +11,7 @@ from kvroute.gateway.observe.decision_view import DecisionView
 from kvroute.gateway.observe.history import HistoryPoint
 from kvroute.gateway.observe.layout import Layout
 from kvroute.policies import TierLearned
-from kvroute.types import TIER_COUNT, MeasuredBy, Role
+from kvroute.types import TIER_COUNT, MeasuredBy, Replicas, Role
 
 BreakerState: TypeAlias = Literal["closed", "half-open", "open"]
 
@@ -114,6 +114,17 @@ class RoleSwitchLoad(msgspec.Struct, frozen=True, kw_only=True):
     stage: Literal["draining", "hook"]
 
 
+class ScalingLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Desired numbers of instances, and instances that start or stop."""
+
+    models: tuple[Replicas, ...] = ()
+    """The last result for each model; empty in a gateway that leaves this to another one."""
+    starting: tuple[str, ...] = ()
+    stopping: tuple[str, ...] = ()
+    stopped: tuple[str, ...] = ()
+    """Instances that were stopped and have not been started since."""
+
+
 class OffloadLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of prefill across datacenters."""
 
@@ -182,6 +193,8 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     """None: neither the active nor the shadow policy is foresight."""
     offload: OffloadLoad | None = None
     """None: the settings have no `offload` section."""
+    scaling: ScalingLoad | None = None
+    """None: the settings have no `autoscaling` section."""
     panics: tuple[PanicLoad, ...] = ()
     discovery: DiscoveryLoad | None = None
     """None: the cluster file has no `discovery` section."""

@@ -10,8 +10,8 @@ import numpy as np
 
 from kvroute.planner.placement.instances import PlacedInstance
 from kvroute.planner.placement.problem import PlacementProblem
-from kvroute.planner.placement.queueing import DecodeLoad, highest_rate, waiting
 from kvroute.planner.placement.transfers import all_reduce_load, kv_load, sample_transfers
+from kvroute.timing.queueing import DecodeLoad, highest_rate, waiting
 from kvroute.types import FloatArray
 
 _UTILISATION_MAX = 0.999

@@ -14,39 +14,64 @@ from kvroute.types import FloatArray
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Waiting times of an M/G/1 queue."""
+    """Waiting times of a queue in front of one or several equal servers."""
 
     utilisation: float
     mean_s: float
-    """Pollaczek-Khinchine; infinite at a utilisation of 1 or more."""
+    """Mean over all requests; infinite at a utilisation of 1 or more."""
+    waits: float
+    """Share of the requests that wait."""
 
     def within(self, limit_s: FloatArray) -> FloatArray:
         """Return the share of requests that wait at most `limit_s`, shape of `limit_s`; 0 for limits below 0.
 
-        The tail is exponential: a request waits with the probability of the utilisation, and those that wait have an
-        exponential time with the exact mean.
+        The tail is exponential: those that wait have an exponential time with the exact mean.
         """
         if self.utilisation >= 1.0:
             return np.zeros_like(limit_s)
         if self.mean_s == 0.0:
             return np.where(limit_s >= 0.0, 1.0, 0.0)
-        tail = self.utilisation * np.exp(-np.maximum(limit_s, 0.0) * self.utilisation / self.mean_s)
+        tail = self.waits * np.exp(-np.maximum(limit_s, 0.0) * self.waits / self.mean_s)
         return np.where(limit_s >= 0.0, 1.0 - tail, 0.0)
 
 
-def waiting(rate_per_s: float, service_s: FloatArray, share: FloatArray) -> Waiting:
-    """Return the waiting times of a queue with Poisson arrivals.
+def waiting(
+    rate_per_s: float, service_s: FloatArray, share: FloatArray, *, servers: int = 1, arrival_cv2: float = 1.0
+) -> Waiting:
+    """Return the waiting times of a queue.
+
+    With one server and Poisson arrivals they are those of M/G/1 (Pollaczek-Khinchine). Otherwise they are the
+    approximation of Allen and Cunneen for G/G/m, which is exact for M/M/m.
 
     Args:
         rate_per_s: arrivals.
         service_s: times of the bottleneck stage, [n].
         share: share of the requests with each of these times, [n].
+        servers: number of servers that take requests from the queue, 1 or more.
+        arrival_cv2: squared coefficient of variation of the times between arrivals; 1: Poisson.
     """
     mean_s, square_s2 = float(share @ service_s), float(share @ service_s**2)
-    utilisation = rate_per_s * mean_s
+    utilisation = rate_per_s * mean_s / servers
     if utilisation >= 1.0:
-        return Waiting(utilisation, math.inf)
-    return Waiting(utilisation, rate_per_s * square_s2 / (2.0 * (1.0 - utilisation)))
+        return Waiting(utilisation, math.inf, 1.0)
+    if servers == 1 and arrival_cv2 == 1.0:
+        return Waiting(utilisation, rate_per_s * square_s2 / (2.0 * (1.0 - utilisation)), utilisation)
+    if mean_s <= 0.0 or rate_per_s <= 0.0:
+        return Waiting(0.0, 0.0, 0.0)
+    waits = erlang_c(servers, rate_per_s * mean_s)
+    service_cv2 = max(square_s2 / mean_s**2 - 1.0, 0.0)
+    markovian_s = waits * mean_s / (servers * (1.0 - utilisation))
+    return Waiting(utilisation, markovian_s * (arrival_cv2 + service_cv2) / 2.0, waits)
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """Return the share of requests that wait in M/M/m. Args: `load` in servers, below `servers`."""
+    blocked = 1.0  # Erlang B by its recursion over the number of servers, which is stable
+    for count in range(1, servers + 1):
+        blocked = load * blocked / (count + load * blocked)
+        if blocked < 1e-18:
+            return 0.0  # it only falls from here on
+    return blocked / (1.0 - load / servers * (1.0 - blocked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +82,7 @@ class DecodeLoad:
     """Iteration without requests."""
     per_request_s: float
     """Time that a request adds to an iteration, at its mean context."""
-    output_tokens: int
+    output_tokens: float
     batch_max: int
     """Largest batch."""
     kv_tokens: float
@@ -66,6 +91,8 @@ class DecodeLoad:
     """Mean tokens of a request, prompt and output."""
     request_tokens2: float
     """Mean of the squares of the tokens of a request."""
+    peakedness: float = 1.0
+    """Variance of the number of requests relative to its mean: 1 with Poisson arrivals, more if they come in bursts."""
 
     def step_s(self, batch: float) -> float:
         """Return the time of an iteration of `batch` requests."""
@@ -81,8 +108,8 @@ class DecodeLoad:
     def room(self, rate_per_s: float) -> float:
         """Return the share of requests that find room on arrival.
 
-        The number of requests is Poisson (M/G/infinity), and their KV is a compound Poisson sum, taken as normal.
-        Memory for all tokens of a request is reserved when it arrives.
+        The number of requests is Poisson (M/G/infinity), or normal with another peakedness. Their KV is a compound
+        sum, taken as normal. Memory for all tokens of a request is reserved when it arrives.
         """
         batch = self.mean_batch(rate_per_s)
         if not math.isfinite(batch):
@@ -90,8 +117,12 @@ class DecodeLoad:
         spare = self.kv_tokens - self.request_tokens - batch * self.request_tokens
         if batch < 1e-9:
             return 1.0 if spare >= 0.0 else 0.0
-        slots = float(pdtr(self.batch_max - 1, batch))
-        return slots * float(ndtr(spare / math.sqrt(batch * self.request_tokens2)))
+        if self.peakedness == 1.0:
+            slots = float(pdtr(self.batch_max - 1, batch))
+        else:
+            slots = float(ndtr((self.batch_max - 0.5 - batch) / math.sqrt(self.peakedness * batch)))
+        bursts2 = (self.peakedness - 1.0) * self.request_tokens**2
+        return slots * float(ndtr(spare / math.sqrt(batch * (self.request_tokens2 + bursts2))))
 
     def tpot_attainment(self, rate_per_s: float, tpot_s: float) -> float:
         """Return the share of requests whose mean iteration takes at most `tpot_s`.
@@ -105,7 +136,7 @@ class DecodeLoad:
         if self.per_request_s == 0.0 or batch < 1e-9:
             return 1.0
         others = (tpot_s - self.base_s) / self.per_request_s - 1.0
-        return float(ndtr((others - batch) / math.sqrt(2.0 / 3.0 * batch)))
+        return float(ndtr((others - batch) / math.sqrt(2.0 / 3.0 * self.peakedness * batch)))
 
     def rate_bound_per_s(self, tpot_s: float) -> float:
         """Return the rate at which a constant batch is as large as TPOT and room allow."""

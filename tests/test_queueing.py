@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.planner.placement.queueing import DecodeLoad, highest_rate, token_s, waiting
+from kvroute.timing.queueing import DecodeLoad, highest_rate, token_s, waiting
 
 LOAD = DecodeLoad(
     base_s=0.02,
@@ -68,7 +68,7 @@ def simulated_tpot_s(load: DecodeLoad, rate: float, seconds: float) -> list[floa
     step, found = 0, list[float]()
     while now < seconds:
         while arrives <= now:
-            heappush(active, (step + load.output_tokens, now))
+            heappush(active, (step + int(load.output_tokens), now))
             arrives += float(draw.exponential(1 / rate))
         if not active:
             now = arrives
