@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 KEYS = ("flood", "bob", "carol")
-FLOOD = 6
+FLOOD = 12
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def ask(client: openai.OpenAI, tokens: list[int], **more: Any) -> list[int]:
 
 def test_a_flood_does_not_take_the_turns_of_another_tenant(cluster: Pair, gateway: Gateway) -> None:
     """While requests of one key wait at all times, a request of another key is placed after two of them at most,
-    and its tokens are right."""
+    and its tokens are right. In the order of arrival it would be placed after all of them."""
     stop, served = threading.Event(), [0]
 
     def flood(number: int) -> None:
@@ -78,9 +78,11 @@ def test_a_flood_does_not_take_the_turns_of_another_tenant(cluster: Pair, gatewa
         with client_of(gateway, "bob") as client:
             for number in range(2):
                 tokens, before = prompt(150, seed=1_000 + number), served[0]
-                assert ask(client, tokens) == alone(cluster, tokens)
-                # One was being served, one was placed before by the rule, and one may have ended after this one.
-                assert served[0] - before <= 4
+                got, during = ask(client, tokens), served[0] - before
+                assert got == alone(cluster, tokens)
+                # One was being served, one was placed before by the rule. The others have ended before their counts
+                # were read.
+                assert during <= FLOOD // 2
     finally:
         stop.set()
         for thread in threads:
