@@ -106,7 +106,7 @@ class Scaling:
             replicas = self._desired(at, view, model, fleet, queued)
             decisions.append(replicas)
             if self.spec.manages == "instances":
-                decisions += self._moves(at, view, model, fleet, replicas)
+                decisions += self._moves(at, model, fleet, replicas)
             elif self.spec.manages == "roles":
                 decisions += self._switches(at, view, model, fleet, replicas)
         return tuple(decisions)
@@ -149,9 +149,8 @@ class Scaling:
         )
         return scaled.last
 
-    def _moves(
-        self, at: float, view: ClusterView, model: str, fleet: ScaledFleet, replicas: Replicas
-    ) -> Iterable[ScaleIn | ScaleOut]:
+    def _moves(self, at: float, model: str, fleet: ScaledFleet, replicas: Replicas) -> Iterable[ScaleIn | ScaleOut]:
+        """Stop the instances beyond the desired number, and start those that are missing."""
         for role in SCALED_ROLES:
             serving = fleet.serving[role]
             desired = replicas.prefill if role == "prefill" else replicas.decode
