@@ -53,10 +53,10 @@ class Found(NamedTuple):
     """What it showed."""
 
     ttft_p50_s: float
-    """Of the last tenant."""
+    """Median TTFT of the last tenant."""
     ttft_p99_s: float
     finished_per_s: float
-    """Of all tenants, up to the last response."""
+    """Responses per second of all tenants, up to the last response."""
     good_per_s: float
     """Requests whose first token came within SLO_S, of all tenants, while requests arrived."""
     refused: float

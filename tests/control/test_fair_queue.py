@@ -20,7 +20,8 @@ works = st.floats(0.01, 5.0)
 def test_keys_that_wait_share_the_work_by_their_weights(
     weight: dict[str, float], arrivals: list[tuple[str, float]], cancelled: list[int]
 ) -> None:
-    """While two keys wait, work divided by weight differs by at most one request of each, whoever leaves the queue."""
+    """While two keys wait, their served work divided by weight differs by at most one request of each, also when
+    requests leave the queue."""
     queue = FairQueue()
     for number, (key, work_s) in enumerate(arrivals):
         queue.push(Waiting(number, key, 0, weight[key], work_s))

@@ -21,7 +21,7 @@ class Waiting(NamedTuple):
     band: int
     """A higher band is served first."""
     weight: float
-    """Of the key, above 0; equal for all requests of a key in a band."""
+    """Weight of the key, above 0; equal for all requests of a key in a band."""
     work_s: float
     """Predicted work in seconds, zero or more."""
 

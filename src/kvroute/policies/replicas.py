@@ -82,7 +82,7 @@ class ReplicaModel:
     transfer_bytes_per_s: float
     """Rate of a single transfer."""
     latency_s: float
-    """Of a transfer without bytes."""
+    """Time of a transfer without bytes."""
     iteration_s: float
     """Decode iteration without requests."""
     per_request_s: float
@@ -133,7 +133,7 @@ class RoleNeed(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason
     """What sets this number."""
     utilisation: float
-    """Of the most used resource; above the target's limit only if `maximum` is the reason."""
+    """Utilisation of the most used resource; above the target's limit only if `maximum` is the reason."""
     attainment: float
     """Predicted share of requests for which this role meets its part of the SLO."""
 

@@ -46,7 +46,7 @@ class Run:
     included."""
     end_s: float
     gpu_hours: float = 0.0
-    """Of instances that start and stop, up to the last arrival; 0 if all serve all the time."""
+    """GPU time of instances that start and stop, up to the last arrival; 0 if all serve all the time."""
     instances: tuple[tuple[float, int, int], ...] = ()
     """Time and number of prefill and decode instances that serve, after each change of them."""
 

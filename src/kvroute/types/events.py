@@ -156,7 +156,7 @@ class ScaleEnded(msgspec.Struct, frozen=True, tag="scale_ended"):
     at: float
     instance: str
     serves: bool
-    """Whether it serves now."""
+    """True if it serves now, false if it has stopped."""
 
 
 class ThresholdKnown(msgspec.Struct, frozen=True, tag="threshold_known"):

@@ -228,7 +228,7 @@ def test_with_a_fixed_number_of_engines_the_role_that_lacks_one_gets_it() -> Non
 
 
 def test_engines_of_a_discovery_source_follow_the_load(tmp_path: Path) -> None:
-    """The hook is an orchestrator: it lists as many engines as it is told to, and removes the one that is named."""
+    """The hook adds engines to the discovery file up to the requested number, or removes the named one."""
     listed = ["decode0", "prefill0"]
     orders: list[Any] = []
     section = (

@@ -54,7 +54,7 @@ class Entitlement(NamedTuple):
     slo_s: float | None
     """Longest time from its arrival at the gateway to its first token; None: no limit."""
     defers: bool
-    """Whether it waits if its first token would come too late; otherwise it is refused."""
+    """True if it waits when its first token would come too late; otherwise it is refused."""
 
 
 class Charge:
