@@ -34,6 +34,11 @@ def as_service(program: Path, temporary: Path | None, *arguments: str) -> list[s
     return [*SERVICE_USER, f"TMPDIR={temporary}", str(program), *arguments]
 
 
+def extent(full: int, short: int) -> int:
+    """Return how many requests a long test sends: `full` with KVROUTE_LIVE_FULL=1, otherwise `short`."""
+    return full if os.environ.get("KVROUTE_LIVE_FULL") == "1" else short
+
+
 def missing(what: str) -> None:
     """Skip the test because of a missing component; fail it if KVROUTE_REQUIRE_LIVE=1 requires all of them."""
     if os.environ.get("KVROUTE_REQUIRE_LIVE") == "1":

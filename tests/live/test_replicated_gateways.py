@@ -16,7 +16,7 @@ import pytest
 import uvloop
 from bench.gateway.program import free_ports
 from bench.gateway.replication import Engines, Served, body, engines, gateways, gauge, in_sync, redis
-from tests.live.services import required
+from tests.live.services import extent, required
 
 from kvroute.control import decisions_equal, replay
 from kvroute.event_log import read_log
@@ -24,8 +24,8 @@ from kvroute.topology import parse
 from kvroute.types import PeerReported
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
-REQUESTS, RATE_PER_S = 10_000, 40.0
-KILL_AT, CUT_AT, RELOAD_AT = 2_500, 4_500, 8_000
+REQUESTS, RATE_PER_S = extent(10_000, short=2_400), 40.0
+KILL_AT, CUT_AT, RELOAD_AT = REQUESTS // 4, REQUESTS * 9 // 20, REQUESTS * 4 // 5
 """Number of the request before which a gateway is killed, Redis is killed, and all gateways reload."""
 CUT_S = 6.0
 LIMIT_S = 240.0

@@ -14,12 +14,14 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench.all_reduce.star import star
 from tests.live.services import missing
+from tests.live.vllm.starter import Preloaded, Started
 
 from kvroute.switch.xdp import XdpUnavailable
 from kvroute.testbed import namespaces
@@ -37,8 +39,9 @@ DTYPE = "float32"
 differently."""
 LAYER_BYTES = 2 * 2 * 64 * BLOCK_TOKENS * 4
 """Size of one block of one layer in bytes: keys and values, 2 heads of 64 numbers, in float32."""
-HOLD_S = 10.0
-"""Time for which the prefill server keeps blocks that are not fetched, in seconds."""
+HOLD_S = 20.0
+"""Time for which the prefill server keeps blocks that are not fetched, in seconds: longer than a decode server takes to
+fetch them on a machine with few cores."""
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Server:
     name: str
     ports: list[int]
     """Ports of HTTP, KV events, their replay, and, on a prefill server, KV or the bootstrap server."""
-    process: subprocess.Popen[bytes]
+    process: Started
     log: Path
     fault_file: Path
 
@@ -261,24 +264,22 @@ def start(
 ) -> Server:
     """Start a server; it is not ready yet. Prompts of more than 2,048 tokens are computed in chunks. Args: `variables`
     are added to its environment."""
-    command = [
-        *(str(BIN / "vllm"), "serve", str(model), "--served-model-name", MODEL),
+    arguments = [
+        *("serve", str(model), "--served-model-name", MODEL),
         *("--host", "127.0.0.1", "--port", str(ports[0]), "--dtype", dtype, "--max-model-len", "4096"),
         *("--max-num-seqs", "32", "--max-num-batched-tokens", "2048", "--enforce-eager"),
         *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(BLOCKS)),
         *("--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *options),
     ]
     log = folder / f"{name}.log"
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**environment(), **(variables or {})},
-            cwd=folder,
-        )
+    process = preloaded().start(arguments, {**environment(), **(variables or {})}, folder, log)
     return Server(name, ports, process, log, folder / f"{name}.fault")
+
+
+@cache
+def preloaded() -> Preloaded:
+    """Return the process whose forks are the servers of this test session."""
+    return Preloaded(BIN / "python", environment())
 
 
 def environment() -> dict[str, str]:
