@@ -81,7 +81,8 @@ vllm:  ## real vLLM for CPUs with the packages of its KV connectors, in an envir
 # From apt: python3-simgrid, chromium, chromium-driver, prometheus, systemd, libnuma1, libibverbs1, redis-server, clang, libbpf-dev.
 live: $(DEV_STAMP) requirements/live.txt vllm  ## tests against real components
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/live.txt
-	$(BIN)/pytest -m live --durations 30
+	$(BIN)/pytest -m "live and not alone" -n 2 --dist loadscope --durations 30
+	$(BIN)/pytest -m "live and alone"
 
 bench: $(DEV_STAMP)  ## every measurement, beside its peer or bound
 	$(BIN)/python -m bench.all

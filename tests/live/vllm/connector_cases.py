@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar
 
@@ -27,6 +27,19 @@ from tests.live.vllm.stock_connectors import StockConnector, external_tokens, pr
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server
+
+
+def until_reported(pair: Pair, condition: Callable[[], bool]) -> None:
+    """Wait for counts of the servers. Each computes short prompts meanwhile: an idle engine does not report its last
+    counts."""
+    short = {"model": "tiny", "prompt": prompt(8, seed=799), "max_tokens": 1}
+
+    def reported() -> bool:
+        for server in pair.servers:
+            server.post("/v1/completions", short)
+        return condition()
+
+    until(reported)
 
 
 class TransferCases:
@@ -69,8 +82,8 @@ class TransferCases:
         prompt_ids = prompt(tokens, seed=2000 + tokens)
         moved, external = self.connector.moved(pair), external_tokens(pair)
         assert completed(gateway, prompt_ids) == alone(pair, prompt_ids)
-        until(lambda: self.connector.moved(pair) == moved + prompt_bytes(tokens))
-        until(lambda: external_tokens(pair) == external + tokens)
+        until_reported(pair, lambda: self.connector.moved(pair) == moved + prompt_bytes(tokens))
+        until_reported(pair, lambda: external_tokens(pair) == external + tokens)
 
     def test_a_corrupted_block_changes_the_tokens(self, pair: Pair, gateway: Gateway) -> None:
         """The negative control of the test above: one block of one layer has another block's content."""
@@ -78,7 +91,7 @@ class TransferCases:
         moved = self.connector.moved(pair)
         self.connector.inject(pair, "corrupt")
         assert completed(gateway, prompt_ids) != alone(pair, prompt_ids)
-        until(lambda: self.connector.moved(pair) > moved)
+        until_reported(pair, lambda: self.connector.moved(pair) > moved)
 
 
 class ConnectorCases(TransferCases):
@@ -100,9 +113,8 @@ class ConnectorCases(TransferCases):
         with ThreadPoolExecutor(8) as threads:
             got = list(threads.map(first_tokens, prompts))
         assert got == [alone(pair, tokens, 3) for tokens in prompts]
-        for server in pair.servers:  # an idle engine does not report its last counts
-            server.post("/v1/completions", {"model": "tiny", "prompt": prompt(8, seed=799), "max_tokens": 1})
-        until(lambda: self.connector.moved(pair) == moved + sum(prompt_bytes(len(tokens)) for tokens in prompts))
+        total = moved + sum(prompt_bytes(len(tokens)) for tokens in prompts)
+        until_reported(pair, lambda: self.connector.moved(pair) == total)
         wait_until_idle(gateway)
 
     def test_a_decode_server_that_dies_mid_transfer_is_replaced(self, pair: Pair, gateway: Gateway) -> None:

@@ -7,7 +7,10 @@ import statistics
 import pytest
 from bench.all_reduce.truth import Case, cells
 
-pytestmark = [pytest.mark.live, pytest.mark.usefixtures("all_reduce_components"), pytest.mark.timeout(900)]
+pytestmark = [
+    *(pytest.mark.live, pytest.mark.alone),
+    *(pytest.mark.usefixtures("all_reduce_components"), pytest.mark.timeout(900)),
+]
 SIZES = (64 * 1024, 512 * 1024)
 GROUPS = (
     ("ring", 2, 1, "python"),
