@@ -272,7 +272,9 @@ def start(
         *("--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *options),
     ]
     log = folder / f"{name}.log"
-    process = preloaded().start(arguments, {**environment(), **(variables or {})}, folder, log)
+    # Several API servers share metrics by a setting that prometheus_client reads while it is imported.
+    fresh = "--data-parallel-size" in options
+    process = preloaded().start(arguments, {**environment(), **(variables or {})}, folder, log, fresh=fresh)
     return Server(name, ports, process, log, folder / f"{name}.fault")
 
 

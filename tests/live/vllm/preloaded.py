@@ -2,8 +2,9 @@
 
 A server consists of three processes, and each one imports vLLM anew: on a small machine, that takes longer than all
 else that the tests do. Runs in vLLM's environment, with `OMP_NUM_THREADS` set; reads one JSON object per line from
-standard input: `argv` (of `vllm`), `env`, `cwd` and `log` (output is appended to this file), and answers with a line
-that has the process ID of the server, which leads a session and a process group of its own. Ends with standard input.
+standard input: `argv` (of `vllm`), `env`, `cwd`, `log` (output is appended to this file) and `fresh` (true: the server
+imports vLLM itself), and answers with a line that has the process ID of the server, which leads a session and a process
+group of its own. Ends with standard input.
 
 vLLM on a CPU starts its processes by `multiprocessing`'s method `spawn`. Here the method `forkserver` takes its place:
 each server has a fork server of its own, which is a fork too, so that all processes of a server are in its group.
@@ -17,8 +18,10 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from multiprocessing import forkserver, spawn
+from pathlib import Path
 from typing import Any
 
 MODULES = (
@@ -53,7 +56,7 @@ def say(answer: str) -> None:
     sys.stdout.flush()
 
 
-def serve(argv: list[str], env: dict[str, str], cwd: str, log: str) -> None:
+def serve(argv: list[str], env: dict[str, str], cwd: str, log: str, *, fresh: bool) -> None:
     """Become a server; does not return."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -62,6 +65,8 @@ def serve(argv: list[str], env: dict[str, str], cwd: str, log: str) -> None:
     for target, source in ((0, null), (1, output), (2, output)):
         os.dup2(source, target)
     os.chdir(cwd)
+    if fresh:
+        os.execve(sys.executable, [sys.executable, str(Path(sys.executable).with_name("vllm")), *argv], env)
     take_environment(env)
     fork_instead_of_spawn()
     sys.argv = ["vllm", *argv]
@@ -91,7 +96,7 @@ def take_environment(env: dict[str, str]) -> None:
 
 def fork_instead_of_spawn() -> None:
     """Let this process and all that it starts use a fork server that is forked here."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     server.ensure_running = forkserver.ensure_running = lambda: None
     contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["forkserver"]
@@ -102,9 +107,9 @@ def fork_instead_of_spawn() -> None:
         """As `spawn` does, a child gets the environment that its parent has now."""
         return {**prepared(name), "environ": dict(os.environ)}
 
-    def from_environment(data: dict[str, Any]) -> None:
-        take_environment(data.pop("environ"))
-        prepare(data)
+    def from_environment(data: Mapping[str, Any]) -> None:
+        take_environment(data["environ"])
+        prepare(dict(data))
 
     spawn.get_preparation_data, spawn.prepare = with_environment, from_environment
 

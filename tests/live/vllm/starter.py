@@ -58,7 +58,9 @@ class Preloaded:
         answer = self._answer()
         assert answer == "ready\n", f"preloaded.py did not import vLLM; it said {answer!r}"
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> Started:
+    def start(
+        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path, *, fresh: bool
+    ) -> Started:
         """Start a server; it is not ready yet.
 
         Args:
@@ -66,9 +68,10 @@ class Preloaded:
             environment: all of the server's environment.
             folder: its working directory.
             log: file to which its output is appended.
+            fresh: it imports vLLM itself.
         """
         assert self._process.stdin is not None
-        what = {"argv": list(arguments), "env": dict(environment), "cwd": str(folder), "log": str(log)}
+        what = {"argv": list(arguments), "env": dict(environment), "cwd": str(folder), "log": str(log), "fresh": fresh}
         self._process.stdin.write(f"{json.dumps(what)}\n")
         self._process.stdin.flush()
         answer = self._answer()
