@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +12,10 @@ from kvroute.experiments.autoscaling import AUTOSCALING, EQUAL_ATTAINMENT, KVROU
 from kvroute.experiments.cells import Experiment
 from kvroute.report.drawing import grid, legend_below, panels, style
 from kvroute.report.estimate import Estimate, estimate, estimate_entry
-from kvroute.report.experiment_page import headline, shared_parameters
+from kvroute.report.experiment_page import write_results
 from kvroute.report.findings import Finding, Holds
 from kvroute.report.grid import Entry, Grid, Heading
-from kvroute.report.page import picture, write_page
-from kvroute.report.rerun import cell_options, sweep_options
+from kvroute.report.page import picture
 
 _STYLES = {STATIC: ("#8a8a8a", "s"), QUEUE: ("#d55e00", "^"), KVROUTE: ("#0072b2", "o")}
 
@@ -160,20 +158,15 @@ def _draw_day(axes: object, records: Sequence[Record], policy: str, colour: str)
 
 def write_autoscaling(experiment: Experiment, records: Sequence[Record], out: Path) -> Path:
     """Write `out`/report.html and the figure; return the path of the page. Raises InputError for an unusable folder."""
-    command = f"kvroute experiment {shlex.quote(experiment.name)}"
-    cells, found = [record.cell for record in records], autoscaling_findings(records)
-    return write_page(
-        "experiment.html.j2",
-        out / "report.html",
-        title=f"{experiment.title} ({experiment.source})",
-        experiment=experiment,
-        verdict=headline(found),
-        findings=found,
+    return write_results(
+        experiment,
+        records,
+        out,
+        found=autoscaling_findings(records),
         pictures=[
             picture(autoscaling_figure(records), out, "autoscaling", "Mean over seeds; instances of the first seed")
         ],
         tables=[autoscaling_grid(records)],
-        config=shared_parameters(records),
         notes=(
             "static: a fixed number of instances; the table has the splits around the best one",
             "queue-length: Kubernetes' autoscaler on requests per prefill and per decode instance, every 15 s, with a "
@@ -182,7 +175,4 @@ def write_autoscaling(experiment: Experiment, records: Sequence[Record], out: Pa
             "an instance costs from its order to the end of its last request; it serves 60 s after the order",
             "every hour is played in less time (`hour_played_s`), which favours fixed numbers",
         ),
-        commands=[command + sweep_options(experiment, cells), command + cell_options(cells[0])],
-        cells=len(records),
-        seeds=len({each.cell.seed for each in records}),
     )

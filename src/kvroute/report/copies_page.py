@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,11 +12,10 @@ from kvroute.experiments.cells import Experiment
 from kvroute.experiments.prefix_copies import OWN, PREFIX_COPIES
 from kvroute.report.drawing import INK, grid, panels, plain, style
 from kvroute.report.estimate import Estimate, estimate, estimate_entry
-from kvroute.report.experiment_page import headline, shared_parameters
+from kvroute.report.experiment_page import write_results
 from kvroute.report.findings import Finding, Holds, below
 from kvroute.report.grid import Entry, Grid, Heading
-from kvroute.report.page import picture, write_page
-from kvroute.report.rerun import cell_options, sweep_options
+from kvroute.report.page import picture
 from kvroute.report.series import of_profile, profiles_of
 
 Number = Callable[[Record], float | None]
@@ -128,26 +126,18 @@ def copies_bars(records: Sequence[Record]) -> Figure:
 
 def write_copies(experiment: Experiment, records: Sequence[Record], out: Path) -> Path:
     """Write `out`/report.html and the figure; return the path of the page. Raises InputError for an unusable folder."""
-    command = f"kvroute experiment {shlex.quote(experiment.name)}"
-    cells, found = [record.cell for record in records], copies_findings(records)
-    return write_page(
-        "experiment.html.j2",
-        out / "report.html",
-        title=f"{experiment.title} ({experiment.source})",
-        experiment=experiment,
-        verdict=headline(found),
-        findings=found,
+    return write_results(
+        experiment,
+        records,
+        out,
+        found=copies_findings(records),
         pictures=[picture(copies_bars(records), out, "copies", "Mean over seeds, 95 % interval")],
         tables=[copies_grid(records)],
-        config=shared_parameters(records),
         notes=(
             "documents: texts of 20,000 to 80,000 tokens, each requested for four minutes, with skewed popularity",
             "conversations: generated from the statistics of Mooncake's trace; each turn extends the previous one",
             "the model is hybrid: a cached prefix is usable only where a prompt ended; its state is copied with it",
         ),
-        commands=[command + sweep_options(experiment, cells), command + cell_options(cells[0])],
-        cells=len(records),
-        seeds=len({each.cell.seed for each in records}),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -15,11 +14,10 @@ from kvroute.comparison.cells import Record
 from kvroute.experiments.cells import Experiment
 from kvroute.report.drawing import AXIS_LABELS, grid, line_style, panels, plain, policy_legend, scale_axis, style
 from kvroute.report.estimate import Estimate, estimate, estimate_entry
-from kvroute.report.experiment_page import headline, shared_parameters
+from kvroute.report.experiment_page import write_results
 from kvroute.report.findings import Finding, Holds
 from kvroute.report.grid import Entry, Grid, Heading
-from kvroute.report.page import picture, write_page
-from kvroute.report.rerun import cell_options, sweep_options
+from kvroute.report.page import picture
 from kvroute.report.series import axes_of, of_profile, profiles_of, values_of
 
 Number = Callable[[Record], float | None]
@@ -222,20 +220,13 @@ def _draw(panel: Axes, experiment: Experiment, records: Sequence[Record], metric
 
 def write_dualpath(experiment: Experiment, records: Sequence[Record], out: Path) -> Path:
     """Write `out`/report.html and the figure; return the path of the page. Raises InputError for an unusable folder."""
-    command = f"kvroute experiment {shlex.quote(experiment.name)}"
-    cells, found = [record.cell for record in records], dualpath_findings(experiment, records)
-    return write_page(
-        "experiment.html.j2",
-        out / "report.html",
-        title=f"{experiment.title} ({experiment.source})",
-        experiment=experiment,
-        verdict=headline(found) if found else "Only one system ran.",
-        findings=found,
-        pictures=[
-            picture(dualpath_lines(experiment, records), out, "dualpath", "Mean over seeds, 95 % interval"),
-        ],
+    return write_results(
+        experiment,
+        records,
+        out,
+        found=dualpath_findings(experiment, records),
+        pictures=[picture(dualpath_lines(experiment, records), out, "dualpath", "Mean over seeds, 95 % interval")],
         tables=[dualpath_grid(experiment, records)],
-        config=shared_parameters(records),
         notes=(
             "basic: prefill nodes read; whole requests are loaded before they are computed; engines are chosen in turn",
             "layerwise: the KV of one layer is copied while the previous one computes",
@@ -244,9 +235,7 @@ def write_dualpath(experiment: Experiment, records: Sequence[Record], out: Path)
             "split-reads: both sides read a part of each request; oracle: no reads and no transfers",
             f"balances: means over windows of {_windows(records)} and forward passes, until half of the agents ended",
         ),
-        commands=[command + sweep_options(experiment, cells), command + cell_options(cells[0])],
-        cells=len(records),
-        seeds=len({each.cell.seed for each in records}),
+        without="Only one system ran.",
     )
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from kvroute.comparison.cells import Record
+from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.cells import Experiment
 from kvroute.report.figures import ablation_bars, heat_map, load_sweep, sweep_lines, tier_split, ttft_breakdown
 from kvroute.report.findings import Finding, findings
+from kvroute.report.grid import Grid
 from kvroute.report.page import Picture, parameters, picture, write_page
 from kvroute.report.rerun import cell_options, reading_options, sweep_options
 from kvroute.report.series import axes_of, of_profile, profiles_of, summaries
@@ -37,21 +38,62 @@ def write_experiment(experiment: Experiment, records: Sequence[Record], out: Pat
     """
     if not records:
         raise InputError(f"{experiment.name} has no result to report", where=str(out), hint="run at least one cell")
-    found = findings(experiment, records)
+    return write_results(
+        experiment,
+        records,
+        out,
+        found=findings(experiment, records),
+        pictures=_pictures(experiment, records, out),
+        tables=[experiment_grid(experiment, records)],
+        notes=notes,
+        start=_command(experiment, records),
+    )
+
+
+def write_results(
+    experiment: Experiment,
+    records: Sequence[Record],
+    out: Path,
+    *,
+    found: Sequence[Finding],
+    pictures: Sequence[Picture],
+    tables: Sequence[Grid],
+    notes: Sequence[str],
+    without: str = "All cells are in the table.",
+    start: str = "",
+    cells: Sequence[Cell] = (),
+) -> Path:
+    """Write the page of an experiment; return its path.
+
+    Args:
+        experiment: the sweep and its expected direction.
+        records: the cells that ran, whose configuration is printed.
+        out: folder of the page, `out`/report.html, and of the pictures.
+        found: whether its claims hold.
+        pictures, tables, notes: what the page shows.
+        without: the verdict if nothing is found.
+        start: the command that runs the sweep, without the options of its cells; empty: without any option.
+        cells: the cells, if there are others than those of `records`.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    cells = cells or [record.cell for record in records]
+    start = start or f"kvroute experiment {shlex.quote(experiment.name)}"
     return write_page(
         "experiment.html.j2",
         out / "report.html",
         title=f"{experiment.title} ({experiment.source})",
         experiment=experiment,
-        verdict=headline(found),
+        verdict=headline(found) if found else without,
         findings=found,
-        pictures=_pictures(experiment, records, out),
-        tables=[experiment_grid(experiment, records)],
+        pictures=pictures,
+        tables=tables,
         config=shared_parameters(records),
-        notes=list(notes),
-        commands=_commands(experiment, records),
-        cells=len(records),
-        seeds=len({record.cell.seed for record in records}),
+        notes=notes,
+        commands=[start + sweep_options(experiment, cells), start + cell_options(cells[0])],
+        cells=len(cells),
+        seeds=len({cell.seed for cell in cells}),
     )
 
 
@@ -132,10 +174,8 @@ def _variety(texts: Sequence[str]) -> str:
     return f"by cell, {min(numbers):g} to {max(numbers):g}"
 
 
-def _commands(experiment: Experiment, records: Sequence[Record]) -> list[str]:
-    """Return the command for the whole sweep, and the one for its first cell."""
-    cells, trace = [record.cell for record in records], str(records[0].config.get("trace", ""))
-    start = f"kvroute experiment {shlex.quote(experiment.name)}{reading_options(cells[0], named=True)}"
-    if trace and not trace.startswith("generated"):
-        start += f" --trace {shlex.quote(trace)}"
-    return [start + sweep_options(experiment, cells), start + cell_options(cells[0])]
+def _command(experiment: Experiment, records: Sequence[Record]) -> str:
+    """Return the command that runs the sweep, without the options of its cells."""
+    trace = str(records[0].config.get("trace", ""))
+    start = f"kvroute experiment {shlex.quote(experiment.name)}{reading_options(records[0].cell, named=True)}"
+    return start if not trace or trace.startswith("generated") else f"{start} --trace {shlex.quote(trace)}"

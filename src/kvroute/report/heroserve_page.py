@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvroute.comparison.cells import Record
 from kvroute.experiments.cells import Experiment
-from kvroute.report.experiment_page import headline, shared_parameters
+from kvroute.report.experiment_page import write_results
 from kvroute.report.figures.heroserve import FIGURES
 from kvroute.report.heroserve_tables import cells_grid, heroserve_findings, range_grids
-from kvroute.report.page import picture, write_page
-from kvroute.report.rerun import cell_options, sweep_options
+from kvroute.report.page import picture
 
 _BASELINES = (
     "ring, multi-rail-ring: DistServe (groups stay on a server if the model fits), with one ring or one ring per NIC",
@@ -54,21 +52,13 @@ _NOTES = {
 
 def write_heroserve(experiment: Experiment, records: Sequence[Record], out: Path) -> Path:
     """Write `out`/report.html and the figure; return the path of the page. Raises InputError for an unusable folder."""
-    command = f"kvroute experiment {shlex.quote(experiment.name)}"
-    cells, found = [record.cell for record in records], heroserve_findings(experiment, records)
     name = experiment.name.removeprefix("heroserve-")
-    return write_page(
-        "experiment.html.j2",
-        out / "report.html",
-        title=f"{experiment.title} ({experiment.source})",
-        experiment=experiment,
-        verdict=headline(found) if found else "All cells are in the table.",
-        findings=found,
+    return write_results(
+        experiment,
+        records,
+        out,
+        found=heroserve_findings(experiment, records),
         pictures=[picture(FIGURES[experiment.name](experiment, records), out, name, "Mean over seeds")],
         tables=[*range_grids(experiment, records), cells_grid(experiment, records)],
-        config=shared_parameters(records),
         notes=_NOTES[experiment.name],
-        commands=[command + sweep_options(experiment, cells), command + cell_options(cells[0])],
-        cells=len(records),
-        seeds=len({each.cell.seed for each in records}),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from kvroute.experiments.cells import Experiment
 from kvroute.experiments.heroserve import AGGREGATION, ONLINE, RINGS, STALE, TABLE
 from kvroute.report.drawing import INK, grid, panels, style
 from kvroute.report.estimate import Estimate, estimate, estimate_entry
-from kvroute.report.experiment_page import headline, shared_parameters
+from kvroute.report.experiment_page import write_results
 from kvroute.report.findings import Finding, Holds
 from kvroute.report.grid import Entry, Grid, Heading
-from kvroute.report.page import picture, write_page
-from kvroute.report.rerun import cell_options, sweep_options
+from kvroute.report.page import picture
 
 Number = Callable[[Record], float | None]
 
@@ -140,25 +138,18 @@ def online_bars(records: Sequence[Record]) -> Figure:
 
 def write_online(experiment: Experiment, records: Sequence[Record], out: Path) -> Path:
     """Write `out`/report.html and the figure; return the path of the page. Raises InputError for an unusable folder."""
-    command = f"kvroute experiment {shlex.quote(experiment.name)}"
-    cells, found = [record.cell for record in records], online_findings(records)
-    return write_page(
-        "experiment.html.j2",
-        out / "report.html",
-        title=f"{experiment.title} ({experiment.source})",
-        experiment=experiment,
-        verdict=headline(found) if found else "Only one policy ran.",
-        findings=found,
+    return write_results(
+        experiment,
+        records,
+        out,
+        found=online_findings(records),
         pictures=[picture(online_bars(records), out, "online", "Mean over seeds, 95 % interval")],
         tables=[online_grid(records)],
-        config=shared_parameters(records),
         notes=(
             "options of a group: hierarchical ring or hierarchical in-network aggregation, through one of two switches",
             f"{STALE}: eight schedulers that learn of each other every 32 decisions, each with the policy outstanding",
             f"{RINGS}, {AGGREGATION}: outstanding, with these schemes only",
             "slowdown: time divided by that of the fastest of all options on idle links",
         ),
-        commands=[command + sweep_options(experiment, cells), command + cell_options(cells[0])],
-        cells=len(records),
-        seeds=len({each.cell.seed for each in records}),
+        without="Only one policy ran.",
     )

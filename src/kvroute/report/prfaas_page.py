@@ -12,12 +12,12 @@ from kvroute.comparison.cells import Cell, Record
 from kvroute.experiments.cells import Computed, Experiment
 from kvroute.experiments.prfaas import BURST, CASE_STUDY
 from kvroute.experiments.prfaas_burst import SCENARIOS
-from kvroute.report.experiment_page import headline, shared_parameters
+from kvroute.report.experiment_page import write_results
 from kvroute.report.figures.prfaas import keeps_up, kv_lines, over_thresholds, over_time, ttft_lines, waiting
-from kvroute.report.page import Picture, picture, write_page
+from kvroute.report.page import Picture, picture
 from kvroute.report.prfaas_findings import prfaas_findings
 from kvroute.report.prfaas_tables import prfaas_grids
-from kvroute.report.rerun import cell_options, reading_options, sweep_options
+from kvroute.report.rerun import reading_options
 from kvroute.types import InputError
 
 _NOTES = {
@@ -56,21 +56,17 @@ def write_prfaas(experiment: Experiment, records: Sequence[Record], points: Sequ
     used = points if experiment.name == "prfaas-kv-throughput" else records
     if not used:
         raise InputError(f"{experiment.name} has no result to report", where=str(out), hint="run at least one cell")
-    found = prfaas_findings(experiment, records, points)
-    return write_page(
-        "experiment.html.j2",
-        out / "report.html",
-        title=f"{experiment.title} ({experiment.source})",
-        experiment=experiment,
-        verdict=headline(found),
-        findings=found,
+    cells = [each.cell for each in used]
+    return write_results(
+        experiment,
+        records,
+        out,
+        found=prfaas_findings(experiment, records, points),
         pictures=_pictures(experiment, records, points, out),
         tables=prfaas_grids(experiment, records, points),
-        config=shared_parameters(records),
         notes=_NOTES[experiment.name],
-        commands=_commands(experiment, [each.cell for each in used], str(used[0].config.get("trace", "generated"))),
-        cells=len(used),
-        seeds=len({each.cell.seed for each in used}),
+        start=_command(experiment, cells[0], str(used[0].config.get("trace", "generated"))),
+        cells=cells,
     )
 
 
@@ -106,9 +102,7 @@ def _pictures(
     return [picture(figure, out, name, caption) for figure, name, caption in drawn]
 
 
-def _commands(experiment: Experiment, cells: Sequence[Cell], trace: str) -> list[str]:
-    """Return the command for the whole sweep, and the one for its first cell."""
-    start = f"kvroute experiment {shlex.quote(experiment.name)}{reading_options(cells[0], named=False)}"
-    if not trace.startswith("generated"):
-        start += f" --trace {shlex.quote(trace.split(',')[0])}"
-    return [start + sweep_options(experiment, cells), start + cell_options(cells[0])]
+def _command(experiment: Experiment, cell: Cell, trace: str) -> str:
+    """Return the command that runs the sweep, without the options of its cells."""
+    start = f"kvroute experiment {shlex.quote(experiment.name)}{reading_options(cell, named=False)}"
+    return start if trace.startswith("generated") else f"{start} --trace {shlex.quote(trace.split(',')[0])}"

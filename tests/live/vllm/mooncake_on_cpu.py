@@ -11,6 +11,7 @@ options names has the fault while it exists:
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (  # type: ign
 if not torch.accelerator.is_available():
     # The connector asks for the number of its device, which raises an exception without one.
     torch.accelerator.current_device_index = lambda: 0
+
+# The counts of an interval in which the engine is idle are logged with level DEBUG only.
+logging.getLogger("vllm.v1.metrics.loggers").setLevel(logging.DEBUG)
+for handler in logging.getLogger("vllm").handlers:
+    handler.setLevel(logging.DEBUG)
 
 _DAMAGED_LAYER = 2
 
