@@ -284,6 +284,12 @@ def preloaded() -> Preloaded:
     return Preloaded(BIN / "python", environment())
 
 
+def pytest_sessionfinish() -> None:
+    """End the process that has imported vLLM."""
+    if preloaded.cache_info().currsize:
+        preloaded().close()
+
+
 def environment() -> dict[str, str]:
     """Return an environment that is quiet, offline and single-threaded; the connector comes from this checkout."""
     quiet = {

@@ -39,7 +39,7 @@ class Started:
 
 
 class Preloaded:
-    """The process that has imported vLLM; it ends with this one, which holds its standard input.
+    """The process that has imported vLLM. It ends with `close`, or with this process, which holds its standard input.
 
     Args:
         python: the Python of vLLM's environment.
@@ -77,6 +77,14 @@ class Preloaded:
         answer = self._answer()
         assert answer.strip().isdigit(), f"preloaded.py does not start servers any more; it said {answer!r}"
         return Started(int(answer))
+
+    def close(self) -> None:
+        """End the process. Servers that it has started go on."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
