@@ -9,7 +9,9 @@ import socket
 import pytest
 from tests.gateway.http.server_rig import HOST, client, echo, parse_responses, run, run_server
 
+from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.exchange import Exchange
+from kvroute.gateway.http.loop_lag import LoopLag
 from kvroute.gateway.http.server import HttpServer
 
 
@@ -61,10 +63,12 @@ def test_draining_loses_no_request() -> None:
 
 def test_draining_answers_connections_that_are_not_accepted_yet() -> None:
     """The connections are established and the requests are sent, but the server has not accepted the connections
-    yet."""
+    yet. As in the gateway, the time for which the loop is late does not count."""
 
     async def main() -> list[bytes]:
-        http_server = HttpServer(echo)
+        lag = LoopLag()
+        lag.start()
+        http_server = HttpServer(echo, deadlines=Deadlines(lag=lag))
         port = await http_server.listen("127.0.0.1", 0)
         waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
         for waiter in waiting:
@@ -73,6 +77,7 @@ def test_draining_answers_connections_that_are_not_accepted_yet() -> None:
             await http_server.drain(10)
             return [waiter.recv(4096) for waiter in waiting]
         finally:
+            lag.close()
             for waiter in waiting:
                 waiter.close()
 

@@ -66,7 +66,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestBlocks = BlocksMachine.TestCase
-TestBlocks.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_an_engine_block_becomes_several_gateway_blocks() -> None:

@@ -148,7 +148,7 @@ class StreamMachine(RuleBasedStateMachine):
 
 
 TestStream = StreamMachine.TestCase
-TestStream.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestStream.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def all_of(stream: KvStream, sequence: int, payload: bytes) -> list[Event]:
