@@ -65,7 +65,7 @@ def stored_behind_nics(model: Path, folder: Path, alone: Server) -> Iterator[Sto
                 return start_buffer(url, folder, name, "--host", "0.0.0.0", "--advertised-host", address)
 
         try:
-            with with_store(model, folder, alone, begin, folder, timeout_s=30.0) as cluster:
+            with with_store(model, folder, alone, begin, folder) as cluster:
                 yield Stored(cluster, network)
         finally:
             store.kill()

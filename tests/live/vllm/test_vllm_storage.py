@@ -31,6 +31,8 @@ HEADER_BYTES = 4096
 """Size of the header of a stored block, before its layers."""
 ANSWER_TOKENS = 40
 READS = "kvroute_storage_reads_total"
+TIMEOUT_S = 30.0
+"""Time after which a read or write without progress fails: longer than a busy machine stops a process."""
 
 
 @dataclass
@@ -95,7 +97,7 @@ def start_buffer(store: str, folder: Path, name: str, *options: str) -> Buffer:
 
 @contextmanager
 def with_store(
-    model: Path, folder: Path, alone: Server, begin: Callable[[str], Buffer], store: Path, timeout_s: float = 5.0
+    model: Path, folder: Path, alone: Server, begin: Callable[[str], Buffer], store: Path
 ) -> Iterator[Cluster]:
     """Run one prefill and two decode servers that share a store.
 
@@ -105,7 +107,6 @@ def with_store(
         alone: the server without a connector.
         begin: starts the buffer server of a server.
         store: folder of the store.
-        timeout_s: time after which a read without progress fails.
     """
     buffers: dict[str, Buffer] = {}
     servers: list[Server] = []
@@ -113,7 +114,7 @@ def with_store(
         for role, name in zip(("kv_producer", "kv_consumer", "kv_consumer"), NAMES, strict=True):
             buffers[name] = begin(name)
             data = buffers[name].data
-            servers.append(start_member(role, name, model, folder, buffer=data, layerwise=False, timeout_s=timeout_s))
+            servers.append(start_member(role, name, model, folder, buffer=data, layerwise=False, timeout_s=TIMEOUT_S))
         wait_ready(servers)
         prefill, decode, other = servers
         yield Cluster(Pair(model, folder, prefill, decode, other, alone), store, buffers)
