@@ -145,7 +145,8 @@ async def _measured(prefill_url: str, decode_url: str, key: str, limits: Limits,
         measure_scheduling,
     )
 
-    unlimited = aiohttp.TCPConnector(limit=0)
+    # Engines close idle connections, vLLM's after 5 s.
+    unlimited = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)
     async with aiohttp.ClientSession(connector=unlimited, timeout=aiohttp.ClientTimeout(total=None)) as session:
         engines = [EngineApi(session, url, key) for url in dict.fromkeys((prefill_url, decode_url))]
         for engine in engines:

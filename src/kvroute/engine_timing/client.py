@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -13,6 +15,7 @@ from kvroute.types import InputError
 
 _CHARS = 200
 _DATA, _DONE = b"data:", b"[DONE]"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +113,7 @@ class EngineApi:
     async def first_tokens_s(self, prompts: list[list[int]]) -> float:
         """Return the time of responses of one token to requests that start together, until the last one."""
         started_s = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for prompt in prompts:
-                group.create_task(self.first_token(prompt))
+        await _together([self.first_token(prompt) for prompt in prompts])
         return time.perf_counter() - started_s
 
     async def token_times_s(self, prompt: list[int], tokens: int) -> list[float]:
@@ -130,9 +131,7 @@ class EngineApi:
 
     async def batch_times_s(self, prompts: list[list[int]], tokens: int) -> list[list[float]]:
         """Return `token_times_s` of requests that start together."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.token_times_s(prompt, tokens)) for prompt in prompts]
-        return [task.result() for task in tasks]
+        return await _together([self.token_times_s(prompt, tokens) for prompt in prompts])
 
     async def _get(self, path: str) -> bytes:
         try:
@@ -180,6 +179,16 @@ class _Posted:
         await self._response.__aexit__(kind, error, None)
         if isinstance(error, aiohttp.ClientError | OSError):
             raise self._engine._silent(error) from None
+
+
+async def _together(requests: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Return the results of requests that start together; the first error cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(request) for request in requests]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _text(body: bytes) -> str:
