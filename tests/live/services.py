@@ -34,9 +34,13 @@ def as_service(program: Path, temporary: Path | None, *arguments: str) -> list[s
     return [*SERVICE_USER, f"TMPDIR={temporary}", str(program), *arguments]
 
 
+FULL = os.environ.get("KVROUTE_LIVE_FULL") == "1"
+"""Whether long tests run in full."""
+
+
 def extent(full: int, short: int) -> int:
     """Return how many requests a long test sends: `full` with KVROUTE_LIVE_FULL=1, otherwise `short`."""
-    return full if os.environ.get("KVROUTE_LIVE_FULL") == "1" else short
+    return full if FULL else short
 
 
 def missing(what: str) -> None:
