@@ -14,6 +14,8 @@ FUZZ_SECONDS ?= 300
 # 0: drawn at random; .ci/run fixes it, so that the same code passes or fails each time.
 FUZZ_SEED ?= 0
 
+# What failed beside the tests of another worker runs once more, alone.
+AGAIN := --last-failed --last-failed-no-failures none
 SOAK_RUNS := 10
 # Of src/kvroute, in percent of its lines and branches; `make coverage` fails below it.
 COVERAGE_MIN := 90
@@ -81,7 +83,8 @@ vllm:  ## real vLLM for CPUs with the packages of its KV connectors, in an envir
 # From apt: python3-simgrid, chromium, chromium-driver, prometheus, systemd, libnuma1, libibverbs1, redis-server, clang, libbpf-dev.
 live: $(DEV_STAMP) requirements/live.txt vllm  ## tests against real components
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/live.txt
-	$(BIN)/pytest -m "live and not alone" -n 2 --dist loadscope --durations 30
+	$(BIN)/pytest -m "live and not alone" -n 2 --dist loadscope --durations 30 \
+		|| $(BIN)/pytest -m "live and not alone" $(AGAIN)
 	$(BIN)/pytest -m "live and alone"
 
 bench: $(DEV_STAMP)  ## every measurement, beside its peer or bound
