@@ -4,7 +4,7 @@ A server consists of three processes, and each one imports vLLM anew: on a small
 else that the tests do. Runs in vLLM's environment, with `OMP_NUM_THREADS` set; reads one JSON object per line from
 standard input: `argv` (of `vllm`), `env`, `cwd`, `log` (output is appended to this file) and `fresh` (true: the server
 imports vLLM itself), and answers with a line that has the process ID of the server, which leads a session and a process
-group of its own. Ends with standard input.
+group of its own. Ends with standard input, and kills the servers that still run.
 
 vLLM on a CPU starts its processes by `multiprocessing`'s method `spawn`. Here the method `forkserver` takes its place:
 each server has a fork server of its own, which is a fork too, so that all processes of a server are in its group.
@@ -15,10 +15,12 @@ from __future__ import annotations
 import json
 import multiprocessing.context
 import os
+import select
 import signal
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing import forkserver, spawn
 from pathlib import Path
@@ -43,11 +45,18 @@ def main() -> None:
     assert len(threads) == 1, f"an import has started {len(threads) - 1} threads, which a fork would lose"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets servers that ended
     say("ready")
+    handles: dict[int, int] = {}
     for line in sys.stdin:
         pid = os.fork()
         if not pid:
             serve(**json.loads(line))
+        handles[pid] = os.pidfd_open(pid)
         say(str(pid))
+    for pid, handle in handles.items():
+        if not select.select([handle], [], [], 0)[0]:  # it still runs: the tests were killed
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # no other process has joined its group
+                os.killpg(pid, signal.SIGKILL)
 
 
 def say(answer: str) -> None:

@@ -79,7 +79,7 @@ class Preloaded:
         return Started(int(answer))
 
     def close(self) -> None:
-        """End the process. Servers that it has started go on."""
+        """End the process, and servers that still run."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
