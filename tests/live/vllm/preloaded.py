@@ -1,7 +1,7 @@
 """Starts `vllm serve` as forks of one process that has imported vLLM already.
 
-A server consists of three processes, and each one imports vLLM anew: on a small machine, that takes longer than all
-else that the tests do. Runs in vLLM's environment, with `OMP_NUM_THREADS` set; reads one JSON object per line from
+A server has three processes, and each process imports vLLM. On a machine with two cores the imports take longer than the
+tests themselves. Runs in vLLM's environment, with `OMP_NUM_THREADS` set; reads one JSON object per line from
 standard input: `argv` (of `vllm`), `env`, `cwd`, `log` (output is appended to this file) and `fresh` (true: the server
 imports vLLM itself), and answers with a line that has the process ID of the server, which leads a session and a process
 group of its own. Ends with standard input, and kills the servers that still run.
