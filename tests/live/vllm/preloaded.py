@@ -1,10 +1,10 @@
 """Starts `vllm serve` as forks of one process that has imported vLLM already.
 
-A server has three processes, and each process imports vLLM. On a machine with two cores the imports take longer than the
-tests themselves. Runs in vLLM's environment, with `OMP_NUM_THREADS` set; reads one JSON object per line from
-standard input: `argv` (of `vllm`), `env`, `cwd`, `log` (output is appended to this file) and `fresh` (true: the server
-imports vLLM itself), and answers with a line that has the process ID of the server, which leads a session and a process
-group of its own. Ends with standard input, and kills the servers that still run.
+A server has three processes, and each process imports vLLM. On a machine with two cores the imports take longer than
+the tests themselves. This program runs in vLLM's environment, with `OMP_NUM_THREADS` set. It reads one JSON object per
+line from standard input: `argv` (of `vllm`), `env`, `cwd`, `log` (output is appended to this file) and `fresh` (true:
+the server imports vLLM itself). It answers with a line that has the process ID of the server, which leads a session and
+a process group of its own. When standard input ends, it kills the servers that still run, and ends.
 
 vLLM on a CPU starts its processes by `multiprocessing`'s method `spawn`. Here the method `forkserver` takes its place:
 each server has a fork server of its own, which is a fork too, so that all processes of a server are in its group.
