@@ -56,7 +56,7 @@ class Pair:
         step = self.there.take()
         self.prefill.overwrites(step)
         for layer in layers:
-            self.prefill.computed(step, layer, lambda: None)
+            self.prefill.computed(step, layer)
         self.prefill.begin(step)
 
     def finish(self) -> None:

@@ -4,16 +4,15 @@ expire. No I/O; the caller locks."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
+from kvroute.connector.blocks import Fence
 from kvroute.connector.chunk_scheduler import ChunkScheduler
 from kvroute.types import InputError
 
 State = Literal["held", "unknown", "gone"]
-Fence: TypeAlias = Callable[[], None]
-"""Waits until the device has finished the writes that were queued before the fence was created."""
 _GONE_MAX = 4096
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 ByteArray = npt.NDArray[np.uint8]
+Fence: TypeAlias = Callable[[], None]
+"""Waits until the device has finished the work that was queued before the fence was created."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +35,13 @@ class Region(Protocol):
         """Size of one block of this layer, in bytes."""
         ...
 
+    @property
+    def chunk_bytes_max(self) -> int:
+        """Largest number of bytes that are sent and received at a time."""
+        ...
+
     def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
-        """Return the bytes of `blocks`, in this order."""
+        """Return the bytes of `blocks`, in this order. The device must have finished writing them."""
         ...
 
     def incoming(self, blocks: Sequence[int]) -> list[memoryview]:
@@ -42,7 +49,8 @@ class Region(Protocol):
         ...
 
     def landed(self, blocks: Sequence[int], views: list[memoryview]) -> None:
-        """Complete the write of `blocks`: all bytes are in `views`, which `incoming` returned."""
+        """Complete the write of `blocks`: all bytes are in `views`, which `incoming` returned. The device must have
+        finished its work with the earlier content."""
         ...
 
 
@@ -65,6 +73,11 @@ class HostRegion:
     def blocks(self) -> int:
         """Number of whole blocks."""
         return (len(self.memory) - self.block_bytes) // self.stride_bytes + 1
+
+    @property
+    def chunk_bytes_max(self) -> int:
+        """1 MiB: nothing is copied, so larger chunks would save headers only."""
+        return 1 << 20
 
     def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
         """Return views into the cache itself. Adjacent blocks are joined."""

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-PIECE_BYTES_MIN, PIECE_BYTES_MAX = 64 << 10, 1 << 20
-"""Large chunks save headers. Towards the end they are smaller, so that no slow connection is left with a large one."""
+CHUNK_BYTES_MIN = 64 << 10
+"""Towards the end chunks are smaller, so that no slow connection is left with a large one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,15 @@ class ChunkScheduler:
         first: int,
         count: int,
         *,
-        least: int = PIECE_BYTES_MIN,
-        most: int = PIECE_BYTES_MAX,
+        most: int,
+        least: int = CHUNK_BYTES_MIN,
     ) -> None:
-        """`region_bytes`: bytes of a block, by region; `first`: position in the prompt; `least`, `most`: bytes of a
-        chunk."""
+        """Args:
+        region_bytes: bytes of a block, by region.
+        first: position in the prompt.
+        count: number of blocks.
+        most, least: bytes of a chunk; large ones save headers and copies.
+        """
         self._region_bytes, self._end, self._least, self._most = region_bytes, first + count, least, most
         self._next = [first] * len(region_bytes)
         """Position of the first block that has not been assigned, by region."""

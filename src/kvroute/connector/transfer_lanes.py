@@ -6,9 +6,9 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvroute.connector.blocks import Region
+from kvroute.connector.blocks import Fence, Region
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.pool import ConnectionPool, Peer
 from kvroute.connector.wire import End, Fetch, Message, Part, Waiting, WireError, crc32
@@ -38,6 +38,8 @@ class Transfer:
     """Maximum number of connections; 0: as in the options."""
     release: bool = True
     """Whether the peer may free the request's blocks when the transfer is over."""
+    fence: Fence | None = field(default=None, compare=False)
+    """Must be passed before the local blocks are written: the device may still use their earlier content."""
 
 
 class Progress:
@@ -96,6 +98,8 @@ class Progress:
         channel.receive_into(views)
         if part.crc32 is not None and crc32(views) != part.crc32:
             raise WireError("checksum", f"blocks of region {part.region} were damaged in transit")
+        if self.transfer.fence:
+            self.transfer.fence()
         region.landed(here, views)
         landed = self._landed[part.region]
         with self.lock:

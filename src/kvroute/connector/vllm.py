@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -226,6 +227,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         allow_amx(next(iter(kv_caches.values())).device.type)
         config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
         blocks, staging = self._kv_cache_config.num_blocks, self._options.staging
+        fence = partial(fence_of, next(iter(kv_caches.values())))
         by_layer = {layer: regions_of(layer, tensor, blocks, staging=staging) for layer, tensor in kv_caches.items()}
         regions = [region for own in by_layer.values() for region in own]
         numbers = iter(range(len(regions)))
@@ -246,9 +248,10 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
             consumer=transfer.is_kv_consumer,
             replica=config.parallel_config.data_parallel_index,
             layers=layers,
+            fence=fence,
         )
         if self._options.buffer:
-            self._storage_worker = StorageWorker(regions, layout, self._options, layers)
+            self._storage_worker = StorageWorker(regions, layout, self._options, layers, fence)
 
     def get_handshake_metadata(self) -> Listening | None:
         """Return the address on which this worker listens."""
@@ -278,7 +281,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Allow sending a layer's blocks. Nothing is copied: they are served from the cache."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
-        self._work.computed(metadata.step, layer_name, lambda: fence_of(kv_layer))
+        self._work.computed(metadata.step, layer_name)
 
     def wait_for_save(self) -> None:
         """Wait for the loads of this step. Nothing that is saved must be waited for."""

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from kvroute.connector.block_leases import Fence
-from kvroute.connector.blocks import Layout, Region
+from kvroute.connector.blocks import Fence, Layout, Region
 from kvroute.connector.client import Client, Result
 from kvroute.connector.merged_pull import MergedPulls
 from kvroute.connector.options import Options
@@ -40,11 +39,15 @@ class Worker:
         consumer: bool = True,
         replica: int = 0,
         layers: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        fence: Callable[[], Fence | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """`layers` maps a layer's name to the numbers of the regions that hold its KV."""
-        self._options, self._layers, self._clock = options, layers, clock
+        """Args:
+        layers: by a layer's name, the numbers of the regions that hold its KV.
+        fence: makes a fence behind the work that the model has queued on its device.
+        """
+        self._options, self._layers, self._fence, self._clock = options, layers, fence, clock
         self._rank, self._ranks = layout.rank, layout.tp
         offset = replica * layout.tp + layout.rank
         self._server = Server(regions, layout, options, port_offset=offset, environ=environ) if producer else None
@@ -92,10 +95,10 @@ class Worker:
             for name in step.withdrawn:
                 self._server.withdraw(name)
 
-    def computed(self, step: Step, layer: str, fence: Callable[[], Fence | None]) -> None:
-        """Allow sending the KV of `layer`, which the model has computed or queued; `fence` makes a fence behind it."""
+    def computed(self, step: Step, layer: str) -> None:
+        """Allow sending the KV of `layer`, which the model has computed or queued."""
         if self._server and step.computing:
-            passed = fence()
+            passed = self._fence()
             for one in step.computing:
                 self._server.computed(one, self._layers.get(layer, ()), passed)
 
@@ -180,6 +183,7 @@ class Worker:
             prompt=pull.prompt,
             wait_s=self._options.hold_s if transfer_params.early else 0.0,
             connections=transfer_params.connections,
+            fence=self._fence(),
         )
 
     def _peer(self, transfer_params: KvTransferParams) -> Peer:

@@ -1,7 +1,7 @@
 """Cache tensors of every layout as regions, in vLLM's environment (it has torch): blocks are sent and received
 unchanged.
 
-Prints the number of cases; a wrong one ends the program. `test_vllm_pair` runs it.
+Prints the number of cases; a wrong one ends the program. `test_vllm_pair` runs it, and tests/gpu on a GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from kvroute.types import InputError
 BLOCKS = 6
 
 
-def layouts() -> dict[str, Any]:
-    """Yield tensors with BLOCKS blocks, filled with different numbers."""
+def layouts(device: str) -> dict[str, Any]:
+    """Return tensors with BLOCKS blocks, filled with different numbers, by the name of their layout."""
 
     def fill(*shape: int) -> Any:
-        return torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape).to(torch.bfloat16)
+        numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.int32, device=device)
+        return numbers.view(shape).to(torch.bfloat16)
 
     return {
         "blocks first": fill(BLOCKS, 2, 4, 8),
@@ -42,39 +43,44 @@ def block_of(tensor: Any, block: int) -> Any:
     return part.permute(0, *order).flatten()
 
 
-def copy(source: Any, target: Any, staging: bool) -> None:
-    """Copy blocks 4, 5, 1 into 0, 3, 2, as a transfer does."""
+CASES = {"scattered": ([4, 5, 1], [0, 3, 2]), "adjacent": ([3, 4, 5], [1, 2, 3])}
+"""Blocks to copy, and the blocks that receive them."""
+
+
+def copy(source: Any, target: Any, staging: bool, blocks: list[int], into: list[int]) -> None:
+    """Copy blocks as a transfer does."""
     pairs = zip(
         regions_of("l", source, BLOCKS, staging=staging), regions_of("l", target, BLOCKS, staging=staging), strict=True
     )
     for there, here in pairs:
-        data = b"".join(there.outgoing([4, 5, 1]))
-        views, at = here.incoming([0, 3, 2]), 0
+        data = b"".join(there.outgoing(blocks))
+        views, at = here.incoming(into), 0
         for view in views:
             view[:] = data[at : at + len(view)]
             at += len(view)
-        assert at == len(data) == 3 * here.block_bytes
-        here.landed([0, 3, 2], views)
+        assert at == len(data) == len(blocks) * here.block_bytes
+        here.landed(into, views)
 
 
-def main() -> int:
+def main(device: str = "cpu") -> int:
     """Check all layouts, straight from memory and staged."""
-    cases = 0
-    for name, source in layouts().items():
+    checked = 0
+    for name, source in layouts(device).items():
         for staging in (False, True):
-            target = source.clone(memory_format=torch.preserve_format).zero_()
-            copy(source, target, staging)
-            for there, here in ((4, 0), (5, 3), (1, 2)):
-                assert torch.equal(block_of(source, there), block_of(target, here)), (name, staging, there)
-            for untouched in (1, 4, 5):
-                assert not block_of(target, untouched).any(), (name, staging, untouched)
-            cases += 1
+            for blocks, into in CASES.values():
+                target = source.clone(memory_format=torch.preserve_format).zero_()
+                copy(source, target, staging, blocks, into)
+                for there, here in zip(blocks, into, strict=True):
+                    assert torch.equal(block_of(source, there), block_of(target, here)), (name, staging, there)
+                for untouched in set(range(BLOCKS)) - set(into):
+                    assert not block_of(target, untouched).any(), (name, staging, untouched)
+                checked += 1
     for tensor in (torch.zeros(BLOCKS, 8, 4)[:, ::2], torch.zeros(BLOCKS + 1, 4)):
         try:
             regions_of("l", tensor, BLOCKS)
         except InputError:
-            cases += 1
-    return cases
+            checked += 1
+    return checked
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """One rank of PyTorch's backend `kvroute`: reduces tensors of several sizes and types, and prints a hash of all sums.
 
 Runs in vLLM's environment: `reduce_tensors.py RANK RANKS HOST PORT ROUNDS [STOP]`. Prints `running` after the first
-round. With STOP it ends after the round in which rank 0 finds a file of this name.
+round. With STOP it ends after the round in which rank 0 finds a file of this name. KVROUTE_TEST_DEVICE is the tensors'
+device (default: cpu).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist  # type: ignore[import-not-found]
 import kvroute.connector.all_reduce.backend
 
 SIZES = (1, 7, 256, 3_000, 70_000)
+DEVICE = os.environ.get("KVROUTE_TEST_DEVICE", "cpu")
 TYPES = (torch.float32, torch.bfloat16, torch.float64)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-7}
 
@@ -38,8 +40,9 @@ def main() -> None:
     for number in range(int(sys.argv[5])):
         kind = TYPES[number % len(TYPES)]
         for size in SIZES:
-            total = tensor(number, size, rank, kind)
-            dist.all_reduce(total)
+            sums = tensor(number, size, rank, kind).to(DEVICE)
+            dist.all_reduce(sums)
+            total = sums.cpu()
             given = [tensor(number, size, each, kind).double() for each in range(ranks)]
             magnitude = sum(each.abs() for each in given).max()  # a sum near zero loses digits in any order
             error = float((total.double() - sum(given)).abs().max() / magnitude)

@@ -272,8 +272,9 @@ def test_blocks_of_another_prompt_are_not_pulled(pair: Pair) -> None:
 
 
 def test_cache_tensors_of_every_layout_become_regions(pair: Pair) -> None:
-    """Six layouts, each straight from memory and through a host buffer, and two that are rejected."""
+    """Six layouts, each straight from memory and through a host buffer, for scattered and adjacent blocks, and two
+    layouts that are rejected."""
     done = subprocess.run(
         [pair.python, HERE / "check_regions.py"], env=pair.environment(), capture_output=True, text=True
     )
-    assert done.stdout.strip() == "14", done.stderr
+    assert done.stdout.strip() == "26", done.stderr

@@ -31,7 +31,8 @@ class _Done(dist.Work):  # type: ignore[misc]
 
     def __init__(self, tensors: list[Any]) -> None:
         super().__init__()
-        self._future = torch.futures.Future()
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        self._future = torch.futures.Future(devices=list(devices))
         self._future.set_result(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
@@ -88,4 +89,4 @@ def _forwarded(name: str) -> Callable[..., Any]:
 for _name in _GLOO:
     setattr(KvrouteGroup, _name, _forwarded(_name))
 
-dist.Backend.register_backend(NAME, KvrouteGroup, devices=["cpu"])
+dist.Backend.register_backend(NAME, KvrouteGroup, devices=["cpu", "cuda"])
