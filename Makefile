@@ -1,5 +1,6 @@
 # Every target makes its own environment in .venv; nothing but Python >= 3.11 and make is needed.
 PYTHON ?= python3
+GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.core
@@ -21,7 +22,7 @@ SOAK_RUNS := 10
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage soak fuzz lint types layers docs protos check vllm live bench requirements manifests clean
+.PHONY: help demo test coverage soak fuzz lint types layers docs protos check vllm live gpu bench requirements manifests clean
 
 help:  ## this list
 	@awk -F ':.*##[ ]*' '/^[a-z-]+:.*##/ { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -86,6 +87,10 @@ live: $(DEV_STAMP) requirements/live.txt vllm  ## tests against real components
 	$(BIN)/pytest -m "live and not alone" -n 2 --dist loadscope --durations 30 \
 		|| $(BIN)/pytest -m "live and not alone" $(AGAIN)
 	$(BIN)/pytest -m "live and alone"
+
+# Not in .ci/run, which has no GPU. GPU_PYTHON needs PyTorch for CUDA, pytest and kvroute's dependencies.
+gpu:  ## tests on a machine with a GPU, with GPU_PYTHON
+	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest --noconftest tests/gpu/connector_on_gpu.py tests/gpu/all_reduce_on_gpu.py
 
 bench: $(DEV_STAMP)  ## every measurement, beside its peer or bound
 	$(BIN)/python -m bench.all

@@ -39,7 +39,7 @@ BENCHES = (
     *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies"),
     *("storage_nics.emulated", "storage_nics.vllm"),
     "all_reduce.truth",
-    *("fidelity.vllm", "fidelity.published"),
+    *("fidelity.vllm", "fidelity.gpu", "fidelity.published"),
 )
 PEERED = ("simulate", "decision", "gateway.routers", "gateway.workers", "placement", "kube.discovery")
 MAYBE_PLAIN = ("flows", "prefix", "evaluation")

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from kvroute.cli.timing import app
@@ -25,9 +26,20 @@ from kvroute.timing import (
     prefill_each_s,
     prefill_time,
     read_profile,
+    step_base_s,
+    tokens_of_step_s,
 )
 from kvroute.topology.units import duration_s
-from kvroute.types import DecodeSpec, InputError, LinearPrefill, PiecewisePrefill, PrefillSpec, QuadraticPrefill
+from kvroute.types import (
+    DecodeSpec,
+    InputError,
+    LinearPrefill,
+    PiecewisePrefill,
+    PrefillSpec,
+    QuadraticPrefill,
+    SchedulerSpec,
+    TimingSpec,
+)
 
 DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 SPLITWISE = DATA / "splitwise_sim" / "perf_model.csv"
@@ -68,6 +80,36 @@ def test_prefill_time_grows_with_the_prompt_and_shrinks_with_the_cache(
     assert seconds >= 0
     assert time.seconds(tokens + more, cached) >= seconds - rounding
     assert time.seconds(tokens, cached + more) <= seconds + rounding
+
+
+@settings(deadline=None)
+@given(specs, st.lists(st.integers(1, 5_000), min_size=1, max_size=5), token_counts)
+def test_a_step_of_several_prompts_takes_as_long_as_one_prompt_of_their_tokens(
+    spec: PrefillSpec, sizes: list[int], computed: int
+) -> None:
+    """A prompt after computed tokens costs what it would alone."""
+    time, rounding = prefill_time(spec), 1e-9
+    whole_s = time.seconds(sum(sizes)) - time.seconds(0)
+    assert tokens_of_step_s(time, [(0, tokens) for tokens in sizes]) == pytest.approx(max(whole_s, 0.0), abs=rounding)
+    after_s = time.seconds(computed + sizes[0], computed) - time.seconds(0)
+    assert tokens_of_step_s(time, [(computed, sizes[0])]) == pytest.approx(max(after_s, 0.0), rel=1e-6, abs=1e-6)
+
+
+def test_a_prompt_after_computed_tokens_makes_a_shared_step_longer() -> None:
+    """100 tokens cost 1e-8 * (1100^2 - 1000^2 - 100^2) s more after 1,000 others."""
+    time = prefill_time(QuadraticPrefill(base_s=0.01, per_token_s=1e-4, per_token2_s=1e-8))
+    fresh_s = tokens_of_step_s(time, [(0, 100), (0, 300)])
+    assert fresh_s == pytest.approx(400 * 1e-4 + 400**2 * 1e-8)
+    assert tokens_of_step_s(time, [(1_000, 100), (0, 300)]) == pytest.approx(fresh_s + 2e-3)
+
+
+def test_the_base_of_a_step_is_the_prefill_s_base_but_for_the_time_of_a_request() -> None:
+    """With `step_tokens` the scheduler's `step_s` is that part."""
+    timing = TimingSpec(
+        prefill=LinearPrefill(per_token_s=1e-4, base_s=0.02), decode=DecodeSpec(base_s=0.01, per_request_s=0.0)
+    )
+    assert step_base_s(timing) == 0.02
+    assert step_base_s(replace(timing, scheduler=SchedulerSpec(step_tokens=2048, step_s=0.015))) == 0.015
 
 
 @settings(deadline=None)

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from bench.fidelity.errors import STEP_TOKENS_MAX, error
 from bench.measurement import ROOT, Row, show
 
-from kvroute.engine_timing.scheduler import Together, shared_time_s
-from kvroute.timing import IterationTime, fit_decode, fit_prefill, prefill_time
+from kvroute.timing import IterationTime, fit_decode, fit_prefill, prefill_time, tokens_of_step_s
 from kvroute.timing.fit import PrefillKind
-from kvroute.types import FloatArray, QuadraticPrefill, SchedulerSpec
+from kvroute.types import QuadraticPrefill
 
 DATA = ROOT.parent / "shared" / "data"
 SPLITWISE = "splitwise_sim/perf_model_median.csv"
@@ -37,7 +37,6 @@ LAYERS, ONCE = 80, ("embedding", "final_layernorm", "lm_head")
 KINDS: tuple[PrefillKind, ...] = ("linear", "quadratic")
 PROMPT_TOKENS = 512
 """Length of the prompts of splitwise-sim's batches."""
-WITHIN = 15.0
 
 
 def splitwise(path: Path) -> list[Row]:
@@ -65,26 +64,24 @@ def _batches(own: Sequence[dict[str, str]], name: str) -> list[Row]:
         )
     )
     alone, batched = sizes == 1, (sizes > 1) & (prompts == PROMPT_TOKENS)
+    shared = batched & (sizes * prompts <= STEP_TOKENS_MAX)
     made = []
     for kind in KINDS:
-        prefill = fit_prefill(prompts[alone], prompt_s[alone], kind).spec
-        base_s = prefill_time(prefill).seconds(0)
-        whole = SchedulerSpec(step_tokens=1_000_000, step_s=base_s)
-        # All prompts of a batch are in its only step, so the step of the first one is subtracted.
+        time = prefill_time(fit_prefill(prompts[alone], prompt_s[alone], kind).spec)
         model_s = [
-            shared_time_s(prefill, whole, Together(round(size), PROMPT_TOKENS, 0.0)) - base_s for size in sizes[batched]
+            time.seconds(0) + tokens_of_step_s(time, [(0, PROMPT_TOKENS)] * round(size)) for size in sizes[shared]
         ]
-        what = f"{kind}: time of 2 to {sizes.max():.0f} prompts in a step, {name}"
-        made.append(_error(what, model_s, prompt_s[batched]))
+        what = f"{kind}: time of 2 to {sizes[shared].max():.0f} prompts in a step, {name}"
+        made.append(error(what, model_s, prompt_s[shared]))
     steps = np.unique(sizes[batched])
     seen = alone | np.isin(sizes, steps[::2])
     if len(steps) > 2:
         contexts = sizes * prompts
-        time = IterationTime.of(fit_decode(sizes[seen], token_s[seen], contexts[seen]).spec)
+        step = IterationTime.of(fit_decode(sizes[seen], token_s[seen], contexts[seen]).spec)
         model_s = [
-            time.seconds(int(size), context) for size, context in zip(sizes[~seen], contexts[~seen], strict=True)
+            step.seconds(int(size), context) for size, context in zip(sizes[~seen], contexts[~seen], strict=True)
         ]
-        made.append(_error(f"decode step of other batches, {name}", model_s, token_s[~seen]))
+        made.append(error(f"decode step of other batches, {name}", model_s, token_s[~seen]))
     return made
 
 
@@ -107,7 +104,7 @@ def llmservingsim(folder: Path) -> list[Row]:
     others = zip(before[~seen], chunk[~seen], strict=True)
     model_s = [time.seconds(int(start + tokens), int(start)) for start, tokens in others]
     name = f"steps of a chunk of {chunk.min():.0f} to {chunk.max():.0f} tokens after up to {before.max():.0f}"
-    return [_error(f"{name}, LLMServingSim's H100 profile", model_s, seconds[~seen])]
+    return [error(f"{name}, LLMServingSim's H100 profile", model_s, seconds[~seen])]
 
 
 def _layer_times_s(path: Path) -> dict[int, float]:
@@ -120,13 +117,6 @@ def _layer_times_s(path: Path) -> dict[int, float]:
                 tokens = int(row["input"])
                 found[tokens] = found.get(tokens, 0.0) + times * float(row["latency(ns)"]) * 1e-9
     return found
-
-
-def _error(what: str, model_s: Sequence[float], measured_s: FloatArray) -> Row:
-    errors = 100 * (np.array(model_s) / measured_s - 1)
-    middle, high = np.percentile(np.abs(errors), (50, 95))
-    note = f"{what}: {len(errors)} points, mean {errors.mean():+.1f} %, p95 of the absolute error {high:.1f} %"
-    return Row(measure=f"{what}: median error", unit="%", better="lower", ours=float(middle), target=WITHIN, note=note)
 
 
 def main() -> None:

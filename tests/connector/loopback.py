@@ -43,6 +43,31 @@ class Cache:
         return bytes(view)
 
 
+class FencedRegion:
+    """A region that is read and written only after a fence: the device may still work with its content."""
+
+    def __init__(self, region: HostRegion, passed: list[str]) -> None:
+        """Args: `passed`: not empty once the fence has been passed."""
+        self._region, self._passed = region, passed
+        self.block_bytes, self.chunk_bytes_max = region.block_bytes, region.chunk_bytes_max
+
+    def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
+        """Return the bytes in place."""
+        assert self._passed, "read before the fence"
+        return self._region.outgoing(blocks)
+
+    def incoming(self, blocks: Sequence[int]) -> list[memoryview]:
+        """Return a buffer."""
+        return [memoryview(bytearray(len(blocks) * self.block_bytes))]
+
+    def landed(self, blocks: Sequence[int], views: list[memoryview]) -> None:
+        """Copy the buffer into place."""
+        assert self._passed, "written before the fence"
+        rest = views[0]
+        for view in self._region.incoming(blocks):
+            view[:], rest = rest[: len(view)], rest[len(view) :]
+
+
 class Clock:
     """A clock that the test advances."""
 

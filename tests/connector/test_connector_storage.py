@@ -9,6 +9,7 @@ import resource
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import aiohttp
 import msgspec
 import pytest
 import uvloop
-from tests.connector.loopback import Cache
+from tests.connector.loopback import Cache, FencedRegion
 from tests.waiting import until
 
 from kvroute.cachepool.keys import NO_PARENT, block_keys
 from kvroute.cachepool.store.interface import StoreError
 from kvroute.cachepool.store.location import StoreLocation
+from kvroute.connector.blocks import Region
 from kvroute.connector.buffer import BufferServer, BufferSettings
 from kvroute.connector.buffer.arena import Arena
 from kvroute.connector.options import Options
@@ -80,11 +82,19 @@ async def node(
 class Engine:
     """The storage worker of an engine whose cache has random or no content."""
 
-    def __init__(self, address: str, seed: int | None = None, **options: Any) -> None:
+    def __init__(self, address: str, seed: int | None = None, passed: list[str] | None = None, **options: Any) -> None:
+        """Args: `passed`: the cache is used only after a fence, which is noted here."""
         self.cache = Cache(LAYERS, LAYER_BYTES, seed=seed)
         layers = {f"layer{at}": [at] for at in range(LAYERS)}
         chosen = msgspec.structs.replace(OPTIONS, buffer=address, **options)
-        self.worker = StorageWorker(self.cache.regions, self.cache.layout, chosen, layers, environ={})
+        regions: Sequence[Region] = self.cache.regions
+        fence = None
+        if passed is not None:
+            regions, fence = (
+                [FencedRegion(each, passed) for each in self.cache.regions],
+                partial(passed.append, "passed"),
+            )
+        self.worker = StorageWorker(regions, self.cache.layout, chosen, layers, lambda: fence, environ={})
 
     async def write(self, keys: Sequence[bytes], blocks: Sequence[int], parent: bytes = NO_PARENT) -> set[bytes]:
         """Write blocks back, as after a step, and wait until that is over. Return the stored ones."""
@@ -122,6 +132,27 @@ class Engine:
 
 def run(main: Callable[[], Any]) -> None:
     uvloop.run(main())
+
+
+def test_blocks_are_copied_after_the_device_s_work_with_them(tmp_path: Path) -> None:
+    """Blocks to write are read, and loaded blocks are written, after a fence behind the steps before."""
+
+    async def main() -> None:
+        async with node(tmp_path) as here:
+            passed: list[str] = []
+            writer, loader = Engine(here.server.data, seed=1, passed=passed), Engine(here.server.data, passed=passed)
+            try:
+                assert await writer.write(KEYS[:2], [3, 1]) == set(KEYS[:2])
+                _, found = await here.read("a", KEYS[:2])
+                passed.clear()
+                await loader.load(found["data"], "a", [5, 6], key=KEYS[1])
+                assert not loader.worker.failed_blocks()
+                assert loader.content([5, 6]) == writer.content([3, 1])
+            finally:
+                writer.worker.close()
+                loader.worker.close()
+
+    run(main)
 
 
 def test_written_blocks_are_read_and_loaded_byte_for_byte(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.connector.loopback import (
     WAIT_S,
     Cache,
     Clock,
+    FencedRegion,
     accept_client,
     ends,
     pull,
@@ -492,6 +494,38 @@ def test_a_transfer_between_two_instances_end_to_end(tokens: int, cached_blocks:
     for layer in range(2):
         for there_block, here_block in zip(pulled, mine[cached // 16 :], strict=True):
             assert target.block(layer, here_block) == source.block(layer, there_block)
+
+
+def test_blocks_are_written_after_the_device_s_work_with_their_earlier_content() -> None:
+    """The fence is made when the pull begins, and passed before the first block is written."""
+    source, target = Cache(2, 64, seed=18), Cache(2, 64)
+    passed: list[str] = []
+    regions = [FencedRegion(region, passed) for region in target.regions]
+    options = Options(instance="prefill0")
+    prefill = Worker(source.regions, source.layout, options, consumer=False, environ={})
+    fence = partial(passed.append, "passed")
+    decode = Worker(regions, target.layout, options, producer=False, fence=lambda: fence, environ={})
+    try:
+        assert prefill.address is not None
+        host, port = prefill.address
+        prefill.begin(Step(holds=[Held("p", "p", (0, 1, 2))]))
+        params = KvTransferParams(
+            remote_engine_id="p",
+            remote_request_id="p",
+            remote_host=host,
+            remote_port=port,
+            remote_num_tokens=48,
+            remote_prompt="",
+        )
+        decode.begin(Step(pulls=[Pull("d", params, 0, (4, 5, 6))]))
+        while not (received := decode.ended()[1]):
+            pass
+    finally:
+        decode.close()
+        prefill.close()
+    assert received == {"d"}
+    assert decode.failed_blocks() == set()
+    assert [target.block(1, block) for block in (4, 5, 6)] == [source.block(1, block) for block in (0, 1, 2)]
 
 
 def test_a_finished_prompt_can_be_fetched_while_the_next_step_runs() -> None:

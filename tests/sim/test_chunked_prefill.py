@@ -50,16 +50,19 @@ def by_token(prompts: list[Submitted], time: PrefillTime, step_tokens: int, prom
         if not queue:
             now = min(at for at, number in ready if number not in ends)
             continue
-        end, left = now + STEP_S, step_tokens
+        end, left, used = now + STEP_S, step_tokens, 0
         chosen: list[int] = []
         for number in queue:
             if not left or len(chosen) == prompts_max:
                 break
             chosen.append(number)
+            own = 0
             while left and position[number] < last[number]:
+                # The step's tokens cost as much as those of one prompt, and more for the tokens computed before.
+                end += time.seconds(used + 1, used) - time.seconds(own + 1, own)
                 end += time.seconds(position[number] + 1, position[number]) - time.seconds(0)
                 position[number] += 1
-                left -= 1
+                own, used, left = own + 1, used + 1, left - 1
         now = end
         ends |= {number: now for number in chosen if position[number] == last[number]}
     return [ends[number] for number in range(len(prompts))]

@@ -35,6 +35,7 @@ class Slot:
     number: int
     prompt_left: int
     token_s: float
+    begun: bool = False
     emitted: int = 0
 
 
@@ -58,15 +59,20 @@ def modelled(
                 continue
             tokens = max(arrival.input_tokens - arrival.cached_tokens, 1)
             seconds = prefill.seconds(arrival.input_tokens, arrival.cached_tokens)
-            slots.append(Slot(number, tokens, seconds / tokens))
+            slots.append(Slot(number, tokens, (seconds - prefill.seconds(0)) / tokens))
         decoding = [slot for slot in slots if not slot.prompt_left]
         if decoding:
             context = sum(arrivals[slot.number].input_tokens + slot.emitted for slot in decoding)
             now += time.seconds(len(decoding), context)
         computing = deque(slot for slot in slots if slot.prompt_left)
         completed = []
+        based = bool(decoding)
         for _ in range(max(chunk_tokens - len(decoding), 1)):
             if computing:
+                if not computing[0].begun and not based:
+                    now += prefill.seconds(0)  # once in an iteration
+                    based = True
+                computing[0].begun = True
                 computing[0].prompt_left -= 1
                 now += computing[0].token_s
                 if not computing[0].prompt_left:
@@ -84,7 +90,7 @@ def simulated(
     arrivals: list[Arrival], time: IterationTime, prefill: PrefillTime, batch_max: int, chunk_tokens: int
 ) -> tuple[dict[int, tuple[float, float]], int]:
     """Run the same on `DecodeInstance`; return also the number of steps."""
-    instance = DecodeInstance(0, time, batch_max, prompts=ChunkedPrompts(prefill, chunk_tokens))
+    instance = DecodeInstance(0, time, batch_max, prompts=ChunkedPrompts(prefill, chunk_tokens, prefill.seconds(0)))
     events = [(arrival.at, -1, number) for number, arrival in enumerate(arrivals)]
     events.sort()
     first: dict[int, float] = {}
@@ -181,7 +187,7 @@ def test_iterations_without_a_prompt_are_still_skipped() -> None:
 
 
 def test_a_request_without_output_ends_with_its_prompt() -> None:
-    instance = DecodeInstance(0, DECODE, 8, prompts=ChunkedPrompts(PREFILL, 64))
+    instance = DecodeInstance(0, DECODE, 8, prompts=ChunkedPrompts(PREFILL, 64, 0.0))
     assert instance.prompt_arrived(1.0, WaitingPrompt(7, 10, 0, 0)) == 1.0
     step, wake_s = instance.step(1.0)
     assert (step.began, step.tokens) == ((7,), 10)

@@ -10,7 +10,7 @@ import numpy as np
 from kvroute.control.pool import DecodePool
 from kvroute.control.view import Avoided, ClusterView, PoolKey
 from kvroute.policies import AloneCandidates, AloneOffer, PrefillCandidates
-from kvroute.timing import PrefillTime, prefill_each_s, prefill_time
+from kvroute.timing import PrefillTime, prefill_each_s, prefill_time, step_base_s
 from kvroute.types import TRAITS, BoolArray, Candidates, FloatArray, IntArray, Request, Role
 
 
@@ -23,11 +23,14 @@ class AloneOffers:
         self._times: dict[PoolKey, list[tuple[PrefillTime, IntArray]]] = {}
         """For each pool whose engines can compute prompts: each timing, and the positions of its instances."""
         self._chunk_tokens: dict[PoolKey, IntArray] = {}
+        self._base_s: dict[PoolKey, FloatArray] = {}
+        """For each such pool and instance: see `step_base_s`."""
         timing, instances = view.cluster.timing, view.cluster.instances
         for key, pool in view.decode.items():
             if "decode" in roles and TRAITS[key[1]].decode_prefills:
                 members = [instances[index] for index in pool.ids.tolist()]
                 self._chunk_tokens[key] = np.array([each.chunk_tokens for each in members], dtype=np.int64)
+                self._base_s[key] = np.array([step_base_s(timing[each.timing]) for each in members])
                 names = np.array([each.timing for each in members])
                 self._times[key] = [
                     (prefill_time(timing[name].prefill), np.flatnonzero(names == name))
@@ -95,7 +98,8 @@ class AloneOffers:
         return masks
 
     def _decoding(self, request: Request, key: PoolKey, usable: BoolArray, at: float) -> AloneCandidates:
-        """The decode instances of a pool. They compute a prompt in chunks beside their batch."""
+        """The decode instances of a pool. They compute a prompt in chunks beside their batch, whose steps have the base
+        of a prefill."""
         view, pool = self._view, self._view.decode[key]
         # The last token is always computed: its output is the first logits.
         most = max(request.input_tokens - 1, 0)
@@ -104,6 +108,7 @@ class AloneOffers:
         room = np.maximum(self._chunk_tokens[key] - pool.batch, 1)
         chunks = -(-(request.input_tokens - hit_tokens) // room)
         prefill_s = self._prefill_s(key, request.input_tokens, hit_tokens)
+        prefill_s -= np.where(pool.batch > 0, self._base_s[key], 0.0)
         return AloneCandidates(
             candidates, pool.prompts_s(at), prefill_s, chunks, pool.batch + pool.queued, pool.share.share(at)
         )

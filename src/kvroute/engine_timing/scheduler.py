@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvroute.timing import Fit, Profile, fit_decode, fit_prefill, prefill_time
+from kvroute.timing import Fit, Profile, fit_decode, fit_prefill, prefill_time, tokens_of_step_s
 from kvroute.timing.fit import PrefillKind
 from kvroute.types import DecodeSpec, FloatArray, InputError, PrefillSpec, SchedulerSpec, TransferStart
 
@@ -133,7 +133,16 @@ def _decode_request_s(cached: Sequence[CachedPrompt], prefill: PrefillSpec, deco
 def shared_time_s(prefill: PrefillSpec, scheduler: SchedulerSpec, together: Together) -> float:
     """Return the predicted time of prompts that are sent at the same time: the first one has a step of its own."""
     assert scheduler.step_tokens is not None
-    time, others = prefill_time(prefill), together.prompts - 1
-    steps = -(-others * together.tokens // scheduler.step_tokens)
-    each_s = time.seconds(together.tokens) - time.seconds(0)
-    return time.seconds(together.tokens) + steps * scheduler.step_s + others * each_s
+    time, seconds = prefill_time(prefill), 0.0
+    queue = [(0, together.tokens)] * (together.prompts - 1)
+    while queue:
+        left, parts = scheduler.step_tokens, []
+        while queue and left:
+            computed, rest = queue.pop(0)
+            tokens = min(rest, left)
+            parts.append((computed, tokens))
+            left -= tokens
+            if tokens < rest:
+                queue.insert(0, (computed + tokens, rest - tokens))
+        seconds += scheduler.step_s + tokens_of_step_s(time, parts)
+    return time.seconds(together.tokens) + seconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.pipelines import Prompt
-from kvroute.timing import PrefillTime, prefill_time
+from kvroute.timing import PrefillTime, prefill_time, tokens_of_step_s
 from kvroute.topology import Cluster
 from kvroute.types import InputError
 
@@ -33,7 +33,7 @@ class ChunkedPrefill:
     """Prompts in the order of arrival. Each step takes tokens of the first ones, up to a limit: short prompts share a
     step, and a long prompt takes several.
 
-    A step takes `step_s` and the time of its tokens by the prefill model. A prompt alone that fits into one step takes
+    A step takes `step_s` and the time of its tokens by `tokens_of_step_s`. A prompt alone that fits into one step takes
     the time of that model: its base consists of `step_s` and a rest, which passes before the prompt can be scheduled.
     A step is planned when the one before has ended.
     """
@@ -71,16 +71,15 @@ class ChunkedPrefill:
 
     def _plan(self) -> None:
         """Begin a step now."""
-        left, seconds, base_s = self.step_tokens, self.step_s, self.time.seconds(0)
+        left, sizes = self.step_tokens, []
         for waiting in self._queue:
             if not left or len(self._parts) == self.prompts_max:
                 break
             tokens = min(waiting.left, left)
-            before = waiting.prompt.cached_tokens + waiting.computed
-            seconds += self.time.seconds(before + tokens, before) - base_s
+            sizes.append((waiting.prompt.cached_tokens + waiting.computed, tokens))
             left -= tokens
             self._parts.append((waiting, tokens))
-        self.agenda.at(self.agenda.now + seconds, self._ended)
+        self.agenda.at(self.agenda.now + self.step_s + tokens_of_step_s(self.time, sizes), self._ended)
         for waiting, _ in self._parts:
             if not waiting.begun:
                 waiting.begun = True

@@ -23,7 +23,9 @@ class _Prompt:
     waiting: WaitingPrompt
     left_tokens: int
     token_s: float
-    """Time of one token: the prompt's own time, spread evenly over the tokens that are computed."""
+    """Time of one token: the prompt's own time without the base of a step, spread evenly over the tokens that are
+    computed."""
+    begun: bool = False
 
 
 @dataclass(slots=True)
@@ -31,12 +33,15 @@ class ChunkedPrompts:
     """Prompts in progress, first come, first served. Each of them has a slot of the batch.
 
     An iteration computes at most `chunk_tokens` tokens: one of each request in the batch, and the rest of prompts. It
-    lasts as long as the batch alone, and the chunk's share of its prompt's time. A prompt takes at least one token per
-    iteration, so that a full batch does not stop it.
+    lasts as long as the batch alone, and the chunks' shares of their prompts' times. Only an iteration without a batch
+    in which a prompt begins also takes the base of a prefill. A prompt takes at least one token per iteration, so that
+    a full batch does not stop it.
     """
 
     time: PrefillTime
     chunk_tokens: int
+    base_s: float
+    """See `step_base_s`."""
     planned_tokens: int = 0
     """Prompt tokens of the iteration in progress."""
     _running: deque[_Prompt] = field(default_factory=deque)
@@ -49,20 +54,22 @@ class ChunkedPrompts:
         """Give a slot to a prompt. Its last token is computed in all cases, cached or not."""
         tokens = max(prompt.input_tokens - prompt.cached_tokens, 1)
         seconds = self.time.seconds(prompt.input_tokens, prompt.cached_tokens)
-        self._running.append(_Prompt(prompt, tokens, seconds / tokens))
+        self._running.append(_Prompt(prompt, tokens, (seconds - self.base_s) / tokens))
 
     def plan(self, batch: int) -> float:
         """Choose the chunks of the next iteration; return the seconds that they add to it. Args: `batch`: requests that
         decode in it."""
         room = max(self.chunk_tokens - batch, 1)
-        self.planned_tokens, seconds = 0, 0.0
+        self.planned_tokens, seconds, begins = 0, 0.0, False
         for prompt in self._running:
             tokens = min(prompt.left_tokens, room - self.planned_tokens)
             if not tokens:
                 break
             self.planned_tokens += tokens
             seconds += tokens * prompt.token_s
-        return seconds
+            begins |= not prompt.begun
+            prompt.begun = True
+        return seconds + (self.base_s if begins and not batch else 0.0)
 
     def advance(self) -> list[WaitingPrompt]:
         """End the planned iteration; return the prompts that are complete, in order."""

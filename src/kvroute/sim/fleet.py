@@ -11,7 +11,7 @@ from kvroute import llm
 from kvroute.prefix import PrefixIndex
 from kvroute.sim.chunked_prompts import ChunkedPrompts
 from kvroute.sim.instances import DecodeInstance, KvMemory, PrefillInstance
-from kvroute.timing import IterationTime, prefill_time
+from kvroute.timing import IterationTime, prefill_time, step_base_s
 from kvroute.topology import Cluster
 from kvroute.types import InputError, Role
 
@@ -124,6 +124,6 @@ class Fleet:
             time = prefill_time(spec.prefill)
             self.prefill[index] = PrefillInstance(index, time, self._prefill_queueing, instance.pp)
         elif role == "decode" and index not in self.decode:
-            prompts = ChunkedPrompts(prefill_time(spec.prefill), instance.chunk_tokens)
+            prompts = ChunkedPrompts(prefill_time(spec.prefill), instance.chunk_tokens, step_base_s(spec))
             time = IterationTime.of(spec.decode)
             self.decode[index] = DecodeInstance(index, time, instance.batch_max, prompts=prompts)

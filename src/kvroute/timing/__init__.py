@@ -1,7 +1,15 @@
 """Prefill and decode times: functions from a `TimingSpec`, and specs fitted to measured profiles."""
 
 from kvroute.timing.fit import Fit, FitError, fit_decode, fit_prefill, fit_profile
-from kvroute.timing.formulas import TIMINGS, IterationTime, PrefillTime, prefill_each_s, prefill_time
+from kvroute.timing.formulas import (
+    TIMINGS,
+    IterationTime,
+    PrefillTime,
+    prefill_each_s,
+    prefill_time,
+    step_base_s,
+    tokens_of_step_s,
+)
 from kvroute.timing.profile import Profile, read_profile
 
 __all__ = [
@@ -17,4 +25,6 @@ __all__ = [
     "prefill_each_s",
     "prefill_time",
     "read_profile",
+    "step_base_s",
+    "tokens_of_step_s",
 ]

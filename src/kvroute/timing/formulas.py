@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -91,6 +92,33 @@ def prefill_each_s(time: PrefillTime, tokens: int, cached_tokens: IntArray) -> F
     cached = cached_tokens.tolist()
     known = {count: time.seconds(tokens, count) for count in set(cached)}
     return np.array([known[count] for count in cached])
+
+
+def tokens_of_step_s(time: PrefillTime, parts: Sequence[tuple[int, int]]) -> float:
+    """Return the time of the tokens that a step computes, without the step's fixed time.
+
+    A step of several prompts takes as long as one prompt of all their tokens: a GPU reads the weights once, and the
+    matrix products depend on the number of tokens (docs/fidelity.md has measurements). To this comes, for each prompt,
+    what its tokens cost more because of those that are already computed.
+
+    Args:
+        parts: for each prompt the tokens that are already computed, and those that the step computes.
+    """
+    seconds = time.seconds(sum(tokens for _, tokens in parts)) - time.seconds(0)
+    for computed, tokens in parts:
+        if computed:
+            seconds += time.seconds(computed + tokens, computed) - time.seconds(tokens)
+    return max(seconds, 0.0)
+
+
+def step_base_s(timing: TimingSpec) -> float:
+    """Return the part of a prefill's base that a step takes once, with prompts or without: the GPU reads the weights.
+
+    A prompt beside a decode batch does not add it, because the batch's step has it (docs/fidelity.md has measurements).
+    """
+    if timing.scheduler.step_tokens is not None:
+        return timing.scheduler.step_s
+    return prefill_time(timing.prefill).seconds(0)
 
 
 def prefill_time(spec: PrefillSpec) -> PrefillTime:
