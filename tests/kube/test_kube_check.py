@@ -125,6 +125,15 @@ def test_what_the_owner_should_change() -> None:
     assert check_report(Reading(engines), DEFAULT_LEVELS, "datacenter").faults == ()
 
 
+def test_an_engine_without_a_model() -> None:
+    """Serves only with a model in the cluster file."""
+    engines = (engine("e0", "prefill", Place(node="n0"), model=""), engine("e1", "decode", Place(node="n0"), model=""))
+    faults = check_report(Reading(engines), DEFAULT_LEVELS).faults
+    assert [sentence.partition(":")[0] for sentence in faults] == ["e0", "e1"]
+    assert "names its model" in faults[0]
+    assert "kvroute.io/model" in faults[0]
+
+
 def test_a_node_outside_all_datacenters() -> None:
     """Is worth a label only if other nodes have one."""
     here, nowhere = Place(node="n0", datacenter="z1"), Place(node="n1")

@@ -7,6 +7,7 @@ from typing import get_args
 
 import msgspec
 
+from kvroute.kube.labels import MODEL
 from kvroute.kube.places import LevelKeys
 from kvroute.kube.pods import Finding, Reading
 from kvroute.policies import Level
@@ -92,6 +93,12 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
             nothing = self.pool.nothing
         if nothing and not self.engines:
             found.append(nothing)
+        found += [
+            f"{each.name}: neither its command line nor a label names its model, so a gateway needs `defaults.model` "
+            f"in its cluster file; add the label {MODEL}"
+            for each in self.engines
+            if not each.model
+        ]
         nowhere = set[str]()
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
             partnerless = _alone(self.engines, None, role, other)

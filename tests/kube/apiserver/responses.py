@@ -32,7 +32,8 @@ def respond(http: web.Request, answer: Answer, form: Form, warnings: list[str]) 
         body = yaml.safe_dump(answer.body, sort_keys=True).encode()
     else:
         body = msgspec.json.encode(answer.body) + b"\n"
-    headers["Content-Type"] = kind
+    if answer.status != 304:  # a cache would take it for that of the body that it keeps
+        headers["Content-Type"] = kind
     chunked = len(body) > CHUNK_MIN_BYTES
     if len(body) > COMPRESS_MIN_BYTES and _accepts_gzip(http.headers.get("Accept-Encoding", "")):
         headers |= {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}

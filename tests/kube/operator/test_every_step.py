@@ -156,6 +156,36 @@ def test_every_third_write_fails(name: str, seed: int) -> None:
     scenario(run())
 
 
+def test_a_new_pod_does_not_wait_because_another_object_is_refused() -> None:
+    """The next attempt after a failure is due in an hour; a change comes first."""
+
+    async def run() -> None:
+        hour_s = 3600.0
+        operated = partial(Rig.operator, retry_first_s=hour_s, retry_max_s=hour_s, retry_changed_s=0.05)
+        async with cluster() as (rig, made), operated(rig) as operator:
+            await rig.until(partial(leads, operator))
+            refused = Fault(count=1000, verbs=WRITES, resource="networkpolicies", user_agent="operator", code=403)
+            rig.server.faults.waiting.append(refused)
+            await made.create()
+
+            async def tried() -> bool:
+                return refused.count < 1000
+
+            await rig.until(tried)
+            await rig.schedule(plain(pod("late", "decode", labels={"app": made.name})), "n1")
+
+            async def labelled() -> bool:
+                found = await rig.get("Pod", "late")
+                return found is not None and LABELS.items() <= found["metadata"]["labels"].items()
+
+            await rig.until(labelled)
+            rig.server.faults.clear()
+            await rig.patch("Pod", "late", {"metadata": {"labels": {"any": "change"}}})
+            await rig.until(made.serves)
+
+    scenario(run())
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_an_operator_ends_at_every_write(after: bool) -> None:
     """Each operator ends with one of its first writes, before or after it is carried out; the next one finds everything

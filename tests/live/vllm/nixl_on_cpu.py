@@ -1,7 +1,8 @@
 """vLLM's NIXL connectors on a host with few cores, with faults that tests inject. vLLM loads this module by
 `kv_connector_module_path`.
 
-NIXL's progress thread keeps one core busy all the time. Without it, transfers progress in the steps of the engine.
+NIXL's progress thread polls without a pause, which keeps one core of each server busy. Here it polls a thousand times a
+second. `NixlPushConnector` runs without it: transfers then progress in the steps of the engine.
 
 With `NixlConnector` the decode engine reads the KV cache from the prefill engine's memory; with `NixlPushConnector` the
 prefill engine writes it into that of the decode engine. The file that `fault_file` of the connector's
@@ -14,6 +15,7 @@ options names has the fault while it exists:
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (  # type: ignore[
     connector,
 )
 
+POLL_US = 1_000
 _LAYERS = 4
 _DAMAGED_LAYER = 2
 
@@ -101,11 +104,23 @@ class FaultyPushWorker(connector.NixlPushConnectorWorker):  # type: ignore[misc]
     """The worker of `NixlPushConnector` with faults."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, engine_id, kv_cache_config)
+        threaded = base_worker.nixl_agent_config
+        base_worker.nixl_agent_config = partial(threaded, enable_prog_thread=False)
+        try:
+            super().__init__(vllm_config, engine_id, kv_cache_config)
+        finally:
+            base_worker.nixl_agent_config = threaded
         with_faults(self, vllm_config)
 
 
-base_worker.nixl_agent_config = partial(base_worker.nixl_agent_config, enable_prog_thread=False)
+def polling_slowly(make: Any, name: str, config: Any) -> Any:
+    """Return a NIXL agent whose progress thread pauses. Args: `make`: of the bindings."""
+    config.pthrDelay = POLL_US
+    return make(name, config)
+
+
+bindings = sys.modules[base_worker.NixlWrapper.__module__].nixlBind
+bindings.nixlAgent = partial(polling_slowly, bindings.nixlAgent)
 connector.NixlPullConnectorWorker = FaultyPullWorker
 connector.NixlPushConnectorWorker = FaultyPushWorker
 NixlConnector, NixlPushConnector = connector.NixlConnector, connector.NixlPushConnector

@@ -138,7 +138,7 @@ MOONCAKE = StockConnector(
     },
     options={"mooncake_protocol": "tcp"},
 )
-NIXL_LEASE_S = 60
+NIXL_LEASE_S = 30
 """Time after which a prefill server frees blocks, even if a decode server is still reading them: longer than a read
 takes while other processes use the cores."""
 NIXL = StockConnector(

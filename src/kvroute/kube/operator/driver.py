@@ -54,7 +54,10 @@ class DriverSettings:
     quiet_s: float = 0.05
     """Changes within this time are reconciled together."""
     certificates_s: float = 60.0
+    retry_first_s: float = 0.2
     retry_max_s: float = 30.0
+    retry_changed_s: float = 1.0
+    """Pause after a failure if something changes: a new pod must not wait because another object is refused."""
     timing: Timing = field(default_factory=lambda: DEFAULT_TIMING)
     check_file: FileCheck = parse
     """Reads a cluster file as a gateway does; KvRouters whose file it refuses are rejected."""
@@ -139,22 +142,27 @@ class OperatorDriver:
 
     async def _reconciles(self) -> None:
         """Reconcile after changes, after a time without any, and again after failures, with growing pauses."""
-        pause_s, failures = self._settings.resync_s, 0
+        settings = self._settings
+        least_s, pause_s, failures = 0.0, settings.resync_s, 0
         while True:
+            await asyncio.sleep(least_s)
+            # Not asyncio.wait_for: up to Python 3.11 it ignores a cancellation that comes with the change.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(pause_s - least_s, 0.0)):
+                    await self._changed.wait()
             if not failures:
-                # Not asyncio.wait_for: up to Python 3.11 it ignores a cancellation that comes with the change.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
-                        await self._changed.wait()
-            await asyncio.sleep(pause_s if failures else self._settings.quiet_s)
+                await asyncio.sleep(settings.quiet_s)
             self._changed.clear()
             if not self.leads or not self._caches.complete:
-                pause_s, failures = self._settings.resync_s, 0
+                least_s, pause_s, failures = 0.0, settings.resync_s, 0
                 continue
             failed, after_s = await self._reconcile()
             failures = failures + 1 if failed else 0
-            backoff_s = min(0.2 * 2.0 ** min(failures - 1, 10), self._settings.retry_max_s)
-            pause_s = max(backoff_s, after_s) if failures else self._settings.resync_s
+            if failures:
+                backoff_s = min(settings.retry_first_s * 2.0 ** min(failures - 1, 10), settings.retry_max_s)
+                least_s, pause_s = max(min(backoff_s, settings.retry_changed_s), after_s), max(backoff_s, after_s)
+            else:
+                least_s, pause_s = 0.0, settings.resync_s
 
     async def _reconcile(self) -> tuple[bool, float]:
         """Reconcile once; return whether something failed, and how long the server wants to be left alone."""

@@ -1,8 +1,4 @@
-"""Live: the gateway in front of real vLLM with NIXL over TCP, and what the gateway learns from NIXL's own metrics.
-
-Not part of `make live`: each NIXL engine on a CPU keeps a core busy, so that requests time out beside other work.
-Run it on an idle machine: `pytest -n 0 -m live tests/live/vllm/nixl_by_hand.py`.
-"""
+"""Live: the gateway in front of real vLLM with NIXL over TCP, and what the gateway learns from NIXL's own metrics."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.live.vllm.connector_cases import ConnectorCases, TransferCases, completed
+from tests.live.vllm.connector_cases import ConnectorCases, completed
 from tests.live.vllm.gateway_rig import Gateway, alone, during_request, prompt, until
-from tests.live.vllm.stock_connectors import NIXL, NIXL_PUSH, prompt_bytes
+from tests.live.vllm.stock_connectors import NIXL, prompt_bytes
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair
@@ -73,13 +69,6 @@ class TestNixl(ConnectorCases):
             return gateway.metric("kvroute_engine_kv_expired_total", engine="prefill0") > expired
 
         until(counted)
-
-
-class TestNixlPush(TransferCases):
-    """`NixlPushConnector`: the prefill engine writes the KV after the decode leg has named its blocks. The gateway
-    sends the legs one after the other."""
-
-    connector = NIXL_PUSH
 
 
 def measured(gateway: Gateway) -> list[dict[str, Any]]:
