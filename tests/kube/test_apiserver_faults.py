@@ -162,3 +162,24 @@ def test_a_service_account_may_do_what_its_role_says_and_the_list_of_requests_sh
         ]  # fmt: skip
 
     served(scenario)
+
+
+def test_an_unchanged_answer_has_no_content_type() -> None:
+    """The cache of kubectl would take it for the type of the discovery document that it keeps."""
+
+    async def run() -> None:
+        server = Server(Settings())
+        url = await server.start()
+        accepted = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
+        wanted = {"Accept": accepted, "Authorization": "Bearer admin"}
+        try:
+            async with aiohttp.ClientSession(url, headers=wanted) as session:
+                async with session.get("/apis") as first:
+                    assert first.status == 200
+                async with session.get("/apis", headers={"If-None-Match": first.headers["ETag"]}) as second:
+                    assert second.status == 304
+                    assert "Content-Type" not in second.headers
+        finally:
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(run(), HANGS_S))
