@@ -97,7 +97,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
             f"{each.name}: neither its command line nor a label names its model, so a gateway needs `defaults.model` "
             f"in its cluster file; add the label {MODEL}"
             for each in self.engines
-            if not each.model
+            if not each.model and self.pool is None
         ]
         nowhere = set[str]()
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
