@@ -5,9 +5,8 @@ measure` measures them, the result goes into a cluster file, and one trace is se
 90 % of the rate that the simulator finds for this file. The simulator has the same trace with the same arrival times.
 The engines slow each other, because they share the memory and the caches of one machine. Therefore each is measured
 twice, while the other one is idle and while it is busy, and the simulated times are means of both, weighted by the
-simulated share of the time in which the other one computes. Gateway and client run on the core of the prefill server,
-so its times are divided by the share of the core that they leave, as the kernel counts it during the run. The remarks
-have the errors without each of these corrections.
+simulated share of the time in which the other one computes. The remarks have the errors with each of the two. Gateway
+and client run on the core of the prefill server; the remarks say what they take from it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from tests.live.vllm.timed_pair import (
     measured_link,
     measured_timing,
     on_core,
-    on_part_of_a_core,
     pinned,
     played,
     predicted,
@@ -69,12 +67,10 @@ class Load:
     simulated: Times
     without: Times
     """Simulated without `scheduler` in the timing: one prompt after the other, and no time besides steps."""
-    whole: Times
-    """Simulated with a whole core for the prefill server."""
     alone: Times
-    """Simulated with the times of each server while the other one was idle, and a whole core."""
+    """Simulated with the times of each server while the other one was idle."""
     slowed: Times
-    """Simulated with the times of each server while the other one was busy, and a whole core."""
+    """Simulated with the times of each server while the other one was busy."""
     taken: float
     """Share of a core that gateway and client took."""
     others: float
@@ -126,8 +122,9 @@ def measured_loads(requests: int, loads: Sequence[float], seed: int, nice: int) 
             found = []
             for index, share in enumerate(loads):
                 trace = trace_of(requests, share * capacity, seed)
-                predict = partial(predictions, file, idle, loaded, trace)
-                found.append(_load(pair, url, predict, share, trace, seed + 10_000 * (index + 1)))
+                found.append(
+                    _load(pair, url, predictions(file, idle, loaded, trace), share, trace, seed + 10_000 * (index + 1))
+                )
     rate = f"{link.bytes_per_s / 1e9:.3g} GB/s and {link.latency_s * 1e3:.3g} ms"
     head = f"KV transfers: {rate}; simulated capacity {capacity:.3g} requests/s"
     names = ("other server idle", "other server busy")
@@ -143,9 +140,7 @@ def _pair(folder: Path, nice: int) -> Iterator[TimedPair]:
         yield pair
 
 
-def predictions(
-    file: Callable[[Timing], str], idle: Timing, loaded: Timing, trace: Trace, taken: float
-) -> dict[str, Times]:
+def predictions(file: Callable[[Timing], str], idle: Timing, loaded: Timing, trace: Trace) -> dict[str, Times]:
     """Return the simulated times of a trace with several timings, by the fields of `Load`.
 
     Args:
@@ -153,27 +148,22 @@ def predictions(
         idle: timing of each server while the other one was idle.
         loaded: timing of each server while the other one was busy.
         trace: the requests.
-        taken: share of the prefill server's core that other processes took.
     """
     alone, slowed = (predicted(file(timing), trace) for timing in (idle, loaded))
     mixed = between(idle, loaded, slowed.busy_shares)
-    left = on_part_of_a_core(mixed, 1 - taken)
-    plain = {part: value for part, value in left.items() if part != "scheduler"}
-    simulated, without, whole = (predicted(file(timing), trace) for timing in (left, plain, mixed))
-    return {"simulated": simulated, "without": without, "whole": whole, "alone": alone, "slowed": slowed}
+    plain = {part: value for part, value in mixed.items() if part != "scheduler"}
+    simulated, without = (predicted(file(timing), trace) for timing in (mixed, plain))
+    return {"simulated": simulated, "without": without, "alone": alone, "slowed": slowed}
 
 
-def _load(
-    pair: TimedPair, url: str, predict: Callable[[float], dict[str, Times]], share: float, trace: Trace, seed: int
-) -> Load:
+def _load(pair: TimedPair, url: str, found: dict[str, Times], share: float, trace: Trace, seed: int) -> Load:
     sessions = [server.process.pid for server in pair.servers]
     before, began_s = Processes.now(sessions), time.monotonic()
     measured = played(url, trace, seed)
     after, seconds = Processes.now(sessions), time.monotonic() - began_s
     own_s, servers_s = after.own_s - before.own_s, after.servers_s - before.servers_s
     others = (after.all_s - before.all_s - own_s - servers_s) / seconds
-    taken = own_s / seconds
-    return Load(share, trace, measured, **predict(taken), taken=taken, others=others)
+    return Load(share, trace, measured, **found, taken=own_s / seconds, others=others)
 
 
 def rows(found: Sequence[Load]) -> list[Row]:
@@ -226,12 +216,7 @@ def _distribution(what: str, load: Load, of: Callable[[Times], FloatArray]) -> s
         middle, high = np.percentile(np.abs(error), (50, 95))
         return f"median {shift:+.1%}, each request {middle:.1%} (median) and {high:.1%} (p95)"
 
-    rest = {
-        "without `scheduler`": load.without,
-        "a whole core": load.whole,
-        "a whole core, other server idle": load.alone,
-        "a whole core, other server busy": load.slowed,
-    }
+    rest = {"without `scheduler`": load.without, "other server idle": load.alone, "other server busy": load.slowed}
     return (
         f"{what} at {load.share:.0%}: simulated {off(load.simulated)}; "
         + "; ".join(f"{name}: {off(times)}" for name, times in rest.items())

@@ -294,19 +294,6 @@ def between(idle: Timing, loaded: Timing, shares: tuple[float, float]) -> Timing
     }
 
 
-def on_part_of_a_core(timing: Timing, left: float) -> Timing:
-    """Return the timing of a prefill server that has this share of its core."""
-    scheduler = {**_divided(timing["scheduler"], left), "decode_request": timing["scheduler"]["decode_request"]}
-    return {"prefill": _divided(timing["prefill"], left), "decode": timing["decode"], "scheduler": scheduler}
-
-
-def _divided(times: Mapping[str, Any], left: float) -> dict[str, Any]:
-    return {
-        name: f"{duration_s(value) / left * 1e6:.9g} us" if isinstance(value, str) and " " in value else value
-        for name, value in times.items()
-    }
-
-
 def _mean(one: Any, other: Any, share: float) -> Any:
     """Return the weighted mean of two durations; other values are equal in both and kept."""
     if not isinstance(one, str) or " " not in one:
