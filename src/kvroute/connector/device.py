@@ -67,7 +67,7 @@ class StagedRegion:
 
 
 class _Streams(threading.local):
-    """A thread's streams for copies, by device."""
+    """Streams for copies, by device. Each thread has its own."""
 
     def __init__(self) -> None:
         self.by_device: dict[Any, Any] = {}
