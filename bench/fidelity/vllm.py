@@ -5,8 +5,9 @@ measure` measures them, the result goes into a cluster file, and one trace is se
 90 % of the rate that the simulator finds for this file. The simulator has the same trace with the same arrival times.
 The engines slow each other, because they share the memory and the caches of one machine. Therefore each is measured
 twice, while the other one is idle and while it is busy, and the simulated times are means of both, weighted by the
-simulated share of the time in which the other one computes. The remarks have the errors with each of the two. Gateway
-and client run on the core of the prefill server; the remarks say what they take from it.
+simulated share of the time in which the other one computes. Gateway and client run on the core of the prefill server:
+its simulated times are those measured, divided by the share of the core that they leave, as the kernel counts their CPU
+time while the trace is sent. The remarks have the errors without each of these corrections.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from tests.live.vllm.timed_pair import (
     played,
     predicted,
     prefer,
+    slower,
     trace_of,
 )
 
@@ -65,6 +67,8 @@ class Load:
     trace: Trace
     measured: Times
     simulated: Times
+    whole_core: Times
+    """Simulated as if gateway and client took nothing from the prefill server's core."""
     without: Times
     """Simulated without `scheduler` in the timing: one prompt after the other, and no time besides steps."""
     alone: Times
@@ -122,9 +126,8 @@ def measured_loads(requests: int, loads: Sequence[float], seed: int, nice: int) 
             found = []
             for index, share in enumerate(loads):
                 trace = trace_of(requests, share * capacity, seed)
-                found.append(
-                    _load(pair, url, predictions(file, idle, loaded, trace), share, trace, seed + 10_000 * (index + 1))
-                )
+                expected = partial(predictions, file, idle, loaded, trace)
+                found.append(_load(pair, url, expected, share, trace, seed + 10_000 * (index + 1)))
     rate = f"{link.bytes_per_s / 1e9:.3g} GB/s and {link.latency_s * 1e3:.3g} ms"
     head = f"KV transfers: {rate}; simulated capacity {capacity:.3g} requests/s"
     names = ("other server idle", "other server busy")
@@ -140,7 +143,9 @@ def _pair(folder: Path, nice: int) -> Iterator[TimedPair]:
         yield pair
 
 
-def predictions(file: Callable[[Timing], str], idle: Timing, loaded: Timing, trace: Trace) -> dict[str, Times]:
+def predictions(
+    file: Callable[[Timing], str], idle: Timing, loaded: Timing, trace: Trace, taken: float
+) -> dict[str, Times]:
     """Return the simulated times of a trace with several timings, by the fields of `Load`.
 
     Args:
@@ -148,22 +153,33 @@ def predictions(file: Callable[[Timing], str], idle: Timing, loaded: Timing, tra
         idle: timing of each server while the other one was idle.
         loaded: timing of each server while the other one was busy.
         trace: the requests.
+        taken: share of the prefill server's core that other processes take.
     """
+    idle, loaded, whole_idle, whole_loaded = slower(idle, taken), slower(loaded, taken), idle, loaded
     alone, slowed = (predicted(file(timing), trace) for timing in (idle, loaded))
     mixed = between(idle, loaded, slowed.busy_shares)
+    whole = between(whole_idle, whole_loaded, slowed.busy_shares)
     plain = {part: value for part, value in mixed.items() if part != "scheduler"}
-    simulated, without = (predicted(file(timing), trace) for timing in (mixed, plain))
-    return {"simulated": simulated, "without": without, "alone": alone, "slowed": slowed}
+    simulated, without, whole_core = (predicted(file(timing), trace) for timing in (mixed, plain, whole))
+    return {
+        "simulated": simulated,
+        "whole_core": whole_core,
+        "without": without,
+        "alone": alone,
+        "slowed": slowed,
+    }
 
 
-def _load(pair: TimedPair, url: str, found: dict[str, Times], share: float, trace: Trace, seed: int) -> Load:
+def _load(
+    pair: TimedPair, url: str, expected: Callable[[float], dict[str, Times]], share: float, trace: Trace, seed: int
+) -> Load:
     sessions = [server.process.pid for server in pair.servers]
     before, began_s = Processes.now(sessions), time.monotonic()
     measured = played(url, trace, seed)
     after, seconds = Processes.now(sessions), time.monotonic() - began_s
     own_s, servers_s = after.own_s - before.own_s, after.servers_s - before.servers_s
-    others = (after.all_s - before.all_s - own_s - servers_s) / seconds
-    return Load(share, trace, measured, **found, taken=own_s / seconds, others=others)
+    others, taken = (after.all_s - before.all_s - own_s - servers_s) / seconds, own_s / seconds
+    return Load(share, trace, measured, **expected(taken), taken=taken, others=others)
 
 
 def rows(found: Sequence[Load]) -> list[Row]:
@@ -216,7 +232,12 @@ def _distribution(what: str, load: Load, of: Callable[[Times], FloatArray]) -> s
         middle, high = np.percentile(np.abs(error), (50, 95))
         return f"median {shift:+.1%}, each request {middle:.1%} (median) and {high:.1%} (p95)"
 
-    rest = {"without `scheduler`": load.without, "other server idle": load.alone, "other server busy": load.slowed}
+    rest = {
+        "with a whole core": load.whole_core,
+        "without `scheduler`": load.without,
+        "other server idle": load.alone,
+        "other server busy": load.slowed,
+    }
     return (
         f"{what} at {load.share:.0%}: simulated {off(load.simulated)}; "
         + "; ".join(f"{name}: {off(times)}" for name, times in rest.items())

@@ -2,9 +2,10 @@
 
 A server has three processes, and each process imports vLLM. On a machine with two cores the imports take longer than
 the tests themselves. This program runs in vLLM's environment, with `OMP_NUM_THREADS` set. It reads one JSON object per
-line from standard input: `argv` (of `vllm`), `env`, `cwd`, `log` (output is appended to this file) and `fresh` (true:
-the server imports vLLM itself). It answers with a line that has the process ID of the server, which leads a session and
-a process group of its own. When standard input ends, it kills the servers that still run, and ends.
+line from standard input: `argv` (of `vllm`), `env`, `cwd`, `log` (output is appended to this file), `cores` (it runs
+on these) and `fresh` (true: the server imports vLLM itself). It answers with a line that has the process ID of the
+server, which leads a session and a process group of its own. When standard input ends, it kills the servers that still
+run, and ends.
 
 vLLM on a CPU starts its processes by `multiprocessing`'s method `spawn`. Here the method `forkserver` takes its place:
 each server has a fork server of its own, which is a fork too, so that all processes of a server are in its group.
@@ -65,9 +66,10 @@ def say(answer: str) -> None:
     sys.stdout.flush()
 
 
-def serve(argv: list[str], env: dict[str, str], cwd: str, log: str, *, fresh: bool) -> None:
+def serve(argv: list[str], env: dict[str, str], cwd: str, log: str, *, cores: list[int], fresh: bool) -> None:
     """Become a server; does not return."""
     os.setsid()
+    os.sched_setaffinity(0, cores)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -61,7 +61,7 @@ class Preloaded:
     def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path, *, fresh: bool
     ) -> Started:
-        """Start a server; it is not ready yet.
+        """Start a server on the cores of this process; it is not ready yet.
 
         Args:
             arguments: those of the command `vllm`.
@@ -72,6 +72,7 @@ class Preloaded:
         """
         assert self._process.stdin is not None
         what = {"argv": list(arguments), "env": dict(environment), "cwd": str(folder), "log": str(log), "fresh": fresh}
+        what["cores"] = sorted(os.sched_getaffinity(0))
         self._process.stdin.write(f"{json.dumps(what)}\n")
         self._process.stdin.flush()
         answer = self._answer()

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.envoy import picker_is_healthy, start_envoy
+from tests.live.services import extent
 from tests.live.vllm.conftest import BLOCK_TOKENS, LAYER_BYTES, free_ports
 from tests.live.vllm.gateway_rig import (
     GREEDY,
@@ -33,6 +36,7 @@ from tests.live.vllm.gateway_rig import (
     token_ids,
     until,
 )
+from tests.live.vllm.test_vllm_abandoned import CLIENTS, EXPIRED, ask, strand_one
 from tests.live.vllm.test_vllm_pair import complete, params_for, pulled
 
 if TYPE_CHECKING:
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 BLOCK_BYTES = 4 * LAYER_BYTES
+ABORTED = extent(300, short=100)
+"""Number of requests whose clients leave."""
 CONTEXT_TOKENS = 4_000
 """Length of a request that leaves early, in tokens with its output: a short prompt decodes for many seconds."""
 
@@ -229,6 +235,30 @@ def test_a_client_that_leaves_frees_the_picker_and_the_engines(pair: Pair, front
     follows, before = prompt(200, seed=96_000 + len(when)), pulled(pair.decode)
     assert streamed(front.url, follows) == alone(pair, follows)
     assert pulled(pair.decode)[0] == before[0] + 1
+
+
+def test_many_clients_that_leave_strand_no_kv(pair: Pair, front: Gateway) -> None:
+    """They leave at any time: during the prefill, the transfer or the stream. One KV cache is stranded afterwards on
+    purpose: once it has expired, any other one would have, too."""
+    draw = random.Random(5)
+    started = time.monotonic()
+    assert all(ask(front, ABORTED + number, 120.0) for number in range(5))
+    whole_s = (time.monotonic() - started) / 5
+    expired, gone = pair.prefill.metric(EXPIRED), front.metric("kvroute_client_disconnects_total")
+    leaves_s = [draw.uniform(0.0, CLIENTS * whole_s) for _ in range(ABORTED)]
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        list(pool.map(lambda number: ask(front, number, leaves_s[number]), range(ABORTED)))
+    until(lambda: booked(front) == 0)
+    left = front.metric("kvroute_client_disconnects_total") - gone
+    assert left > ABORTED / 4
+    strand_one(pair)
+
+    def another_has_expired() -> bool:
+        complete(pair.prefill, prompt(8, seed=2), 1)  # an idle engine does not check its time limits
+        return pair.prefill.metric(EXPIRED) > expired
+
+    until(another_has_expired)
+    assert pair.prefill.metric(EXPIRED) == expired + 1
 
 
 def booked(front: Gateway) -> float:

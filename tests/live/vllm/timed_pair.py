@@ -103,6 +103,9 @@ def pinned(model: Path, folder: Path, dtype: str = "bfloat16") -> Iterator[Timed
                     start_member(role, name, model, folder, dtype=dtype, options=limit, layerwise=False, hold_s=60.0)
                 )
         wait_ready(servers)
+        cores = [os.sched_getaffinity(server.process.pid) for server in servers]
+        assert all(len(core) == 1 for core in cores), f"the servers run on the cores {cores}, and not on one each"
+        assert cores[0] != cores[1] or os.cpu_count() == 1, f"both servers run on core {cores[0]}"
         yield TimedPair(model, *servers)
     finally:
         for server in servers:
@@ -292,6 +295,26 @@ def between(idle: Timing, loaded: Timing, shares: tuple[float, float]) -> Timing
         "decode": mixed(idle["decode"], loaded["decode"], prefill),
         "scheduler": {**scheduler, "decode_request": request},
     }
+
+
+def slower(timing: Timing, taken: float) -> Timing:
+    """Return the timing of a prefill server that has only a part of its core.
+
+    Args:
+        timing: measured with the whole core.
+        taken: share of the core that other processes take, from 0 to below 1.
+    """
+
+    def stretched(value: Any) -> Any:
+        if not isinstance(value, str) or " " not in value:
+            return value
+        return f"{duration_s(value) / (1 - taken) * 1e6:.9g} us"
+
+    scheduler = {
+        name: value if name == "decode_request" else stretched(value) for name, value in timing["scheduler"].items()
+    }
+    prefill = {name: stretched(value) for name, value in timing["prefill"].items()}
+    return {**timing, "prefill": prefill, "scheduler": scheduler}
 
 
 def _mean(one: Any, other: Any, share: float) -> Any:

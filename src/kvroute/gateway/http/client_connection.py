@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias
 
 from kvroute.gateway.http.connection_limits import BEGINNING, BUSY, UNREAD, Entry, network_of
 from kvroute.gateway.http.connection_limits import IDLE as NO_REQUEST
@@ -23,6 +23,7 @@ from kvroute.gateway.http.request_parser import (
     Limits,
     RequestParser,
 )
+from kvroute.gateway.http.turn_writes import TurnTransport
 from kvroute.gateway.http.web_pages import WebPages
 from kvroute.gateway.openai_api.anthropic_errors import in_format_of
 from kvroute.gateway.openai_api.responses import error_body
@@ -92,7 +93,7 @@ class ClientConnection(asyncio.Protocol):
         self.deadline_s = NEVER_S
         self._server = server
         self._now: Callable[[], float] = asyncio.get_running_loop().time
-        self._transport: asyncio.Transport
+        self._transport: TurnTransport
         self._peer = self.address = ""
         self._reader = RequestParser(server.limits, server.pages)
         self._current: Exchange | None = None
@@ -150,7 +151,7 @@ class ClientConnection(asyncio.Protocol):
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
+        self._transport = TurnTransport(transport)
         peer = transport.get_extra_info("peername")
         self._peer = str(peer[0]) if peer else ""
         self.address = network_of(peer)

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.turn_writes import TurnTransport
 from kvroute.gateway.openai_api.anthropic_errors import in_format_of
 
 _CHUNKED, _UNTIL_CLOSE, _NO_BODY = -1, -2, -3
@@ -133,7 +134,7 @@ class Exchange:
         keep_alive: bool,
         received_s: float,
         peer: str,
-        transport: asyncio.Transport,
+        transport: TurnTransport,
         server: bytes,
         answered: Callable[[Exchange], None],
         released: Callable[[], None] | None = None,
@@ -256,10 +257,12 @@ class Exchange:
         if left >= 0:
             assert len(data) <= left, "the body is longer than its content-length"
             self._left = left - len(data)
-        if before:
-            self._transport.writelines((before, data))
-        else:
+        if not before:
             self._transport.write(data)
+        elif len(data) <= _COPY_MAX:
+            self._transport.write(before + data)
+        else:
+            self._transport.writelines((before, data))
 
     def write_chunk(self, chunk: bytes, data_bytes: int) -> None:
         """Send body bytes that have the framing of a chunk already, without another copy.
@@ -344,7 +347,7 @@ class Exchange:
         self.on_gone = self.on_pause = self.on_resume = self._released = None
 
 
-def _reset_on_close(transport: asyncio.Transport) -> None:
+def _reset_on_close(transport: TurnTransport) -> None:
     """Make the close a reset: the client cannot detect otherwise that a response without length is truncated."""
     sock = transport.get_extra_info("socket")
     if sock is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import httptools
 
 from kvroute.gateway.http.call import Call, Failure, Phase
 from kvroute.gateway.http.deadlines import NEVER_S
 from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.turn_writes import TurnTransport
 
 HEAD_BYTES_MAX = 256 * 1024
 """Maximum consecutive bytes without a byte of the body: the longest head, trailer section and chunk extension."""
@@ -19,11 +20,22 @@ HEAD_LINES_MAX = 256
 
 _EVENT_CHUNK_END = b"\n\n\r\n"
 """End of a chunk whose data ends with an empty line."""
-_SIZE_LINE_MAX = 10
-"""Longest size line that is compared, its line end included."""
-_SIZES = 2048
-_SIZE_LINES = tuple([b"%x\r\n" % size for size in range(_SIZES)])
-"""Size lines of the chunks of a stream, most of which are short."""
+_CHUNK_BYTES_MAX = 4096
+"""Longer chunks are parsed; those of a stream are short."""
+
+
+def _size_lines() -> list[bytes]:
+    """Return the size line of a chunk by the length of the whole chunk; a line that no data begins with where no chunk
+    has that length."""
+    lines = [b"\n"] * _CHUNK_BYTES_MAX
+    for data_bytes in range(_CHUNK_BYTES_MAX):
+        line = b"%x\r\n" % data_bytes
+        if (whole := len(line) + data_bytes + 2) < _CHUNK_BYTES_MAX:
+            lines[whole] = line
+    return lines
+
+
+_SIZE_LINES = _size_lines()
 _FRAMING = (b"content-length", b"transfer-encoding")
 _SPENT = httptools.HttpResponseParser(object())
 """A parser without callbacks."""
@@ -55,7 +67,7 @@ class UpstreamConnection(asyncio.Protocol):
     def __init__(self, owner: ConnectionOwner) -> None:
         self.deadline_s = NEVER_S
         self._owner = owner
-        self._transport: asyncio.Transport | None = None
+        self._transport: TurnTransport | None = None
         self._doomed = False
         self._served = False
         self._call: Call | None = None
@@ -140,7 +152,7 @@ class UpstreamConnection(asyncio.Protocol):
     # callbacks of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
+        self._transport = TurnTransport(transport)
         self._owner.opened(self)
         if self._doomed:
             self._transport.abort()
@@ -153,11 +165,11 @@ class UpstreamConnection(asyncio.Protocol):
         on_chunk = call.on_chunk
         if on_chunk is not None and self._between_chunks and data.endswith(_EVENT_CHUNK_END):
             # Without a call of the parser, if the data is exactly one chunk as the gateway itself would write it.
-            data_bytes = len(data) - data.find(b"\r\n", 0, _SIZE_LINE_MAX) - 4
-            if data.startswith(_SIZE_LINES[data_bytes] if data_bytes < _SIZES else b"%x\r\n" % data_bytes):
+            size = len(data)
+            if size < _CHUNK_BYTES_MAX and data.startswith(line := _SIZE_LINES[size]):
                 if not call.paused:
                     self.deadline_s = self._now() + call.idle_s  # first: the callback may pause or end the call
-                on_chunk(data, data_bytes)
+                on_chunk(data, size - len(line) - 2)
                 return
         error = self._feed(data)
         if self._status and not self._head_told:
