@@ -5,9 +5,10 @@ measure` measures them, the result goes into a cluster file, and one trace is se
 90 % of the rate that the simulator finds for this file. The simulator has the same trace with the same arrival times.
 The engines slow each other, because they share the memory and the caches of one machine. Therefore each is measured
 twice, while the other one is idle and while it is busy, and the simulated times are means of both, weighted by the
-simulated share of the time in which the other one computes. Gateway and client run on the core of the prefill server:
-its simulated times are those measured, divided by the share of the core that they leave, as the kernel counts their CPU
-time while the trace is sent. The remarks have the errors without each of these corrections.
+simulated share of the time in which the other one computes. Two corrections come from measurements of the machine, not
+of the result: the same prompts and decode batch are timed around the measurement and around each load, because the
+speed of a shared machine changes by the minute; and gateway and client take a share of the prefill server's core, as
+the kernel counts their CPU time. The remarks have the errors without the corrections.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tests.live.vllm.conftest import BIN, make_model
 from tests.live.vllm.timed_pair import (
     PROMPT_MEDIAN,
     STEP_TOKENS,
+    Probe,
     TimedPair,
     Times,
     Timing,
@@ -37,6 +39,7 @@ from tests.live.vllm.timed_pair import (
     capacity_per_s,
     cluster_text,
     gateway_of,
+    mean_probe,
     measured_link,
     measured_timing,
     on_core,
@@ -44,7 +47,7 @@ from tests.live.vllm.timed_pair import (
     played,
     predicted,
     prefer,
-    slower,
+    scaled,
     trace_of,
 )
 
@@ -67,8 +70,8 @@ class Load:
     trace: Trace
     measured: Times
     simulated: Times
-    whole_core: Times
-    """Simulated as if gateway and client took nothing from the prefill server's core."""
+    uncorrected: Times
+    """Simulated with the times as they were measured before the load."""
     without: Times
     """Simulated without `scheduler` in the timing: one prompt after the other, and no time besides steps."""
     alone: Times
@@ -77,6 +80,8 @@ class Load:
     """Simulated with the times of each server while the other one was busy."""
     taken: float
     """Share of a core that gateway and client took."""
+    drift: Probe
+    """Times of the same work around this load, divided by those around the measurement of the timing."""
     others: float
     """Cores that other programs used."""
 
@@ -116,7 +121,9 @@ def measured_loads(requests: int, loads: Sequence[float], seed: int, nice: int) 
         raise Failed("vLLM is not installed: run `make vllm`")
     with tempfile.TemporaryDirectory() as name, _pair(Path(name), nice) as pair:
         options = ["--max-prompt-tokens", "1536", "--max-batch", "16", "--step-tokens", str(STEP_TOKENS)]
+        probes = [Probe.of(pair)]
         timings = [measured_timing(pair, *options, both_busy=both_busy) for both_busy in (False, True)]
+        probes.append(Probe.of(pair))
         with busy(pair.decode, 6, 64, 200), busy(pair.prefill, 1, PROMPT_MEDIAN, 1):
             link = measured_link(pair)
         file = partial(cluster_text, pair, link=link)
@@ -127,7 +134,7 @@ def measured_loads(requests: int, loads: Sequence[float], seed: int, nice: int) 
             for index, share in enumerate(loads):
                 trace = trace_of(requests, share * capacity, seed)
                 expected = partial(predictions, file, idle, loaded, trace)
-                found.append(_load(pair, url, expected, share, trace, seed + 10_000 * (index + 1)))
+                found.append(_load(pair, url, expected, share, trace, seed + 10_000 * (index + 1), mean_probe(probes)))
     rate = f"{link.bytes_per_s / 1e9:.3g} GB/s and {link.latency_s * 1e3:.3g} ms"
     head = f"KV transfers: {rate}; simulated capacity {capacity:.3g} requests/s"
     names = ("other server idle", "other server busy")
@@ -144,7 +151,7 @@ def _pair(folder: Path, nice: int) -> Iterator[TimedPair]:
 
 
 def predictions(
-    file: Callable[[Timing], str], idle: Timing, loaded: Timing, trace: Trace, taken: float
+    file: Callable[[Timing], str], idle: Timing, loaded: Timing, trace: Trace, prefill: float, decode: float
 ) -> dict[str, Times]:
     """Return the simulated times of a trace with several timings, by the fields of `Load`.
 
@@ -153,33 +160,41 @@ def predictions(
         idle: timing of each server while the other one was idle.
         loaded: timing of each server while the other one was busy.
         trace: the requests.
-        taken: share of the prefill server's core that other processes take.
+        prefill: factor of the times of the prefill server while the trace was sent.
+        decode: the same of the decode server.
     """
-    idle, loaded, whole_idle, whole_loaded = slower(idle, taken), slower(loaded, taken), idle, loaded
+    as_measured = _simulated(file, idle, loaded, trace)
+    corrected = _simulated(file, scaled(idle, prefill, decode), scaled(loaded, prefill, decode), trace)
+    return {**corrected, "uncorrected": as_measured["simulated"]}
+
+
+def _simulated(file: Callable[[Timing], str], idle: Timing, loaded: Timing, trace: Trace) -> dict[str, Times]:
     alone, slowed = (predicted(file(timing), trace) for timing in (idle, loaded))
     mixed = between(idle, loaded, slowed.busy_shares)
-    whole = between(whole_idle, whole_loaded, slowed.busy_shares)
     plain = {part: value for part, value in mixed.items() if part != "scheduler"}
-    simulated, without, whole_core = (predicted(file(timing), trace) for timing in (mixed, plain, whole))
-    return {
-        "simulated": simulated,
-        "whole_core": whole_core,
-        "without": without,
-        "alone": alone,
-        "slowed": slowed,
-    }
+    simulated, without = (predicted(file(timing), trace) for timing in (mixed, plain))
+    return {"simulated": simulated, "without": without, "alone": alone, "slowed": slowed}
 
 
 def _load(
-    pair: TimedPair, url: str, expected: Callable[[float], dict[str, Times]], share: float, trace: Trace, seed: int
+    pair: TimedPair,
+    url: str,
+    expected: Callable[[float, float], dict[str, Times]],
+    share: float,
+    trace: Trace,
+    seed: int,
+    reference: Probe,
 ) -> Load:
-    sessions = [server.process.pid for server in pair.servers]
+    sessions, first = [server.process.pid for server in pair.servers], Probe.of(pair)
     before, began_s = Processes.now(sessions), time.monotonic()
     measured = played(url, trace, seed)
     after, seconds = Processes.now(sessions), time.monotonic() - began_s
+    now = mean_probe([first, Probe.of(pair)])
+    drift = Probe(now.prefill_s / reference.prefill_s, now.decode_s / reference.decode_s)
     own_s, servers_s = after.own_s - before.own_s, after.servers_s - before.servers_s
     others, taken = (after.all_s - before.all_s - own_s - servers_s) / seconds, own_s / seconds
-    return Load(share, trace, measured, **expected(taken), taken=taken, others=others)
+    found = expected(drift.prefill_s / (1 - taken), drift.decode_s)
+    return Load(share, trace, measured, **found, taken=taken, drift=drift, others=others)
 
 
 def rows(found: Sequence[Load]) -> list[Row]:
@@ -233,7 +248,7 @@ def _distribution(what: str, load: Load, of: Callable[[Times], FloatArray]) -> s
         return f"median {shift:+.1%}, each request {middle:.1%} (median) and {high:.1%} (p95)"
 
     rest = {
-        "with a whole core": load.whole_core,
+        "as measured before": load.uncorrected,
         "without `scheduler`": load.without,
         "other server idle": load.alone,
         "other server busy": load.slowed,
@@ -241,7 +256,8 @@ def _distribution(what: str, load: Load, of: Callable[[Times], FloatArray]) -> s
     return (
         f"{what} at {load.share:.0%}: simulated {off(load.simulated)}; "
         + "; ".join(f"{name}: {off(times)}" for name, times in rest.items())
-        + f"; gateway and client used {load.taken:.2f} of a core, other programs {load.others:.2f}; "
+        + f"; the same work took {load.drift.prefill_s:.2f} (prefill) and {load.drift.decode_s:.2f} times (decode) as "
+        f"long as before; gateway and client used {load.taken:.2f} of a core, other programs {load.others:.2f}; "
         f"the client was at most {load.measured.worst_late_s * 1e3:.0f} ms late"
     )
 

@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -63,6 +64,38 @@ class Link:
 
     latency_s: float
     bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Seconds that the same work takes at one time: the speed of a machine that others share changes by the minute."""
+
+    prefill_s: float
+    decode_s: float
+
+    @classmethod
+    def of(cls, pair: TimedPair) -> Probe:
+        """Take the time of some prompts, one after the other, and of a decode batch, on idle servers."""
+
+        def posted(server: Server, prompt_tokens: int, output_tokens: int) -> float:
+            ids = prompt(prompt_tokens, seed=random.getrandbits(40))
+            body = {"model": "tiny", "prompt": ids, "max_tokens": output_tokens, "ignore_eos": True}
+            began_s = time.monotonic()
+            server.post("/v1/completions", body)
+            return time.monotonic() - began_s
+
+        lengths = {tokens: [posted(pair.prefill, tokens, 1) for _ in range(5)] for tokens in (64, 256, 1024)}
+        batches = []
+        with ThreadPoolExecutor(8) as threads:
+            for _ in range(3):
+                batch = [threads.submit(posted, pair.decode, 64, 48) for _ in range(8)]
+                batches.append(max(each.result() for each in batch))
+        return cls(sum(float(np.median(each)) for each in lengths.values()), float(np.median(batches)))
+
+
+def mean_probe(probes: Sequence[Probe]) -> Probe:
+    """Return the means."""
+    return Probe(*(float(np.mean([getattr(each, name) for each in probes])) for name in ("prefill_s", "decode_s")))
 
 
 @dataclass(frozen=True)
@@ -297,24 +330,26 @@ def between(idle: Timing, loaded: Timing, shares: tuple[float, float]) -> Timing
     }
 
 
-def slower(timing: Timing, taken: float) -> Timing:
-    """Return the timing of a prefill server that has only a part of its core.
+def scaled(timing: Timing, prefill: float, decode: float) -> Timing:
+    """Return a timing whose times of the prefill and of the decode server are multiplied by these factors."""
 
-    Args:
-        timing: measured with the whole core.
-        taken: share of the core that other processes take, from 0 to below 1.
-    """
+    def times(part: Mapping[str, Any], factor: float) -> dict[str, Any]:
+        return {name: _times(value, factor) for name, value in part.items()}
 
-    def stretched(value: Any) -> Any:
-        if not isinstance(value, str) or " " not in value:
-            return value
-        return f"{duration_s(value) / (1 - taken) * 1e6:.9g} us"
-
-    scheduler = {
-        name: value if name == "decode_request" else stretched(value) for name, value in timing["scheduler"].items()
+    scheduler = times(timing["scheduler"], prefill)
+    scheduler["decode_request"] = _times(timing["scheduler"]["decode_request"], decode)
+    return {
+        "prefill": times(timing["prefill"], prefill),
+        "decode": times(timing["decode"], decode),
+        "scheduler": scheduler,
     }
-    prefill = {name: stretched(value) for name, value in timing["prefill"].items()}
-    return {**timing, "prefill": prefill, "scheduler": scheduler}
+
+
+def _times(value: Any, factor: float) -> Any:
+    """Multiply a duration; other values are kept."""
+    if not isinstance(value, str) or " " not in value:
+        return value
+    return f"{duration_s(value) * factor * 1e6:.9g} us"
 
 
 def _mean(one: Any, other: Any, share: float) -> Any:
