@@ -35,6 +35,16 @@ def test_a_wrong_value_is_reported_with_its_line(section: str, what: str, hint: 
     assert "test.yaml:" in text
 
 
+def test_a_class_with_a_fault_is_not_reported_as_missing() -> None:
+    """One fault gives one error."""
+    section = KEY % "alice: fast" + "  classes: {fast: {priority: high}}\n"
+    with pytest.raises(InputErrors) as raised:
+        deployment_of(CLUSTER + section, "test.yaml", embedded=True)
+    text = str(raised.value)
+    assert "priority" in text
+    assert "there is no class" not in text
+
+
 def test_predictions_are_made_only_with_classes_or_a_fair_queue() -> None:
     """Without them a decision costs what it did."""
 

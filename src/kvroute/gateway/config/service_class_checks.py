@@ -17,7 +17,8 @@ def service_class_faults(settings: GatewaySettings, keys: Collection[str], lines
         if key not in keys:
             hint = nearest(key, sorted(keys)) or "there are no keys: add `file` or `known`"
             yield lines.error(f"there is no key {key!r}", place, hint)
-        if name not in settings.classes and name != DEFAULT_CLASS:
+        known = name in settings.classes or name == DEFAULT_CLASS
+        if not known and lines.sure(SECTION, "classes", name, whole=True):  # otherwise the class itself has a fault
             hint = nearest(name, sorted(settings.classes)) or f"add it: `classes: {{{name}: {{...}}}}`"
             yield lines.error(f"there is no class {name!r}", place, hint)
     for name, found in settings.classes.items():
