@@ -195,6 +195,21 @@ def test_batches_and_memory_stay_within_limits(
         assert most <= instance.kv_capacity_bytes * (1 + 1e-9)
 
 
+def test_a_request_that_stays_on_a_busy_prefill_instance_waits_for_a_slot() -> None:
+    """The end of its prompt gives the first token. It is admitted when a slot is free, as the batch limit demands."""
+    requests = tuple(TracedRequest(0.1 * (number // 4), 3_000, 50, (), 512) for number in range(12))
+    run = simulate(
+        cluster(batch_max=1), Trace("stay", requests), ControlSpec(decode="foresight-joint"), SimSettings(), seed=3
+    )
+    rows = run.outcomes
+    assert ((rows.source == rows.target) & (rows.admitted_s > rows.first_token_s)).any()
+    for index in range(6):
+        mine = rows.target == index
+        assert _most_at_once(rows.admitted_s[mine], rows.finished_s[mine], np.ones(int(mine.sum()))) <= 1
+    parts = run.summary.ttft_parts_s
+    assert min(parts.prefill_wait, parts.prefill, parts.transfer, parts.queue, parts.first_step) >= 0.0
+
+
 def _most_at_once(begin_s: np.ndarray, end_s: np.ndarray, amount: np.ndarray) -> float:
     """Return the largest sum of `amount` over intervals [begin, end); a missing end counts as infinite."""
     end_s = np.where(np.isnan(end_s), np.inf, end_s)

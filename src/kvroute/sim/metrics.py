@@ -290,7 +290,7 @@ def _parts(outcomes: Outcomes, first: npt.NDArray[np.bool_]) -> TtftParts:
         outcomes.prefill_started_s,
         outcomes.prefill_finished_s,
         outcomes.landed_s,
-        outcomes.admitted_s,
+        np.fmin(outcomes.admitted_s, outcomes.first_token_s),  # the end of a prompt may give the first token
         outcomes.first_token_s,
     )
     means = [float((later - earlier)[first].mean()) for earlier, later in pairwise(marks)]

@@ -415,7 +415,7 @@ class RequestTimelines:
         if self._delivery.cached(request):
             self._router.stored(source, self._delivery.cached(request), evicted)
         self._router.give_back(source)
-        self._outcomes.first_token_s[request] = self._outcomes.admitted_s[request] = now
+        self._outcomes.first_token_s[request] = now
         decode = self._fleet.decode[source]
         wake_s = decode.transfer_done(now, request, traced.input_tokens + 1, traced.output_tokens - 1)
         self._plan_step(source, wake_s)
@@ -551,7 +551,7 @@ class RequestTimelines:
             self._finish(request, self._fleet.free_bytes(target))
             self._router.give_back(target)
         for request in step.admitted:
-            if math.isnan(outcomes.first_token_s[request]):
+            if math.isnan(outcomes.first_token_s[request]) or math.isnan(outcomes.admitted_s[request]):
                 outcomes.admitted_s[request] = now
             self._router.handle(Admitted(now, request))
         for request in step.pulls:

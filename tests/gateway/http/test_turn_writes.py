@@ -88,6 +88,7 @@ def test_writes_wait_for_the_end_of_the_turn_and_keep_their_order() -> None:
         (TurnTransport.abort, ["abort"]),
         (TurnTransport.write_eof, ["eof"]),
         (lambda transport: transport.write(LARGE), [LARGE]),
+        (lambda transport: transport.write_now(b"2"), [b"2"]),
         (lambda transport: transport.writelines((b"a", LARGE)), [b"a", LARGE]),
     ],
 )

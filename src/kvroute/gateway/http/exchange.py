@@ -272,7 +272,7 @@ class Exchange:
             data_bytes: size of the data.
         """
         if self._left == _CHUNKED and not self._unwritten and not self.gone and not self.finished:
-            self._transport.write(chunk)
+            self._transport.write_now(chunk)
         else:
             self.write(chunk[-2 - data_bytes : -2])
 

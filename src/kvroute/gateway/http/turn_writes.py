@@ -90,6 +90,10 @@ class TurnTransport:
         if len(waiting) in (1, _WAITING_MAX):
             self._writes.full_or_new()
 
+    def write_now(self, data: bytes) -> None:
+        """Send bytes of a stream at once: its chunks are spread over time, so that waiting would only delay them."""
+        self._flushed().write(data)
+
     def writelines(self, parts: Iterable[bytes]) -> None:
         """Send long parts at once, without joining them."""
         self._flushed().writelines(parts)
