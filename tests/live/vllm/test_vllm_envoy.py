@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 BLOCK_BYTES = 4 * LAYER_BYTES
-ABORTED = extent(300, short=100)
+ABORTED = extent(300, short=60)
 """Number of requests whose clients leave."""
 CONTEXT_TOKENS = 4_000
 """Length of a request that leaves early, in tokens with its output: a short prompt decodes for many seconds."""
