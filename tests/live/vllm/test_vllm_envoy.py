@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +34,7 @@ from tests.live.vllm.gateway_rig import (
     token_ids,
     until,
 )
-from tests.live.vllm.test_vllm_abandoned import CLIENTS, EXPIRED, ask, strand_one
+from tests.live.vllm.test_vllm_abandoned import EXPIRED, leave_at_any_time, nothing_has_expired
 from tests.live.vllm.test_vllm_pair import complete, params_for, pulled
 
 if TYPE_CHECKING:
@@ -238,27 +236,11 @@ def test_a_client_that_leaves_frees_the_picker_and_the_engines(pair: Pair, front
 
 
 def test_many_clients_that_leave_strand_no_kv(pair: Pair, front: Gateway) -> None:
-    """They leave at any time: during the prefill, the transfer or the stream. One KV cache is stranded afterwards on
-    purpose: once it has expired, any other one would have, too."""
-    draw = random.Random(5)
-    started = time.monotonic()
-    assert all(ask(front, ABORTED + number, 120.0) for number in range(5))
-    whole_s = (time.monotonic() - started) / 5
-    expired, gone = pair.prefill.metric(EXPIRED), front.metric("kvroute_client_disconnects_total")
-    leaves_s = [draw.uniform(0.0, CLIENTS * whole_s) for _ in range(ABORTED)]
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        list(pool.map(lambda number: ask(front, number, leaves_s[number]), range(ABORTED)))
+    """They leave during the prefill, the transfer or the response."""
+    expired = pair.prefill.metric(EXPIRED)
+    assert leave_at_any_time(front, ABORTED, seed=5) > ABORTED / 4
     until(lambda: booked(front) == 0)
-    left = front.metric("kvroute_client_disconnects_total") - gone
-    assert left > ABORTED / 4
-    strand_one(pair)
-
-    def another_has_expired() -> bool:
-        complete(pair.prefill, prompt(8, seed=2), 1)  # an idle engine does not check its time limits
-        return pair.prefill.metric(EXPIRED) > expired
-
-    until(another_has_expired)
-    assert pair.prefill.metric(EXPIRED) == expired + 1
+    nothing_has_expired(pair, expired)
 
 
 def booked(front: Gateway) -> float:

@@ -24,13 +24,9 @@ class TurnWrites:
     def __init__(self) -> None:
         self.waiting: list[tuple[asyncio.Transport, bytes]] = []
 
-    def full_or_new(self) -> None:
-        """Arrange that the writes are sent; call it if the one that was just added is the first or the last that may
-        wait."""
-        if len(self.waiting) > 1:
-            self.flush()
-        else:
-            asyncio.get_running_loop().call_soon(self.flush)
+    def schedule(self) -> None:
+        """Send what waits at the end of this turn; call it for the first write that waits."""
+        asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
         """Send what waits, except to transports that are being closed."""
@@ -87,8 +83,10 @@ class TurnTransport:
             return
         waiting = self._waiting
         waiting.append((self._own, data))
-        if len(waiting) in (1, _WAITING_MAX):
-            self._writes.full_or_new()
+        if len(waiting) == 1:
+            self._writes.schedule()
+        elif len(waiting) == _WAITING_MAX:
+            self._writes.flush()
 
     def write_now(self, data: bytes) -> None:
         """Send bytes of a stream at once: its chunks are spread over time, so that waiting would only delay them."""

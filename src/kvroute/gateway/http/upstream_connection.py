@@ -20,22 +20,11 @@ HEAD_LINES_MAX = 256
 
 _EVENT_CHUNK_END = b"\n\n\r\n"
 """End of a chunk whose data ends with an empty line."""
-_CHUNK_BYTES_MAX = 4096
-"""Longer chunks are parsed; those of a stream are short."""
-
-
-def _size_lines() -> list[bytes]:
-    """Return the size line of a chunk by the length of the whole chunk; a line that no data begins with where no chunk
-    has that length."""
-    lines = [b"\n"] * _CHUNK_BYTES_MAX
-    for data_bytes in range(_CHUNK_BYTES_MAX):
-        line = b"%x\r\n" % data_bytes
-        if (whole := len(line) + data_bytes + 2) < _CHUNK_BYTES_MAX:
-            lines[whole] = line
-    return lines
-
-
-_SIZE_LINES = _size_lines()
+_SIZE_LINE_MAX = 10
+"""Longest size line that is compared, its line end included."""
+_SIZES = 2048
+_SIZE_LINES = tuple([b"%x\r\n" % size for size in range(_SIZES)])
+"""Size lines of the chunks of a stream, most of which are short."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 _SPENT = httptools.HttpResponseParser(object())
 """A parser without callbacks."""
@@ -165,11 +154,11 @@ class UpstreamConnection(asyncio.Protocol):
         on_chunk = call.on_chunk
         if on_chunk is not None and self._between_chunks and data.endswith(_EVENT_CHUNK_END):
             # Without a call of the parser, if the data is exactly one chunk as the gateway itself would write it.
-            size = len(data)
-            if size < _CHUNK_BYTES_MAX and data.startswith(line := _SIZE_LINES[size]):
+            data_bytes = len(data) - data.find(b"\r\n", 0, _SIZE_LINE_MAX) - 4
+            if data.startswith(_SIZE_LINES[data_bytes] if data_bytes < _SIZES else b"%x\r\n" % data_bytes):
                 if not call.paused:
                     self.deadline_s = self._now() + call.idle_s  # first: the callback may pause or end the call
-                on_chunk(data, size - len(line) - 2)
+                on_chunk(data, data_bytes)
                 return
         error = self._feed(data)
         if self._status and not self._head_told:

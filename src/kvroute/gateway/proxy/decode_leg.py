@@ -73,15 +73,14 @@ class DecodeLeg(Leg):
         "_expected_end",
         "_format",
         "_held",
-        "_last_chunk",
         "_number",
         "_preamble",
         "_prefill",
-        "_tokens",
         "_torn",
         "aggregated",
         "decision",
         "early",
+        "events",
         "expected",
         "first",
         "owner",
@@ -111,13 +110,11 @@ class DecodeLeg(Leg):
         event without its end."""
         self.transfer_started_at = now
         self._expected_end: ExpectedEnd | None = None
-        self._tokens = self._number = 0
-        """`_tokens`: events with a token, and the last chunk if it is the end of the stream; `_number`: of the next
-        event, in the format that has numbers."""
+        self.events = self._number = 0
+        """`events`: with a token; `_number`: of the next event, in the format that has numbers."""
         self._format = STREAMS[state.completion.kind]
-        self._held = self._preamble = self._last_chunk = b""
-        """Beginning of an event whose end has not arrived yet; events before the first token; the last chunk that was
-        relayed as it was received, in formats without numbers."""
+        self._held = self._preamble = b""
+        """Beginning of an event whose end has not arrived yet; events before the first token."""
 
     def begin(self, now: float) -> None:
         """Send the leg.
@@ -229,7 +226,7 @@ class DecodeLeg(Leg):
             data = self._recorded(data, self.state.record)
             if not self.open:
                 return
-        self._tokens += self._format.tokens(data)
+        self.events += self._format.tokens(data)
         if self._format.preamble:
             self._number += data.count(_EVENT_DATA)
         self.size += len(data)
@@ -252,8 +249,7 @@ class DecodeLeg(Leg):
             self.on_body(chunk[-2 - data_bytes : -2])
             return
         try:
-            self._tokens += chunk.count(_EVENT_DATA)
-            self._last_chunk = chunk
+            self.events += chunk.count(_EVENT_DATA) - chunk.endswith(DONE_CHUNK)
             self.size += data_bytes
             self.state.exchange.write_chunk(chunk, data_bytes)
         except Exception as error:
@@ -265,7 +261,7 @@ class DecodeLeg(Leg):
             self.on_body(chunk[-2 - data_bytes : -2])
             return
         try:
-            self._tokens += self._format.tokens_in_chunk(chunk)
+            self.events += self._format.tokens_in_chunk(chunk)
             self._number += chunk.count(_EVENT_DATA)
             self.size += data_bytes
             self.state.exchange.write_chunk(chunk, data_bytes)
@@ -391,11 +387,6 @@ class DecodeLeg(Leg):
         if failure.sent:
             self.state.runtime.engines[self.decision.source].forget_engine_id()
         super().failed(failure, now)
-
-    @property
-    def events(self) -> int:
-        """Relayed events with a token."""
-        return self._tokens - self._last_chunk.endswith(DONE_CHUNK)
 
     @property
     def final(self) -> bool:
