@@ -30,6 +30,7 @@ class Printer(logging.Handler):
 
 def main() -> None:
     """Register a KV cache and shut down, for each file."""
+    amx.log.setLevel(logging.INFO)
     amx.log.addHandler(Printer())
     for file in sys.argv[1:]:
         print("registering")  # noqa: T201
