@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from kvroute.connector.authentication import session
-from kvroute.connector.blocks import ByteArray, HostRegion, Layout
+from kvroute.connector.blocks import ByteArray, Extent, HostRegion, Layout
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.client import Client, Result
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
+from kvroute.connector.remote_memory import SharedMemory
 from kvroute.connector.server import Server
 from kvroute.connector.transfer_lanes import Transfer
 from kvroute.connector.wire import VERSION, Challenge, Hello, Welcome
@@ -51,6 +52,11 @@ class FencedRegion:
         self._region, self._passed = region, passed
         self.block_bytes, self.chunk_bytes_max = region.block_bytes, region.chunk_bytes_max
 
+    @property
+    def extent(self) -> Extent:
+        """Place of the blocks."""
+        return self._region.extent
+
     def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
         """Return the bytes in place."""
         assert self._passed, "read before the fence"
@@ -80,13 +86,18 @@ class Clock:
 
 @contextmanager
 def ends(
-    source: Cache, target: Cache, server: Options = TOKEN, client: Options = TOKEN, **arguments: Any
+    source: Cache,
+    target: Cache,
+    server: Options = TOKEN,
+    client: Options = TOKEN,
+    reads_into: SharedMemory | None = None,
+    **arguments: Any,
 ) -> Iterator[tuple[Server, Client, Peer]]:
     """Run a server and a client and close them at the end; check that no thread and no file descriptor of them is
-    left."""
+    left. Args: `reads_into`: the client's memory; `arguments` of the server."""
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     serving = Server(source.regions, source.layout, server, environ={}, **arguments)
-    pulling = Client(target.regions, target.layout, client, environ={})
+    pulling = Client(target.regions, target.layout, client, environ={}, memory=reads_into)
     try:
         yield serving, pulling, Peer(*serving.address, "prefill0")
     finally:

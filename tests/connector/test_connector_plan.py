@@ -23,6 +23,7 @@ from kvroute.connector.stats import (
     count_early,
     count_failure,
     count_link,
+    count_nixl,
     count_transfer,
     is_empty,
     link,
@@ -519,7 +520,9 @@ def test_options_have_the_documented_meaning() -> None:
 
 COUNTS = st.lists(
     st.tuples(
-        st.sampled_from(["p0", "p1"]), st.sampled_from(["", "early", "link", "reset", "checksum"]), st.integers(1, 1000)
+        st.sampled_from(["p0", "p1"]),
+        st.sampled_from(["", "early", "nixl", "link", "reset", "checksum"]),
+        st.integers(1, 1000),
     ),
     max_size=8,
 )
@@ -538,13 +541,14 @@ def test_counts_add_up_for_any_grouping(parts: list[list[tuple[str, str, int]]])
         add(total, counts)
     assert total == single
     reported = summary(total)
-    each = {kind: [n for part in parts for _, one, n in part if one == kind] for kind in ("", "early", "link")}
+    each = {kind: [n for part in parts for _, one, n in part if one == kind] for kind in ("", "early", "nixl", "link")}
     assert (reported["transfers"], reported["bytes"], reported["bytes_per_s"]) == (
         len(each[""]),
         sum(each[""]),
         8 if each[""] else 0,
     )
     assert reported["early"] == len(each["early"])
+    assert sum(total["nixl_bytes"].values()) == sum(each["nixl"])
     assert (reported["sent_bytes"], reported["sent_again_bytes"]) == (
         sum(each["link"]),
         sum(n // 2 for n in each["link"]),
@@ -559,6 +563,8 @@ def count(counts: Counts, source: str, kind: str, nbytes: int) -> None:
             count_transfer(counts, source, nbytes, nbytes / 8)
         case "early":
             count_early(counts, source, nbytes)
+        case "nixl":
+            count_nixl(counts, source, nbytes)
         case "link":
             sent = Sent(nbytes=nbytes, segments=2, again_bytes=nbytes // 2, again_segments=1)
             count_link(counts, source, nbytes % 2, sent, Gauges(connections=nbytes % 3, rtt_s=nbytes / 1e3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,6 +27,21 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
 
+class Extent(msgspec.Struct, frozen=True, kw_only=True):
+    """Place of a region in memory, for hardware that reads it by address."""
+
+    address: int
+    """Address of block 0."""
+    stride_bytes: int
+    nbytes: int
+    """Bytes from the start of block 0 to the end of the last block."""
+    blocks: int
+    device: int = 0
+    """Number of the GPU; 0 for host memory."""
+    kind: Literal["DRAM", "VRAM"] = "DRAM"
+    """Host or device memory, by NIXL's names."""
+
+
 class Region(Protocol):
     """One layer's part of the KV cache, as blocks."""
 
@@ -38,6 +53,11 @@ class Region(Protocol):
     @property
     def chunk_bytes_max(self) -> int:
         """Largest number of bytes that are sent and received at a time."""
+        ...
+
+    @property
+    def extent(self) -> Extent:
+        """Place of the blocks in memory."""
         ...
 
     def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
@@ -78,6 +98,13 @@ class HostRegion:
     def chunk_bytes_max(self) -> int:
         """1 MiB: nothing is copied, so larger chunks would save headers only."""
         return 1 << 20
+
+    @property
+    def extent(self) -> Extent:
+        """Place of the blocks in host memory."""
+        address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
+        nbytes = (self.blocks - 1) * self.stride_bytes + self.block_bytes
+        return Extent(address=address, stride_bytes=self.stride_bytes, nbytes=nbytes, blocks=self.blocks)
 
     def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
         """Return views into the cache itself. Adjacent blocks are joined."""

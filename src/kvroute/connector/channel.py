@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -109,6 +110,12 @@ class FramedSocket:
         if not isinstance(message, kind):
             raise WireError("malformed", f"{type(message).__name__} instead of {kind.__name__}")
         return message
+
+    def readable(self) -> bool:
+        """Return whether the peer has sent something, or has disconnected."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def receive_into(self, views: Iterable[memoryview]) -> None:
         """Fill `views`, one after the other."""

@@ -19,6 +19,7 @@ from kvroute.connector.authentication import fresh_nonce
 from kvroute.connector.blocks import Layout, Region
 from kvroute.connector.options import Options
 from kvroute.connector.pool import ConnectionPool, Peer
+from kvroute.connector.remote_memory import SharedMemory
 from kvroute.connector.transfer_lanes import Progress, Transfer, TransferLane
 from kvroute.connector.wire import Release, Released
 
@@ -36,6 +37,8 @@ class Result:
     nbytes: int
     seconds: float
     failure: str = ""
+    nixl_bytes: int = 0
+    """Part of `nbytes` that was read from the peer's memory."""
 
 
 class Client:
@@ -49,9 +52,12 @@ class Client:
         *,
         clock: Callable[[], float] = time.monotonic,
         environ: Mapping[str, str] | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
+        """Args: `memory`: the regions, into which peers' blocks are read by NIXL; None: TCP only."""
         self._regions, self._options, self._clock = regions, options, clock
-        self._pool = ConnectionPool(layout, options, options.secret() if environ is None else options.secret(environ))
+        token = options.secret() if environ is None else options.secret(environ)
+        self._pool = ConnectionPool(layout, options, token, memory)
         self._lock = threading.Lock()
         self._running: dict[str, Progress] = {}
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
@@ -109,7 +115,8 @@ class Client:
             progress.lanes_left += len(fresh)
         wide = self._connections(progress.transfer)
         for number in fresh:
-            lane = TransferLane(number, progress, self._pool, lambda: self._widen(progress, wide))
+            beat_s = self._options.timeout_s / 4
+            lane = TransferLane(number, progress, self._pool, lambda: self._widen(progress, wide), beat_s)
             try:
                 self._threads.submit(self._run, progress, lane)
             except RuntimeError:  # closed in the meantime
@@ -136,7 +143,7 @@ class Client:
         with self._lock:
             if self._running.get(transfer.request_id) is progress:
                 del self._running[transfer.request_id]
-        self._results.put(Result(transfer, progress.nbytes, seconds, failure))
+        self._results.put(Result(transfer, progress.nbytes, seconds, failure, progress.nixl_bytes))
         with progress.lock:
             progress.ended = True
             progress.lock.notify_all()

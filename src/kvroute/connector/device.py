@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from kvroute.connector.blocks import Fence, HostRegion, Region
+from kvroute.connector.blocks import Extent, Fence, HostRegion, Region
 from kvroute.types import InputError
 
 try:
@@ -32,6 +32,20 @@ class StagedRegion:
         self.block_bytes = int(bytes_by_block.shape[1])
         self.chunk_bytes_max = 16 << 20
         """Each copy costs a fixed time: on an H100, transfers are 2.8 times as fast as with chunks of 1 MiB."""
+
+    @property
+    def extent(self) -> Extent:
+        """Place of the blocks on the device."""
+        blocks, stride_bytes = int(self._tensor.shape[0]), int(self._tensor.stride(0))
+        device = self._tensor.device
+        return Extent(
+            address=int(self._tensor.data_ptr()),
+            stride_bytes=stride_bytes,
+            nbytes=(blocks - 1) * stride_bytes + self.block_bytes,
+            blocks=blocks,
+            device=device.index or 0,
+            kind="DRAM" if device.type == "cpu" else "VRAM",
+        )
 
     def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
         """Return a copy in host memory. The device must have finished writing the blocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvroute.connector.chunk_scheduler import Chunk
@@ -35,6 +36,15 @@ def corrupt(path: Path, piece: Chunk, views: list[memoryview], ending: threading
             if ending.is_set():
                 raise WireError("reset", "closed")
     return views
+
+
+def misplaced(path: Path, piece: Chunk, blocks: Sequence[int]) -> list[int]:
+    """Apply the fault `corrupt` to a read from memory: return the numbers of other blocks."""
+    match fault_of(path.read_text(encoding="utf-8")) if path.exists() else None:
+        case ("corrupt", region, block) if region == piece.region:
+            struck = range(piece.count) if block is None else [block - piece.first]
+            return [number ^ 1 if at in struck else number for at, number in enumerate(blocks)]
+    return list(blocks)
 
 
 def _damaged(data: bytes, count: int, struck: range | list[int]) -> bytes:

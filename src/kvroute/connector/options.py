@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -30,6 +30,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Rank r of data-parallel replica d listens on `port + d * tp + r`; 0: the system chooses."""
     advertised_host: str = ""
     """Address that decode instances receive; empty: `host`, or this machine's own address if `host` is a wildcard."""
+    data_plane: Literal["tcp", "nixl"] = "tcp"
+    """`nixl`: KV bytes are read from the peer's memory by NIXL if the peer has it too, otherwise sent over TCP."""
     connections: Annotated[int, msgspec.Meta(ge=1, le=CONNECTIONS_MAX)] = 4
     """Maximum number of TCP connections of one transfer. Each chunk goes to a connection that has room."""
     congestion_control: str = ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +13,10 @@ from kvroute.connector.blocks import Layout
 from kvroute.connector.channel import FramedSocket, probed, tune
 from kvroute.connector.handshake import greet
 from kvroute.connector.options import KV_CLASS, STORAGE_CLASS, Options
-from kvroute.connector.wire import Message, Request, WireError
+from kvroute.connector.remote_memory import RemoteMemory, SharedMemory
+from kvroute.connector.wire import Attach, Attached, Message, Request, WireError
 
+log = logging.getLogger(__name__)
 IDLE_MAX = 64
 """Maximum number of idle connections to one peer."""
 
@@ -38,11 +42,19 @@ def buffer_peer(address: str) -> Peer:
     return Peer(host.strip("[]"), int(port), f"buffer {address}", STORAGE_CLASS)
 
 
+TCP_S = 60.0
+"""Time for which a peer's KV is transferred over TCP after NIXL has failed, in seconds."""
+
+
 class ConnectionPool:
     """Every connection belongs to one thread or is idle. `close` aborts all of them."""
 
-    def __init__(self, layout: Layout, options: Options, token: str) -> None:
-        self._layout, self._options, self._token = layout, options, token
+    def __init__(self, layout: Layout, options: Options, token: str, memory: SharedMemory | None = None) -> None:
+        """Args: `memory`: the local KV cache, into which peers' blocks are read by NIXL; None: TCP only."""
+        self._layout, self._options, self._token, self._memory = layout, options, token, memory
+        self._remote: dict[FramedSocket, RemoteMemory] = {}
+        self._tcp_until: dict[Peer, float] = {}
+        """Peers whose KV is transferred over TCP, and until when, on the clock `time.monotonic`."""
         self._idle: dict[Peer, list[FramedSocket]] = {}
         self._open: set[FramedSocket] = set()
         self._lock = threading.Lock()
@@ -70,6 +82,18 @@ class ConnectionPool:
             self.drop(channel)
             raise
 
+    def remote_memory(self, channel: FramedSocket) -> RemoteMemory | None:
+        """Return the peer's memory from which the parts on this connection are read; None: their bytes follow them."""
+        return self._remote.get(channel)
+
+    def use_tcp(self, peer: Peer, why: object) -> None:
+        """Transfer the KV of a peer over TCP for a while."""
+        with self._lock:
+            known = self._avoids_nixl(peer)
+            self._tcp_until[peer] = time.monotonic() + TCP_S
+        if not known:
+            log.warning("the KV of %s is transferred over TCP: %s", peer.source, why)
+
     def keep(self, peer: Peer, channel: FramedSocket) -> None:
         """Keep a connection whose response has been read to its end."""
         with self._lock:
@@ -84,6 +108,7 @@ class ConnectionPool:
         channel.close()
         with self._lock:
             self._open.discard(channel)
+            self._remote.pop(channel, None)
 
     def close(self) -> None:
         """Abort transfers in progress (they fail with `reset`). No connection is opened any more."""
@@ -98,11 +123,39 @@ class ConnectionPool:
             channel.abort()  # its thread closes it: otherwise the descriptor could be reused before the thread wakes
 
     def _kept(self, peer: Peer) -> FramedSocket | None:
-        with self._lock:
-            idle = self._idle.get(peer)
-            return idle.pop() if idle else None
+        while True:
+            with self._lock:
+                idle = self._idle.get(peer)
+                channel = idle.pop() if idle else None
+                if channel is None or channel not in self._remote or not self._avoids_nixl(peer):
+                    return channel
+            self.drop(channel)
+
+    def _avoids_nixl(self, peer: Peer) -> bool:
+        return time.monotonic() < self._tcp_until.get(peer, 0.0)
 
     def _connect(self, peer: Peer) -> FramedSocket:
+        """Return a new connection, which reads from the peer's memory if both sides have NIXL."""
+        if self._memory is None or peer.traffic_class == STORAGE_CLASS or self._avoids_nixl(peer):
+            return self._greeted(peer)
+        channel = self._greeted(peer)
+        try:
+            channel.send(Attach())
+            remote = self._memory.attach(channel.expect(Attached))
+        except BaseException as error:
+            self.drop(channel)
+            if not (isinstance(error, WireError) and error.code == "nixl"):
+                raise
+            self.use_tcp(peer, error)
+            return self._greeted(peer)
+        if remote is None:
+            self.use_tcp(peer, "it has no NIXL")
+        else:
+            with self._lock:
+                self._remote[channel] = remote
+        return channel
+
+    def _greeted(self, peer: Peer) -> FramedSocket:
         sock = socket.create_connection((peer.host, peer.port), self._options.timeout_s)
         channel = FramedSocket(sock, self._options.timeout_s)
         with self._lock:

@@ -11,17 +11,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from kvroute.connector.block_leases import BlockLease, BlockLeases, Computing, Freed
 from kvroute.connector.block_receiver import BlockReceiver
 from kvroute.connector.blocks import Fence, Layout, Region
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.chunk_scheduler import Chunk, ChunkScheduler
 from kvroute.connector.congestion import Gauges, Sent, TcpMonitor
-from kvroute.connector.faults import corrupt
+from kvroute.connector.faults import corrupt, misplaced
 from kvroute.connector.handshake import accept_handshake, difference
 from kvroute.connector.listener import Admit, Listener
 from kvroute.connector.options import Options
+from kvroute.connector.remote_memory import PART_BLOCKS_MAX, PART_BYTES_MAX, SharedMemory
 from kvroute.connector.wire import (
+    Attach,
+    Attached,
+    Copied,
     End,
     Fetch,
     Match,
@@ -57,9 +63,14 @@ class Server:
         listen: bool = True,
         receiver: BlockReceiver | None = None,
         on_release: Callable[[], None] | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
-        """Args: `listen`: if False, the caller accepts connections and calls `serve`; `receiver`: answers peers that
-        write blocks to a store; `on_release`: called from any thread when `freed` may have something to return."""
+        """Args:
+        listen: if False, the caller accepts connections and calls `serve`.
+        receiver: answers peers that write blocks to a store.
+        on_release: called from any thread when `freed` may have something to return.
+        memory: the regions, for peers that read them by NIXL.
+        """
         self._receiver, self._on_release = receiver, on_release
         self._regions, self._layout, self._options = regions, layout, options
         self._token = options.secret() if environ is None else options.secret(environ)
@@ -71,6 +82,9 @@ class Server:
         self._holds = BlockLeases()
         self._changed = threading.Condition()
         self._reading: dict[FramedSocket, BlockLease] = {}
+        self._memory = memory
+        self._attached: set[FramedSocket] = set()
+        """Connections whose peers read the blocks from memory."""
         self._links = TcpMonitor()
         self._closed = False
         self._ending = threading.Event()
@@ -167,12 +181,13 @@ class Server:
                 self._answer(channel, message)
         finally:
             self._links.closing(channel.sock)
+            self._attached.discard(channel)
 
     def _next(self, channel: FramedSocket) -> Request | None:
         channel.sock.settimeout(None)
         message = channel.receive()
         channel.sock.settimeout(self._options.timeout_s)
-        accepted = Request if self._receiver is not None else Fetch | Release
+        accepted = Request if self._receiver is not None else Attach | Fetch | Release
         if message is None or isinstance(message, accepted):
             return message
         raise WireError("malformed", f"{type(message).__name__} is not a request to this server")
@@ -185,8 +200,18 @@ class Server:
             case Match() | Store():
                 assert self._receiver is not None, "only then these messages are accepted"
                 self._receiver.answer(channel, message)
+            case Attach():
+                self._attach(channel)
             case Fetch():
                 self._send(channel, message)
+
+    def _attach(self, channel: FramedSocket) -> None:
+        if self._memory is None:
+            channel.send(Attached())
+            return
+        self._attached.add(channel)
+        self._links.closing(channel.sock)  # the kernel does not see the KV of this connection
+        channel.send(self._memory.offer)
 
     def _send(self, channel: FramedSocket, message: Fetch) -> None:
         found = self._find(channel, message)
@@ -254,9 +279,10 @@ class Server:
         stripe = hold.stripes.get(fetch.transfer)
         if stripe is None:
             region_bytes = [region.block_bytes for region in self._regions]
-            stripe = hold.stripes[fetch.transfer] = ChunkScheduler(
-                region_bytes, fetch.first, fetch.count, most=self._regions[0].chunk_bytes_max
-            )
+            most = self._regions[0].chunk_bytes_max
+            if self._memory is not None:
+                most = min(PART_BYTES_MAX, PART_BLOCKS_MAX * min(region_bytes))
+            stripe = hold.stripes[fetch.transfer] = ChunkScheduler(region_bytes, fetch.first, fetch.count, most=most)
         return stripe, stripe.begin(fetch.lane, fetch.after)
 
     def _deal(self, fetch: Fetch, hold: BlockLease, stripe: ChunkScheduler, turn: int) -> Chunk | End | Refused | None:
@@ -275,11 +301,12 @@ class Server:
             blocks, fence = hold.blocks[piece.first : piece.end], hold.fences.get(piece.region)
         if fence:
             fence()
-        region = self._regions[piece.region]
-        views = region.outgoing(blocks)
+        region, fault_file = self._regions[piece.region], self._options.fault_file
+        attached = channel in self._attached
+        views = region.outgoing(blocks) if fetch.checksum or not attached else []
         checksum = crc32(views) if fetch.checksum else None
-        if self._options.fault_file:
-            views = corrupt(Path(self._options.fault_file), piece, views, self._ending)
+        if fault_file:
+            views = corrupt(Path(fault_file), piece, views, self._ending)
         part = Part(
             region=piece.region,
             first=piece.first,
@@ -288,7 +315,24 @@ class Server:
             nbytes=piece.count * region.block_bytes,
             crc32=checksum,
         )
-        channel.send(part, views)
+        if not attached:
+            channel.send(part, views)
+            return
+        numbers = misplaced(Path(fault_file), piece, blocks) if fault_file else blocks
+        channel.send(replace(part, blocks=tuple(numbers)))
+        self._wait_copied(channel, part.number)
+
+    def _wait_copied(self, channel: FramedSocket, number: int) -> None:
+        """Wait until the peer has read a part from memory. If the blocks are withdrawn, the channel breaks."""
+        assert self._memory is not None, "only then channels are attached"
+        while True:
+            if not self._memory.progress_until(channel.readable, self._options.timeout_s):
+                raise TimeoutError("the peer has not read a part in time")
+            message = channel.receive_next()
+            if message == Copied(number):
+                return
+            if not isinstance(message, Waiting):
+                raise WireError("malformed", f"{type(message).__name__} instead of Copied")
 
 
 def _mismatch(fetch: Fetch, hold: BlockLease) -> Refused | None:

@@ -16,7 +16,7 @@ class Counts(TypedDict):
     the bytes of whole transfers, and the mean of the ranks' times, because they transfer at the same time."""
 
     transfers: dict[str, int]
-    """Number of transfers, counted by the first rank. All fields up to `early_bytes` are by source instance."""
+    """Number of transfers, counted by the first rank. All fields up to `nixl_bytes` are by source instance."""
     nbytes: dict[str, float]
     seconds: dict[str, float]
     failures: dict[str, dict[str, int]]
@@ -24,6 +24,8 @@ class Counts(TypedDict):
     early: dict[str, int]
     """Transfers that began before their prompt was computed. Their durations would include the prefill."""
     early_bytes: dict[str, float]
+    nixl_bytes: dict[str, float]
+    """Bytes of all transfers, failed ones included, that NIXL has read from the source's memory."""
     expired: int
     """Requests held here whose blocks were not fetched in time."""
     sent: dict[str, dict[str, float]]
@@ -35,7 +37,16 @@ class Counts(TypedDict):
 def no_counts() -> Counts:
     """Return zero counts."""
     return Counts(
-        transfers={}, nbytes={}, seconds={}, failures={}, early={}, early_bytes={}, expired=0, sent={}, links={}
+        transfers={},
+        nbytes={},
+        seconds={},
+        failures={},
+        early={},
+        early_bytes={},
+        nixl_bytes={},
+        expired=0,
+        sent={},
+        links={},
     )
 
 
@@ -59,6 +70,12 @@ def count_early(counts: Counts, source: str, nbytes: float) -> None:
     _add(counts["early_bytes"], {source: nbytes})
 
 
+def count_nixl(counts: Counts, source: str, nbytes: float) -> None:
+    """Count bytes that NIXL has read from the source's memory."""
+    if nbytes:
+        _add(counts["nixl_bytes"], {source: nbytes})
+
+
 def count_failure(counts: Counts, source: str, reason: str) -> None:
     """Count a failed transfer. vLLM computes the prompt instead."""
     _add(counts["failures"].setdefault(source, {}), {reason: 1})
@@ -74,7 +91,7 @@ def add(counts: Counts, more: Counts) -> None:
     """Add `more`, which is later, to `counts`."""
     _add(counts["transfers"], more["transfers"])
     _add(counts["early"], more["early"])
-    for floats in ("nbytes", "seconds", "early_bytes"):
+    for floats in ("nbytes", "seconds", "early_bytes", "nixl_bytes"):
         _add(counts[floats], more[floats])
     for source, reasons in more["failures"].items():
         _add(counts["failures"].setdefault(source, {}), reasons)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from kvroute.connector.blocks import Fence, Region
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.pool import ConnectionPool, Peer
-from kvroute.connector.wire import End, Fetch, Message, Part, Waiting, WireError, crc32
+from kvroute.connector.remote_memory import RemoteMemory
+from kvroute.connector.wire import Copied, End, Fetch, Message, Part, Waiting, WireError, crc32
 
 log = logging.getLogger(__name__)
-_BARREN_MAX = {"reset": 3, "checksum": 3, "timeout": 1}
+_BARREN_MAX = {"reset": 3, "checksum": 3, "timeout": 1, "nixl": 2}
 """By failure: number of consecutive connections after which a lane gives up, if no lane has received new blocks of the
 transfer during them. After any other failure a lane gives up at once."""
 
@@ -55,6 +56,7 @@ class Progress:
         """Number of lanes started so far."""
         self.lanes_left = 0
         self.nbytes = 0
+        self.nixl_bytes = 0
         self.failure = ""
         self.cancelled = False
         self._channels: set[FramedSocket] = set()
@@ -87,29 +89,55 @@ class Progress:
         Raises:
             WireError: the part was not requested, or it is damaged.
         """
+        region, here = self._place(part)
+        views = region.incoming(here)
+        channel.receive_into(views)
+        if part.crc32 is not None and crc32(views) != part.crc32:
+            raise _damaged(part)
+        if self.transfer.fence:
+            self.transfer.fence()
+        region.landed(here, views)
+
+    def copy(self, channel: FramedSocket, remote: RemoteMemory, part: Part, beat_s: float) -> Message:
+        """Read a part from the peer's memory to its place in the cache. Return the peer's confirmation, its next
+        message. Args: `beat_s`: interval of messages to the peer during the read, in seconds.
+
+        Raises:
+            WireError: the part was not requested, it is damaged, it cannot be read, or the peer no longer held it.
+        """
+        region, here = self._place(part)
+        if len(part.blocks) != part.count:
+            raise WireError("malformed", f"{len(part.blocks)} numbers of {part.count} blocks")
+        if self.transfer.fence:
+            self.transfer.fence()
+        remote.read(part.region, here, part.blocks, lambda: channel.send(Waiting()), beat_s)
+        if part.crc32 is not None and crc32(region.outgoing(here)) != part.crc32:
+            raise _damaged(part)
+        channel.send(Copied(part.number))
+        return channel.receive_next()
+
+    def landed(self, part: Part, *, nixl: bool = False) -> None:
+        """Count a part whose bytes are in their places. Args: `nixl`: they were read from the peer's memory."""
+        start, count = part.first - self.transfer.first, part.count
+        landed, block_bytes = self._landed[part.region], self.regions[part.region].block_bytes
+        with self.lock:
+            # A peer that sends the same blocks again and again makes no progress.
+            fresh = landed[start : start + count].count(0)
+            self.nbytes += fresh * block_bytes
+            self.nixl_bytes += fresh * block_bytes * nixl
+            landed[start : start + count] = b"\1" * count
+            self._missing[part.region] -= fresh
+            if not self._missing[part.region]:
+                self.lock.notify_all()
+
+    def _place(self, part: Part) -> tuple[Region, tuple[int, ...]]:
         start, count = part.first - self.transfer.first, part.count
         regions, blocks = self.regions, self.transfer.blocks
         known = 0 <= part.region < len(regions) and 0 <= start < start + count <= len(blocks)
         if not known or part.nbytes != count * regions[part.region].block_bytes:
             what = f"{part.nbytes} bytes as {count} blocks from position {part.first} of region {part.region}"
             raise WireError("malformed", what)
-        region, here = regions[part.region], blocks[start : start + count]
-        views = region.incoming(here)
-        channel.receive_into(views)
-        if part.crc32 is not None and crc32(views) != part.crc32:
-            raise WireError("checksum", f"blocks of region {part.region} were damaged in transit")
-        if self.transfer.fence:
-            self.transfer.fence()
-        region.landed(here, views)
-        landed = self._landed[part.region]
-        with self.lock:
-            # A peer that sends the same blocks again and again makes no progress.
-            fresh = landed[start : start + count].count(0)
-            self.nbytes += fresh * region.block_bytes
-            landed[start : start + count] = b"\1" * count
-            self._missing[part.region] -= fresh
-            if not self._missing[part.region]:
-                self.lock.notify_all()
+        return regions[part.region], blocks[start : start + count]
 
     def wait(self, regions: Sequence[int]) -> None:
         """Return when all blocks of these regions have arrived, or when the transfer has ended."""
@@ -125,9 +153,18 @@ class Progress:
 class TransferLane:
     """One connection of a transfer, and its replacements when it breaks. Used by one thread."""
 
-    def __init__(self, number: int, progress: Progress, pool: ConnectionPool, first_part: Callable[[], None]) -> None:
-        """`first_part` is called when the first part has arrived."""
+    def __init__(
+        self,
+        number: int,
+        progress: Progress,
+        pool: ConnectionPool,
+        first_part: Callable[[], None],
+        beat_s: float,
+    ) -> None:
+        """Args: `first_part` is called when the first part has arrived; `beat_s`: interval of messages to the peer
+        while a part is read from its memory, in seconds."""
         self._number, self._progress, self._pool, self._first_part = number, progress, pool, first_part
+        self._beat_s = beat_s
         self._after = -1
 
     def carry(self) -> str:
@@ -139,6 +176,8 @@ class TransferLane:
                 self._fetch()
             except OSError as error:
                 failure = _error_code(error)
+                if failure == "nixl":
+                    self._pool.use_tcp(self._progress.transfer.peer, error)
                 barren = barren + 1 if self._progress.nbytes == landed else 0
                 if not self._progress.cancelled and (failure not in _BARREN_MAX or barren >= _BARREN_MAX[failure]):
                     transfer = self._progress.transfer
@@ -175,15 +214,31 @@ class TransferLane:
         self._pool.keep(transfer.peer, channel)
 
     def _listen(self, channel: FramedSocket, message: Message) -> None:
+        remote = self._pool.remote_memory(channel)
         while not isinstance(message, End):
             if isinstance(message, Part):
-                self._progress.receive(channel, message)
-                if self._after < 0:
-                    self._first_part()
-                self._after = message.number
-            elif not isinstance(message, Waiting):
+                message = self._take(channel, remote, message)
+            elif isinstance(message, Waiting):
+                message = channel.receive_next()
+            else:
                 raise WireError("malformed", f"{type(message).__name__} instead of Part")
-            message = channel.receive_next()
+
+    def _take(self, channel: FramedSocket, remote: RemoteMemory | None, part: Part) -> Message:
+        """Take a part. Return the peer's next message."""
+        following: Message | None = None
+        if remote is None:
+            self._progress.receive(channel, part)
+        else:
+            following = self._progress.copy(channel, remote, part, self._beat_s)
+        self._progress.landed(part, nixl=remote is not None)
+        if self._after < 0:
+            self._first_part()
+        self._after = part.number
+        return channel.receive_next() if following is None else following
+
+
+def _damaged(part: Part) -> WireError:
+    return WireError("checksum", f"blocks of region {part.region} were damaged in transit")
 
 
 def _error_code(error: OSError) -> str:

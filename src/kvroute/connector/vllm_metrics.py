@@ -64,6 +64,7 @@ class KvrouteMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._early_bytes = self._counter(
             "kv_early_bytes", "Bytes of KV pulled by transfers that began before their prompt was computed", "source"
         )
+        self._nixl_bytes = self._counter("kv_nixl_bytes", "Bytes of KV read from the source's memory by NIXL", "source")
         self._sent = {
             field: self._counter(f"kv_{name}", text, "target")
             for field, name, text in (
@@ -120,6 +121,8 @@ class KvrouteMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for source, transfers in counts["early"].items():
             self._early.labels(*engine, source).inc(transfers)
             self._early_bytes.labels(*engine, source).inc(counts["early_bytes"][source])
+        for source, nbytes in counts["nixl_bytes"].items():
+            self._nixl_bytes.labels(*engine, source).inc(nbytes)
         for target, fields in counts["sent"].items():
             for field, number in fields.items():
                 self._sent[field].labels(*engine, target).inc(number / 1e6 if field == "busy_us" else number)

@@ -13,9 +13,9 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from kvroute.connector.blocks import Layout
+from kvroute.connector.blocks import Extent, Layout
 
-VERSION = 4
+VERSION = 5
 HANDSHAKE_BYTES_MAX = 4 << 10
 """Maximum size of a header before the peer has proved the token, in bytes."""
 HEADER_BYTES_MAX = 64 << 10
@@ -58,6 +58,19 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     proof: bytes
 
 
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """Request to transfer parts on this connection by reads from the server's memory instead of raw bytes."""
+
+
+class Attached(msgspec.Struct, frozen=True, tag="attached", kw_only=True):
+    """Answer to `Attach`. Without metadata the server has no NIXL, and parts are followed by raw bytes as before."""
+
+    metadata: bytes = b""
+    """Metadata of the server's NIXL agent."""
+    extents: tuple[Extent, ...] = ()
+    """Place of each region in the server's memory."""
+
+
 class Fetch(msgspec.Struct, frozen=True, tag="fetch", kw_only=True):
     """Request for this lane's part of `count` blocks from position `first` of a prompt, as they are computed."""
 
@@ -78,7 +91,10 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch", kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
-    """Header of `nbytes` raw bytes: `count` blocks of one region from position `first` on."""
+    """Header of `nbytes` raw bytes: `count` blocks of one region from position `first` on.
+
+    On a connection that reads from memory no bytes follow: the client reads `blocks` and answers with `Copied`.
+    """
 
     region: int
     first: int
@@ -87,10 +103,22 @@ class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
     """Number of the chunk in its lane. It increases across the lane's connections."""
     nbytes: int
     crc32: int | None = None
+    blocks: tuple[int, ...] = ()
+    """Numbers of the blocks in the server's cache."""
+
+
+class Copied(msgspec.Struct, frozen=True, tag="copied"):
+    """The client has read the part of this number from the server's memory.
+
+    The server's next message other than a refusal confirms that it held the blocks until now, so that the bytes are
+    those of the request.
+    """
+
+    number: int
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
-    """Keep-alive message while there is nothing to send."""
+    """Keep-alive message while there is nothing to send, or while a read from memory is in progress."""
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
@@ -148,8 +176,11 @@ Message: TypeAlias = (
     Challenge
     | Hello
     | Welcome
+    | Attach
+    | Attached
     | Fetch
     | Part
+    | Copied
     | Waiting
     | End
     | Release
@@ -160,7 +191,7 @@ Message: TypeAlias = (
     | Stored
     | Refused
 )
-Request: TypeAlias = Fetch | Release | Match | Store
+Request: TypeAlias = Attach | Fetch | Release | Match | Store
 """What a client sends after the handshake."""
 M = TypeVar("M", bound=Message)
 _DECODER = msgspec.msgpack.Decoder(Message)

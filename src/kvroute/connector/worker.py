@@ -7,15 +7,26 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from kvroute.connector.blocks import Fence, Layout, Region
 from kvroute.connector.client import Client, Result
 from kvroute.connector.merged_pull import MergedPulls
+from kvroute.connector.nixl_agent import nixl_agent
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer, buffer_peer
+from kvroute.connector.remote_memory import Agent, SharedMemory
 from kvroute.connector.scheduler import Held, Pull, Step
 from kvroute.connector.server import Server
-from kvroute.connector.stats import Counts, count_early, count_failure, count_link, count_transfer, no_counts
+from kvroute.connector.stats import (
+    Counts,
+    count_early,
+    count_failure,
+    count_link,
+    count_nixl,
+    count_transfer,
+    no_counts,
+)
 from kvroute.connector.storage_loads import KeptBlocks
 from kvroute.connector.transfer_lanes import Transfer
 from kvroute.connector.transfer_params import KvTransferParams
@@ -42,16 +53,23 @@ class Worker:
         fence: Callable[[], Fence | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         environ: Mapping[str, str] | None = None,
+        agent: Callable[[], Agent] = nixl_agent,
     ) -> None:
         """Args:
         layers: by a layer's name, the numbers of the regions that hold its KV.
         fence: makes a fence behind the work that the model has queued on its device.
+        agent: makes the NIXL agent, if the options ask for one.
+
+        Raises:
+            InputError: the options ask for NIXL, which is not installed.
         """
         self._options, self._layers, self._fence, self._clock = options, layers, fence, clock
         self._rank, self._ranks = layout.rank, layout.tp
         offset = replica * layout.tp + layout.rank
-        self._server = Server(regions, layout, options, port_offset=offset, environ=environ) if producer else None
-        self._client = Client(regions, layout, options, environ=environ) if consumer else None
+        self._memory = SharedMemory(regions, agent()) if options.data_plane == "nixl" else None
+        shared: dict[str, Any] = {"environ": environ, "memory": self._memory}
+        self._server = Server(regions, layout, options, port_offset=offset, **shared) if producer else None
+        self._client = Client(regions, layout, options, **shared) if consumer else None
         self._merged = MergedPulls(self._client, self._pulled) if self._client else None
         self._failed_blocks: set[int] = set()
         self._received: set[str] = set()
@@ -141,6 +159,8 @@ class Worker:
 
     def close(self) -> None:
         """End all threads and connections."""
+        if self._memory:
+            self._memory.close()
         if self._client:
             self._client.close()
         if self._server:
@@ -192,6 +212,7 @@ class Worker:
 
     def _count(self, result: Result) -> None:
         source = result.transfer.peer.source
+        count_nixl(self._counts, source, result.nixl_bytes)
         if result.failure:
             count_failure(self._counts, source, result.failure)
         elif result.transfer.wait_s:

@@ -215,10 +215,11 @@ def start_member(
     ports: list[int] | None = None,
     dtype: str = DTYPE,
     options: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Server:
     """Start a server of the cluster in `role` (`kv_producer` or `kv_consumer`); it is not ready yet. Args: `options` of
-    vLLM; `more` are options of the connector."""
+    vLLM; `variables` are added to its environment; `more` are options of the connector."""
     ports = ports or free_ports(4)
     connector = {
         "kv_connector": "KvrouteConnector",
@@ -237,7 +238,7 @@ def start_member(
             **more,
         },
     }
-    return start(name, model, folder, ports, [*connector_options(connector, name, ports), *options], dtype)
+    return start(name, model, folder, ports, [*connector_options(connector, name, ports), *options], dtype, variables)
 
 
 def connector_options(connector: dict[str, Any], name: str, ports: list[int]) -> list[str]:

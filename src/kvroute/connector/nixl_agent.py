@@ -1,0 +1,35 @@
+"""The NIXL agent of a rank. Imports nixl, which the core does not need."""
+
+from __future__ import annotations
+
+import uuid
+
+from kvroute.connector.remote_memory import Agent
+from kvroute.types import InputError
+
+
+def nixl_agent() -> Agent:
+    """Create an agent with NIXL's backend UCX.
+
+    It has no thread of its own: a progress thread of NIXL polls without a pause, which takes a core. Where UCX has no
+    RDMA, reads make progress while the two ends of the transfer wait for them.
+
+    Raises:
+        InputError: the package nixl is not installed, or has no UCX.
+    """
+    try:
+        from nixl._api import (  # type: ignore[import-not-found]
+            nixl_agent as make,
+        )
+        from nixl._api import (
+            nixl_agent_config,
+        )
+    except ImportError as error:
+        raise InputError(
+            f"data_plane is nixl, but nixl cannot be imported: {error}",
+            where="kv_connector_extra_config.data_plane",
+            hint="pip install nixl, or leave data_plane out to use TCP",
+        ) from None
+    config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+    agent: Agent = make(f"kvroute-{uuid.uuid4()}", config)
+    return agent
