@@ -39,6 +39,7 @@ BENCHES = (
     *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies"),
     *("storage_nics.emulated", "storage_nics.vllm"),
     "all_reduce.truth",
+    "data_planes",
     *("fidelity.vllm", "fidelity.gpu", "fidelity.published"),
 )
 PEERED = ("simulate", "decision", "gateway.routers", "gateway.workers", "placement", "kube.discovery")
@@ -54,6 +55,7 @@ QUICK = {
     "gateway.routers": ["--rounds", "1", "--seconds", "2"],
     "gateway.workers": ["--rounds", "1", "--seconds", "2"],
     "gateway.chaos": ["--requests", "1000", "--calm-s", "0"],
+    "data_planes": ["--rounds", "1"],
     "gateway.poison": ["--poison-per-s", "10", "--seconds", "4"],
     "gateway.panic": ["--fail-s", "4"],
     "gateway.scale": ["--seconds", "5"],

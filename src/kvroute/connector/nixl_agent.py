@@ -7,6 +7,8 @@ import uuid
 from kvroute.connector.remote_memory import Agent
 from kvroute.types import InputError
 
+_OPTION = "kv_connector_extra_config.data_plane"
+
 
 def nixl_agent() -> Agent:
     """Create an agent with NIXL's backend UCX.
@@ -15,7 +17,7 @@ def nixl_agent() -> Agent:
     RDMA, reads make progress while the two ends of the transfer wait for them.
 
     Raises:
-        InputError: the package nixl is not installed, or has no UCX.
+        InputError: the package nixl is not installed, or UCX finds no transport.
     """
     try:
         from nixl._api import (  # type: ignore[import-not-found]
@@ -27,9 +29,16 @@ def nixl_agent() -> Agent:
     except ImportError as error:
         raise InputError(
             f"data_plane is nixl, but nixl cannot be imported: {error}",
-            where="kv_connector_extra_config.data_plane",
+            where=_OPTION,
             hint="pip install nixl, or leave data_plane out to use TCP",
         ) from None
     config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-    agent: Agent = make(f"kvroute-{uuid.uuid4()}", config)
+    try:
+        agent: Agent = make(f"kvroute-{uuid.uuid4()}", config)
+    except Exception as error:  # NIXL's errors have no common class
+        raise InputError(
+            f"data_plane is nixl, but its backend UCX does not start: {error}",
+            where=_OPTION,
+            hint="let UCX_TLS name a transport that detects a peer's failure: rc, dc or tcp",
+        ) from None
     return agent
