@@ -162,12 +162,12 @@ def test_a_long_read_is_no_failure() -> None:
     """The client tells the server that it is still reading."""
     source, target, fabric = Cache(1, 64, seed=5), Cache(1, 64), Fabric()
     fabric.held.set()
-    with reading(fabric, source, target, Options(timeout_s=0.5, connections=1)) as (server, client, peer):
+    with reading(fabric, source, target, Options(timeout_s=3.0, connections=1)) as (server, client, peer):
         server.hold("p", [1])
         started(client, peer, [2])
         until(lambda: fabric.reading)
         began = time.monotonic()
-        until(lambda: time.monotonic() > began + 1.5)
+        until(lambda: time.monotonic() > began + 4.0)
         assert client.results() == []
         fabric.held.clear()
         assert ended(client).failure == ""
@@ -227,11 +227,11 @@ def test_the_kernel_s_counters_of_connections_that_read_are_not_reported() -> No
     """They would show a link that carries almost nothing, and the gateway would learn from them."""
     source, target, fabric = Cache(1, 64, seed=16), Cache(1, 64), Fabric()
     with reading(fabric, source, target) as (server, client, peer):
-        for name in ("p", "q"):
-            server.hold(name, [1])
-            assert pull(client, peer, [3], request=name).nixl_bytes == 64
-            sent = server.links()
-    assert sent == {}
+        for number in range(100):
+            server.hold(f"p{number}", [1])
+            assert pull(client, peer, [3], request=f"p{number}").nixl_bytes == 64
+        sent = server.links()
+    assert sum(link.nbytes for link, _ in sent.values()) < 2_000, "at most handshakes of new connections"
 
 
 def test_nixl_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,11 @@ class TcpMonitor:
                 target = connection.target
                 self._left[target] = self._left.get(target, Sent()) + (sent(last.info) - connection.reported)
 
+    def ignore(self, sock: socket.socket) -> None:
+        """Unregister `sock` without a report of what it has sent since the last `read`."""
+        with self._lock:
+            self._open.pop(id(sock), None)
+
     def read(self) -> dict[str, tuple[Sent, Gauges]]:
         """Return, by target, the data sent since the last call and the current gauges. Omits targets that stay idle."""
         with self._lock:

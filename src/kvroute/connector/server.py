@@ -210,7 +210,7 @@ class Server:
             channel.send(Attached())
             return
         self._attached.add(channel)
-        self._links.closing(channel.sock)  # the kernel does not see the KV of this connection
+        self._links.ignore(channel.sock)  # the kernel does not see the KV of this connection
         channel.send(self._memory.offer)
 
     def _send(self, channel: FramedSocket, message: Fetch) -> None:
