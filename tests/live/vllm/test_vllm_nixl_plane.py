@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.vllm.conftest import start_member
 from tests.live.vllm.connector_cases import ConnectorCases, completed, until_reported
-from tests.live.vllm.gateway_rig import Gateway, alone, fetching, prompt, until
+from tests.live.vllm.gateway_rig import ANSWER_TOKENS, Gateway, alone, fetching, prompt, until
 from tests.live.vllm.stock_connectors import StockConnector, prompt_bytes
+from tests.live.vllm.test_vllm_pair import REMOTE_DECODE, announced, answer, complete
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +68,19 @@ class TestNixlPlane(ConnectorCases):
         event = gateway.events("transfer_measured")[-1]
         assert (event["source"], event["kv_bytes"]) == ("prefill0", prompt_bytes(640))
         assert pair.prefill.metric("kvroute:kv_sent_bytes_total") < prompt_bytes(640)
+
+    def test_layers_are_read_while_the_prompt_is_computed(self, pair: Pair) -> None:
+        """Both servers get their requests at once; 3,500 tokens are two chunks."""
+        prompt_ids = prompt(3500, seed=63)
+        moved, params = self.connector.moved(pair), announced(pair, "early-nixl")
+        early = pair.decode.metric("kvroute:kv_early_bytes_total", source="prefill0")
+        with ThreadPoolExecutor(1) as thread:
+            reply = thread.submit(complete, pair.decode, prompt_ids, ANSWER_TOKENS, params)
+            complete(pair.prefill, prompt_ids, 1, REMOTE_DECODE | {"transfer_id": "early-nixl"})
+            assert answer(reply.result()) == alone(pair, prompt_ids)
+        address = prompt_bytes(8)  # of the prompt from whose parameters the router knows the prefill server
+        until_reported(pair, lambda: self.connector.moved(pair) == moved + address + prompt_bytes(3500))
+        assert pair.decode.metric("kvroute:kv_early_bytes_total", source="prefill0") == early + prompt_bytes(3500)
 
     def test_a_prefill_server_without_nixl_sends_over_tcp(self, pair: Pair, gateway: Gateway) -> None:
         """TCP is the fallback: tokens are equal, and the decode server says why NIXL is not used."""
