@@ -29,7 +29,7 @@ from kvroute.connector.scheduler import Held, Pull, Step
 from kvroute.connector.server import Server
 from kvroute.connector.transfer_lanes import Transfer
 from kvroute.connector.transfer_params import KvTransferParams
-from kvroute.connector.wire import Attach, Attached, Copied, End, Fetch, Part, WireError
+from kvroute.connector.wire import HEADER_BYTES_MAX, Attach, Attached, Copied, End, Fetch, Part, WireError
 from kvroute.connector.worker import Worker
 from kvroute.types import InputError
 
@@ -330,6 +330,14 @@ def test_a_peer_cannot_name_other_memory(
         client.close()
     assert not fabric.reads
     assert [record for record in caplog.records if sentence in record.getMessage()]
+
+
+def test_an_offer_must_fit_into_a_message() -> None:
+    """Otherwise each transfer would find a closed connection."""
+    agent = Fabric().agent()
+    agent.name = "x" * HEADER_BYTES_MAX
+    with pytest.raises(InputError, match=r"data_plane: NIXL's keys of 2 regions do not fit into a message"):
+        SharedMemory(Cache(2, 64).regions, agent)
 
 
 def test_another_number_of_regions_is_not_read() -> None:

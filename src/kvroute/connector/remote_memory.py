@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvroute.connector.blocks import Extent, Region
-from kvroute.connector.wire import Attached, WireError
+from kvroute.connector.wire import Attached, WireError, encode
+from kvroute.types import InputError
 
 PART_BYTES_MAX = 16 << 20
 """Most bytes of one read: each read costs two messages."""
@@ -73,6 +74,11 @@ class SharedMemory:
     """This rank's KV cache, which peers may read, and the caches of peers. Thread-safe."""
 
     def __init__(self, regions: Sequence[Region], agent: Agent) -> None:
+        """Register the regions.
+
+        Raises:
+            InputError: the offer would be too long for a message.
+        """
         self._agent, self._lock = agent, threading.Lock()
         self._extents = tuple(region.extent for region in regions)
         self._block_bytes = [region.block_bytes for region in regions]
@@ -83,6 +89,14 @@ class SharedMemory:
             agent.register_memory([(*span, "") for span in ranges(self._extents, kind)], kind)
         self.offer = Attached(metadata=agent.get_agent_metadata(), extents=self._extents)
         """Answer to a peer that wants to read this cache."""
+        try:
+            encode(self.offer)
+        except WireError as error:
+            raise InputError(
+                f"NIXL's keys of {len(self._extents)} regions do not fit into a message: {error}",
+                where="kv_connector_extra_config.data_plane",
+                hint="use tcp, or let UCX_TLS and UCX_NET_DEVICES name fewer transports",
+            ) from None
 
     def attach(self, offer: Attached) -> RemoteMemory | None:
         """Return the memory that a peer offers; None if it offers none.

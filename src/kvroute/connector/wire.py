@@ -18,8 +18,8 @@ from kvroute.connector.blocks import Extent, Layout
 VERSION = 5
 HANDSHAKE_BYTES_MAX = 4 << 10
 """Maximum size of a header before the peer has proved the token, in bytes."""
-HEADER_BYTES_MAX = 64 << 10
-"""Maximum size of a header after that, in bytes."""
+HEADER_BYTES_MAX = 256 << 10
+"""Maximum size of a header after that, in bytes. The longest one is an offer of memory, with keys for every region."""
 LENGTH_BYTES = 4
 MATCH_KEYS_MAX = 1024
 _LENGTH = struct.Struct("!I")
