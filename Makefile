@@ -90,7 +90,7 @@ live: $(DEV_STAMP) requirements/live.txt vllm  ## tests against real components
 
 # Not in .ci/run, which has no GPU. GPU_PYTHON needs PyTorch for CUDA, pytest and kvroute's dependencies.
 gpu:  ## tests on a machine with a GPU, with GPU_PYTHON
-	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest --noconftest tests/gpu/connector_on_gpu.py tests/gpu/all_reduce_on_gpu.py
+	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest --noconftest tests/gpu/connector_on_gpu.py tests/gpu/nixl_on_gpu.py tests/gpu/all_reduce_on_gpu.py
 
 bench: $(DEV_STAMP)  ## every measurement, beside its peer or bound
 	$(BIN)/python -m bench.all

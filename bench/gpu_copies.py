@@ -1,13 +1,17 @@
 """Blocks of a KV cache between a GPU and host memory, as the connector copies them: GB/s, beside one plain copy.
 
 `python -m bench.gpu_copies`, on a machine with a GPU and PyTorch for CUDA. The bound is one copy of a whole pinned
-buffer. `pageable` is how PyTorch copies by default, through `tensor.cpu()` and `tensor.to()`.
+buffer. `pageable` is how PyTorch copies by default, through `tensor.cpu()` and `tensor.to()`. With NIXL installed,
+transfers between two processes on the GPU are also read by NIXL; their bound is one copy inside the GPU's memory.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
@@ -19,8 +23,10 @@ import torch  # type: ignore[import-not-found]
 from kvroute.connector.blocks import HostRegion, Layout, Region
 from kvroute.connector.client import Client
 from kvroute.connector.device import StagedRegion
+from kvroute.connector.nixl_agent import nixl_agent
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
+from kvroute.connector.remote_memory import SharedMemory
 from kvroute.connector.server import Server
 from kvroute.connector.transfer_lanes import Transfer
 
@@ -32,6 +38,7 @@ REGIONS, TRANSFER_BLOCKS = 32, 256
 """A transfer: the layers of Llama-3.1-8B and 4,096 tokens, 512 MiB."""
 LAYOUT = Layout(model="m", dtype="bfloat16", block_tokens=16, region_bytes=(BLOCK_BYTES,) * REGIONS)
 ALL = tuple(range(TRANSFER_BLOCKS))
+NBYTES = TRANSFER_BLOCKS * BLOCK_BYTES * REGIONS
 REPEATS, WARM = 15, 3
 TRANSFERS = REPEATS + WARM
 
@@ -87,35 +94,57 @@ def cache(on_gpu: bool) -> Sequence[Region]:
     return [HostRegion.of(each, BLOCK_BYTES, BLOCK_BYTES) for each in caches]
 
 
-def serve(on_gpu: bool, pipe: Connection) -> None:
+def memory(regions: Sequence[Region], nixl: bool) -> SharedMemory | None:
+    """Return the regions for reads by NIXL; None: TCP."""
+    return SharedMemory(regions, nixl_agent()) if nixl else None
+
+
+def serve(on_gpu: bool, nixl: bool, pipe: Connection) -> None:
     """Hold the cache's blocks for `TRANSFERS` transfers, until the pipe's other end says that they are over."""
-    server = Server(cache(on_gpu), LAYOUT, Options(), environ={})
+    regions = cache(on_gpu)
+    server = Server(regions, LAYOUT, Options(), environ={}, memory=memory(regions, nixl))
     for number in range(TRANSFERS):
         server.hold(f"r{number}", ALL)
     pipe.send(server.address)
     pipe.recv()
     server.close()
+    os._exit(0)  # the destructors of NIXL 1.5.1 crash at the end of a process
 
 
-def transfer_gb_per_s(on_gpu: bool) -> float:
-    """Return the median rate of transfers between two processes over the loopback interface."""
+def transfer_gb_per_s(on_gpu: bool, nixl: bool = False, scattered: bool = False) -> float:
+    """Return the median rate of transfers between two processes: over the loopback interface, or read by NIXL."""
     here, there = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(target=serve, args=(on_gpu, there))
+    process = get_context("spawn").Process(target=serve, args=(on_gpu, nixl, there))
     process.start()
-    client = Client(cache(on_gpu), LAYOUT, Options(), environ={})
+    regions = cache(on_gpu)
+    client = Client(regions, LAYOUT, Options(), environ={}, memory=memory(regions, nixl))
     peer, names = Peer(*here.recv()), (f"r{number}" for number in range(TRANSFERS))
+    into = tuple(np.random.default_rng(0).permutation(TRANSFER_BLOCKS).tolist()) if scattered else ALL
 
     def run() -> None:
-        client.start(Transfer(name := next(names), peer, name, 0, ALL))
+        client.start(Transfer(name := next(names), peer, name, 0, into))
         result = client.wait(60.0)
         assert result is not None
         assert result.failure == "", result.failure
+        assert result.nixl_bytes == nixl * NBYTES, "another data plane was used"
 
-    rate = gb_per_s(run, TRANSFER_BLOCKS * BLOCK_BYTES * REGIONS)
+    rate = gb_per_s(run, NBYTES)
     client.close()
     here.send(None)
     process.join()
     return rate
+
+
+def device_copy_gb_per_s() -> float:
+    """Return the median rate of one copy inside the GPU's memory, in bytes copied."""
+    source = torch.ones(NBYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+
+    def run() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize()
+
+    return gb_per_s(run, NBYTES)
 
 
 def main() -> None:
@@ -125,8 +154,17 @@ def main() -> None:
             rates = {name: round(rate, 2) for name, rate in measure(number, scattered).items()}
             mib = number * BLOCK_BYTES / 2**20
             print(json.dumps({"mib": mib, "blocks": "scattered" if scattered else "adjacent"} | rates))
-    rates = {name: round(transfer_gb_per_s(name == "gpu"), 2) for name in ("gpu", "memory")}
-    print(json.dumps({"transfer between": rates}))
+    for scattered in (False, True):
+        rates = {name: transfer_gb_per_s(name == "gpu", scattered=scattered) for name in ("gpu", "memory")}
+        if importlib.util.find_spec("nixl"):
+            rates["gpu, NIXL"] = transfer_gb_per_s(True, nixl=True, scattered=scattered)
+        rates["copy in the gpu"] = device_copy_gb_per_s()
+        blocks = "scattered" if scattered else "adjacent"
+        print(
+            json.dumps({"transfer between": {name: round(rate, 2) for name, rate in rates.items()}, "blocks": blocks})
+        )
+    sys.stdout.flush()
+    os._exit(0)  # the destructors of NIXL 1.5.1 crash at the end of a process
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.connector.agents_in_process import Fabric
 from tests.connector.loopback import BLOCKS, WAIT_S, Cache, accept_client, ends, pull, scripted_peer
 
@@ -29,7 +30,18 @@ from kvroute.connector.scheduler import Held, Pull, Step
 from kvroute.connector.server import Server
 from kvroute.connector.transfer_lanes import Transfer
 from kvroute.connector.transfer_params import KvTransferParams
-from kvroute.connector.wire import HEADER_BYTES_MAX, Attach, Attached, Copied, End, Fetch, Part, WireError
+from kvroute.connector.wire import (
+    HEADER_BYTES_MAX,
+    Attach,
+    Attached,
+    Copied,
+    End,
+    Fetch,
+    Part,
+    Parts,
+    Waiting,
+    WireError,
+)
 from kvroute.connector.worker import Worker
 from kvroute.types import InputError
 
@@ -174,6 +186,46 @@ def test_a_long_read_is_no_failure() -> None:
     assert len(fabric.reads) == 1
 
 
+def test_regions_are_read_together() -> None:
+    """A short prompt of 40 layers is one read. Layers that are still being written by the device are one read each."""
+    source, target, fabric = Cache(40, 64, seed=8), Cache(40, 64), Fabric()
+    passed: list[str] = []
+    with reading(fabric, source, target, Options(timeout_s=30.0, connections=1)) as (server, client, peer):
+        server.hold("p", [3, 5])
+        assert pull(client, peer, [7, 2]).failure == ""
+        assert [len(read.local) for read in fabric.reads] == [80]
+        for layer in range(40):
+            assert (target.block(layer, 7), target.block(layer, 2)) == (source.block(layer, 3), source.block(layer, 5))
+        step = Computing("q", "q", (1,), 1)
+        for layer in range(40):
+            server.computed(step, [layer], partial(passed.append, str(layer)))
+        client.start(Transfer("e", peer, "q", 0, (9,)))
+        assert ended(client).failure == ""
+        assert [len(read.local) for read in fabric.reads[1:]] == [1] * 40
+    assert passed == [str(layer) for layer in range(40)]
+
+
+def test_a_message_without_parts_is_refused() -> None:
+    """It would be confirmed without a read."""
+    source, target, fabric = Cache(1, 64), Cache(1, 64), Fabric()
+    offer = SharedMemory(source.regions, fabric.agent()).offer
+
+    def peer_of(channel: FramedSocket) -> None:
+        accept_client(channel)
+        channel.expect(Attach)
+        channel.send(offer)
+        channel.expect(Fetch)
+        channel.send(Parts(()))
+        channel.expect(Copied)
+
+    with scripted_peer(peer_of) as peer:
+        memory = SharedMemory(target.regions, fabric.agent())
+        client = Client(target.regions, target.layout, OPTIONS, environ={}, memory=memory)
+        started(client, peer, [2])
+        assert ended(client).failure == "malformed"
+        client.close()
+
+
 def test_a_silent_reader_is_given_up() -> None:
     """A peer that neither reads nor says that it is reading does not hold blocks forever."""
     source, fabric = Cache(1, 64, seed=6), Fabric()
@@ -186,7 +238,7 @@ def test_a_silent_reader_is_given_up() -> None:
         assert isinstance(offer, Attached)
         assert offer.extents == tuple(region.extent for region in source.regions)
         channel.send(Fetch(request_id="p", first=0, count=1, transfer="t"))
-        assert isinstance(channel.receive_next(), Part)
+        assert isinstance(channel.receive_next(), Parts)
         until(lambda: bool(server.freed()))
         connections.drop(channel)
 
@@ -317,7 +369,7 @@ def test_a_peer_cannot_name_other_memory(
         channel.expect(Attach)
         channel.send(offer)
         channel.expect(Fetch)
-        channel.send(Part(region=0, first=0, count=1, number=0, nbytes=64, blocks=blocks))
+        channel.send(Parts((Part(region=0, first=0, count=1, number=0, nbytes=64, blocks=blocks),)))
         channel.expect(Copied)
         channel.send(End())
 
@@ -346,6 +398,44 @@ def test_another_number_of_regions_is_not_read() -> None:
     three, two = (SharedMemory(Cache(n, 64).regions, fabric.agent()) for n in (3, 2))
     with pytest.raises(WireError, match="offers 3 regions, not 2"):
         two.attach(three.offer)
+
+
+def test_a_cache_in_two_kinds_of_memory_is_not_read() -> None:
+    """One read has one kind of memory on each side."""
+    fabric = Fabric()
+    theirs, ours = (SharedMemory(Cache(2, 64).regions, fabric.agent()) for _ in range(2))
+    host, other = theirs.offer.extents
+    with pytest.raises(WireError, match="offers host memory and device memory"):
+        ours.attach(replace(theirs.offer, extents=(host, replace(other, kind="VRAM"))))
+
+
+def test_a_new_connection_tells_the_last_part_that_was_read() -> None:
+    """Otherwise the other parts of that message would be read again."""
+    source, target, fabric = Cache(3, 64, seed=9), Cache(3, 64), Fabric()
+    theirs = SharedMemory(source.regions, fabric.agent())
+    fetches: list[Fetch] = []
+
+    def peer_of(channel: FramedSocket) -> None:
+        accept_client(channel)
+        channel.expect(Attach)
+        channel.send(theirs.offer)
+        fetches.append(channel.expect(Fetch))
+        if len(fetches) > 1:
+            channel.send(End())
+            return
+        channel.send(Parts(tuple(Part(region=n, first=0, count=1, number=n, nbytes=64, blocks=(4,)) for n in range(3))))
+        assert theirs.progress_until(channel.readable, WAIT_S)
+        channel.expect(Copied)
+        channel.send(Waiting())
+
+    with scripted_peer(peer_of) as peer:
+        memory = SharedMemory(target.regions, fabric.agent())
+        client = Client(target.regions, target.layout, Options(connections=1), environ={}, memory=memory)
+        started(client, peer, [2])
+        assert ended(client).failure == ""
+        client.close()
+    assert [fetch.after for fetch in fetches] == [-1, 2]
+    assert [target.block(layer, 2) for layer in range(3)] == [source.block(layer, 4) for layer in range(3)]
 
 
 def test_workers_use_the_plane_of_their_options() -> None:
@@ -403,7 +493,12 @@ def test_joined_spans_cover_the_blocks(pairs: list[tuple[int, int]], stride: int
 def test_registered_ranges_are_disjoint(parts: list[tuple[int, int, int]]) -> None:
     """Regions may overlap in memory, as those of layers that lie in one block do. Ranges cover exactly their bytes."""
     extents = [Extent(address=a, stride_bytes=1, nbytes=n, blocks=1, device=device) for a, n, device in parts]
-    covered = [(device, byte) for address, n, device in ranges(extents, "DRAM") for byte in range(address, address + n)]
+    covered = [(device, byte) for address, n, device in ranges(extents) for byte in range(address, address + n)]
     assert len(covered) == len(set(covered))
     assert set(covered) == {(device, a + k) for a, n, device in parts for k in range(n)}
-    assert ranges(extents, "VRAM") == []
+
+
+def test_adjacent_regions_are_registered_separately() -> None:
+    """They may be separate allocations of a GPU's memory: one key for both would be the first one's alone."""
+    extents = [Extent(address=a, stride_bytes=64, nbytes=640, blocks=10, kind="VRAM") for a in (1000, 1640, 2280)]
+    assert ranges(extents) == [(1000, 640, 0), (1640, 640, 0), (2280, 640, 0)]

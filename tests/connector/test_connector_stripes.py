@@ -3,6 +3,8 @@ early."""
 
 from __future__ import annotations
 
+from itertools import chain, cycle
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,3 +105,51 @@ def test_two_lanes_and_two_regions_by_hand() -> None:
     assert not stripe.dealt  # lane 0 has lost this chunk a second time
     assert stripe.take(1, ready) == Chunk(region=1, first=5, count=2, number=2)
     assert stripe.dealt
+
+
+@given(
+    region_bytes=st.lists(st.sampled_from([1, 3, 10]), min_size=1, max_size=5),
+    count=st.integers(1, 12),
+    most=st.sampled_from([2, 15, 1000]),
+    turns=st.lists(st.tuples(st.integers(0, LANES - 1), st.booleans(), st.booleans()), max_size=30),
+)
+def test_chunks_of_several_regions_are_taken_together(
+    region_bytes: list[int], count: int, most: int, turns: list[tuple[int, bool, bool]]
+) -> None:
+    """Lanes that take one chunk and lanes that take several share the blocks. Lost chunks are cut to the size of the
+    lane that takes them."""
+    stripe = ChunkScheduler(region_bytes, 0, count, most=4, least=1)
+    arrived: list[Chunk] = []
+    for lane in range(LANES):
+        stripe.begin(lane)
+    for lane, together, lost in chain(turns, cycle([(0, True, False)])):
+        if stripe.dealt:
+            break
+        if together:
+            pieces = stripe.take_together(lane, None, most=most, least=2)
+        else:
+            piece = stripe.take(lane)
+            assert piece is not None
+            pieces = [piece]
+        nbytes = sum(piece.count * region_bytes[piece.region] for piece in pieces)
+        assert nbytes <= (most if together else 4) or (len(pieces), pieces[0].count) == (1, 1)
+        if lost:
+            stripe.begin(lane, pieces[0].number - 1)
+        else:
+            arrived += pieces
+            stripe.begin(lane, pieces[-1].number)
+    assert covered(arrived) == [(region, place) for region in range(len(region_bytes)) for place in range(count)]
+
+
+def test_regions_taken_together_by_hand() -> None:
+    """Three regions of four blocks of 10 bytes; 100 bytes together are two regions and half of the third."""
+    stripe = ChunkScheduler([10, 10, 10], 0, 4, most=20)
+    stripe.begin(0)
+    ready = [4, 4, 3]
+    first = stripe.take_together(0, ready, most=100, least=100)
+    assert first == [Chunk(0, 0, 4, 0), Chunk(1, 0, 4, 1), Chunk(2, 0, 2, 2)]
+    assert stripe.take_together(0, ready, most=100, least=100) == [Chunk(2, 2, 1, 3)]
+    assert stripe.take_together(0, ready, most=100, least=100) == []
+    stripe.begin(0, after=0)
+    assert stripe.take(0) == Chunk(1, 0, 2, 4), "a lane that takes one chunk gets 20 bytes of a lost one"
+    assert stripe.take_together(0, None, most=45, least=45) == [Chunk(1, 2, 2, 5), Chunk(2, 0, 2, 6)]

@@ -25,8 +25,8 @@ LONG = 4_000_000_000
 class GpuCache(Cache):
     """A cache of `layers` tensors on the GPU, [2, BLOCKS, tokens, heads, head]."""
 
-    def __init__(self, layers: int, seed: int | None = None) -> None:
-        shape = (2, BLOCKS, 16, 8, 128)
+    def __init__(self, layers: int, seed: int | None = None, tokens: int = 16) -> None:
+        shape = (2, BLOCKS, tokens, 8, 128)
         if seed is None:
             self.tensors = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
         else:

@@ -54,7 +54,7 @@ class ChunkScheduler:
         count: number of blocks.
         most, least: bytes of a chunk; large ones save headers and copies.
         """
-        self._region_bytes, self._end, self._least, self._most = region_bytes, first + count, least, most
+        self._region_bytes, self._end, self._most, self._least = region_bytes, first + count, most, least
         self._next = [first] * len(region_bytes)
         """Position of the first block that has not been assigned, by region."""
         self._rest_bytes = count * sum(region_bytes)
@@ -84,28 +84,55 @@ class ChunkScheduler:
         Args:
             ready: number of computed blocks of the prompt, by region; None: all.
         """
-        found = self._lost.popleft() if self._lost else self._cut(ready)
-        if found is None:
-            return None
-        state = self._lanes[lane]
-        piece = Chunk(found.region, found.first, found.count, state.next_number)
-        state.next_number += 1
-        state.in_flight.append(piece)
-        return piece
+        found = self._next_chunk(ready, self._share_bytes(self._most, self._least), 1)
+        return self._assigned(lane, found) if found else None
+
+    def take_together(self, lane: int, ready: Sequence[int] | None, *, most: int, least: int) -> list[Chunk]:
+        """Return the next chunks for `lane`, of one or more regions; empty if none is left, or none is ready.
+
+        Args:
+            ready: number of computed blocks of the prompt, by region; None: all.
+            most, least: bytes of the chunks together; a single block may have more.
+        """
+        taken: list[Chunk] = []
+        room = self._share_bytes(most, least)
+        while found := self._next_chunk(ready, room, 0 if taken else 1):
+            taken.append(self._assigned(lane, found))
+            room -= found.count * self._region_bytes[found.region]
+        return taken
 
     @property
     def dealt(self) -> bool:
         """True if every chunk is assigned to a lane, or has arrived."""
         return not self._lost and not self._rest_bytes
 
-    def _cut(self, ready: Sequence[int] | None) -> Chunk | None:
-        """Cut a chunk from the first region with blocks to send. Its size is a lane's share of half of what is left."""
-        wanted = min(max(self._rest_bytes // (2 * len(self._lanes)), self._least), self._most)
+    def _share_bytes(self, most: int, least: int) -> int:
+        """Return the size of the next chunk: a lane's share of half of what is left."""
+        return min(max(self._rest_bytes // (2 * len(self._lanes)), least), most)
+
+    def _assigned(self, lane: int, found: Chunk) -> Chunk:
+        state = self._lanes[lane]
+        piece = Chunk(found.region, found.first, found.count, state.next_number)
+        state.next_number += 1
+        state.in_flight.append(piece)
+        return piece
+
+    def _next_chunk(self, ready: Sequence[int] | None, nbytes: int, blocks: int) -> Chunk | None:
+        """Cut a chunk of at most `nbytes`, and at least `blocks` blocks, from a lost one, or from the first region with
+        blocks to send. Return None if there is none."""
+        if self._lost:
+            lost = self._lost.popleft()
+            count = min(max(nbytes // self._region_bytes[lost.region], blocks), lost.count)
+            if count < lost.count:
+                self._lost.appendleft(Chunk(lost.region, lost.first + count, lost.count - count))
+            return Chunk(lost.region, lost.first, count) if count else None
         for region, first in enumerate(self._next):
             end = self._end if ready is None else min(ready[region], self._end)
             if first < end:
                 block_bytes = self._region_bytes[region]
-                count = min(max(wanted // block_bytes, 1), end - first)
+                count = min(max(nbytes // block_bytes, blocks), end - first)
+                if not count:
+                    return None
                 self._next[region] += count
                 self._rest_bytes -= count * block_bytes
                 return Chunk(region, first, count)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,15 +20,25 @@ from kvroute.connector.blocks import Extent, Region
 from kvroute.connector.wire import Attached, WireError, encode
 from kvroute.types import InputError
 
-PART_BYTES_MAX = 16 << 20
-"""Most bytes of one read: each read costs two messages."""
-PART_BLOCKS_MAX = 8192
+READ_BYTES_MAX, READ_BYTES_MIN = 128 << 20, 8 << 20
+"""Largest read, and smallest one towards the end of a transfer, in bytes. Each costs two messages and some hundred
+microseconds; they are the more, the more blocks are not adjacent."""
+READ_BLOCKS_MAX = 8192
 """Most blocks of one read, so that their numbers fit into a frame's header."""
 _BUSY_S = 0.02
 """Time for which a thread polls often, in seconds; a read takes less where the network is fast."""
 _BUSY_PAUSE_S, _PAUSE_S = 50e-6, 1e-3
 Spans = npt.NDArray[np.uint64]
 """Rows of address, bytes, device number."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Blocks of one region: those of the peer, `there`, are copied to `here`, in order."""
+
+    region: int
+    here: Sequence[int]
+    there: Sequence[int]
 
 
 class Agent(Protocol):
@@ -74,7 +85,7 @@ class SharedMemory:
     """This rank's KV cache, which peers may read, and the caches of peers. Thread-safe."""
 
     def __init__(self, regions: Sequence[Region], agent: Agent) -> None:
-        """Register the regions.
+        """Register the regions, which are all in host memory or all in device memory.
 
         Raises:
             InputError: the offer would be too long for a message.
@@ -85,8 +96,8 @@ class SharedMemory:
         self._peers: dict[bytes, str] = {}
         """Names of the peers' agents, by their metadata."""
         self._closed = threading.Event()
-        for kind in sorted({extent.kind for extent in self._extents}):
-            agent.register_memory([(*span, "") for span in ranges(self._extents, kind)], kind)
+        (self._kind,) = {extent.kind for extent in self._extents}
+        agent.register_memory([(*span, "") for span in ranges(self._extents)], self._kind)
         self.offer = Attached(metadata=agent.get_agent_metadata(), extents=self._extents)
         """Answer to a peer that wants to read this cache."""
         try:
@@ -108,6 +119,8 @@ class SharedMemory:
             return None
         if len(offer.extents) != len(self._extents):
             raise WireError("nixl", f"the peer offers {len(offer.extents)} regions, not {len(self._extents)}")
+        if len({extent.kind for extent in offer.extents}) > 1:
+            raise WireError("nixl", "the peer offers host memory and device memory")
         with self._lock:
             if offer.metadata not in self._peers:
                 try:
@@ -117,22 +130,20 @@ class SharedMemory:
                 self._peers[offer.metadata] = name.decode() if isinstance(name, bytes) else name
             return RemoteMemory(self, self._peers[offer.metadata], offer.extents)
 
-    def read(
-        self, peer: str, region: int, theirs: Extent, blocks: Sequence[int], remote_blocks: Sequence[int]
-    ) -> Iterator[None]:
-        """Copy blocks of a peer's region into this cache; yields while the copy is in progress.
+    def read(self, peer: str, theirs: Sequence[Extent], copies: Sequence[BlockCopy]) -> Iterator[None]:
+        """Copy blocks of a peer's regions, at `theirs`, into this cache; yields while the copy is in progress.
 
-        A read that has begun must be continued to its end: until then the peer may write into `blocks`.
+        A read that has begun must be continued to its end: until then bytes may arrive in the blocks `here`.
 
         Raises:
             WireError: the read failed; no byte arrives any more.
         """
-        mine, size = self._extents[region], self._block_bytes[region]
-        here, there = joined(addresses(mine, blocks), addresses(theirs, remote_blocks), size)
+        spans = [self._spans(self._extents[copy.region], theirs[copy.region], copy) for copy in copies]
+        here, there = (np.concatenate(side) for side in zip(*spans, strict=True))
         try:
             with self._lock:
-                local = self._agent.get_xfer_descs(_spans(here, mine.device), mine.kind)
-                remote = self._agent.get_xfer_descs(_spans(there, theirs.device), theirs.kind)
+                local = self._agent.get_xfer_descs(here, self._kind)
+                remote = self._agent.get_xfer_descs(there, theirs[0].kind)
                 handle = self._agent.initialize_xfer("READ", local, remote, peer)
                 state = self._agent.transfer(handle)
             while state == "PROC":
@@ -149,6 +160,10 @@ class SharedMemory:
             raise WireError("nixl", f"a read from the peer's memory failed: {error}") from None
         if state != "DONE":
             raise WireError("nixl", f"a read from the peer's memory ended in state {state}")
+
+    def _spans(self, mine: Extent, theirs: Extent, copy: BlockCopy) -> tuple[Spans, Spans]:
+        here, there = joined(addresses(mine, copy.here), addresses(theirs, copy.there), self._block_bytes[copy.region])
+        return _on_device(here, mine.device), _on_device(there, theirs.device)
 
     def progress_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Let peers without RDMA read until `ready` returns True. Return False if it does not in time."""
@@ -174,15 +189,8 @@ class RemoteMemory:
     def __init__(self, memory: SharedMemory, peer: str, extents: tuple[Extent, ...]) -> None:
         self._memory, self._peer, self._extents = memory, peer, extents
 
-    def read(
-        self,
-        region: int,
-        blocks: Sequence[int],
-        remote_blocks: Sequence[int],
-        beat: Callable[[], None],
-        beat_s: float,
-    ) -> None:
-        """Copy `remote_blocks` into `blocks`, in order. Returns when all bytes are there.
+    def read(self, copies: Sequence[BlockCopy], beat: Callable[[], None], beat_s: float) -> None:
+        """Carry out copies, at least one. Returns when all bytes are there.
 
         Args:
             beat: called every `beat_s` seconds. If it fails, the read is still continued to its end.
@@ -193,8 +201,8 @@ class RemoteMemory:
         """
         failure: OSError | None = None
         began = time.monotonic()
-        copy = self._memory.read(self._peer, region, self._extents[region], blocks, remote_blocks)
-        for _, pause_s in zip(copy, _pauses(), strict=False):
+        reading = self._memory.read(self._peer, self._extents, copies)
+        for _, pause_s in zip(reading, _pauses(), strict=False):
             time.sleep(pause_s)
             if failure is None and time.monotonic() - began >= beat_s:
                 began = time.monotonic()
@@ -206,11 +214,15 @@ class RemoteMemory:
             raise failure
 
 
-def ranges(extents: Collection[Extent], kind: str) -> list[tuple[int, int, int]]:
-    """Return the memory of one kind as disjoint ranges (address, bytes, device number)."""
+def ranges(extents: Collection[Extent]) -> list[tuple[int, int, int]]:
+    """Return the memory of regions as disjoint ranges (address, bytes, device number).
+
+    Regions that overlap are parts of one tensor. Regions that are only adjacent may be separate allocations of a GPU's
+    memory, which hardware cannot read through one key.
+    """
     found: list[tuple[int, int, int]] = []
-    for device, start, end in sorted((e.device, e.address, e.address + e.nbytes) for e in extents if e.kind == kind):
-        if found and found[-1][2] == device and start <= found[-1][0] + found[-1][1]:
+    for device, start, end in sorted((e.device, e.address, e.address + e.nbytes) for e in extents):
+        if found and found[-1][2] == device and start < found[-1][0] + found[-1][1]:
             address, nbytes, _ = found[-1]
             found[-1] = (address, max(nbytes, end - address), device)
         else:
@@ -244,7 +256,7 @@ def joined(
     return np.c_[here[starts], sizes], np.c_[there[starts], sizes]
 
 
-def _spans(rows: npt.NDArray[np.int64], device: int) -> Spans:
+def _on_device(rows: npt.NDArray[np.int64], device: int) -> Spans:
     spans: Spans = np.c_[rows, np.full(len(rows), device)].astype(np.uint64)
     return spans
 

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from kvroute.connector.block_leases import BlockLease, BlockLeases, Computing, Freed
 from kvroute.connector.block_receiver import BlockReceiver
 from kvroute.connector.blocks import Fence, Layout, Region
@@ -23,7 +21,7 @@ from kvroute.connector.faults import corrupt, misplaced
 from kvroute.connector.handshake import accept_handshake, difference
 from kvroute.connector.listener import Admit, Listener
 from kvroute.connector.options import Options
-from kvroute.connector.remote_memory import PART_BLOCKS_MAX, PART_BYTES_MAX, SharedMemory
+from kvroute.connector.remote_memory import READ_BLOCKS_MAX, READ_BYTES_MAX, READ_BYTES_MIN, SharedMemory
 from kvroute.connector.wire import (
     Attach,
     Attached,
@@ -32,6 +30,7 @@ from kvroute.connector.wire import (
     Fetch,
     Match,
     Part,
+    Parts,
     Refused,
     Release,
     Released,
@@ -267,9 +266,9 @@ class Server:
             return
         while True:
             with self._changed:
-                dealt = self._changed.wait_for(lambda: self._deal(fetch, hold, stripe, turn), self._beat_s)
-            if isinstance(dealt, Chunk):
-                self._send_part(channel, fetch, hold, dealt)
+                dealt = self._changed.wait_for(lambda: self._deal(channel, fetch, hold, stripe, turn), self._beat_s)
+            if isinstance(dealt, list):
+                self._send_chunks(channel, fetch, hold, dealt)
             else:
                 channel.send(dealt or Waiting())
                 if dealt:
@@ -280,12 +279,14 @@ class Server:
         if stripe is None:
             region_bytes = [region.block_bytes for region in self._regions]
             most = self._regions[0].chunk_bytes_max
-            if self._memory is not None:
-                most = min(PART_BYTES_MAX, PART_BLOCKS_MAX * min(region_bytes))
             stripe = hold.stripes[fetch.transfer] = ChunkScheduler(region_bytes, fetch.first, fetch.count, most=most)
         return stripe, stripe.begin(fetch.lane, fetch.after)
 
-    def _deal(self, fetch: Fetch, hold: BlockLease, stripe: ChunkScheduler, turn: int) -> Chunk | End | Refused | None:
+    def _deal(
+        self, channel: FramedSocket, fetch: Fetch, hold: BlockLease, stripe: ChunkScheduler, turn: int
+    ) -> list[Chunk] | End | Refused | None:
+        """Return the next chunks for a lane, one unless the peer reads them from memory; the end or a refusal; None if
+        nothing is ready."""
         if self._closed:
             raise WireError("reset", "closed")
         if hold.stopped:
@@ -294,19 +295,39 @@ class Server:
             raise WireError("reset", "the peer has abandoned this connection")
         if not hold.computing and fetch.first + fetch.count > len(hold.blocks):
             return Refused("range", f"request {fetch.request_id} holds fewer blocks than requested")
-        return stripe.take(fetch.lane, hold.ready) or (End() if stripe.dealt else None)
+        if channel in self._attached and not hold.fences:
+            most = min(READ_BYTES_MAX, READ_BLOCKS_MAX * min(region.block_bytes for region in self._regions))
+            pieces = stripe.take_together(fetch.lane, hold.ready, most=most, least=READ_BYTES_MIN)
+        else:  # one region, so that it does not wait for the fences of others
+            piece = stripe.take(fetch.lane, hold.ready)
+            pieces = [piece] if piece else []
+        return pieces or (End() if stripe.dealt else None)
 
-    def _send_part(self, channel: FramedSocket, fetch: Fetch, hold: BlockLease, piece: Chunk) -> None:
+    def _send_chunks(self, channel: FramedSocket, fetch: Fetch, hold: BlockLease, pieces: Sequence[Chunk]) -> None:
+        if channel in self._attached:
+            channel.send(Parts(tuple([self._part(fetch, hold, piece, by_number=True)[0] for piece in pieces])))
+            self._wait_copied(channel, pieces[-1].number)
+            return
+        for piece in pieces:
+            channel.send(*self._part(fetch, hold, piece))
+
+    def _part(
+        self, fetch: Fetch, hold: BlockLease, piece: Chunk, *, by_number: bool = False
+    ) -> tuple[Part, list[memoryview]]:
+        """Return a chunk's header and its bytes. Args: `by_number`: the peer reads the blocks itself; the header names
+        them, and the bytes are not needed."""
         with self._changed:
             blocks, fence = hold.blocks[piece.first : piece.end], hold.fences.get(piece.region)
         if fence:
             fence()
         region, fault_file = self._regions[piece.region], self._options.fault_file
-        attached = channel in self._attached
-        views = region.outgoing(blocks) if fetch.checksum or not attached else []
+        views = region.outgoing(blocks) if fetch.checksum or not by_number else []
         checksum = crc32(views) if fetch.checksum else None
         if fault_file:
             views = corrupt(Path(fault_file), piece, views, self._ending)
+        numbers: Sequence[int] = ()
+        if by_number:
+            numbers = misplaced(Path(fault_file), piece, blocks) if fault_file else blocks
         part = Part(
             region=piece.region,
             first=piece.first,
@@ -314,20 +335,17 @@ class Server:
             number=piece.number,
             nbytes=piece.count * region.block_bytes,
             crc32=checksum,
+            blocks=tuple(numbers),
         )
-        if not attached:
-            channel.send(part, views)
-            return
-        numbers = misplaced(Path(fault_file), piece, blocks) if fault_file else blocks
-        channel.send(replace(part, blocks=tuple(numbers)))
-        self._wait_copied(channel, part.number)
+        return part, views
 
     def _wait_copied(self, channel: FramedSocket, number: int) -> None:
-        """Wait until the peer has read a part from memory. If the blocks are withdrawn, the channel breaks."""
+        """Wait until the peer has read the parts up to `number` from memory. If the blocks are withdrawn, the channel
+        breaks."""
         assert self._memory is not None, "only then channels are attached"
         while True:
             if not self._memory.progress_until(channel.readable, self._options.timeout_s):
-                raise TimeoutError("the peer has not read a part in time")
+                raise TimeoutError("the peer has not read its parts in time")
             message = channel.receive_next()
             if message == Copied(number):
                 return

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from kvroute.connector.blocks import Fence, Region
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.pool import ConnectionPool, Peer
-from kvroute.connector.remote_memory import RemoteMemory
-from kvroute.connector.wire import Copied, End, Fetch, Message, Part, Waiting, WireError, crc32
+from kvroute.connector.remote_memory import BlockCopy, RemoteMemory
+from kvroute.connector.wire import Copied, End, Fetch, Message, Part, Parts, Waiting, WireError, crc32
 
 log = logging.getLogger(__name__)
 _BARREN_MAX = {"reset": 3, "checksum": 3, "timeout": 1, "nixl": 2}
@@ -98,25 +98,29 @@ class Progress:
             self.transfer.fence()
         region.landed(here, views)
 
-    def copy(self, channel: FramedSocket, remote: RemoteMemory, part: Part, beat_s: float) -> Message:
-        """Read a part from the peer's memory to its place in the cache. Return the peer's confirmation, its next
+    def copy(self, channel: FramedSocket, remote: RemoteMemory, parts: Sequence[Part], beat_s: float) -> Message:
+        """Read parts from the peer's memory to their places in the cache. Return the peer's confirmation, its next
         message. Args: `beat_s`: interval of messages to the peer during the read, in seconds.
 
         Raises:
-            WireError: the part was not requested, it is damaged, it cannot be read, or the peer no longer held it.
+            WireError: a part was not requested, is damaged, cannot be read, or the peer no longer held it.
         """
-        region, here = self._place(part)
-        if len(part.blocks) != part.count:
-            raise WireError("malformed", f"{len(part.blocks)} numbers of {part.count} blocks")
+        if not parts:
+            raise WireError("malformed", "a message without parts")
+        copies = [BlockCopy(part.region, self._place(part)[1], part.blocks) for part in parts]
+        for part in parts:
+            if len(part.blocks) != part.count:
+                raise WireError("malformed", f"{len(part.blocks)} numbers of {part.count} blocks")
         if self.transfer.fence:
             self.transfer.fence()
-        remote.read(part.region, here, part.blocks, lambda: channel.send(Waiting()), beat_s)
-        if part.crc32 is not None and crc32(region.outgoing(here)) != part.crc32:
-            raise _damaged(part)
-        channel.send(Copied(part.number))
+        remote.read(copies, lambda: channel.send(Waiting()), beat_s)
+        for part, copy in zip(parts, copies, strict=True):
+            if part.crc32 is not None and crc32(self.regions[copy.region].outgoing(copy.here)) != part.crc32:
+                raise _damaged(part)
+        channel.send(Copied(parts[-1].number))
         return channel.receive_next()
 
-    def landed(self, part: Part, *, nixl: bool = False) -> None:
+    def landed(self, part: Part, *, nixl: bool) -> None:
         """Count a part whose bytes are in their places. Args: `nixl`: they were read from the peer's memory."""
         start, count = part.first - self.transfer.first, part.count
         landed, block_bytes = self._landed[part.region], self.regions[part.region].block_bytes
@@ -217,24 +221,24 @@ class TransferLane:
         remote = self._pool.remote_memory(channel)
         while not isinstance(message, End):
             if isinstance(message, Part):
-                message = self._take(channel, remote, message)
+                self._progress.receive(channel, message)
+                self._count([message], nixl=False)
+                message = channel.receive_next()
+            elif isinstance(message, Parts) and remote is not None:
+                parts = message.parts
+                message = self._progress.copy(channel, remote, parts, self._beat_s)
+                self._count(parts, nixl=True)
             elif isinstance(message, Waiting):
                 message = channel.receive_next()
             else:
                 raise WireError("malformed", f"{type(message).__name__} instead of Part")
 
-    def _take(self, channel: FramedSocket, remote: RemoteMemory | None, part: Part) -> Message:
-        """Take a part. Return the peer's next message."""
-        following: Message | None = None
-        if remote is None:
-            self._progress.receive(channel, part)
-        else:
-            following = self._progress.copy(channel, remote, part, self._beat_s)
-        self._progress.landed(part, nixl=remote is not None)
+    def _count(self, parts: Sequence[Part], *, nixl: bool) -> None:
+        for part in parts:
+            self._progress.landed(part, nixl=nixl)
         if self._after < 0:
             self._first_part()
-        self._after = part.number
-        return channel.receive_next() if following is None else following
+        self._after = parts[-1].number
 
 
 def _damaged(part: Part) -> WireError:

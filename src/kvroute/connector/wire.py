@@ -15,7 +15,7 @@ import msgspec
 
 from kvroute.connector.blocks import Extent, Layout
 
-VERSION = 5
+VERSION = 6
 HANDSHAKE_BYTES_MAX = 4 << 10
 """Maximum size of a header before the peer has proved the token, in bytes."""
 HEADER_BYTES_MAX = 256 << 10
@@ -91,10 +91,7 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch", kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
-    """Header of `nbytes` raw bytes: `count` blocks of one region from position `first` on.
-
-    On a connection that reads from memory no bytes follow: the client reads `blocks` and answers with `Copied`.
-    """
+    """Header of `nbytes` raw bytes: `count` blocks of one region from position `first` on. None follow in `Parts`."""
 
     region: int
     first: int
@@ -104,11 +101,17 @@ class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
     nbytes: int
     crc32: int | None = None
     blocks: tuple[int, ...] = ()
-    """Numbers of the blocks in the server's cache."""
+    """In `Parts`: numbers of the blocks in the server's cache."""
+
+
+class Parts(msgspec.Struct, frozen=True, tag="parts"):
+    """Parts of any regions that the client reads together from the server's memory. It answers with `Copied`."""
+
+    parts: tuple[Part, ...]
 
 
 class Copied(msgspec.Struct, frozen=True, tag="copied"):
-    """The client has read the part of this number from the server's memory.
+    """The client has read the parts up to this number from the server's memory.
 
     The server's next message other than a refusal confirms that it held the blocks until now, so that the bytes are
     those of the request.
@@ -180,6 +183,7 @@ Message: TypeAlias = (
     | Attached
     | Fetch
     | Part
+    | Parts
     | Copied
     | Waiting
     | End
