@@ -190,11 +190,12 @@ def ready_until_done(pair: Pair) -> Iterator[None]:
             server.kill()
 
 
-def make_model(folder: Path, *sizes: int) -> Path:
-    """Create the tiny model in a folder; return its own folder. Args: `sizes` are width and layers of another one."""
+def make_model(folder: Path, *sizes: int, script: str = "make_model") -> Path:
+    """Create the tiny model in a folder; return its own folder. Args: `sizes` are width and layers of another one;
+    `script` is the module that makes it."""
     model = folder / "model"
-    command = [str(BIN / "python"), str(HERE / "make_model.py"), str(model), *map(str, sizes)]
-    making = subprocess.run(command, capture_output=True, text=True)
+    command = [str(BIN / "python"), "-m", f"tests.live.vllm.{script}", str(model), *map(str, sizes)]
+    making = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert making.returncode == 0, making.stderr
     return model
 

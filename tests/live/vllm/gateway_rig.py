@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import openai
+from tests.live.services import missing
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server
@@ -67,6 +68,15 @@ class Gateway:
 def openai_client(url: str) -> openai.OpenAI:
     """Return a client without retries, because the gateway retries."""
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120.0)
+
+
+def anthropic_client(url: str) -> Any:
+    """Return a client without retries, because the gateway retries."""
+    try:
+        import anthropic
+    except ImportError:
+        missing("anthropic is not installed: uv pip install -r requirements/live.txt")
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120.0)
 
 
 def cluster_file(pair: Pair, more: dict[str, Any], servers: Sequence[Server] = ()) -> str:

@@ -1,4 +1,4 @@
-"""Creates a tiny Llama with random weights and a byte-level BPE tokenizer: `make_model.py FOLDER [WIDTH LAYERS]`.
+"""Creates a tiny Llama with random weights and a byte-level BPE tokenizer: `make_model FOLDER [WIDTH LAYERS]`.
 
 Runs in vLLM's environment. The result is equal on every run, because the seed is fixed.
 """
@@ -6,6 +6,7 @@ Runs in vLLM's environment. The result is equal on every run, because the seed i
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch  # type: ignore[import-not-found]
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -41,10 +42,9 @@ def save_tokenizer(folder: str) -> int:
     return -(-tokenizer.get_vocab_size() // 64) * 64
 
 
-def save_model(folder: str, vocabulary: int, width: int = WIDTH, layers: int = LAYERS) -> None:
-    """Save a model in bfloat16; by default it has 2.6 million parameters. Args: `width` is a multiple of 128."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def config_of(vocabulary: int, width: int = WIDTH, layers: int = LAYERS) -> Any:
+    """Return the configuration of a model. Args: `width` is a multiple of 128."""
+    return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=2 * width,
@@ -59,7 +59,12 @@ def save_model(folder: str, vocabulary: int, width: int = WIDTH, layers: int = L
         # Wide, so that the logits are peaked and greedy tokens do not depend on the last bit.
         initializer_range=0.2,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def save_model(folder: str, vocabulary: int, *sizes: int) -> None:
+    """Save a model in bfloat16; by default it has 2.6 million parameters. Args: see `config_of`."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(config_of(vocabulary, *sizes)).to(torch.bfloat16).save_pretrained(folder)
 
 
 if __name__ == "__main__":

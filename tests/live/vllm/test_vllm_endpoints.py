@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.live.services import missing
 from tests.live.vllm.gateway_rig import (
     ANSWER_TOKENS,
     GREEDY,
     TOKENS,
     Gateway,
     all_up,
+    anthropic_client,
     cluster_file,
     openai_client,
     prompt,
@@ -65,15 +65,6 @@ def gateway(process: Gateway, pair: Pair) -> Gateway:
     """The gateway, once it reports that all servers are up."""
     all_up(process, pair)
     return process
-
-
-def anthropic_client(url: str) -> Any:
-    """Return a client without retries, because the gateway retries."""
-    try:
-        import anthropic
-    except ImportError:
-        missing("anthropic is not installed: uv pip install -r requirements/live.txt")
-    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120.0)
 
 
 def words(seed: int, count: int = 60) -> str:
