@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 
 from kvroute.comparison.cells import Cell, Record
 from kvroute.control import ControlSpec
 from kvroute.experiments.alone_cases import ALONE_CASES, AloneCase
 from kvroute.experiments.cells import Experiment
-from kvroute.experiments.never_worse_run import Traces, settings_of, study_of
+from kvroute.experiments.never_worse_run import Traces, figures_of, settings_of, study_of
 from kvroute.experiments.setup import cluster_of, requests_of
-from kvroute.sim.metrics import window
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Trace
@@ -47,7 +45,7 @@ def run_cell(cell: Cell) -> Record:
     run, settings = play(one, cell)
     summary = msgspec.structs.replace(run.summary, policy=cell.policy)
     config = {"case": msgspec.json.decode(msgspec.json.encode(one)), "policy": cell.policy}
-    return Record(key=cell.key, cell=cell, config=config, summary=summary, figures=_figures(run, settings))
+    return Record(key=cell.key, cell=cell, config=config, summary=summary, figures=figures_of(run, settings))
 
 
 def play(one: AloneCase, cell: Cell) -> tuple[Run, SimSettings]:
@@ -88,15 +86,3 @@ def _longer(trace: Trace, factor: float) -> Trace:
         for request in trace.requests
     ]
     return replace(trace, requests=tuple(longer))
-
-
-def _figures(run: Run, settings: SimSettings) -> dict[str, float]:
-    """Return the mean response time (arrival to last token) and the shares of requests that were served alone."""
-    rows = run.outcomes
-    inside = window(rows, settings)
-    response_s = (rows.finished_s - rows.arrived_s)[inside]
-    alone = (rows.source == rows.target)[inside] & (rows.source[inside] >= 0)
-    return {
-        "response_s": float(np.nanmean(response_s)),
-        "alone_share": float(alone.mean()),
-    }

@@ -19,6 +19,7 @@ from kvroute.experiments.never_worse_cases import CASES, Case
 from kvroute.experiments.readings import reading
 from kvroute.experiments.runner import finished, run_cells
 from kvroute.experiments.setup import Study, Weights, cluster_of, config_of, rate_per_s, requests_of
+from kvroute.sim.metrics import window
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import Background, SimSettings, Slo
 from kvroute.sim.workload import PROFILES
@@ -92,7 +93,9 @@ class Runner:
         weights = Weights(cache=cell.settings["cache_weight"]) if self.tuning else dict(self.weights).get(case.name)
         run = self.run(case, cell, weights)
         summary = msgspec.structs.replace(run.summary, policy=cell.policy)
-        return Record(key=cell.key, cell=cell, config=self._config(case, cell, weights), summary=summary)
+        figures = figures_of(run, settings_of(case, study_of(case, self.traces, cell, tuning=self.tuning)))
+        config = self._config(case, cell, weights)
+        return Record(key=cell.key, cell=cell, config=config, summary=summary, figures=figures)
 
     def run(self, case: Case, cell: Cell, weights: Weights | None) -> Run:
         """Run a cell and return the run with the times of every request."""
@@ -118,6 +121,18 @@ class Runner:
             "cla_ratio": weights.cache / weights.load if weights and cell.policy == "cla" else None,
             "variant": _plain(VARIANTS.get(cell.policy)),
         }
+
+
+def figures_of(run: Run, settings: SimSettings) -> dict[str, float]:
+    """Return the mean response time (arrival to last token) and the share of requests that were served alone; empty if
+    none has ended."""
+    rows = run.outcomes
+    inside = window(rows, settings)
+    response_s = (rows.finished_s - rows.arrived_s)[inside]
+    if np.isnan(response_s).all():
+        return {}
+    alone = (rows.source == rows.target)[inside] & (rows.source[inside] >= 0)
+    return {"response_s": float(np.nanmean(response_s)), "alone_share": float(alone.mean())}
 
 
 def spec_of(case: Case, policy: str, weights: Weights | None) -> ControlSpec:

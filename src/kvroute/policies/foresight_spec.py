@@ -44,7 +44,7 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Number of best candidates by the closed form whose transfers the fluid model simulates; 0: none."""
     joint_width: int = 3
     """Number of best prefill instances by the closed form whose transfers the fluid model simulates."""
-    joint_reach: int = 64
+    joint_reach: int = 8
     """Maximum number of prefill instances that are evaluated, those with the earliest prefill end first."""
     alone: int = 2
     """Whether `foresight-joint` lets one instance serve a request if that costs less than the best pair. 0: never; 1: a
