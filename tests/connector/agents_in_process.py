@@ -1,5 +1,5 @@
-"""Agents with NIXL's interface that copy within this process. A read makes progress as over UCX's TCP: only while the
-owner of the memory calls its agent."""
+"""Agents with NIXL's interface that copy within this process. As over UCX's TCP, a read makes progress only while the
+owner of the memory calls its agent, and after a failed read all others from this agent fail until it is added again."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class Reading:
     """A read between two agents."""
 
     reader: LocalAgent
+    peer: str
     local: list[tuple[int, int]]
     remote: list[tuple[int, int]]
     state: str = "NEW"
@@ -32,6 +33,8 @@ class Fabric:
     """Number of reads that will fail."""
     rejecting: bool = False
     """True: no agent can be added."""
+    defective: str = ""
+    """Name of an agent that can no longer be called."""
     reads: list[Reading] = field(default_factory=list)
 
     def agent(self) -> LocalAgent:
@@ -54,6 +57,9 @@ class LocalAgent:
         self.registered: list[tuple[int, int]] = []
         self._asked: list[Reading] = []
         self.released = 0
+        self.known: list[str] = []
+        """Names of the agents that have been added."""
+        self._broken: set[str] = set()
 
     def register_memory(self, reg_list: Any, mem_type: str) -> None:
         """Register ranges."""
@@ -70,7 +76,17 @@ class LocalAgent:
         """Return the name. Raises RuntimeError if agents are rejected."""
         if self._fabric.rejecting:
             raise RuntimeError("NIXL_ERR_BACKEND")
+        assert metadata.decode() not in self.known
+        self.known.append(metadata.decode())
         return metadata
+
+    def remove_remote_agent(self, agent: str) -> None:
+        """Forget an agent that nothing is read from."""
+        assert not [
+            read for read in self._fabric.reads if (read.reader, read.peer, read.state) == (self, agent, "PROC")
+        ]
+        self.known.remove(agent)
+        self._broken.discard(agent)
 
     def get_xfer_descs(self, descs: Any, mem_type: str) -> list[tuple[int, int]]:
         """Return (address, bytes) of spans."""
@@ -82,35 +98,41 @@ class LocalAgent:
     def initialize_xfer(self, operation: str, local: Any, remote: Any, remote_agent: str) -> Reading:
         """Check that the spans correspond and are registered."""
         assert operation == "READ"
+        assert remote_agent in self.known
         assert [nbytes for _, nbytes in local] == [nbytes for _, nbytes in remote]
         for spans, agent in ((local, self), (remote, self._fabric.agents[remote_agent])):
             for address, nbytes in spans:
                 assert any(a <= address and address + nbytes <= a + n for a, n in agent.registered), "not registered"
-        read = Reading(self, local, remote)
+        read = Reading(self, remote_agent, local, remote)
         self._fabric.reads.append(read)
         self._fabric.agents[remote_agent]._asked.append(read)
         return read
 
     def transfer(self, handle: Reading) -> str:
         """Begin."""
-        handle.state = "PROC"
-        return handle.state
+        handle.state = "ERR" if handle.peer in self._broken else "PROC"
+        return self.check_xfer_state(handle)
 
     def check_xfer_state(self, handle: Reading) -> str:
         """Return the state."""
         if handle.state == "ERR":
+            self._broken.add(handle.peer)
             raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
         return handle.state
 
     def release_xfer_handle(self, handle: Reading) -> None:
         """Count; only a read that has ended may be released."""
-        assert handle.state == "DONE"
+        assert handle.state in ("DONE", "ERR")
         self.released += 1
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         """Let others read from this agent's memory."""
+        if self.name == self._fabric.defective:
+            raise RuntimeError("NIXL_ERR_UNKNOWN")
         while self._asked and not self._fabric.held.is_set():
             read = self._asked.pop(0)
+            if read.state != "PROC":
+                continue
             if self._fabric.failing:
                 self._fabric.failing -= 1
                 read.state = "ERR"

@@ -103,6 +103,8 @@ def ends(
     finally:
         pulling.close()
         serving.close()
+        if arguments.get("memory"):
+            arguments["memory"].close()
     for thread in set(threading.enumerate()) - threads:
         thread.join(WAIT_S)  # one whose connection has just ended may still be on its last lines
     assert set(threading.enumerate()) <= threads

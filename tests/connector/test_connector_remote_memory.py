@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,16 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.connector.agents_in_process import Fabric
-from tests.connector.loopback import BLOCKS, WAIT_S, Cache, accept_client, ends, pull, scripted_peer
+from tests.connector.loopback import BLOCKS, WAIT_S, Cache, FencedRegion, accept_client, ends, pull, scripted_peer
 
-from kvroute.connector import pool
 from kvroute.connector.block_leases import Computing
-from kvroute.connector.blocks import Extent
+from kvroute.connector.blocks import Extent, HostRegion
 from kvroute.connector.channel import FramedSocket
 from kvroute.connector.client import Client, Result
 from kvroute.connector.options import Options, read_options
 from kvroute.connector.pool import Peer
-from kvroute.connector.remote_memory import SharedMemory, joined, ranges
+from kvroute.connector.remote_memory import BlockCopy, SharedMemory, joined, ranges
 from kvroute.connector.scheduler import Held, Pull, Step
 from kvroute.connector.server import Server
 from kvroute.connector.transfer_lanes import Transfer
@@ -56,6 +56,21 @@ def reading(
     theirs, ours = (SharedMemory(cache.regions, fabric.agent()) for cache in (source, target))
     with ends(source, target, options, options, reads_into=ours, memory=theirs, **arguments) as both:
         yield both
+    reader = fabric.agents[max(fabric.agents)]
+    assert reader.released == sum(read.reader is reader for read in fabric.reads)
+    assert reader.known == [], "no connection uses the peer's agent any more"
+
+
+class DeviceRegion(FencedRegion):
+    """A region that claims to be in a GPU's memory."""
+
+    def __init__(self, region: HostRegion) -> None:
+        super().__init__(region, ["passed"])
+
+    @property
+    def extent(self) -> Extent:
+        """Place of the blocks."""
+        return replace(super().extent, kind="VRAM")
 
 
 def until(condition: Any) -> None:
@@ -137,17 +152,10 @@ def test_blocks_that_were_withdrawn_during_a_read_do_not_count() -> None:
         server.withdraw("p")
         source.memory[:] = 0
         fabric.held.clear()
-        progress(fabric)
         result = ended(client)
     assert target.block(0, 3) == bytes(64), "the read has ended after the blocks were overwritten"
     assert result.failure in ("gone", "reset")
     assert (result.nbytes, result.nixl_bytes) == (0, 0)
-
-
-def progress(fabric: Fabric) -> None:
-    """Complete all reads, as a network with RDMA does even if their server waits for nothing."""
-    for agent in fabric.agents.values():
-        agent.get_new_notifs()
 
 
 def test_a_cancelled_transfer_ends_only_after_its_reads() -> None:
@@ -164,7 +172,6 @@ def test_a_cancelled_transfer_ends_only_after_its_reads() -> None:
         until(lambda: time.monotonic() > after)
         assert client.results() == []
         fabric.held.clear()
-        progress(fabric)
         result = ended(client)
     assert (result.failure, result.nbytes) == ("cancelled", 0)
     assert target.block(0, 2) == source.block(0, 1)
@@ -287,14 +294,71 @@ def test_the_kernel_s_counters_of_connections_that_read_are_not_reported() -> No
 
 
 def test_nixl_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TCP is used for a time only."""
-    monkeypatch.setattr(pool, "TCP_S", 0.0)
+    """TCP is used for a time only, and then also idle connections for it are replaced. The peer's agent is added again,
+    because a connection of UCX that has failed is not repaired."""
     source, target, fabric = Cache(1, 64, seed=8), Cache(1, 64), Fabric()
     fabric.failing = 1
     with reading(fabric, source, target, Options(connections=1)) as (server, client, peer):
+        for name in ("p", "q"):
+            server.hold(name, [1])
+            assert pull(client, peer, [3], request=name).nixl_bytes == 0
+        monkeypatch.setitem(client._pool._tcp_until, peer, 0.0)  # the time is over
+        for name in ("r", "s"):
+            server.hold(name, [1])
+            result = pull(client, peer, [3], request=name)
+            assert (result.failure, result.nixl_bytes) == ("", 64)
+    assert [read.state for read in fabric.reads] == ["ERR", "DONE", "DONE"]
+
+
+def test_a_peer_is_not_added_again_while_others_read_from_it() -> None:
+    """UCX frees what reads in progress use when their peer is removed."""
+    source, target, fabric = Cache(1, 64, seed=8), Cache(1, 64), Fabric()
+    theirs, ours = (SharedMemory(cache.regions, fabric.agent()) for cache in (source, target))
+    remote = ours.attach(theirs.offer)
+    assert remote is not None
+    fabric.held.set()
+    with ThreadPoolExecutor(2) as threads:
+        reads = [threads.submit(remote.read, [BlockCopy(0, (n,), (n,))], lambda: None, 60.0) for n in range(2)]
+        until(lambda: fabric.reading == 2)
+        fabric.reads[0].state = "ERR"
+        with pytest.raises(WireError, match="NIXL_ERR_REMOTE_DISCONNECT"):
+            next(as_completed(reads, WAIT_S)).result()
+        with pytest.raises(WireError, match="others have not ended"):
+            ours.attach(theirs.offer)
+        fabric.held.clear()
+        theirs.progress_until(lambda: not fabric.reading, WAIT_S)
+    again = ours.attach(theirs.offer)
+    assert again is not None
+    for user in (remote, again):
+        assert fabric.agents["agent1"].known == ["agent0"]
+        user.close()
+    assert fabric.agents["agent1"].known == []
+
+
+def test_agents_of_restarted_peers_are_removed() -> None:
+    """Each restart has an agent of its own, whose connections and keys would stay in memory."""
+    target, fabric = Cache(1, 64), Fabric()
+    ours = SharedMemory(target.regions, fabric.agent())
+    for _ in range(3):
+        remote = ours.attach(SharedMemory(Cache(1, 64).regions, fabric.agent()).offer)
+        assert remote is not None
+        remote.close()
+    assert fabric.agents["agent0"].known == []
+
+
+def test_a_server_whose_agent_has_failed_sends_over_tcp(caplog: pytest.LogCaptureFixture) -> None:
+    """Reads in progress end with their connection; the next one gets the bytes."""
+    source, target, fabric = Cache(1, 64, seed=8), Cache(1, 64), Fabric()
+    theirs, ours = (SharedMemory(cache.regions, fabric.agent()) for cache in (source, target))
+    fabric.defective = "agent0"
+    with ends(source, target, reads_into=ours, memory=theirs) as (server, client, peer):
+        until(lambda: theirs.failed)
         server.hold("p", [1])
         result = pull(client, peer, [3])
-    assert (result.failure, result.nixl_bytes) == ("", 64)
+    assert (result.failure, result.nbytes, result.nixl_bytes) == ("", 64, 0)
+    assert [each for each in caplog.records if "NIXL_ERR_UNKNOWN" in each.getMessage()]
+    with pytest.raises(WireError, match="the NIXL agent has failed"):
+        theirs.progress_until(lambda: False, 1.0)
 
 
 @pytest.mark.parametrize("theirs", [False, True])
@@ -352,7 +416,8 @@ def test_fences_are_passed_before_blocks_are_read_and_written() -> None:
     ("blocks", "sentence"),
     [
         ((BLOCKS,), f"block {BLOCKS} or {BLOCKS} is not one of {BLOCKS} blocks"),
-        ((-1,), "block -1 or -1 is not one of"),
+        ((-1,), "`int` >= 0 - at `$.parts[0].blocks[0]`"),
+        ((1 << 63,), "`int` <= 16777215 - at `$.parts[0].blocks[0]`"),
         ((), "0 numbers of 1 blocks"),
         ((1, 2), "2 numbers of 1 blocks"),
     ],
@@ -388,8 +453,9 @@ def test_an_offer_must_fit_into_a_message() -> None:
     """Otherwise each transfer would find a closed connection."""
     agent = Fabric().agent()
     agent.name = "x" * HEADER_BYTES_MAX
+    memory = SharedMemory(Cache(2, 64).regions, agent)
     with pytest.raises(InputError, match=r"data_plane: NIXL's keys of 2 regions do not fit into a message"):
-        SharedMemory(Cache(2, 64).regions, agent)
+        memory.serve()
 
 
 def test_another_number_of_regions_is_not_read() -> None:
@@ -407,6 +473,9 @@ def test_a_cache_in_two_kinds_of_memory_is_not_read() -> None:
     host, other = theirs.offer.extents
     with pytest.raises(WireError, match="offers host memory and device memory"):
         ours.attach(replace(theirs.offer, extents=(host, replace(other, kind="VRAM"))))
+    first, second = Cache(2, 64).regions
+    with pytest.raises(InputError, match="not in one kind of memory"):
+        SharedMemory([first, DeviceRegion(second)], fabric.agent())
 
 
 def test_a_new_connection_tells_the_last_part_that_was_read() -> None:

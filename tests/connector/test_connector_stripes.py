@@ -141,6 +141,13 @@ def test_chunks_of_several_regions_are_taken_together(
     assert covered(arrived) == [(region, place) for region in range(len(region_bytes)) for place in range(count)]
 
 
+def test_a_message_has_room_for_the_chunks_taken_together() -> None:
+    """Lost chunks may be many small ones."""
+    stripe = ChunkScheduler([1] * 1500, 0, 1, most=1)
+    stripe.begin(0)
+    assert [len(stripe.take_together(0, None, most=10_000, least=10_000)) for _ in range(3)] == [1024, 476, 0]
+
+
 def test_regions_taken_together_by_hand() -> None:
     """Three regions of four blocks of 10 bytes; 100 bytes together are two regions and half of the third."""
     stripe = ChunkScheduler([10, 10, 10], 0, 4, most=20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Annotated, Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,6 +13,10 @@ import numpy.typing as npt
 ByteArray = npt.NDArray[np.uint8]
 Fence: TypeAlias = Callable[[], None]
 """Waits until the device has finished the work that was queued before the fence was created."""
+
+
+BlockNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+"""Number of a block, or of blocks, in a message. With the limit of `Extent.stride_bytes`, offsets have 60 bits."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,13 +34,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 class Extent(msgspec.Struct, frozen=True, kw_only=True):
     """Place of a region in memory, for hardware that reads it by address."""
 
-    address: int
+    address: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     """Address of block 0."""
-    stride_bytes: int
-    nbytes: int
+    stride_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 36)]
+    nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     """Bytes from the start of block 0 to the end of the last block."""
-    blocks: int
-    device: int = 0
+    blocks: BlockNumber
+    device: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
     """Number of the GPU; 0 for host memory."""
     kind: Literal["DRAM", "VRAM"] = "DRAM"
     """Host or device memory, by NIXL's names."""

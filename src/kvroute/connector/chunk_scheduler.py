@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+TOGETHER_MAX = 1024
+"""Maximum number of chunks that a lane takes together, so that their headers fit into a message."""
 CHUNK_BYTES_MIN = 64 << 10
 """Towards the end chunks are smaller, so that no slow connection is left with a large one."""
 
@@ -96,7 +98,7 @@ class ChunkScheduler:
         """
         taken: list[Chunk] = []
         room = self._share_bytes(most, least)
-        while found := self._next_chunk(ready, room, 0 if taken else 1):
+        while len(taken) < TOGETHER_MAX and (found := self._next_chunk(ready, room, 0 if taken else 1)):
             taken.append(self._assigned(lane, found))
             room -= found.count * self._region_bytes[found.region]
         return taken

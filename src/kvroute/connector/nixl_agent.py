@@ -25,6 +25,7 @@ def nixl_agent() -> Agent:
         )
         from nixl._api import (
             nixl_agent_config,
+            nixl_thread_sync_t,
         )
     except ImportError as error:
         raise InputError(
@@ -32,13 +33,14 @@ def nixl_agent() -> Agent:
             where=_OPTION,
             hint="pip install nixl, or leave data_plane out to use TCP",
         ) from None
-    config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+    strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
     try:
         agent: Agent = make(f"kvroute-{uuid.uuid4()}", config)
     except Exception as error:  # NIXL's errors have no common class
         raise InputError(
             f"data_plane is nixl, but its backend UCX does not start: {error}",
             where=_OPTION,
-            hint="let UCX_TLS name a transport that detects a peer's failure: rc, dc or tcp",
+            hint="let UCX_TLS name a transport that detects a peer's failure: rc or dc",
         ) from None
     return agent

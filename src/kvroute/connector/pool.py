@@ -83,7 +83,7 @@ class ConnectionPool:
             raise
 
     def remote_memory(self, channel: FramedSocket) -> RemoteMemory | None:
-        """Return the peer's memory from which the parts on this connection are read; None: their bytes follow them."""
+        """Return the peer's memory from which parts are read; None if their bytes come over this connection."""
         return self._remote.get(channel)
 
     def use_tcp(self, peer: Peer, why: object) -> None:
@@ -108,7 +108,9 @@ class ConnectionPool:
         channel.close()
         with self._lock:
             self._open.discard(channel)
-            self._remote.pop(channel, None)
+            remote = self._remote.pop(channel, None)
+        if remote is not None:
+            remote.close()
 
     def close(self) -> None:
         """Abort transfers in progress (they fail with `reset`). No connection is opened any more."""
@@ -127,18 +129,21 @@ class ConnectionPool:
             with self._lock:
                 idle = self._idle.get(peer)
                 channel = idle.pop() if idle else None
-                if channel is None or channel not in self._remote or not self._avoids_nixl(peer):
+                if channel is None or (channel in self._remote) == self._uses_nixl(peer):
                     return channel
             self.drop(channel)
 
     def _avoids_nixl(self, peer: Peer) -> bool:
         return time.monotonic() < self._tcp_until.get(peer, 0.0)
 
+    def _uses_nixl(self, peer: Peer) -> bool:
+        return self._memory is not None and peer.traffic_class != STORAGE_CLASS and not self._avoids_nixl(peer)
+
     def _connect(self, peer: Peer) -> FramedSocket:
         """Return a new connection, which reads from the peer's memory if both sides have NIXL."""
-        if self._memory is None or peer.traffic_class == STORAGE_CLASS or self._avoids_nixl(peer):
-            return self._greeted(peer)
         channel = self._greeted(peer)
+        if self._memory is None or not self._uses_nixl(peer):
+            return channel
         try:
             channel.send(Attach())
             remote = self._memory.attach(channel.expect(Attached))

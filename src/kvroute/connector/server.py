@@ -88,6 +88,8 @@ class Server:
         self._closed = False
         self._ending = threading.Event()
         port = options.port + port_offset if options.port else 0
+        if memory is not None:
+            memory.serve()
         self._listener = Listener(options.host, port, options.timeout_s, self._accepted) if listen else None
 
     @property
@@ -205,7 +207,7 @@ class Server:
                 self._send(channel, message)
 
     def _attach(self, channel: FramedSocket) -> None:
-        if self._memory is None:
+        if self._memory is None or self._memory.failed:
             channel.send(Attached())
             return
         self._attached.add(channel)
@@ -285,8 +287,12 @@ class Server:
     def _deal(
         self, channel: FramedSocket, fetch: Fetch, hold: BlockLease, stripe: ChunkScheduler, turn: int
     ) -> list[Chunk] | End | Refused | None:
-        """Return the next chunks for a lane, one unless the peer reads them from memory; the end or a refusal; None if
-        nothing is ready."""
+        """Return what a lane sends next.
+
+        Returns:
+            Chunks: one, or several that the peer reads from memory together. The end of the lane, or a refusal. None if
+            nothing is ready.
+        """
         if self._closed:
             raise WireError("reset", "closed")
         if hold.stopped:

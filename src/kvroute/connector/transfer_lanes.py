@@ -120,7 +120,7 @@ class Progress:
         channel.send(Copied(parts[-1].number))
         return channel.receive_next()
 
-    def landed(self, part: Part, *, nixl: bool) -> None:
+    def count_arrived(self, part: Part, *, nixl: bool) -> None:
         """Count a part whose bytes are in their places. Args: `nixl`: they were read from the peer's memory."""
         start, count = part.first - self.transfer.first, part.count
         landed, block_bytes = self._landed[part.region], self.regions[part.region].block_bytes
@@ -235,7 +235,7 @@ class TransferLane:
 
     def _count(self, parts: Sequence[Part], *, nixl: bool) -> None:
         for part in parts:
-            self._progress.landed(part, nixl=nixl)
+            self._progress.count_arrived(part, nixl=nixl)
         if self._after < 0:
             self._first_part()
         self._after = parts[-1].number

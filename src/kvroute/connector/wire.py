@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from kvroute.connector.blocks import Extent, Layout
+from kvroute.connector.blocks import BlockNumber, Extent, Layout
 
 VERSION = 6
 HANDSHAKE_BYTES_MAX = 4 << 10
@@ -91,7 +91,10 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch", kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
-    """Header of `nbytes` raw bytes: `count` blocks of one region from position `first` on. None follow in `Parts`."""
+    """Header of `nbytes` raw bytes, which are `count` blocks of one region from position `first` on.
+
+    In `Parts` no bytes follow.
+    """
 
     region: int
     first: int
@@ -100,7 +103,7 @@ class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
     """Number of the chunk in its lane. It increases across the lane's connections."""
     nbytes: int
     crc32: int | None = None
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[BlockNumber, ...] = ()
     """In `Parts`: numbers of the blocks in the server's cache."""
 
 
