@@ -95,7 +95,9 @@ async def running(work: Any) -> AsyncIterator[asyncio.Task[None]]:
 
 def within_limit(scenario: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
-        await asyncio.wait_for(scenario(), HANGS_S)
+        async with asyncio.timeout(HANGS_S) as limit:
+            await scenario()
+        assert not limit.expired(), "the scenario hung"
 
     try:
         asyncio.run(limited())
@@ -226,6 +228,37 @@ def test_agents_that_the_scheduler_does_not_know_end_with_a_sentence(tmp_path: P
             agent = rig.agent(token=TOKEN)
             async with running(agent.run()):
                 await until(lambda: agent.connected)
+
+    within_limit(scenario)
+
+
+class ScriptedCall:
+    """A call whose messages the test sends."""
+
+    def __init__(self) -> None:
+        self.message: asyncio.Future[FromScheduler] = asyncio.get_running_loop().create_future()
+
+    def read(self) -> asyncio.Future[FromScheduler]:
+        """Return the next message."""
+        return self.message
+
+    async def write(self, message: FromAgent) -> None:
+        """Drop a report."""
+
+
+def test_an_agent_ends_although_a_message_arrives_at_the_same_time(tmp_path: Path) -> None:
+    """Python 3.11's `wait_for` loses a cancellation in this case."""
+
+    async def scenario() -> None:
+        call = ScriptedCall()
+        agent = Agent(A0, "127.0.0.1:1", Sources(PortCounters(tmp_path, ()), tmp_path, "", None, 1), print)
+        serving = asyncio.ensure_future(agent._serve(call))
+        await asyncio.sleep(0)
+        arrived, call.message = call.message, asyncio.get_running_loop().create_future()
+        arrived.set_result(FromScheduler())
+        serving.cancel()
+        await asyncio.wait({serving}, timeout=HANGS_S / 4)
+        assert serving.cancelled()
 
     within_limit(scenario)
 

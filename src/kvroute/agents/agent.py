@@ -167,7 +167,8 @@ class Agent:
         try:
             while True:
                 try:
-                    message = await asyncio.wait_for(call.read(), silent_s)
+                    async with asyncio.timeout(silent_s):  # not `wait_for`: Python 3.11's may lose a cancellation
+                        message = await call.read()
                 except TimeoutError:
                     raise Lost("it is silent") from None
                 if message is grpc.aio.EOF:

@@ -135,7 +135,8 @@ class SchedulerService:
     async def _admit(self, messages: AsyncIterator[FromAgent], context: Any) -> AgentName:
         """Return the agent that says hello; abort the call if it may not connect."""
         try:
-            first = await asyncio.wait_for(anext(messages), _HELLO_S)
+            async with asyncio.timeout(_HELLO_S):
+                first = await anext(messages)
         except (TimeoutError, StopAsyncIteration):
             return await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "an agent begins with Hello")
         hello = first.hello

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from tests.gateway.rig import RunningGateway
@@ -41,6 +44,14 @@ async def client_that_leaves(front: RunningGateway, at: Gate, **fields: Any) -> 
     assert await becomes_true(lambda: left(front) == 1)
     yield
     assert await front.becomes_idle(), front.held_resources()
+
+
+def reset(response: aiohttp.ClientResponse) -> None:
+    """Let the connection end with a reset, so that the gateway cannot take it for a half-closed one."""
+    assert response.connection is not None
+    assert response.connection.transport is not None
+    own = response.connection.transport.get_extra_info("socket")
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def left(front: RunningGateway) -> float:
@@ -137,6 +148,7 @@ def test_a_decode_after_its_first_token_is_aborted_at_once() -> None:
         async with stub_rig(prefill + decode, RARE_CHECKS) as front:
             async with front.session.post(f"{front.url}/v1/completions", json=completion(stream=True)) as response:
                 await response.content.readline()
+                reset(response)
             await gate.left.wait()
             assert gate.cancelled
             assert await front.becomes_idle(), front.held_resources()

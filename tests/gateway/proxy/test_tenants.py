@@ -170,10 +170,10 @@ SLOW = CLUSTER.replace("per_token: 1 us", "per_token: 1 ms")
 """A prompt of 60,000 tokens takes a minute by the timing model, and by emulated engines of normal speed."""
 
 
-async def _occupied(gate: Rig) -> list[asyncio.Task[GatewayResponse]]:
+async def _occupied(gate: Rig, tokens: int = 60_000) -> list[asyncio.Task[GatewayResponse]]:
     """Send one such prompt to each prefill instance."""
     gate.slow(1)
-    tasks = [asyncio.create_task(ask(gate, "alice", prompt=[number] * 60_000)) for number in (1, 2)]
+    tasks = [asyncio.create_task(ask(gate, "alice", prompt=[number] * tokens)) for number in (1, 2)]
     assert await becomes_true(lambda: gate.gateway.runtime.control.in_flight == 2)
     return tasks
 
@@ -221,17 +221,17 @@ def test_a_request_that_would_be_late_is_refused_at_once(tmp_path: Path) -> None
 
 def test_a_deferred_request_is_placed_when_there_is_room_again() -> None:
     """Work that ends earlier than predicted makes room before the deadline; without room the request is refused when
-    no instance can meet the deadline any more."""
+    no instance can meet the deadline any more. The emulated engines end the prompts, which take 15 s, all the same."""
 
     async def scenario() -> None:
         classes = "{default: {slo: {ttft: 600 s, late: defer, header: true}}}"
         async with rig(section(classes), SLOW) as gate:
-            busy = await _occupied(gate)
+            busy = await _occupied(gate, 15_000)
             hopeless = await ask(gate, "bob", prompt=[8] * 100, headers={"X-Slo-Ttft-Ms": "400"})
             assert hopeless.status == 503
             assert "cannot come in time" in hopeless.json["error"]["message"]
             asked = asyncio.create_task(
-                ask(gate, "bob", prompt=[9] * 100, stream=True, headers={"X-Slo-Ttft-Ms": "30000"})
+                ask(gate, "bob", prompt=[9] * 100, stream=True, headers={"X-Slo-Ttft-Ms": "10000"})
             )
             assert await becomes_true(lambda: waiting(gate) == 1)
             for each in busy:
