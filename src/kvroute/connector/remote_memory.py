@@ -109,7 +109,7 @@ class _PeerAgent:
 
 class SharedMemory:
     """This rank's KV cache, which peers may read, and the caches of peers. Thread-safe: the agent is called under a
-    lock, because it does not lock by itself."""
+    lock, because UCX does not lock by itself."""
 
     def __init__(self, regions: Sequence[Region], agent: Agent) -> None:
         """Register the regions.
