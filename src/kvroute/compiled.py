@@ -50,6 +50,11 @@ def compiled_in_place(function: Function) -> Function:
     return _compile(function, _nrt=False, forceinline=True)
 
 
+def compiled_without_gil(function: Function) -> Function:
+    """Compile a function like `compiled_in_place`; other threads of Python run while it does."""
+    return _compile(function, _nrt=False, nogil=True)
+
+
 def _compile(function: Function, **options: Any) -> Function:
     kernel: Any = numba.njit(error_model="numpy", **options)(function)
     stamp = f"{_stamp(function.__module__, function.__globals__)} {sorted(options)}"

@@ -136,6 +136,14 @@ class PickExchange:
         """Not possible: Envoy relays the response."""
         raise AssertionError("Envoy relays the response")
 
+    def stream_socket(self) -> int | None:
+        """Return None: Envoy relays the response."""
+        return None
+
+    def write_framed(self, chunks: bytes) -> None:
+        """Not possible: Envoy relays the response."""
+        raise AssertionError("Envoy relays the response")
+
     def end(self) -> None:
         """Not possible: Envoy relays the response."""
         raise AssertionError("Envoy relays the response")

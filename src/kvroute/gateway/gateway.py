@@ -16,6 +16,7 @@ from kvroute.control import Admissions, Control, Usage
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.loop_lag import LoopLag
+from kvroute.gateway.http.stream_forwarder import StreamForwarder
 from kvroute.gateway.http.web_pages import WebPages
 from kvroute.gateway.lifecycle.certificates import PortCertificate, context_of, follow, port_certificate
 from kvroute.gateway.lifecycle.deployment import Deployment
@@ -94,6 +95,7 @@ class Gateway:
         self.metrics = Metrics(self._status, roles, version=__version__, policy=settings.policy)
         self._lag = LoopLag(self.metrics.loop_lagged)
         self._deadlines = Deadlines(lag=self._lag)
+        self._forwarder = StreamForwarder()
         self.state = DashboardState(
             deployment.cluster,
             self._status,
@@ -123,6 +125,7 @@ class Gateway:
             jitter=random.Random(seed),
             deadlines=self._deadlines,
             lag=self._lag,
+            forwarder=self._forwarder,
             salt_secret=shared.salt_secret if shared is not None else secrets.token_bytes(32),
             on_end=self._admission_queue.release,
             tenancy=self._tenancy,
@@ -268,6 +271,8 @@ class Gateway:
         self._membership.follow(deployment.cluster.file.discovery, deployment.folder)
         if self.replication is not None:
             self.replication.start(settings.prompt.block_tokens)
+        if settings.forwarding_thread:
+            self._forwarder.start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         self._renewals = asyncio.get_running_loop().create_task(follow(certificate, admin))
         address = f"{listen.host}:{self.port}"
@@ -340,6 +345,7 @@ class Gateway:
             await server.drain(_FINAL_DRAIN_S, idle_s=0.0)
         if manager is not None:
             manager.close()
+        self._forwarder.close()
         if self._admin is not None:
             await self._admin.close()
         await asyncio.get_running_loop().run_in_executor(None, self._tracer.close)
@@ -442,6 +448,7 @@ class Gateway:
             self.now(),
             ready=ready,
             draining=draining,
+            forwarded=len(self._forwarder),
             role_switches=role_switches,
             scaling=self._clusters.scaling if self._clusters is not None else None,
             discovery=self._membership.load if self._membership is not None else None,

@@ -14,6 +14,7 @@ from tests.waiting import HANGS_S
 from kvroute.gateway.http.call import Call, Failure
 from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
+from kvroute.gateway.http.stream_forwarder import Forwarded, ForwardedStream
 
 T = TypeVar("T")
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -69,6 +70,26 @@ class RecordedResponse:
         assert self.callbacks.count("head") <= 1
         assert "body" not in self.callbacks or self.callbacks[0] == "head"
         assert ends[0] == "failure" or self.callbacks[0] == "head"
+
+
+class RecordedChunks:
+    """A handler of chunks that records them. It lets no thread forward any."""
+
+    def __init__(self, response: RecordedResponse | None = None) -> None:
+        """Args: `response` receives the data of the chunks, too."""
+        self.chunks: list[tuple[bytes, int]] = []
+        self._response = response
+
+    def on_chunk(self, chunk: bytes, data_bytes: int) -> None:
+        self.chunks.append((chunk, data_bytes))
+        if self._response is not None:
+            self._response.on_body(chunk[-2 - data_bytes : -2])
+
+    def forward(self, source: int, returned: Callable[[Forwarded], None]) -> ForwardedStream | None:
+        return None
+
+    def on_forwarded(self, result: Forwarded) -> None:
+        raise AssertionError("no thread forwards chunks")
 
 
 @asynccontextmanager

@@ -346,6 +346,8 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     layerwise: bool = False
     """Whether KV caches are fetched while they are computed, also within a datacenter; `offload.layerwise` is the same
     for prompts that another datacenter prefills."""
+    forwarding_thread: bool = True
+    """Whether a thread forwards the chunks of streams; otherwise the event loop does, for more CPU time."""
     offload: OffloadSection | None = None
     """Prefill across datacenters; None: instances are chosen regardless of their datacenter."""
     autoscaling: AutoscalingSection | None = None

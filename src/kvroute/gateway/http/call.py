@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.stream_forwarder import Forwarded, ForwardedStream
 
 Phase = Literal["connect", "first_byte", "body"]
 
@@ -60,18 +61,34 @@ class CallConnection(Protocol):
         ...
 
 
+class ChunkHandler(Protocol):
+    """Receives the chunks of a stream as they were received, with their framing."""
+
+    def on_chunk(self, chunk: bytes, data_bytes: int) -> None:
+        """Receive one chunk. Args: `data_bytes`: size of its data, which ends with an empty line."""
+        ...
+
+    def forward(self, source: int, returned: Callable[[Forwarded], None]) -> ForwardedStream | None:
+        """Let a thread forward the chunks that follow; None: not now. Args: as for `StreamForwarder.begin`."""
+        ...
+
+    def on_forwarded(self, result: Forwarded) -> None:
+        """Count the chunks that the thread has forwarded, and send what it has not sent."""
+        ...
+
+
 class Call:
     """A request in flight to an engine."""
 
     __slots__ = (
         "_on_done",
         "body",
+        "chunks",
         "connection",
         "first_byte_s",
         "handler",
         "head_only",
         "idle_s",
-        "on_chunk",
         "over",
         "paused",
         "request",
@@ -97,10 +114,9 @@ class Call:
         self.connection: CallConnection | None = None
         """The upstream connection; None before there is one and after the end."""
         self.paused = False
-        self.on_chunk: Callable[[bytes, int], None] | None = None
-        """Takes, in place of `handler.on_body`, a chunk of a chunked body that arrived alone: the chunk as it was
-        received, with its framing, and the size of its data. The data ends with an empty line, as an event of a
-        stream does. None: such chunks go to `handler.on_body`, too."""
+        self.chunks: ChunkHandler | None = None
+        """Takes, in place of `handler.on_body`, a chunk of a chunked body that arrived alone and whose data ends with
+        an empty line, as an event of a stream does. None: such chunks go to `handler.on_body`, too."""
         self.retried = False
         self.over = False
         self._on_done = on_done

@@ -81,6 +81,14 @@ class ClientExchange(Protocol):
         """See `Exchange`."""
         ...
 
+    def stream_socket(self) -> int | None:
+        """See `Exchange`."""
+        ...
+
+    def write_framed(self, chunks: bytes) -> None:
+        """See `Exchange`."""
+        ...
+
     def end(self) -> None:
         """See `Exchange`."""
         ...
@@ -275,6 +283,22 @@ class Exchange:
             self._transport.write_now(chunk)
         else:
             self.write(chunk[-2 - data_bytes : -2])
+
+    def stream_socket(self) -> int | None:
+        """Return the client's socket if chunks may be written to it directly now: the body is chunked, nothing waits to
+        be sent before them, and there is no TLS. Otherwise return None."""
+        transport = self._transport
+        if self._left != _CHUNKED or self._unwritten or self.gone or self.finished or transport.is_closing():
+            return None
+        own = transport.get_extra_info("socket")
+        if own is None or transport.get_extra_info("sslcontext") is not None or transport.get_write_buffer_size():
+            return None
+        return int(own.fileno())
+
+    def write_framed(self, chunks: bytes) -> None:
+        """Send the rest of chunks, from any of their bytes on, of which the bytes before were written to the socket."""
+        if not self.gone and not self.finished:
+            self._transport.write_now(chunks)
 
     def end(self) -> None:
         """End the response. If it is shorter than its length, abort it, so that the client detects the error."""

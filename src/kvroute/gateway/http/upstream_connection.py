@@ -8,9 +8,10 @@ from typing import Literal, Protocol
 
 import httptools
 
-from kvroute.gateway.http.call import Call, Failure, Phase
+from kvroute.gateway.http.call import Call, ChunkHandler, Failure, Phase
 from kvroute.gateway.http.deadlines import NEVER_S
 from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.stream_forwarder import Forwarded, ForwardedStream
 from kvroute.gateway.http.turn_writes import TurnTransport
 
 HEAD_BYTES_MAX = 256 * 1024
@@ -25,6 +26,8 @@ _SIZE_LINE_MAX = 10
 _SIZES = 2048
 _SIZE_LINES = tuple([b"%x\r\n" % size for size in range(_SIZES)])
 """Size lines of the chunks of a stream, most of which are short."""
+_CHUNKS_BEFORE = 4
+"""Chunks in a row that arrive alone before a thread forwards those that follow: short streams are not worth it."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 _SPENT = httptools.HttpResponseParser(object())
 """A parser without callbacks."""
@@ -62,6 +65,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._call: Call | None = None
         self._now: Callable[[], float] = asyncio.get_running_loop().time
         self._parser = httptools.HttpResponseParser(self)
+        self._forwarded: ForwardedStream | None = None
+        """The response in the hands of the thread that forwards it."""
         self._clear()
 
     def _clear(self) -> None:
@@ -78,6 +83,8 @@ class UpstreamConnection(asyncio.Protocol):
         """The last chunk that has begun is complete."""
         self._between_chunks = False
         """The last received data ended with a complete chunk."""
+        self._alone = 0
+        """Chunks in a row that arrived alone."""
         self._parts: list[bytes] = []
 
     @property
@@ -105,6 +112,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection at once, even if it is not open yet."""
+        if self._forwarded is not None:
+            self._count(self._forwarded.take_back())
         self._call = None
         self._doomed = True
         self.deadline_s = NEVER_S
@@ -114,11 +123,13 @@ class UpstreamConnection(asyncio.Protocol):
 
     def fail(self, why: str) -> None:
         """End the call in progress, if there is one, as if the engine had closed the connection."""
+        self._take_back()
         if self._call is not None:
             self._fail("reset", why)
 
     def pause(self) -> None:
         """Stop reading."""
+        self._take_back()
         self.deadline_s = NEVER_S
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
@@ -132,6 +143,11 @@ class UpstreamConnection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         """End a call whose engine was silent too long, or close a connection that was idle too long."""
+        if self._forwarded is not None and self._call is not None:
+            self.deadline_s = self._forwarded.last_s + self._call.idle_s
+            if self.deadline_s > now:
+                return
+            self._take_back()
         if self._call is None:
             self.close()
         else:
@@ -151,15 +167,19 @@ class UpstreamConnection(asyncio.Protocol):
         if call is None:  # unexpected data: no call is in progress
             self.close()
             return
-        on_chunk = call.on_chunk
-        if on_chunk is not None and self._between_chunks and data.endswith(_EVENT_CHUNK_END):
+        chunks = call.chunks
+        if chunks is not None and self._between_chunks and data.endswith(_EVENT_CHUNK_END):
             # Without a call of the parser, if the data is exactly one chunk as the gateway itself would write it.
             data_bytes = len(data) - data.find(b"\r\n", 0, _SIZE_LINE_MAX) - 4
             if data.startswith(_SIZE_LINES[data_bytes] if data_bytes < _SIZES else b"%x\r\n" % data_bytes):
                 if not call.paused:
                     self.deadline_s = self._now() + call.idle_s  # first: the callback may pause or end the call
-                on_chunk(data, data_bytes)
+                chunks.on_chunk(data, data_bytes)
+                self._alone += 1
+                if self._alone >= _CHUNKS_BEFORE:
+                    self._hand_over(call, chunks)
                 return
+        self._alone = 0
         error = self._feed(data)
         if self._status and not self._head_told:
             self._head_told = True
@@ -262,6 +282,42 @@ class UpstreamConnection(asyncio.Protocol):
         collection."""
         self._parser = _SPENT
         self._parts = []
+
+    # the thread that forwards chunks
+
+    def _hand_over(self, call: Call, chunks: ChunkHandler) -> None:
+        """Let the thread forward the chunks that follow, if that is possible now."""
+        self._alone = 0
+        transport = self._transport
+        if call.over or call.paused or transport is None or transport.is_closing():
+            return
+        own = transport.get_extra_info("socket")
+        if own is None or transport.get_extra_info("sslcontext") is not None:
+            return
+        self._forwarded = chunks.forward(own.fileno(), self._returned)
+        if self._forwarded is not None:
+            transport.pause_reading()
+
+    def _take_back(self) -> None:
+        """Continue in the event loop."""
+        if self._forwarded is not None:
+            self._returned(self._forwarded.take_back())
+
+    def _returned(self, result: Forwarded) -> None:
+        """Continue in the event loop after the thread has returned the response."""
+        self._count(result)
+        call = self._call
+        if call is None or self._transport is None or self._transport.is_closing():
+            return
+        if not call.paused:
+            self.resume()
+        if result.unparsed:
+            self.data_received(result.unparsed)
+
+    def _count(self, result: Forwarded) -> None:
+        self._forwarded = None
+        if self._call is not None and self._call.chunks is not None:
+            self._call.chunks.on_forwarded(result)
 
     def _until_close(self) -> bool:
         """Whether the response body ends with the connection (RFC 9112 section 6.3)."""

@@ -33,6 +33,7 @@ _NEEDS_RESTART: tuple[tuple[str, Callable[[GatewaySettings], object]], ...] = (
     ("admin.tls", lambda settings: settings.admin.tls is None),
     ("tracing.otlp", lambda settings: settings.tracing.otlp),
     ("tracing.share", lambda settings: settings.tracing.share),
+    ("forwarding_thread", lambda settings: settings.forwarding_thread),
     ("replication", lambda settings: settings.replication),
 )
 """Settings that a running gateway cannot change."""

@@ -25,6 +25,7 @@ _WAITING = Family(
 )
 _DEFERRED = Family("gauge", "kvroute_deferred_requests", "Requests that wait because they would be too late.")
 _CONNECTIONS = Family("gauge", "kvroute_client_connections", "Open client connections.")
+_FORWARDED = Family("gauge", "kvroute_forwarded_streams", "Streams whose chunks a thread forwards now.")
 _PANIC = Family("gauge", "kvroute_panic", "1 while health checks and breakers are ignored.", ("model", "role"))
 _TRANSFERRING = Family("gauge", "kvroute_transfers_in_flight", "Own KV transfers in flight.", ("tier",))
 _ORACLE_AGE = Family("gauge", "kvroute_oracle_age_seconds", "Age of the last telemetry.", ("source",))
@@ -120,6 +121,7 @@ def load_gauges(
     yield _WAITING, [((str(band),), count) for band, count in waiting.items()] if waiting is not None else []
     yield _DEFERRED, [((), load.deferred)] if waiting is not None else []
     yield _CONNECTIONS, [((), load.connections)]
+    yield _FORWARDED, [((), load.forwarded)]
     yield _TRANSFERRING, [((label,), count) for label, count in zip(TIER_LABELS, transferring, strict=True)]
     yield _PANIC, [((each.model, each.role), int(each.active)) for each in load.panics]
     oracle = load.oracle

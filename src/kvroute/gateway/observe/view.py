@@ -186,6 +186,8 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0
     queued: int = 0
     connections: int = 0
+    forwarded: int = 0
+    """Streams whose chunks a thread forwards."""
     ready: bool = True
     draining: bool = False
     oracle: OracleLoad = OracleLoad()

@@ -17,7 +17,10 @@ from kvroute.gateway.proxy.retry import UPSTREAM, LegFailure
 from kvroute.types import Decode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvroute.gateway.engines.client import EngineClient
+    from kvroute.gateway.http.stream_forwarder import Forwarded, ForwardedStream
     from kvroute.gateway.openai_api.stream_record import StreamRecord
     from kvroute.gateway.proxy.expected_transfers import ExpectedEnd
     from kvroute.gateway.proxy.prefill_leg import PrefillLeg
@@ -243,28 +246,40 @@ class DecodeLeg(Leg):
             self.on_failed(LegFailure("malformed", why, 502, sent=True))
             return b""
 
-    def _on_chunk(self, chunk: bytes, data_bytes: int) -> None:
-        """Relay a chunk of whole events as it was received."""
+    def on_chunk(self, chunk: bytes, data_bytes: int) -> None:
+        """See `ChunkHandler`: relay a chunk of whole events as it was received."""
         if self._held:
             self.on_body(chunk[-2 - data_bytes : -2])
             return
         try:
-            self.events += chunk.count(_EVENT_DATA) - chunk.endswith(DONE_CHUNK)
+            if self._format.preamble:
+                self.events += self._format.tokens_in_chunk(chunk)
+                self._number += chunk.count(_EVENT_DATA)
+            else:
+                self.events += chunk.count(_EVENT_DATA) - chunk.endswith(DONE_CHUNK)
             self.size += data_bytes
             self.state.exchange.write_chunk(chunk, data_bytes)
         except Exception as error:
             self.owner.internal_error(error)
 
-    def _on_named_chunk(self, chunk: bytes, data_bytes: int) -> None:
-        """Do the same in a format whose events have names."""
-        if self._held:
-            self.on_body(chunk[-2 - data_bytes : -2])
-            return
+    def forward(self, source: int, returned: Callable[[Forwarded], None]) -> ForwardedStream | None:
+        """See `ChunkHandler`."""
+        sink = self.state.exchange.stream_socket()
+        if sink is None or self._held:
+            return None
+        return self.state.runtime.forwarder.begin(source, sink, self._format.token_line, returned)
+
+    def on_forwarded(self, result: Forwarded) -> None:
+        """See `ChunkHandler`."""
         try:
-            self.events += self._format.tokens_in_chunk(chunk)
-            self._number += chunk.count(_EVENT_DATA)
-            self.size += data_bytes
-            self.state.exchange.write_chunk(chunk, data_bytes)
+            if self._format.preamble:
+                self.events += result.token_lines
+                self._number += result.data_lines
+            else:
+                self.events += result.data_lines - result.done
+            self.size += result.data_bytes
+            if result.unsent:
+                self.state.exchange.write_framed(result.unsent)
         except Exception as error:
             self.owner.internal_error(error)
 
@@ -316,7 +331,7 @@ class DecodeLeg(Leg):
         prefill_s = max(0.0, now - state.received_at - queue_s - transfer_s - step_s)
         self.owner.on_first_token(self, Ttft(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
         if self.call is not None and state.record is None:
-            self.call.on_chunk = self._on_named_chunk if self._format.preamble else self._on_chunk
+            self.call.chunks = self
         content_type, headers = answered(self.headers, state.request_id)
         headers += state.response_headers
         exchange.start(self.status, [(b"content-type", content_type), *headers], None)

@@ -658,8 +658,8 @@ class ProxiedRequest:
     def _drop_decode(self, now: float) -> None:
         leg, self.decode = self.decode, None
         if leg is not None:
-            self._generated += leg.events
             leg.abort(now)
+            self._generated += leg.events
 
     def _end(
         self, status: int, now: float, output_tokens: int | None = None, *, relayed_bytes: int = 0, error: str = ""

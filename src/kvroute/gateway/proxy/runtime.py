@@ -23,6 +23,7 @@ from kvroute.gateway.http.callbacks import weakly
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.headers import FORWARDED
 from kvroute.gateway.http.loop_lag import LoopLag
+from kvroute.gateway.http.stream_forwarder import StreamForwarder
 from kvroute.gateway.observe.file_descriptors import OpenFiles
 from kvroute.gateway.observe.logs import access, log_event
 from kvroute.gateway.observe.metrics import Leg, Metrics
@@ -106,6 +107,7 @@ class SharedServices:
     """Random generator for the jitter of health checks and circuit breakers."""
     deadlines: Deadlines
     lag: LoopLag
+    forwarder: StreamForwarder
     salt_secret: bytes
     """The secret of cache salts if the settings give none."""
     on_end: Callable[[int], None]
@@ -154,6 +156,7 @@ class ClusterRuntime:
         self.cluster, self.settings, self.now = cluster, settings, shared.now
         self.prompts, self.budget, self.metrics, self.state = prompts, shared.budget, shared.metrics, shared.state
         self.tracer, self.events, self.lag, self.jitter = shared.tracer, events, shared.lag, shared.jitter
+        self.forwarder = shared.forwarder
         self._factory = EngineFactory(
             settings,
             weakly(self.on_availability),

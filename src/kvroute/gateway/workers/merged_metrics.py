@@ -23,6 +23,7 @@ ADDED = frozenset(
         "kvroute_placement_queue_requests",
         "kvroute_deferred_requests",
         "kvroute_client_connections",
+        "kvroute_forwarded_streams",
         "kvroute_transfers_in_flight",
         "kvroute_instance_requests",
         "kvroute_storage_queue_seconds",

@@ -1,0 +1,125 @@
+"""The compiled loop: which bytes are whole chunks and what they contain, against a slow version."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.gateway.http.forwarding_loop import (
+    COLUMNS,
+    DATA_BYTES,
+    DATA_LINES,
+    DONE,
+    TOKEN_LINE_BYTES_MAX,
+    TOKEN_LINES,
+    count_chunks,
+)
+from kvroute.gateway.openai_api.streams import DONE_CHUNK, STREAMS
+
+TOKEN_LINES_OF_FORMATS = sorted({each.token_line for each in STREAMS.values()})
+SIZE_LINE = re.compile(rb"([1-9a-f][0-9a-f]{0,6})\r\n")
+
+
+class Counts(NamedTuple):
+    whole: int
+    data_bytes: int
+    data_lines: int
+    token_lines: int
+    done: int
+
+
+def counted(data: bytes, token_line: bytes, *, interpreted: bool) -> Counts:
+    row = np.zeros(COLUMNS, np.int64)
+    line = np.zeros(TOKEN_LINE_BYTES_MAX + 1, np.uint8)
+    line[: len(token_line)] = np.frombuffer(token_line, np.uint8)
+    line[TOKEN_LINE_BYTES_MAX] = len(token_line)
+    buffer = np.frombuffer(data + b"\n\n\r\n5\r\n", np.uint8)  # what follows must not be read
+    run = count_chunks.py_func if interpreted else count_chunks  # type: ignore[attr-defined]
+    whole = run(buffer, len(data), line, row)
+    return Counts(whole, *(int(row[column]) for column in (DATA_BYTES, DATA_LINES, TOKEN_LINES, DONE)))
+
+
+def slowly(data: bytes, token_line: bytes) -> Counts:
+    """Count in the way of the event loop, which has one chunk at a time."""
+    whole = data_bytes = data_lines = token_lines = done = 0
+    while (found := SIZE_LINE.match(data, whole)) is not None:
+        nbytes = int(found[1], 16)
+        chunk = data[whole : found.end() + nbytes + 2]
+        if len(chunk) != found.end() - whole + nbytes + 2 or nbytes < 2 or not chunk.endswith(b"\n\n\r\n"):
+            break
+        data_bytes += nbytes
+        data_lines += chunk.count(b"\ndata:")
+        token_lines += chunk.count(token_line) if token_line else 0
+        done += chunk.endswith(DONE_CHUNK)
+        whole += len(chunk)
+    return Counts(whole, data_bytes, data_lines, token_lines, done)
+
+
+texts = st.lists(
+    st.sampled_from(
+        [
+            b"data: ",
+            b"data:",
+            b"data: [DONE]",
+            b"[DONE]",
+            b"\n",
+            b"\n\n",
+            b"\r\n",
+            b"event: response.output_text.delta\n",
+            b"event: content_block_delta\n",
+            b".delta",
+            b"x" * 20,
+            b"\ndata",
+        ]
+    ),
+    max_size=6,
+).map(b"".join)
+chunks = st.builds(
+    lambda text, end, spelling: spelling % len(text + end) + text + end + b"\r\n",
+    texts,
+    st.sampled_from([b"\n\n", b"\n\n", b"\n\n", b"\n", b""]),
+    st.sampled_from(
+        [b"%x\r\n", b"%x\r\n", b"%x\r\n", b"%x\r\n", b"%X\r\n", b"0%x\r\n", b"%x;a=b\r\n", b"%x\n", b"1%x\r\n"]
+    ),
+)
+bodies = st.builds(
+    lambda parts, end, cut: (b"".join(parts) + end)[: len(b"".join(parts) + end) - cut],
+    st.lists(chunks, max_size=5),
+    st.sampled_from([b"", b"0\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"\x00\xff"]),
+    st.integers(0, 8) | st.just(0),
+)
+
+
+@given(bodies, st.sampled_from(TOKEN_LINES_OF_FORMATS))
+def test_compiled_interpreted_and_slow_version_agree(data: bytes, token_line: bytes) -> None:
+    expected = slowly(data, token_line)
+    assert counted(data, token_line, interpreted=False) == expected
+    assert counted(data, token_line, interpreted=True) == expected
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses", "messages"])
+def test_events_are_counted_as_in_the_event_loop(kind: str) -> None:
+    """A worked example: two chunks and the beginning of a third."""
+    events = {
+        "chat": (b'data: {"a": 1}\n\n', b'data: {"a": 2}\n\ndata: [DONE]\n\n', Counts(0, 0, 3, 0, 1)),
+        "responses": (
+            b"event: response.output_text.delta\ndata: {}\n\n",
+            b"event: response.completed\ndata: {}\n\n",
+            Counts(0, 0, 2, 1, 0),
+        ),
+        "messages": (
+            b"event: content_block_delta\ndata: {}\n\n",
+            b"event: content_block_delta\ndata: {}\n\nevent: message_stop\ndata: {}\n\n",
+            Counts(0, 0, 3, 2, 0),
+        ),
+    }
+    first, second, expected = events[kind]
+    data = b"%x\r\n%b\r\n%x\r\n%b\r\n" % (len(first), first, len(second), second)
+    token_line = STREAMS[kind].token_line  # type: ignore[index]
+    found = counted(data + b"2\r\n\n", token_line, interpreted=False)
+    assert found == expected._replace(whole=len(data), data_bytes=len(first + second))
