@@ -25,6 +25,7 @@ from kvroute.gateway.lifecycle.membership import Membership
 from kvroute.gateway.lifecycle.reload import ClusterManager, Prepared
 from kvroute.gateway.lifecycle.snapshot import status_snapshot
 from kvroute.gateway.observe.admin import Admin, AdminParts
+from kvroute.gateway.observe.file_descriptors import streams_to_forward
 from kvroute.gateway.observe.logs import Logs, log_event
 from kvroute.gateway.observe.metrics import Metrics
 from kvroute.gateway.observe.state import DashboardState
@@ -257,6 +258,10 @@ class Gateway:
             self.ready,
             key_pair=None if certificate is None else lambda: certificate.pair,
         )
+        limits, instances = settings.limits, deployment.cluster.instances
+        self._forwarder.streams_max = streams_to_forward(limits.connections, len(instances))
+        if settings.forwarding_thread:
+            self._forwarder.start()
         server = self._server = self._frontend.server(parts)
         try:
             self.port = await server.listen(listen.host, listen.port, context_of(certificate))
@@ -271,8 +276,6 @@ class Gateway:
         self._membership.follow(deployment.cluster.file.discovery, deployment.folder)
         if self.replication is not None:
             self.replication.start(settings.prompt.block_tokens)
-        if settings.forwarding_thread:
-            self._forwarder.start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         self._renewals = asyncio.get_running_loop().create_task(follow(certificate, admin))
         address = f"{listen.host}:{self.port}"
@@ -404,6 +407,8 @@ class Gateway:
         assert self._admin is not None
         settings = deployment.settings
         self._server.limits = deployment.http_limits
+        instances = deployment.cluster.instances
+        self._forwarder.streams_max = streams_to_forward(settings.limits.connections, len(instances))
         self._budget.share, self._budget.floor_per_s = settings.retries.share, settings.retries.floor_per_s
         self._admission_queue.change(deployment.admission_limits)
         self._tenancy.change(settings)

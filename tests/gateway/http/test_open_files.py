@@ -19,8 +19,9 @@ from tests.gateway.stub_engines import Engine, Gate, completion, run, stub_rig, 
 from tests.waiting import becomes_true, until
 
 from kvroute.gateway.http.open_files import exhausted
+from kvroute.gateway.http.stream_forwarder import STREAMS_MAX
 from kvroute.gateway.observe.admin_connections import CONNECTIONS_MOST as ADMIN_CONNECTIONS_MOST
-from kvroute.gateway.observe.file_descriptors import LOG_EVERY_S, wanted, warn_if_too_low
+from kvroute.gateway.observe.file_descriptors import LOG_EVERY_S, streams_to_forward, wanted, warn_if_too_low
 
 LIMIT = 700
 RARE_CHECKS = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"
@@ -169,3 +170,19 @@ def test_running_out_of_file_descriptors_is_reported_and_blames_no_engine(
         return "".join(front.gateway.metrics.page()[1])
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("soft", "connections", "streams"),
+    [(16_000, 100, STREAMS_MAX), (wanted(1_000, 4) + 500, 1_000, 500), (1_024, 10_000, 64)],
+    ids=["ample", "what-is-left", "scarce"],
+)
+def test_streams_are_forwarded_with_descriptors_that_the_settings_do_not_need(
+    soft: int, connections: int, streams: int
+) -> None:
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        assert streams_to_forward(connections, 4) == streams
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import resource
 import select
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +21,7 @@ from tests.gateway.http.test_forwarding_loop import slowly
 from tests.gateway.http.upstream_rig import run
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.http.stream_forwarder import STREAMS_MAX, Forwarded, StreamForwarder
+from kvroute.gateway.http.stream_forwarder import Forwarded, StreamForwarder
 
 EVENT = b'data: {"token": 1}\n\n'
 CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
@@ -31,8 +34,6 @@ async def forwarding() -> AsyncIterator[StreamForwarder]:
     before = set(os.listdir("/proc/self/fd"))
     forwarder = StreamForwarder()
     forwarder.start()
-    while not forwarder.ready:
-        await asyncio.sleep(0.001)
     try:
         yield forwarder
     finally:
@@ -194,34 +195,132 @@ def _wait_until_readable(client: socket.socket) -> None:
     assert select.select([client], [], [], HANGS_S)[0]
 
 
-def test_descriptors_are_left_for_connections() -> None:
-    """Above half of the limit the thread takes no streams; no descriptor is lost."""
-
+def test_the_thread_has_a_limited_number_of_streams() -> None:
     async def scenario() -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        opened = max(int(name) for name in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * (opened + 20), hard))
-        try:
-            async with forwarding() as forwarder:
-                taken = []
-                while True:
-                    one = Pair(forwarder)
-                    stream = forwarder.begin(one.source.fileno(), one.sink.fileno(), b"", one.returned.set_result)
-                    taken.append(one)
-                    if stream is None:
-                        break
-                assert 0 < len(forwarder) < STREAMS_MAX
-                assert max(int(name) for name in os.listdir("/proc/self/fd")) <= opened + 20 + 6
-                for one in taken:
-                    one.engine.close()
-                for one in taken[:-1]:
-                    await one.returned
-                for one in taken:
-                    one.close()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        async with forwarding() as forwarder:
+            forwarder.streams_max = 2
+            with pair(forwarder) as one, pair(forwarder) as other, pair(forwarder) as third:
+                one.begin()
+                other.begin()
+                begun = forwarder.begin(third.source.fileno(), third.sink.fileno(), b"", third.returned.set_result)
+                assert begun is None
+                one.stream.take_back()
+                third.begin()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_without_descriptors_the_stream_stays_in_the_event_loop(spare: int) -> None:
+    async def scenario() -> None:
+        async with forwarding() as forwarder:
+            with pair(forwarder) as one, every_descriptor_used(spare):
+                assert forwarder.begin(one.source.fileno(), one.sink.fileno(), b"", one.returned.set_result) is None
+
+    run(scenario())
+
+
+@contextmanager
+def every_descriptor_used(spare: int) -> Iterator[None]:
+    """Use all descriptors of the process but `spare`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name in os.listdir("/proc/self/fd")) + 20, hard))
+    used = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                used.append(os.dup(0))
+        for descriptor in used[:spare]:
+            os.close(descriptor)
+        yield
+    finally:
+        for descriptor in used[spare:]:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_rows_are_used_again_at_once_while_streams_come_back_from_both_sides() -> None:
+    """A late command or event of a stream does not concern the next stream of its row."""
+
+    async def scenario() -> None:
+        draw = random.Random(1)
+        async with forwarding() as forwarder, contextlib.AsyncExitStack() as stack:
+            sides = [BusySide(stack.enter_context(pair(forwarder)), number) for number in range(16)]
+            for _ in range(20_000):
+                side = draw.choice(sides)
+                if side.forwarded and not side.ended:
+                    side.send(draw.random() < 0.3)
+                side = draw.choice(sides)
+                if side.forwarded:
+                    side.take_back()
+                draw.choice(sides).begin()
+                if draw.random() < 0.2:
+                    await asyncio.sleep(0)
+            for side in sides:
+                if side.forwarded:
+                    side.take_back()
+                side.receive()
+                assert side.received == side.sent
+            assert len(forwarder) == 0
+            # The kernel watches the pipe with commands and no socket.
+            assert Path(f"/proc/self/fdinfo/{epoll_of_this_process()}").read_text().count("tfd:") == 1
+
+    run(scenario())
+
+
+def epoll_of_this_process() -> int:
+    """Return the newest epoll instance: the thread's. The event loop has an older one."""
+    return max(
+        int(each.name)
+        for each in Path("/proc/self/fd").iterdir()
+        if each.is_symlink() and "eventpoll" in os.readlink(each)
+    )
+
+
+class BusySide:
+    """A stream whose engine sends chunks and ends of bodies, in the hands of the thread or of the event loop."""
+
+    def __init__(self, one: Pair, number: int) -> None:
+        self._one, self._number = one, number
+        self.sent = self.received = b""
+        """What the engine has sent, without the ends of bodies, and what the client has received."""
+        self.forwarded = self.ended = False
+
+    def begin(self) -> None:
+        if not self.forwarded:
+            self.forwarded = True
+            one = self._one
+            stream = one.forwarder.begin(one.source.fileno(), one.sink.fileno(), b"", self._returned)
+            assert stream is not None
+            self._stream = stream
+
+    def send(self, end: bool) -> None:
+        """Send a chunk, and with `end` the end of the body."""
+        event = b"data: %d: %d\n\n" % (self._number, len(self.sent))
+        chunk = b"%x\r\n%b\r\n" % (len(event), event)
+        self.sent, self.ended = self.sent + chunk, end
+        self._one.engine.send(chunk + END if end else chunk)
+        self.receive()
+
+    def take_back(self) -> None:
+        self._returned(self._stream.take_back())
+
+    def receive(self) -> None:
+        """Let the client receive what has arrived."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self.received += self._one.client.recv(1 << 20)
+
+    def _returned(self, result: Forwarded) -> None:
+        """Forward what the thread has left."""
+        self.forwarded = False
+        rest = result.unparsed
+        with contextlib.suppress(BlockingIOError):
+            rest += self._one.source.recv(1 << 16)
+        if self.ended:
+            assert rest.endswith(END)
+            rest, self.ended = rest[: -len(END)], False
+        self._one.sink.send(result.unsent + rest)
 
 
 def test_nothing_is_taken_before_the_start_and_after_the_end() -> None:
@@ -235,6 +334,7 @@ def test_nothing_is_taken_before_the_start_and_after_the_end() -> None:
                 one.begin()
                 forwarder.close()
                 assert (await one.returned).unparsed == b""
+                forwarder.close()
                 assert forwarder.begin(one.source.fileno(), one.sink.fileno(), b"", one.returned.set_result) is None
 
     run(scenario())

@@ -20,24 +20,26 @@ from numba.core import types
 
 from kvroute.compiled import compiled_without_gil
 
-SOURCE, SINK, ACTIVE, FORMAT, LAST_NS, DATA_BYTES, DATA_LINES, TOKEN_LINES, DONE, SENT, WHOLE, RECEIVED = range(12)
-"""Columns of a stream's row: the engine's and the client's socket, whether the loop owns the stream, and the format of
-its events (a row of `token_lines`); when data last arrived (CLOCK_MONOTONIC); of the chunks that were forwarded, the
-bytes of their data, the lines that begin with `data:`, the lines that end with the token line, and the chunks that end
-with `data: [DONE]`; of the last bytes that were received, how many were sent, are whole chunks, and were received."""
+OWNER, SOURCE, SINK, FORMAT, LAST_NS, DATA_BYTES, DATA_LINES, TOKEN_LINES, DONE, SENT, WHOLE, RECEIVED = range(12)
+"""Columns of a stream's row: the key of the stream, 0 while the loop does not own it; the engine's and the client's
+socket, and the format of its events (a row of `token_lines`); when data last arrived (CLOCK_MONOTONIC); of the chunks
+that were forwarded, the bytes of their data, the lines that begin with `data:`, the lines that end with the token line,
+and the chunks that end with `data: [DONE]`; of the last bytes that were received, how many were sent, are whole chunks,
+and were received."""
 COLUMNS = 12
 READ_BYTES = 16 * 1024
 """Maximum bytes of one read."""
 TOKEN_LINE_BYTES_MAX = 31
 """Maximum length of a token line; the last byte of a row of `token_lines` is its length."""
-COMMANDS = 0xFFFFFFFF
-"""Identifies the pipe with commands among the sockets; larger than any number of a stream."""
+ROW_BITS = 16
+"""A stream's key has the number of its row in so many lower bits, and above them a number that no other stream has, so
+that a late event or command of a stream never concerns the next stream of its row."""
+COMMANDS = 0
+"""Identifies the pipe with commands among the sockets; no stream has this key."""
 STOP = -1
-"""The command that ends the loop. Any other command is the number of a stream that is to be returned."""
-STARTED = -2
-"""What the loop returns, once, in place of a stream's number: it is compiled and runs."""
-EVENT_BYTES = 12 if platform.machine() == "x86_64" else 16
-"""Size of the kernel's `struct epoll_event`, which only x86-64 packs (epoll_ctl(2))."""
+"""The command that ends the loop. Any other command is the key of a stream that is to be returned."""
+EVENT_BYTES = 12 if platform.machine() in ("x86_64", "i686", "i586", "i386") else 16
+"""Size of the kernel's `struct epoll_event`; on x86 its 64 bits are not aligned (epoll_ctl(2))."""
 EVENT_DATA = EVENT_BYTES - 8
 """Offset of the 64 bits that identify an event's socket."""
 EVENTS_MAX = 64
@@ -74,8 +76,9 @@ class _CFunction(types.ExternalFunction):
         }
         signature: Any = numba_types[returns](*(numba_types[each] for each in arguments))
         super().__init__(name, signature)
-        self._interpreted = getattr(ctypes.CDLL(None), name)
-        self._interpreted.restype, self._interpreted.argtypes = returns, arguments
+        self._interpreted: Any = getattr(ctypes.CDLL(None), name, None)
+        if self._interpreted is not None:  # otherwise the system has no such function, and the loop is not used
+            self._interpreted.restype, self._interpreted.argtypes = returns, arguments
 
     def __call__(self, *arguments: int) -> int:  # type: ignore[override]  # numba's own is for its compiler
         return int(self._interpreted(*(int(each) for each in arguments)))
@@ -107,7 +110,7 @@ def forward(
     Args:
         epoll: descriptor of an epoll instance with the pipe `commands` and the engines' sockets of all streams.
         commands: the readable end of a pipe; a command is one int64.
-        returned: the writable end of a pipe that receives the number of each stream that goes back, as an int64.
+        returned: the writable end of a pipe that receives the key of each stream that goes back, as an int64.
         streams: one row for each stream, `COLUMNS` wide.
         kept: one row for each stream, `READ_BYTES` wide: the last bytes that were received, if the stream goes back.
         token_lines: one row for each format of events, `TOKEN_LINE_BYTES_MAX` + 1 wide.
@@ -116,30 +119,28 @@ def forward(
         words: memory for four numbers.
     """
     words_at = words.ctypes.data
-    words[0] = STARTED
-    _write(returned, words_at, 8)
     while True:
         ready = _epoll_wait(epoll, events.ctypes.data, EVENTS_MAX, -1)
         _clock_gettime(_MONOTONIC, words_at)
         now_ns = words[0] * 1_000_000_000 + words[1]
         for number in range(ready):
             at = number * EVENT_BYTES + EVENT_DATA
-            stream = 0
-            for place in range(4):
-                stream |= int(events[at + place]) << (8 * place)
-            if stream != COMMANDS:
-                if streams[stream, ACTIVE]:
-                    row = streams[stream]
-                    if not forward_once(row, kept[stream], token_lines[row[FORMAT]], buffer, now_ns):
-                        _give_back(epoll, returned, stream, row, words)
-                continue
-            if _read(commands, words_at, 8) != 8:
-                continue
-            stream = int(words[0])
-            if stream == STOP:
-                return
-            if streams[stream, ACTIVE]:  # otherwise it has gone back already
-                _give_back(epoll, returned, stream, streams[stream], words)
+            key = 0
+            for place in range(8):  # little-endian
+                key |= int(events[at + place]) << (8 * place)
+            command = key == COMMANDS
+            if command:
+                if _read(commands, words_at, 8) != 8:
+                    continue
+                key = int(words[0])
+                if key == STOP:
+                    return
+            stream = key & ((1 << ROW_BITS) - 1)
+            row = streams[stream]
+            if row[OWNER] != key:
+                continue  # it has gone back already
+            if command or not forward_once(row, kept[stream], token_lines[row[FORMAT]], buffer, now_ns):
+                _give_back(epoll, returned, row, words)
 
 
 @compiled_without_gil
@@ -152,8 +153,9 @@ def forward_once(row: Numbers, kept: Bytes, token_line: Bytes, buffer: Bytes, no
     received = max(received, 0)
     whole = count_chunks(buffer, received, token_line, row)
     sent = 0
-    if whole:
+    if received:
         row[LAST_NS] = now_ns
+    if whole:
         sent = max(_send(int(row[SINK]), buffer.ctypes.data, whole, _DO_NOT_WAIT | _NO_SIGNAL), 0)
     if received and sent == received:
         return True
@@ -221,9 +223,9 @@ def _begins(data: Bytes, at: int, text: Bytes, length: int) -> bool:
 
 
 @compiled_without_gil
-def _give_back(epoll: int, returned: int, stream: int, row: Numbers, words: Numbers) -> None:
+def _give_back(epoll: int, returned: int, row: Numbers, words: Numbers) -> None:
     """Stop watching a stream's engine, and tell the event loop that the stream is its own again."""
-    row[ACTIVE] = 0
     epoll_ctl(epoll, _DELETE, int(row[SOURCE]), words.ctypes.data)
-    words[0] = stream
+    words[0] = row[OWNER]
+    row[OWNER] = 0
     _write(returned, words.ctypes.data, 8)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import resource
 import select
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvroute.gateway.http.forwarding_loop import (
-    ACTIVE,
     COLUMNS,
     COMMANDS,
     DATA_BYTES,
@@ -33,12 +32,13 @@ from kvroute.gateway.http.forwarding_loop import (
     EVENTS_MAX,
     FORMAT,
     LAST_NS,
+    OWNER,
     READ_BYTES,
     RECEIVED,
+    ROW_BITS,
     SENT,
     SINK,
     SOURCE,
-    STARTED,
     STOP,
     TOKEN_LINE_BYTES_MAX,
     TOKEN_LINES,
@@ -50,10 +50,9 @@ from kvroute.gateway.http.forwarding_loop import (
 STREAMS_MAX = 4096
 """Maximum streams in the hands of the thread; the event loop forwards any others."""
 _FORMATS_MAX = 16
-_DESCRIPTORS_SHARE = 0.5
-"""Share of the process's file descriptors above which no more are taken for duplicates: connections need them."""
 _ADD, _READABLE = 1, 1
 """EPOLL_CTL_ADD and EPOLLIN."""
+_AVAILABLE = hasattr(select, "epoll") and sys.byteorder == "little"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,9 @@ class ForwardedStream:
     """One stream in the hands of the thread."""
 
     def __init__(
-        self, forwarder: StreamForwarder, number: int, sockets: tuple[int, int], returned: Callable[[Forwarded], None]
+        self, forwarder: StreamForwarder, key: int, sockets: tuple[int, int], returned: Callable[[Forwarded], None]
     ) -> None:
-        self.number = number
+        self.key = key
         self.sockets = sockets
         """The duplicates of the engine's and of the client's socket."""
         self.returned = returned
@@ -93,7 +92,7 @@ class ForwardedStream:
     @property
     def last_s(self) -> float:
         """Time at which data last arrived, on the clock of `time.monotonic`."""
-        return self._forwarder.last_s(self.number)
+        return self._forwarder.last_s(self.key)
 
     def take_back(self) -> Forwarded:
         """Return the stream to the event loop. `returned` is not called."""
@@ -103,55 +102,55 @@ class ForwardedStream:
 class StreamForwarder:
     """Starts the thread, and exchanges streams with it. All methods belong to the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams_max: int = STREAMS_MAX) -> None:
+        """Args: `streams_max`: maximum streams of the thread, each of which needs two more file descriptors."""
+        self.streams_max = streams_max
         self._thread: threading.Thread | None = None
-        self._ready = False
         self._active: dict[int, ForwardedStream] = {}
         self._returned: list[ForwardedStream] = []
         """Streams whose callback is still to run."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the thread runs and its loop is compiled."""
-        return self._ready
 
     def __len__(self) -> int:
         return len(self._active)
 
     def start(self) -> None:
-        """Start the thread, from within the event loop. It takes streams once its loop is compiled, which lasts about a
-        second the first time on a machine. Without epoll (only Linux has it), the thread is not started."""
-        if not hasattr(select, "epoll"):
+        """Start the thread, from within the event loop. The first start on a machine compiles its loop for some
+        seconds; later ones read it from the cache. Without epoll (only Linux has it) nothing is started.
+
+        Raises:
+            OSError: no file descriptors or threads are left.
+        """
+        if not _AVAILABLE:
             return
         self._free = list(range(STREAMS_MAX - 1, -1, -1))
+        self._next = 0
         self._rows = np.zeros((STREAMS_MAX, COLUMNS), np.int64)
         self._kept = np.empty((STREAMS_MAX, READ_BYTES), np.uint8)  # pages that are never written take no memory
         self._token_lines = np.zeros((_FORMATS_MAX, TOKEN_LINE_BYTES_MAX + 1), np.uint8)
         self._formats: dict[bytes, int] = {}
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._descriptors_max = int(limit * _DESCRIPTORS_SHARE) if limit != resource.RLIM_INFINITY else 1 << 30
         self._epoll = select.epoll()
         commands, self._commands = os.pipe()
         self._results, results = os.pipe()
         os.set_blocking(self._results, False)
-        self._watch(commands, COMMANDS)
+        assert self._watch(commands, COMMANDS)
+        self._command(STOP)
+        self._forward(commands, results)  # compiles, and ends at once
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._results, self._readable)
         self._thread = threading.Thread(
-            target=self._run, args=(self._epoll.fileno(), commands, results), name="stream-forwarder", daemon=True
+            target=self._run, args=(commands, results), name="stream-forwarder", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Take back all streams and end the thread."""
+        """Return all streams and end the thread."""
         if self._thread is None:
             return
+        thread, self._thread = self._thread, None
         for stream in list(self._active.values()):
-            stream.returned(stream.take_back())
-        self._ready = False
-        os.write(self._commands, struct.pack("=q", STOP))
-        self._thread.join()
-        self._thread = None
+            self._loop.call_soon(stream.returned, self.take_back(stream))
+        self._command(STOP)
+        thread.join()
         self._loop.remove_reader(self._results)
         for descriptor in (self._commands, self._results):
             os.close(descriptor)
@@ -168,29 +167,35 @@ class StreamForwarder:
             token_line: end of the first line of each event with a token, with its line feed; empty: there is none.
             returned: receives the result when the thread returns the stream by itself.
         """
-        if not self._ready or not self._free:
+        if self._thread is None or len(self._active) >= min(self.streams_max, STREAMS_MAX) or not self._free:
             return None
-        sockets = self._duplicates(source, sink)
+        sockets = _duplicates(source, sink)
         if sockets is None:
             return None
         number = self._free.pop()
+        self._next += 1
+        key = self._next << ROW_BITS | number
         row = self._rows[number]
         row[:] = 0
         row[SOURCE], row[SINK] = sockets
-        row[FORMAT], row[LAST_NS], row[ACTIVE] = self._format(token_line), time.monotonic_ns(), 1
-        stream = self._active[number] = ForwardedStream(self, number, sockets, returned)
-        self._watch(sockets[0], number)
+        row[FORMAT], row[LAST_NS] = self._format(token_line), time.monotonic_ns()
+        row[OWNER] = key
+        if not self._watch(sockets[0], key):
+            row[OWNER] = 0
+            self._release(number, sockets)
+            return None
+        stream = self._active[key] = ForwardedStream(self, key, sockets, returned)
         return stream
 
-    def last_s(self, number: int) -> float:
+    def last_s(self, key: int) -> float:
         """See `ForwardedStream`."""
-        return int(self._rows[number, LAST_NS]) / 1e9
+        return int(self._rows[_row(key), LAST_NS]) / 1e9
 
     def take_back(self, stream: ForwardedStream) -> Forwarded:
         """See `ForwardedStream`. It waits for the thread, which answers between two reads."""
         stream.taken = True
         if stream.result is None:
-            os.write(self._commands, struct.pack("=q", stream.number))
+            self._command(stream.key)
             poll = select.poll()
             poll.register(self._results, select.POLLIN)
             while stream.result is None:
@@ -198,32 +203,24 @@ class StreamForwarder:
                 self._collect()
             if self._returned:
                 self._loop.call_soon(self._deliver)
-        assert stream.result is not None
         return stream.result
 
-    def _run(self, epoll: int, commands: int, results: int) -> None:
-        """Run the loop; the thread's function."""
-        events, buffer = np.zeros(EVENTS_MAX * EVENT_BYTES, np.uint8), np.zeros(READ_BYTES, np.uint8)
-        words = np.zeros(4, np.int64)
+    def _run(self, commands: int, results: int) -> None:
+        """The thread's function."""
         try:
-            forward(epoll, commands, results, self._rows, self._kept, self._token_lines, events, buffer, words)
+            self._forward(commands, results)
         finally:
-            os.close(results)
             os.close(commands)
+            os.close(results)
 
-    def _duplicates(self, source: int, sink: int) -> tuple[int, int] | None:
-        """Duplicate two sockets; None if file descriptors are scarce."""
-        made: list[int] = []
-        try:
-            made.append(os.dup(source))
-            made.append(os.dup(sink))
-            if max(made) < self._descriptors_max:
-                return made[0], made[1]
-        except OSError:
-            pass
-        for descriptor in made:
-            os.close(descriptor)
-        return None
+    def _forward(self, commands: int, results: int) -> None:
+        """Run the loop until the command STOP."""
+        events, buffer = np.zeros(EVENTS_MAX * EVENT_BYTES, np.uint8), np.zeros(READ_BYTES, np.uint8)
+        rows, kept, lines = self._rows, self._kept, self._token_lines
+        forward(self._epoll.fileno(), commands, results, rows, kept, lines, events, buffer, np.zeros(4, np.int64))
+
+    def _command(self, command: int) -> None:
+        os.write(self._commands, struct.pack("=q", command))
 
     def _format(self, token_line: bytes) -> int:
         number = self._formats.get(token_line)
@@ -233,14 +230,13 @@ class StreamForwarder:
             self._token_lines[number, TOKEN_LINE_BYTES_MAX] = len(token_line)
         return number
 
-    def _watch(self, descriptor: int, number: int) -> None:
-        """Add a descriptor to the thread's epoll instance."""
+    def _watch(self, descriptor: int, key: int) -> bool:
+        """Add a descriptor to the thread's epoll instance; return whether the kernel did."""
         event = bytearray(EVENT_BYTES)
         struct.pack_into("=I", event, 0, _READABLE)
-        struct.pack_into("=Q", event, EVENT_DATA, number)
+        struct.pack_into("=Q", event, EVENT_DATA, key)
         memory = (ctypes.c_char * EVENT_BYTES).from_buffer(event)
-        if epoll_ctl(self._epoll.fileno(), _ADD, descriptor, ctypes.addressof(memory)) != 0:
-            raise OSError("the kernel refused to watch a socket")
+        return epoll_ctl(self._epoll.fileno(), _ADD, descriptor, ctypes.addressof(memory)) == 0
 
     def _readable(self) -> None:
         self._collect()
@@ -252,28 +248,26 @@ class StreamForwarder:
             data = os.read(self._results, 8 * STREAMS_MAX)
         except BlockingIOError:
             return
-        for (number,) in struct.iter_unpack("=q", data):
-            if number == STARTED:
-                self._ready = True
-                continue
-            stream = self._active.pop(number)
-            stream.result = self._result(number)
-            self._free.append(number)
-            for descriptor in stream.sockets:
-                os.close(descriptor)
+        if not data:
+            self._loop.remove_reader(self._results)
+            raise RuntimeError("the thread that forwards streams has ended")
+        for (key,) in struct.iter_unpack("=q", data):
+            stream = self._active.pop(key)
+            stream.result = self._result(_row(key))
+            self._release(_row(key), stream.sockets)
             if not stream.taken:
                 self._returned.append(stream)
+
+    def _release(self, number: int, sockets: tuple[int, int]) -> None:
+        self._free.append(number)
+        for descriptor in sockets:
+            os.close(descriptor)
 
     def _deliver(self) -> None:
         returned = self._returned.copy()
         self._returned.clear()
         for stream in returned:
-            self._loop.call_soon(self._deliver_one, stream)
-
-    def _deliver_one(self, stream: ForwardedStream) -> None:
-        if not stream.taken:
-            assert stream.result is not None
-            stream.returned(stream.result)
+            self._loop.call_soon(_deliver, stream)
 
     def _result(self, number: int) -> Forwarded:
         row, kept = self._rows[number].tolist(), self._kept[number]
@@ -286,3 +280,26 @@ class StreamForwarder:
             kept[sent:whole].tobytes(),
             kept[whole:received].tobytes(),
         )
+
+
+def _row(key: int) -> int:
+    return key & ((1 << ROW_BITS) - 1)
+
+
+def _deliver(stream: ForwardedStream) -> None:
+    if not stream.taken:
+        assert stream.result is not None
+        stream.returned(stream.result)
+
+
+def _duplicates(source: int, sink: int) -> tuple[int, int] | None:
+    """Duplicate two sockets; None if no file descriptor is left."""
+    try:
+        first = os.dup(source)
+    except OSError:
+        return None
+    try:
+        return first, os.dup(sink)
+    except OSError:
+        os.close(first)
+        return None

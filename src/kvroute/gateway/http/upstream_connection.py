@@ -28,6 +28,8 @@ _SIZE_LINES = tuple([b"%x\r\n" % size for size in range(_SIZES)])
 """Size lines of the chunks of a stream, most of which are short."""
 _CHUNKS_BEFORE = 4
 """Chunks in a row that arrive alone before a thread forwards those that follow: short streams are not worth it."""
+_UNREAD_S = 1.0
+"""Time for the event loop to find data that has arrived, in seconds, before it fails a call that the thread had."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 _SPENT = httptools.HttpResponseParser(object())
 """A parser without callbacks."""
@@ -123,13 +125,13 @@ class UpstreamConnection(asyncio.Protocol):
 
     def fail(self, why: str) -> None:
         """End the call in progress, if there is one, as if the engine had closed the connection."""
-        self._take_back()
-        if self._call is not None:
+        if self._take_back() and self._call is not None:
             self._fail("reset", why)
 
     def pause(self) -> None:
         """Stop reading."""
-        self._take_back()
+        if not self._take_back():
+            return
         self.deadline_s = NEVER_S
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
@@ -143,11 +145,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         """End a call whose engine was silent too long, or close a connection that was idle too long."""
-        if self._forwarded is not None and self._call is not None:
-            self.deadline_s = self._forwarded.last_s + self._call.idle_s
-            if self.deadline_s > now:
-                return
-            self._take_back()
+        if self._forwarded is not None:
+            self._expire_forwarded(self._forwarded, now)
+            return
         if self._call is None:
             self.close()
         else:
@@ -298,10 +298,24 @@ class UpstreamConnection(asyncio.Protocol):
         if self._forwarded is not None:
             transport.pause_reading()
 
-    def _take_back(self) -> None:
-        """Continue in the event loop."""
-        if self._forwarded is not None:
-            self._returned(self._forwarded.take_back())
+    def _expire_forwarded(self, forwarded: ForwardedStream, now: float) -> None:
+        """Set the deadline by the data that the thread has received. If it is over, continue in the event loop, which
+        may find data that has arrived since, for example if the whole process was stopped."""
+        assert self._call is not None
+        last_s, idle_s = forwarded.last_s, self._call.idle_s
+        if last_s + idle_s > now:
+            self.deadline_s = last_s + idle_s
+        elif self._take_back() and forwarded.last_s == last_s and not self._call.paused:
+            self.deadline_s = now + min(idle_s, _UNREAD_S)
+
+    def _take_back(self) -> bool:
+        """Continue in the event loop; return whether the call is not over. Its end may be among the bytes that were
+        read, and the connection then serves the next call."""
+        if self._forwarded is None:
+            return True
+        call = self._call
+        self._returned(self._forwarded.take_back())
+        return self._call is call
 
     def _returned(self, result: Forwarded) -> None:
         """Continue in the event loop after the thread has returned the response."""

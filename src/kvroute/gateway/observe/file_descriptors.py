@@ -7,6 +7,7 @@ import resource
 from typing import TYPE_CHECKING, Literal
 
 from kvroute.gateway.http.open_files import exhausted
+from kvroute.gateway.http.stream_forwarder import STREAMS_MAX
 from kvroute.gateway.observe.admin_connections import CONNECTIONS_MOST as ADMIN_CONNECTIONS_MOST
 from kvroute.gateway.observe.logs import log_event
 
@@ -26,6 +27,15 @@ def wanted(connections: int, instances: int) -> int:
     """Return the descriptors that the settings need: one for each client connection, two for its legs to engines, one
     for each connection of the admin port, and the rest."""
     return 3 * connections + _ENGINE_EACH * instances + ADMIN_CONNECTIONS_MOST + _REST
+
+
+def streams_to_forward(connections: int, instances: int) -> int:
+    """Return the number of streams whose sockets may be duplicated: as many as the settings leave descriptors for, and
+    in any case a sixteenth of the limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return STREAMS_MAX
+    return min(STREAMS_MAX, max(soft // 16, soft - wanted(connections, instances)))
 
 
 def warn_if_too_low(connections: int, instances: int) -> None:
