@@ -12,8 +12,10 @@ import pytest
 from tests.gateway.http.upstream_rig import RecordedResponse, send
 
 from kvroute.gateway.http.call import Call
+from kvroute.gateway.http.exchange import Exchange
 from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.http.stream_forwarder import Forwarded, ForwardedStream, StreamForwarder
+from kvroute.gateway.http.turn_writes import TurnTransport
 from kvroute.gateway.http.upstream_connection import UpstreamConnection
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -209,3 +211,51 @@ def test_a_paused_call_is_not_read_until_it_resumes() -> None:
         one.free()
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("length", "http10", "unsent", "tls", "possible"),
+    [
+        (None, False, 0, False, True),
+        (100, False, 0, False, False),
+        (None, True, 0, False, False),
+        (None, False, 5, False, False),
+        (None, False, 0, True, False),
+    ],
+    ids=["chunked", "content-length", "http-1.0", "unsent", "tls"],
+)
+def test_only_a_chunked_response_of_which_all_is_sent_can_be_continued_on_the_socket(
+    length: int | None, http10: bool, unsent: int, tls: bool, possible: bool
+) -> None:
+    async def main() -> None:
+        wire = ClientWire(unsent, tls)
+        exchange = Exchange(
+            b"POST", b"/", b"", [], b"", http10, True, 0.0, "", TurnTransport(wire), b"", lambda exchange: None
+        )
+        exchange.start(200, [], length)
+        assert exchange.stream_socket() is None, "the head is not written yet"
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert (exchange.stream_socket() is not None) == possible
+        exchange.abort()
+        assert exchange.stream_socket() is None
+        wire.free()
+
+    asyncio.run(main())
+
+
+class ClientWire(Wire):
+    """A transport to a client, with a number of unsent bytes."""
+
+    def __init__(self, unsent: int, tls: bool) -> None:
+        super().__init__()
+        self._unsent, self._tls = unsent, tls
+
+    def get_write_buffer_size(self) -> int:
+        return self._unsent
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return "a TLS context" if name == "sslcontext" and self._tls else super().get_extra_info(name, default)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import select
+import socket
+import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +17,22 @@ from hypothesis import strategies as st
 
 from kvroute.gateway.http.forwarding_loop import (
     COLUMNS,
+    COMMANDS,
     DATA_BYTES,
     DATA_LINES,
     DONE,
+    EVENT_BYTES,
+    EVENTS_MAX,
+    OWNER,
+    READ_BYTES,
+    ROW_BITS,
+    SOURCE,
+    STOP,
     TOKEN_LINE_BYTES_MAX,
     TOKEN_LINES,
     count_chunks,
+    epoll_ctl,
+    forward,
 )
 from kvroute.gateway.openai_api.streams import DONE_CHUNK, STREAMS
 
@@ -123,3 +138,45 @@ def test_events_are_counted_as_in_the_event_loop(kind: str) -> None:
     token_line = STREAMS[kind].token_line  # type: ignore[index]
     found = counted(data + b"2\r\n\n", token_line, interpreted=False)
     assert found == expected._replace(whole=len(data), data_bytes=len(first + second))
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+@pytest.mark.parametrize("late", ["command", "event"])
+def test_a_late_command_or_event_does_not_concern_the_next_stream_of_its_row(late: str, interpreted: bool) -> None:
+    before, now = (1 << ROW_BITS) + 3, (2 << ROW_BITS) + 3
+    rows = np.zeros((4, COLUMNS), np.int64)
+    rows[3, OWNER] = now
+    ends = [*os.pipe(), *os.pipe()]
+    engine, source = socket.socketpair()
+    epoll = select.epoll()
+    try:
+        rows[3, SOURCE] = source.fileno()
+        engine.send(b"not for the thread yet")
+        assert epoll_ctl(epoll.fileno(), 1, ends[0], ctypes.addressof(Event(1, COMMANDS))) == 0
+        if late == "event":
+            assert epoll_ctl(epoll.fileno(), 1, source.fileno(), ctypes.addressof(Event(1, before))) == 0
+        else:
+            os.write(ends[1], struct.pack("=q", before))
+        os.write(ends[1], struct.pack("=q", STOP))
+        run = forward.py_func if interpreted else forward  # type: ignore[attr-defined]
+        kept, lines = np.zeros((4, READ_BYTES), np.uint8), np.zeros((1, TOKEN_LINE_BYTES_MAX + 1), np.uint8)
+        events, buffer = np.zeros(EVENTS_MAX * EVENT_BYTES, np.uint8), np.zeros(READ_BYTES, np.uint8)
+        run(epoll.fileno(), ends[0], ends[3], rows, kept, lines, events, buffer, np.zeros(4, np.int64))
+        assert rows[3, OWNER] == now
+        assert source.recv(100) == b"not for the thread yet"
+        os.set_blocking(ends[2], False)
+        with pytest.raises(BlockingIOError):
+            os.read(ends[2], 8)
+    finally:
+        epoll.close()
+        engine.close()
+        source.close()
+        for end in ends:
+            os.close(end)
+
+
+class Event(ctypes.Structure):
+    """The kernel's `struct epoll_event`."""
+
+    _pack_ = 1 if EVENT_BYTES == 12 else 8
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))

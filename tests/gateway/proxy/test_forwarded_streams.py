@@ -9,7 +9,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import xxhash
 from aiohttp import web
+from tests.gateway.proxy.test_slow_client import QUIET_TURNS, reader_of
 from tests.gateway.rig import CHAT, COMPLETIONS, RunningGateway
 from tests.gateway.stub_engines import (
     Engine,
@@ -243,5 +245,52 @@ def test_several_streams_of_one_connection_follow_each_other() -> None:
             assert await becomes_true(lambda: front.gateway.runtime.engines["decode0"].pool.busy == 0)
             opened = [engine.pool.connections for engine in front.gateway.runtime.engines.values()]
             assert max(opened) <= 3, "for health checks, metrics and requests"
+
+    run(main())
+
+
+def test_a_client_that_stops_reading_gets_every_byte_once_it_reads_again() -> None:
+    """The stream goes back to the event loop within a chunk, waits there, and is forwarded by the thread again."""
+    token, count = event("x" * 4_000), 8_000
+
+    async def main() -> None:
+        prefill, decode = engines_of("vllm")
+        sent, fast = 0, asyncio.Event()
+
+        async def serve(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+            nonlocal sent
+            response = await start_stream(request)
+            while sent < count:
+                await response.write(token)
+                sent += 1
+                if not fast.is_set():
+                    await asyncio.sleep(0.001)  # so that chunks arrive one by one
+            await response.write_eof()
+            return response
+
+        for engine in decode:
+            engine.serve = serve
+        async with stub_rig(prefill + decode) as front:
+            reader = await reader_of(front.gateway.port)
+            reader.transport.resume_reading()
+            while not await forwarded(front):
+                await asyncio.sleep(0)
+            reader.transport.pause_reading()
+            while await forwarded(front):
+                await asyncio.sleep(0)
+            fast.set()
+            before, quiet_turns = -1, 0
+            while quiet_turns < QUIET_TURNS:
+                await asyncio.sleep(0)
+                quiet_turns, before = (quiet_turns + 1 if sent == before else 0), sent
+            assert sent < count, "the engine waits for the client"
+            reader.transport.resume_reading()
+            await reader.done.wait()
+            assert (reader.body_bytes, reader.hash.digest()) == (
+                count * len(token),
+                xxhash.xxh64(token * count).digest(),
+            )
+            reader.transport.abort()
+            assert await front.becomes_idle(), front.held_resources()
 
     run(main())
