@@ -59,9 +59,8 @@ _DONE_EVENT = np.frombuffer(b"data: [DONE]\n\n", np.uint8)
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 
-
 _int, _size, _address = ctypes.c_int, ctypes.c_ssize_t, ctypes.c_void_p
-_NUMBA_TYPES: dict[type[Any], Any] = {_int: types.int32, _size: types.int64, _address: types.uint64}
+_NUMBA_TYPES: dict[type[Any], Any] = {_int: types.int32, _size: types.intp, _address: types.uintp}
 
 
 class _CFunction(types.ExternalFunction):
@@ -69,12 +68,7 @@ class _CFunction(types.ExternalFunction):
     and its result are integers; an address is one, too."""
 
     def __init__(self, name: str, returns: type[Any], *arguments: type[Any]) -> None:
-        numba_types: dict[type[Any], Any] = {
-            ctypes.c_int: types.int32,
-            ctypes.c_ssize_t: types.int64,
-            ctypes.c_void_p: types.uint64,
-        }
-        signature: Any = numba_types[returns](*(numba_types[each] for each in arguments))
+        signature: Any = _NUMBA_TYPES[returns](*(_NUMBA_TYPES[each] for each in arguments))
         super().__init__(name, signature)
         self._interpreted: Any = getattr(ctypes.CDLL(None), name, None)
         if self._interpreted is not None:  # otherwise the system has no such function, and the loop is not used
