@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.gateway.http.upstream_rig import RecordedResponse, send
+from tests.gateway.http.upstream_rig import RecordedResponse, Wire, send
 
 from kvroute.gateway.http.call import Call
 from kvroute.gateway.http.exchange import Exchange
@@ -55,22 +55,13 @@ class Chunks:
         self.results.append(result)
 
 
-class Wire(asyncio.Transport):
+class SocketWire(Wire):
     """A transport in memory with a socket."""
 
     def __init__(self) -> None:
         self._ends = socket.socketpair()
         super().__init__({"socket": self._ends[0]})
-        self.reading, self.closing = True, False
-
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        pass
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def abort(self) -> None:
-        self.closing = True
+        self.reading = True
 
     def pause_reading(self) -> None:
         self.reading = False
@@ -83,12 +74,27 @@ class Wire(asyncio.Transport):
             end.close()
 
 
-class ForwardedCall:
-    """A call in the hands of the thread, which has read `unparsed` and is silent for `silent_s`."""
+class FollowedResponse(RecordedResponse):
+    """A response whose end sends another call."""
 
-    def __init__(self, unparsed: bytes, silent_s: float = IDLE_S + 1.0) -> None:
+    def __init__(self, follow: Callable[[], Call]) -> None:
+        super().__init__()
+        self._follow = follow
+
+    def on_end(self) -> None:
+        super().on_end()
+        self._follow()
+
+
+class ForwardedCall:
+    """A call whose response the thread forwards; it has read `unparsed` and is silent for `silent_s`."""
+
+    def __init__(
+        self, unparsed: bytes, silent_s: float = IDLE_S + 1.0, response: RecordedResponse | None = None
+    ) -> None:
+        response = RecordedResponse() if response is None else response
         loop = asyncio.get_running_loop()
-        self.pool, self.response, self.wire = UpstreamPool("http://engine:1"), RecordedResponse(), Wire()
+        self.pool, self.response, self.wire = UpstreamPool("http://engine:1"), response, SocketWire()
         self.connection = UpstreamConnection(self.pool)
         self.connection.connection_made(self.wire)
         self.pool.keep(self.connection)
@@ -163,14 +169,8 @@ def test_the_end_that_the_thread_has_read_ends_its_call_and_not_the_next_one(how
     """The end of the first call sends the next one on the same connection."""
 
     def scenario() -> None:
-        one, other = ForwardedCall(END), RecordedResponse()
-        end = one.response.on_end
-
-        def on_end() -> None:
-            end()
-            send(one.pool, other)
-
-        one.response.on_end = on_end  # type: ignore[method-assign]
+        other = RecordedResponse()
+        one = ForwardedCall(END, response=FollowedResponse(lambda: send(one.pool, other)))
         if how == "expire":
             one.expire()
         elif how == "fail":
@@ -244,7 +244,7 @@ def test_only_a_chunked_response_of_which_all_is_sent_can_be_continued_on_the_so
     asyncio.run(main())
 
 
-class ClientWire(Wire):
+class ClientWire(SocketWire):
     """A transport to a client, with a number of unsent bytes."""
 
     def __init__(self, unsent: int, tls: bool) -> None:

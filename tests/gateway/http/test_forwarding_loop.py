@@ -8,7 +8,7 @@ import re
 import select
 import socket
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ from kvroute.gateway.http.forwarding_loop import (
     epoll_ctl,
     forward,
 )
+from kvroute.gateway.openai_api.requests import Kind
 from kvroute.gateway.openai_api.streams import DONE_CHUNK, STREAMS
 
 TOKEN_LINES_OF_FORMATS = sorted({each.token_line for each in STREAMS.values()})
@@ -48,14 +49,18 @@ class Counts(NamedTuple):
     done: int
 
 
+def version(kernel: Any, interpreted: bool) -> Any:
+    """Return the interpreted or the compiled version of a kernel."""
+    return kernel.py_func if interpreted else kernel
+
+
 def counted(data: bytes, token_line: bytes, *, interpreted: bool) -> Counts:
     row = np.zeros(COLUMNS, np.int64)
     line = np.zeros(TOKEN_LINE_BYTES_MAX + 1, np.uint8)
     line[: len(token_line)] = np.frombuffer(token_line, np.uint8)
     line[TOKEN_LINE_BYTES_MAX] = len(token_line)
     buffer = np.frombuffer(data + b"\n\n\r\n5\r\n", np.uint8)  # what follows must not be read
-    run = count_chunks.py_func if interpreted else count_chunks  # type: ignore[attr-defined]
-    whole = run(buffer, len(data), line, row)
+    whole = version(count_chunks, interpreted)(buffer, len(data), line, row)
     return Counts(whole, *(int(row[column]) for column in (DATA_BYTES, DATA_LINES, TOKEN_LINES, DONE)))
 
 
@@ -118,7 +123,7 @@ def test_compiled_interpreted_and_slow_version_agree(data: bytes, token_line: by
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses", "messages"])
-def test_events_are_counted_as_in_the_event_loop(kind: str) -> None:
+def test_events_are_counted_as_in_the_event_loop(kind: Kind) -> None:
     """A worked example: two chunks and the beginning of a third."""
     events = {
         "chat": (b'data: {"a": 1}\n\n', b'data: {"a": 2}\n\ndata: [DONE]\n\n', Counts(0, 0, 3, 0, 1)),
@@ -135,7 +140,7 @@ def test_events_are_counted_as_in_the_event_loop(kind: str) -> None:
     }
     first, second, expected = events[kind]
     data = b"%x\r\n%b\r\n%x\r\n%b\r\n" % (len(first), first, len(second), second)
-    token_line = STREAMS[kind].token_line  # type: ignore[index]
+    token_line = STREAMS[kind].token_line
     found = counted(data + b"2\r\n\n", token_line, interpreted=False)
     assert found == expected._replace(whole=len(data), data_bytes=len(first + second))
 
@@ -158,9 +163,9 @@ def test_a_late_command_or_event_does_not_concern_the_next_stream_of_its_row(lat
         else:
             os.write(ends[1], struct.pack("=q", before))
         os.write(ends[1], struct.pack("=q", STOP))
-        run = forward.py_func if interpreted else forward  # type: ignore[attr-defined]
         kept, lines = np.zeros((4, READ_BYTES), np.uint8), np.zeros((1, TOKEN_LINE_BYTES_MAX + 1), np.uint8)
         events, buffer = np.zeros(EVENTS_MAX * EVENT_BYTES, np.uint8), np.zeros(READ_BYTES, np.uint8)
+        run = version(forward, interpreted)
         run(epoll.fileno(), ends[0], ends[3], rows, kept, lines, events, buffer, np.zeros(4, np.int64))
         assert rows[3, OWNER] == now
         assert source.recv(100) == b"not for the thread yet"

@@ -1,4 +1,4 @@
-"""The thread that forwards chunks: every byte arrives once and in order, whoever forwards it, and nothing is kept."""
+"""The forwarding thread: every byte arrives once and in order, and no descriptor or registration is left."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def epoll_of_this_process() -> int:
 
 
 class BusySide:
-    """A stream whose engine sends chunks and ends of bodies, in the hands of the thread or of the event loop."""
+    """A stream that the thread or the event loop forwards; its engine sends chunks and ends of bodies."""
 
     def __init__(self, one: Pair, number: int) -> None:
         self._one, self._number = one, number
@@ -380,9 +380,7 @@ class EventLoopSide:
     st.lists(st.integers(0, 3000), min_size=1, max_size=12),
     st.lists(st.tuples(st.integers(1, 8000), st.booleans()), max_size=12),
 )
-def test_every_byte_arrives_once_and_in_order_whoever_forwards_it(
-    sizes: list[int], pieces: list[tuple[int, bool]]
-) -> None:
+def test_every_byte_arrives_once_and_in_order(sizes: list[int], pieces: list[tuple[int, bool]]) -> None:
     """The engine's chunks arrive in any pieces, the event loop takes the stream back at any time, and the client's
     buffer is smaller than some of the chunks."""
     events = [b"data: %b\n\n" % (b"x" * size) for size in sizes]

@@ -7,7 +7,6 @@ import ssl
 import subprocess
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -17,6 +16,7 @@ from tests.gateway.http.upstream_rig import (
     RecordedChunks,
     RecordedResponse,
     Script,
+    Wire,
     closed,
     engine,
     fetch,
@@ -303,23 +303,6 @@ def test_https_works_and_an_unknown_certificate_is_rejected(tmp_path: Path) -> N
             await closed(untrusting)
 
     run(main())
-
-
-class Wire(asyncio.Transport):
-    """An in-memory transport that records the written bytes and whether it was closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.closing = False
-
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        pass
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def abort(self) -> None:
-        self.closing = True
 
 
 @given(

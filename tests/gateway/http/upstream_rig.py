@@ -92,6 +92,23 @@ class RecordedChunks:
         raise AssertionError("no thread forwards chunks")
 
 
+class Wire(asyncio.Transport):
+    """An in-memory transport that drops what is written and records whether it was closed."""
+
+    def __init__(self, extra: dict[str, Any] | None = None) -> None:
+        super().__init__(extra)
+        self.closing = False
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def abort(self) -> None:
+        self.closing = True
+
+
 @asynccontextmanager
 async def engine(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """Run a server that follows the script on each connection; close all connections at the end."""

@@ -65,7 +65,7 @@ _NUMBA_TYPES: dict[type[Any], Any] = {_int: types.int32, _size: types.intp, _add
 
 class _CFunction(types.ExternalFunction):
     """A function of the C library for compiled code, which links it by name, and for interpreted code. Its arguments
-    and its result are integers; an address is one, too."""
+    and its result are integers; an address is also an integer."""
 
     def __init__(self, name: str, returns: type[Any], *arguments: type[Any]) -> None:
         signature: Any = _NUMBA_TYPES[returns](*(_NUMBA_TYPES[each] for each in arguments))
@@ -209,7 +209,7 @@ def _count_lines(data: Bytes, start: int, end: int, token_line: Bytes, row: Numb
 
 @compiled_without_gil
 def _begins(data: Bytes, at: int, text: Bytes, length: int) -> bool:
-    """Return whether the first `length` bytes of `text` stand here."""
+    """Return whether `data` has the first `length` bytes of `text` at this position."""
     for place in range(length):  # noqa: SIM110  # numba compiles no generator here
         if data[at + place] != text[place]:
             return False

@@ -48,7 +48,7 @@ from kvroute.gateway.http.forwarding_loop import (
 )
 
 STREAMS_MAX = 4096
-"""Maximum streams in the hands of the thread; the event loop forwards any others."""
+"""Maximum streams that the thread owns; the event loop forwards any others."""
 _FORMATS_MAX = 16
 _ADD, _READABLE = 1, 1
 """EPOLL_CTL_ADD and EPOLLIN."""
@@ -74,7 +74,7 @@ class Forwarded:
 
 
 class ForwardedStream:
-    """One stream in the hands of the thread."""
+    """One stream that the thread owns, or has owned."""
 
     def __init__(
         self, forwarder: StreamForwarder, key: int, sockets: tuple[int, int], returned: Callable[[Forwarded], None]
@@ -102,9 +102,9 @@ class ForwardedStream:
 class StreamForwarder:
     """Starts the thread, and exchanges streams with it. All methods belong to the event loop."""
 
-    def __init__(self, streams_max: int = STREAMS_MAX) -> None:
-        """Args: `streams_max`: maximum streams of the thread, each of which needs two more file descriptors."""
-        self.streams_max = streams_max
+    def __init__(self) -> None:
+        self.streams_max = STREAMS_MAX
+        """Maximum streams that the thread owns; each needs two more file descriptors."""
         self._thread: threading.Thread | None = None
         self._active: dict[int, ForwardedStream] = {}
         self._returned: list[ForwardedStream] = []
@@ -118,7 +118,7 @@ class StreamForwarder:
         seconds; later ones read it from the cache. Without epoll (only Linux has it) nothing is started.
 
         Raises:
-            OSError: no file descriptors or threads are left.
+            OSError: no file descriptor is left.
         """
         if not _AVAILABLE:
             return
@@ -132,7 +132,8 @@ class StreamForwarder:
         commands, self._commands = os.pipe()
         self._results, results = os.pipe()
         os.set_blocking(self._results, False)
-        assert self._watch(commands, COMMANDS)
+        if not self._watch(commands, COMMANDS):
+            raise OSError("the kernel does not watch a pipe")
         self._command(STOP)
         self._forward(commands, results)  # compiles, and ends at once
         self._loop = asyncio.get_running_loop()
@@ -148,7 +149,9 @@ class StreamForwarder:
             return
         thread, self._thread = self._thread, None
         for stream in list(self._active.values()):
-            self._loop.call_soon(stream.returned, self.take_back(stream))
+            self.take_back(stream)
+            stream.taken = False  # its callback is still to run
+            self._loop.call_soon(_deliver, stream)
         self._command(STOP)
         thread.join()
         self._loop.remove_reader(self._results)
@@ -167,7 +170,7 @@ class StreamForwarder:
             token_line: end of the first line of each event with a token, with its line feed; empty: there is none.
             returned: receives the result when the thread returns the stream by itself.
         """
-        if self._thread is None or len(self._active) >= min(self.streams_max, STREAMS_MAX) or not self._free:
+        if self._thread is None or len(self._active) >= min(self.streams_max, STREAMS_MAX):
             return None
         sockets = _duplicates(source, sink)
         if sockets is None:

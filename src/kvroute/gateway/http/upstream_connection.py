@@ -68,7 +68,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._now: Callable[[], float] = asyncio.get_running_loop().time
         self._parser = httptools.HttpResponseParser(self)
         self._forwarded: ForwardedStream | None = None
-        """The response in the hands of the thread that forwards it."""
+        """The response while a thread forwards it."""
         self._clear()
 
     def _clear(self) -> None:
