@@ -111,7 +111,7 @@ class Pairing:
             return None
         if protocol not in by_protocol:
             by_protocol[protocol] = self._decode_candidates(request, model, pool)
-        costs = view.oracle.costs(source, pool.ids, at)
+        costs = view.oracle.costs(source, pool.ids, at, own_transfers=False)
         starts_s = float(candidates.pending_s[position] + candidates.prefill_s[position])
         return JointPath(by_protocol[protocol], costs, self._tracker.sight(source, pool.ids, costs, at, starts_s))
 

@@ -49,6 +49,7 @@ class InFlight:
         self.learned, self.answers = Learned(self.spec), Answers(self.spec)
         self._told: FloatArray = np.zeros(TIER_COUNT)
         self._cable, self._tier_left = links.cable_bytes_per_s, links.tier_bytes_per_s
+        self._capacity = links.capacity_bytes_per_s
         self._all: IntArray = np.arange(len(links.capacity_bytes_per_s))
         self._crowd: IntArray = np.zeros(len(self._all), dtype=np.int64)
         self._state = arrays.idle(links.capacity_bytes_per_s, _SLOTS, HOPS_MAX)
@@ -75,7 +76,7 @@ class InFlight:
         left = self.links.left(congestion)
         self._cable = self.links.cable_bytes_per_s * left
         self._tier_left = self.links.tier_bytes_per_s * (1.0 - congestion)
-        capacity = self.links.capacity_bytes_per_s * left
+        self._capacity = capacity = self.links.capacity_bytes_per_s * left
         before = capacity.copy()
         before[after[after >= 0]] = old._state.link[: len(after), state.CAPACITY][after >= 0]
         self._state = arrays.relinked(old._state, before, after)
@@ -173,7 +174,8 @@ class InFlight:
         left = self.links.left(congestion)
         self._cable = self.links.cable_bytes_per_s * left
         self._tier_left = self.links.tier_bytes_per_s * (1.0 - congestion)
-        kernels.set_capacities(self._all, self.links.capacity_bytes_per_s * left, self._state)
+        self._capacity = self.links.capacity_bytes_per_s * left
+        kernels.set_capacities(self._all, self._capacity, self._state)
         self._solve()
 
     def sight(self, at: float, source: int, targets: IntArray, starts_s: float = 0.0) -> Sight:
@@ -183,6 +185,7 @@ class InFlight:
             mean_bytes_per_s=self._pass(at),
             state=self._state,
             crowd=self._crowd,
+            capacity_bytes_per_s=self._capacity,
             cable_bytes_per_s=self._cable,
             tier_bytes_per_s=self._tier_left,
             factor=self.learned.factor,

@@ -397,8 +397,8 @@ class ClusterView:
         """The choice of a policy among these candidates of a pool now. `policy`: the acting or the shadow policy;
         `usable` None: all candidates may be chosen."""
         pool = self.decode[key]
-        costs = self.oracle.costs(source, pool.ids, at)
         state = self.states.acting if policy is self.settings.decode_policy else self.states.shadow
+        costs = self.oracle.costs(source, pool.ids, at, own_transfers=state is None)
         if state is not None:
             policy = state.policy(source, pool.ids, costs, at)
         choice = self._constrained(policy, request, candidates, costs, pool.decisions, usable)

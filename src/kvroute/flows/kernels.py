@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvroute.compiled import compiled
+from kvroute.compiled import compiled, compiled_in_place
 from kvroute.flows.solver import solve
 from kvroute.flows.state import (
     ACTIVE,
@@ -31,7 +31,7 @@ from kvroute.flows.state import (
 from kvroute.types import FloatArray, IntArray
 
 
-@compiled
+@compiled_in_place
 def _insert(
     now: float,
     net: State,
@@ -60,7 +60,7 @@ def _insert(
         at += 2 + si[at + 1]
 
 
-@compiled
+@compiled_in_place
 def _remove(slot: int, sent: float, net: State) -> None:
     """Remove a flow from its links, which carried `sent` bytes of it; the caller removes it from ORDER."""
     longest = net.hop.shape[0] // net.flow.shape[0]
@@ -68,7 +68,7 @@ def _remove(slot: int, sent: float, net: State) -> None:
         net.link[unchain(hop, net), CARRIED] += sent
 
 
-@compiled
+@compiled_in_place
 def _earliest(net: State) -> tuple[float, int]:
     """Return the least finish time and the slot that finishes then (the first started of several); inf and -1 if none
     can."""
@@ -83,20 +83,20 @@ def _earliest(net: State) -> tuple[float, int]:
     return at, net.lists[ORDER, k]
 
 
-@compiled
+@compiled_in_place
 def _slack(at: float) -> float:
     slack: float = 8.0 * np.spacing(at)
     return slack
 
 
-@compiled
+@compiled_in_place
 def _ends(slot: int, at: float, slack: float, net: State) -> bool:
     """Return True if a flow ends at `at`, the least finish time, or later by rounding only."""
     ends: bool = net.flow[slot, FINISH] - at <= slack + 1e-12 * (at - net.flow[slot, BEGUN])
     return ends
 
 
-@compiled
+@compiled_in_place
 def _retire(now: float, out: IntArray, done: int, net: State) -> int:
     """Finish the flows that end at `now`, the least finish time; write slots to `out` from `done` on, in start
     order."""

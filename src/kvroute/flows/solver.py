@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvroute.compiled import compiled
+from kvroute.compiled import compiled_in_place
 from kvroute.flows.state import (
     CAPACITY,
     COUNT,
@@ -42,7 +42,7 @@ TOLERANCE = 1e-11
 """Relative difference below which two shares are equal: sums over some thousand flows have this rounding error."""
 
 
-@compiled
+@compiled_in_place
 def _sink(at: int, size: int, net: State) -> None:
     """Sift heap[at] down below every link of smaller share; ties by link number."""
     heap = net.lists[HEAP]
@@ -65,7 +65,7 @@ def _sink(at: int, size: int, net: State) -> None:
     heap[at] = link
 
 
-@compiled
+@compiled_in_place
 def _give(now: float, slot: int, net: State) -> None:
     """Set a flow's rate to its trial rate from `now` on; an equal rate leaves its finish time exactly unchanged."""
     rate = net.flow[slot, TRIAL]
@@ -79,7 +79,7 @@ def _give(now: float, slot: int, net: State) -> None:
         net.flow[slot, FINISH] = now if left <= 1e-12 * net.flow[slot, SIZE] else np.inf
 
 
-@compiled
+@compiled_in_place
 def _seed(net: State) -> int:
     """Put into GROUP the flows whose rates a dirty link may change: new flows, flows that it limits, and all flows of
     an overloaded link."""
@@ -106,7 +106,7 @@ def _seed(net: State) -> int:
     return size
 
 
-@compiled
+@compiled_in_place
 def _open(link: int, epoch: int, net: State) -> None:
     """Prepare a link for a solve: the capacity that flows outside the group leave, and the group's count and weight."""
     rising, others, weight, room = 0, 0, 0.0, net.link[link, CAPACITY]
@@ -131,7 +131,7 @@ def _open(link: int, epoch: int, net: State) -> None:
     net.link[link, TOP] = 0.0
 
 
-@compiled
+@compiled_in_place
 def _gather(size: int, net: State) -> int:
     """Mark the group and list its links in HEAP for `_fill`; return the number of links."""
     longest = net.hop.shape[0] // net.flow.shape[0]
@@ -151,7 +151,7 @@ def _gather(size: int, net: State) -> int:
     return n_links
 
 
-@compiled
+@compiled_in_place
 def _fill(size: int, net: State) -> None:
     """Solve weighted max-min of the group in the remaining capacity: the link of least share freezes its flows,
     repeatedly.
@@ -197,7 +197,7 @@ def _fill(size: int, net: State) -> None:
             _sink(0, size, net)
 
 
-@compiled
+@compiled_in_place
 def _widen(
     size: int,
     n_links: int,
@@ -228,7 +228,7 @@ def _widen(
     return size
 
 
-@compiled
+@compiled_in_place
 def solve(now: float, net: State) -> None:
     """Restore weighted max-min rates after changes on the dirty links.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvroute.compiled import compiled
+from kvroute.compiled import compiled_in_place
 from kvroute.types import FloatArray, IntArray
 
 FINISH, LEFT, RATE, SINCE, WEIGHT, SIZE, BEGUN, TRIAL = range(8)
@@ -41,7 +41,7 @@ class State(NamedTuple):
     counts: IntArray
 
 
-@compiled
+@compiled_in_place
 def touch(link: int, net: State) -> None:
     """Mark a link as changed, so that the next solve includes it."""
     if net.link_int[link, QUEUED] == 0:
@@ -50,7 +50,7 @@ def touch(link: int, net: State) -> None:
         net.counts[DIRTIES] += 1
 
 
-@compiled
+@compiled_in_place
 def chain(hop: int, slot: int, link: int, net: State) -> None:
     """Add a hop of a slot's path to its link."""
     after = net.link_int[link, HEAD]
@@ -61,7 +61,7 @@ def chain(hop: int, slot: int, link: int, net: State) -> None:
     touch(link, net)
 
 
-@compiled
+@compiled_in_place
 def unchain(hop: int, net: State) -> int:
     """Remove a hop from its link; return the link."""
     link, before, after = net.hop[hop, LINK], net.hop[hop, PREV], net.hop[hop, NEXT]

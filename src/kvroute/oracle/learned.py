@@ -172,13 +172,20 @@ class Learned:
 
     def started(self, source: int, target: int, beside: int) -> None:
         """Record that an own transfer starts beside `beside` others from its source in its tier."""
-        self._company.setdefault(self._pair(source, target), _Company()).beside += beside
+        self._beside(source, target).beside += beside
 
     def ended(self, source: int, target: int, beside: int) -> None:
         """Record that an own transfer ends while `beside` others continue."""
-        company = self._company.setdefault(self._pair(source, target), _Company())
+        company = self._beside(source, target)
         company.beside += beside
         company.ended += 1
+
+    def _beside(self, source: int, target: int) -> _Company:
+        pair = self._pair(source, target)
+        company = self._company.get(pair)
+        if company is None:
+            company = self._company[pair] = _Company()
+        return company
 
     def measured(
         self,

@@ -149,16 +149,19 @@ class NetworkOracle:
         if self._congestion.measured(at, self._links.aggregate(measured)):
             self._utilisation = measured
 
-    def costs(self, source: int, targets: IntArray, at: float) -> NetworkCosts:
+    def costs(self, source: int, targets: IntArray, at: float, *, own_transfers: bool = True) -> NetworkCosts:
         """A snapshot of what a policy may use of the network between `source` and `targets` at this time.
 
         Args:
             source: index of the prefill instance.
             targets: [m] indices of the candidates, in the candidates' order.
+            at: time of the call.
+            own_transfers: include the number and the measured rates of own transfers. A policy with a `Sight` does not
+                need them, because its own table of transfers is more precise.
         """
-        own = self._settings.separates_own_traffic
+        own = own_transfers and self._settings.separates_own_traffic
         tier = self._tier[source].take(targets)
-        learned = self._learned
+        learned = self._learned if own_transfers else None
         return NetworkCosts(
             tier=tier,
             bytes_per_s=self._bytes_per_s,

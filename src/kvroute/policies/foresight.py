@@ -13,14 +13,12 @@ import numpy as np
 from kvroute.policies.decode import no_room
 from kvroute.policies.foresight_pricing import (
     COST,
-    IMPOSED_S,
     NO_CANDIDATE,
     PACE,
-    PLAYED,
+    PARTS,
     ROWS,
     SLOT_S,
     STEP_S,
-    TRANSFER_S,
     WAIT_S,
     foresee,
     price_all,
@@ -62,7 +60,7 @@ class Foresight:
             index = self._by_links(candidates, costs, self.sight, feasible, terms)
         if index == NO_CANDIDATE:
             return no_room(request, candidates)
-        return Choice(index, Terms(candidates.names, terms[COST], feasible, _parts(terms, costs)))
+        return Choice(index, Terms(candidates.names, terms[COST], feasible, _parts(terms)))
 
     def load_s(self, candidates: Candidates, output_tokens: float) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Return wait_s, step_s and slot_s of every candidate for a request without a transfer, [n] each. Args:
@@ -107,6 +105,7 @@ class Foresight:
             sight.cable_bytes_per_s,
             links.cables,
             sight.crowd,
+            sight.capacity_bytes_per_s,
             links.hashed_paths,
             self.spec.rival_weight * links.hashed_paths,
             self.spec.sibling_weight * (links.hashed_paths - 1),
@@ -148,14 +147,5 @@ class Foresight:
         return np.array((spec.imposed_weight, *load, load_weight, spec.step_floor_s, output_tokens))
 
 
-def _parts(terms: FloatArray, costs: NetworkCosts) -> dict[str, FloatArray]:
-    return {
-        "transfer_s": terms[TRANSFER_S],
-        "imposed_s": terms[IMPOSED_S],
-        "wait_s": terms[WAIT_S],
-        "step_s": terms[STEP_S],
-        "slot_s": terms[SLOT_S],
-        "pace_bytes_per_s": terms[PACE],
-        "played": terms[PLAYED],
-        "tier": costs.tier.astype(np.float64),
-    }
+def _parts(terms: FloatArray) -> dict[str, FloatArray]:
+    return dict(zip(PARTS, terms, strict=False))

@@ -41,7 +41,8 @@ class LinkModel:
     tier_bytes_per_s: FloatArray
     """Rate of a transfer alone in the tier, [TIER_COUNT]."""
     attached: IntArray
-    """An instance's links (UNKNOWN if there is none) and the number of its datacenter, [n, 7]."""
+    """An instance's links (UNKNOWN if there is none) and the number of its datacenter, [n, 7], column by column in
+    memory: a decision reads one kind of link of all instances."""
     wan: IntArray
     """Link of each ordered pair of datacenters, or UNKNOWN, [sites, sites]."""
     capacity_bytes_per_s: FloatArray
@@ -113,7 +114,7 @@ class LinkModel:
         if source_nic == target_nic == uplinks == 1.0:
             return self
         attached, capacity, cable = (
-            self.attached.copy(),
+            self.attached.copy(order="F"),
             self.capacity_bytes_per_s.copy(),
             self.cable_bytes_per_s.copy(),
         )
@@ -190,7 +191,7 @@ class _Links:
         return LinkModel(
             tier=np.ascontiguousarray(tier, dtype=np.int8),
             tier_bytes_per_s=np.array(bytes_per_s, dtype=np.float64),
-            attached=attached,
+            attached=np.asfortranarray(attached),
             wan=wan,
             capacity_bytes_per_s=table[:, 0].copy(),
             cable_bytes_per_s=table[:, 1].copy(),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvroute.compiled import compiled
+from kvroute.compiled import compiled_in_place
 from kvroute.types import CROSS_DATACENTER, SAME_DATACENTER, SAME_NODE, SAME_POD, SAME_RACK, FloatArray, IntArray
 
 HOPS_MAX = 8
@@ -44,7 +44,7 @@ class Fabric(NamedTuple):
     """Bandwidth of a tier that other traffic leaves free."""
 
 
-@compiled
+@compiled_in_place
 def path_of(source: int, target: int, tier: int, attached: IntArray, wan: IntArray, path: IntArray) -> int:
     """Fill `path` with the links from `source` to `target` and return their number; 0 inside a node."""
     count = 0
@@ -68,7 +68,7 @@ def path_of(source: int, target: int, tier: int, attached: IntArray, wan: IntArr
     return kept
 
 
-@compiled
+@compiled_in_place
 def collided(cable_bytes_per_s: float, rivals: float, hashed_paths: int, mean_bytes_per_s: float) -> float:
     """Rate of a transfer of `hashed_paths` equal parts if each part draws a cable at random, bytes per second.
 
@@ -97,7 +97,7 @@ def collided(cable_bytes_per_s: float, rivals: float, hashed_paths: int, mean_by
         mass *= rivals / x
 
 
-@compiled
+@compiled_in_place
 def _drawn(up: int, down: int, otherwise: float, fabric: Fabric) -> float:
     """Capacity of the hashed paths over one group up and one down; `otherwise` if both are unknown.
 
@@ -117,7 +117,7 @@ def _drawn(up: int, down: int, otherwise: float, fabric: Fabric) -> float:
     return collided(width, both, fabric.hashed, mean)
 
 
-@compiled
+@compiled_in_place
 def path_ceiling(source: int, target: int, tier: int, fabric: Fabric) -> float:
     far, attached = fabric.tier_bytes_per_s[tier], fabric.attached
     if tier <= SAME_NODE:
@@ -134,7 +134,7 @@ def path_ceiling(source: int, target: int, tier: int, fabric: Fabric) -> float:
     return learned
 
 
-@compiled
+@compiled_in_place
 def ceiling_of(
     source: int,
     target: int,

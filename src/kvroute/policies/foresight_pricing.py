@@ -9,16 +9,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvroute.compiled import compiled
+from kvroute.compiled import compiled, compiled_in_place
 from kvroute.flows import state as flows
 from kvroute.flows.state import State
 from kvroute.policies.foresight_paths import HOPS_MAX, NIC_DOWN, RACK_DOWN, Fabric, path_ceiling, path_of
 from kvroute.policies.foresight_whatif import played
 from kvroute.types import SAME_NODE, BoolArray, FloatArray, IntArray, TierArray
 
-TRANSFER_S, IMPOSED_S, WAIT_S, STEP_S, SLOT_S, PACE, PLAYED, BOUND, COST = range(9)
+TRANSFER_S, IMPOSED_S, WAIT_S, STEP_S, SLOT_S, PACE, PLAYED, TIER, BOUND, COST = range(10)
 """Rows of `terms`; BOUND is a lower bound of a candidate's cost, for internal use."""
 ROWS = COST + 1
+PARTS = ("transfer_s", "imposed_s", "wait_s", "step_s", "slot_s", "pace_bytes_per_s", "played", "tier")
+"""Names of the first rows, in their order."""
 NO_CANDIDATE = -1
 
 
@@ -33,7 +35,7 @@ class PricedCandidates(NamedTuple):
     per_request_s: FloatArray
     tier: TierArray
     latency_s: FloatArray
-    """Latency of each candidate's tier, [n]."""
+    """Latency by tier, [TIER_COUNT]."""
     source: int
     targets: IntArray
     starts_s: float
@@ -42,7 +44,7 @@ class PricedCandidates(NamedTuple):
     step_floor_s, output_tokens."""
 
 
-@compiled
+@compiled_in_place
 def _price(i: int, transfer_s: float, imposed_s: float, candidates: PricedCandidates, terms: FloatArray) -> float:
     """Fill candidate i's terms and return its cost. All but the transfer and its imposed delay depend on the load.
 
@@ -67,7 +69,7 @@ def _price(i: int, transfer_s: float, imposed_s: float, candidates: PricedCandid
     return cost
 
 
-@compiled
+@compiled_in_place
 def _shared(
     source: int, target: int, tier: int, fabric: Fabric, link: FloatArray, path: IntArray
 ) -> tuple[float, float, float]:
@@ -86,11 +88,17 @@ def _shared(
 
 @compiled
 def _closed(
-    candidates: PricedCandidates, fabric: Fabric, link: FloatArray, ceilings: FloatArray, terms: FloatArray
+    candidates: PricedCandidates,
+    fabric: Fabric,
+    capacity: FloatArray,
+    link: FloatArray,
+    ceilings: FloatArray,
+    terms: FloatArray,
 ) -> None:
     """Price all candidates in closed form: the path's ceiling, or an even share of its most crowded link if slower.
 
-    The links that instances of a rack share are evaluated once per rack; each instance has its own NIC.
+    The links that instances of a rack share are evaluated once per rack; each instance has its own NIC. `capacity` [m]
+    repeats a column of `link`: it fits in a sixth of the cache lines.
     """
     path, known = np.empty(HOPS_MAX, np.int64), np.empty((len(fabric.crowd), 3))
     known_tier = np.full(len(fabric.crowd), -1, np.int64)
@@ -105,13 +113,13 @@ def _closed(
                 known[rack, 0], known[rack, 1], known[rack, 2] = ceilings[i], alone, pace
                 known_tier[rack] = tier
         if own >= 0 and tier > SAME_NODE:
-            capacity = link[own, flows.CAPACITY]
-            alone, pace = min(alone, capacity), min(pace, capacity / (1.0 + fabric.crowd[own]))
-        latency_s, bound_s = candidates.latency_s[i], -1.0
+            alone, pace = min(alone, capacity[own]), min(pace, capacity[own] / (1.0 + fabric.crowd[own]))
+        latency_s, bound_s = candidates.latency_s[tier], -1.0
         if alone != pace:
             bound_s = _price(i, candidates.kv_bytes[i] / alone + latency_s, 0.0, candidates, terms)
         cost_s = _price(i, candidates.kv_bytes[i] / pace + latency_s, 0.0, candidates, terms)
-        terms[PACE, i], terms[PLAYED, i], terms[BOUND, i] = pace, 0.0, cost_s if alone == pace else bound_s
+        terms[PACE, i], terms[PLAYED, i], terms[TIER, i] = pace, 0.0, tier
+        terms[BOUND, i] = cost_s if alone == pace else bound_s
 
 
 @compiled
@@ -130,10 +138,10 @@ def _play(
     if seconds > 0.0:
         terms[PACE, i] = candidates.kv_bytes[i] / seconds
     terms[PLAYED, i] = 1.0
-    return _price(i, seconds + candidates.latency_s[i], imposed_s, candidates, terms)
+    return _price(i, seconds + candidates.latency_s[candidates.tier[i]], imposed_s, candidates, terms)
 
 
-@compiled
+@compiled_in_place
 def _first_least(cost: FloatArray, among: BoolArray) -> int:
     best = NO_CANDIDATE
     for i in range(len(cost)):
@@ -197,6 +205,7 @@ def foresee(
     cable: FloatArray,
     cables: IntArray,
     crowd: IntArray,
+    capacity: FloatArray,
     hashed: int,
     rivals: float,
     siblings: float,
@@ -220,15 +229,25 @@ def foresee(
 
     Takes the arrays of `PricedCandidates`, `Fabric` and `State` one by one: a call costs half as much as with tuples.
     """
-    latency_s = tier_latency_s[tier]
     candidates = PricedCandidates(
-        kv_bytes, batch, queued, batch_max, base_s, per_request_s, tier, latency_s, source, targets, starts_s, numbers
+        kv_bytes,
+        batch,
+        queued,
+        batch_max,
+        base_s,
+        per_request_s,
+        tier,
+        tier_latency_s,
+        source,
+        targets,
+        starts_s,
+        numbers,
     )
     fabric = Fabric(attached, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
     for i in range(len(tier)):
         feasible[i] = need_bytes[i] <= free_kv_bytes[i]
     ceilings = np.empty(len(tier))
-    _closed(candidates, fabric, link, ceilings, terms)
+    _closed(candidates, fabric, capacity, link, ceilings, terms)
     if width > 0:
         live = State(flow, flow_int, link, link_int, hop, lists, counts)
         _play_best(candidates, fabric, ceilings, width, near_max, live, feasible, terms)
@@ -255,4 +274,4 @@ def price_all(
     )
     for i in range(len(tier)):
         terms[BOUND, i] = _price(i, transfer_s[i], 0.0, candidates, terms)
-        terms[PLAYED, i] = 0.0
+        terms[PLAYED, i], terms[TIER, i] = 0.0, tier[i]

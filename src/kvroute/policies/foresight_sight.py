@@ -19,6 +19,8 @@ class Sight(NamedTuple):
     """Transfers in flight, with their remaining bytes and model rates at this time."""
     crowd: IntArray
     """Number of transfers on each link, [m]."""
+    capacity_bytes_per_s: FloatArray
+    """Bandwidth of a link that other traffic leaves free, [m]."""
     cable_bytes_per_s: FloatArray
     """Bandwidth of one cable that other traffic leaves free, [m]."""
     tier_bytes_per_s: FloatArray

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvroute.compiled import compiled
+from kvroute.compiled import compiled, compiled_in_place
 from kvroute.flows import state as flows
 from kvroute.flows.kernels import drive
 from kvroute.flows.state import State
@@ -15,7 +15,7 @@ from kvroute.policies.foresight_paths import HOPS_MAX
 from kvroute.types import FloatArray, IntArray
 
 
-@compiled
+@compiled_in_place
 def _near(
     path: IntArray, near_max: int, live: State, links: IntArray, link_at: IntArray, slots: IntArray, slot_at: IntArray
 ) -> tuple[int, int]:
@@ -47,7 +47,7 @@ def _near(
     return n_links, n_slots
 
 
-@compiled
+@compiled_in_place
 def _room(link: int, slot_at: IntArray, live: State) -> float:
     """Capacity of a link minus the present rates of the transfers that are not simulated."""
     capacity = live.link[link, flows.CAPACITY]
