@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -68,23 +69,42 @@ def named(sync_s: float | None) -> str:
     return "none" if sync_s is None else f"{1e3 * sync_s:g} ms"
 
 
-def measured(seeds: int, workers: int | None) -> dict[tuple[str, int, float | None], float]:
-    """Mean TTFT over the seeds of each policy, number of gateways and delay."""
-    kinds: list[tuple[str, int, float | None]] = [(policy, 1, 0.0) for policy in POLICIES]
-    kinds += [(policy, count, sync) for policy in POLICIES for count, delays in GATEWAYS.items() for sync in delays]
+Kind = tuple[str, int, float | None]
+"""Policy, number of gateways, delay of the exchange in seconds."""
+
+
+def measured(
+    policies: Sequence[str], seeds: int, delays_s: Sequence[float | None] | None, workers: int | None
+) -> dict[Kind, list[float]]:
+    """Mean TTFT by seed of each policy, number of gateways and delay. Args: `delays_s`: only these; None: all."""
+    kinds: list[Kind] = [(policy, 1, 0.0) for policy in policies]
+    kinds += [
+        (policy, count, sync)
+        for policy in policies
+        for count, delays in GATEWAYS.items()
+        for sync in delays
+        if delays_s is None or sync in delays_s
+    ]
     cells = [Cell(*kind, seed) for kind in kinds for seed in range(seeds)]
     with ProcessPoolExecutor(max_workers=workers) as pool:
         found = dict(zip(cells, pool.map(ttft_s, cells), strict=True))
-    return {kind: statistics.mean(found[Cell(*kind, seed)] for seed in range(seeds)) for kind in kinds}
+    return {kind: [found[Cell(*kind, seed)] for seed in range(seeds)] for kind in kinds}
 
 
-def draw(path: Path, found: dict[tuple[str, int, float | None], float]) -> None:
+def difference(several: Sequence[float], one: Sequence[float]) -> str:
+    """Difference of several gateways from one as text: mean over the seeds of the ratio, and its standard error."""
+    ratios = [ours / peer for ours, peer in zip(several, one, strict=True)]
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
+    return f"{100 * (statistics.mean(ratios) - 1):+.1f} % (standard error {100 * error:.1f})"
+
+
+def draw(path: Path, found: dict[Kind, float]) -> None:
     """Draw mean TTFT over the delay, with one panel for each number of gateways."""
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, len(GATEWAYS), figsize=(9, 3.6), layout="constrained")
     for panel, (count, delays) in zip(panels, GATEWAYS.items(), strict=True):
-        for policy in POLICIES:
+        for policy in dict.fromkeys(kind[0] for kind in found):
             (line,) = panel.plot([found[policy, count, delay] for delay in delays], marker="o", label=policy)
             panel.axhline(found[policy, 1, 0.0], color=line.get_color(), linestyle=":", linewidth=1)
         panel.set_title(f"{count} gateways (dotted: one gateway)", fontsize=10)
@@ -101,10 +121,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="only this one; repeat for several")
+    parser.add_argument("--sync-ms", action="append", type=float, help="only this delay; repeat for several")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--workers", type=int)
     options = parser.parse_args()
-    found = measured(options.seeds, options.workers)
+    if options.sync_ms is not None and options.figure is not None:
+        parser.error("the figure needs all delays: leave out --sync-ms or --figure")
+    delays_s = None if options.sync_ms is None else [1e-3 * delay for delay in options.sync_ms]
+    by_seed = measured(options.policy or POLICIES, options.seeds, delays_s, options.workers)
+    found = {kind: statistics.mean(each) for kind, each in by_seed.items()}
     if options.figure is not None:
         draw(options.figure, found)
     note = f"{REQUESTS} requests, {options.seeds} seeds, {CLUSTER.name}; peer: one gateway"
@@ -121,7 +147,13 @@ def main() -> None:
         for (policy, count, sync), mean_s in found.items()
         if count > 1
     ]
-    show(rows, options.json)
+    several = [kind for kind in by_seed if kind[1] > 1]
+    differences = [
+        f"{policy}, {count} gateways, exchange {named(sync)}: "
+        + difference(by_seed[policy, count, sync], by_seed[policy, 1, 0.0])
+        for policy, count, sync in several
+    ]
+    show(rows, options.json, {"Difference from one gateway, by seed": "\n".join(differences)})
 
 
 if __name__ == "__main__":

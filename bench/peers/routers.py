@@ -20,9 +20,15 @@ def vllm_router(port: int, metrics_port: int, prefill: Sequence[int], decode: Se
     return _command("vllm-router", port, metrics_port, ["--vllm-pd-disaggregation", *legs], decode, "error")
 
 
-def sglang_router(port: int, metrics_port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
+def sglang_router(
+    port: int,
+    metrics_port: int,
+    prefill: Sequence[int],
+    decode: Sequence[int],
+    bootstrap_port: int = BOOTSTRAP_PORT,
+) -> list[str]:
     """Return sglang-router with SGLang's protocol: both legs at once, connected by a bootstrap room."""
-    legs = [argument for one in prefill for argument in ("--prefill", _url(one), str(BOOTSTRAP_PORT))]
+    legs = [argument for one in prefill for argument in ("--prefill", _url(one), str(bootstrap_port))]
     return _command("sglang-router", port, metrics_port, ["--pd-disaggregation", *legs], decode, "error")
 
 
