@@ -75,17 +75,17 @@ def leave_at_any_time(gateway: Gateway, requests: int, seed: int) -> float:
     return gateway.metric("kvroute_client_disconnects_total") - gone
 
 
-def nothing_has_expired(pair: Pair, expired: float, counter: str = EXPIRED) -> None:
-    """Check that no KV cache has expired since the prefill server's counter had this value, and none will. One is
-    stranded here on purpose: once it has expired, any other one would have, too."""
+def nothing_has_expired(pair: Pair, expired: float) -> None:
+    """Check that no KV cache has expired since the counter had this value, and none will. One is stranded here on
+    purpose: once it has expired, any other one would have, too."""
     strand_one(pair)
 
     def another_has_expired() -> bool:
         pair.prefill.post("/v1/completions", {"model": "tiny", "prompt": prompt(8, seed=2), "max_tokens": 1})
-        return pair.prefill.metric(counter) > expired  # an idle engine does not check its time limits
+        return pair.prefill.metric(EXPIRED) > expired  # an idle engine does not check its time limits
 
     until(another_has_expired)
-    assert pair.prefill.metric(counter) == expired + 1
+    assert pair.prefill.metric(EXPIRED) == expired + 1
 
 
 def test_many_clients_that_leave(cluster: Pair, gateway: Gateway) -> None:

@@ -9,19 +9,14 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.live.services import extent
 from tests.live.vllm.connector_cases import ConnectorCases, completed
 from tests.live.vllm.gateway_rig import Gateway, alone, during_request, prompt, until
 from tests.live.vllm.stock_connectors import NIXL, prompt_bytes
-from tests.live.vllm.test_vllm_abandoned import leave_at_any_time, nothing_has_expired
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
-EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
-LEAVING = extent(300, short=60)
-"""Number of requests whose clients leave."""
 
 
 class TestNixl(ConnectorCases):
@@ -52,15 +47,6 @@ class TestNixl(ConnectorCases):
         command = [sys.executable, "-m", "kvroute.cli.app", "explain", str(gateway.log), str(last)]
         spoken = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "counted by NIXL" in " ".join(spoken.split())
-
-    def test_clients_that_leave_strand_nothing(self, pair: Pair, gateway: Gateway) -> None:
-        """They leave during the prefill, the transfer or the response; the decode leg is sent nevertheless, and NIXL
-        then releases the blocks of the prefill server."""
-        expired = pair.prefill.metric(EXPIRED)
-        left = leave_at_any_time(gateway, LEAVING, seed=4)
-        assert left > LEAVING / 4
-        assert gateway.metric("kvroute_abandoned_kv_total", outcome="fetched") > 0
-        nothing_has_expired(pair, expired, EXPIRED)
 
     def test_kv_that_no_engine_fetches_is_counted(self, pair: Pair, gateway: Gateway) -> None:
         """The decode server dies before it has read everything. The prefill server keeps the blocks until their time is
