@@ -16,6 +16,7 @@ from msgspec.structs import fields, replace
 from kvroute.control.learned_capacity import Learned
 from kvroute.control.transfer_table import InFlight
 from kvroute.flows import fill_to_the_end, max_min_rates
+from kvroute.flows.state import CAPACITY
 from kvroute.policies import CacheAndLoadAware
 from kvroute.policies.foresight import Foresight
 from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
@@ -219,6 +220,25 @@ def test_the_transfer_table_equals_a_simple_reference(
         slow.advance(now)
         assert table.left_bytes(now) == pytest.approx(slow.left, rel=1e-6)
         assert table.learned.factor == pytest.approx(slow.learned.factor, rel=1e-5)
+        check_capacities(table)
+
+
+def check_capacities(table: InFlight) -> None:
+    """The capacities that a decision reads are those of the flow model."""
+    sight = table.sight(table.now, 0, np.arange(N))
+    links = len(sight.capacity_bytes_per_s)
+    assert sight.capacity_bytes_per_s.tolist() == sight.state.link[:links, CAPACITY].tolist()
+
+
+@given(st.integers(0, 9), st.booleans())
+def test_a_table_that_takes_over_has_the_capacities_of_the_one_before(tenths: int, uplinks: bool) -> None:
+    links = fabric(4, uplinks=uplinks)
+    before, after = InFlight(links), InFlight(links)
+    before.congested(1.0, np.array([0.0, 0.0, 0.05, 0.1, 0.02]) * tenths)
+    after.take_over(before, np.arange(len(links.capacity_bytes_per_s)))
+    check_capacities(after)
+    left, expected = (table.sight(1.0, 0, np.arange(N)).capacity_bytes_per_s for table in (after, before))
+    assert left.tolist() == expected.tolist()
 
 
 @st.composite

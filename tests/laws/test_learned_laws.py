@@ -191,6 +191,20 @@ def test_learning_is_off_by_default() -> None:
     assert network.costs(0, ALL, 0.0).pair_bytes_per_s is None
 
 
+def test_costs_without_own_transfers_have_the_same_tiers() -> None:
+    """A policy with a table of transfers needs neither their number nor their measured rates."""
+    network = oracle()
+    network.transfer_started(0, 2)
+    network.transfer_measured(0.0, 0, 2, 1e9, 1.0)
+    whole, bare = network.costs(0, ALL, 0.0), network.costs(0, ALL, 0.0, own_transfers=False)
+    assert whole.pair_bytes_per_s is not None
+    assert whole.in_flight.sum() == 1
+    assert bare.pair_bytes_per_s is None
+    assert not bare.in_flight.any()
+    for name in ("tier", "bytes_per_s", "latency_s", "congestion"):
+        assert getattr(bare, name).tolist() == getattr(whole, name).tolist()
+
+
 def candidates() -> Candidates:
     whole: IntArray = np.zeros(3, dtype=np.int64)
     return Candidates(
