@@ -348,6 +348,7 @@ def test_the_choice_follows_its_terms(
     assert (cost >= whole * (1 - 1e-12)).all()
     assert int(parts["played"].sum()) <= width
     assert not width or parts["played"][choice.index] == 1
+    assert parts["tier"].tolist() == table.links.tier[source].tolist()
     nic = (table.links.tier[source] > 0) * pool.kv_bytes / NIC
     assert (parts["transfer_s"] >= nic * (1 - 1e-9)).all()
 
