@@ -128,6 +128,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.sync_ms is not None and options.figure is not None:
         parser.error("the figure needs all delays: leave out --sync-ms or --figure")
+    known = [named(delay) for delays in GATEWAYS.values() for delay in delays]
+    if unknown := [delay for delay in options.sync_ms or () if named(1e-3 * delay) not in known]:
+        parser.error(f"no number of gateways is simulated with --sync-ms {unknown[0]:g}: use 0, 5, 50 or 500")
     delays_s = None if options.sync_ms is None else [1e-3 * delay for delay in options.sync_ms]
     by_seed = measured(options.policy or POLICIES, options.seeds, delays_s, options.workers)
     found = {kind: statistics.mean(each) for kind, each in by_seed.items()}
