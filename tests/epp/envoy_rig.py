@@ -3,8 +3,9 @@ and reports the response."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,8 +104,11 @@ class EnvoyStream:
         subset: Any = None,
     ) -> Answer:
         """Send a request, and read the choice. Args: `body` None: a GET."""
-        await self.ask_only(body, path=path, headers=headers, subset=subset)
-        return await self.answer(body is not None)
+        first = asyncio.ensure_future(self.read())
+        # The picker may refuse a request and close the stream before it has the whole body.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self.ask_only(body, path=path, headers=headers, subset=subset)
+        return await self.answer(body is not None, await first)
 
     async def ask_only(
         self,
@@ -126,9 +130,9 @@ class EnvoyStream:
             piece, end = body[start : start + PIECE_BYTES], start + PIECE_BYTES >= len(body)
             await self.send(request_body=HttpBody(body=piece, end_of_stream=end))
 
-    async def answer(self, has_body: bool) -> Answer:
-        """Read the choice, or the immediate response."""
-        first = await self.read()
+    async def answer(self, has_body: bool, first: ProcessingResponse | None = None) -> Answer:
+        """Read the choice, or the immediate response. Args: `first`: its first message, if that is already read."""
+        first = await self.read() if first is None else first
         if first.HasField("immediate_response"):
             response = first.immediate_response
             shown = {each.header.key: each.header.raw_value.decode() for each in response.headers.set_headers}
