@@ -125,7 +125,7 @@ class Probe:
         name = uuid.UUID(int=self.draw.getrandbits(128)).hex
         try:
             prefill_body = protocol.prefill_body(completion, handshake)
-            if protocol.concurrent_legs:
+            if protocol.concurrent_legs and not protocol.returns_params:
                 decode_body = protocol.decode_body(completion, handshake, None)
                 prefilled, decoded = await self._both(name, prefill_body, decode_body)
             else:

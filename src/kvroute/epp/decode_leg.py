@@ -86,7 +86,7 @@ class EnvoyDecodeLeg(DecodeLeg):
             failure = LegFailure("reset", f"decode instance {self.engine.name}: {why}", 502, sent=True)
             asyncio.get_running_loop().call_soon(self.on_failed, failure)
             return
-        head = self.state.head + self.engine.rank_head + self.own_headers()
+        head = self.head() + self.engine.rank_head + self.own_headers()
         if self.state.trace is not None:
             self.trace = self.state.trace.leg(self.kind, {"kvroute.instance": self.engine.name})
             head += self.trace.head

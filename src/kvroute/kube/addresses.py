@@ -27,6 +27,7 @@ _BOOTSTRAP_DEFAULT = 8998
 _MOST_PORTS = 64
 _CONNECTORS: Mapping[object, KvProtocol] = {
     "NixlConnector": "vllm",
+    "NixlPushConnector": "nixl-push",
     "KvrouteConnector": "vllm",
     "MooncakeConnector": "mooncake",
 }

@@ -7,17 +7,17 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-KvProtocol: TypeAlias = Literal["vllm", "mooncake", "sglang"]
+KvProtocol: TypeAlias = Literal["vllm", "mooncake", "sglang", "nixl-push"]
 """Protocol between prefill and decode over HTTP. The decode leg starts after the prefill leg, with the
 `kv_transfer_params` of its response (vllm) or with a `transfer_id` that the router created (mooncake), or both legs
-start at once (sglang)."""
+start at once (sglang; nixl-push, once a response of the prefill engine has shown its address)."""
 
 
 class ProtocolTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of one protocol and its engines."""
 
     concurrent_legs: bool = False
-    """Both legs are always sent at once, so the decode instance is chosen on arrival."""
+    """Both legs are sent at once, so the decode instance is chosen on arrival."""
     needs_bootstrap: bool = False
     """A prefill engine needs a bootstrap server."""
     early_pull: bool = False
@@ -81,5 +81,16 @@ TRAITS: Mapping[KvProtocol, ProtocolTraits] = {
         splits_every_request=True,
         config_paths=("/server_info", "/get_server_info"),
         metrics_hint="start SGLang with --enable-metrics",
+    ),
+    "nixl-push": ProtocolTraits(
+        concurrent_legs=True,
+        rank_header=True,
+        decode_prefills=True,
+        prefill_decodes=True,
+        splits_every_format=True,
+        returns_params=True,
+        connector="nixl",
+        config_paths=_VLLM_CONFIG,
+        metrics_hint=_VLLM_METRICS,
     ),
 }

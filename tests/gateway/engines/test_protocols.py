@@ -15,6 +15,7 @@ from kvroute.connector.transfer_params import KvTransferParams, read_transfer_pa
 from kvroute.gateway.engines.protocols import (
     PROTOCOLS,
     KvHandshake,
+    KvSource,
     PdProtocol,
     ProtocolError,
     engine_id,
@@ -33,8 +34,9 @@ REPLY = (
 PARAMS = b'{"do_remote_prefill": true,"remote_block_ids":[[1, 2]],"new":1.0}'
 SET_FOR_PREFILL = {"stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "n"}
 
-NAMES: list[KvProtocol] = ["vllm", "mooncake", "sglang"]
+NAMES: list[KvProtocol] = ["vllm", "mooncake", "nixl-push", "sglang"]
 vllm, mooncake, sglang = PROTOCOLS["vllm"], PROTOCOLS["mooncake"], PROTOCOLS["sglang"]
+push = PROTOCOLS["nixl-push"]
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -90,7 +92,7 @@ def test_fields_that_no_leg_sets_keep_their_bytes(name: KvProtocol, sent: tuple[
     prefill, decode = legs(protocol, completion)
     untouched = client.keys() - ENGINE_FIELDS
     assert {field: decode[field] for field in untouched} == {field: client[field] for field in untouched}
-    if not protocol.concurrent_legs:
+    if name != "sglang":  # its engines take the same body
         untouched = untouched - SET_FOR_PREFILL
     assert {field: prefill[field] for field in untouched} == {field: client[field] for field in untouched}
     assert prefill.keys() - client.keys() <= SET_FOR_PREFILL | ENGINE_FIELDS
@@ -108,7 +110,7 @@ def test_kv_transfer_addresses_from_clients_reach_no_engine(name: KvProtocol, se
             assert b"evil" not in body[field]
 
 
-@given(client_bodies(), st.sampled_from(NAMES[:2]))
+@given(client_bodies(), st.sampled_from(NAMES[:3]))
 def test_a_prefill_leg_computes_one_token(sent: tuple[bytes, bytes], name: KvProtocol) -> None:
     path, body = sent
     prefill, _ = legs(PROTOCOLS[name], read_completion(path, body))
@@ -282,14 +284,54 @@ def test_kv_is_fetched_again_only_if_the_connector_reports_that_it_is_held(
     transfer_params = vllm.transfer_params(reply)
     assert vllm.allows_refetch(transfer_params) is expected
     assert not any(
-        protocol.allows_refetch(given) for protocol in (mooncake, sglang) for given in (transfer_params, None)
+        protocol.allows_refetch(given) for protocol in (mooncake, sglang, push) for given in (transfer_params, None)
     )
     assert not vllm.allows_refetch(None)
+
+
+# NIXL push
+
+
+NIXL_PARAMS = (
+    b'{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[3]],"remote_engine_id":"e-1",'
+    b'"remote_request_id":"cmpl-7-0-1a2b3c4d","remote_host":"10.0.0.1","remote_port":5600,"tp_size":2,'
+    b'"dcp_size":1,"pp_size":1,"remote_num_tokens":40,"transfer_mode":"push"}'
+)
+"""As vLLM 0.32 returns them."""
+
+
+def test_a_registration_before_the_prefill_has_what_all_requests_share() -> None:
+    """The blocks and the token count belong to the request whose response showed the rest."""
+    peer = push.peer(msgspec.Raw(NIXL_PARAMS))
+    handshake = push.handshake(KvSource("prefill0", "", "", peer), lambda: 5, early=True)
+    assert handshake is not None
+    body = json.loads(push.decode_body(completion(), handshake, None))
+    shared = json.loads(NIXL_PARAMS)
+    own = {name: shared.pop(name) for name in ("remote_block_ids", "remote_num_tokens", "remote_request_id")}
+    assert body["kv_transfer_params"].pop("remote_request_id") not in ("", own["remote_request_id"])
+    assert body["kv_transfer_params"] == shared
+
+
+@pytest.mark.parametrize("name", ["remote_engine_id", "remote_host", "remote_port", "tp_size"])
+def test_an_address_that_lacks_a_part_is_named(name: str) -> None:
+    params = {key: value for key, value in json.loads(NIXL_PARAMS).items() if key != name}
+    with pytest.raises(ProtocolError, match=f"without {name}"):
+        push.peer(msgspec.Raw(json.dumps(params).encode()))
+
+
+def test_without_an_address_a_decode_leg_needs_the_prefill_response() -> None:
+    handshake = push.handshake(KvSource("prefill0", "", ""), lambda: 5, early=True)
+    assert handshake is not None
+    with pytest.raises(ProtocolError, match="no transfer parameters"):
+        push.decode_body(completion(), handshake, None)
+    body = push.decode_body(completion(), handshake, msgspec.Raw(NIXL_PARAMS))
+    assert fields_of(body)["kv_transfer_params"] == NIXL_PARAMS
 
 
 def test_every_protocol_has_traits_and_a_class() -> None:
     assert set(TRAITS) == set(PROTOCOLS) == set(get_args(KvProtocol))
     assert all(each.concurrent_legs == TRAITS[name].concurrent_legs for name, each in PROTOCOLS.items())
+    assert all(each.returns_params == TRAITS[name].returns_params for name, each in PROTOCOLS.items())
 
 
 def test_one_instance_serves_what_a_protocol_cannot_split() -> None:

@@ -23,10 +23,15 @@ from tests.live.vllm.gateway_rig import (
     until,
     wait_until_idle,
 )
+from tests.live.vllm.leaving_clients import leave_at_any_time
 from tests.live.vllm.stock_connectors import StockConnector, external_tokens, prompt_bytes
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server
+
+
+LEAVING = 40
+"""Requests whose clients leave."""
 
 
 def until_reported(pair: Pair, condition: Callable[[], bool]) -> None:
@@ -120,6 +125,15 @@ class ConnectorCases(TransferCases):
         until_reported(pair, lambda: self.connector.moved(pair) == total)
         wait_until_idle(gateway)
 
+    def test_clients_that_leave_strand_no_blocks(self, pair: Pair, gateway: Gateway) -> None:
+        """They leave during the prefill, the transfer or the response. Afterwards no server holds blocks, and none of
+        them has expired. The servers have not been killed yet, which would let KV expire."""
+        expired = gateway.metric("kvroute_engine_kv_expired_total")
+        left = leave_at_any_time(gateway, LEAVING, seed=4)
+        assert left > LEAVING / 10
+        until_reported(pair, lambda: all(blocks_in_use(server) == 0 for server in pair.servers))
+        assert gateway.metric("kvroute_engine_kv_expired_total") == expired
+
     def test_a_decode_server_that_dies_mid_transfer_is_replaced(self, pair: Pair, gateway: Gateway) -> None:
         """Half of the KV has been moved when it dies. The client sees only its stream, from the other server."""
         prompt_ids = prompt(600, seed=88)
@@ -158,6 +172,11 @@ class ConnectorCases(TransferCases):
         assert got == alone(pair, prompt_ids)
         until(lambda: gateway.metric("kvroute_instance_up", engine=pair.prefill.name) == 0)
         wait_until_idle(gateway)
+
+
+def blocks_in_use(server: Server) -> float:
+    """Return the share of a server's blocks that requests and transfers hold."""
+    return server.metric("vllm:kv_cache_usage_perc")
 
 
 def completed(gateway: Gateway, tokens: list[int], count: int = ANSWER_TOKENS) -> list[int]:

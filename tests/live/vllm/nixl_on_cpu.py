@@ -2,7 +2,7 @@
 `kv_connector_module_path`.
 
 NIXL's progress thread polls without a pause, which keeps one core of each server busy. Here it polls a thousand times a
-second. `NixlPushConnector` runs without it: transfers then progress in the steps of the engine.
+second.
 
 With `NixlConnector` the decode engine reads the KV cache from the prefill engine's memory; with `NixlPushConnector` the
 prefill engine writes it into that of the decode engine. The file that `fault_file` of the connector's
@@ -15,7 +15,10 @@ options names has the fault while it exists:
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,11 +95,23 @@ def with_faults(worker: Any, vllm_config: Any) -> None:
     worker.nixl_wrapper = FaultyAgent(worker.nixl_wrapper, Path(options["fault_file"]))
 
 
+@contextmanager
+def on_the_same_cores() -> Iterator[None]:
+    """Undo what vLLM's worker does on a CPU: it moves its main thread, which computes the model here, to the last core.
+    The workers of all servers would then share this core."""
+    cores = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 class FaultyPullWorker(connector.NixlPullConnectorWorker):  # type: ignore[misc]
     """The worker of `NixlConnector` with faults."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, engine_id, kv_cache_config)
+        with on_the_same_cores():
+            super().__init__(vllm_config, engine_id, kv_cache_config)
         with_faults(self, vllm_config)
 
 
@@ -104,12 +119,8 @@ class FaultyPushWorker(connector.NixlPushConnectorWorker):  # type: ignore[misc]
     """The worker of `NixlPushConnector` with faults."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
-        threaded = base_worker.nixl_agent_config
-        base_worker.nixl_agent_config = partial(threaded, enable_prog_thread=False)
-        try:
+        with on_the_same_cores():
             super().__init__(vllm_config, engine_id, kv_cache_config)
-        finally:
-            base_worker.nixl_agent_config = threaded
         with_faults(self, vllm_config)
 
 

@@ -157,7 +157,7 @@ NIXL = StockConnector(
     options={"kv_lease_duration": NIXL_LEASE_S},
     settings={"kv_buffer_device": "cpu"},
 )
-NIXL_PUSH = replace(NIXL, name="NixlPushConnector", mover="prefill")
+NIXL_PUSH = replace(NIXL, name="NixlPushConnector", mover="prefill", protocol="nixl-push")
 
 
 def prompt_bytes(tokens: int) -> int:

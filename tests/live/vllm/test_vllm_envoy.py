@@ -34,7 +34,8 @@ from tests.live.vllm.gateway_rig import (
     token_ids,
     until,
 )
-from tests.live.vllm.test_vllm_abandoned import EXPIRED, leave_at_any_time, nothing_has_expired
+from tests.live.vllm.leaving_clients import leave_at_any_time
+from tests.live.vllm.test_vllm_abandoned import EXPIRED, nothing_has_expired
 from tests.live.vllm.test_vllm_pair import complete, params_for, pulled
 
 if TYPE_CHECKING:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec import Raw
+
 from kvroute.gateway.engines.availability import NOT_COUNTED, Availability
 from kvroute.gateway.engines.breaker import Attempt
 from kvroute.gateway.engines.protocols import PROTOCOLS, QUERY_PATH, KvHandshake, KvSource, ProtocolError, engine_id
@@ -60,6 +62,8 @@ class EngineClient:
         self.buffer, self.buffer_url = buffer, instance.endpoint.buffer
         self._bootstrap, self._between_s = bootstrap, between_s
         self._engine_id = ""
+        self.peer: Raw | None = None
+        """How decode engines reach it, from its last response; None: unknown, or its protocol does not need it."""
         self._engine_id_waiters: list[Callable[[], None]] = []
         """Callbacks that wait for the engine's id."""
         self._host = pool.host
@@ -121,7 +125,7 @@ class EngineClient:
         """
         endpoint = self.instance.endpoint
         assert endpoint is not None
-        source = KvSource(self.name, endpoint.bootstrap, self._engine_id)
+        source = KvSource(self.name, endpoint.bootstrap, self._engine_id, self.peer)
         return self.protocol.handshake(source, draw, early=early)
 
     def resolve_engine_id(self, then: Callable[[], None]) -> None:
@@ -134,8 +138,8 @@ class EngineClient:
         self._bootstrap.send(request, _Introduction(self), first_byte_s=5.0, idle_s=5.0)
 
     def forget_engine_id(self) -> None:
-        """Discard the engine's id, because the engine may be a different one now."""
-        self._engine_id = ""
+        """Discard the engine's id and how it is reached, because the engine may be a different one now."""
+        self._engine_id, self.peer = "", None
 
     def on_engine_id(self, reply: bytes, *, out_of_files: bool = False) -> None:
         """Process the bootstrap server's response; empty: it failed, or the gateway had no file descriptor."""

@@ -70,6 +70,11 @@ class KvHandshake:
     """Early pull: both legs are sent at once, and the KV cache is fetched while it is computed (vllm)."""
     instance: str = ""
     """Name of the prefill instance, for the decode engine's metrics (vllm with an early pull)."""
+    attempt: bytes = b""
+    """Appended to the X-Request-Id of both legs, by which the engines find each other's half (nixl-push)."""
+    peer: Raw | None = None
+    """How a decode engine reaches the prefill engine; None: unknown, so the decode leg is sent after the prefill's
+    response (nixl-push)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,8 @@ class KvSource:
     """`host:port` of its bootstrap server or KV server; empty: unknown."""
     engine_id: str
     """Id that its bootstrap server returned; empty: unknown."""
+    peer: Raw | None = None
+    """What `PdProtocol.peer` found in its last response; None: unknown."""
 
 
 class PdProtocol(Protocol):
@@ -94,6 +101,10 @@ class PdProtocol(Protocol):
     @property
     def resolves_engine_id(self) -> bool:
         """A handshake needs the engine's id, which the bootstrap server returns."""
+
+    @property
+    def returns_params(self) -> bool:
+        """The response of the prefill leg contains transfer parameters."""
 
     def handshake(self, source: KvSource, draw: Callable[[], int], *, early: bool) -> KvHandshake | None:
         """Return the ids and addresses for the two legs of a request; None while the engine's id is unknown.
@@ -128,6 +139,14 @@ class PdProtocol(Protocol):
             ProtocolError: the body is invalid.
         """
 
+    def peer(self, params: Raw | None) -> Raw | None:
+        """Return the part of the transfer parameters that is the same for all requests until the prefill engine
+        restarts; None if the protocol does not need it.
+
+        Raises:
+            ProtocolError: the parameters lack it.
+        """
+
     def allows_refetch(self, params: Raw | None) -> bool:
         """Whether a second decode engine may fetch a KV cache after a first one has begun to fetch it."""
 
@@ -148,6 +167,7 @@ class Vllm:
 
     concurrent_legs: ClassVar[bool] = TRAITS["vllm"].concurrent_legs
     resolves_engine_id: ClassVar[bool] = False
+    returns_params: ClassVar[bool] = TRAITS["vllm"].returns_params
 
     def handshake(self, source: KvSource, draw: Callable[[], int], *, early: bool) -> KvHandshake | None:
         if not early:
@@ -172,6 +192,9 @@ class Vllm:
     def transfer_params(self, reply: bytes) -> Raw | None:
         return _transfer_params(reply)
 
+    def peer(self, params: Raw | None) -> Raw | None:
+        return None
+
     def allows_refetch(self, params: Raw | None) -> bool:
         """Return True only if the connector allows it: NIXL reads blocks by number, and they may hold another prompt by
         then."""
@@ -192,6 +215,7 @@ class Mooncake:
 
     concurrent_legs: ClassVar[bool] = TRAITS["mooncake"].concurrent_legs
     resolves_engine_id: ClassVar[bool] = True
+    returns_params: ClassVar[bool] = TRAITS["mooncake"].returns_params
 
     def handshake(self, source: KvSource, draw: Callable[[], int], *, early: bool) -> KvHandshake | None:
         if not source.engine_id:
@@ -211,6 +235,9 @@ class Mooncake:
 
     def transfer_params(self, reply: bytes) -> Raw | None:
         """Return None: the response has no transfer parameters."""
+        return None
+
+    def peer(self, params: Raw | None) -> Raw | None:
         return None
 
     def allows_refetch(self, params: Raw | None) -> bool:
@@ -239,6 +266,7 @@ class Sglang:
 
     concurrent_legs: ClassVar[bool] = TRAITS["sglang"].concurrent_legs
     resolves_engine_id: ClassVar[bool] = False
+    returns_params: ClassVar[bool] = TRAITS["sglang"].returns_params
 
     def handshake(self, source: KvSource, draw: Callable[[], int], *, early: bool) -> KvHandshake | None:
         return KvHandshake(room=draw(), bootstrap=source.bootstrap)
@@ -257,6 +285,9 @@ class Sglang:
         """Return None: the prefill response is not used; the decode engine responds by itself."""
         return None
 
+    def peer(self, params: Raw | None) -> Raw | None:
+        return None
+
     def allows_refetch(self, params: Raw | None) -> bool:
         return False
 
@@ -264,14 +295,78 @@ class Sglang:
         return self.prefill_body(completion, handshake)
 
 
+@dataclass(frozen=True, slots=True)
+class NixlPush:
+    """vLLM's NixlPushConnector: the decode engine registers its blocks with the prefill engine, which writes the KV
+    cache into them.
+
+    A registration may arrive before the prompt is computed, so both legs are sent at once. It needs the address and id
+    of the prefill engine, which only responses of that engine contain; until they are known, the decode leg waits for
+    the prefill's response. The engines find each other's half of a request by its X-Request-Id. Each attempt has one of
+    its own, because a client may repeat an id, and a retry would find the registration of an earlier attempt.
+    """
+
+    concurrent_legs: ClassVar[bool] = TRAITS["nixl-push"].concurrent_legs
+    resolves_engine_id: ClassVar[bool] = False
+    returns_params: ClassVar[bool] = TRAITS["nixl-push"].returns_params
+
+    def handshake(self, source: KvSource, draw: Callable[[], int], *, early: bool) -> KvHandshake | None:
+        return KvHandshake(attempt=_id(draw).encode(), peer=source.peer)
+
+    def aggregated_body(self, completion: Completion) -> bytes:
+        return _encode(completion.fields)
+
+    def prefill_body(
+        self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None, storage: Raw | None = None
+    ) -> bytes:
+        assert prefix is None, "this protocol does not copy prefixes"
+        assert storage is None, "this protocol reads nothing from a store"
+        return _encode(_one_token(completion, _PULL))
+
+    def transfer_params(self, reply: bytes) -> Raw | None:
+        return _transfer_params(reply)
+
+    def peer(self, params: Raw | None) -> Raw | None:
+        assert params is not None
+        try:
+            fields = msgspec.json.decode(params, type=Fields)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"sent invalid kv_transfer_params: {error}") from None
+        missing = [name for name in _PEER_REQUIRED if name not in fields]
+        if missing:
+            raise ProtocolError(f"sent kv_transfer_params without {missing[0]}; check that it has NixlPushConnector")
+        return Raw(_encode({name: value for name, value in fields.items() if name not in _OF_ONE_REQUEST}))
+
+    def allows_refetch(self, params: Raw | None) -> bool:
+        return False
+
+    def decode_body(self, completion: Completion, handshake: KvHandshake, params: Raw | None) -> bytes:
+        if params is None and handshake.peer is not None:
+            fields = msgspec.json.decode(handshake.peer, type=Fields)
+            fields["remote_request_id"] = Raw(_encode(handshake.attempt.decode()))
+            params = Raw(_encode(fields))
+        if params is None:
+            raise ProtocolError("sent no transfer parameters")
+        return _encode({**completion.fields, "kv_transfer_params": params})
+
+
 _PLAIN = KvHandshake()
+_PEER_REQUIRED = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
+"""Transfer parameters that a registration needs (NixlPushConnector)."""
+_OF_ONE_REQUEST = frozenset({"remote_block_ids", "remote_request_id", "remote_num_tokens"})
+"""Transfer parameters that differ from request to request. The prefill engine does not need them back."""
 
 
 def _id(draw: Callable[[], int]) -> str:
     return uuid.UUID(int=draw() << 1 | 1).hex
 
 
-PROTOCOLS: dict[KvProtocol, PdProtocol] = {"vllm": Vllm(), "mooncake": Mooncake(), "sglang": Sglang()}
+PROTOCOLS: dict[KvProtocol, PdProtocol] = {
+    "vllm": Vllm(),
+    "mooncake": Mooncake(),
+    "sglang": Sglang(),
+    "nixl-push": NixlPush(),
+}
 
 
 def engine_id(reply: bytes, rank: int | None = None) -> str:

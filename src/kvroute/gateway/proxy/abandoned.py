@@ -23,15 +23,30 @@ or from the predicted end of the transfer, whichever is later: such a response d
 def strands_kv(state: RequestState, prefill: PrefillLeg | None, decode: DecodeLeg | None, now: float) -> bool:
     """Return whether a KV cache would stay on the prefill engine until it expires if all legs were aborted now.
 
-    It is False while the prefill is expected to take longer than `timeouts.abandoned`: then it is aborted.
+    It is False while the prefill is expected to take longer than `timeouts.abandoned`: then it is aborted, unless a
+    decode engine waits for what it writes.
     """
     runtime = state.runtime
     most_s = runtime.timeouts.abandoned_s
-    if prefill is None or prefill.engine.protocol.concurrent_legs or not most_s:
+    if prefill is None or not most_s:
         return False
+    protocol = prefill.engine.protocol
+    if protocol.concurrent_legs and not protocol.returns_params:
+        return False  # its engines release the KV cache themselves
     if not state.prefill_done:
+        if decode is not None and waits_for_write(prefill, decode):
+            return prefill.call is not None
         return prefill.call is not None and runtime.control.prefill_left_s(state.number, now) <= most_s
     return decode is not None and decode.call is not None and (decode.transferring or not decode.streams)
+
+
+def waits_for_write(prefill: PrefillLeg, decode: DecodeLeg) -> bool:
+    """Return whether a decode engine holds blocks that only a write of the prefill engine releases, as with NIXL push.
+
+    It is only meaningful until the KV cache has arrived.
+    """
+    protocol = prefill.engine.protocol
+    return protocol.concurrent_legs and protocol.returns_params and decode.open
 
 
 class AbandonedLimit:

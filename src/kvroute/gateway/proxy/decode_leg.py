@@ -119,6 +119,19 @@ class DecodeLeg(Leg):
         self._held = self._preamble = b""
         """Beginning of an event whose end has not arrived yet; events before the first token."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether it can be sent only after the prefill's response, which contains what its engine needs."""
+        prefill = self._prefill
+        if prefill is None or self.state.prefill_done or not self.engine.protocol.returns_params:
+            return False
+        handshake = prefill.handshake
+        return handshake is not None and handshake.peer is None and not handshake.early
+
+    def head(self) -> bytes:
+        """See `Leg`."""
+        return self.state.head_of(self._prefill.handshake if self._prefill is not None else None)
+
     def begin(self, now: float) -> None:
         """Send the leg.
 

@@ -122,7 +122,7 @@ class Leg:
     def send(self, body: bytes, first_byte_s: float, now: float, path: bytes = b"") -> None:
         """Start the call; `path` defaults to that of the client's request."""
         state = self.state
-        head = state.head
+        head = self.head()
         if state.trace is not None:
             self.trace = state.trace.leg(self.kind, {"kvroute.instance": self.engine.name})
             head += self.trace.head
@@ -136,6 +136,10 @@ class Leg:
             now=now,
             counted=state.faults is None,
         )
+
+    def head(self) -> bytes:
+        """Return the header lines for the engine, without those of traces and of its rank."""
+        return self.state.head
 
     def on_head(self, status: int, headers: Headers) -> None:
         """See `ResponseHandler`."""

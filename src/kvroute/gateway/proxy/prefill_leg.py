@@ -128,9 +128,14 @@ class PrefillLeg(Leg):
         self.send(body, self.state.runtime.timeouts.prefill_s, now)
         return True
 
+    def head(self) -> bytes:
+        """See `Leg`."""
+        return self.state.head_of(self.handshake)
+
     def on_body(self, data: bytes) -> None:
         """See `ResponseHandler`. SGLang's stream, which duplicates that of the decode engine, is discarded."""
-        if not self.engine.protocol.concurrent_legs or self.status >= 400:
+        protocol = self.engine.protocol
+        if protocol.returns_params or not protocol.concurrent_legs or self.status >= 400:
             super().on_body(data)
 
     def on_end(self) -> None:
@@ -142,9 +147,7 @@ class PrefillLeg(Leg):
                 return
             body, now = self.body(), state.runtime.now()
             try:
-                self.transfer_params = (
-                    None if engine.protocol.concurrent_legs else engine.protocol.transfer_params(body)
-                )
+                self.transfer_params = self._params_of(body)
             except NoTransferParams as odd:
                 # If the decode leg was sent early, its engine already waits for the KV cache.
                 if self._early or state.prefill_done or state.completion.kind not in LATER_SPLIT:
@@ -166,6 +169,24 @@ class PrefillLeg(Leg):
                 self.owner.on_prefill_done(engine, now)
         except Exception as error:
             self.owner.internal_error(error)
+
+    def _params_of(self, body: bytes) -> Raw | None:
+        """Return the transfer parameters of the response; its engine client learns how the engine is reached.
+
+        Raises:
+            NoTransferParams: the response is valid, but has none.
+            ProtocolError: the response is invalid, or the decode engine has registered with a process that is gone.
+        """
+        engine, handshake = self.engine, self.handshake
+        protocol = engine.protocol
+        if not protocol.returns_params:
+            return None
+        params = protocol.transfer_params(body)
+        engine.peer = protocol.peer(params)
+        assert handshake is not None
+        if handshake.peer is not None and handshake.peer != engine.peer:
+            raise ProtocolError("has restarted or has several engines, so the decode engine waits for another engine")
+        return params
 
     def abort(self, now: float) -> None:
         """See `Leg`."""

@@ -22,7 +22,7 @@ from kvroute.gateway.openai_api.prompt_queue import QueueFull
 from kvroute.gateway.openai_api.requests import Completion, without_body, without_prompts
 from kvroute.gateway.openai_api.responses import ended_by_length, error_body, error_event
 from kvroute.gateway.openai_api.stream_record import COMPLETIONS_PATH, StreamRecord, may_continue
-from kvroute.gateway.proxy.abandoned import SETTLE_S, AbandonedLimit, strands_kv
+from kvroute.gateway.proxy.abandoned import SETTLE_S, AbandonedLimit, strands_kv, waits_for_write
 from kvroute.gateway.proxy.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
 from kvroute.gateway.proxy.engine_tokenizer import engine_token_ids
 from kvroute.gateway.proxy.placement_queue import Arrival
@@ -307,10 +307,14 @@ class ProxiedRequest:
         leg = self.decode = make(self.state, self, decision, self.prefill, now)
         if leg.aggregated:
             self.prefill = None
+        if not leg.waits:
+            self._begin_decode(leg, now)
+
+    def _begin_decode(self, leg: DecodeLeg, now: float) -> None:
         try:
             leg.begin(now)
         except ProtocolError as error:
-            self._fail(502, f"prefill instance {decision.source} {error}", now)
+            self._fail(502, f"prefill instance {leg.decision.source} {error}", now)
 
     # Reports of legs
 
@@ -328,12 +332,15 @@ class ProxiedRequest:
             runtime.report.prefix_stored(engine.name, request, now)
         if runtime.expected_transfers.due_at <= now:
             runtime.expected_transfers.report_due(now)
-        if decode is not None and not decode.aggregated:
+        waits = decode is not None and decode.waits
+        if decode is not None and not (decode.aggregated or waits):
             decode.transfer_started(now)
             decode.expect_transfer(now)
         read = self.prefill.storage_read if self.prefill is not None else None
         kept_tokens = read.kept_tokens if read is not None else 0
         self._apply(runtime.report.prefill_finished(state.number, now, kept_tokens), now)
+        if decode is not None and waits:
+            self._begin_decode(decode, now)
         if runtime.placement is not None:
             runtime.placement.pump(now)
 
@@ -575,10 +582,15 @@ class ProxiedRequest:
 
     def _abandon(self) -> None:
         """Go on until a decode engine has fetched the KV cache, or for the time limit."""
-        most_s = float(self.runtime.timeouts.abandoned_s)
+        timeouts, decode, prefill = self.runtime.timeouts, self.decode, self.prefill
+        most_s = float(timeouts.abandoned_s)
         self.state.abandoned = True
-        if self.decode is None:
+        if decode is None or decode.waits:
             self.state.completion = with_one_token(self.state.completion)
+            if decode is not None:
+                self.decode = DecodeLeg(self.state, self, decode.decision, prefill, self.runtime.now())
+        elif prefill is not None and not self.state.prefill_done and waits_for_write(prefill, decode):
+            most_s += timeouts.prefill_s
         elif self.runtime.control.admitted(self.state.number):
             most_s = min(most_s, SETTLE_S)
         self._abandoned_limit = AbandonedLimit(self._give_up)
@@ -620,6 +632,26 @@ class ProxiedRequest:
         """See `RequestInProgress`."""
         leg = self.decode
         return leg is not None and leg.transferring and (leg.decision.source, leg.decision.target) == (source, target)
+
+    def on_process_ended(self, name: str) -> None:
+        """See `RequestInProgress`. If the prefill is in progress, its leg fails by itself. A response that comes whole
+        does not show whether the KV cache has arrived, so it is taken as not arrived."""
+        state, prefill, decode = self.state, self.prefill, self.decode
+        if state.over or prefill is None or decode is None or prefill.engine.name != name:
+            return
+        if decode.final or not (state.prefill_done and waits_for_write(prefill, decode)):
+            return
+        if decode.streams and self.runtime.control.admitted(state.number):
+            return
+        try:
+            now = self.runtime.now()
+            self._drop_legs(now)
+            if self._may_retry("decode", now):
+                self._apply(self.runtime.report.decode_failed(state.number, now, kv_lost=True), now)
+            else:
+                self._fail(502, f"prefill instance {name} ended before it had written the KV cache", now)
+        except Exception as error:
+            self.internal_error(error)
 
     def internal_error(self, error: Exception) -> None:
         """Handle a bug in the gateway: respond with an error, and release what the request holds."""

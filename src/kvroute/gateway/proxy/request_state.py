@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvroute.gateway.engines.fault_attribution import FaultAttribution
+from kvroute.gateway.http.headers import header_lines
 
 if TYPE_CHECKING:
+    from kvroute.gateway.engines.protocols import KvHandshake
     from kvroute.gateway.http.exchange import ClientExchange
     from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.observe.tracing import RequestTrace
@@ -75,6 +77,16 @@ class RequestState:
         """The decode instance computes the prompt, because the prefill instance has returned no transfer parameters."""
         self.over = False
         """The request has ended."""
+
+    def head_of(self, handshake: KvHandshake | None) -> bytes:
+        """Return the header lines that the engines of an attempt receive. Args: `handshake` of its legs; None: none."""
+        if handshake is None or not handshake.attempt:
+            return self.head
+        own = header_lines([(b"x-request-id", self.request_id)])
+        assert self.head.startswith(own), "see `forwarded`"
+        return (
+            header_lines([(b"x-request-id", b"%b-%b" % (self.request_id, handshake.attempt))]) + self.head[len(own) :]
+        )
 
     def fault_attribution(self) -> FaultAttribution:
         """Return `faults`; create it at the first failure."""

@@ -74,6 +74,9 @@ class RequestInProgress(Protocol):
     def transfers(self, source: str, target: str) -> bool:
         """Return whether the KV cache of the request crosses from one instance to the other."""
 
+    def on_process_ended(self, name: str) -> None:
+        """Send the request again if a decode engine waits for what this instance was to write."""
+
 
 class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     """A proxied request that has ended."""
@@ -260,6 +263,12 @@ class ClusterRuntime:
         if engine is not None and engine.in_flight:
             return True
         return any(request.uses(name) for request in self.requests.values())
+
+    def process_ended(self, name: str) -> None:
+        """Record that the process of an instance has ended: no process listens at its address any more."""
+        self.engines[name].forget_engine_id()
+        for request in tuple(self.requests.values()):
+            request.on_process_ended(name)
 
     # Decisions
 

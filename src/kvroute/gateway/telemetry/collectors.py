@@ -223,3 +223,5 @@ class Collectors:
         present = self._health.present(server)
         for name in tuple(self._servers.instances(server)):
             self._runtime.engines[name].availability.set_healthy(healthy, at, present=present)
+            if not present:
+                self._runtime.process_ended(name)
