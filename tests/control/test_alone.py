@@ -200,6 +200,50 @@ def test_a_prompt_is_booked_until_its_first_token_or_the_end_of_the_request(end:
     assert control.loads(0.1)["d0"].pending_s == 0.0
 
 
+def bounded(share: float) -> Control:
+    """Return a core whose decode instances serve requests alone within a bound on the time between tokens."""
+    return core(parameters={"alone": 1, "token_delay_max": share})
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.05, Decode), (0.03, Prefill)])
+def test_a_bound_keeps_prompts_away_from_running_requests(share: float, expected: type[Decision]) -> None:
+    """The prompt delays the running request by 100 ms. A mean response takes 2.6 s, of which 5 % are 128 ms and 3 % are
+    77 ms."""
+    control = bounded(share)
+    for number, name in enumerate(("d0", "d1")):
+        request = Request(id=1_000 + number, input_tokens=1, max_output_tokens=10, one_leg=True)
+        assert alone(control.handle(Arrived(0.0, request, only=(name,)))) == name
+        control.handle(Admitted(0.0, 1_000 + number))
+    (first,) = arrive(control, 1.0, 0)
+    assert isinstance(first, expected)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.05, Prefill), (1e9, Decode)])
+def test_a_bound_keeps_requests_away_from_instances_with_many_prompts(share: float, expected: type[Decision]) -> None:
+    """Both decode instances are idle again, but have spent a part of their time on prompts, so that later ones are
+    expected."""
+    control = bounded(share)
+    for number in range(40):
+        arrive(control, 0.2 * number, number)
+        control.handle(Finished(0.2 * number + 0.1, number))
+    (last,) = arrive(control, 8.0, 40)
+    assert isinstance(last, expected)
+
+
+def test_a_bound_does_not_count_without_a_pair() -> None:
+    """No prefill instance is up, and the request that decodes on each decode instance is delayed by more."""
+    control = bounded(0.0)
+    for number, name in enumerate(("d0", "d1")):
+        request = Request(id=1_000 + number, input_tokens=1, max_output_tokens=10, one_leg=True)
+        control.handle(Arrived(0.0, request, only=(name,)))
+        control.handle(Admitted(0.0, 1_000 + number))
+    (paired,) = arrive(control, 0.0, 0)
+    assert isinstance(paired, Prefill)
+    for name in ("p0", "p1"):
+        control.handle(InstanceDown(0.0, name))
+    assert alone(arrive(control, 0.0, 1)) == "d0"
+
+
 def test_instances_that_are_down_have_failed_the_request_or_must_not_serve_it_are_excluded() -> None:
     control = core()
     control.handle(InstanceDown(0.0, "d0"))

@@ -20,15 +20,18 @@ from kvroute.topology.check import entries_of
 
 PAIRS, JOINT_PAIRS, AGGREGATED, CHOICE = "disaggregated", "disaggregated-joint", "aggregated", "choice"
 """Pairs chosen by `foresight`; pairs chosen by `foresight-joint`; every instance serves its requests alone; and
-`foresight-joint`, which chooses between both for each request."""
+`foresight-joint`, which chooses between both for each request, without a bound on the time between tokens."""
+BOUNDED = "choice-bounded"
+"""The same with a bound on the time between tokens."""
 BASELINES = (PAIRS, JOINT_PAIRS, AGGREGATED)
+_PARAMETERS = {JOINT_PAIRS: {"alone": 0.0}, BOUNDED: {"token_delay_max": 0.05}}
 
 ALONE = Experiment(
     name="alone",
     title="Pairs, or one instance alone",
     source="kvroute",
     axes={},
-    policies=(*BASELINES, CHOICE),
+    policies=(*BASELINES, CHOICE, BOUNDED),
     profiles=tuple(ALONE_CASES),
     expectation="the choice's mean response time is never significantly above a baseline's, and below all in a third",
     versus=(CHOICE, AGGREGATED),
@@ -62,7 +65,7 @@ def play(one: AloneCase, cell: Cell) -> tuple[Run, SimSettings]:
         cluster = replace(cluster, instances=decoding)
     spec = ControlSpec(
         decode="foresight" if cell.policy == PAIRS else "foresight-joint",
-        parameters={"alone": 0.0} if cell.policy == JOINT_PAIRS else {},
+        parameters=_PARAMETERS.get(cell.policy, {}),
         prefill=study.reading.prefill_policy,
         prefill_cache=study.reading.prefill_cache,
     )

@@ -148,6 +148,8 @@ def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pa
     for number, (pool, load) in enumerate(zip(offer.pools, loads, strict=True)):
         candidates = pool.candidates
         feasible: BoolArray = candidates.need_bytes <= candidates.free_kv_bytes
+        if pair is not None:
+            feasible &= _keeps_pace(spec, pool, load)
         later_loss_s = max(beside_s - pair.transfer_s, 0.0) if pair is not None else 0.0
         parts = _parts(spec, pool, load, offer.busy * later_loss_s)
         cost: FloatArray = np.sum(parts[:-1], axis=0)
@@ -157,6 +159,15 @@ def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pa
             best_s = float(masked[index])
             found = Alone(number, Choice(index, _terms(candidates.names, cost, feasible, parts, pair)))
     return found
+
+
+def _keeps_pace(spec: ForesightSpec, pool: AloneCandidates, load: Load) -> BoolArray:
+    """Return on which candidates neither the responses in progress nor this one are delayed by more than the bound,
+    [n]."""
+    most_s = spec.token_delay_max * load.response_s
+    others: BoolArray = (pool.delayed == 0) | (pool.prefill_s <= most_s)
+    own: BoolArray = load.response_s * pool.share <= most_s * (1.0 - pool.share)
+    return others & own
 
 
 def _beside_s(offer: AloneOffer) -> float:

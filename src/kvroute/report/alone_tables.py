@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvroute.comparison.cells import Record
-from kvroute.experiments.alone import AGGREGATED, BASELINES, CHOICE
+from kvroute.experiments.alone import AGGREGATED, BASELINES, BOUNDED, CHOICE
 from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.report.series import of_profile, profiles_of
 
@@ -49,15 +49,17 @@ def tpot_p99_s(record: Record) -> float | None:
     return record.summary.tpot_s.p99
 
 
-def difference(records: Sequence[Record], baseline: str, value: Value = response_s) -> Difference | None:
-    """Compare the choice with a baseline in one cell; None if no seed has both."""
+def difference(
+    records: Sequence[Record], baseline: str, value: Value = response_s, choice: str = CHOICE
+) -> Difference | None:
+    """Compare the choice, or another policy, with a baseline in one cell; None if no seed has both."""
     by_policy = {
         name: {record.cell.seed: value(record) for record in records if record.cell.policy == name}
-        for name in (CHOICE, baseline)
+        for name in (choice, baseline)
     }
     pairs = [
         (mine, other)
-        for seed, mine in by_policy[CHOICE].items()
+        for seed, mine in by_policy[choice].items()
         if mine is not None and (other := by_policy[baseline].get(seed)) is not None
     ]
     if not pairs:
@@ -80,13 +82,13 @@ class Verdict:
     """Geometric mean of the ratio to each baseline, less 1, in per cent."""
 
 
-def verdict(records: Sequence[Record], value: Value = response_s) -> Verdict:
-    """Judge all cells that have every baseline."""
+def verdict(records: Sequence[Record], value: Value = response_s, choice: str = CHOICE) -> Verdict:
+    """Judge the choice, or another policy, in all cells that have every baseline."""
     worse: dict[str, list[str]] = {name: [] for name in BASELINES}
     ratios: dict[str, list[float]] = {name: [] for name in BASELINES}
     better, count = [], 0
     for profile in profiles_of(records):
-        found = {name: difference(of_profile(records, profile), name, value) for name in BASELINES}
+        found = {name: difference(of_profile(records, profile), name, value, choice) for name in BASELINES}
         known = {name: each for name, each in found.items() if each is not None}
         if len(known) < len(BASELINES):
             continue
@@ -131,7 +133,11 @@ def _entry(found: Difference | None) -> Entry:
 
 
 def _caption(records: Sequence[Record]) -> str:
-    judged = verdict(records)
+    return f"{_judged(records, CHOICE)} With a bound on the time between tokens: {_judged(records, BOUNDED)}"
+
+
+def _judged(records: Sequence[Record], choice: str) -> str:
+    judged = verdict(records, choice=choice)
     worse = ", ".join(f"{name} in {len(cells)}" for name, cells in judged.worse.items())
     means = ", ".join(f"{name} {percent:+.1f} %" for name, percent in judged.geometric.items())
     return (
