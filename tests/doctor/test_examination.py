@@ -24,7 +24,7 @@ from kvroute.types import Endpoint, KvProtocol
 PAIR = ("prefill0", "decode0")
 
 
-@pytest.mark.parametrize("protocol", ["vllm", "mooncake", "sglang"])
+@pytest.mark.parametrize("protocol", ["vllm", "mooncake", "sglang", "nixl-push"])
 def test_healthy_engines_have_no_findings(protocol: KvProtocol) -> None:
     async def main() -> None:
         async with running_rig(protocol) as rig:

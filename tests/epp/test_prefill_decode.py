@@ -57,6 +57,32 @@ def test_a_whole_request_of_each_protocol(protocol: str) -> None:
     run(main())
 
 
+def test_both_legs_of_nixl_push_have_one_request_id() -> None:
+    """Envoy sets it in the request that it sends. The first decode leg waits for the prefill's response, the second one
+    does not."""
+
+    async def main() -> None:
+        (prefill, _), decode = engines_of("nixl-push")
+        shared = {"remote_engine_id": "e-1", "remote_host": "10.0.0.1", "remote_port": 5600, "tp_size": 1}
+        prefill.params = msgspec.Raw(msgspec.json.encode({**shared, "remote_block_ids": [[7]]}))
+        async with picker([prefill, *decode]) as rig:
+            ids = []
+            for expected in ([[7]], None):
+                stream = rig.stream()
+                answer = await stream.ask(completion_body())
+                ids.append(answer.added["x-request-id"])
+                params = msgspec.json.decode(answer.body)["kv_transfer_params"]
+                assert params.get("remote_block_ids") == expected
+                assert params["remote_engine_id"] == "e-1"
+                await stream.respond(200, answer.endpoints[0])
+                await stream.end()
+                assert await rig.becomes_idle(), rig.held_resources()
+            assert ids == [received.headers["x-request-id"] for received in prefill.received]
+            assert len(set(ids)) == 2
+
+    run(main())
+
+
 def test_a_failed_prefill_is_retried_before_envoy_sends_anything() -> None:
     """By the gateway's own rules for retries."""
 

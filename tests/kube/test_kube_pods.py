@@ -233,6 +233,8 @@ def test_connectors_give_the_protocol() -> None:
     def endpoint(config: dict[str, object], **changes: Any) -> Endpoint:
         return engine(pod(args=["m", "-tp", "2", "--kv-transfer-config", json.dumps(config)], **changes)).endpoint
 
+    assert endpoint({"kv_connector": "NixlConnector"}).protocol == "vllm"
+    assert endpoint({"kv_connector": "NixlPushConnector"}).protocol == "nixl-push"
     mooncake = endpoint({"kv_connector": "MooncakeConnector"})
     assert (mooncake.protocol, mooncake.bootstrap) == ("mooncake", "10.0.0.1:8998")
     variable = {"env": [{"name": "VLLM_MOONCAKE_BOOTSTRAP_PORT", "value": "9100"}]}

@@ -298,7 +298,8 @@ def test_a_client_that_leaves_does_not_abort_a_prefill_whose_write_is_awaited(st
             prefill.serve = gate.before(tokens)
             for engine in decode:
                 engine.serve = decodes
-            async with client_that_leaves(front, gate, stream=streams, max_tokens=500):
+            long = [1] * 100_000  # 0.1 s of prefill, by the timing of the cluster file
+            async with client_that_leaves(front, gate, stream=streams, max_tokens=500, prompt=long):
                 assert await becomes_true(lambda: len(received_by(decode)) == 1)
                 assert not gate.cancelled
                 assert not written.cancelled
