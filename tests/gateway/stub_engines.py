@@ -182,16 +182,21 @@ class Engine:
 
 
 def deployment(
-    engines: Sequence[Engine], section: str = "", listen: str = "{port: 0}", admin: str = "{port: 0}"
+    engines: Sequence[Engine],
+    section: str = "",
+    listen: str = "{port: 0}",
+    admin: str = "{port: 0}",
+    head: str = HEAD,
 ) -> Deployment:
-    """Return a deployment of engines that already listen, alternately in two racks, with the settings of a gateway."""
+    """Return a deployment of engines that already listen, alternately in two racks, with the settings of a gateway.
+    Args: `head` is the cluster file up to its instances."""
     lines = [
         f'  - {{name: {engine.name}, role: {engine.role}, gpus: "{NODES[index % 2]}:{index - index % 2}-'
         f'{index - index % 2 + 1}", model: {engine.model}, endpoint: {engine.endpoint}}}\n'
         for index, engine in enumerate(engines)
     ]
     gateway = f"gateway:\n  listen: {listen}\n  admin: {admin}\n{section}"
-    return Deployment.of(f"{HEAD}instances:\n{''.join(lines)}{gateway}", "stub.yaml")
+    return Deployment.of(f"{head}instances:\n{''.join(lines)}{gateway}", "stub.yaml")
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from aiohttp import web
 from tests.gateway.proxy.test_abandoned_kv import RARE_CHECKS, client_that_leaves, outcomes
 from tests.gateway.rig import COMPLETIONS, RunningGateway
 from tests.gateway.stub_engines import (
+    HEAD,
     Engine,
     Gate,
     ReceivedRequest,
@@ -280,8 +281,9 @@ def test_a_client_that_leaves_does_not_abort_a_prefill_whose_write_is_awaited(st
     async def main() -> None:
         gate, written, endless = Gate(), Gate(), Gate()
         prefill, decode = pushing()
-        short = RARE_CHECKS + "  timeouts: {abandoned: 1 ms}\n"
-        async with stub_rig([prefill, *decode], short) as front:
+        short, slow = RARE_CHECKS + "  timeouts: {abandoned: 1 ms}\n", HEAD.replace("per_token: 1 us", "per_token: 1 s")
+        engines = [prefill, *decode]
+        async with listening(engines), serving(deployment(engines, short, head=slow)) as front:
             await learn(front, prefill, decode)
 
             async def decodes(
@@ -298,8 +300,7 @@ def test_a_client_that_leaves_does_not_abort_a_prefill_whose_write_is_awaited(st
             prefill.serve = gate.before(tokens)
             for engine in decode:
                 engine.serve = decodes
-            long = [1] * 100_000  # 0.1 s of prefill, by the timing of the cluster file
-            async with client_that_leaves(front, gate, stream=streams, max_tokens=500, prompt=long):
+            async with client_that_leaves(front, gate, stream=streams, max_tokens=500):
                 assert await becomes_true(lambda: len(received_by(decode)) == 1)
                 assert not gate.cancelled
                 assert not written.cancelled
