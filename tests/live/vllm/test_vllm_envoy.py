@@ -175,7 +175,7 @@ def another_prompt(pair: Pair, tokens: list[int]) -> dict[str, Any]:
 
 def another_request(pair: Pair, tokens: list[int]) -> dict[str, Any]:
     """Return transfer parameters that name a request which the prefill server does not know."""
-    return params_for(pair, tokens) | {"remote_request_id": "another request"}
+    return params_for(pair, tokens) | {"remote_request_id": "a request that no server knows"}
 
 
 def none(pair: Pair, tokens: list[int]) -> dict[str, Any]:
