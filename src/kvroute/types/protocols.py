@@ -40,6 +40,9 @@ class ProtocolTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Emulated engines implement it."""
     returns_params: bool = False
     """The response of the prefill leg contains transfer parameters for the decode leg."""
+    writes_kv: bool = False
+    """The prefill engine writes the KV cache into blocks that the decode engine has registered. Only this write
+    releases the blocks."""
     connector: str = ""
     """The only connector of its engines; empty: there are several."""
     config_paths: tuple[str, ...] = ()
@@ -89,6 +92,7 @@ TRAITS: Mapping[KvProtocol, ProtocolTraits] = {
         prefill_decodes=True,
         splits_every_format=True,
         returns_params=True,
+        writes_kv=True,
         connector="nixl",
         config_paths=_VLLM_CONFIG,
         metrics_hint=_VLLM_METRICS,

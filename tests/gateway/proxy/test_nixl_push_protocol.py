@@ -151,7 +151,7 @@ def test_a_restarted_prefill_engine_is_noticed_by_its_response(streams: bool) ->
             ) -> web.StreamResponse:
                 if received.json["kv_transfer_params"]["remote_engine_id"] == "e-1":
                     stale.append(engine)
-                    await registered.wait()  # for a write that nobody makes
+                    await registered.wait()  # the KV cache never arrives
                 return await tokens(engine, request, received)
 
             for engine in decode:

@@ -30,8 +30,7 @@ def strands_kv(state: RequestState, prefill: PrefillLeg | None, decode: DecodeLe
     most_s = runtime.timeouts.abandoned_s
     if prefill is None or not most_s:
         return False
-    protocol = prefill.engine.protocol
-    if protocol.concurrent_legs and not protocol.returns_params:
+    if prefill.engine.protocol.concurrent_legs and not prefill.engine.instance.traits.writes_kv:
         return False  # its engines release the KV cache themselves
     if not state.prefill_done:
         if decode is not None and waits_for_write(prefill, decode):
@@ -45,8 +44,7 @@ def waits_for_write(prefill: PrefillLeg, decode: DecodeLeg) -> bool:
 
     It is only meaningful until the KV cache has arrived.
     """
-    protocol = prefill.engine.protocol
-    return protocol.concurrent_legs and protocol.returns_params and decode.open
+    return prefill.engine.instance.traits.writes_kv and decode.open
 
 
 class AbandonedLimit:

@@ -121,7 +121,7 @@ class DecodeLeg(Leg):
 
     @property
     def waits(self) -> bool:
-        """Whether it can be sent only after the prefill's response, which contains what its engine needs."""
+        """Whether its engine needs transfer parameters that the prefill engine has not returned yet."""
         prefill = self._prefill
         if prefill is None or self.state.prefill_done or not self.engine.protocol.returns_params:
             return False
