@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count, cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.emulator.virtual_engine import BLOCK_TOKENS, DECODE, VirtualClock, engine_on, prompt_of
 
-from kvroute import llm, topology
+from kvroute import topology
 from kvroute.emulator.counters import Histogram
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.fabric import Fabric
@@ -28,73 +26,9 @@ from kvroute.sim import network as sim_network
 from kvroute.sim.capacity import Capacity
 from kvroute.sim.settings import Background
 from kvroute.timing import IterationTime
-from kvroute.types import DecodeSpec, Instance, LinearPrefill, TimingSpec
 
-MODEL = llm.model("llama-3-70b")
-DECODE = DecodeSpec(base_s=0.01, per_request_s=0.001, per_context_token_s=1e-6)
-SPEC = TimingSpec(prefill=LinearPrefill(per_token_s=1e-3, base_s=0.02), decode=DECODE)
-BLOCK_TOKENS = 4
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL, PODS = (topology.load(EXAMPLES / name) for name in ("small.yaml", "fat-tree-64gpu.yaml"))
-
-
-@dataclass
-class VirtualAlarm:
-    """A timer that fires unless it is cancelled."""
-
-    ring: Callable[[], object]
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-@dataclass
-class VirtualClock:
-    """A clock that fires timers in order of time; `errors_s` gives the delay (or advance) of each one in turn."""
-
-    errors_s: Sequence[float] = (0.0,)
-    now_s: float = 0.0
-    alarms: list[tuple[float, int, VirtualAlarm]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.numbers, self.error_s = count(), cycle(self.errors_s)
-
-    def now(self) -> float:
-        return self.now_s
-
-    def at(self, when_s: float, ring: Callable[[], None]) -> VirtualAlarm:
-        alarm = VirtualAlarm(ring)
-        heappush(self.alarms, (max(when_s + next(self.error_s), self.now_s), next(self.numbers), alarm))
-        return alarm
-
-    def call(self, when_s: float, ring: Callable[[], object]) -> None:
-        """Call at exactly this time, for actions of the test."""
-        heappush(self.alarms, (when_s, next(self.numbers), VirtualAlarm(ring)))
-
-    def run(self) -> None:
-        """Run until no timer is left."""
-        for _ in range(100_000):
-            if not self.alarms:
-                return
-            when_s, _, alarm = heappop(self.alarms)
-            if not alarm.cancelled:
-                self.now_s = max(when_s, self.now_s)
-                alarm.ring()
-        raise AssertionError("it never ends")
-
-
-def engine_on(clock: VirtualClock, capacity_blocks: int = 10_000, batch_max: int = 4) -> Engine:
-    """Return an engine with this number of KV blocks and this batch limit."""
-    instance = Instance(
-        name="e0", role="both", model="llama-3-70b", node="n", rack="r", pod="p", datacenter="d", gpus=("n/0",),
-        batch_max=batch_max, kv_capacity_bytes=capacity_blocks * BLOCK_TOKENS * MODEL.kv_bytes_per_token,
-    )  # fmt: skip
-    return Engine(instance, SPEC, MODEL, clock, BLOCK_TOKENS, lambda *change: None)
-
-
-def prompt_of(*tokens: int) -> Prompt:
-    return Prompt.of(np.array(tokens, np.int64), BLOCK_TOKENS)
 
 
 def whole(engine: Engine, job: EngineSequence) -> None:

@@ -3,87 +3,17 @@ the other and one token of a prompt after the other."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sim.single_token_model import Arrival, arrivals, modelled
 
 from kvroute.sim.chunked_prompts import ChunkedPrompts, WaitingPrompt
 from kvroute.sim.instances import DecodeInstance
 from kvroute.timing import IterationTime, PrefillTime, prefill_time
 from kvroute.types import DecodeSpec, LinearPrefill, QuadraticPrefill
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request that arrives at a decode instance: with its KV, or with a prompt that is computed there."""
-
-    at: float
-    input_tokens: int
-    output_tokens: int
-    cached_tokens: int | None
-    """None: its KV has been transferred."""
-
-
-@dataclass
-class Slot:
-    """A request with a slot in the slow model."""
-
-    number: int
-    prompt_left: int
-    token_s: float
-    begun: bool = False
-    emitted: int = 0
-
-
-def modelled(
-    arrivals: list[Arrival], time: IterationTime, prefill: PrefillTime, batch_max: int, chunk_tokens: int
-) -> dict[int, tuple[float, float]]:
-    """Make every iteration; return (first token, finish) by request."""
-    waiting = deque(sorted(range(len(arrivals)), key=lambda number: (arrivals[number].at, number)))
-    slots: list[Slot] = []
-    first: dict[int, float] = {}
-    ends: dict[int, tuple[float, float]] = {}
-    now = 0.0
-    while waiting or slots:
-        if not slots:
-            now = max(now, arrivals[waiting[0]].at)
-        while waiting and len(slots) < batch_max and arrivals[waiting[0]].at <= now + 1e-9:
-            number = waiting.popleft()
-            arrival = arrivals[number]
-            if arrival.cached_tokens is None:
-                slots.append(Slot(number, 0, 0.0))
-                continue
-            tokens = max(arrival.input_tokens - arrival.cached_tokens, 1)
-            seconds = prefill.seconds(arrival.input_tokens, arrival.cached_tokens)
-            slots.append(Slot(number, tokens, (seconds - prefill.seconds(0)) / tokens))
-        decoding = [slot for slot in slots if not slot.prompt_left]
-        if decoding:
-            context = sum(arrivals[slot.number].input_tokens + slot.emitted for slot in decoding)
-            now += time.seconds(len(decoding), context)
-        computing = deque(slot for slot in slots if slot.prompt_left)
-        completed = []
-        based = bool(decoding)
-        for _ in range(max(chunk_tokens - len(decoding), 1)):
-            if computing:
-                if not computing[0].begun and not based:
-                    now += prefill.seconds(0)  # once in an iteration
-                    based = True
-                computing[0].begun = True
-                computing[0].prompt_left -= 1
-                now += computing[0].token_s
-                if not computing[0].prompt_left:
-                    completed.append(computing.popleft())
-        for slot in [*completed, *decoding]:
-            slot.emitted += 1
-            first.setdefault(slot.number, now)
-            if slot.emitted == arrivals[slot.number].output_tokens:
-                slots.remove(slot)
-                ends[slot.number] = (first[slot.number], now)
-    return ends
 
 
 def simulated(
@@ -123,22 +53,6 @@ def simulated(
     return ends, steps
 
 
-def mixed(at: int, tokens: int, output_tokens: int, cached: float | None) -> Arrival:
-    """Return an arrival at a time that is never a boundary, where rounding decides."""
-    return Arrival(at * 0.001_000_173_7, tokens, output_tokens, None if cached is None else int(cached * (tokens - 1)))
-
-
-arrivals = st.lists(
-    st.builds(
-        mixed,
-        at=st.integers(0, 2_000),
-        tokens=st.integers(1, 500),
-        output_tokens=st.integers(1, 30),
-        cached=st.none() | st.floats(0, 1),
-    ),
-    min_size=1,
-    max_size=20,
-)
 times = st.builds(
     lambda a, b, k: IterationTime.of(DecodeSpec(base_s=a, per_request_s=b, per_context_token_s=k)),
     st.sampled_from([0.0125, 0.03]),

@@ -1,4 +1,5 @@
 """The decode batch on a clock: the simulator's decode instance, with an alarm at the next boundary that has an effect.
+A decode instance also computes prompts in it, in chunks.
 
 A boundary takes effect at the time it was due, even if the alarm fires late, so delays do not add up.
 """
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.sequence import EngineSequence
+from kvroute.sim.chunked_prompts import ChunkedPrompts, WaitingPrompt
 from kvroute.sim.instances import DecodeInstance, Step
 from kvroute.timing import IterationTime
 from kvroute.types import DecodeSpec
@@ -20,10 +22,14 @@ class Batch:
     """Sequences that decode or wait for a slot. Tokens are emitted at every boundary only while a sequence streams."""
 
     spec: DecodeSpec
+    prompts: ChunkedPrompts
+    """Prompts that are computed in chunks beside the batch."""
     batch_max: int
     clock: Clock
     on_step: Callable[[Step, list[EngineSequence]], None]
     """Called at a boundary at which sequences join or leave, with the sequences that joined."""
+    on_computed: Callable[[EngineSequence, float], None]
+    """Called when the prompt of a sequence has been computed here, with the time."""
     on_left: Callable[[EngineSequence, float], None]
     """Called when a sequence leaves, answered or gone, with the time."""
     _decode: DecodeInstance = field(init=False)
@@ -39,11 +45,11 @@ class Batch:
     _alarm: Alarm | None = None
 
     def __post_init__(self) -> None:
-        self._decode = DecodeInstance(0, IterationTime.of(self.spec), self.batch_max)
+        self._decode = DecodeInstance(0, IterationTime.of(self.spec), self.batch_max, prompts=self.prompts)
 
     @property
     def running(self) -> int:
-        """Number of sequences in the batch."""
+        """Number of sequences in the batch, those included whose prompt is being computed there."""
         return len(self._running)
 
     @property
@@ -64,8 +70,22 @@ class Batch:
         sequence.set_stage("decoding")
         self._plan(self._decode.transfer_done(now, sequence.number, sequence.input_tokens, sequence.output_tokens))
 
+    def prompt_arrived(self, sequence: EngineSequence) -> None:
+        """Add a sequence whose prompt is to be computed beside the batch. It gets a slot at the next boundary."""
+        now = self.clock.now()
+        self._catch_up(now)
+        self._sequences[sequence.number] = sequence
+        sequence.set_stage("chunked")
+        tokens = sequence.input_tokens, sequence.output_tokens, sequence.cached_tokens
+        self._plan(self._decode.prompt_arrived(now, WaitingPrompt(sequence.number, *tokens)))
+
+    def pause(self, at: float, seconds: float) -> None:
+        """Let the batch wait from `at` on, because a prompt is computed first."""
+        self._catch_up(at)
+        self._plan(self._decode.pause(at, seconds))
+
     def leave(self, sequence: EngineSequence) -> None:
-        """Remove a sequence at the next boundary, or at once if it has no slot."""
+        """Remove a sequence at the next boundary, or at once if it has no slot. A prompt in progress is completed."""
         now = self.clock.now()
         self._catch_up(now)
         if sequence.number not in self._sequences:
@@ -78,7 +98,8 @@ class Batch:
             self.on_left(sequence, now)
 
     def slow(self, factor: float) -> None:
-        """Make iterations take `factor` times as long as the model says. Completed iterations do not change."""
+        """Make iterations take `factor` times as long as the model says. Completed iterations do not change, nor does
+        one in progress that computes prompts."""
         self._catch_up(self.clock.now())
         decode, steps, spec = self._decode, self._ticked, self.spec
         if decode.batch:
@@ -90,7 +111,7 @@ class Batch:
         decode.time = IterationTime(
             factor * spec.base_s, factor * spec.per_request_s, factor * spec.per_context_token_s
         )
-        if decode.batch:
+        if decode.batch and not self.prompts:
             span_s = decode.time.span_s(decode.planned_steps, decode.batch, decode.context_tokens)
             self._plan(decode.boundary_s + span_s)
 
@@ -142,6 +163,7 @@ class Batch:
     def _step(self, at: float) -> None:
         step, step_s = self._decode.step(at)
         self._ticked = 0
+        gone = self._computed(step, at)
         self._emit(0)
         for number in step.finished:
             self._finish(self._running.pop(number), at)
@@ -150,8 +172,25 @@ class Batch:
             sequence.entry = self._decode.iteration
             self._running[sequence.number] = sequence
             self._streams += sequence.streaming
+        self._running.update((number, self._sequences[number]) for number in step.began)
         self._plan(step_s)
+        for number in gone:
+            self._plan(self._decode.leave(at, number))
         self.on_step(step, joined)
+
+    def _computed(self, step: Step, at: float) -> list[int]:
+        """Let the sequences whose prompt is complete decode, with their first token; return those that are gone."""
+        gone = []
+        for number in step.computed:
+            sequence = self._running[number]
+            sequence.entry = self._decode.iteration - 1
+            self._streams += sequence.streaming
+            self.on_computed(sequence, at)
+            if sequence.stage == "gone":
+                gone.append(number)
+            else:
+                sequence.set_stage("decoding")
+        return gone
 
     def _finish(self, sequence: EngineSequence, at: float) -> None:
         del self._sequences[sequence.number]

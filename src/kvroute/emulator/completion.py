@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -83,6 +84,11 @@ async def complete(
     finally:
         for sequence in completion.jobs:
             engine.leave(sequence)
+
+
+def _is_computed(sequence: EngineSequence) -> bool:
+    """Return whether the prompt of a sequence that was in stage `chunked` is complete."""
+    return sequence.stage != "chunked"
 
 
 def _check_length(ask: EngineRequest, engine: Engine) -> None:
@@ -289,6 +295,9 @@ class Completion:
     async def _start(self) -> None:
         """Bring every sequence into the batch."""
         jobs = self.jobs
+        if self.ask.leg == "whole" and self.engine.chunks_prompts and not jobs[0].prompt.adapter:
+            await self._prefill_beside()
+            return
         if self.ask.leg == "whole":
             await self._prefill()
         for sequence in jobs:
@@ -301,6 +310,15 @@ class Completion:
             await self._fetch(jobs[0], self.ask.tickets[0])
         else:
             await self._fetch_all()
+
+    async def _prefill_beside(self) -> None:
+        """Compute the prompts beside the batch, one after the other, so that equal ones are computed once."""
+        for sequence in self.jobs:
+            self.engine.reserve(sequence)
+            await self._reserved(sequence)
+            self.engine.prefill_beside(sequence)
+            self.cached_tokens += sequence.cached_tokens
+            await self.notifier.until(partial(_is_computed, sequence))
 
     async def _fetch_all(self) -> None:
         try:

@@ -1,7 +1,8 @@
 """One engine's prompts, KV memory and batch, timed by the simulator's models. It uses no sockets and no event loop.
 
 A request is an `EngineSequence` that its owner moves from stage to stage: `prefill`, then either `hold` until a decode
-leg fetches the KV, or `reserve` and `transfer_done`. `leave` is valid at any stage and releases everything.
+leg fetches the KV, or `reserve` and `transfer_done`. A decode instance that serves a request alone uses `reserve` and
+`prefill_beside`. `leave` is valid at any stage and releases everything.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from kvroute.emulator.sequence import EngineSequence, KvListener
 from kvroute.emulator.storage_tier import StorageTier
 from kvroute.llm import Model
 from kvroute.prefix import Evicted, PrefixIndex
+from kvroute.sim.chunked_prompts import ChunkedPrompts
 from kvroute.sim.instances import KvMemory, PrefillInstance, Step
-from kvroute.timing import PrefillTime, prefill_time
+from kvroute.timing import PrefillTime, prefill_time, step_base_s
 from kvroute.types import Instance, TimingSpec
 
 OnKv: TypeAlias = Callable[[Prompt | None, int, int, list[Evicted]], None]
@@ -100,7 +102,16 @@ class Engine:
         self.capacity_blocks = int(self.instance.kv_capacity_bytes // self._block_bytes)
         self._prefill = PrefillInstance(0, prefill_time(self.spec.prefill), True)
         self._memory = KvMemory(PrefixIndex(1, [self.capacity_blocks]), [self.capacity_blocks], [0])
-        self.batch = Batch(self.spec.decode, self.instance.batch_max, self.clock, self._stepped, self._left)
+        prompts = ChunkedPrompts(self._prefill.time, self.instance.chunk_tokens, step_base_s(self.spec))
+        self.batch = Batch(
+            self.spec.decode,
+            prompts,
+            self.instance.batch_max,
+            self.clock,
+            on_step=self._stepped,
+            on_computed=self._chunks_computed,
+            on_left=self._left,
+        )
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -131,6 +142,12 @@ class Engine:
         """Return the adapters of requests that are computed, and of those that wait for their prefill."""
         running = [*self.batch.adapters, *([self._computing.prompt.adapter] if self._computing is not None else [])]
         return _named(running), _named([job.prompt.adapter for job in self._queue])
+
+    @property
+    def chunks_prompts(self) -> bool:
+        """Whether prompts that are not for a transfer are computed in chunks beside the batch, as the simulator assumes
+        for decode instances. On the others the batch waits for prompts."""
+        return self.instance.role == "decode"
 
     def fits(self, input_tokens: int, output_tokens: int) -> bool:
         """Return whether a request of this size could ever be served here."""
@@ -203,6 +220,7 @@ class Engine:
         self.counters.queue_s.add(start - job.arrived_s)
         self.counters.prefill_s.add(finish - start)
         job.set_stage("computing")
+        self.batch.pause(start, finish - start)
         self._alarm = self.clock.at(finish, self._computed)
         if job.name and self.kv_listener is not None:
             self.kv_listener.computing(job)
@@ -304,11 +322,31 @@ class Engine:
             return
         assert job.stage == "reserved"
         self._reserved -= 1
+        self._kv_stored(job)
+        self.batch.transfer_done(job)
+
+    def prefill_beside(self, job: EngineSequence) -> None:
+        """Compute the prompt of a reserved sequence in chunks beside the batch, from the next boundary on."""
+        if self._closed:
+            return
+        assert job.stage == "reserved"
+        self._reserved -= 1
+        job.cached_tokens = min(job.cached_tokens, job.input_tokens - 1)
+        self.counters.looked_up(job.input_tokens, job.cached_tokens)
+        self.batch.prompt_arrived(job)
+
+    def _chunks_computed(self, job: EngineSequence, at: float) -> None:
+        self.counters.prompt_tokens += job.input_tokens
+        self.counters.ttft_s.add(at - job.arrived_s)
+        self._kv_stored(job)
+
+    def _kv_stored(self, job: EngineSequence) -> None:
+        """Cache the prompt of a sequence in its reserved blocks."""
         index, blocks = self._memory.index, job.prompt.blocks
         before = index.match_one(0, blocks)
         evicted = self._memory.transfer_done(0, blocks, job.hit_blocks)
         self.on_kv(job.prompt, before, index.match_one(0, blocks), evicted)
-        self.batch.transfer_done(job)
+        job.kv_stored = True
 
     def leave(self, job: EngineSequence) -> None:
         """Cancel a sequence. Held KV stays, because a decode leg may fetch it; a prompt being computed is completed."""
@@ -325,7 +363,7 @@ class Engine:
             self._memory.reserved_blocks[0] -= job.total_blocks - job.hit_blocks
             if job.hit_blocks:
                 self._memory.index.unpin(0, job.prompt.blocks, job.hit_blocks)
-        elif stage == "decoding":
+        elif stage in ("chunked", "decoding"):
             self.batch.leave(job)
         self._grant()
         if job.name and self.kv_listener is not None:
@@ -339,14 +377,19 @@ class Engine:
             self._grant()
 
     def _left(self, job: EngineSequence, at: float) -> None:
-        """Free the memory of a sequence that has left the batch. Its prefix stays cached."""
-        self._evicted(self._memory.release(0, job.prompt.blocks, job.total_blocks))
+        """Free the memory of a sequence that has left the batch. Its prefix stays cached if it was computed."""
+        blocks = job.prompt.blocks
+        if job.kv_stored:
+            self._evicted(self._memory.release(0, blocks, job.total_blocks))
+        else:
+            self._evicted(self._memory.give_up(0, blocks, job.hit_blocks, job.total_blocks))
         if job.stage == "answered":
             self.counters.answered(job.output_tokens, at - job.arrived_s)
 
     def slow(self, factor: float) -> None:
         """Multiply the time of the next prefills, and of decode iterations from the current one on, by `factor`."""
-        self._prefill.time = _Slower(prefill_time(self.spec.prefill), factor)
+        self._prefill.time = self.batch.prompts.time = _Slower(prefill_time(self.spec.prefill), factor)
+        self.batch.prompts.base_s = factor * step_base_s(self.spec)
         self.batch.slow(factor)
 
     def clear_cache(self) -> bool:

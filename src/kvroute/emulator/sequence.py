@@ -9,10 +9,21 @@ from typing import Literal, Protocol, TypeAlias
 from kvroute.emulator.prompt import Prompt
 
 Stage: TypeAlias = Literal[
-    "new", "queued", "computing", "prefilled", "held", "reserving", "reserved", "decoding", "answered", "gone"
+    "new",
+    "queued",
+    "computing",
+    "prefilled",
+    "held",
+    "reserving",
+    "reserved",
+    "chunked",
+    "decoding",
+    "answered",
+    "gone",
 ]
 """Prefill: queued, computing, prefilled, then held for the decode leg until answered. Decode: reserving memory,
-reserved (the KV may arrive), decoding, answered. Gone: cancelled."""
+reserved (the KV may arrive), decoding, answered; chunked before decoding if the prompt is computed beside the batch.
+Gone: cancelled."""
 
 
 def _nothing() -> None:
@@ -36,6 +47,8 @@ class EngineSequence:
     """Cached blocks that were pinned when memory was reserved."""
     total_blocks: int = 0
     """Reserved blocks, hits included."""
+    kv_stored: bool = False
+    """Whether the KV of the prompt is in the reserved blocks."""
     pinned_blocks: int = 0
     """Blocks that are pinned while the KV is held."""
     emitted: int = 0
