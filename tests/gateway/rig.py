@@ -36,7 +36,10 @@ instances:
 gateway:
   listen: {port: 0}
   admin: {port: 0}
+  policy: foresight
 """
+"""Its policy chooses a pair of instances for every request. The default lets one instance serve most of them, because
+the cluster is idle."""
 MODEL = "llama-3-70b"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -180,12 +183,20 @@ class Rig(RunningGateway):
             assert response.status == 200, await response.text()
 
 
+def with_section(section: str, text: str = CLUSTER) -> str:
+    """Return a cluster file with more settings of its gateway, which comes last in it. A policy among them replaces the
+    file's."""
+    if section.startswith("  policy:") or "\n  policy:" in section:
+        text = text.replace("  policy: foresight\n", "")
+    return text + section
+
+
 @asynccontextmanager
 async def rig(section: str = "", text: str = CLUSTER) -> AsyncIterator[Rig]:
     """Run emulated engines of `text` and a gateway with `section` added to its settings."""
     cluster = topology.parse(text)
     async with EmulatedCluster(cluster, EmulatedClusterSettings()) as fleet:
-        deployment = Deployment.of(text + section, "test.yaml", endpoints=fleet.ready().instances)
+        deployment = Deployment.of(with_section(section, text), "test.yaml", endpoints=fleet.ready().instances)
         gateway = Gateway(deployment, seed=1)
         try:
             await gateway.start()

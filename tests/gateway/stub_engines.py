@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import uvloop
 from aiohttp import web
-from tests.gateway.rig import CLUSTER, MODEL, RunningGateway
+from tests.gateway.rig import CLUSTER, MODEL, RunningGateway, with_section
 from tests.waiting import HANGS_S
 
 from kvroute.gateway.gateway import Gateway
@@ -195,8 +195,8 @@ def deployment(
         f'{index - index % 2 + 1}", model: {engine.model}, endpoint: {engine.endpoint}}}\n'
         for index, engine in enumerate(engines)
     ]
-    gateway = f"gateway:\n  listen: {listen}\n  admin: {admin}\n{section}"
-    return Deployment.of(f"{head}instances:\n{''.join(lines)}{gateway}", "stub.yaml")
+    gateway = f"gateway:\n  listen: {listen}\n  admin: {admin}\n  policy: foresight\n"
+    return Deployment.of(with_section(section, f"{head}instances:\n{''.join(lines)}{gateway}"), "stub.yaml")
 
 
 @asynccontextmanager

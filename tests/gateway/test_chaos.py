@@ -20,7 +20,7 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig
+from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig, with_section
 from tests.waiting import becomes_true
 
 from kvroute.control import ControlSpec, decisions_equal, replay
@@ -249,7 +249,7 @@ def test_chaos_reloads_under_load_fail_no_request() -> None:
         async with rig(SHORT_TIMEOUTS, TEXT) as gate:
             endpoints = gate.fleet.ready().instances
             smaller = TEXT.replace('  - {name: decode2, role: decode, gpus: "node1:6-7"}\n', "")
-            texts = (smaller + SHORT_TIMEOUTS + "  policy: round-robin\n", TEXT + SHORT_TIMEOUTS)
+            texts = (with_section(SHORT_TIMEOUTS + "  policy: round-robin\n", smaller), TEXT + SHORT_TIMEOUTS)
             generator = LoadGenerator(gate, await expected_responses(gate), random.Random(3))
             reloads: set[asyncio.Task[bool]] = set()
             retired = [gate.gateway.runtime]

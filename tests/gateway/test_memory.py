@@ -18,7 +18,7 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig
+from tests.gateway.rig import COMPLETIONS, MODEL, Rig, rig, with_section
 from tests.gateway.two_sites import two_sites
 from tests.waiting import until
 
@@ -156,7 +156,7 @@ def test_a_replaced_cluster_is_freed_with_its_last_request(policy: str) -> None:
             endpoints = gate.fleet.ready().instances
 
             def read() -> Deployment:
-                return Deployment.of(CLUSTER + section, "f", endpoints=endpoints)
+                return Deployment.of(with_section(section), "f", endpoints=endpoints)
 
             # By now everything that is loaded or compiled at first use is loaded, and no reference cycle of kvroute's
             # objects remains.

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
-from tests.gateway.rig import Rig
+from tests.gateway.rig import Rig, with_section
 from tests.waiting import PATIENCE_S
 
 from kvroute import topology
@@ -42,6 +42,7 @@ instances:
 gateway:
   listen: {{port: 0}}
   admin: {{port: 0}}
+  policy: foresight
   measure: engine
 """
 THRESHOLD = 1_000
@@ -63,7 +64,7 @@ async def two_sites(
     """Run engines of both sites, and a gateway with `section` in its settings."""
     settings = EmulatedClusterSettings(kv_patience_s=kv_timeout_s, kv_scale=kv_scale)
     async with EmulatedCluster(topology.parse(text), settings) as fleet:
-        deployment = Deployment.of(text + section, "two.yaml", endpoints=fleet.ready().instances)
+        deployment = Deployment.of(with_section(section, text), "two.yaml", endpoints=fleet.ready().instances)
         gateway = Gateway(deployment, seed=1)
         try:
             await gateway.start()

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from tests.gateway.rig import RunningGateway
+from tests.gateway.rig import RunningGateway, with_section
 from tests.waiting import until
 
 from kvroute import topology
@@ -31,6 +31,7 @@ discovery:
 gateway:
   listen: {port: 0}
   admin: {port: 0}
+  policy: foresight
   health: {interval: 200 ms}
   scrape: {interval: 200 ms}
 """
@@ -94,7 +95,7 @@ async def discovering(
     """Run a gateway that follows `engines.yaml` in a folder, and wait until it is ready."""
     file = folder / "engines.yaml"
     write(file, [entries[name] for name in listed])
-    gateway = Gateway(Deployment.of(text + section, str(folder / "cluster.yaml")), seed=1)
+    gateway = Gateway(Deployment.of(with_section(section, text), str(folder / "cluster.yaml")), seed=1)
     try:
         await gateway.start()
         async with aiohttp.ClientSession() as session:

@@ -11,7 +11,7 @@ import uvloop
 from aiohttp import web
 from tests.gateway.lifecycle.membership_rig import DiscoveryRig, emulated
 from tests.gateway.lifecycle.test_role_switches import LoadGenerator, hook
-from tests.gateway.rig import CLUSTER, Rig, rig
+from tests.gateway.rig import CLUSTER, Rig, rig, with_section
 from tests.gateway.two_sites import LONG
 from tests.waiting import until
 
@@ -151,7 +151,7 @@ def test_a_reload_keeps_stopped_instances_and_one_without_a_hook_serves_with_all
                 endpoints = gate.fleet.ready().instances
                 await until(lambda: len(scaling(gate).stopped) == 2)
                 stopped = scaling(gate).stopped
-                again = CLUSTER + section + "  policy: round-robin\n"
+                again = with_section(section + "  policy: round-robin\n")
                 assert await gate.gateway.reload(lambda: Deployment.of(again, "new.yaml", endpoints=endpoints))
                 assert scaling(gate).stopped == stopped
                 engines = gate.gateway.runtime.engines

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.gateway.lifecycle.membership_rig import DISCOVERY, DiscoveryRig, discovering, emulated, write
-from tests.gateway.rig import MODEL
+from tests.gateway.rig import MODEL, with_section
 from tests.gateway.stub_engines import Engine, Gate, completion, listening, run, tokens
 from tests.waiting import HANGS_S, becomes_true, until
 
@@ -358,7 +358,9 @@ def test_a_reload_keeps_the_discovered_engines(tmp_path: Path) -> None:
             assert (await gate.ask(PROMPT)).status == 200
             old = gate.gateway.runtime
             changed = section + "  policy: netkv\n"
-            assert await gate.gateway.reload(lambda: Deployment.of(DISCOVERY + changed, str(tmp_path / "cluster.yaml")))
+            assert await gate.gateway.reload(
+                lambda: Deployment.of(with_section(changed, DISCOVERY), str(tmp_path / "cluster.yaml"))
+            )
             assert gate.gateway.runtime is not old
             assert gate.up == set(names)
             control = gate.gateway.runtime.control
@@ -366,7 +368,7 @@ def test_a_reload_keeps_the_discovered_engines(tmp_path: Path) -> None:
             for count in range(6):
                 gate.list(names[count % 2 :])
                 assert await gate.gateway.reload(
-                    lambda: Deployment.of(DISCOVERY + changed, str(tmp_path / "cluster.yaml"))
+                    lambda: Deployment.of(with_section(changed, DISCOVERY), str(tmp_path / "cluster.yaml"))
                 )
                 assert (await gate.ask(f"{count} {PROMPT}")).status == 200
             await gate.becomes_up(*names[1:])

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 import uvloop
-from tests.gateway.rig import CLUSTER, MODEL, Rig, rig
+from tests.gateway.rig import CLUSTER, MODEL, Rig, rig, with_section
 from tests.waiting import becomes_true, until
 
 from kvroute import __version__
@@ -37,7 +37,7 @@ RARE_HEALTH_CHECKS = "  health: {interval: 1 h}\n"
 
 def _reader(gate: Rig, section: str = "", text: str = CLUSTER) -> Callable[[], Deployment]:
     endpoints = gate.fleet.ready().instances
-    return lambda: Deployment.of(text + section, "new.yaml", endpoints=endpoints)
+    return lambda: Deployment.of(with_section(section, text), "new.yaml", endpoints=endpoints)
 
 
 def _logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
@@ -481,7 +481,7 @@ def test_sighup_reloads_the_cluster_file(tmp_path: Path) -> None:
                 ("square-robin", r'kvroute_reloads_total\{outcome="refused"\} [1-9]'),
                 ("cla", r'kvroute_info\{version="VERSION",policy="cla"\} 1'),
             ):
-                _replace(file, f"{CLUSTER}  policy: {policy}\n")
+                _replace(file, with_section(f"  policy: {policy}\n"))
                 process.send_signal(signal.SIGHUP)
                 pattern = re.compile(outcome.replace("VERSION", re.escape(__version__)))
                 while not pattern.search(_get(url + "/metrics")):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 import uvloop
-from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Rig, rig
+from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Rig, rig, with_section
 from tests.gateway.test_chaos import check_replay
 from tests.waiting import becomes_true
 
@@ -146,7 +146,7 @@ def test_a_reload_keeps_what_is_loaded() -> None:
         async with rig("  policy: load-aware\n", TEXT) as gate:
             await cached(gate, "sql")
             before = gate.gateway.runtime.control.adapters
-            text = TEXT + "  policy: load-aware\n  retries: {attempts: 2}\n"
+            text = with_section("  policy: load-aware\n  retries: {attempts: 2}\n", TEXT)
             engines = gate.fleet.ready().instances
             assert await gate.gateway.reload(lambda: Deployment.of(text, "test.yaml", endpoints=engines))
             after = gate.gateway.runtime.control.adapters
