@@ -42,6 +42,19 @@ def test_reads_from_a_store_are_in_the_results(kvroute: Kvroute) -> None:
     assert "NIC" in kvroute(*arguments).out
 
 
+def test_in_lock_step_the_joint_policy_chooses_pairs_only(kvroute: Kvroute, tmp_path: Path) -> None:
+    """A log says so in its first line, and no decode instance is the source of its own request."""
+    wide, log = str(EXAMPLES / "wide-ep.yaml"), tmp_path / "run.log"
+    options = ("--policy", "foresight-joint", "--seeds", "1", "--requests", "50", "--log", str(log))
+    assert kvroute("simulate", wide, *options, "--lock-step").code == 0
+    header, *records = map(json.loads, log.read_text().splitlines())
+    assert header["spec"]["parameters"] == {"alone": 0.0}
+    decisions = [decision for record in records for decision in record["decisions"]]
+    decodes = [decision for decision in decisions if decision["type"] == "decode"]
+    assert len(decodes) == 50
+    assert all(decode["source"] != decode["target"] for decode in decodes)
+
+
 def test_ranks_in_lock_step_wait_for_the_slowest(kvroute: Kvroute) -> None:
     """The same requests have a later first token; without data-parallel ranks the option is an error."""
     arguments = (

@@ -45,9 +45,11 @@ class Question:
     """Whether requests are refused whose predicted TTFT is longer than the SLO's."""
 
     def spec_of(self, policy: str) -> ControlSpec:
-        """Return the control specification for a run of that policy."""
+        """Return the control specification for a run of that policy. In lock-step every request is a pair, because an
+        instance that serves one alone is not modelled."""
         parameters = self.spec.parameters if policy == "cla" else {}
-        return msgspec.structs.replace(self.spec, decode=policy, parameters=parameters)
+        spec = msgspec.structs.replace(self.spec, decode=policy, parameters=parameters)
+        return spec.pairs_only() if self.settings.lock_step else spec
 
     def check(self, policies: Sequence[str], seed: int) -> None:
         """Raise InputError if a run cannot start: a wrong cluster, all-reduce, link, trace, policy or constraint."""

@@ -41,6 +41,12 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
         policy = decode_policy(self.decode, **self.parameters)
         return isinstance(policy, PairingPolicy) and bool(policy.pair_policy(None).serves_alone)
 
+    def pairs_only(self) -> ControlSpec:
+        """Return the same configuration with a decode policy that lets no instance serve a request of two legs."""
+        if not self.serves_alone:
+            return self
+        return msgspec.structs.replace(self, parameters=self.parameters | {"alone": 0.0})
+
     def rehearse(self, cluster: Cluster) -> None:
         """Run one synthetic request through a separate core, to compile now what is compiled on first use."""
         cluster = cluster if cluster.instances else specimen(cluster)
