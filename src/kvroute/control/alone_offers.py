@@ -110,7 +110,13 @@ class AloneOffers:
         prefill_s = self._prefill_s(key, request.input_tokens, hit_tokens)
         prefill_s -= np.where(pool.batch > 0, self._base_s[key], 0.0)
         return AloneCandidates(
-            candidates, pool.prompts_s(at), prefill_s, chunks, pool.batch + pool.queued, pool.share.share(at)
+            candidates,
+            pool.prompts_s(at),
+            prefill_s,
+            chunks,
+            pool.batch + pool.queued,
+            pool.share.share(at),
+            session_s=view.sessions.term_s(request.session, "decode", pool.names),
         )
 
     def _staying(
@@ -128,6 +134,7 @@ class AloneOffers:
             delayed,
             own.share.share(at)[positions],
             stays=True,
+            session_s=self._view.sessions.term_s(request.session, "decode", pool.names),
         )
 
     def _candidates(

@@ -315,6 +315,7 @@ class Dispatcher:
         prefill.book(booking.prefill, at, alone.prompt_s)
         if prefill.slow_start.started:
             prefill.slow_start.booked(booking.prefill, at, int(prefill.up.sum()))
+        self._view.sessions.served(booking.request.session, "prefill", pool.names[choice.index])
         hit_tokens = int(candidates.hit_tokens[choice.index])
         decision = Prefill(
             booking.request.id, pool.names[choice.index], hit_tokens, choice.terms, ttft_s=booking.ttft_s

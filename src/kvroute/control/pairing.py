@@ -66,11 +66,12 @@ class Pairing:
         if isinstance(choice, Reject) and not pools:
             return choice
         turn, by_protocol = self._view.prefill[model].decisions, dict[str, Candidates]()
+        session_s = self._view.sessions.term_s(request.session, "prefill", candidates.names)
 
         def joint_path(position: int) -> JointPath | None:
             return self._joint_path(request, model, candidates, position, at, by_protocol)
 
-        chosen = self._policy.choose(request, candidates, joint_path, turn, offer)
+        chosen = self._policy.choose(request, candidates, joint_path, turn, offer, session_s)
         if isinstance(chosen, Reject):
             return choice
         if offer is not None and isinstance(chosen, Alone):

@@ -417,8 +417,8 @@ class ClusterView:
         return preferred(choice, further_s) if further_s else choice
 
     def prefill_of_session(self, choice: Choice, request: Request) -> Choice:
-        """The choice of a prefill instance with the bonus of the request's session."""
-        if not request.session:
+        """The choice of a prefill instance with the bonus of the request's session, unless it has the bonus already."""
+        if not request.session or "session_s" in choice.terms.parts:
             return choice
         term_s = self.sessions.term_s(request.session, "prefill", choice.terms.names)
         return choice if term_s is None else preferred(choice, {"session_s": term_s})

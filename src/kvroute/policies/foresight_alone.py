@@ -33,6 +33,8 @@ class AloneCandidates(NamedTuple):
     """Share of the time that each instance spends on prompts, [n]."""
     stays: bool = False
     """Whether they are prefill instances, which compute prompts first and go on to decode."""
+    session_s: FloatArray | None = None
+    """Minus the bonus of the instance that served the request's session last, else 0, [n]; None: there is none."""
 
 
 class AloneOffer(NamedTuple):
@@ -82,6 +84,8 @@ class PairPrice(NamedTuple):
     """0: the prefill instance does not decode."""
     batch_s: float
     """Response time of a request in this batch, and delay of the others by its part of their steps."""
+    session_s: float
+    """Minus the bonus if its prefill instance served the session last."""
     hit_tokens: float
 
     @property
@@ -103,7 +107,8 @@ PARTS = (
     "batch_s",
     "hit_tokens",
 )
-"""Columns of the terms. The sum of all but the last one is the cost."""
+"""Columns of the terms, beside `session_s` if an instance served the session last. The sum of all in seconds is the
+cost."""
 
 
 class Load(NamedTuple):
@@ -153,11 +158,13 @@ def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pa
         later_loss_s = max(beside_s - pair.transfer_s, 0.0) if pair is not None else 0.0
         parts = _parts(spec, pool, load, offer.busy * later_loss_s)
         cost: FloatArray = np.sum(parts[:-1], axis=0)
+        if pool.session_s is not None:
+            cost += pool.session_s
         masked = np.where(feasible, cost, np.inf)
         index = int(masked.argmin()) if len(masked) else -1
         if index >= 0 and masked[index] < best_s:
             best_s = float(masked[index])
-            found = Alone(number, Choice(index, _terms(candidates.names, cost, feasible, parts, pair)))
+            found = Alone(number, Choice(index, _terms(pool, cost, feasible, parts, pair)))
     return found
 
 
@@ -213,13 +220,17 @@ def _reserve_s(spec: ForesightSpec, pool: AloneCandidates, load: Load, loss_s: f
 
 
 def _terms(
-    names: tuple[str, ...],
+    pool: AloneCandidates,
     cost: FloatArray,
     feasible: BoolArray,
     parts: tuple[FloatArray, ...],
     pair: PairPrice | None,
 ) -> Terms:
-    columns = dict(zip(PARTS, parts, strict=True))
+    columns, names = dict(zip(PARTS, parts, strict=True)), pool.candidates.names
+    if pool.session_s is not None:
+        columns["session_s"] = pool.session_s
+    elif pair is not None and pair.session_s:
+        columns["session_s"] = np.zeros(len(names))
     if pair is None:
         return Terms(names, cost, feasible, columns)
     columns = {name: np.append(column, getattr(pair, name)) for name, column in columns.items()}

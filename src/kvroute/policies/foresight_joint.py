@@ -44,18 +44,39 @@ class Starts(NamedTuple):
     start_s: FloatArray
     """Predicted end of the prefill."""
     cost_s: FloatArray
-    """The same with `delay_s`."""
+    """The same with `delay_s` and `session_s`."""
     delay_s: FloatArray | None
     """Delay of the requests that decode on each prefill instance; None: none does."""
+    session_s: FloatArray | None
+    """Minus the bonus of the instance that served the session last; None: there is none."""
 
     @classmethod
-    def of(cls, spec: ForesightSpec, prefill: PrefillCandidates, offer: AloneOffer | None) -> Starts:
+    def of(
+        cls,
+        spec: ForesightSpec,
+        prefill: PrefillCandidates,
+        offer: AloneOffer | None,
+        session_s: FloatArray | None,
+    ) -> Starts:
         """Price the prefill on each instance."""
-        start_s = prefill.pending_s + prefill.prefill_s
-        if offer is None or not offer.decoding.any():
-            return cls(start_s, start_s, None)
-        delay_s = spec.delay_weight * offer.decoding * prefill.prefill_s
-        return cls(start_s, start_s + delay_s, delay_s)
+        start_s = cost_s = prefill.pending_s + prefill.prefill_s
+        delay_s = None
+        if offer is not None and offer.decoding.any():
+            delay_s = spec.delay_weight * offer.decoding * prefill.prefill_s
+            cost_s = cost_s + delay_s
+        if session_s is not None:
+            cost_s = cost_s + session_s
+        return cls(start_s, cost_s, delay_s, session_s)
+
+    def terms(self) -> dict[str, FloatArray]:
+        """Return the parts of the price that not every request has."""
+        parts = {"delay_s": self.delay_s, "session_s": self.session_s}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @property
+    def bonus_s(self) -> float:
+        """The most by which the price is less than the predicted end of a prefill."""
+        return 0.0 if self.session_s is None else -float(self.session_s.min())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +101,7 @@ class ForesightJoint:
         path_of: Callable[[int], JointPath | None],
         turn: int,
         offer: AloneOffer | None = None,
+        session_s: FloatArray | None = None,
     ) -> Pair | Alone | Reject:
         """Choose among the n prefill instances that have decode candidates (`path_of` returns None if there are none),
         and among the instances of the offer, if there is one.
@@ -94,8 +116,10 @@ class ForesightJoint:
         time to the first token, the price of a decode slot, the delay of others by the prompt, and the delay of the
         response by later prompts. The terms of the prefill choice then also hold `delay_s` of the requests that decode
         on a prefill instance, `pair_s` of the chosen pair and `alone_s` of the best instance alone.
+
+        `session_s` is minus the bonus of the prefill instance that served the request's session last, [n].
         """
-        starts = Starts.of(self.spec, prefill, offer)
+        starts = Starts.of(self.spec, prefill, offer, session_s)
         found, refused = self._closed(request, prefill, starts, path_of, turn)
         pair: Pair | None = None
         if found:
@@ -103,7 +127,7 @@ class ForesightJoint:
             pair = self._played(request, prefill, starts, turn, found, order)
         alone = None
         if offer is not None and offer.pools:
-            alone, pair = self._against(pair, offer, prefill, found)
+            alone, pair = self._against(pair, offer, prefill, starts, found)
         if alone is not None:
             return alone
         nothing = Reject(request.id, "no prefill instance can transfer its KV cache to a decode instance")
@@ -114,6 +138,7 @@ class ForesightJoint:
         pair: Pair | None,
         offer: AloneOffer,
         prefill: PrefillCandidates,
+        starts: Starts,
         found: dict[int, tuple[JointPath, Choice]],
     ) -> tuple[Alone | None, Pair | None]:
         """Return the best instance alone if it is cheaper than the pair, else None; and the pair, whose terms then hold
@@ -129,6 +154,8 @@ class ForesightJoint:
         load = load or load_of(self.spec, candidates, offer.output_tokens)
         later = later_s(self.spec, load.response_s, share)
         price = self._pair_price(pair, offer, prefill, load, float(later[pair.decode.index]))
+        if starts.session_s is not None:
+            price = price._replace(session_s=float(starts.session_s[pair.prefill.index]))
         alone = cheapest_alone(self.spec, offer, loads, price)
         if alone is None:
             return None, pair
@@ -170,6 +197,7 @@ class ForesightJoint:
             later_s=later,
             reserve_s=0.0,
             batch_s=float(load.batch_s[target]),
+            session_s=0.0,
             hit_tokens=float(prefill.hit_tokens[source]),
         )
 
@@ -187,7 +215,7 @@ class ForesightJoint:
         refused: Reject | None = None
         best_s = np.inf
         for index in starts.start_s.argsort(kind="stable").tolist():
-            if starts.start_s[index] >= best_s or len(found) == self.spec.joint_reach:
+            if starts.start_s[index] - starts.bonus_s >= best_s or len(found) == self.spec.joint_reach:
                 break
             path = path_of(index) if prefill.allowed is None or prefill.allowed[index] else None
             if path is None:
@@ -228,8 +256,7 @@ class ForesightJoint:
         cost = starts.cost_s + decode_s
         index = int(np.where(feasible, cost, np.inf).argmin())
         parts = {"start_s": starts.start_s, "decode_s": decode_s, "hit_tokens": prefill.hit_tokens.astype(np.float64)}
-        if starts.delay_s is not None:
-            parts["delay_s"] = starts.delay_s
+        parts |= starts.terms()
         return Pair(Choice(index, Terms(prefill.names, cost, feasible, parts)), chosen[index])
 
     def _price(self, policy: Foresight, path: JointPath, request: Request, turn: int) -> Choice | Reject:

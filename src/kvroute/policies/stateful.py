@@ -15,7 +15,7 @@ from kvroute.policies.foresight_joint import JointPath, Pair
 from kvroute.policies.foresight_sight import Sight, TierLearned
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
-from kvroute.types import CapacityLearned, IntArray, NetworkCosts, Reject, Request, Role
+from kvroute.types import CapacityLearned, FloatArray, IntArray, NetworkCosts, Reject, Request, Role
 
 
 @runtime_checkable
@@ -52,9 +52,18 @@ class PairPolicy(Protocol):
         path_of: Callable[[int], JointPath | None],
         turn: int,
         offer: AloneOffer | None = None,
+        session_s: FloatArray | None = None,
     ) -> Pair | Alone | Reject:
-        """Choose among n prefill instances, and the decode instances of an offer; `path_of` returns the decode
-        candidates of a prefill instance, or None without any."""
+        """Choose among n prefill instances, and the instances of an offer.
+
+        Args:
+            request: to be placed.
+            prefill: the prefill instances.
+            path_of: returns the decode candidates of a prefill instance, or None without any.
+            turn: number of decisions before.
+            offer: instances that may serve the request alone.
+            session_s: minus the bonus of the prefill instance that served the request's session last, [n].
+        """
 
 
 class PolicyState(Protocol):
