@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tests.cli.cli_rig import CLUSTER, EXAMPLES, Ended, Kvroute, document
 
 
@@ -40,6 +41,14 @@ def test_reads_from_a_store_are_in_the_results(kvroute: Kvroute) -> None:
     assert run["store"]["written_bytes"] > 0
     assert 1.0 <= run["store"]["balance"] <= 3.0
     assert "NIC" in kvroute(*arguments).out
+
+
+@pytest.mark.parametrize(("policy", "told"), [("foresight-joint", True), ("foresight", False)])
+def test_a_prefill_policy_that_is_not_used_is_reported(kvroute: Kvroute, policy: str, told: bool) -> None:
+    options = ("--policy", policy, "--seeds", "1", "--requests", "20", "--workers", "1")
+    ended = kvroute("simulate", CLUSTER, *options, "--prefill-policy", "round-robin")
+    assert ended.code == 0
+    assert ("the prefill policy round-robin is used only for engines" in ended.err) is told
 
 
 def test_in_lock_step_the_joint_policy_chooses_pairs_only(kvroute: Kvroute, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def epp(
 
         deployment = source.read(adjust, endpoints)
         check_addresses(deployment.cluster.instances, deployment.source, sidecar=prefill_by == "sidecar")
-        tell(deployment.cluster.remarks)
+        tell((*deployment.cluster.remarks, *deployment.settings.remarks))
         return deployment
 
     if print_envoy_config:

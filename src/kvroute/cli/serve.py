@@ -118,7 +118,7 @@ def serve(
         def read() -> Deployment:
             deployment = source.read(adjust, endpoints)
             if spec is None:
-                tell(deployment.cluster.remarks)
+                tell((*deployment.cluster.remarks, *deployment.settings.remarks))
             return deployment
 
         if workers > 1:

@@ -29,6 +29,7 @@ from kvroute.sim.workload.octets import written_whole
 from kvroute.topology.units import about_duration
 from kvroute.types import InputError
 
+DEFAULT_PREFILL_POLICY = "least-loaded"
 DEFAULT_POLICIES = ("round-robin", "cla", "netkv", DEFAULT_DECODE_POLICY)
 SEED_MAX, PROMPT_MAX, AGENTS_MAX, WORKERS_MAX = 2**31 - 1, 10_000_000, 1_000_000, 1024
 GATEWAYS_MAX, SYNC_MS_MAX = 1_000, 3_600_000
@@ -49,7 +50,7 @@ def simulate(
     ] = None,
     prefill_policy: Annotated[
         str, typer.Option(help=f"Prefill policy: {_names(PREFILL_POLICIES)}.", rich_help_panel=SETUP)
-    ] = "least-loaded",
+    ] = DEFAULT_PREFILL_POLICY,
     constraint: Annotated[
         str,
         typer.Option(
@@ -343,6 +344,8 @@ def simulate(
         question.check(policies, seed)  # before a folder is created for nothing
         make_folder(out, "--out")
     tell(cluster_of(str(cluster)).remarks)
+    for name in policies:
+        tell(question.spec_of(name).remarks(DEFAULT_PREFILL_POLICY))
     tell(f"{trace or 'generated trace'}: {remark}" for remark in question.workload.remarks(seed))
     if log is not None:
         _record(question, policies[0], seed, log)

@@ -41,6 +41,17 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
         policy = decode_policy(self.decode, **self.parameters)
         return isinstance(policy, PairingPolicy) and bool(policy.pair_policy(None).serves_alone)
 
+    def remarks(self, prefill: str) -> list[str]:
+        """Return what the user should know of this combination of policies. Args: `prefill`: the prefill policy that is
+        used unless the user sets another one."""
+        if self.prefill == prefill or not isinstance(decode_policy(self.decode, **self.parameters), PairingPolicy):
+            return []
+        return [
+            f"{self.decode} chooses prefill and decode instances together; the prefill policy {self.prefill} is used "
+            "only for engines that receive both legs at once and for instances of role both. Use foresight to choose "
+            "prefill instances by that policy."
+        ]
+
     def pairs_only(self) -> ControlSpec:
         """Return the same configuration with a decode policy that lets no instance serve a request of two legs."""
         if not self.serves_alone:

@@ -134,6 +134,7 @@ SECTION_ERRORS = {
     "shadow": ("shadow: foresigth", "shadow", "did you mean 'foresight'?"),
     "parameter": ("parameters: {speed: 1}", "parameters", "'foresight' has no parameter 'speed'; it takes"),
     "bad parameter": ("{policy: cla, parameters: {load_weight: -1}}", "parameters", "use 0 or more"),
+    "bad weight": ("{policy: foresight-joint, parameters: {alone: 3}}", "parameters.alone", "3.0 is not 0, 1 or 2"),
     "prefill": ("prefill: cla", "prefill", "known: round-robin, least-loaded, cache-aware"),
     "constraint": ("constraint: pot:fail", "constraint", "'pot'"),
     "prediction": ("oracle: {prediction: best}", "oracle.prediction", "smooth, trend"),
@@ -303,3 +304,15 @@ def test_a_wait_of_exactly_one_millisecond_is_accepted() -> None:
     assert quantity(Wait, "1 ms") == 1e-3
     with pytest.raises(InputError, match="between 1 ms and 24 h"):
         quantity(Wait, "0.9 ms")
+
+
+@pytest.mark.parametrize(
+    ("policy", "prefill", "reported"),
+    [
+        ("foresight-joint", "least-loaded", True),
+        ("foresight-joint", "cache-aware", False),
+        ("foresight", "least-loaded", False),
+    ],
+)
+def test_a_prefill_policy_that_is_not_used_is_reported(policy: str, prefill: str, reported: bool) -> None:
+    assert bool(GatewaySettings(policy=policy, prefill=prefill).remarks) is reported

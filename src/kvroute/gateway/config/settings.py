@@ -355,6 +355,11 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     replication: ReplicationSection | None = None
     """Other gateways of the same cluster; None: this is the only one."""
 
+    @property
+    def remarks(self) -> list[str]:
+        """What the user should know of these settings."""
+        return self.control_spec().remarks(GatewaySettings().prefill)
+
     def control_spec(self) -> ControlSpec:
         """Return the settings that determine the core's decisions: the first line of the event log."""
         return ControlSpec(

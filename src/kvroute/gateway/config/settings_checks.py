@@ -58,8 +58,10 @@ def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
     try:
         decode_policy(settings.policy, **settings.parameters)
     except InputError as error:
-        field = "parameters" if settings.policy in DECODE_POLICIES else "policy"
-        yield lines.error(error.what, (SECTION, field), error.hint)
+        place: tuple[str, ...] = (SECTION, "parameters" if settings.policy in DECODE_POLICIES else "policy")
+        if error.where in settings.parameters:
+            place += (error.where,)
+        yield lines.error(error.what, place, error.hint)
     if settings.shadow:
         try:
             decode_policy(settings.shadow)
