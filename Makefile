@@ -45,7 +45,7 @@ $(DOCS_STAMP): $(STAMP) requirements/docs.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/docs.txt
 	@touch $(DOCS_STAMP)
 
-demo: $(STAMP)  ## a live gateway on 16 emulated engines under round-robin, NetKV and foresight, beside the simulator's prediction
+demo: $(STAMP)  ## a live gateway on 16 emulated engines under three policies, beside the simulator's prediction
 	$(BIN)/kvroute demo examples/fat-tree-64gpu.yaml --out demo-results
 
 test: $(DEV_STAMP)  ## the whole test suite but the live tests

@@ -86,7 +86,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 def test_live_and_predicted_results_are_printed(ended: Ended) -> None:
     """Each policy has a live and a predicted row with the saved numbers; every request is answered on both sides."""
-    assert [row["policy"] for row in ended.rows] == ["round-robin", "netkv", "foresight"]
+    assert [row["policy"] for row in ended.rows] == ["round-robin", "foresight", "foresight-joint"]
     times, tiers = ended.out.split("KV transfers by tier")
     for row in ended.rows:
         for side in ("live", "predicted"):
@@ -100,7 +100,7 @@ def test_live_and_predicted_results_are_printed(ended: Ended) -> None:
             assert any(side in line and line.split()[-6:-3] == cells for line in times.splitlines())
             assert any(side in line and line.split()[-1] == "100" for line in tiers.splitlines())
         assert row["live"]["ttft_s"] != row["predicted"]["ttft_s"]
-    assert "The mean TTFT under foresight is" in ended.out
+    assert "The mean TTFT under foresight-joint is" in ended.out
 
 
 def test_the_output_fits_a_terminal_and_names_the_next_command(ended: Ended) -> None:
@@ -110,7 +110,7 @@ def test_the_output_fits_a_terminal_and_names_the_next_command(ended: Ended) -> 
         assert len(line.rstrip()) <= 80 or str(ended.folder.parent) in line
     assert str(ended.folder / "dashboard.html") in ended.out
     assert f"kvroute serve --embedded {ended.cluster}" in ended.out
-    assert "3/3 foresight: live dashboard at http://127.0.0.1:" in ended.err
+    assert "3/3 foresight-joint: live dashboard at http://127.0.0.1:" in ended.err
     assert "…" not in ended.out
 
 
@@ -119,9 +119,9 @@ def test_the_saved_page_contains_all_policies(ended: Ended) -> None:
     page = (ended.folder / "dashboard.html").read_text()
     saved = page.partition('id="saved">')[2].partition("</script>")[0]
     snapshot = json.loads(saved)
-    assert [split["policy"] for split in snapshot["tick"]["splits"]] == ["round-robin", "netkv", "foresight"]
+    assert [split["policy"] for split in snapshot["tick"]["splits"]] == ["round-robin", "foresight", "foresight-joint"]
     assert [split["requests"] for split in snapshot["tick"]["splits"]] == [REQUESTS] * 3
-    assert snapshot["tick"]["policy"] == "foresight"
+    assert snapshot["tick"]["policy"] == "foresight-joint"
     assert [instance["name"] for instance in snapshot["layout"]["instances"]] == [
         *("decode0", "decode1", "prefill0", "prefill1")
     ]

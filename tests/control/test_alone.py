@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal, replay
+from kvroute.policies import NO_BOUND
 from kvroute.topology import parse
 from kvroute.types import (
     Admitted,
@@ -52,7 +53,9 @@ BLOCKS = tuple(range(1, 101))
 
 
 def core(text: str = TEXT, **spec: Any) -> Control:
-    return ControlSpec(**{"decode": "foresight-joint", "parameters": {"alone": 1}, **spec}).build(parse(text))
+    """Return a core that compares decode instances alone with pairs by their price, without a bound."""
+    parameters = {"alone": 1, "token_delay_max": NO_BOUND}
+    return ControlSpec(**{"decode": "foresight-joint", "parameters": parameters, **spec}).build(parse(text))
 
 
 def arrive(
@@ -359,7 +362,7 @@ def test_the_parameter_is_checked() -> None:
         ControlSpec(decode="foresight-joint", parameters={"delay_weight": float("nan")}).check()
 
 
-STAYS: dict[str, Any] = {"parameters": {"alone": 2}}
+STAYS: dict[str, Any] = {"parameters": {"alone": 2, "token_delay_max": NO_BOUND}}
 
 
 def staying(decisions: tuple[Decision, ...]) -> str:

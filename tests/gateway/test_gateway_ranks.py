@@ -37,6 +37,7 @@ instances:
 gateway:
   listen: {port: 0}
   admin: {port: 0}
+  policy: foresight
   scrape: {interval: 50 ms}
 """
 

@@ -53,7 +53,7 @@ def demo(
     p_share: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts with a shared prefix.")] = 0.7,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Decode policy; repeat for several; default: round-robin, netkv, foresight."),
+        typer.Option(help="Decode policy; repeat for several; default: round-robin, foresight, foresight-joint."),
     ] = None,
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "cache-aware",
     output_max: Annotated[int, typer.Option(min=1, help="Maximum output length in tokens.")] = 64,
@@ -72,7 +72,7 @@ def demo(
     from kvroute.report.dashboard_page import dashboard_page
     from kvroute.sim.workload import PROFILES
 
-    policies = policy or ["round-robin", "netkv", DEFAULT_DECODE_POLICY]
+    policies = policy or ["round-robin", "foresight", DEFAULT_DECODE_POLICY]
     for name in policies:
         ControlSpec(decode=name, prefill=prefill).check()
     if profile not in PROFILES:

@@ -30,7 +30,7 @@ from kvroute.topology.units import about_duration
 from kvroute.types import InputError
 
 DEFAULT_PREFILL_POLICY = "least-loaded"
-DEFAULT_POLICIES = ("round-robin", "cla", "netkv", DEFAULT_DECODE_POLICY)
+DEFAULT_POLICIES = ("round-robin", "cla", "netkv", "foresight", DEFAULT_DECODE_POLICY)
 SEED_MAX, PROMPT_MAX, AGENTS_MAX, WORKERS_MAX = 2**31 - 1, 10_000_000, 1_000_000, 1024
 GATEWAYS_MAX, SYNC_MS_MAX = 1_000, 3_600_000
 SETUP, WORKLOAD, NETWORK, OUTPUT = "Policies", "Workload", "Network and telemetry", "Output"

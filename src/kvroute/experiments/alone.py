@@ -12,6 +12,7 @@ from kvroute.experiments.alone_cases import ALONE_CASES, AloneCase
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.never_worse_run import Traces, figures_of, settings_of, study_of
 from kvroute.experiments.setup import cluster_of, requests_of
+from kvroute.policies import NO_BOUND
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Trace
@@ -24,7 +25,12 @@ PAIRS, JOINT_PAIRS, AGGREGATED, CHOICE = "disaggregated", "disaggregated-joint",
 BOUNDED = "choice-bounded"
 """The same with a bound on the time between tokens."""
 BASELINES = (PAIRS, JOINT_PAIRS, AGGREGATED)
-_PARAMETERS = {JOINT_PAIRS: {"alone": 0.0}, BOUNDED: {"token_delay_max": 0.05}}
+_PARAMETERS = {
+    JOINT_PAIRS: {"alone": 0.0},
+    AGGREGATED: {"token_delay_max": NO_BOUND},
+    CHOICE: {"token_delay_max": NO_BOUND},
+    BOUNDED: {"token_delay_max": 0.05},
+}
 
 ALONE = Experiment(
     name="alone",

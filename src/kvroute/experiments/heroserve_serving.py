@@ -175,7 +175,7 @@ def _simulated(case: _Case, seed: int) -> tuple[Cluster, Run, SimSettings]:
     warmup_s = min(WARMUP_RELAXATIONS * relaxation_s, 0.5 * count / case.rate_per_s)
     settings = SimSettings(slo=slo, warmup_s=warmup_s, decode_cache=False)
     trace = poisson_trace(problem, count, case.rate_per_s, seed)
-    return cluster, simulate(cluster, trace, ControlSpec(), settings, seed=seed), settings
+    return cluster, simulate(cluster, trace, ControlSpec(decode="foresight"), settings, seed=seed), settings
 
 
 def _relaxation_s(case: _Case) -> float:

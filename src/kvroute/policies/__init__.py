@@ -15,7 +15,7 @@ from kvroute.policies.foresight_alone import Alone, AloneCandidates, AloneOffer
 from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_sight import Sight, TierLearned
-from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.foresight_spec import NO_BOUND, ForesightSpec
 from kvroute.policies.names import (
     DECODE_POLICIES,
     DECODE_USES,
@@ -40,6 +40,7 @@ __all__ = [
     "DECODE_USES",
     "DEFAULT_DECODE_POLICY",
     "FORESIGHT_POLICIES",
+    "NO_BOUND",
     "PREFILL_POLICIES",
     "Alone",
     "AloneCandidates",

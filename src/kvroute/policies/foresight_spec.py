@@ -56,7 +56,7 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     delay_weight: float = 1.0
     """Weight of delays between requests while it is decided whether one instance serves a request: a prompt delays the
     requests on its instance by its time, later prompts delay its response, and it makes the steps of others longer."""
-    token_delay_max: float = NO_BOUND
+    token_delay_max: float = 0.05
     """Upper bound of what one instance alone may add to the time between tokens, as a share of it: its prompt may delay
     a response in progress by this share of a mean response, and later prompts may delay its own response by as much.
     It does not count if there is no pair."""

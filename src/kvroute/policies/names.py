@@ -64,7 +64,7 @@ DECODE_USES = {
 }
 """When to use each decode policy."""
 
-DEFAULT_DECODE_POLICY = "foresight"
+DEFAULT_DECODE_POLICY = "foresight-joint"
 """Default of the simulator, the gateway and the testbed."""
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from tests.gateway.rig import MODEL
+from tests.gateway.rig import MODEL, with_section
 from tests.gateway.stub_engines import (
     HEAD,
     Engine,
@@ -35,8 +35,8 @@ def ranked(engines: Sequence[Engine], section: str = "") -> Deployment:
         f"dp: {engine.ranks}, model: {MODEL}, endpoint: {engine.endpoint}}}\n"
         for number, engine in enumerate(engines)
     ]
-    gateway = f"gateway:\n  listen: {{port: 0}}\n  admin: {{port: 0}}\n{section}"
-    return Deployment.of(f"{HEAD}instances:\n{''.join(lines)}{gateway}", "stub.yaml")
+    gateway = "gateway:\n  listen: {port: 0}\n  admin: {port: 0}\n  policy: foresight\n"
+    return Deployment.of(with_section(section, f"{HEAD}instances:\n{''.join(lines)}{gateway}"), "stub.yaml")
 
 
 def pair(protocol: KvProtocol = "vllm", prefill: int = 4, decode: int = 2) -> list[Engine]:

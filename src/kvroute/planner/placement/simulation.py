@@ -71,7 +71,7 @@ def simulated(problem: PlacementProblem, placement: Placement, rate_per_s: float
     # Requests share no prefix, so a cache on decode instances would only take memory.
     settings = SimSettings(slo=slo, warmup_s=warmup_s, decode_cache=False)
     summary = simulate(
-        cluster, poisson_trace(problem, count, rate_per_s, _SEED), ControlSpec(), settings, seed=_SEED
+        cluster, poisson_trace(problem, count, rate_per_s, _SEED), ControlSpec(decode="foresight"), settings, seed=_SEED
     ).summary
     return Simulated(
         prefill_instances=len(sides["prefill"]),
