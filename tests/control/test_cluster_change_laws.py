@@ -4,8 +4,9 @@ that stay is that of a core that was created with the final cluster."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -16,6 +17,7 @@ from tests.control.live_rig import BLOCK_TOKENS, request
 
 from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal, replay
 from kvroute.oracle import OracleSettings
+from kvroute.policies import NO_BOUND
 from kvroute.types import (
     Admitted,
     Arrived,
@@ -38,7 +40,9 @@ from kvroute.types import (
     TransferMeasured,
 )
 
-SPEC = ControlSpec(shadow="netkv", oracle=OracleSettings(self_measured=True))
+SPEC = ControlSpec(decode="foresight", shadow="netkv", oracle=OracleSettings(self_measured=True))
+ALONE = msgspec.structs.replace(SPEC, decode="foresight-joint", parameters={"token_delay_max": NO_BOUND})
+"""It lets one instance serve a request."""
 ROLES = ("prefill", "decode", "prefill", "decode", "prefill", "decode", "both")
 CHAINS = tuple(tuple(range(start, start + 40)) for start in (100, 200, 300))
 
@@ -55,9 +59,13 @@ class Step:
 class Churn(RuleBasedStateMachine):
     """Random requests on engines that join and leave at random."""
 
+    spec: ClassVar[ControlSpec] = SPEC
+    apart_s: ClassVar[float] = 0.0
+    """Time before each price that is compared with a new core's, which does not know the prompts of the past."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.control = SPEC.build(base())
+        self.control = self.spec.build(base())
         self.log: list[LogRecord] = []
         self.now, self.next, self.uid = 1.0, 0, 0
         self.steps: dict[int, Step] = {}
@@ -146,9 +154,9 @@ class Churn(RuleBasedStateMachine):
                     step.source, step.stage = name, "prefill"
                 case Decode(source=source, target=target):
                     assert target in self.up
-                    # The prefill of an instance that serves alone is over with its decode leg.
                     step.source, step.target = source, target
-                    step.stage = "both" if source == target else "decode"
+                    # Prefill and decode of an instance that does both are over at once.
+                    step.stage = "decode" if source != target else "alone" if len(decisions) == 1 else "both"
                 case Reject():
                     del self.steps[number]
 
@@ -163,8 +171,11 @@ class Churn(RuleBasedStateMachine):
         elif step.stage == "prefill":
             event = PrefillFailed(self.now, number) if what == "fail" else PrefillFinished(self.now, number)
             self.follow(number, step, self.handle(event))
-        elif what == "fail" and step.stage == "decode":
+        elif what == "fail" and step.stage in ("decode", "alone"):
             self.follow(number, step, self.handle(DecodeFailed(self.now, number)))
+        elif step.stage == "alone":
+            self.handle(Admitted(self.now, number))
+            step.stage = "answer"
         elif step.stage == "decode":
             self.handle(TransferFinished(self.now, number))
             if step.source:
@@ -200,7 +211,7 @@ class Churn(RuleBasedStateMachine):
         for step in self.steps.values():
             if step.stage in ("prefill", "both"):
                 queued[step.source] += 1
-            if step.stage in ("decode", "both"):
+            if step.stage in ("decode", "alone", "both"):
                 queued[step.target] += 1
         assert {name: load.queued for name, load in self.control.loads(self.now).items()} == queued
 
@@ -209,13 +220,13 @@ class Churn(RuleBasedStateMachine):
         for number in sorted(self.steps):
             self.end(number)
         assert not any(load.queued or load.pending_s for load in self.control.loads(self.now).values())
-        records = replay(SPEC.build(base()), self.log)
+        records = replay(self.spec.build(base()), self.log)
         assert all(decisions_equal(record.decisions, again) for record, again in records)
         self.prices_are_those_of_a_new_core()
 
     def prices_are_those_of_a_new_core(self) -> None:
         """A core that starts with the final cluster and learns what is known prices every candidate equally."""
-        new = SPEC.build(base())
+        new = self.spec.build(base())
         new.handle(ClusterChanged(self.now, tuple(self.control.members[name] for name in sorted(self.control.members))))
         congestion = [r.event for r in self.log if isinstance(r.event, CongestionMeasured)]
         known = self.control.knowledge(self.now)
@@ -225,6 +236,7 @@ class Churn(RuleBasedStateMachine):
         for event in events:
             new.handle(event)
         for chain in CHAINS:
+            self.now += self.apart_s
             asked = Arrived(self.now, request(10**6, 640, 16, blocks=chain))
             ours, theirs = (self.first(control, asked) for control in (self.control, new))
             assert [type(each) for each in ours] == [type(each) for each in theirs]
@@ -286,3 +298,14 @@ def test_a_request_outlives_its_prefill_instance(ends: str) -> None:
 
 Churn.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestChurn = Churn.TestCase
+
+
+class ChurnAlone(Churn):
+    """The same where one instance may serve a request."""
+
+    spec: ClassVar[ControlSpec] = ALONE
+    apart_s: ClassVar[float] = 1e5
+
+
+ChurnAlone.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestChurnAlone = ChurnAlone.TestCase

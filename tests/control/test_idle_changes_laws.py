@@ -14,6 +14,7 @@ from tests.control.live_rig import BLOCK_TOKENS, request
 
 from kvroute.control import Control, ControlSpec
 from kvroute.oracle import OracleSettings
+from kvroute.policies import NO_BOUND
 from kvroute.types import (
     Admitted,
     Arrived,
@@ -21,6 +22,7 @@ from kvroute.types import (
     CongestionMeasured,
     Decision,
     Decode,
+    DecodeFailed,
     Event,
     Finished,
     InstanceDown,
@@ -38,9 +40,15 @@ from kvroute.types import (
 )
 
 SPECS = (
-    ControlSpec(shadow="netkv", slow_start_s=4.0, oracle=OracleSettings(self_measured=True, stale_after_s=20.0)),
+    ControlSpec(
+        decode="foresight",
+        shadow="netkv",
+        slow_start_s=4.0,
+        oracle=OracleSettings(self_measured=True, stale_after_s=20.0),
+    ),
     ControlSpec(decode="netkv", overcommit=True, slow_start_s=4.0, oracle=OracleSettings(self_measured=True)),
     ControlSpec(decode="round-robin", prefill="round-robin"),
+    ControlSpec(decode="foresight-joint", parameters={"token_delay_max": NO_BOUND}, slow_start_s=4.0),
 )
 SERVING: tuple[tuple[str, Role, int], ...] = (
     ("b1", "prefill", 0),
@@ -115,6 +123,8 @@ class Twins:
             match decision:
                 case Prefill():
                     self.stage[number] = "prefill"
+                case Decode(source=source, target=target) if source == target:
+                    self.stage[number] = "alone" if len(decisions) == 1 else "stays"
                 case Decode(source=source, target=target):
                     self.stage[number], self.route[number] = "decode", (source, target)
                 case Reject():
@@ -129,6 +139,14 @@ class Twins:
             case "prefill":
                 event = PrefillFailed(self.now, number) if fail else PrefillFinished(self.now, number)
                 self.follow(number, self.both(event))
+            case "stays":
+                self.both(PrefillFinished(self.now, number))
+                self.stage[number] = "alone"
+            case "alone" if fail:
+                self.follow(number, self.both(DecodeFailed(self.now, number, kv_lost=True)))
+            case "alone":
+                self.both(Admitted(self.now, number))
+                self.stage[number] = "answer"
             case "decode":
                 self.both(TransferFinished(self.now, number))
                 self.both(TransferMeasured(self.now, *self.route[number], 2e8, 0.3 + pick / 100))
