@@ -260,8 +260,9 @@ def test_the_simulated_router_gets_transfer_measurements_if_configured(
     cluster, log = load(EXAMPLES / "small.yaml"), tmp_path / "run.log"
     trace = playable(Workload(generated_requests=20, rate_per_s=4.0, profile="chatbot").of_seed(1), 8)
     assumed = SimSettings(telemetry="none", measures_transfers=measures_transfers, oracle_refresh_s=0.01)
-    with EventLog(log, LogHeader(cluster=LINES, spec=ControlSpec())) as records:
-        run = simulate(cluster, trace, ControlSpec(), assumed, seed=1, log=records)
+    spec = ControlSpec(decode="foresight")
+    with EventLog(log, LogHeader(cluster=LINES, spec=spec)) as records:
+        run = simulate(cluster, trace, spec, assumed, seed=1, log=records)
     measured = [record.event for record in read_log(log)[1] if isinstance(record.event, TransferMeasured)]
     assert sum(event.transfers for event in measured) == (len(trace.requests) if measures_transfers else 0)
     assert sum(event.kv_bytes for event in measured) == pytest.approx(

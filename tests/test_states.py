@@ -59,7 +59,7 @@ def core(model: str) -> tuple[Control, str]:
     defaults = InstanceDefaults(model=model, tp=4, kv_capacity_bytes=Size(180e9))
     cluster = build(two_datacenters(prefill_nodes=1, local_prefill_nodes=1, decode_nodes=1, defaults=defaults))
     name = next(i.name for i in cluster.instances if i.role == "prefill" and i.datacenter == "local-site")
-    return ControlSpec(prefill="cache-aware").build(cluster), name
+    return ControlSpec(decode="foresight", prefill="cache-aware").build(cluster), name
 
 
 def cached(control: Control, number: int, blocks: tuple[int, ...]) -> int:

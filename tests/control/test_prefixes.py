@@ -60,7 +60,7 @@ def sites(local: str = "8 Gbps", model: str = "llama-3-8b") -> Cluster:
 
 def core(cluster: Cluster | None = None, **settings: Any) -> Control:
     """Return a core that prefills on the instance that finishes first."""
-    return ControlSpec(prefill="cache-aware", **settings).build(cluster or sites())
+    return ControlSpec(decode="foresight", prefill="cache-aware", **settings).build(cluster or sites())
 
 
 def arrive(control: Control, number: int, tokens: int, blocks: tuple[int, ...] = CHAIN, at: float = 0.0) -> Prefill:

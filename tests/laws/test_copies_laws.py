@@ -28,6 +28,7 @@ from kvroute.sim.settings import Background, CapacityChange, SimSettings, WanTra
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
 from kvroute.types import (
+    Admitted,
     Arrived,
     CopyFinished,
     CopyPrefix,
@@ -128,6 +129,7 @@ offloads = st.none() | st.builds(
 )
 specs = st.builds(
     ControlSpec,
+    decode=st.sampled_from(["foresight", "foresight-joint"]),
     prefill=st.sampled_from(["least-loaded", "cache-aware"]),
     offload=offloads,
     prefix_pool=st.booleans(),
@@ -169,7 +171,7 @@ def _warm(number: int) -> TracedRequest:
 
 WARM = Trace(name="warm", requests=tuple(_warm(number) for number in range(30)))
 """A document, then one question to it after the other."""
-POOLED = ControlSpec(prefill="cache-aware", prefix_pool=True, copies=EAGER)
+POOLED = ControlSpec(decode="foresight", prefill="cache-aware", prefix_pool=True, copies=EAGER)
 WITH_REVIEWS = SimSettings(review_s=0.5)
 
 
@@ -265,6 +267,8 @@ class Audit:
                 self._cause(causes, number, "prefill")
             case TransferFinished(request_id=number):
                 self._cause(causes, number, "decode")
+            case Admitted(request_id=number):
+                self._cause(causes, number, "alone")
             case CopyFinished(copy_id=number, landed=True):
                 started_at, copy = self._copies[number]
                 causes[_target(copy)].append(self._chain(copy))
@@ -300,8 +304,8 @@ class Audit:
                 assert self.cached.match_one(holder, chain) == depth, "more is counted on than is there"
                 assert not (self._hybrid and depth) or chain[-1] in self._ends
                 assert 0 <= decision.copy_tokens <= tokens
-            case Decode(request_id=number, target=name):
-                self._at[number, "decode"] = name
+            case Decode(request_id=number, source=source, target=name):
+                self._at[number, "alone" if source == name else "decode"] = name
         if isinstance(decision, CopyPrefix) or (isinstance(decision, Prefill) and decision.copy_id):
             assert decision.copy_id not in self._copies
             target = self._cluster.index(_target(decision))
@@ -368,7 +372,7 @@ def test_without_shared_prefixes_copy_options_change_nothing(
             for number, one in enumerate(trace.requests, start=1)
         ),
     )
-    plain = ControlSpec(prefill="cache-aware", offload=offload)
+    plain = ControlSpec(decode="foresight", prefill="cache-aware", offload=offload)
     busy = msgspec.structs.replace(plain, prefix_pool=True, copies=EAGER)
     one, other = (simulate(sites(*model), alone, spec, assumed) for spec in (plain, busy))
     assert _without_times(one.summary) == _without_times(other.summary)

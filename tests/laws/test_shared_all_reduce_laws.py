@@ -149,7 +149,7 @@ def equal(shared: Run, alone: Run) -> None:
 
 
 def run(shape: Shape, trace: Trace, assumed: SimSettings, *, reduces: bool = True) -> Run:
-    return simulate(cluster(shape, reduces=reduces), trace, ControlSpec(), assumed, seed=1)
+    return simulate(cluster(shape, reduces=reduces), trace, ControlSpec(decode="foresight"), assumed, seed=1)
 
 
 @many
@@ -198,8 +198,8 @@ instances:
     known, plain = parse(text.replace("REDUCE", reduce)), parse(text.replace(", all_reduce: REDUCE", ""))
     (traffic,) = instance_traffic(known).values()
     assert [bool(stage.flows) for stage in traffic.stages] == [True, False]
-    shared = simulate(known, trace, ControlSpec(), SimSettings(), seed=1)
-    equal(shared, simulate(plain, trace, ControlSpec(), SimSettings(), seed=1))
+    shared = simulate(known, trace, ControlSpec(decode="foresight"), SimSettings(), seed=1)
+    equal(shared, simulate(plain, trace, ControlSpec(decode="foresight"), SimSettings(), seed=1))
     assert shared.summary.all_reduces["prefill"].iterations == 6
     reduced = 3 * 500 * sum(float(stage.link_bytes.sum()) for stage in traffic.stages)
     assert shared.summary.all_reduces["prefill"].network_bytes == pytest.approx(reduced)
@@ -265,7 +265,7 @@ def test_the_same_seed_gives_the_same_log(shape: Shape, trace: Trace, slice_s: f
     logs = []
     for _ in range(2):
         with TemporaryDirectory() as folder:
-            path, spec = Path(folder) / "run.log", ControlSpec()
+            path, spec = Path(folder) / "run.log", ControlSpec(decode="foresight")
             with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
                 simulate(cluster(shape), trace, spec, SimSettings(all_reduce_slice_s=slice_s), seed=1, log=log)
             logs.append(path.read_bytes())
@@ -335,7 +335,7 @@ def test_a_transfer_and_a_decoding_group_slow_each_other() -> None:
 @pytest.mark.parametrize("telemetry", ["tier", "link"])
 def test_telemetry_counts_all_reduces_as_other_traffic(telemetry: Telemetry, tmp_path: Path) -> None:
     """The router receives their mean rate since the last refresh: over all refreshes, the bytes of all slices."""
-    known, spec, path = cluster(BUSY), ControlSpec(), tmp_path / "run.log"
+    known, spec, path = cluster(BUSY), ControlSpec(decode="foresight"), tmp_path / "run.log"
     with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
         found = simulate(known, Trace("decoding", DECODING), spec, SimSettings(telemetry=telemetry), seed=1, log=log)
     events = [record.event for record in read_log(path)[1]]

@@ -65,8 +65,9 @@ def simulated(
     return run, list(read_log(path)[1])
 
 
-POOL = ControlSpec(prefill="cache-aware", prefix_pool=True)
+POOL = ControlSpec(decode="foresight", prefill="cache-aware", prefix_pool=True)
 AHEAD = ControlSpec(
+    decode="foresight",
     prefill="cache-aware",
     copies=CopySpec(review_s=1.0, hotspots=HotspotSpec(window_reads=8, factor=1.2, reads_min=1), budget_s=60.0),
 )

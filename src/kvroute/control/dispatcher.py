@@ -113,12 +113,13 @@ class Dispatcher:
         request, model, view = booking.request, booking.model, self._view
         candidates = view.prefill_candidates(request, model, at, booking.avoid)
         candidates, loads = self._loads.offer(request, model, candidates)
+        cached = candidates
         candidates, fetches = self._prefixes.with_fetches(request, model, candidates, at)
         candidates, adapter_s = view.with_adapter(request, candidates)
         placement = self._offloader.place(request, candidates, at, booking.at_home) if self._offloader else None
         candidates = placement.candidates if placement else candidates
         choice = view.choose_prefill(request, model, candidates)
-        chosen = self._pairing.choose(request, model, candidates, choice, at, booking.avoid)
+        chosen = self._pairing.choose(request, model, candidates, cached, choice, at, booking.avoid)
         if isinstance(chosen, Reject):
             return (chosen,)
         predicts = view.options.predicts or booking.ttft_max_s is not None

@@ -51,18 +51,21 @@ class Pairing:
         request: Request,
         model: str,
         candidates: PrefillCandidates,
+        cached: PrefillCandidates,
         choice: Choice | Reject,
         at: float,
         avoid: Avoided,
     ) -> Choice | AlonePick | Reject:
-        """Return the prefill instance, or a decode instance alone, given the prefill policy's choice.
+        """Return the prefill instance, or an instance that serves the request alone, given the prefill policy's choice.
+
+        `cached` are the same prefill instances, without the prefixes that they would fetch from others.
 
         That choice is kept if instances both prefill and decode, if they receive both legs at once, or if no decode
         instance has room for the KV cache now: one may have room when the prefill has ended.
         """
         if self._policy is None or not self._separable[model]:
             return choice
-        pools, offer = self._offer(request, model, candidates, at, avoid)
+        pools, offer = self._offer(request, model, cached, at, avoid)
         if isinstance(choice, Reject) and not pools:
             return choice
         turn, by_protocol = self._view.prefill[model].decisions, dict[str, Candidates]()
@@ -80,12 +83,12 @@ class Pairing:
         return chosen.prefill
 
     def _offer(
-        self, request: Request, model: str, candidates: PrefillCandidates, at: float, avoid: Avoided
+        self, request: Request, model: str, cached: PrefillCandidates, at: float, avoid: Avoided
     ) -> tuple[tuple[DecodePool, ...], AloneOffer | None]:
         if self._offers is None or self._tracker is None or request.adapter:
             return (), None
         output_tokens = self._tracker.table.answers.mean_tokens
-        return self._offers.offer(request, model, candidates, at, avoid, output_tokens)
+        return self._offers.offer(request, model, cached, at, avoid, output_tokens)
 
     def _splits(self, model: str) -> bool:
         """Whether every prefill instance of a model ends its leg before the decode leg starts."""

@@ -110,7 +110,7 @@ def test_row_5_an_explicit_label_skips_the_checks() -> None:
 def test_a_level_of_a_topology_is_allowed(view: ClusterView) -> None:
     """Grove's topologies are as good as kvroute's."""
     new = [constrained(mismatchPolicy=policy) for policy in ("fail", "fallback", "required", "preferred")]
-    new += [router(), _weighted("soft-topology"), _weighted("foresight")]
+    new += [router(), _weighted("soft-topology"), _weighted("foresight-joint")]
     responses = judged(view, *[review("CREATE", each) for each in new])
     assert [response["allowed"] for response in responses] == [True] * 7
 
