@@ -18,6 +18,7 @@ from kvroute.collectives import Aggregation, AllReduce, Collective, Scheme, all_
 from kvroute.control import ControlSpec, LogHeader
 from kvroute.event_log import EventLog, read_log
 from kvroute.flows import FlowNetwork
+from kvroute.policies import NO_BOUND
 from kvroute.sim.metrics import FINISHED
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings, Telemetry, TransferMode
@@ -236,6 +237,30 @@ def test_every_link_carries_the_bytes_of_the_schemes_and_of_the_transfers(
     assert counted == pytest.approx(float(wanted.sum()))
     capacity = cluster(shape).capacity_bytes_per_s
     assert (shared.link_bytes <= capacity * shared.end_s * (1 + 1e-9)).all()
+
+
+@many
+@given(shapes, traces(), slices, st.booleans())
+def test_requests_that_one_instance_serves_reduce_their_tokens_there(
+    shape: Shape, trace: Trace, slice_s: float, together: bool
+) -> None:
+    """The end of the prompt gives the first token, which crosses no stage again."""
+    shape = replace(shape, together=together)
+    known = cluster(shape)
+    spec = ControlSpec(decode="foresight-joint", parameters={"token_delay_max": NO_BOUND})
+    found = simulate(known, trace, spec, SimSettings(all_reduce_slice_s=slice_s), seed=1)
+    rows = found.outcomes
+    assert (rows.state == FINISHED).all()
+    per_token = [token_bytes_by_link(shape, instance.role) for instance in known.instances]
+    wanted = np.zeros(len(known.links))
+    for source, target, inputs, outputs in zip(
+        rows.source, rows.target, rows.input_tokens, rows.output_tokens, strict=True
+    ):
+        wanted += per_token[source] * inputs
+        if outputs:
+            wanted += per_token[target] * (outputs - (source == target))
+    counted = sum(cost.network_bytes for cost in found.summary.all_reduces.values())
+    assert counted == pytest.approx(float(wanted.sum()))
 
 
 @many

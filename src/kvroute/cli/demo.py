@@ -151,7 +151,14 @@ def _halves(found: Sequence[Comparison]) -> Iterator[tuple[str, str, Half]]:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for column in ("policy", ""):
         table.add_column(column, no_wrap=True)
     for column in columns:

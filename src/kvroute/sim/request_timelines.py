@@ -416,6 +416,11 @@ class RequestTimelines:
             self._router.stored(source, self._delivery.cached(request), evicted)
         self._router.give_back(source)
         self._outcomes.first_token_s[request] = now
+        if traced.output_tokens == 1:
+            self._outcomes.admitted_s[request] = now
+            self._router.handle(Admitted(now, request))
+            self._end_answered(request, source)
+            return
         decode = self._fleet.decode[source]
         wake_s = decode.transfer_done(now, request, traced.input_tokens + 1, traced.output_tokens - 1)
         self._plan_step(source, wake_s)
@@ -448,6 +453,15 @@ class RequestTimelines:
             self._router.give_back(target)
         self._finish(request, None)
         self._router.give_back(source)
+
+    def _end_answered(self, request: int, target: int) -> None:
+        """End a request that has its last token."""
+        if self._store is not None and self._continued[request]:
+            self.advance()
+            self._store.write_back(target, self._continued[request])
+        self._router.evicted(self._delivery.release(request))
+        self._finish(request, self._fleet.free_bytes(target))
+        self._router.give_back(target)
 
     def _hand_over(self, request: int) -> None:
         """Request the complete KV cache now, or remove the rate limit of a transfer that already streams."""
@@ -544,12 +558,7 @@ class RequestTimelines:
         if step.began or step.computed:
             self._prompts_stepped(target, step)
         for request in step.finished:
-            if self._store is not None and self._continued[request]:
-                self.advance()
-                self._store.write_back(target, self._continued[request])
-            self._router.evicted(self._delivery.release(request))
-            self._finish(request, self._fleet.free_bytes(target))
-            self._router.give_back(target)
+            self._end_answered(request, target)
         for request in step.admitted:
             if math.isnan(outcomes.first_token_s[request]) or math.isnan(outcomes.admitted_s[request]):
                 outcomes.admitted_s[request] = now
