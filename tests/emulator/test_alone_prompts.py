@@ -118,6 +118,31 @@ def test_a_slow_engine_computes_prompts_slower(factor: float) -> None:
     assert ends[0] + ends[1] == pytest.approx([0.12, 1.0 + factor * 0.12])
 
 
+@pytest.mark.parametrize("output_tokens", [1, 2, 5])
+def test_a_prefill_instance_goes_on_with_the_second_token(output_tokens: int) -> None:
+    """The end of a prompt of 30 tokens gives the first token after 50 ms. The second one waits for the next prompt."""
+    clock, times = VirtualClock(), list[float]()
+    engine = engine_on(clock, role="prefill")
+    job = engine.arrive(prompt_of(*range(30)), output_tokens, streaming=True)
+
+    def on_change() -> None:
+        if job.stage == "prefilled":
+            engine.reserve(job)
+        elif job.stage == "reserved":
+            engine.go_on(job)
+        while len(times) < job.emitted:
+            times.append(clock.now())
+
+    job.on_change = on_change
+    engine.prefill(job)
+    engine.prefill(engine.arrive(prompt_of(7, *range(29)), 1))
+    clock.run()
+    assert times == pytest.approx(([0.05] + [0.1 + 0.011 * token for token in range(1, 5)])[:output_tokens], abs=1e-3)
+    assert job.stage == "answered"
+    assert (engine.running, engine.waiting, engine.kv_used_share) == (0, 0, 0.0)
+    assert engine.counters.ttft_s.sum_s == pytest.approx(0.05)
+
+
 def test_the_batch_of_another_role_waits_for_a_prompt() -> None:
     """A prompt of 30 tokens takes 50 ms, by which the iteration in progress takes longer."""
     clock, times = VirtualClock(), list[float]()

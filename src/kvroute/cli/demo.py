@@ -176,9 +176,10 @@ def _times(found: Sequence[Comparison]) -> Table:
 
 def _tiers(found: Sequence[Comparison]) -> Table:
     seen = [tier for tier in range(TIER_COUNT) if any(half.tier_share[tier] for _, _, half in _halves(found))]
-    table = _table("KV transfers by tier, %", [TIERS[tier] for tier in seen])
+    table = _table("KV transfers by tier, % of requests", ["none", *(TIERS[tier] for tier in seen)])
     for policy, side, half in _halves(found):
-        table.add_row(policy, side, *(f"{100 * half.tier_share[tier]:.0f}" for tier in seen))
+        shares = (max(0.0, 1.0 - sum(half.tier_share)), *(half.tier_share[tier] for tier in seen))
+        table.add_row(policy, side, *(f"{100 * share:.0f}" for share in shares))
     return table
 
 

@@ -19,7 +19,7 @@ ClusterFile: TypeAlias = Annotated[
     ),
 ]
 Policy: TypeAlias = Annotated[
-    str | None, typer.Option(help="Decode policy; default: the file's, else foresight.", rich_help_panel=ROUTING)
+    str | None, typer.Option(help="Decode policy; default: the file's, else foresight-joint.", rich_help_panel=ROUTING)
 ]
 PrefillPolicy: TypeAlias = Annotated[
     str | None, typer.Option(help="Prefill policy; default: the file's.", rich_help_panel=ROUTING)

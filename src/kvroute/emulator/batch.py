@@ -63,12 +63,18 @@ class Batch:
         return len(self._sequences) - len(self._running)
 
     def transfer_done(self, sequence: EngineSequence) -> None:
-        """Add a sequence whose KV has arrived. It joins at the next boundary."""
-        now = self.clock.now()
+        """Add a sequence whose KV is here, with the tokens that it has emitted. It joins at the next boundary."""
+        now, emitted = self.clock.now(), sequence.emitted
         self._catch_up(now)
+        if emitted == sequence.output_tokens:
+            sequence.stage = "answered"
+            self.on_left(sequence, now)
+            sequence.on_change()
+            return
         self._sequences[sequence.number] = sequence
         sequence.set_stage("decoding")
-        self._plan(self._decode.transfer_done(now, sequence.number, sequence.input_tokens, sequence.output_tokens))
+        tokens = sequence.input_tokens + emitted, sequence.output_tokens - emitted
+        self._plan(self._decode.transfer_done(now, sequence.number, *tokens))
 
     def prompt_arrived(self, sequence: EngineSequence) -> None:
         """Add a sequence whose prompt is to be computed beside the batch. It gets a slot at the next boundary."""
@@ -169,7 +175,7 @@ class Batch:
             self._finish(self._running.pop(number), at)
         joined = [self._sequences[number] for number in step.admitted]
         for sequence in joined:
-            sequence.entry = self._decode.iteration
+            sequence.entry = self._decode.iteration - sequence.emitted
             self._running[sequence.number] = sequence
             self._streams += sequence.streaming
         self._running.update((number, self._sequences[number]) for number in step.began)

@@ -305,7 +305,7 @@ class Completion:
         if self.ask.leg == "whole":
             for sequence in jobs:
                 await self._reserved(sequence)
-                self.engine.transfer_done(sequence)
+                self.engine.go_on(sequence)
         elif len(jobs) == 1:
             await self._fetch(jobs[0], self.ask.tickets[0])
         else:

@@ -325,6 +325,14 @@ class Engine:
         self._kv_stored(job)
         self.batch.transfer_done(job)
 
+    def go_on(self, job: EngineSequence) -> None:
+        """Put a reserved sequence whose prompt was computed here into the batch. The end of the prompt has given its
+        first token."""
+        if not self._closed:
+            self.counters.ttft_s.add(self.clock.now() - job.arrived_s)
+            job.emitted = 1
+            self.transfer_done(job)
+
     def prefill_beside(self, job: EngineSequence) -> None:
         """Compute the prompt of a reserved sequence in chunks beside the batch, from the next boundary on."""
         if self._closed:
@@ -371,7 +379,8 @@ class Engine:
 
     def _stepped(self, step: Step, joined: list[EngineSequence]) -> None:
         for job in joined:
-            self.counters.ttft_s.add(step.first_token_s - job.arrived_s)
+            if not job.emitted:
+                self.counters.ttft_s.add(step.first_token_s - job.arrived_s)
         self.counters.iteration(step.iteration_s, self.batch.running)
         if step.finished:
             self._grant()

@@ -52,7 +52,7 @@ class EngineSequence:
     pinned_blocks: int = 0
     """Blocks that are pinned while the KV is held."""
     emitted: int = 0
-    """Output tokens so far. Updated during decoding only if `streaming`."""
+    """Output tokens so far. Updated in the batch only if `streaming`."""
     entry: int = 0
     """Iteration at whose start the sequence joined the batch."""
     traced: int | None = None

@@ -58,7 +58,7 @@ class Half(msgspec.Struct, frozen=True, kw_only=True):
     parts_s: dict[str, float]
     """Mean of each of PARTS, in seconds."""
     tier_share: tuple[float, ...]
-    """Share of transfers by tier, [TIER_COUNT]."""
+    """Share of requests whose KV cache was sent, by tier, [TIER_COUNT]. One instance served the others."""
     ttft_s: tuple[float | None, ...]
     """TTFT by request; None if there was no response."""
     errors: tuple[str, ...] = ()
@@ -164,8 +164,9 @@ def predicted(run: Run) -> Half:
     """Reduce a run to the values that a gateway's clients and metrics provide."""
     means = msgspec.to_builtins(run.summary.ttft_parts_s)
     parts_s = {name: sum(means[part] or 0.0 for part in of) for name, of in PARTS.items()}
-    tiers = run.outcomes.tier
-    share = _share(np.bincount(tiers[tiers >= 0], minlength=TIER_COUNT).astype(np.float64))
+    tiers, sent = run.outcomes.tier, run.outcomes.source != run.outcomes.target
+    answered = int((tiers >= 0).sum())
+    share = _share(np.bincount(tiers[(tiers >= 0) & sent], minlength=TIER_COUNT).astype(np.float64), answered)
     ttft_s = [second if np.isfinite(second) else None for second in run.outcomes.ttft_s.tolist()]
     return _half(ttft_s, parts_s, share)
 
@@ -173,7 +174,8 @@ def predicted(run: Run) -> Half:
 def observed(answers: Sequence[Answer], metrics: str) -> Half:
     """Summarize the clients' measurements, and the parts and tiers in the gateway's metrics page."""
     transfers = _by_label(metrics, "kvroute_transfer_seconds_count", "tier")
-    share = _share(np.array([transfers.get(tier, 0.0) for tier in _TIERS]))
+    counts_by_tier = np.array([transfers.get(tier, 0.0) for tier in _TIERS])
+    share = _share(counts_by_tier, sum(answer.ok for answer in answers))
     sums, counts = (_by_label(metrics, f"kvroute_ttft_part_seconds_{which}", "part") for which in ("sum", "count"))
     parts_s = {name: sums.get(part, 0.0) / max(counts.get(part, 0.0), 1.0) for part, name in _GATEWAY_PARTS.items()}
     errors = tuple(sorted({answer.error for answer in answers if answer.error}))
@@ -263,8 +265,8 @@ def _by_label(page: str, name: str, label: str) -> dict[str, float]:
     return {value: float(number) for value, number in found}
 
 
-def _share(counts: FloatArray) -> tuple[float, ...]:
-    return tuple((counts / max(float(counts.sum()), 1.0)).tolist())
+def _share(counts: FloatArray, requests: int) -> tuple[float, ...]:
+    return tuple((counts / max(requests, 1)).tolist())
 
 
 def _half(

@@ -49,9 +49,9 @@ DECODE_POLICIES: dict[str, Callable[..., DecodePolicy]] = {
 }
 
 DECODE_USES = {
-    "foresight": "transfers from several prefill instances share NICs or uplinks",
+    "foresight": "every request must be a pair, or the prefill policy is yours; transfers share NICs or uplinks",
     "foresight-closed": "thousands of instances, or if a difference of one per cent does not matter",
-    "foresight-joint": "prefill instances with different network paths or cached prefixes",
+    "foresight-joint": "the default; prefill and decode chosen together, or one instance for both",
     "netkv": "telemetry is available, even once a minute",
     "netkv-static": "no telemetry",
     "netkv-topo": "no telemetry, light traffic",

@@ -89,6 +89,15 @@ _BETWEEN_SITES = (
     ),
 )
 """Columns shown if KV cache is sent between datacenters."""
+_ALONE = (
+    _Column(
+        Heading("alone %", "Requests that one instance served, without a KV transfer", 10),
+        lambda run: run.alone_share,
+        scale=100,
+        digits=0,
+    ),
+)
+"""Columns shown if one instance served a request."""
 _FROM_STORE = (
     _Column(
         Heading("store read GB", "Cached KV read from the store", 12),
@@ -143,7 +152,12 @@ def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) ->
     columns = [[Entry(policy) for policy in policies]]
     headings = [Heading("policy")]
     reads = any(run.store is not None and run.store.reads for run in runs)
-    shown = [*_COLUMNS, *(_BETWEEN_SITES if _between_sites(runs) else ()), *(_FROM_STORE if reads else ())]
+    shown = [
+        *_COLUMNS,
+        *(_ALONE if any(run.alone_share for run in runs) else ()),
+        *(_BETWEEN_SITES if _between_sites(runs) else ()),
+        *(_FROM_STORE if reads else ()),
+    ]
     for column in (*shown, *(_SHARED_ALL_REDUCES if any(run.all_reduces for run in runs) else ())):
         headings.append(_with_slo(column.heading, slo_ttft_s))
         columns.append(

@@ -156,6 +156,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reject_reason: str | None = None
     """Reason for the first rejection of the run."""
     tier_share: dict[str, float]
+    """Share of the KV transfers by tier."""
+    alone_share: float = 0.0
+    """Share of the requests that one instance served, without a transfer."""
     cache_hit: float | None
     """Share of prompt tokens found on the chosen decode instance."""
     prefill_cache_hit: float | None
@@ -218,7 +221,8 @@ def summarise(
     seconds = _window_s(outcomes, settings, inside)
     good = _good(outcomes, settings)[inside & (outcomes.output_tokens > 0)]
     sent = inside & np.isfinite(outcomes.landed_s)
-    tiers = np.bincount(outcomes.tier[sent], minlength=TIER_COUNT) / max(int(sent.sum()), 1)
+    moved = sent & (outcomes.source != outcomes.target)
+    tiers = np.bincount(outcomes.tier[moved], minlength=TIER_COUNT) / max(int(moved.sum()), 1)
     shown = TIER_COUNT if tiers[-1] else TIER_COUNT - 1
     first = inside & np.isfinite(outcomes.first_token_s)
     tpot_s = (outcomes.finished_s - outcomes.first_token_s)[inside] / np.maximum(outcomes.output_tokens[inside] - 1, 1)
@@ -230,13 +234,14 @@ def summarise(
         measured=measured,
         ttft_s=Spread.of(outcomes.ttft_s[inside]),
         ttft_parts_s=_parts(outcomes, first),
-        transfer_s=Spread.of((outcomes.landed_s - outcomes.prefill_finished_s)[inside]),
+        transfer_s=Spread.of((outcomes.landed_s - outcomes.prefill_finished_s)[moved]),
         tbt_s=Spread.of(outcomes.entry_iteration_s[inside]),
         tpot_s=Spread.of(tpot_s[outcomes.output_tokens[inside] > 1]),
         slo_attainment=float(good.mean()) if good.size else None,
         goodput_per_s=float(good.sum() / seconds) if seconds else None,
         throughput_per_s=finished / seconds if seconds else None,
         tier_share={str(tier): float(tiers[tier]) for tier in range(shown)},
+        alone_share=1.0 - float(moved.sum()) / max(int(sent.sum()), 1) if sent.any() else 0.0,
         cache_hit=_share(outcomes.hit_tokens[sent], outcomes.input_tokens[sent]),
         prefill_cache_hit=_share(outcomes.cached_tokens[inside], outcomes.input_tokens[inside]),
         kv_bytes=float(np.nansum(outcomes.kv_bytes[inside])),
