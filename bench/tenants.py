@@ -87,7 +87,8 @@ def simulated(cell: Cell) -> Found:
     most_s = SLO_S if cell.slo else None
     tenants = tuple([Tenant(f"tenant{number}", ttft_max_s=most_s) for number in range(len(cell.streams))])
     tenancy = Tenancy(tenants, of_request, work_s=WORK_S if cell.fair else None)
-    run: Run = simulate(load(CLUSTER), trace, ControlSpec(), SimSettings(), seed=cell.seed, tenancy=tenancy)
+    spec = ControlSpec(decode="foresight")
+    run: Run = simulate(load(CLUSTER), trace, spec, SimSettings(), seed=cell.seed, tenancy=tenancy)
     ttft_s, last = run.outcomes.ttft_s, np.array(of_request) == len(cell.streams) - 1
     p50_s, p99_s = np.nanquantile(ttft_s[last], (0.5, 0.99)).tolist()
     done = run.summary.requests

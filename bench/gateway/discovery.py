@@ -57,6 +57,7 @@ discovery:
 gateway:
   listen: {port: 0}
   admin: {port: 0}
+  policy: foresight
   health: {interval: 60 s}
   scrape: {interval: 60 s}
 """
@@ -178,7 +179,7 @@ async def _until(condition: Any) -> None:
 def core(engines: int, requests: int, count: int) -> tuple[float, float]:
     """Return the median seconds that a core needs to prepare a change and to apply it, with requests in flight."""
     base = parse(CLUSTER.partition("gateway:")[0])
-    spec = ControlSpec(shadow="netkv", oracle=OracleSettings(self_measured=True))
+    spec = ControlSpec(decode="foresight", shadow="netkv", oracle=OracleSettings(self_measured=True))
     control = spec.build(base)
     found = [_discovered(entry(number, 8000, 0)) for number in range(engines)]
     joined = admitted(base, {}, found)[0]

@@ -39,6 +39,7 @@ instances:
 gateway:
   listen: {port: 0}
   admin: {port: 0}
+  policy: foresight
   health: {interval: 500 ms, timeout: 1 s, failures: 2, panic: PANIC}
 """
 BEFORE_S, AFTER_S = 3.0, 10.0

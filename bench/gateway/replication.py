@@ -94,7 +94,8 @@ async def gateways(running: Engines, count: int, section: Mapping[str, Any]) -> 
     with contextlib.ExitStack() as stack:
         found = []
         for _ in range(count):
-            file = running.file({"listen": {"port": 0}, "admin": {"port": 0}, "prefix": "approximate", **section})
+            ports = {"listen": {"port": 0}, "admin": {"port": 0}}
+            file = running.file({**ports, "prefix": "approximate", "policy": "foresight", **section})
             ready = file.with_suffix(".ready")
             program = stack.enter_context(Program([KVROUTE, "serve", str(file), "--ready-file", str(ready)]))
             found.append((program, ready))

@@ -28,7 +28,6 @@ from bench.gateway.program import Program, free_ports
 from bench.measurement import Failed, Row, show
 
 from kvroute.load_generator import Answer, TimedRequest, replay_trace
-from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.topology import ClusterFile, TimingEntry
 from kvroute.topology.schema import DecodeEntry, EndpointEntry, InstanceEntry, LinearPrefillEntry
 from kvroute.topology.units import Duration
@@ -59,7 +58,7 @@ class Load:
     decode: int = 375
     rate_per_s: float = 50.0
     seconds: float = 20.0
-    policy: str = DEFAULT_DECODE_POLICY
+    policy: str = "foresight"
 
     def plays(self) -> Iterator[TimedRequest]:
         """Yield streamed completions of 2,048 token ids; three quarters are shared within a group."""

@@ -107,7 +107,8 @@ def predicted(file: Path, agents: int, turns: int) -> float:
             after.append(tuple(range(agents)) if turn == 1 else (agent + (turn - 1) * agents,) if turn else ())
     think_s = tuple(THINK_S if earlier else 0.0 for earlier in after)
     trace = Trace("agents", tuple(requests), loop=Loop(tuple(after), think_s, (math.inf,) * len(requests)))
-    ended_s = simulate(load(file), trace, ControlSpec(prefill="cache-aware"), SimSettings()).outcomes.finished_s
+    spec = ControlSpec(decode="foresight", prefill="cache-aware")
+    ended_s = simulate(load(file), trace, spec, SimSettings()).outcomes.finished_s
     return float(agents * turns / (ended_s.max() - ended_s[:agents].max()))
 
 

@@ -139,6 +139,7 @@ async def scenario(folder: Path) -> None:
     section = {
         "replication": {"redis": f"redis://127.0.0.1:{port}", "lease": "2 s", "flush": "5 ms"},
         "log": {"events": "events.log", "total_size": "10 GB"},
+        "policy": "foresight-joint",
     }
     with engines(folder) as running, ExitStack() as servers:
         server = servers.enter_context(redis(folder, port))

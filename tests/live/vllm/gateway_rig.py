@@ -123,6 +123,7 @@ def cluster_file(pair: Pair, more: dict[str, Any], servers: Sequence[Server] = (
             "models": {"tiny": model},
             "prompt": {"tokenizer": str(pair.model / "tokenizer.json"), "block_tokens": 32},
             "health": {"interval": "500 ms"},
+            "policy": "foresight",  # a pair for every request
             **more,
         },
     }

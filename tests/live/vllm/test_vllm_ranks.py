@@ -112,6 +112,7 @@ def cluster_file(servers: Servers, role: str, **more: Any) -> str:
             "prompt": {"tokenizer": str(servers.model / "tokenizer.json"), "block_tokens": 32},
             "health": {"interval": "500 ms"},
             "scrape": {"interval": "200 ms"},
+            "policy": "foresight",  # a pair for every request
             **more,
         },
     }

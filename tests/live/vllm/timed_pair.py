@@ -264,6 +264,7 @@ def cluster_text(pair: TimedPair, timing: Timing, link: Link) -> str:
             "models": {"tiny": config},
             "prompt": {"tokenizer": str(pair.model / "tokenizer.json"), "block_tokens": BLOCK_TOKENS},
             "health": {"interval": "2 s"},
+            "policy": "foresight",  # a pair for every request
         },
     }
     return json.dumps(document)  # YAML includes JSON
