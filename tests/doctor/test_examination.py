@@ -49,6 +49,9 @@ def test_healthy_engines_have_no_findings(protocol: KvProtocol) -> None:
             assert engine.events.replay
         prefills = [engine for engine in report.engines if engine.role == "prefill"]
         assert all(engine.events and engine.events.own_batches for engine in prefills)
+        alone = {"vllm": ["decode0", "decode1", "prefill0", "prefill1"], "mooncake": ["decode0", "decode1"]}
+        assert [engine.name for engine in report.engines if engine.alone == ""] == alone.get(protocol, [])
+        assert all(not engine.alone for engine in report.engines)
 
     run(main())
 
@@ -286,6 +289,8 @@ class StubBehaviour:
     """Gate at which its completions wait."""
     leaks_key: bool = False
     """True if its completions fail with a message that contains the key."""
+    only_legs: bool = False
+    """True if it refuses completions without transfer parameters."""
 
     async def serve(self, engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         """See `stub_engines.Serve`."""
@@ -299,6 +304,8 @@ class StubBehaviour:
             await self.gate.wait()
         if self.leaks_key:
             return web.json_response({"error": {"message": f"the key {self.key} may not do this"}}, status=500)
+        if self.only_legs and "kv_transfer_params" not in received.json:
+            return web.json_response({"error": {"message": "this server only decodes"}}, status=400)
         return await tokens(engine, request, received)
 
 
@@ -306,9 +313,30 @@ async def examined(engines: list[Engine], key: str = "", options: Options = OPTI
     return await examine(deployment(engines), options, key)
 
 
-def deployment(engines: list[Engine]) -> Deployment:
+def deployment(engines: list[Engine], gateway: str = "") -> Deployment:
     endpoints = {engine.name: Endpoint(url=f"http://127.0.0.1:{engine.port}") for engine in engines}
-    return Deployment.of(cluster_text(endpoints), "clinic.yaml")
+    return Deployment.of(cluster_text(endpoints, gateway=gateway), "clinic.yaml")
+
+
+@pytest.mark.parametrize(
+    ("gateway", "found"),
+    [("", ["prefill0"]), ("gateway: {parameters: {alone: 1}}\n", []), ("gateway: {policy: foresight}\n", [])],
+)
+def test_an_engine_that_cannot_serve_a_request_alone_is_found_if_it_may_have_to(gateway: str, found: list[str]) -> None:
+    async def main() -> None:
+        engines = [
+            Engine("prefill0", "prefill", serve=StubBehaviour(only_legs=True).serve),
+            Engine("decode0", "decode", serve=StubBehaviour().serve),
+        ]
+        async with listening(engines):
+            report = await examine(deployment(engines, gateway), OPTIONS)
+        findings = [finding for finding in report.findings if "without a KV transfer" in finding.what]
+        assert [finding.where for finding in findings] == found
+        for finding in findings:
+            assert "failed: HTTP status 400 (this server only decodes)" in finding.what
+            assert "policy: foresight" in finding.hint
+
+    run(main())
 
 
 def test_metrics_missing_from_an_engines_page_are_found() -> None:

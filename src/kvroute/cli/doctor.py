@@ -150,6 +150,10 @@ def _print(report: Report) -> None:
             f"{len(report.pairs)} of {report.pairs_possible} possible pairs were tested; --pairs all tests all of them."
         )
         out.print(what, style="dim", highlight=False)
+    alone = [engine.alone for engine in report.engines if engine.alone is not None]
+    if alone:
+        what = f"{alone.count('')} of {len(alone)} engines that may serve a request without a KV transfer served one."
+        out.print(what, style="dim", highlight=False)
     if report.well:
         out.print("All checks passed.", style="green")
         return

@@ -42,6 +42,13 @@ class AloneOffers:
             if "prefill" in roles
         }
 
+    @property
+    def ids(self) -> list[int]:
+        """The instances that may serve a request alone, ascending."""
+        view = self._view
+        pools = [*(view.decode[key] for key in self._times), *(view.stays[key] for key in self._prefill_positions)]
+        return sorted(index for pool in pools for index in pool.ids.tolist())
+
     def offer(
         self,
         request: Request,

@@ -226,6 +226,11 @@ class Control:
         """Load of every instance as the router counts it, by name. Changes nothing."""
         return self._view.loads(at)
 
+    @property
+    def alone_instances(self) -> list[str]:
+        """Names of the instances that the policy may let serve a request alone in place of a pair."""
+        return [self._cluster.instances[index].name for index in self._dispatcher.pairing.alone_ids]
+
     def learned(self, at: float) -> tuple[TierLearned, ...] | None:
         """What the acting policy, else the shadow policy, has learned from own transfers for each tier, [TIER_COUNT];
         None if neither learns. Changes nothing."""

@@ -100,7 +100,7 @@ class Dispatcher:
 
     def __init__(self, view: ClusterView, offloader: Offloader | None, prefixes: PrefixCopies) -> None:
         self._view, self._offloader, self._prefixes = view, offloader, prefixes
-        self._pairing = Pairing(view)
+        self.pairing = Pairing(view)
         self._loads = KvLoads(view)
         self.forecaster = Forecaster(view)
         """Predicts times to the first token; it books nothing."""
@@ -119,7 +119,7 @@ class Dispatcher:
         placement = self._offloader.place(request, candidates, at, booking.at_home) if self._offloader else None
         candidates = placement.candidates if placement else candidates
         choice = view.choose_prefill(request, model, candidates)
-        chosen = self._pairing.choose(request, model, candidates, cached, choice, at, booking.avoid)
+        chosen = self.pairing.choose(request, model, candidates, cached, choice, at, booking.avoid)
         if isinstance(chosen, Reject):
             return (chosen,)
         predicts = view.options.predicts or booking.ttft_max_s is not None

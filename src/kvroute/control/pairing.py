@@ -46,6 +46,13 @@ class Pairing:
             roles = self._policy.serves_alone
             self._offers = AloneOffers(view, roles) if roles else None
 
+    @property
+    def alone_ids(self) -> list[int]:
+        """The instances that may serve a request alone in place of a pair, ascending."""
+        instances = self._view.cluster.instances
+        ids = self._offers.ids if self._offers is not None else []
+        return [index for index in ids if self._separable[instances[index].model]]
+
     def choose(
         self,
         request: Request,

@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 import time
+import uuid
 from dataclasses import dataclass
 
 import zmq
@@ -17,7 +18,16 @@ from kvroute.doctor.engine import Examined, ask_engine, examined
 from kvroute.doctor.fetch import LATE
 from kvroute.doctor.kv_events import SentPrompt, Subscription
 from kvroute.doctor.pairs import PAIRS_MAX, chosen_pairs, possible_pairs
-from kvroute.doctor.probe import Outcome, PairError, Probe, prompt_of, prompt_tokens
+from kvroute.doctor.probe import (
+    Outcome,
+    PairError,
+    Probe,
+    completion_of,
+    posted,
+    problem_of,
+    prompt_of,
+    prompt_tokens,
+)
 from kvroute.doctor.report import Finding, PairReport, Report
 from kvroute.doctor.verdict import engine_findings, judge, pair_findings, silent_events_finding, slow
 from kvroute.gateway.engines.factory import engine_clients
@@ -29,6 +39,8 @@ ENGINE_WAIT_S = 5.0
 """Time limit for one page of an engine, in seconds."""
 EVENTS_WAIT_S = 3.0
 """Time limit for a ZMQ endpoint, and for a batch after its prompt, in seconds."""
+ALONE_TOKENS = 64
+"""Length of the prompt that one engine serves alone."""
 AT_ONCE = 64
 """Maximum number of engines that are queried at the same time."""
 _LEAST_S = 0.01
@@ -100,6 +112,7 @@ class _Examination:
         await self._ask_engines()
         for number, pair in enumerate(self.report.pairs):
             await self._try_pair(pair, len(self.report.pairs) - number)
+        await self._try_alone()
         await asyncio.gather(*(each.own_batch(self._wait_s(EVENTS_WAIT_S)) for each in self._subscriptions.values()))
         self._conclude()
 
@@ -161,6 +174,26 @@ class _Examination:
         if outcome.transfer_tp is not None and ends[0].report.engine_tp is None:
             ends[0].report.engine_tp = outcome.transfer_tp
         self._findings += pair_findings(pair, outcome)
+
+    async def _try_alone(self) -> None:
+        """Send a short request to each engine that the gateway's policy may let serve one alone."""
+        names = self._settings.control_spec().build(self._cluster).alone_instances
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(engine: Examined) -> None:
+            async with places:
+                if not self._remaining_s():
+                    return
+                completion = completion_of(engine, prompt_of(self._draw, ALONE_TOKENS))
+                name = uuid.UUID(int=self._draw.getrandbits(128)).hex
+                body = engine.client.protocol.aggregated_body(completion)
+                wrong = problem_of(await posted(engine, name, body, self._remaining_s()))
+                engine.report.alone = wrong.replace(self._key or _HIDDEN, _HIDDEN)
+
+        async with asyncio.TaskGroup() as group:
+            for engine in (self._engines[name] for name in names):
+                if engine.report.usable:
+                    group.create_task(ask(engine))
 
     async def _best(self, pair: PairReport, ends: tuple[Examined, Examined], limit_s: float) -> Outcome:
         """Return the outcome of a request, or the better of two if the first is slow: it may have set up

@@ -121,7 +121,7 @@ class Probe:
 
     async def _legs(self, outcome: Outcome) -> None:
         protocol = self.prefill.client.protocol
-        completion, handshake = self._completion(), await self._handshake()
+        completion, handshake = completion_of(self.prefill, self.prompt), await self._handshake()
         name = uuid.UUID(int=self.draw.getrandbits(128)).hex
         try:
             prefill_body = protocol.prefill_body(completion, handshake)
@@ -151,17 +151,6 @@ class Probe:
             raise PairError(str(failed.exceptions[0])) from None
         return legs[0].result(), legs[1].result()
 
-    def _completion(self) -> Completion:
-        body = {
-            "model": self.prefill.report.request_model,
-            "prompt": self.prompt,
-            "max_tokens": ANSWER_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        return read_completion(COMPLETIONS_PATH, msgspec.json.encode(body))
-
     async def _handshake(self) -> KvHandshake:
         client = self.prefill.client
         found = client.handshake(self._drawn)
@@ -179,16 +168,40 @@ class Probe:
 
     async def _send(self, leg: str, name: str, body: bytes) -> Fetched:
         engine = self.prefill if leg == "prefill" else self.decode
-        pool: UpstreamPool = engine.client.pool
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode()), *engine.headers]
-        headers += engine.client.rank_headers
-        answer = await fetch(pool, COMPLETIONS_PATH, wait_s=self.remaining_s(), headers=headers, body=body)
-        engine.dated(answer)
-        if not answer.ok:
-            raise PairError(f"{leg} engine {engine.name}: {answer.problem}{_message(answer.body)}")
-        if answer.body.startswith(_ERROR_START):
-            raise PairError(f"{leg} engine {engine.name} sent an error event{_message(answer.body)}")
+        answer = await posted(engine, name, body, self.remaining_s())
+        if wrong := problem_of(answer):
+            raise PairError(f"{leg} engine {engine.name}: {wrong}")
         return answer
+
+
+def completion_of(engine: Examined, prompt: list[int]) -> Completion:
+    """Return a request for a few tokens with this prompt."""
+    body = {
+        "model": engine.report.request_model,
+        "prompt": prompt,
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    return read_completion(COMPLETIONS_PATH, msgspec.json.encode(body))
+
+
+async def posted(engine: Examined, name: str, body: bytes, wait_s: float) -> Fetched:
+    """Send a completion to an engine as the gateway does, and return the response. Args: `name`: its X-Request-Id."""
+    pool: UpstreamPool = engine.client.pool
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode()), *engine.headers]
+    headers += engine.client.rank_headers
+    answer = await fetch(pool, COMPLETIONS_PATH, wait_s=wait_s, headers=headers, body=body)
+    engine.dated(answer)
+    return answer
+
+
+def problem_of(answer: Fetched) -> str:
+    """Return what is wrong with the response to a completion; empty if nothing."""
+    if not answer.ok:
+        return f"{answer.problem}{_message(answer.body)}"
+    return f"it sent an error event{_message(answer.body)}" if answer.body.startswith(_ERROR_START) else ""
 
 
 def _tp_of(transfer_params: msgspec.Raw | None) -> int | None:

@@ -92,6 +92,8 @@ class EngineReport(msgspec.Struct, kw_only=True):
     events: EventsReport | None = None
     metrics: MetricsReport | None = None
     clock: ClockReport | None = None
+    alone: str | None = None
+    """Why the engine did not serve a request alone; empty: it did; None: it does not have to, or was not asked."""
 
     @property
     def usable(self) -> bool:

@@ -41,6 +41,9 @@ def engine_findings(report: EngineReport, settings: GatewaySettings) -> Iterator
         yield from _metrics_findings(report, report.metrics)
     if report.events is not None:
         yield from _events_findings(report, report.events, settings.prompt.block_tokens)
+    if report.alone:
+        what = f"a request without a KV transfer, which the gateway's policy may send to it, failed: {report.alone}"
+        yield Finding(report.name, what, "see its log, or set `gateway.policy: foresight`, which always uses a pair")
     if report.clock is not None and wrong(report.clock):
         offset_s = report.clock.offset_s
         ahead = "ahead of" if offset_s > 0 else "behind"
