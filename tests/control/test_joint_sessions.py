@@ -8,6 +8,7 @@ import pytest
 from tests.control.test_alone import TEXT, alone
 
 from kvroute.control import Control, ControlSpec
+from kvroute.policies import NO_BOUND
 from kvroute.topology import parse
 from kvroute.types import Arrived, Decision, Decode, Finished, Prefill, PrefillFinished, Request
 
@@ -16,7 +17,8 @@ BONUS_S = 0.5
 
 
 def core(**parameters: float) -> Control:
-    spec = ControlSpec(decode="foresight-joint", parameters=parameters, session_bonus_s=BONUS_S)
+    unbounded = parameters | {"token_delay_max": NO_BOUND}
+    spec = ControlSpec(decode="foresight-joint", parameters=unbounded, session_bonus_s=BONUS_S)
     return spec.build(parse(TEXT))
 
 

@@ -46,6 +46,7 @@ def tables(draw: st.DrawFn) -> Outcomes:
         if reached >= 3:
             rows.tier[row], rows.kv_bytes[row] = draw(st.integers(0, 4)), draw(st.floats(0, 1e10))
             rows.hit_tokens[row] = draw(st.integers(0, int(rows.input_tokens[row])))
+            rows.source[row], rows.target[row] = draw(st.integers(0, 2)), draw(st.integers(0, 2))
         if reached >= 5:
             rows.entry_iteration_s[row] = draw(st.floats(1e-3, 1.0))
         rows.state[row] = NOT_ARRIVED if reached < 0 else FINISHED if reached == 6 else IN_FLIGHT
@@ -106,7 +107,11 @@ def test_counts_and_shares_equal_a_count_by_row(rows: Outcomes, assumed: SimSett
         assert summary.goodput_per_s == pytest.approx(good / assumed.measure_s)
         finished = sum(rows.state[row] == FINISHED for row in inside)
         assert summary.throughput_per_s == pytest.approx(finished / assumed.measure_s)
-    sent = [row for row in inside if np.isfinite(rows.landed_s[row])]
+    placed = [row for row in inside if np.isfinite(rows.landed_s[row])]
+    sent = [row for row in placed if rows.source[row] != rows.target[row]]
+    assert summary.alone_share == pytest.approx(1 - len(sent) / len(placed) if placed else 0.0)
+    transfers_s = [rows.landed_s[row] - rows.prefill_finished_s[row] for row in sent]
+    assert summary.transfer_s.mean == (pytest.approx(np.mean(transfers_s)) if sent else None)
     for tier, share in summary.tier_share.items():
         assert share == pytest.approx(sum(rows.tier[row] == int(tier) for row in sent) / max(len(sent), 1))
     assert set(summary.tier_share) >= {"0", "1", "2", "3"}

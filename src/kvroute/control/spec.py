@@ -43,7 +43,12 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
 
     def remarks(self, prefill: str) -> list[str]:
         """Return what the user should know of this combination of policies. Args: `prefill`: the prefill policy that is
-        used unless the user sets another one."""
+        used unless the user sets another one.
+
+        Raises:
+            InputError: an unknown policy, parameter or constraint.
+        """
+        self.check()
         if self.prefill == prefill or not isinstance(decode_policy(self.decode, **self.parameters), PairingPolicy):
             return []
         return [

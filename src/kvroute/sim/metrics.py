@@ -221,7 +221,8 @@ def summarise(
     seconds = _window_s(outcomes, settings, inside)
     good = _good(outcomes, settings)[inside & (outcomes.output_tokens > 0)]
     sent = inside & np.isfinite(outcomes.landed_s)
-    moved = sent & (outcomes.source != outcomes.target)
+    alone = sent & (outcomes.source == outcomes.target) & (outcomes.source >= 0)
+    moved = sent & ~alone
     tiers = np.bincount(outcomes.tier[moved], minlength=TIER_COUNT) / max(int(moved.sum()), 1)
     shown = TIER_COUNT if tiers[-1] else TIER_COUNT - 1
     first = inside & np.isfinite(outcomes.first_token_s)
@@ -241,7 +242,7 @@ def summarise(
         goodput_per_s=float(good.sum() / seconds) if seconds else None,
         throughput_per_s=finished / seconds if seconds else None,
         tier_share={str(tier): float(tiers[tier]) for tier in range(shown)},
-        alone_share=1.0 - float(moved.sum()) / max(int(sent.sum()), 1) if sent.any() else 0.0,
+        alone_share=float(alone.sum()) / max(int(sent.sum()), 1),
         cache_hit=_share(outcomes.hit_tokens[sent], outcomes.input_tokens[sent]),
         prefill_cache_hit=_share(outcomes.cached_tokens[inside], outcomes.input_tokens[inside]),
         kv_bytes=float(np.nansum(outcomes.kv_bytes[inside])),

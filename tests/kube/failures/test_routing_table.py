@@ -28,7 +28,8 @@ async def served(made: Chain, spec: Manifest, unlabelled: str = "", **engines: s
     if unlabelled:
         await made.start(unlabelled, _role(unlabelled), names.pop(unlabelled))
         await made.engines(unlabelled)
-    await made.route(spec)
+    # With the default policy one instance serves a request alone, and no transfer leaves a domain.
+    await made.route({**spec, "spec": {**spec["spec"], "policy": "foresight"}})
     for name, on in names.items():
         await made.start(name, _role(name), on)
     await made.engines(*names)
