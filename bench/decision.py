@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from collections import deque
+from collections.abc import Mapping
 
 from bench.measurement import Failed, Row, fresh, process_figures, show
 from bench.peers.environment import WITHOUT_EVENTS, dynamo_python
@@ -45,7 +46,7 @@ MAX_OUTPUT_TOKENS = 512
 class Driver:
     """Sends the events of a busy cluster to a control core; its clock is a counter."""
 
-    def __init__(self, decode: int) -> None:
+    def __init__(self, decode: int, policy: str = "netkv", parameters: Mapping[str, float] | None = None) -> None:
         from kvroute.control import ControlSpec
         from kvroute.topology import InstanceCounts, build, fat_tree
 
@@ -61,7 +62,7 @@ class Driver:
                 instances=InstanceCounts(prefill=prefill, decode=decode, placement="spread"),
             )
         )
-        self.control = ControlSpec(decode="netkv").build(self.cluster)
+        self.control = ControlSpec(decode=policy, parameters=dict(parameters or {})).build(self.cluster)
         self._decode = [instance.name for instance in self.cluster.instances if instance.role == "decode"]
         self._next_id, self._now = 0, 0.0
 
