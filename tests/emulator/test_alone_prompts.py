@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.emulator.virtual_engine import DECODE, SPEC, VirtualClock, engine_on, prompt_of
+from tests.emulator.virtual_engine import DECODE, SPEC, VirtualClock, engine_on, prompt_of, timed
 from tests.sim.single_token_model import Arrival, arrivals, modelled
 
 from kvroute.emulator.engine import Engine
@@ -29,17 +29,8 @@ def start(
     that it streams, or of the last one."""
     prompt = prompt_of(number, *range(arrival.input_tokens - 1))
     job = engine.arrive(prompt, arrival.output_tokens, streaming=streaming)
-
-    def on_change() -> None:
-        if job.stage == "reserved" and arrival.cached_tokens is None:
-            engine.transfer_done(job)
-        elif job.stage == "reserved":
-            engine.prefill_beside(job)
-        while len(times) < job.emitted:
-            times.append(clock.now())
-
-    job.on_change = on_change
-    engine.reserve(job)
+    step = engine.transfer_done if arrival.cached_tokens is None else engine.prefill_beside
+    engine.reserve(timed(clock, job, times, {"reserved": step}))
     return job
 
 
@@ -124,17 +115,7 @@ def test_a_prefill_instance_goes_on_with_the_second_token(output_tokens: int) ->
     clock, times = VirtualClock(), list[float]()
     engine = engine_on(clock, role="prefill")
     job = engine.arrive(prompt_of(*range(30)), output_tokens, streaming=True)
-
-    def on_change() -> None:
-        if job.stage == "prefilled":
-            engine.reserve(job)
-        elif job.stage == "reserved":
-            engine.go_on(job)
-        while len(times) < job.emitted:
-            times.append(clock.now())
-
-    job.on_change = on_change
-    engine.prefill(job)
+    engine.prefill(timed(clock, job, times, {"prefilled": engine.reserve, "reserved": engine.go_on}))
     engine.prefill(engine.arrive(prompt_of(7, *range(29)), 1))
     clock.run()
     assert times == pytest.approx(([0.05] + [0.1 + 0.011 * token for token in range(1, 5)])[:output_tokens], abs=1e-3)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.emulator.virtual_engine import BLOCK_TOKENS, DECODE, VirtualClock, engine_on, prompt_of
+from tests.emulator.virtual_engine import BLOCK_TOKENS, DECODE, VirtualClock, engine_on, prompt_of, timed
 
 from kvroute import topology
 from kvroute.emulator.counters import Histogram
@@ -343,15 +343,7 @@ def test_a_slow_engine_multiplies_all_times(factor: float) -> None:
     clock, times = VirtualClock(), list[float]()
     engine = engine_on(clock)
     job = engine.arrive(prompt_of(1), 10, streaming=True)
-
-    def on_change() -> None:
-        if job.stage == "reserved":
-            engine.transfer_done(job)
-        while len(times) < job.emitted:
-            times.append(clock.now())
-
-    job.on_change = on_change
-    engine.reserve(job)
+    engine.reserve(timed(clock, job, times, {"reserved": engine.transfer_done}))
     clock.call(0.0501, lambda: engine.slow(factor))
     clock.run()
     assert np.diff(times[:4]) == pytest.approx(0.011, abs=2e-5)

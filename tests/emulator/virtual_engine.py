@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, cycle
@@ -12,6 +12,7 @@ import numpy as np
 from kvroute import llm
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.sequence import EngineSequence, Stage
 from kvroute.types import DecodeSpec, Instance, LinearPrefill, Role, TimingSpec
 
 MODEL = llm.model("llama-3-70b")
@@ -85,3 +86,21 @@ def engine_on(
 
 def prompt_of(*tokens: int) -> Prompt:
     return Prompt.of(np.array(tokens, np.int64), BLOCK_TOKENS)
+
+
+def timed(
+    clock: VirtualClock,
+    job: EngineSequence,
+    times: list[float],
+    steps: Mapping[Stage, Callable[[EngineSequence], None]],
+) -> EngineSequence:
+    """Let a sequence go on by the step for each stage that it reaches; `times` gets the time of each token."""
+
+    def on_change() -> None:
+        if job.stage in steps:
+            steps[job.stage](job)
+        while len(times) < job.emitted:
+            times.append(clock.now())
+
+    job.on_change = on_change
+    return job
