@@ -10,7 +10,7 @@ from tests.control.test_alone import TEXT, alone
 from kvroute.control import Control, ControlSpec
 from kvroute.policies import NO_BOUND
 from kvroute.topology import parse
-from kvroute.types import Arrived, Decision, Decode, Finished, Prefill, PrefillFinished, Request
+from kvroute.types import Arrived, Decision, Decode, Finished, Prefill, PrefillFinished, Request, SessionsServed
 
 MINE = 7
 BONUS_S = 0.5
@@ -76,3 +76,16 @@ def test_a_pair_has_the_bonus(ahead_tokens: int, expected: str) -> None:
     assert prefill.terms.cost.tolist() == pytest.approx(
         (parts["start_s"] + parts["decode_s"] + parts["session_s"]).tolist()
     )
+
+
+@pytest.mark.parametrize(("session", "first"), [(MINE, Prefill), (MINE + 1, Decode)])
+def test_a_pair_with_the_bonus_can_be_cheaper_than_an_instance_alone(session: int, first: type[Decision]) -> None:
+    """Without the bonus a decode instance alone is cheaper, because nothing is transferred."""
+    control = core(alone=1)
+    control.handle(SessionsServed(0.0, ((MINE, "p1", ""),)))
+    (decision,) = arrive(control, 1, session=session)
+    assert isinstance(decision, first)
+    if isinstance(decision, Prefill):
+        assert decision.instance == "p1"
+        assert decision.terms is not None
+        assert decision.terms.parts["pair_s"][1] < decision.terms.parts["alone_s"][1]

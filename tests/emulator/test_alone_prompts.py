@@ -109,6 +109,21 @@ def test_a_slow_engine_computes_prompts_slower(factor: float) -> None:
     assert ends[0] + ends[1] == pytest.approx([0.12, 1.0 + factor * 0.12])
 
 
+def test_an_iteration_with_a_prompt_keeps_its_time_when_the_engine_becomes_slow() -> None:
+    """A request decodes, and 50 of another one's 100 prompt tokens take 50 ms beside each of its steps of 11 ms."""
+    times: dict[float, list[float]] = {}
+    for factor in (1.0, 3.0):
+        clock = VirtualClock()
+        engine = engine_on(clock, role="decode", chunk_tokens=51)
+        found = times[factor] = list[float]()
+        start(clock, engine, 0, Arrival(0.0, 1, 6, None), found)
+        clock.call(0.001, partial(start, clock, engine, 1, Arrival(0.001, 100, 1, 0), []))
+        clock.call(0.03, partial(engine.slow, factor))
+        clock.run()
+    assert np.diff(times[1.0]) == pytest.approx([0.061, 0.061, 0.011, 0.011, 0.011], abs=1e-4)
+    assert np.diff(times[3.0]) == pytest.approx([0.061, 0.083, 0.033, 0.033, 0.033], abs=1e-4)
+
+
 @pytest.mark.parametrize("output_tokens", [1, 2, 5])
 def test_a_prefill_instance_goes_on_with_the_second_token(output_tokens: int) -> None:
     """The end of a prompt of 30 tokens gives the first token after 50 ms. The second one waits for the next prompt."""

@@ -119,6 +119,8 @@ def test_two_legs_give_the_response_of_a_single_instance() -> None:
         text = alone["choices"][0]["text"]
         assert len(text.split()) == 6
         assert alone["usage"]["prompt_tokens"] == len(PROMPT) / 4
+        computed = client.fleet.servers["decode0"].engine.counters
+        assert (computed.prompt_tokens, sum(computed.prefill_s.counts)) == (len(PROMPT) / 4, 0), "beside its batch"
         handed = await client.post_json("decode1", await client.prefilled())
         assert handed["choices"][0]["text"] == text
         status, data = await client.post("decode1", "/v1/completions", await client.prefilled(stream=True))
