@@ -109,6 +109,17 @@ def test_a_slow_engine_computes_prompts_slower(factor: float) -> None:
     assert ends[0] + ends[1] == pytest.approx([0.12, 1.0 + factor * 0.12])
 
 
+def test_a_prompt_beside_a_batch_of_a_slow_engine_has_no_base() -> None:
+    """Its 100 tokens take 300 ms, and the step of the batch 33 ms."""
+    clock, times = VirtualClock(), list[float]()
+    engine = engine_on(clock, role="decode")
+    start(clock, engine, 0, Arrival(0.0, 1, 100, None), times)
+    clock.call(0.5, partial(engine.slow, 3.0))
+    clock.call(1.0, partial(start, clock, engine, 1, Arrival(1.0, 100, 1, 0), []))
+    clock.run()
+    assert max(np.diff(times)) == pytest.approx(0.333, abs=1e-3)
+
+
 def test_an_iteration_with_a_prompt_keeps_its_time_when_the_engine_becomes_slow() -> None:
     """A request decodes, and 50 of another one's 100 prompt tokens take 50 ms beside each of its steps of 11 ms."""
     times: dict[float, list[float]] = {}
