@@ -203,9 +203,10 @@ def test_a_prompt_is_booked_until_its_first_token_or_the_end_of_the_request(end:
     assert control.loads(0.1)["d0"].pending_s == 0.0
 
 
-def bounded(share: float) -> Control:
-    """Return a core whose decode instances serve requests alone within a bound on the time between tokens."""
-    return core(parameters={"alone": 1, "token_delay_max": share})
+def bounded(share: float | None) -> Control:
+    """Return a core whose decode instances serve requests alone within a bound on the time between tokens; None: the
+    default."""
+    return core(parameters={"alone": 1} if share is None else {"alone": 1, "token_delay_max": share})
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.05, Decode), (0.03, Prefill)])
@@ -221,8 +222,10 @@ def test_a_bound_keeps_prompts_away_from_running_requests(share: float, expected
     assert isinstance(first, expected)
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.05, Prefill), (1e9, Decode)])
-def test_a_bound_keeps_requests_away_from_instances_with_many_prompts(share: float, expected: type[Decision]) -> None:
+@pytest.mark.parametrize(("share", "expected"), [(0.05, Prefill), (None, Prefill), (1e9, Decode)])
+def test_a_bound_keeps_requests_away_from_instances_with_many_prompts(
+    share: float | None, expected: type[Decision]
+) -> None:
     """Both decode instances are idle again, but have spent a part of their time on prompts, so that later ones are
     expected."""
     control = bounded(share)

@@ -89,3 +89,11 @@ def test_a_pair_with_the_bonus_can_be_cheaper_than_an_instance_alone(session: in
         assert decision.instance == "p1"
         assert decision.terms is not None
         assert decision.terms.parts["pair_s"][1] < decision.terms.parts["alone_s"][1]
+
+
+def test_a_prefill_instance_that_goes_on_has_served_both_legs() -> None:
+    control = core(alone=2)
+    decisions = arrive(control, 0, 1_000, "p1", session=MINE)
+    assert [type(each) for each in decisions] == [Prefill, Decode]
+    (served,) = control.sessions(0.0)
+    assert served.sessions == ((MINE, "p1", "p1"),)
