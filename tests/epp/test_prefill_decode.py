@@ -263,3 +263,42 @@ def test_a_request_that_fails_while_its_choice_is_being_sent_is_withdrawn() -> N
             assert await rig.becomes_idle(), rig.held_resources()
 
     run(main())
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_one_instance_serves_a_request_and_the_others_of_its_role_are_fallbacks(role: str) -> None:
+    """No pair is among the endpoints that Envoy allows. The picker sends no leg, and the body has no transfer
+    parameters."""
+
+    async def main() -> None:
+        prefill, decode = engines_of("vllm")
+        async with picker([*prefill, *decode], "  policy: foresight-joint\n") as rig:
+            able = [address(engine) for engine in (decode if role == "decode" else prefill)]
+            for served in (0, -1):
+                stream = rig.stream()
+                answer = await stream.ask(completion_body(), subset=able)
+                assert sorted(answer.endpoints) == sorted(able)
+                assert b"kv_transfer_params" not in answer.body
+                await stream.respond(200, answer.endpoints[served])
+                await stream.end()
+                assert await rig.becomes_idle(), rig.held_resources()
+            assert not any(engine.received for engine in (*prefill, *decode))
+
+    run(main())
+
+
+def test_a_pair_among_the_candidates_of_an_instance_alone_is_no_fallback() -> None:
+    """The terms of the decision name the pair that the instance was compared with."""
+
+    async def main() -> None:
+        prefill, decode = engines_of("vllm")
+        async with picker([*prefill, *decode], "  policy: foresight-joint\n  parameters: {alone: 1}\n") as rig:
+            stream = rig.stream()
+            answer = await stream.ask(completion_body())
+            assert sorted(answer.endpoints) == sorted(map(address, decode))
+            await stream.respond(200, answer.endpoints[0])
+            await stream.end()
+            assert await rig.becomes_idle(), rig.held_resources()
+            assert not any(engine.received for engine in prefill)
+
+    run(main())

@@ -122,7 +122,9 @@ class EnvoyDecodeLeg(DecodeLeg):
             return nsmallest(most, able, key=lambda each: (each.in_flight, each.name))
         order = terms.cost.argsort(kind="stable").tolist()
         names = [terms.names[index] for index in order if terms.feasible[index]]
-        return list(islice((engines[name] for name in names if self._may_serve(engines[name])), most))
+        # The terms of a request that one instance serves also have the pair that it was compared with.
+        ranked = (engines[name] for name in names if name in engines)
+        return list(islice((each for each in ranked if self._may_serve(each)), most))
 
     def _may_serve(self, engine: EngineClient) -> bool:
         chosen, only = self.engine, self._only()
