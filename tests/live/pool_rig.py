@@ -51,6 +51,8 @@ class PoolFront:
     async def _run(self, folder: Path, config: Path) -> AsyncIterator[tuple[str, str]]:
         listen, admin = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         self.envoy_admin = f"http://{admin}"
+        cluster = folder / "cluster.yaml"
+        cluster.write_text(cluster.read_text() + "  policy: foresight\n")  # a pair for every request
         file = folder / "envoy.json"
         arguments = ["epp", str(folder / "cluster.yaml"), "--kubernetes", "--pool", f"llm/{POOL}"]
         arguments += ["--kubeconfig", str(config), "--envoy-config", str(file)]

@@ -200,7 +200,8 @@ def test_up_serves_requests_and_down_removes_everything(run: Run) -> None:
     """Engines in two racks answer through the gateway, and KV caches use the uplinks; killed processes are cleaned up
     too."""
     before = machine(run)
-    up = subprocess.run(kvroute("up", str(SMALL), "--name", run.name), capture_output=True, text=True)
+    pairs = ("--policy", "foresight")  # one instance would serve these requests without a transfer
+    up = subprocess.run(kvroute("up", str(SMALL), "--name", run.name, *pairs), capture_output=True, text=True)
     assert up.returncode == 0, up.stderr
     state = json.loads(up.stdout)
     assert state == json.loads((run.folder / "state.json").read_text())
