@@ -15,7 +15,7 @@ import msgspec
 from bench.measurement import CHILD_S, ROOT, Row, show
 
 BENCHES = (
-    *("simulate", "decision", "foresight", "flows", "prefix", "store", "evaluation", "plan", "placement"),
+    *("simulate", "decision", "foresight", "arrival", "flows", "prefix", "store", "evaluation", "plan", "placement"),
     *("storage", "switch", "gateways", "tenants"),
     *(
         "gateway.routers",

@@ -29,7 +29,7 @@ from kvroute.types import (
     TransferFinished,
 )
 
-SIZES = (128, 1_024)
+SIZES = (12, 128, 1_024)
 CALLS = 1_000
 OPEN_REQUESTS = 16
 """Number of requests of the bench in flight at every arrival."""
