@@ -50,6 +50,6 @@ def test_many_clients_that_leave(cluster: Pair, gateway: Gateway) -> None:
     """They leave during the prefill, the transfer or the response."""
     expired = cluster.prefill.metric(EXPIRED)
     left = leave_at_any_time(gateway, REQUESTS, seed=3)
-    assert left > REQUESTS / 4
+    assert left > REQUESTS / 8
     assert gateway.metric("kvroute_abandoned_kv_total", outcome="fetched") > left / 10
     nothing_has_expired(cluster, expired)
