@@ -41,6 +41,8 @@ _KV_S = 20.0
 """Longest time after its last request for which a pod that ends waits until its KV has arrived elsewhere."""
 _PATIENCE_S = 120.0
 """Time without progress after which an engine gives up a KV transfer: this machine may be busy with something else."""
+_NETWORK = f"127.{9 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw'))}.0"
+"""Network of the engines, another one in each process of a parallel test run."""
 _TIMES = (
     "{default: {prefill: {kind: linear, per_token: 10 us, base: 5 ms}, decode: {base: 10 ms, per_request: 100 us}}}"
 )
@@ -126,7 +128,7 @@ def pool_text() -> str:
     """Return the cluster file of all slots, each with an address of its own."""
     instances = []
     for number in range(2 * SLOTS):
-        role, host = ("prefill", "decode")[number % 2], f"127.9.0.{number + 1}"
+        role, host = ("prefill", "decode")[number % 2], f"{_NETWORK}.{number + 1}"
         endpoint = f"url: http://{host}:{_PORT}, kv_events: tcp://{host}:{_EVENTS}, kv_replay: tcp://{host}:{_REPLAY}"
         instances.append(f'  - {{name: slot{number}, role: {role}, gpus: "n:{number}", endpoint: {{{endpoint}}}}}')
     node = f"{{name: n, gpus: {2 * SLOTS}, nics: {{compute: {{count: 8, capacity: 100 Gbps}}}}}}"
