@@ -43,19 +43,20 @@ def test_reads_from_a_store_are_in_the_results(kvroute: Kvroute) -> None:
     assert "NIC" in kvroute(*arguments).out
 
 
-@pytest.mark.parametrize(("policy", "told"), [("foresight-joint", True), ("foresight", False)])
-def test_a_prefill_policy_that_is_not_used_is_reported(kvroute: Kvroute, policy: str, told: bool) -> None:
+@pytest.mark.parametrize(("policy", "reported"), [("foresight-joint", True), ("foresight", False)])
+def test_a_prefill_policy_that_is_not_used_is_reported(kvroute: Kvroute, policy: str, reported: bool) -> None:
     options = ("--policy", policy, "--seeds", "1", "--requests", "20", "--workers", "1")
     ended = kvroute("simulate", CLUSTER, *options, "--prefill-policy", "round-robin")
     assert ended.code == 0
-    assert ("the prefill policy round-robin is used only for engines" in ended.err) is told
+    assert ("the prefill policy round-robin is used only for engines" in ended.err) is reported
 
 
 def test_in_lock_step_the_joint_policy_chooses_pairs_only(kvroute: Kvroute, tmp_path: Path) -> None:
     """A log says so in its first line, and no decode instance is the source of its own request."""
     wide, log = str(EXAMPLES / "wide-ep.yaml"), tmp_path / "run.log"
     options = ("--policy", "foresight-joint", "--seeds", "1", "--requests", "50", "--log", str(log))
-    assert kvroute("simulate", wide, *options, "--lock-step").code == 0
+    ended = kvroute("simulate", wide, *options, "--lock-step")
+    assert ended.code == 0
     header, *records = map(json.loads, log.read_text().splitlines())
     assert header["spec"]["parameters"] == {"alone": 0.0}
     decisions = [decision for record in records for decision in record["decisions"]]

@@ -44,7 +44,7 @@ def test_an_instance_alone_has_the_bonus(ahead_tokens: int, expected: str) -> No
     one, and the later prompts to which it points. One of 0.61 s costs more."""
     control = core(alone=1)
     served_by(control, "d1")
-    assert alone(arrive(control, 1, ahead_tokens, "d1")) == "d1"
+    arrive(control, 1, ahead_tokens, "d1")
     decisions = arrive(control, 2, session=MINE)
     assert alone(decisions) == expected
     assert isinstance(decisions[0], Decode)
@@ -58,7 +58,8 @@ def test_an_instance_alone_has_the_bonus(ahead_tokens: int, expected: str) -> No
 def test_a_request_of_another_session_has_no_bonus() -> None:
     control = core(alone=1)
     served_by(control, "d1")
-    assert alone(arrive(control, 1, session=MINE + 1)) == "d0"
+    decisions = arrive(control, 1, session=MINE + 1)
+    assert alone(decisions) == "d0"
 
 
 @pytest.mark.parametrize(("ahead_tokens", "expected"), [(4_000, "p1"), (6_000, "p0")])
