@@ -67,19 +67,20 @@ class AloneOffers:
         decoding = [(view.decode[key], key) for key in self._times if key[0] == model]
         staying = [(view.stays[key], key) for key in self._prefill_positions if key[0] == model]
         masks = self._usable([pool for pool, _ in (*decoding, *staying)], at, avoid)
+        shares, own_share = [pool.share.share(at) for pool, _ in decoding], own.share.share(at)
         pools, offered = list[DecodePool](), list[AloneCandidates]()
         for number, (pool, key) in enumerate((*decoding, *staying)):
             if masks[number].any():
                 pools.append(pool)
                 offered.append(
-                    self._decoding(request, key, masks[number], at)
+                    self._decoding(request, key, masks[number], shares[number], at)
                     if number < len(decoding)
-                    else self._staying(request, key, prefill, masks[number], at)
+                    else self._staying(request, key, prefill, masks[number], own_share)
                 )
         running = np.zeros(len(own.ids), dtype=np.int64)
         for pool, key in staying:
             running[self._prefill_positions[key]] = pool.batch
-        busy = sum(float(pool.share.share(at).sum()) for pool, _ in decoding) + float(own.share.share(at).sum())
+        busy = sum(float(share.sum()) for share in (*shares, own_share))
         return tuple(pools), AloneOffer(
             pools=tuple(offered),
             waiting=own.assigned + own.others,
@@ -97,14 +98,17 @@ class AloneOffers:
                 masks = fresh
                 break
         else:
-            masks = [mask & ~np.isin(pool.ids, avoid.barred) for pool, mask in zip(pools, masks, strict=True)]
+            if avoid.barred:
+                masks = [mask & ~np.isin(pool.ids, avoid.barred) for pool, mask in zip(pools, masks, strict=True)]
         for number, pool in enumerate(pools):
             if pool.slow_start.started:
                 rest = pool.slow_start.without_limited(masks[number], pool.sites, at)
                 masks[number] = masks[number] if rest is None else rest
         return masks
 
-    def _decoding(self, request: Request, key: PoolKey, usable: BoolArray, at: float) -> AloneCandidates:
+    def _decoding(
+        self, request: Request, key: PoolKey, usable: BoolArray, share: FloatArray, at: float
+    ) -> AloneCandidates:
         """The decode instances of a pool. They compute a prompt in chunks beside their batch, whose steps have the base
         of a prefill."""
         view, pool = self._view, self._view.decode[key]
@@ -122,12 +126,12 @@ class AloneOffers:
             prefill_s,
             chunks,
             pool.batch + pool.queued,
-            pool.share.share(at),
+            share,
             session_s=view.sessions.term_s(request.session, "decode", pool.names),
         )
 
     def _staying(
-        self, request: Request, key: PoolKey, prefill: PrefillCandidates, usable: BoolArray, at: float
+        self, request: Request, key: PoolKey, prefill: PrefillCandidates, usable: BoolArray, share: FloatArray
     ) -> AloneCandidates:
         """The prefill instances of a pool. They compute prompts first: a decode step waits for the prompts ahead."""
         pool, own, positions = self._view.stays[key], self._view.prefill[key[0]], self._prefill_positions[key]
@@ -139,7 +143,7 @@ class AloneOffers:
             prefill.prefill_s[positions],
             np.ones(len(positions), dtype=np.int64),
             delayed,
-            own.share.share(at)[positions],
+            share[positions],
             stays=True,
             session_s=self._view.sessions.term_s(request.session, "decode", pool.names),
         )

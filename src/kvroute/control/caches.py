@@ -33,6 +33,9 @@ class Caches:
         """Prefixes in CPU memory and on disks, by tier and instance; a tier that was never reported is missing."""
         self._store: dict[str, PrefixIndex] = {}
         """Prefixes in the store by model; each index has one holder."""
+        self._matched: tuple[Blocks, IntArray] | None = None
+        """The last chain that was matched, and its depth by slot, until `prefix` changes. A decision asks several times
+        for the same chain."""
 
     @property
     def tiered(self) -> bool:
@@ -46,6 +49,7 @@ class Caches:
         """Follow a change of the cluster: instances that stay keep their prefixes. Args: `before` as in
         `Slots.change`."""
         self._models = models
+        self._matched = None
         left, taken = self._slots.change(before)
         for slot in left:
             self._clear(slot)
@@ -75,6 +79,7 @@ class Caches:
             held, holder = self._tier(index, tier)
             held.store(holder, blocks)
             return
+        self._matched = None
         slot = self._slots.slot(index)
         self.prefix.store(slot, blocks)
         if self._states is not None:
@@ -86,6 +91,7 @@ class Caches:
             held, holder = self._tier(index, tier)
             held.evict(holder, blocks, keep)
             return
+        self._matched = None
         slot = self._slots.slot(index)
         self.prefix.evict(slot, blocks, keep)
         if self._states is not None:
@@ -135,6 +141,7 @@ class Caches:
     def _clear(self, slot: int) -> None:
         for held in self._lower.values():
             held.clear(slot)
+        self._matched = None
         self.prefix.clear(slot)
         if self._states is not None:
             self._states.clear(slot)
@@ -142,7 +149,7 @@ class Caches:
     def reusable_blocks(self, blocks: tuple[int, ...], model: str, most: int) -> IntArray:
         """Number of blocks of this chain, at most `most`, that a prefill can reuse on each instance. For a hybrid model
         it is the longest cached prefix that ends where a cached prompt ended."""
-        depths: IntArray = np.minimum(self.prefix.match(blocks), most)
+        depths: IntArray = np.minimum(self._match(blocks), most)
         if self._states is not None and self._models[model].request_state_bytes:
             depths = self._states.match(blocks, depths)
         return depths if self._slots.of is None else depths.take(self._slots.of)
@@ -161,5 +168,11 @@ class Caches:
             return np.zeros(len(ids), dtype=np.int64)
         hit_tokens: IntArray = np.empty(len(ids), _INT64)
         slots = self._slots.slots(ids)
-        cached_tokens(self.prefix.match(request.blocks), slots, request.block_tokens, most, hit_tokens)
+        cached_tokens(self._match(request.blocks), slots, request.block_tokens, most, hit_tokens)
         return hit_tokens
+
+    def _match(self, blocks: Blocks) -> IntArray:
+        """Depth in blocks by slot. The array must not be changed."""
+        if self._matched is None or self._matched[0] is not blocks:
+            self._matched = blocks, self.prefix.match(blocks)
+        return self._matched[1]

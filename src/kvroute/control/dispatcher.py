@@ -118,8 +118,7 @@ class Dispatcher:
         candidates, adapter_s = view.with_adapter(request, candidates)
         placement = self._offloader.place(request, candidates, at, booking.at_home) if self._offloader else None
         candidates = placement.candidates if placement else candidates
-        choice = view.choose_prefill(request, model, candidates)
-        chosen = self.pairing.choose(request, model, candidates, cached, choice, at, booking.avoid)
+        chosen = self.pairing.choose(request, model, candidates, cached, at, booking.avoid)
         if isinstance(chosen, Reject):
             return (chosen,)
         predicts = view.options.predicts or booking.ttft_max_s is not None

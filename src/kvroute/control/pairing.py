@@ -26,7 +26,7 @@ class AlonePick(NamedTuple):
 
 class Pairing:
     """Uses the acting decode policy if it is a `PairingPolicy`. Otherwise, or if the request has no such pair, the
-    prefill policy's choice is kept.
+    prefill policy chooses.
 
     Decode instances are offered to serve a request alone if their protocol allows it. They are not offered to a request
     for a LoRA adapter, because the offer does not price its load time, and not in a cluster
@@ -59,22 +59,19 @@ class Pairing:
         model: str,
         candidates: PrefillCandidates,
         cached: PrefillCandidates,
-        choice: Choice | Reject,
         at: float,
         avoid: Avoided,
     ) -> Choice | AlonePick | Reject:
-        """Return the prefill instance, or an instance that serves the request alone, given the prefill policy's choice.
+        """Return the prefill instance, or an instance that serves the request alone.
 
         `cached` are the same prefill instances, without the prefixes that they would fetch from others.
 
-        That choice is kept if instances both prefill and decode, if they receive both legs at once, or if no decode
-        instance has room for the KV cache now: one may have room when the prefill has ended.
+        The prefill policy chooses if instances both prefill and decode, if they receive both legs at once, or if no
+        decode instance has room for the KV cache now: one may have room when the prefill has ended.
         """
         if self._policy is None or not self._separable[model]:
-            return choice
+            return self._view.choose_prefill(request, model, candidates)
         pools, offer = self._offer(request, model, cached, at, avoid)
-        if isinstance(choice, Reject) and not pools:
-            return choice
         turn, by_protocol = self._view.prefill[model].decisions, dict[str, Candidates]()
         session_s = self._view.sessions.term_s(request.session, "prefill", candidates.names)
 
@@ -83,7 +80,7 @@ class Pairing:
 
         chosen = self._policy.choose(request, candidates, joint_path, turn, offer, session_s)
         if isinstance(chosen, Reject):
-            return choice
+            return self._view.choose_prefill(request, model, candidates)
         if offer is not None and isinstance(chosen, Alone):
             return _picked(pools, offer, chosen)
         assert not isinstance(chosen, Alone), "without an offer there is no decode instance alone"

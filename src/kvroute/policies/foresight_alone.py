@@ -7,11 +7,14 @@ decode the request: this saves the transfer, and the decode waits for other prom
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
 
 from kvroute.policies.foresight import Foresight
+from kvroute.policies.foresight_alone_pricing import COST, NO_CANDIDATE, ROWS, SESSION_S, least_delay_s, price_alone
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.types import BoolArray, Candidates, Choice, FloatArray, IntArray, Terms
 
@@ -92,7 +95,13 @@ class PairPrice(NamedTuple):
     def cost(self) -> float:
         """Sum of the parts."""
         seconds: tuple[float, ...] = self[1:-1]
-        return sum(seconds)
+        return reduce(add, seconds)  # Python's `sum` rounds in another way from 3.12 on, and logs must replay
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """The parts in the order of the rows of `price_alone`."""
+        *seconds, session_s, hit_tokens = self[1:]
+        return (*seconds, hit_tokens, session_s)
 
 
 PARTS = (
@@ -108,7 +117,8 @@ PARTS = (
     "hit_tokens",
 )
 """Columns of the terms, beside `session_s` if an instance served the session last. The sum of all in seconds is the
-cost."""
+cost. They are the first rows of the `terms` of `price_alone`."""
+_NOTHING: FloatArray = np.zeros(0)
 
 
 class Load(NamedTuple):
@@ -134,13 +144,13 @@ def load_of(spec: ForesightSpec, candidates: Candidates, output_tokens: float) -
     return Load(spec.wait_weight * wait_s, step_s, slot_s, response_s, response_s + spec.delay_weight * others_s)
 
 
-def later_s(spec: ForesightSpec, response_s: FloatArray, share: FloatArray) -> FloatArray:
-    """Return the delay of a response by later prompts on its instance, which take this share of the time, [n]."""
-    return spec.delay_weight * response_s * share / (1.0 - share)
-
-
 def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pair: PairPrice | None) -> Alone | None:
-    """Return the cheapest candidate, the first of equals; None if no instance has room.
+    """Return the cheapest candidate, the first of equals; None if no instance has room and, if there is a pair, keeps
+    within `spec.token_delay_max`.
+
+    On a decode instance the batch makes a step beside each chunk. The end of the prompt gives the first token. While a
+    prefill instance decodes, later prompts go to instances where they delay others. Nothing is lost by that while a
+    decode instance is idle, or if a transfer costs more.
 
     Args:
         spec: weights.
@@ -148,90 +158,75 @@ def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pa
         loads: the price of the load of each pool's candidates.
         pair: the price of the best pair, for the terms; None: there is no pair.
     """
-    found: Alone | None = None
-    best_s, beside_s = np.inf, _beside_s(offer)
+    loss_s, delay_max = 0.0, np.inf
+    if pair is not None:
+        loss_s, delay_max = offer.busy * max(_beside_s(offer) - pair.transfer_s, 0.0), spec.token_delay_max
+    found: tuple[int, int, BoolArray, FloatArray] | None = None
+    best_s = np.inf
     for number, (pool, load) in enumerate(zip(offer.pools, loads, strict=True)):
-        candidates = pool.candidates
-        feasible: BoolArray = candidates.need_bytes <= candidates.free_kv_bytes
-        if pair is not None:
-            feasible &= _keeps_pace(spec, pool, load)
-        later_loss_s = max(beside_s - pair.transfer_s, 0.0) if pair is not None else 0.0
-        parts = _parts(spec, pool, load, offer.busy * later_loss_s)
-        cost: FloatArray = np.sum(parts[:-1], axis=0)
-        if pool.session_s is not None:
-            cost += pool.session_s
-        masked = np.where(feasible, cost, np.inf)
-        index = int(masked.argmin()) if len(masked) else -1
-        if index >= 0 and masked[index] < best_s:
-            best_s = float(masked[index])
-            found = Alone(number, Choice(index, _terms(pool, cost, feasible, parts, pair)))
-    return found
-
-
-def _keeps_pace(spec: ForesightSpec, pool: AloneCandidates, load: Load) -> BoolArray:
-    """Return on which candidates neither the responses in progress nor this one are delayed by more than the bound,
-    [n]."""
-    most_s = spec.token_delay_max * load.response_s
-    others: BoolArray = (pool.delayed == 0) | (pool.prefill_s <= most_s)
-    own: BoolArray = load.response_s * pool.share <= most_s * (1.0 - pool.share)
-    return others & own
+        columns = len(pool.candidates.names) + (pair is not None)
+        feasible, terms = np.ones(columns, dtype=np.bool_), np.empty((ROWS, columns))
+        index = _price(spec, pool, load, loss_s, delay_max, feasible, terms)
+        if index != NO_CANDIDATE and terms[COST, index] < best_s:
+            best_s, found = terms[COST, index], (number, index, feasible, terms)
+    if found is None:
+        return None
+    number, index, feasible, terms = found
+    return Alone(number, Choice(index, _terms(offer.pools[number], feasible, terms, pair)))
 
 
 def _beside_s(offer: AloneOffer) -> float:
     """Return the least delay that a prompt like this one imposes on a decode instance."""
-    least_s = np.inf
-    for pool in offer.pools:
-        candidates = pool.candidates
-        feasible = candidates.need_bytes <= candidates.free_kv_bytes
-        if not pool.stays and feasible.any():
-            least_s = min(least_s, float((pool.delayed * pool.prefill_s)[feasible].min()))
+    known = ((pool.candidates, pool) for pool in offer.pools if not pool.stays)
+    each_s = (least_delay_s(one.need_bytes, one.free_kv_bytes, pool.delayed, pool.prefill_s) for one, pool in known)
+    least_s = min(each_s, default=np.inf)
     return least_s if least_s < np.inf else 0.0
 
 
-def _parts(spec: ForesightSpec, pool: AloneCandidates, load: Load, loss_s: float) -> tuple[FloatArray, ...]:
-    """Return the columns of `PARTS`. Args: `loss_s`: see `_reserve_s`.
-
-    On a decode instance the batch makes a step beside each chunk. The end of the prompt gives the first token.
-    """
+def _price(
+    spec: ForesightSpec,
+    pool: AloneCandidates,
+    load: Load,
+    loss_s: float,
+    delay_max: float,
+    feasible: BoolArray,
+    terms: FloatArray,
+) -> int:
+    """Call `price_alone` for a pool."""
     candidates = pool.candidates
-    step_s = candidates.iteration_base_s + candidates.iteration_per_request_s * candidates.batch
-    steps_s = np.where((candidates.batch > 0) & (not pool.stays), pool.chunks * step_s, 0.0)
-    return (
-        np.maximum(load.wait_s, pool.prompts_s),
+    return price_alone(
+        candidates.need_bytes,
+        candidates.free_kv_bytes,
+        candidates.batch,
+        candidates.iteration_base_s,
+        candidates.iteration_per_request_s,
+        candidates.hit_tokens,
+        pool.prompts_s,
         pool.prefill_s,
-        np.zeros(len(step_s)),
-        steps_s,
+        pool.chunks,
+        pool.delayed,
+        pool.share,
+        _NOTHING if pool.session_s is None else pool.session_s,
+        load.wait_s,
         load.slot_s,
-        spec.delay_weight * pool.delayed * pool.prefill_s,
-        later_s(spec, load.response_s, pool.share),
-        _reserve_s(spec, pool, load, loss_s) if pool.stays else np.zeros(len(step_s)),
+        load.response_s,
         load.batch_s,
-        candidates.hit_tokens.astype(np.float64),
+        pool.stays,
+        loss_s,
+        float(spec.delay_weight),
+        float(spec.step_floor_s),
+        float(delay_max),
+        feasible,
+        terms,
     )
 
 
-def _reserve_s(spec: ForesightSpec, pool: AloneCandidates, load: Load, loss_s: float) -> FloatArray:
-    """Return what later prompts lose during a response because a prefill instance decodes it, [n].
-
-    While it decodes, later prompts go to instances where they delay others, which costs `loss_s` in the time of one
-    prompt. Nothing is lost while a decode instance is idle, or if a transfer costs more.
-    """
-    return spec.delay_weight * load.response_s / np.maximum(pool.prefill_s, spec.step_floor_s) * loss_s
-
-
-def _terms(
-    pool: AloneCandidates,
-    cost: FloatArray,
-    feasible: BoolArray,
-    parts: tuple[FloatArray, ...],
-    pair: PairPrice | None,
-) -> Terms:
-    columns, names = dict(zip(PARTS, parts, strict=True)), pool.candidates.names
-    if pool.session_s is not None:
-        columns["session_s"] = pool.session_s
-    elif pair is not None and pair.session_s:
-        columns["session_s"] = np.zeros(len(names))
-    if pair is None:
-        return Terms(names, cost, feasible, columns)
-    columns = {name: np.append(column, getattr(pair, name)) for name, column in columns.items()}
-    return Terms((*names, pair.name), np.append(cost, pair.cost), np.append(feasible, True), columns)
+def _terms(pool: AloneCandidates, feasible: BoolArray, terms: FloatArray, pair: PairPrice | None) -> Terms:
+    """Return the terms for displays. Args: `pair`: the last column, which is not filled yet; None: there is none."""
+    names = pool.candidates.names
+    if pair is not None:
+        names, terms[:, -1] = (*names, pair.name), (*pair.parts, pair.cost)
+    columns = dict(zip(PARTS, terms, strict=False))
+    if pool.session_s is not None or (pair is not None and pair.session_s):
+        columns["session_s"] = terms[SESSION_S]
+    return Terms(names, terms[COST], feasible, columns)

@@ -14,7 +14,8 @@ import numpy as np
 
 from kvroute.policies.constraint import TopologyConstraint, constrain
 from kvroute.policies.foresight import Foresight
-from kvroute.policies.foresight_alone import Alone, AloneOffer, Load, PairPrice, cheapest_alone, later_s, load_of
+from kvroute.policies.foresight_alone import Alone, AloneOffer, Load, PairPrice, cheapest_alone, load_of
+from kvroute.policies.foresight_alone_pricing import later_s
 from kvroute.policies.foresight_sight import Sight
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
@@ -87,6 +88,14 @@ class ForesightJoint:
     spec: ForesightSpec = field(default_factory=ForesightSpec)
     constraint: TopologyConstraint | None = None
     """Constraint on the decode instance relative to the prefill instance."""
+    _closed_form: Foresight = field(init=False, repr=False, compare=False)
+    """Prices decode instances at arrival without a simulation; `_simulating` with one."""
+    _simulating: Foresight = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        closed = Foresight(msgspec.structs.replace(self.spec, width=0), at_arrival=True)
+        object.__setattr__(self, "_closed_form", closed)
+        object.__setattr__(self, "_simulating", Foresight(self.spec, at_arrival=True))
 
     @property
     def serves_alone(self) -> frozenset[Role]:
@@ -152,8 +161,9 @@ class ForesightJoint:
         nothing = np.zeros(len(candidates.names))
         share, load = next(alike, (nothing, None))
         load = load or load_of(self.spec, candidates, offer.output_tokens)
-        later = later_s(self.spec, load.response_s, share)
-        price = self._pair_price(pair, offer, prefill, load, float(later[pair.decode.index]))
+        target = pair.decode.index
+        delay_s = later_s(float(self.spec.delay_weight), float(load.response_s[target]), float(share[target]))
+        price = self._pair_price(pair, offer, prefill, load, delay_s)
         if starts.session_s is not None:
             price = price._replace(session_s=float(starts.session_s[pair.prefill.index]))
         alone = cheapest_alone(self.spec, offer, loads, price)
@@ -210,7 +220,6 @@ class ForesightJoint:
         turn: int,
     ) -> tuple[dict[int, tuple[JointPath, Choice]], Reject | None]:
         """Decode candidates and best decode instance by the closed form, by prefill instance; and the first Reject."""
-        policy = Foresight(msgspec.structs.replace(self.spec, width=0), at_arrival=True)
         found: dict[int, tuple[JointPath, Choice]] = {}
         refused: Reject | None = None
         best_s = np.inf
@@ -220,7 +229,7 @@ class ForesightJoint:
             path = path_of(index) if prefill.allowed is None or prefill.allowed[index] else None
             if path is None:
                 continue
-            choice = self._price(policy, path, request, turn)
+            choice = self._price(self._closed_form, path, request, turn)
             if isinstance(choice, Reject):
                 refused = refused or choice
                 continue
@@ -237,7 +246,6 @@ class ForesightJoint:
         found: dict[int, tuple[JointPath, Choice]],
         order: list[int],
     ) -> Pair:
-        policy = Foresight(self.spec, at_arrival=True)
         decode_s, feasible = np.zeros(len(prefill.names)), np.zeros(len(prefill.names), dtype=np.bool_)
         chosen: dict[int, Choice] = {}
         shift_s = 0.0
@@ -248,7 +256,7 @@ class ForesightJoint:
                 decode_s[index] = _paid(closed) + shift_s
                 chosen[index] = closed
                 continue
-            choice = self._price(policy, path, request, turn)
+            choice = self._price(self._simulating, path, request, turn)
             assert isinstance(choice, Choice), "room has nothing to do with the fluid model"
             shift_s = max(shift_s, _paid(choice) - _paid(closed))
             decode_s[index] = _paid(choice)

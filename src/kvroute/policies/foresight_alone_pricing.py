@@ -1,0 +1,101 @@
+"""Compiled kernels: the price of every instance that may serve a request alone.
+
+The functions take only arrays and numbers; `kvroute.policies.foresight_alone` explains their meaning.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvroute.compiled import compiled, compiled_in_place
+from kvroute.types import BoolArray, FloatArray, IntArray
+
+WAIT_S, PREFILL_S, TRANSFER_S, STEPS_S, SLOT_S, DELAY_S, LATER_S, RESERVE_S, BATCH_S = range(9)
+"""The cost is the sum of these rows of `terms` and of SESSION_S."""
+HIT_TOKENS, SESSION_S, COST = range(BATCH_S + 1, BATCH_S + 4)
+ROWS = COST + 1
+NO_CANDIDATE = -1
+
+
+@compiled_in_place
+def later_s(delay_weight: float, response_s: float, share: float) -> float:
+    """Return the delay of a response by later prompts on its instance, which take this share of the time."""
+    return delay_weight * response_s * share / (1.0 - share)
+
+
+@compiled
+def least_delay_s(need_bytes: FloatArray, free_kv_bytes: FloatArray, delayed: IntArray, prefill_s: FloatArray) -> float:
+    """Return the least delay that a prompt imposes on an instance with room, over n instances; inf if none has."""
+    least_s = np.inf
+    for i in range(len(delayed)):
+        if need_bytes[i] <= free_kv_bytes[i]:
+            least_s = min(least_s, delayed[i] * prefill_s[i])
+    return least_s
+
+
+@compiled
+def price_alone(
+    need_bytes: FloatArray,
+    free_kv_bytes: FloatArray,
+    batch: IntArray,
+    base_s: FloatArray,
+    per_request_s: FloatArray,
+    hit_tokens: IntArray,
+    prompts_s: FloatArray,
+    prefill_s: FloatArray,
+    chunks: IntArray,
+    delayed: IntArray,
+    share: FloatArray,
+    session_s: FloatArray,
+    wait_s: FloatArray,
+    slot_s: FloatArray,
+    response_s: FloatArray,
+    batch_s: FloatArray,
+    stays: bool,
+    loss_s: float,
+    delay_weight: float,
+    floor_s: float,
+    delay_max: float,
+    feasible: BoolArray,
+    terms: FloatArray,
+) -> int:
+    """Fill `feasible` and `terms` [ROWS] of n candidates; both may have more columns. Return the feasible candidate of
+    least cost, the first of equals, or NO_CANDIDATE.
+
+    Args:
+        need_bytes to hit_tokens: see `Candidates`.
+        prompts_s to session_s: see `AloneCandidates`; an empty `session_s` stands for zeros.
+        wait_s to batch_s: see `Load`.
+        stays: see `AloneCandidates`.
+        loss_s: what later prompts lose, in the time of one prompt, while a prefill instance decodes.
+        delay_weight: see `ForesightSpec`.
+        floor_s: least time of a prompt by which `loss_s` is divided.
+        delay_max: `ForesightSpec.token_delay_max`; inf: no bound.
+        feasible: whether a candidate has room and keeps within the bound.
+        terms: the parts of the price.
+    """
+    best = NO_CANDIDATE
+    for i in range(len(batch)):
+        most_s = delay_max * response_s[i]
+        others_keep_pace = delayed[i] == 0 or prefill_s[i] <= most_s
+        own_keeps_pace = response_s[i] * share[i] <= most_s * (1.0 - share[i])
+        feasible[i] = need_bytes[i] <= free_kv_bytes[i] and others_keep_pace and own_keeps_pace
+        terms[WAIT_S, i] = max(wait_s[i], prompts_s[i])
+        terms[PREFILL_S, i] = prefill_s[i]
+        terms[TRANSFER_S, i] = 0.0
+        beside = batch[i] > 0 and not stays
+        terms[STEPS_S, i] = chunks[i] * (base_s[i] + per_request_s[i] * batch[i]) if beside else 0.0
+        terms[SLOT_S, i] = slot_s[i]
+        terms[DELAY_S, i] = delay_weight * delayed[i] * prefill_s[i]
+        terms[LATER_S, i] = later_s(delay_weight, response_s[i], share[i])
+        terms[RESERVE_S, i] = delay_weight * response_s[i] / max(prefill_s[i], floor_s) * loss_s if stays else 0.0
+        terms[BATCH_S, i] = batch_s[i]
+        cost_s = 0.0
+        for row in range(BATCH_S + 1):
+            cost_s += terms[row, i]
+        terms[HIT_TOKENS, i] = hit_tokens[i]
+        terms[SESSION_S, i] = session_s[i] if len(session_s) else 0.0
+        terms[COST, i] = cost_s + terms[SESSION_S, i]
+        if feasible[i] and (best == NO_CANDIDATE or terms[COST, i] < terms[COST, best]):
+            best = i
+    return best

@@ -1,0 +1,176 @@
+"""The compiled price of instances that may serve a request alone, beside a slow version in plain Python."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from operator import add
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.policies.foresight_alone import (
+    PARTS,
+    AloneCandidates,
+    AloneOffer,
+    Load,
+    PairPrice,
+    cheapest_alone,
+    load_of,
+)
+from kvroute.policies.foresight_spec import NO_BOUND, ForesightSpec
+from kvroute.types import Candidates
+
+OUTPUT_TOKENS = 200.0
+seconds = st.floats(0.0, 5.0)
+counts = st.integers(0, 12)
+
+
+class Instance(NamedTuple):
+    """One instance that may serve the request."""
+
+    batch: int
+    queued: int
+    room: float
+    """Bytes that are free beyond those the request needs; below 0: it has no room."""
+    prompts_s: float
+    prefill_s: float
+    chunks: int
+    delayed: int
+    share: float
+    session_s: float
+
+
+instances = st.builds(
+    Instance,
+    batch=counts,
+    queued=counts,
+    room=st.sampled_from((-1.0, 0.0, 1e9)),
+    prompts_s=seconds,
+    prefill_s=seconds,
+    chunks=st.integers(1, 9),
+    delayed=counts,
+    share=st.floats(0.0, 0.9),
+    session_s=st.floats(-1.0, 0.0),
+)
+pools = st.lists(st.tuples(st.lists(instances, min_size=1, max_size=5), st.booleans()), min_size=1, max_size=2)
+pairs = st.none() | st.builds(
+    PairPrice,
+    name=st.just("p0 and d0"),
+    **dict.fromkeys(PARTS, seconds),
+    session_s=st.floats(-1.0, 0.0),
+)
+
+
+def pool_of(members: list[Instance], *, stays: bool, sessions: bool) -> AloneCandidates:
+    count = len(members)
+
+    def column(name: str) -> np.ndarray:
+        return np.array([getattr(member, name) for member in members])
+
+    candidates = Candidates(
+        names=tuple(f"{'p' if stays else 'd'}{index}" for index in range(count)),
+        batch=column("batch"),
+        queued=column("queued"),
+        batch_max=np.full(count, 16),
+        free_kv_bytes=1e9 + column("room"),
+        hit_tokens=column("chunks") * 16,
+        kv_bytes=np.zeros(count),
+        need_bytes=np.full(count, 1e9),
+        iteration_base_s=np.full(count, 0.01),
+        iteration_per_request_s=np.full(count, 0.0005),
+    )
+    return AloneCandidates(
+        candidates,
+        column("prompts_s"),
+        column("prefill_s"),
+        column("chunks"),
+        column("delayed"),
+        column("share"),
+        stays,
+        column("session_s") if sessions else None,
+    )
+
+
+def parts_of(
+    spec: ForesightSpec, member: Instance, load: Load, index: int, *, stays: bool, loss_s: float
+) -> list[float]:
+    """The columns of docs/policies.md, one instance at a time."""
+    response_s = float(load.response_s[index])
+    step_s = 0.01 + 0.0005 * member.batch
+    return [
+        max(float(load.wait_s[index]), member.prompts_s),
+        member.prefill_s,
+        0.0,
+        0.0 if stays or not member.batch else member.chunks * step_s,
+        float(load.slot_s[index]),
+        spec.delay_weight * member.delayed * member.prefill_s,
+        spec.delay_weight * response_s * member.share / (1 - member.share),
+        spec.delay_weight * response_s / max(member.prefill_s, spec.step_floor_s) * loss_s if stays else 0.0,
+        float(load.batch_s[index]),
+    ]
+
+
+@given(
+    given_pools=pools,
+    pair=pairs,
+    sessions=st.booleans(),
+    busy=st.floats(0.0, 1.0),
+    delay_weight=st.floats(0.0, 3.0),
+    token_delay_max=st.sampled_from((0.0, 0.05, 1.0, NO_BOUND)),
+)
+def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
+    given_pools: list[tuple[list[Instance], bool]],
+    pair: PairPrice | None,
+    sessions: bool,
+    busy: float,
+    delay_weight: float,
+    token_delay_max: float,
+) -> None:
+    """Every part, the sum, the bound and the first of equals; without a pair the bound does not count."""
+    spec = ForesightSpec(delay_weight=delay_weight, token_delay_max=token_delay_max)
+    offered = tuple(pool_of(members, stays=stays, sessions=sessions) for members, stays in given_pools)
+    nothing = np.zeros(1, dtype=np.int64)
+    offer = AloneOffer(offered, waiting=nothing, decoding=nothing, busy=busy, output_tokens=OUTPUT_TOKENS)
+    loads = [load_of(spec, pool.candidates, OUTPUT_TOKENS) for pool in offered]
+
+    beside = [
+        member.delayed * member.prefill_s
+        for members, stays in given_pools
+        for member in members
+        if not stays and member.room >= 0
+    ]
+    loss_s = busy * max(min(beside, default=0.0) - pair.transfer_s, 0.0) if pair is not None else 0.0
+    best, expected_s = None, math.inf
+    for number, (members, stays) in enumerate(given_pools):
+        for index, member in enumerate(members):
+            response_s = float(loads[number].response_s[index])
+            most_s = token_delay_max * response_s
+            keeps_pace = (not member.delayed or member.prefill_s <= most_s) and (
+                response_s * member.share <= most_s * (1 - member.share)
+            )
+            cost_s = reduce(add, parts_of(spec, member, loads[number], index, stays=stays, loss_s=loss_s))
+            cost_s += member.session_s if sessions else 0.0
+            if member.room >= 0 and (pair is None or keeps_pace) and cost_s < expected_s:
+                best, expected_s = (number, index), cost_s
+
+    found = cheapest_alone(spec, offer, loads, pair)
+
+    assert (found is None) == (best is None)
+    if found is None or best is None:
+        return
+    assert (found.pool, found.decode.index) == best
+    terms, (number, _) = found.decode.terms, best
+    members, stays = given_pools[number]
+    assert len(terms.names) == len(terms.cost) == len(members) + (pair is not None)
+    for index, member in enumerate(members):
+        parts = parts_of(spec, member, loads[number], index, stays=stays, loss_s=loss_s)
+        assert [float(terms.parts[part][index]) for part in PARTS] == [*parts, member.chunks * 16]
+        assert terms.cost[index] == reduce(add, parts) + (member.session_s if sessions else 0.0)
+    if pair is not None:
+        assert [float(terms.parts[part][-1]) for part in PARTS] == [getattr(pair, part) for part in PARTS]
+        assert terms.cost[-1] == pair.cost
+    priced = sessions or bool(pair is not None and pair.session_s)
+    assert ("session_s" in terms.parts) == priced
