@@ -249,6 +249,63 @@ def test_a_prefill_engine_that_ends_before_its_write_is_replaced(streams: bool) 
     run(main())
 
 
+def test_a_continued_stream_survives_the_end_of_a_prefill_engine_before_its_write() -> None:
+    """The client has a part of the stream; the engines that were to go on with it are replaced, too."""
+
+    async def main() -> None:
+        registered, broken = Gate(), list[str]()
+        prefill, decode = engines_of("nixl-push")
+        for engine in prefill:
+            engine.params = params_of(engine.name)
+
+        async def numbered(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
+            """The first leg breaks off after a token, the second one waits, the third one ends the stream."""
+            legs = len(received_by(decode))
+            if legs == 2:
+                await registered.wait()
+            response = await start_stream(request)
+            await response.write(token_event(legs, ended=legs > 1))
+            if legs > 1:
+                await response.write(b"data: [DONE]\n\n")
+                await response.write_eof()
+            else:
+                assert request.transport is not None
+                broken.append(engine.name)
+                request.transport.close()
+            return response
+
+        for engine in decode:
+            engine.serve = numbered
+        async with AsyncExitStack() as stack:
+            running = {engine.name: await stack.enter_async_context(stoppable(engine)) for engine in prefill}
+            await stack.enter_async_context(listening(decode))
+            settings = "  health: {interval: 50 ms}\n  scrape: {interval: 1 h}\n"
+            settings += "  retries: {continue_streams: true, attempts: 4}\n"
+            front = await stack.enter_async_context(serving(deployment([*prefill, *decode], settings)))
+            asked = asyncio.create_task(front.post(completion(stream=True)))
+            await registered.entered.wait()
+            (request,) = front.requests
+            assert await becomes_true(lambda: request.state.prefill_done)
+            assert request.state.exchange.started
+            assert request.prefill is not None
+            await running[request.prefill.engine.name].aclose()
+            answer = await asked
+            assert answer.status == 200
+            assert [each["choices"][0]["text"] for each in answer.events] == ["t1 ", "t3 "]
+            assert registered.cancelled
+            assert len(broken) == 1
+            assert await front.becomes_idle(), front.held_resources()
+
+    run(main())
+
+
+def token_event(number: int, *, ended: bool) -> bytes:
+    """Return an event with the ids of its tokens."""
+    choice = {"index": 0, "text": f"t{number} ", "token_ids": [number], "prompt_token_ids": [1, 2, 3]}
+    choice["finish_reason"] = "length" if ended else None
+    return b"data: %b\n\n" % msgspec.json.encode({"id": "cmpl-1", "created": 1, "choices": [choice]})
+
+
 @asynccontextmanager
 async def stoppable(engine: Engine) -> AsyncIterator[AsyncExitStack]:
     """Let an engine listen until the yielded stack is closed, or the context ends."""

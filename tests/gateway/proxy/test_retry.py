@@ -24,18 +24,19 @@ from kvroute.gateway.proxy.retry import (
     PrefillWithoutCopy,
     Progress,
     Retry,
+    Step,
     decide,
 )
 
 SERVE = (Path(__file__).resolve().parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
-KINDS = ("refused", "reset", "timeout", "malformed", "status", "out_of_files")
+KINDS = ("refused", "reset", "timeout", "malformed", "status", "out_of_files", "process_ended")
 
 
 def failure(kind: str = "reset", *, sent: bool = True) -> LegFailure:
     return LegFailure(kind, "it failed", 502, sent)
 
 
-CASES: dict[str, tuple[LegKind, LegFailure, Progress, Action]] = {
+CASES: dict[str, tuple[Step, LegFailure, Progress, Action]] = {
     "no file descriptor": ("decode", failure("out_of_files", sent=False), Progress(), Fail(UNAVAILABLE)),
     "no file descriptor, the KV cache is complete": (
         "prefill", failure("out_of_files", sent=False), Progress(prefill_done=True), Ignore(),
@@ -50,6 +51,16 @@ CASES: dict[str, tuple[LegKind, LegFailure, Progress, Action]] = {
     ),
     "prefill leg, a decode leg is sent and no other one can be": (
         "prefill", failure(), Progress(decode_waits=True, decode_final=True), Fail(UPSTREAM),
+    ),
+    "write of the KV cache, the prefill engine's process has ended": (
+        "write", failure("process_ended"), Progress(prefill_done=True), Retry("decode", kv_lost=True),
+    ),
+    "write of the KV cache for the rest of a stream": (
+        "write", failure("process_ended"), Progress(prefill_done=True, response_started=True),
+        Retry("decode", kv_lost=True),
+    ),
+    "write of the KV cache, no other decode leg can be sent": (
+        "write", failure("process_ended"), Progress(prefill_done=True, decode_final=True), Ignore(),
     ),
     "decode leg, one is sent and no other one can be": (
         "decode", failure(), Progress(decode_final=True), Fail(UPSTREAM),
@@ -80,8 +91,8 @@ CASES: dict[str, tuple[LegKind, LegFailure, Progress, Action]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_case_of_the_table(case: str) -> None:
-    leg, failed, progress, action = CASES[case]
-    assert decide(leg, failed, progress) == action
+    step, failed, progress, action = CASES[case]
+    assert decide(step, failed, progress) == action
 
 
 def test_the_documented_table_is_this_one() -> None:
@@ -91,21 +102,21 @@ def test_the_documented_table_is_this_one() -> None:
 
 
 @given(
-    leg=st.sampled_from(get_args(LegKind)),
+    step=st.sampled_from((*get_args(LegKind), "write")),
     kind=st.sampled_from(KINDS),
     sent=st.booleans(),
     flags=st.lists(st.booleans(), min_size=len(fields(Progress)), max_size=len(fields(Progress))),
 )
-def test_laws_of_the_table(leg: LegKind, kind: str, sent: bool, flags: list[bool]) -> None:
-    """Nothing is sent again once the client has bytes, once it has its response, or without a file descriptor; the KV
-    cache is lost only if the engine may have fetched it."""
+def test_laws_of_the_table(step: Step, kind: str, sent: bool, flags: list[bool]) -> None:
+    """Nothing is sent again once the client has bytes, unless another engine goes on with the stream, once it has its
+    response, or without a file descriptor; the KV cache is lost only if the engine may have fetched it."""
     progress = Progress(*flags)
-    action = decide(leg, failure(kind, sent=sent), progress)
+    action = decide(step, failure(kind, sent=sent), progress)
     if isinstance(action, Retry):
         assert not progress.over
         assert kind != "out_of_files"
-        assert leg == "prefill" or not progress.response_started
+        assert step in ("prefill", "write") or not progress.response_started
         assert sent or not action.kv_lost
         assert not (action.abort_prefill and progress.prefill_done)
-        assert action.leg == leg
-        assert leg == "passthrough" or not progress.decode_final
+        assert action.leg == ("decode" if step == "write" else step)
+        assert step == "passthrough" or not progress.decode_final

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from msgspec import structs
 
 from kvroute.gateway.engines.protocols import ProtocolError, with_one_token
-from kvroute.gateway.http.headers import answered, forwarded, header_lines, session_of
+from kvroute.gateway.http.headers import answered, forwarded, header_lines
 from kvroute.gateway.http.request_parser import LIGHT_BYTES
 from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.openai_api.json_fields import RequestError
-from kvroute.gateway.openai_api.prompt_queue import QueueFull
-from kvroute.gateway.openai_api.requests import Completion, without_body, without_prompts
+from kvroute.gateway.openai_api.requests import Completion, without_body
 from kvroute.gateway.openai_api.responses import ended_by_length, error_body, error_event
 from kvroute.gateway.openai_api.stream_record import COMPLETIONS_PATH, StreamRecord, may_continue
 from kvroute.gateway.proxy.abandoned import SETTLE_S, AbandonedLimit, strands_kv, waits_for_write
 from kvroute.gateway.proxy.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
-from kvroute.gateway.proxy.engine_tokenizer import engine_token_ids
 from kvroute.gateway.proxy.placement_queue import Arrival
 from kvroute.gateway.proxy.prefill_leg import PrefillLeg
+from kvroute.gateway.proxy.request_prompt import PromptReading, core_request
 from kvroute.gateway.proxy.request_state import RequestState
 from kvroute.gateway.proxy.retry import (
     UNAVAILABLE,
     UPSTREAM,
+    Action,
     DecodeWithoutPrefill,
     EndStream,
     Fail,
@@ -42,12 +42,13 @@ from kvroute.gateway.proxy.retry import (
     decide,
 )
 from kvroute.gateway.proxy.runtime import EndedRequest
-from kvroute.types import Decision, Decode, Prefill, ReadKv, Reject, Request
+from kvroute.types import Decision, Decode, Prefill, ReadKv, Reject
 
 if TYPE_CHECKING:
     from kvroute.gateway.engines.client import EngineClient
     from kvroute.gateway.http.exchange import ClientExchange
     from kvroute.gateway.observe.view import Ttft
+    from kvroute.gateway.openai_api.prompt_queue import QueueFull
     from kvroute.gateway.openai_api.prompt_reader import Prompt
     from kvroute.gateway.proxy.leg import Leg
     from kvroute.gateway.proxy.runtime import ClusterRuntime
@@ -133,8 +134,7 @@ class ProxiedRequest:
         self.prefill: PrefillLeg | None = None
         """The leg that computes the KV cache, or has computed it."""
         self.decode: DecodeLeg | None = None
-        self._reading: asyncio.Task[None] | None = None
-        """Task that hashes a large prompt in a thread."""
+        self._reading: PromptReading | None = None
         self._abandoned_limit: AbandonedLimit | None = None
         """None: the client is there."""
         self._ids: list[int] | None = None
@@ -144,7 +144,7 @@ class ProxiedRequest:
     # Arrival
 
     def begin(self) -> None:
-        """Hash the prompt and request a decision; large prompts are hashed in a thread."""
+        """Read the prompt and request a decision."""
         runtime, state = self.runtime, self.state
         exchange, completion = state.exchange, state.completion
         try:
@@ -157,65 +157,31 @@ class ProxiedRequest:
                 state.record = StreamRecord(completion)
             self.model = runtime.models.name(completion.model)
             if adapter := runtime.models.adapter(completion.model):
-                completion = state.completion = structs.replace(completion, adapter=adapter)
-            model = runtime.models.full_name(self.model)
-            if runtime.prompts.asks_engine(completion, model):
-                self._reading = runtime.spawn(self._begin_later(ask=True))
-                return
-            prompt = runtime.prompts.blocks_now(completion, model)
-            if prompt is None:
-                self._reading = runtime.spawn(self._begin_later())
-            else:
-                self._arrive(prompt)
+                state.completion = structs.replace(completion, adapter=adapter)
+            self._reading = PromptReading(state, self, runtime.models.full_name(self.model))
+            self._reading.begin()
         except RequestError as refused:
-            self._answer_error(refused.status, refused.body(), runtime.now(), refused.message)
+            self.on_bad_request(refused)
         except Exception as error:
             self.internal_error(error)
 
-    async def _begin_later(self, *, ask: bool = False) -> None:
-        """Hash the prompt off the event loop. Args: `ask`: let an engine tokenize it first."""
-        runtime, state, completion = self.runtime, self.state, self.state.completion
-        try:
-            model = runtime.models.full_name(self.model)
-            if ask and (ids := await engine_token_ids(state, model)) is not None:
-                completion = structs.replace(completion, text=None, token_ids=ids)
-            prompt = runtime.prompts.blocks_now(completion, model) if ask else None
-            prompt = prompt or await runtime.prompts.blocks(completion, model)
-            self._reading = None
-            if not state.over:
-                state.completion = without_prompts(state.completion)
-                self._arrive(prompt)
-        except RequestError as refused:
-            self._reading = None
-            self._answer_error(refused.status, refused.body(), runtime.now(), refused.message)
-        except QueueFull as full:
-            self._reading = None
-            runtime.metrics.rejected("prompt_queue")
-            runtime.state.rejected(runtime.now())
-            body = error_body(str(full), UNAVAILABLE)
-            self._answer_error(503, body, runtime.now(), str(full), full.retry_after_s)
-        except Exception as error:
-            self.internal_error(error)
+    def on_bad_request(self, error: RequestError) -> None:
+        """See `PromptOwner`."""
+        self._answer_error(error.status, error.body(), self.runtime.now(), error.message)
 
-    def _arrive(self, prompt: Prompt) -> None:
+    def on_prompt_queue_full(self, full: QueueFull) -> None:
+        """See `PromptOwner`."""
+        runtime, now = self.runtime, self.runtime.now()
+        runtime.metrics.rejected("prompt_queue")
+        runtime.state.rejected(now)
+        self._answer_error(503, error_body(str(full), UNAVAILABLE), now, str(full), full.retry_after_s)
+
+    def on_prompt(self, prompt: Prompt) -> None:
+        """See `PromptOwner`."""
+        self._reading = None
         runtime, completion = self.runtime, self.state.completion
         now = runtime.now()
-        max_tokens, reserve = completion.max_tokens, runtime.reserve_output_tokens
-        if max_tokens > reserve or (not max_tokens and completion.kind != "completions"):
-            max_tokens = reserve  # a conversation without a limit may use the whole context
-        one_leg = completion.one_leg or runtime.unsplit.has(self.model, completion.kind, now)
-        request = self.state.request = Request(
-            id=self.state.number,
-            input_tokens=prompt.input_tokens,
-            blocks=prompt.blocks,
-            block_tokens=prompt.block_tokens,
-            max_output_tokens=max_tokens,
-            model=self.model,
-            one_leg=one_leg and runtime.models.one_instance_only(completion),
-            copyable=prompt.ids is not None and not self._joint and not completion.adapter,
-            adapter=completion.adapter,
-            session=session_of(self.state.exchange.headers, runtime.session_header) if runtime.session_header else 0,
-        )
+        request = self.state.request = core_request(self.state, prompt, self.model, now, joint=self._joint)
         self._ids = prompt.ids if request.copyable and (runtime.copy_s or runtime.reads_storage) else None
         runtime.metrics.prompt_read(prompt.input_tokens)
         runtime.budget.request(now)
@@ -229,7 +195,7 @@ class ProxiedRequest:
             self.state.received_at,
             self.state.exchange.headers,
             completion.fields,
-            max_tokens * completion.n * completion.prompts,
+            request.max_output_tokens * completion.n * completion.prompts,
             self.state.exchange.full_status,
         )
         runtime.placement.submit(self, arrival, now)
@@ -452,7 +418,11 @@ class ProxiedRequest:
 
     def on_leg_failed(self, leg: Leg, failure: LegFailure, now: float) -> None:
         """See `LegOwner`: `retry.decide` says what follows."""
-        match decide(leg.kind, failure, self._progress(leg)):
+        self._follow(decide(leg.kind, failure, self._progress(leg)), failure, now)
+
+    def _follow(self, action: Action, failure: LegFailure, now: float) -> None:
+        """Carry out what follows from a failure."""
+        match action:
             case Ignore():
                 pass
             case PrefillWithoutCopy():
@@ -492,12 +462,11 @@ class ProxiedRequest:
             self._fail(failure.status, failure.reason, now)
 
     def _retry_decode(self, failure: LegFailure, now: float, *, kv_lost: bool, abort_prefill: bool) -> None:
-        leg, self.decode = self.decode, None
-        assert leg is not None
+        assert self.decode is not None
         if abort_prefill and self.prefill is not None:
             self.prefill.abort(now)
         self._release_kept()
-        leg.end_transfer(now, False)
+        self._drop_decode(now)
         if self._may_retry("decode", now):
             self._apply(self.runtime.report.decode_failed(self.state.number, now, kv_lost=kv_lost), now)
         else:
@@ -639,17 +608,14 @@ class ProxiedRequest:
         state, prefill, decode = self.state, self.prefill, self.decode
         if state.over or prefill is None or decode is None or prefill.engine.name != name:
             return
-        if decode.final or not (state.prefill_done and waits_for_write(prefill, decode)):
+        if not (state.prefill_done and waits_for_write(prefill, decode)):
             return
         if decode.streams and self.runtime.control.admitted(state.number):
             return
+        why = f"prefill instance {name} ended before it had written the KV cache"
+        failure = LegFailure("process_ended", why, 502, sent=True)
         try:
-            now = self.runtime.now()
-            self._drop_legs(now)
-            if self._may_retry("decode", now):
-                self._apply(self.runtime.report.decode_failed(state.number, now, kv_lost=True), now)
-            else:
-                self._fail(502, f"prefill instance {name} ended before it had written the KV cache", now)
+            self._follow(decide("write", failure, self._progress(decode)), failure, self.runtime.now())
         except Exception as error:
             self.internal_error(error)
 
@@ -708,7 +674,7 @@ class ProxiedRequest:
         if self._abandoned_limit is not None:
             self._abandoned_limit.cancel()
         if self._reading is not None:
-            self._reading.cancel()  # so that a prompt in the queue is released at once
+            self._reading.cancel()
             self._reading = None
         try:
             if state.faults is not None:

@@ -1,5 +1,5 @@
-"""Decides what follows when a leg of a request fails: a pure function from the failure and the request's progress to an
-action. docs/serve.md lists its cases.
+"""Decides what follows when a step of a request fails: a pure function from the failure and the request's progress to
+an action. docs/serve.md lists its cases.
 
 The retry budget is not part of the decision. It is spent when a `Retry` is carried out; without it the request fails.
 """
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 LegKind: TypeAlias = Literal["copy", "prefill", "decode", "passthrough"]
+Step: TypeAlias = LegKind | Literal["write"]
+"""What can fail: a leg, or the write of the KV cache by a prefill engine, which ends after its leg (NIXL push)."""
 
 UPSTREAM = "upstream_error"
 UNAVAILABLE = "service_unavailable"
@@ -17,10 +19,11 @@ UNAVAILABLE = "service_unavailable"
 
 @dataclass(frozen=True, slots=True)
 class LegFailure:
-    """How a leg failed."""
+    """How a leg, or the write of the KV cache, failed."""
 
     kind: str
-    """One word for metrics and logs: refused, reset, timeout, malformed, status or out_of_files."""
+    """One word: refused, reset, timeout, malformed, status or out_of_files, for metrics and logs; or process_ended, of
+    a write."""
     reason: str
     """One sentence for the client and the log."""
     status: int
@@ -32,7 +35,7 @@ class LegFailure:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a request is when one of its legs fails."""
+    """How far a request is when one of its steps fails."""
 
     over: bool = False
     """The client has its response."""
@@ -52,7 +55,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """Nothing depends on the leg any more."""
+    """There is nothing to do: nothing depends on the step any more, or no other leg can be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +95,24 @@ class Fail:
 Action: TypeAlias = Ignore | PrefillWithoutCopy | DecodeWithoutPrefill | EndStream | Retry | Fail
 
 
-def decide(leg: LegKind, failure: LegFailure, progress: Progress) -> Action:
-    """Return what follows when `leg` fails."""
+def decide(step: Step, failure: LegFailure, progress: Progress) -> Action:
+    """Return what follows when `step` fails."""
     out_of_files = failure.kind == "out_of_files"
-    if leg == "copy" and not out_of_files:
+    if step == "copy" and not out_of_files:
         return PrefillWithoutCopy()
-    if progress.over or (leg == "prefill" and progress.prefill_done):
+    if progress.over or (step == "prefill" and progress.prefill_done):
         return Ignore()
     if out_of_files:
         return Fail(UNAVAILABLE)
-    if leg == "prefill":
+    if step == "write":
+        return Ignore() if progress.decode_final else Retry("decode", kv_lost=failure.sent)
+    if step == "prefill":
         if progress.decode_waits and not progress.other_prefill:
             return DecodeWithoutPrefill()
         return Fail(UPSTREAM) if progress.decode_final else Retry("prefill")
     if progress.response_started:
         return EndStream()
-    if leg == "passthrough":
+    if step == "passthrough":
         return Retry("passthrough")
     if progress.decode_final:
         return Fail(UPSTREAM)
