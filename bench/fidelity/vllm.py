@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -84,6 +84,8 @@ class Load:
     """Times of the same work around this load, divided by those around the measurement of the timing."""
     others: float
     """Cores that other programs used."""
+    same_share: float
+    """Load, as a share of the simulated capacity, at which the simulated median TTFT is the measured one."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,12 @@ def measured_loads(requests: int, loads: Sequence[float], seed: int, nice: int) 
         file = partial(cluster_text, pair, link=link)
         idle, loaded = (timing for timing, _ in timings)
         capacity = capacity_per_s(file(loaded))
+        model = Model(file, idle, loaded, partial(trace_of, requests, seed=seed), capacity)
         with gateway_of(file(loaded), Path(name)) as url:
             found = []
             for index, share in enumerate(loads):
-                trace = trace_of(requests, share * capacity, seed)
-                expected = partial(predictions, file, idle, loaded, trace)
-                found.append(_load(pair, url, expected, share, trace, seed + 10_000 * (index + 1), mean_probe(probes)))
+                first = seed + 10_000 * (index + 1)
+                found.append(_load(pair, url, model, share, first, mean_probe(probes)))
     rate = f"{link.bytes_per_s / 1e9:.3g} GB/s and {link.latency_s * 1e3:.3g} ms"
     head = f"KV transfers: {rate}; simulated capacity {capacity:.3g} requests/s"
     names = ("other server idle", "other server busy")
@@ -150,41 +152,56 @@ def _pair(folder: Path, nice: int) -> Iterator[TimedPair]:
         yield pair
 
 
-def predictions(
-    file: Callable[[Timing], str], idle: Timing, loaded: Timing, trace: Trace, prefill: float, decode: float
-) -> dict[str, Times]:
-    """Return the simulated times of a trace with several timings, by the fields of `Load`.
+@dataclass(frozen=True)
+class Model:
+    """The pair and its requests as the simulator knows them."""
+
+    file: Callable[[Timing], str]
+    """Makes a cluster file."""
+    idle: Timing
+    """Timing of each server while the other one was idle."""
+    loaded: Timing
+    """Timing of each server while the other one was busy."""
+    trace_of: Callable[[float], Trace]
+    """Makes the requests of a rate per second."""
+    capacity_per_s: float
+
+    def trace(self, share: float) -> Trace:
+        """Return the requests of a load, a share of the capacity."""
+        return self.trace_of(share * self.capacity_per_s)
+
+    def scaled(self, probe: Probe) -> Model:
+        """Return the model with other times. Args: `probe`: their factors."""
+        idle, loaded = (scaled(each, probe.prefill_s, probe.decode_s) for each in (self.idle, self.loaded))
+        return replace(self, idle=idle, loaded=loaded)
+
+    def predictions(self, trace: Trace) -> dict[str, Times]:
+        """Return the simulated times of a trace with several timings, by the fields of `Load`."""
+        alone, slowed = (predicted(self.file(timing), trace) for timing in (self.idle, self.loaded))
+        mixed = between(self.idle, self.loaded, slowed.busy_shares)
+        plain = {part: value for part, value in mixed.items() if part != "scheduler"}
+        simulated, without = (predicted(self.file(timing), trace) for timing in (mixed, plain))
+        return {"simulated": simulated, "without": without, "alone": alone, "slowed": slowed}
+
+    def median_ttft_s(self, share: float) -> float:
+        """Return the simulated median TTFT of a load."""
+        trace = self.trace(share)
+        mixed = between(self.idle, self.loaded, predicted(self.file(self.loaded), trace).busy_shares)
+        return float(np.median(predicted(self.file(mixed), trace).ttft_s))
+
+
+def _load(pair: TimedPair, url: str, model: Model, share: float, seed: int, reference: Probe) -> Load:
+    """Measure and simulate a load.
 
     Args:
-        file: makes a cluster file.
-        idle: timing of each server while the other one was idle.
-        loaded: timing of each server while the other one was busy.
-        trace: the requests.
-        prefill: factor of the times of the prefill server while the trace was sent.
-        decode: the same of the decode server.
+        pair: the servers.
+        url: of the gateway.
+        model: with the times as they were measured.
+        share: the load.
+        seed: for the prompts.
+        reference: the probe that belongs to these times.
     """
-    as_measured = _simulated(file, idle, loaded, trace)
-    corrected = _simulated(file, scaled(idle, prefill, decode), scaled(loaded, prefill, decode), trace)
-    return {**corrected, "uncorrected": as_measured["simulated"]}
-
-
-def _simulated(file: Callable[[Timing], str], idle: Timing, loaded: Timing, trace: Trace) -> dict[str, Times]:
-    alone, slowed = (predicted(file(timing), trace) for timing in (idle, loaded))
-    mixed = between(idle, loaded, slowed.busy_shares)
-    plain = {part: value for part, value in mixed.items() if part != "scheduler"}
-    simulated, without = (predicted(file(timing), trace) for timing in (mixed, plain))
-    return {"simulated": simulated, "without": without, "alone": alone, "slowed": slowed}
-
-
-def _load(
-    pair: TimedPair,
-    url: str,
-    expected: Callable[[float, float], dict[str, Times]],
-    share: float,
-    trace: Trace,
-    seed: int,
-    reference: Probe,
-) -> Load:
+    trace = model.trace(share)
     sessions, first = [server.process.pid for server in pair.servers], Probe.of(pair)
     before, began_s = Processes.now(sessions), time.monotonic()
     measured = played(url, trace, seed)
@@ -193,8 +210,20 @@ def _load(
     drift = Probe(now.prefill_s / reference.prefill_s, now.decode_s / reference.decode_s)
     own_s, servers_s = after.own_s - before.own_s, after.servers_s - before.servers_s
     others, taken = (after.all_s - before.all_s - own_s - servers_s) / seconds, own_s / seconds
-    found = expected(drift.prefill_s / (1 - taken), drift.decode_s)
-    return Load(share, trace, measured, **found, taken=taken, drift=drift, others=others)
+    corrected = model.scaled(Probe(drift.prefill_s / (1 - taken), drift.decode_s))
+    found = corrected.predictions(trace) | {"uncorrected": model.predictions(trace)["simulated"]}
+    same = share_of(float(np.median(measured.ttft_s)), corrected.median_ttft_s)
+    return Load(share, trace, measured, **found, taken=taken, drift=drift, others=others, same_share=same)
+
+
+def share_of(ttft_s: float, simulated_s: Callable[[float], float]) -> float:
+    """Return the load, 0.01 to 1.5, at which the simulated median TTFT is `ttft_s`, within 0.002; the end of this range
+    if there is none. The TTFT rises with the load."""
+    low, high = 0.01, 1.5
+    while high - low > 0.002:
+        middle = (low + high) / 2
+        low, high = (middle, high) if simulated_s(middle) < ttft_s else (low, middle)
+    return (low + high) / 2
 
 
 def rows(found: Sequence[Load]) -> list[Row]:
@@ -220,6 +249,7 @@ def rows(found: Sequence[Load]) -> list[Row]:
                         )
                     )
         made.append(_row(f"output tokens/s {at}", "/s", load.measured.tokens_per_s, load.simulated.tokens_per_s))
+        made.append(_row(f"load with the measured median TTFT {at}", "%", 100 * load.share, 100 * load.same_share))
     return made
 
 

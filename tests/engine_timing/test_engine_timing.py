@@ -73,6 +73,13 @@ def test_the_batches_tell_requests_from_contexts(most: int, context: int) -> Non
         assert len({batch.prompt_tokens for batch in batches if batch.requests == 1}) == 2
 
 
+def test_the_smaller_half_of_the_batches_is_measured_with_long_prompts_too() -> None:
+    """The time per token of context would otherwise come from the smallest batches alone."""
+    batches = batches_of(Limits(batch=16), 0)
+    assert [batch.requests for batch in batches if batch.prompt_tokens == 32] == [1, 2, 4, 8, 16]
+    assert [batch.requests for batch in batches if batch.prompt_tokens == 1_024] == [1, 2, 4]
+
+
 def test_what_cannot_be_measured() -> None:
     """One sentence each, with the option to change."""
     for attempt in (

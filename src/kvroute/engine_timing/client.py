@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -98,10 +98,10 @@ class EngineApi:
 
     async def first_token(self, prompt: list[int]) -> Whole:
         """Return the time of a response of one token."""
-        started_s = time.perf_counter()
-        async with self._post(prompt, 1, stream=False) as response:
+        posted = self._post(prompt, 1, stream=False)
+        async with posted as response:
             body = await response.read()
-            seconds = time.perf_counter() - started_s
+            seconds = time.perf_counter() - posted.sent_s
             self._check(response, body)
         try:
             usage = msgspec.json.decode(body, type=_Answer).usage
@@ -151,7 +151,7 @@ class EngineApi:
             "ignore_eos": True,
             "stream": stream,
         }
-        return _Posted(self, self._session.post(f"{self.url}/v1/completions", json=body, headers=self._headers))
+        return _Posted(self, lambda: self._session.post(f"{self.url}/v1/completions", json=body, headers=self._headers))
 
     def _check(self, response: aiohttp.ClientResponse, body: bytes) -> None:
         if response.status != 200:
@@ -164,16 +164,31 @@ class EngineApi:
 
 
 class _Posted:
-    """A response as a context; broken connections become an InputError."""
+    """A response as a context; broken connections become an InputError.
 
-    def __init__(self, engine: EngineApi, response: aiohttp.client._RequestContextManager) -> None:
-        self._engine, self._response = engine, response
+    If the connection ends without a response, the request is sent again once: the engine may have closed it because it
+    was idle.
+    """
+
+    def __init__(self, engine: EngineApi, send: Callable[[], aiohttp.client._RequestContextManager]) -> None:
+        self._engine, self._send = engine, send
+        self._response: aiohttp.client._RequestContextManager
+        self.sent_s = 0.0
+        """When it was sent, on the clock of `time.perf_counter`."""
 
     async def __aenter__(self) -> aiohttp.ClientResponse:
         try:
-            return await self._response.__aenter__()
+            try:
+                return await self._begin()
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                return await self._begin()
         except (aiohttp.ClientError, OSError) as error:
             raise self._engine._silent(error) from None
+
+    async def _begin(self) -> aiohttp.ClientResponse:
+        self.sent_s = time.perf_counter()
+        self._response = self._send()
+        return await self._response.__aenter__()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         await self._response.__aexit__(kind, error, None)

@@ -56,7 +56,7 @@ def lengths_of(limits: Limits, context_tokens: int) -> list[int]:
 
 
 def batches_of(limits: Limits, context_tokens: int) -> list[Batch]:
-    """Return the batches to measure: all sizes with short prompts, and the smaller ones with long prompts, so that the
+    """Return the batches to measure: all sizes with short prompts, and the smaller half with long prompts, so that the
     time per request and the time per token of its context can be told apart.
 
     Args:
@@ -74,7 +74,7 @@ def batches_of(limits: Limits, context_tokens: int) -> list[Batch]:
     long = min(longest, 1_024)
     found = [Batch(size, min(LEAST_PROMPT_TOKENS, longest)) for size in sizes]
     if long >= 4 * LEAST_PROMPT_TOKENS:
-        found += [Batch(size, long) for size in sizes[: max(2, len(sizes) // 2)]]
+        found += [Batch(size, long) for size in sizes[: max(2, (len(sizes) + 1) // 2)]]
     return found
 
 

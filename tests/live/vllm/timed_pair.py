@@ -68,7 +68,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Probe:
-    """Seconds that the same work takes at one time: the speed of a machine that others share changes by the minute."""
+    """Mean seconds that the same work takes at one time: the speed of a machine that others share changes by the
+    minute."""
 
     prefill_s: float
     decode_s: float
@@ -84,13 +85,13 @@ class Probe:
             server.post("/v1/completions", body)
             return time.monotonic() - began_s
 
-        lengths = {tokens: [posted(pair.prefill, tokens, 1) for _ in range(5)] for tokens in (64, 256, 1024)}
+        prompts_s = [[posted(pair.prefill, tokens, 1) for tokens in (64, 256, 1024)] for _ in range(15)]
         batches = []
         with ThreadPoolExecutor(8) as threads:
-            for _ in range(3):
+            for _ in range(7):
                 batch = [threads.submit(posted, pair.decode, 64, 48) for _ in range(8)]
                 batches.append(max(each.result() for each in batch))
-        return cls(sum(float(np.median(each)) for each in lengths.values()), float(np.median(batches)))
+        return cls(float(np.sum(prompts_s)) / len(prompts_s), float(np.mean(batches)))
 
 
 def mean_probe(probes: Sequence[Probe]) -> Probe:
