@@ -124,6 +124,19 @@ def test_the_delay_of_running_requests_can_make_the_pair_cheaper() -> None:
     assert alone(arrive(light, 1.0, 10)) == "d0"
 
 
+@pytest.mark.parametrize(("batch", "expected_s"), [(0, 0.11), (2, 0.1 + 2.5 * (0.01 + 2 * 0.1e-3))])
+def test_a_prompt_beside_a_batch_is_expected_to_begin_half_a_step_later(batch: int, expected_s: float) -> None:
+    """The batch is in the middle of a step; then each of the two chunks has a step of the batch beside it. The bases of
+    prefill and step are the same 10 ms."""
+    control = core(parameters={"alone": 1, "delay_weight": 0.1, "token_delay_max": NO_BOUND})
+    control.handle(InstanceDown(0.0, "d1"))
+    running(control, 0.0, "d0", batch)
+    request = Request(id=10, input_tokens=1_000, max_output_tokens=10)
+    (decode,) = control.handle(Arrived(1.0, request, ttft_max_s=60.0))
+    assert isinstance(decode, Decode)
+    assert decode.ttft_s == pytest.approx(expected_s)
+
+
 def test_a_prefix_cached_on_a_decode_instance_counts() -> None:
     """Only the tokens that are not cached are computed, so the running requests there are hardly delayed."""
     control = core()

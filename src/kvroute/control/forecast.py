@@ -61,10 +61,17 @@ class Forecaster:
         return Forecast(pending_s + prefill_s + after.ttft_s, prefill_s + after.least_s)
 
     def alone(self, pick: AlonePick) -> Forecast:
-        """Predict a request that one instance serves alone because that is cheaper than a pair."""
-        index, parts = pick.pick.choice.index, pick.pick.choice.terms.parts
-        least_s = float(parts["prefill_s"][index])
-        return Forecast(float(parts["wait_s"][index]) + least_s + float(parts["steps_s"][index]), least_s)
+        """Predict a request that one instance serves alone because that is cheaper than a pair.
+
+        Beside a batch, its prompt begins with the next step: in the mean half a step later.
+        """
+        index, parts, candidates = pick.pick.choice.index, pick.pick.choice.terms.parts, pick.pick.candidates
+        least_s, steps_s = float(parts["prefill_s"][index]), float(parts["steps_s"][index])
+        begins_s = 0.0
+        if steps_s:
+            batch = int(candidates.batch[index])
+            begins_s = float(candidates.iteration_base_s[index] + candidates.iteration_per_request_s[index] * batch) / 2
+        return Forecast(float(parts["wait_s"][index]) + begins_s + least_s + steps_s, least_s)
 
     def single(self, request: Request, key: PoolKey, pick: DecodePick, at: float) -> Forecast:
         """Predict a request of one leg. Args: `key`: of the pool of its instance."""
