@@ -275,6 +275,15 @@ def test_instances_that_are_down_have_failed_the_request_or_must_not_serve_it_ar
     assert alone(arrive(control, 60.0, 2, only=("p0", "p1", "d1"))) == "d1"
 
 
+def test_an_instance_that_must_not_serve_a_request_does_not_when_no_other_is_up() -> None:
+    """The prompt is computed: the decode instance may be up again by then."""
+    control = core()
+    control.handle(InstanceDown(0.0, "d0"))
+    (prefill,) = arrive(control, 1.0, 0, only=("p0", "d0"))
+    assert isinstance(prefill, Prefill)
+    assert prefill.instance == "p0"
+
+
 def test_an_instance_without_room_is_not_chosen() -> None:
     """The request needs 331 MB and no decode instance has as much. The prefill policy chooses, as for pairs."""
     control = core(TEXT.replace("kv_capacity: 100 GB", "kv_capacity: 0.3 GB"))

@@ -94,7 +94,10 @@ def test_a_prompt_is_served_if_no_engine_tokenizes_it(caplog: pytest.LogCaptureF
     assert [record.getMessage() for record in caplog.records].count("tokenize_failed") == 1
 
 
-def test_a_client_that_leaves_ends_the_question() -> None:
+def test_a_client_that_leaves_ends_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not after the time limit of the question."""
+    monkeypatch.setattr("kvroute.gateway.proxy.engine_tokenizer._WAIT_S", 3_600.0)
+
     async def main() -> None:
         async with rig(ASK) as gate:
             asked = asyncio.Event()
