@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 LegKind: TypeAlias = Literal["copy", "prefill", "decode", "passthrough"]
 Step: TypeAlias = LegKind | Literal["write"]
-"""What can fail: a leg, or the write of the KV cache by a prefill engine, which ends after its leg (NIXL push)."""
+"""What can fail: a leg, or with NIXL push the write of the KV cache, which a prefill engine ends after its leg."""
 
 UPSTREAM = "upstream_error"
 UNAVAILABLE = "service_unavailable"
