@@ -229,3 +229,94 @@ def test_a_store_whose_library_is_missing_is_one_sentence(
         monkeypatch.delitem(sys.modules, f"kvroute.cachepool.store.{backend}", raising=False)
     with pytest.raises(StoreError, match=f"^a block store in {service}; install kvroute with its extra `store`$"):
         StoreLocation(location, 10**6).check()
+
+
+def _block_link(folder: Path) -> None:
+    (folder / f"00{folder.name}").symlink_to("/dev/null")
+
+
+def _block_fifo(folder: Path) -> None:
+    os.mkfifo(folder / f"00{folder.name}")
+
+
+FOREIGN = {
+    "a file that NFS keeps open": lambda folder: (folder / ".nfs000001").write_bytes(b"x"),
+    "a file whose name is no key": lambda folder: (folder / "junk.tmp").write_bytes(b"x"),
+    "a name of odd length": lambda folder: (folder / "abc").write_bytes(b"x"),
+    "the key of another subfolder": lambda folder: (folder / "abcdff").write_bytes(b"x"),
+    "a folder": lambda folder: (folder / f"ab{folder.name}").mkdir(),
+    "a link": _block_link,
+    "a FIFO": _block_fifo,
+    "a file beside the subfolders": lambda folder: (folder.parent / "readme").write_bytes(b"x"),
+    "a FIFO beside the subfolders": lambda folder: os.mkfifo(folder.parent / "ab"),
+    "a file beside those being written": lambda folder: (folder.parents[1] / "writing" / ".nfs1").write_bytes(b"x"),
+    "a FIFO beside those being written": lambda folder: os.mkfifo(folder.parents[1] / "writing" / f"ab.{'0' * 16}"),
+}
+
+
+def entries(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.name != "lock"}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_files_stay_and_disturb_no_write(tmp_path: Path, name: str) -> None:
+    """A store that is full evicts its own blocks beside them, and can be opened again."""
+    keys = [chain(f"block {number}", 1)[0] for number in range(2 * CAPACITY_BLOCKS)]
+    store = opened(tmp_path, blocks=CAPACITY_BLOCKS)
+    write_chain(store, keys[:1])
+    folder = next((tmp_path / "blocks").iterdir())
+    before = entries(tmp_path)
+    FOREIGN[name](folder)
+    foreign = entries(tmp_path) - before
+    for _ in range(2):
+        assert all(store.write(key, b"", memoryview(content(key))) for key in keys)
+        assert store.match(keys[-1:]) == 1
+        assert wrong(store, keys[-1:]) == []
+        assert foreign <= entries(tmp_path)
+        store.close()
+        store = opened(tmp_path, blocks=CAPACITY_BLOCKS)
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "FIFO", "folder", "device"])
+def test_a_special_file_in_place_of_a_block_is_a_miss(tmp_path: Path, kind: str) -> None:
+    """Reading it neither follows the link nor waits for a writer of the FIFO; the block can be written again."""
+    key = CHAINS["a"][0]
+    store = opened(tmp_path / "store")
+    write_chain(store, [key])
+    [path] = (tmp_path / "store" / "blocks").rglob(key.hex())
+    target = tmp_path / "elsewhere"
+    path.rename(target)
+    before = target.read_bytes()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target if kind == "link" else "/dev/zero")
+    into = memoryview(bytearray(FORMAT.block_bytes))
+    assert store.match([key]) == store.read([key], ALL, into) == 0
+    assert target.read_bytes() == before
+    if kind != "folder":
+        assert write_chain(store, [key]) == 1
+        assert store.read([key], ALL, into) == 1
+        assert target.read_bytes() == before
+    store.close()
+
+
+@pytest.mark.parametrize(("folder_mode", "file_mode"), [(None, 0o600), (0o755, 0o600), (0o777, 0o660), (0o2770, 0o660)])
+def test_only_the_users_of_the_folder_may_read_blocks(tmp_path: Path, folder_mode: int | None, file_mode: int) -> None:
+    """A new store is its user's alone. Others get no access; the group does if the folder is writable for it."""
+    place = tmp_path / "store"
+    if folder_mode is not None:
+        place.mkdir()
+        place.chmod(folder_mode)
+    store = opened(place)
+    write_chain(store, CHAINS["a"])
+    store.close()
+    paths = [path for path in place.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in paths} == {file_mode}
+    assert {path.stat().st_mode & 0o777 for path in place.rglob("*") if path.is_dir()} == {
+        file_mode | file_mode >> 2 & 0o110
+    }
+    assert place.stat().st_mode & 0o7777 == (0o700 if folder_mode is None else folder_mode)

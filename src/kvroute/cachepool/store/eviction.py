@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
+import errno
 import heapq
 import os
+import re
+import stat
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvroute.cachepool.store.extent import ExtentCodec
+from kvroute.cachepool.store.extent import MAX_KEY_BYTES, ExtentCodec
 
 COUNTER_BYTES = 8
+_SUBFOLDER = re.compile(r"[0-9a-f]{2}")
+_EXTENT = re.compile(rf"(?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}}")
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int | None:
+    """Open a regular file; None if there is none of this name. It follows no link and waits for no other process, as
+    opening a FIFO does."""
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            return None
+        raise
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return None
+
+
+def private_mode(folder: Path) -> int:
+    """Return the permission bits of new files: those of the owner, and the group's if the folder is writable for it.
+
+    KV caches contain prompts, so that other users get no access, whatever the folder and the umask allow.
+    """
+    return 0o660 if folder.stat().st_mode & stat.S_IWGRP else 0o600
+
+
+def make_private(path: Path, store: Path, *, folder: bool = False) -> None:
+    """Create an empty file or a folder of a store, unless it exists, with the permissions of `private_mode`."""
+    mode = private_mode(store)
+    with suppress(FileExistsError):
+        if folder:
+            path.mkdir(mode=0o700)
+            path.chmod(mode | mode >> 2 & 0o110)  # who may write a folder may also enter it
+        else:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.fchmod(fd, mode)
+            os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +69,18 @@ class ExtentFolder:
     """Extents by key, in subfolders by the key's last byte. The caller holds the store's lock for all changes.
 
     A file's modification time is its block's time of use, so that it survives a restart and all processes share it.
+    Files with other names, links and special files are not the store's: they are neither counted nor removed.
     """
 
     def __init__(self, folder: Path, codec: ExtentCodec) -> None:
         self._root, self._counter, self._codec = folder / "blocks", folder / "used_bytes", codec
         self._parents: dict[bytes, bytes] = {}
         """Parents of the blocks that this process has written, or seen in a scan."""
+
+    def prepare(self) -> None:
+        """Create the counter of a new store."""
+        if not self._counter.exists():
+            make_private(self._counter, self._root.parent)
 
     def path(self, key: bytes) -> Path:
         """Return the file of a block."""
@@ -42,7 +90,7 @@ class ExtentFolder:
     def has(self, key: bytes) -> bool:
         """Return whether a block is stored with its full size."""
         try:
-            return os.stat(self.path(key)).st_size == self._codec.extent_bytes
+            return self._is_extent(os.lstat(self.path(key)))
         except FileNotFoundError:
             return False
 
@@ -50,19 +98,23 @@ class ExtentFolder:
         """Set the time of use unless it is recent; return whether the block is stored. It needs no lock."""
         path = self.path(key)
         try:
-            status = os.stat(path)
+            status = os.lstat(path)
+            if not self._is_extent(status):
+                return False
             if now_s - status.st_mtime_ns / 1e9 > interval_s:
-                os.utime(path, ns=(status.st_atime_ns, int(now_s * 1e9)))
+                os.utime(path, ns=(status.st_atime_ns, int(now_s * 1e9)), follow_symlinks=False)
         except FileNotFoundError:
             return False
-        return status.st_size == self._codec.extent_bytes
+        return True
 
     def publish(self, temporary: Path, key: bytes, parent: bytes, now_s: float, *, fsync: bool) -> None:
         """Give a complete extent its final name. The counter changes first: after a crash it is too high, not too
         low."""
         self._parents[key] = parent
         path = self.path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.exists():
+            make_private(self._root, self._root.parent, folder=True)
+            make_private(path.parent, self._root.parent, folder=True)
         os.utime(temporary, ns=(int(now_s * 1e9), int(now_s * 1e9)))
         self._count(self.used_bytes() + self._codec.extent_bytes)
         os.rename(temporary, path)
@@ -105,7 +157,7 @@ class ExtentFolder:
     def _scan(self) -> Iterator[Used]:
         """Yield every stored block; remove files that are not whole extents of this format."""
         for entry in self._files():
-            key, status = bytes.fromhex(entry.name), entry.stat()
+            key, status = bytes.fromhex(entry.name), entry.stat(follow_symlinks=False)
             parent = self._parents.get(key)
             if parent is None:
                 parent = self._parent(entry.path, key)
@@ -115,7 +167,9 @@ class ExtentFolder:
             yield Used(key, parent, status.st_mtime_ns)
 
     def _parent(self, path: str, key: bytes) -> bytes | None:
-        fd = os.open(path, os.O_RDONLY)
+        fd = open_regular(path)
+        if fd is None:
+            return None
         try:
             header = self._codec.parsed(os.pread(fd, self._codec.header_bytes, 0))
         finally:
@@ -123,16 +177,26 @@ class ExtentFolder:
         return header.parent if header is not None and header.key == key else None
 
     def _files(self) -> Iterator[os.DirEntry[str]]:
+        """Yield the regular files with the name of a key, in the subfolder of that key."""
         if not self._root.exists():
             return
-        with os.scandir(self._root) as folders:
-            for folder in sorted(folders, key=lambda entry: entry.name):
-                with os.scandir(folder.path) as files:
-                    yield from files
+        with os.scandir(self._root) as entries:
+            folders = [entry for entry in entries if _SUBFOLDER.fullmatch(entry.name)]
+        for folder in sorted(folders, key=lambda entry: entry.name):
+            if not folder.is_dir(follow_symlinks=False):
+                continue
+            with os.scandir(folder.path) as files:
+                for entry in files:
+                    named = _EXTENT.fullmatch(entry.name) and entry.name.endswith(folder.name)
+                    if named and entry.is_file(follow_symlinks=False):
+                        yield entry
+
+    def _is_extent(self, status: os.stat_result) -> bool:
+        return stat.S_ISREG(status.st_mode) and status.st_size == self._codec.extent_bytes
 
     def _count(self, used_bytes: int) -> None:
         """Overwrite the counter in place, which needs no space on a full disk after the first time."""
-        fd = os.open(self._counter, os.O_WRONLY | os.O_CREAT, 0o644)
+        fd = os.open(self._counter, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             os.pwrite(fd, used_bytes.to_bytes(COUNTER_BYTES, "little"), 0)
         finally:

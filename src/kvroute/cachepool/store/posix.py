@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvroute.cachepool.keys import NO_PARENT
-from kvroute.cachepool.store.eviction import ExtentFolder
+from kvroute.cachepool.store.eviction import ExtentFolder, make_private, open_regular, private_mode
 from kvroute.cachepool.store.extent import ExtentCodec
 from kvroute.cachepool.store.format import BlockFormat
 from kvroute.cachepool.store.interface import StoreError
 
 PIECE_BYTES = 1024 * 1024
 """Bytes that are read and then checked at once."""
+_FORMAT = "format.json"
+_TEMPORARY = re.compile(r"[0-9a-f]+\.[0-9a-f]{16}|" + re.escape(_FORMAT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,13 +110,19 @@ class PosixStore:
                 path.unlink(missing_ok=True)
 
     def _open(self, form: BlockFormat) -> None:
-        self._writing.mkdir(parents=True, exist_ok=True)
+        if not self._folder.exists():
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self._writing, self._folder, folder=True)
+        make_private(self._folder / "lock", self._folder)
         with self._lock():
-            described = self._folder / "format.json"
+            self._extents.prepare()
+            described = self._folder / _FORMAT
             if described.exists():
                 form.require_same(described.read_bytes(), str(self._folder))
             else:
-                temporary = self._writing / "format.json"
+                temporary = self._writing / _FORMAT
+                temporary.unlink(missing_ok=True)
+                make_private(temporary, self._folder)
                 temporary.write_bytes(form.description)
                 temporary.rename(described)
             self._remove_leftovers()
@@ -121,9 +130,8 @@ class PosixStore:
     def _read(self, key: bytes, layers: range, part: memoryview) -> bool:
         """Read one block; remove it if it is damaged."""
         offset, nbytes = self._codec.layers_at(layers)
-        try:
-            fd = os.open(self._extents.path(key), os.O_RDONLY)
-        except FileNotFoundError:
+        fd = open_regular(self._extents.path(key))
+        if fd is None:
             return False
         try:
             if not self._settings.verify:
@@ -160,7 +168,8 @@ class PosixStore:
     def _started(self, key: bytes) -> tuple[Path, int]:
         """Create a temporary file and lock it; the lock shows other processes that its writer lives."""
         path = self._writing / f"{key.hex()}.{secrets.token_hex(8)}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        os.fchmod(fd, private_mode(self._folder))
         fcntl.flock(fd, fcntl.LOCK_EX)
         return path, fd
 
@@ -200,9 +209,8 @@ class PosixStore:
     def _remove_leftovers(self) -> None:
         """Remove temporary files without a living writer; the caller holds the lock."""
         for path in self._writing.iterdir():
-            try:
-                fd = os.open(path, os.O_WRONLY)
-            except FileNotFoundError:  # its writer has just ended
+            fd = open_regular(path, os.O_WRONLY) if _TEMPORARY.fullmatch(path.name) else None
+            if fd is None:  # its writer has just ended, or it is no file of the store
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,7 +223,7 @@ class PosixStore:
     @contextmanager
     def _lock(self) -> Iterator[None]:
         """Exclude other threads and processes; each call opens the file, because a lock belongs to an open file."""
-        fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
