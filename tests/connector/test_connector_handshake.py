@@ -169,6 +169,22 @@ def test_a_client_disconnects_from_a_server_that_sends_too_slowly() -> None:
             thread.join()
 
 
+@pytest.mark.parametrize("sent", [b"\0", struct.pack("!I", 100), struct.pack("!I", 100) + b"\0" * 50])
+def test_a_header_that_stops_in_the_middle_ends_its_connection(sent: bytes) -> None:
+    """A peer with the token may be idle for longer than the limit, and not stop while it sends a header."""
+    near, far = socket.socketpair()
+    with near, far:
+        one = FramedSocket(near, 0.2)
+        one.secure(send_key=b"a" * 32, receive_key=b"b" * 32)
+        idle = threading.Timer(0.5, far.sendall, (sent,))
+        idle.start()
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            one.receive_request()
+        assert time.monotonic() > begun + 0.5
+        idle.join()
+
+
 def test_unauthenticated_connections_evict_each_other_and_no_authenticated_peer() -> None:
     """Five silent connections with a limit of two: three are closed; peers with the token are served."""
     limits = Limits(handshakes=2)

@@ -540,14 +540,14 @@ def test_a_finished_prompt_can_be_fetched_while_the_next_step_runs() -> None:
         with pulling(target, Options()) as client:
             client.start(Transfer("d", Peer(*prefill.address), "t", 0, (0,)))
             result = client.wait(WAIT_S)
-        assert result is not None
-        assert result.failure == ""
-        assert target.block(0, 0) == source.block(0, 3)
-        prefill.begin(step)
-        sent: set[str] = set()
-        while not sent:
-            sent |= prefill.ended()[0]
-        assert sent == {"p"}, "it is held and freed once"
+            assert result is not None
+            assert result.failure == ""
+            assert target.block(0, 0) == source.block(0, 3)
+            prefill.begin(step)
+            sent: set[str] = set()
+            while not sent:  # the client releases it after the result; if it is closed first, the hold expires
+                sent |= prefill.ended()[0]
+            assert sent == {"p"}, "it is held and freed once"
     finally:
         prefill.close()
 

@@ -87,6 +87,22 @@ class FramedSocket:
             raise WireError("integrity", "a frame does not carry the tag of this connection")
         return decode(header)
 
+    def receive_request(self) -> Message | None:
+        """Wait without limit until the peer sends, then return its header; see `receive`.
+
+        Once a byte has arrived, the whole header must arrive in `timeout_s`: TCP's keep-alive detects a dead peer,
+        and not one that stops in the middle of a header.
+        """
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        poll.poll()
+        self._deadline = time.monotonic() + self._timeout_s
+        try:
+            return self.receive()
+        finally:
+            self._deadline = None
+            self.sock.settimeout(self._timeout_s)
+
     def receive_next(self) -> Message:
         """Return the next header. The end of the connection is an error.
 
@@ -150,10 +166,11 @@ class FramedSocket:
         return bytes(data)
 
     def _keep(self, deadline: float) -> None:
-        """Limit the wait to the handshake's deadline: a peer that sends single bytes must not stay in it forever."""
+        """Limit the wait to the deadline: a peer that sends single bytes must not be waited for forever."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("the handshake was not complete in time")
+            what = "a header" if self._receive_tags else "the handshake"
+            raise TimeoutError(f"{what} was not complete in time")
         self.sock.settimeout(min(left_s, self._timeout_s))
 
     def _send_all(self, views: list[memoryview]) -> None:

@@ -185,9 +185,7 @@ class Server:
             self._attached.discard(channel)
 
     def _next(self, channel: FramedSocket) -> Request | None:
-        channel.sock.settimeout(None)
-        message = channel.receive()
-        channel.sock.settimeout(self._options.timeout_s)
+        message = channel.receive_request()
         accepted = Request if self._receiver is not None else Attach | Fetch | Release
         if message is None or isinstance(message, accepted):
             return message
