@@ -145,6 +145,30 @@ def test_a_worker_that_dies_is_replaced_and_its_counts_stay(tmp_path: Path) -> N
         assert gateway.completed() >= 20
 
 
+def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """A stopped process ignores every signal but SIGKILL, and the kernel still gives it new connections."""
+    with running(tmp_path) as gateway:
+        stopped, other = gateway.workers()
+        os.kill(stopped, signal.SIGSTOP)
+        until(lambda: stopped not in gateway.workers())
+        until(lambda: len(gateway.workers()) == 2 and gateway.ask("/ready", admin=True)[0] == 200)
+        assert other in gateway.workers()
+        assert all(gateway.ask("/v1/completions", BODY)[0] == 200 for _ in range(8))
+        assert "worker_hangs" in gateway.messages.read_text()
+
+
+def test_a_gateway_ends_although_a_worker_hangs(tmp_path: Path) -> None:
+    """Its second signal, as a second Ctrl-C, ends all workers at once."""
+    with running(tmp_path) as gateway:
+        stopped = gateway.workers()[0]
+        os.kill(stopped, signal.SIGSTOP)
+        for _ in range(2):
+            gateway.process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        gateway.process.wait(PATIENCE_S)
+        assert not Path(f"/proc/{stopped}").exists()
+
+
 def test_workers_keep_a_limit_together(tmp_path: Path) -> None:
     """Of twelve requests at once four are served and eight are rejected, whichever worker has them."""
     with running(tmp_path) as gateway, ThreadPoolExecutor(12) as clients:

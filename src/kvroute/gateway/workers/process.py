@@ -35,6 +35,8 @@ class WorkerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self.admin_url = ""
         """URL of its admin port; empty until it serves."""
+        self.unanswered = 0
+        """Number of requests to its admin port that have timed out since it answered one."""
 
     @property
     def serves(self) -> bool:
@@ -56,7 +58,7 @@ class WorkerProcess:
         """Start the process; `ready` waits until it serves."""
         ready = Path(self._spec.ready_file)
         ready.unlink(missing_ok=True)
-        self.admin_url = ""
+        self.admin_url, self.unanswered = "", 0
         self._file.write_bytes(msgspec.json.encode(self._spec))
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvroute.cli.app", *self._command(self._file), stdin=asyncio.subprocess.PIPE
@@ -87,9 +89,13 @@ class WorkerProcess:
         """Return a page of its admin port; None if it does not answer."""
         try:
             async with session.get(self.admin_url + path, headers={"Accept": accept}, timeout=_timeout()) as response:
+                self.unanswered = 0
                 return await response.read() if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError):
-            return None
+        except TimeoutError:
+            self.unanswered += 1
+        except aiohttp.ClientError:
+            pass  # it has ended, or is about to
+        return None
 
     async def push(self, session: aiohttp.ClientSession, body: bytes) -> None:
         """Pass on pushed telemetry.

@@ -33,6 +33,11 @@ _WATCH_S = 1.0
 """Interval between two reads of the workers' states while no dashboard is open, in seconds."""
 _RESTART_MIN_S, _RESTART_MAX_S = 0.1, 5.0
 """Shortest and longest wait before a worker is started again; it doubles while workers end soon after their start."""
+_UNANSWERED_MAX = 3
+"""A worker that leaves so many requests in succession unanswered, each for five seconds, is killed and replaced: it is
+stopped, or its event loop hangs, while the kernel still gives it its share of new connections."""
+_END_S = 10.0
+"""Time after which a worker that ignores a signal to end at once is killed, in seconds."""
 _STABLE_S = 30.0
 """A worker that has served for this time is started again after the shortest wait."""
 
@@ -124,7 +129,11 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for worker in self._workers:
             worker.send(signal.SIGTERM)  # the first signal may have been sent before; a second one ends at once
-        await self._end(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._end(signal.SIGTERM)
+        except TimeoutError:
+            await self._end(signal.SIGKILL)
         if self._admin is not None:
             await self._admin.close()
         await self._stream.close()
@@ -217,7 +226,12 @@ class Supervisor:
             await self._read_states()
 
     async def _read_states(self) -> None:
+        """Read the workers' states, and kill workers that have not answered for long; `_keep` starts others."""
         states = await self._ask("/state")
+        for worker in self._workers:
+            if worker.serves and worker.unanswered >= _UNANSWERED_MAX:
+                log_event("error", "worker_hangs", number=worker.number, unanswered=worker.unanswered)
+                worker.send(signal.SIGKILL)
         if states:
             self.state.snapshots = [msgspec.json.decode(body, type=Snapshot) for body in states.values()]
 
