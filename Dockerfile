@@ -1,7 +1,7 @@
 # The gateway in a container: docs/deploy.md describes how to run it. It needs no privileges and no writable root file system.
 
-# Python 3.11 is the version that the tests run on.
-FROM python:3.11-slim-bookworm AS build
+# Python 3.11 is the version that the tests run on. The digest is that of 3.11.15 for all platforms.
+FROM python:3.11-slim-bookworm@sha256:d29f48a31a8b408ed19272ca1e7b10ebae13b240a27e862d3d4217c528e2e0c3 AS build
 WORKDIR /build
 COPY requirements/build.txt requirements/kube.txt requirements/
 RUN python -m venv tools \
@@ -14,7 +14,7 @@ COPY src src
 RUN tools/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist . \
  && tools/bin/pip --python /opt/kvroute/bin/python install --no-cache-dir --no-deps --no-index dist/*.whl
 
-FROM python:3.11-slim-bookworm
+FROM python:3.11-slim-bookworm@sha256:d29f48a31a8b408ed19272ca1e7b10ebae13b240a27e862d3d4217c528e2e0c3
 LABEL org.opencontainers.image.title="kvroute" \
       org.opencontainers.image.description="Network-aware gateway for disaggregated LLM inference" \
       org.opencontainers.image.source="https://github.com/kvroute/kvroute" \

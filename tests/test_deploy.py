@@ -128,3 +128,15 @@ def test_the_docs_page_lists_every_alert_with_its_severity() -> None:
     rules = {(rule["labels"]["severity"], rule["alert"]) for group in groups for rule in group["rules"]}
     rows = re.findall(r"^\| (critical|warning|info) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     assert {(severity, name) for severity, names in rows for name in re.findall(r"`(\w+)`", names)} == rules
+
+
+def test_base_images_and_actions_are_pinned_by_digest() -> None:
+    """A tag can be moved to other content; the tag or version stays beside the digest for readers."""
+    images = [step.rest.split()[0] for stage in stages() for step in stage if step.keyword == "FROM"]
+    job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["check"]
+    for image in (*images, job["container"]["image"]):
+        assert re.fullmatch(r"python:3\.11\S*@sha256:[0-9a-f]{64}", image), image
+    assert len(set(images)) == 1
+    for action in (step["uses"] for step in job["steps"] if "uses" in step):
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action), action
+    assert "--privileged" not in job["container"]["options"]
