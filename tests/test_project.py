@@ -55,7 +55,7 @@ def test_metadata_names_the_repository_and_the_tested_python_version() -> None:
 
 
 def test_the_workflow_runs_the_ci_script_with_least_privilege() -> None:
-    """The workflow calls the script, may only read the repository, and pins a major version of each action."""
+    """The workflow calls the script, may only read the repository, and pins each action."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert "cancel-in-progress" in workflow["concurrency"]
@@ -65,7 +65,7 @@ def test_the_workflow_runs_the_ci_script_with_least_privilege() -> None:
     assert os.access(ROOT / ".ci/run", os.X_OK)
     actions = [step["uses"] for step in job["steps"] if "uses" in step]
     assert actions
-    assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", action) for action in actions)
+    assert all(re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", action) for action in actions)
     assert job["timeout-minutes"]
 
 
