@@ -30,6 +30,21 @@ protocol = PROTOCOLS["shared-store"]
 prefill, decode = (body(completion, KvHandshake(), None) for body in (protocol.prefill_body, protocol.decode_body))
 print(prefill.decode(), decode.decode(), sep="\\n")
 """
+SERVED_PROTOCOL = """
+import asyncio, json
+from tests.gateway.stub_engines import completion, engines_of, stub_rig
+
+async def main():
+    prefill, decode = engines_of("shared-store")
+    async with stub_rig([*prefill, *decode]) as front:
+        response = await front.post(completion(prompt="hello", max_tokens=9))
+        assert response.status == 200, response.text
+    for engine in (*prefill, *decode):
+        for received in engine.received:
+            print(received.body.decode())
+
+asyncio.run(main())
+"""
 EVENT = """
 from pathlib import Path
 from kvroute.control import ControlSpec, LogRecord
@@ -106,7 +121,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _python(folder: Path, *arguments: str) -> str:
     """Run Python with the copy; kernels are not compiled, because that would take a minute in a new folder."""
-    environment = os.environ | {"PYTHONPATH": str(folder / "src"), "NUMBA_DISABLE_JIT": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{folder / 'src'}:{ROOT}", "NUMBA_DISABLE_JIT": "1"}
     out = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=environment)
     assert out.returncode == 0, out.stderr
     return out.stdout
@@ -154,6 +169,13 @@ def test_a_new_protocol_is_valid_and_makes_both_bodies(extended: Path) -> None:
     prefill, decode = map(json.loads, _python(extended, "-c", PROTOCOL).splitlines())
     assert decode == {"model": "m", "prompt": "hello", "max_tokens": 9}
     assert (prefill["max_tokens"], prefill["stream"]) == (1, False)
+
+
+def test_a_gateway_serves_with_a_new_protocol(extended: Path) -> None:
+    """The example's methods take what the gateway passes: a request reaches a prefill and a decode engine."""
+    prefill, decode = map(json.loads, _python(extended, "-c", SERVED_PROTOCOL).splitlines())
+    assert (prefill["prompt"], prefill["max_tokens"]) == ("hello", 1)
+    assert (decode["prompt"], decode["max_tokens"]) == ("hello", 9)
 
 
 def test_a_new_event_changes_decisions_and_can_be_logged(extended: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import yaml
@@ -135,3 +137,34 @@ def test_issue_forms_have_fields_with_distinct_names_and_parts_that_exist() -> N
         assert names
         assert len(names) == len(set(names))
         assert any(field.get("validations", {}).get("required") for field in fields)
+
+
+def _imported() -> dict[str, Path]:
+    """Return the top-level name of each import of the package from outside, with a module that has it."""
+    found: dict[str, Path] = {}
+    for path in sorted((ROOT / "src/kvroute").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            for name in names:
+                found.setdefault(name.partition(".")[0], path)
+    return {name: path for name, path in found.items() if name not in {*sys.stdlib_module_names, "kvroute"}}
+
+
+def test_every_imported_package_is_declared() -> None:
+    """A package that only another one brings along can disappear with that one's next version. Packages that this
+    environment lacks are those of vLLM and of extras without tests here; they count by their own name."""
+    groups = [METADATA["dependencies"], *METADATA["optional-dependencies"].values()]
+    declared = {re.split(r"[<>=\[ ;~]", line, maxsplit=1)[0].lower() for group in groups for line in group}
+    distributions = packages_distributions()
+    imported = _imported()
+    assert len(imported) > 20
+    for name, path in imported.items():
+        names = {each.lower().replace("_", "-") for each in distributions.get(name, [name])}
+        assert names & (declared | _BESIDE_AN_ENGINE), f"{path.relative_to(ROOT)} imports {name}"
+
+
+_BESIDE_AN_ENGINE = {"nixl", "torch", "vllm"}
+"""Packages of the engine's environment, in which the connector runs."""

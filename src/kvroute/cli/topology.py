@@ -35,7 +35,7 @@ from kvroute.topology.draft import draft
 from kvroute.topology.json_schema import cluster_json_schema
 from kvroute.topology.tree import ROLE_COLOURS, TIER_NAMES, Domain, domain_tree, tier_rows, uplinks_text
 from kvroute.topology.units import about_bandwidth, about_size, bandwidth_bytes_per_s
-from kvroute.types import InputError, InputErrors, KvProtocol
+from kvroute.types import TRAITS, InputError, InputErrors, KvProtocol
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {"qos": QosEntry, "placement": PlacementEntry}
 """Sections that the planner reads."""
@@ -96,7 +96,7 @@ def new(
     decode: Annotated[list[str] | None, typer.Option(help="Address of a decode engine.")] = None,
     both: Annotated[list[str] | None, typer.Option(help="Address of an engine for both prefill and decode.")] = None,
     model: Annotated[str, typer.Option(help="A model that `kvroute llm` lists, or a config.json.")] = "llama-3-70b",
-    protocol: Annotated[str, typer.Option(help="KV transfer protocol: vllm, mooncake or sglang.")] = "vllm",
+    protocol: Annotated[str, typer.Option(help=f"KV transfer protocol: {', '.join(TRAITS)}.")] = "vllm",
     tp: Annotated[int, typer.Option(min=1, help="GPUs per engine.")] = 1,
     gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs per host.")] = 8,
     nic: Annotated[str, typer.Option(help="Bandwidth of each GPU's NIC.")] = "100 Gbps",

@@ -11,7 +11,7 @@ from kvroute.cli.output import own_command, tell
 from kvroute.topology import parse
 from kvroute.topology.assembly import read_text
 from kvroute.topology.expansion import with_endpoints
-from kvroute.types import InputError, InputErrors, KvProtocol
+from kvroute.types import TRAITS, InputError, InputErrors, KvProtocol
 
 
 def expand_file(
@@ -24,7 +24,7 @@ def expand_file(
             show_default=False,
         ),
     ] = None,
-    protocol: Annotated[str, typer.Option(help="KV transfer protocol: vllm, mooncake or sglang.")] = "vllm",
+    protocol: Annotated[str, typer.Option(help=f"KV transfer protocol: {', '.join(TRAITS)}.")] = "vllm",
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.", show_default=False)] = None,
 ) -> None:
     """Write a cluster file without shorthands: every node and every instance, with the address of its engine.
