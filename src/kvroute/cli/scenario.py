@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, field
 
+from kvroute.control import ControlSpec
 from kvroute.control.hotspots import CopySpec, HotspotSpec
 from kvroute.gateway.config.offload import OffloadSection
 from kvroute.policies.offload import OffloadSpec
@@ -78,15 +79,17 @@ class CopiesEntry(Entry, frozen=True, kw_only=True):
 class Scenario(Entry, frozen=True, kw_only=True):
     """The complete file; an empty one changes nothing."""
 
-    transfer: TransferMode = "serial"
+    transfer: TransferMode | None = None
+    """None: as the cluster file's `gateway` section says."""
     wan: WanEntry | None = None
     changes: list[ChangeEntry] = field(default_factory=list)
     fluctuations: list[FluctuationEntry] = field(default_factory=list)
     stall_s: Duration | None = field(name="stall", default=None)
     role_switch_s: Duration = field(name="role_switch_time", default=Duration(30.0))
     review_s: Duration | None = field(name="review", default=None)
-    offload: OffloadSection | None = None
-    """Like `gateway.offload` in a cluster file, but `rule` may also be `auto` or `abundant`."""
+    offload: OffloadSection | Literal["none"] | None = None
+    """In place of the cluster file's `gateway.offload`; `rule` may also be `auto` or `abundant`, and `none` offloads
+    nothing. None: as the file says."""
     role_switches: bool = False
     """True if a review may switch prefill instances to decode, or decode instances to prefill."""
     prefix_pool: bool = False
@@ -98,7 +101,7 @@ class Scenario(Entry, frozen=True, kw_only=True):
         wan = self.wan
         return msgspec.structs.replace(
             settings,
-            transfer=self.transfer,
+            transfer=self.transfer or settings.transfer,
             wan=None
             if wan is None
             else WanTransport(
@@ -118,24 +121,35 @@ class Scenario(Entry, frozen=True, kw_only=True):
             ),
             stall_s=None if self.stall_s is None else float(self.stall_s),
             role_switch_s=float(self.role_switch_s),
-            review_s=self._review_s(),
+            review_s=self._review_s(settings.review_s),
         )
 
-    def _review_s(self) -> float | None:
-        """Return the review interval; a threshold search and hotspot copies need regular reviews."""
+    def _review_s(self, of_file_s: float | None) -> float | None:
+        """Return the review interval; a threshold search and hotspot copies need regular reviews. Args: `of_file_s`:
+        that of the cluster file."""
         if self.review_s is not None:
             return float(self.review_s)
-        intervals_s = [] if self.offload is None else [float(self.offload.check_interval_s)]
+        if self.offload is not None:
+            of_file_s = float(self.offload.check_interval_s) if isinstance(self.offload, OffloadSection) else None
+        intervals_s = [] if of_file_s is None else [of_file_s]
         intervals_s += [] if self.copies is None else [float(self.copies.review_s)]
         return min(intervals_s, default=None)
+
+    def control(self, spec: ControlSpec) -> ControlSpec:
+        """Apply the scenario to the core's configuration. Raises InputError for values that do not fit together."""
+        offload = spec.offload if self.offload is None else self.offload_spec()
+        if self.offload is None and offload is not None and self.role_switches:
+            long_term = msgspec.structs.replace(offload.long_term, role_switches=True)
+            offload = msgspec.structs.replace(offload, long_term=long_term)
+        return msgspec.structs.replace(spec, offload=offload, prefix_pool=self.prefix_pool, copies=self.copy_spec())
 
     def copy_spec(self) -> CopySpec | None:
         """Return the specification of copies ahead of demand. Raises InputError for invalid values."""
         return None if self.copies is None else self.copies.spec()
 
     def offload_spec(self) -> OffloadSpec | None:
-        """Return the offload policy. Raises InputError for values that do not fit together."""
-        if self.offload is None:
+        """Return the scenario's own offload policy. Raises InputError for values that do not fit together."""
+        if not isinstance(self.offload, OffloadSection):
             return None
         live: Rule = "scarce"  # spec() rejects what live engines lack; simulated ones have it
         spec = msgspec.structs.replace(self.offload, rule=live, layerwise=False).spec()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvroute.policies import known_parameters
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -42,13 +43,14 @@ class Overrides:
             hint = "give --port and --admin-port different numbers"
             raise InputError(f"clients and the admin endpoints would share port {admin.port}", hint=hint)
         events = str(self.log.absolute()) if self.log else logs.events
+        policy, parameters = self.policy or settings.policy, settings.parameters
         changed = replace(
             settings,
             listen=listen,
             admin=admin,
             log=replace(logs, events=events, format=self.log_format or logs.format),
-            policy=self.policy or settings.policy,
-            parameters=settings.parameters if self.policy in (None, settings.policy) else {},
+            policy=policy,
+            parameters=parameters if policy == settings.policy else known_parameters(policy, parameters),
             shadow=settings.shadow if self.shadow is None else self.shadow,
             prefill=self.prefill or settings.prefill,
             constraint=settings.constraint if self.constraint is None else self.constraint,

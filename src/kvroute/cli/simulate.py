@@ -8,31 +8,33 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks, tell
 from kvroute.cli.quantities import DURATION, RATE, TOKENS, per_second, seconds, token_count
 from kvroute.cli.scenario import Scenario, read_scenario
+from kvroute.cli.simulate_options import FileOptions, file_remarks, sync_s, weights
 from kvroute.comparison.cells import encode
 from kvroute.comparison.parallel import check_where
-from kvroute.comparison.question import Question, cluster_of, compare
+from kvroute.comparison.question import Question, compare
+from kvroute.comparison.served import served_file
 from kvroute.comparison.workload import Workload
-from kvroute.control import ControlSpec, LogHeader
+from kvroute.control import LogHeader
 from kvroute.event_log import EventLog, check_can_create
-from kvroute.oracle import OracleSettings
-from kvroute.policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY, PREFILL_POLICIES
+from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
 from kvroute.report.compare import verdict
 from kvroute.report.tables import comparison_table
-from kvroute.sim.settings import Background, SimSettings, Slo, Telemetry
+from kvroute.sim.settings import Background, Telemetry
 from kvroute.sim.workload import PROFILES, THINK_MAX_S
 from kvroute.sim.workload.octets import written_whole
 from kvroute.topology.units import about_duration
 from kvroute.types import InputError
 
-DEFAULT_PREFILL_POLICY = "least-loaded"
-DEFAULT_POLICIES = ("round-robin", "cla", "netkv", "foresight", DEFAULT_DECODE_POLICY)
 SEED_MAX, PROMPT_MAX, AGENTS_MAX, WORKERS_MAX = 2**31 - 1, 10_000_000, 1_000_000, 1024
-GATEWAYS_MAX, SYNC_MS_MAX = 1_000, 3_600_000
+GATEWAYS_MAX = 1_000
+_OF_FILE = "default: as the file's `gateway` section says"
 SETUP, WORKLOAD, NETWORK, OUTPUT = "Policies", "Workload", "Network and telemetry", "Output"
 
 
@@ -49,15 +51,19 @@ def simulate(
         ),
     ] = None,
     prefill_policy: Annotated[
-        str, typer.Option(help=f"Prefill policy: {_names(PREFILL_POLICIES)}.", rich_help_panel=SETUP)
-    ] = DEFAULT_PREFILL_POLICY,
+        str | None,
+        typer.Option(help=f"Prefill policy: {_names(PREFILL_POLICIES)}; {_OF_FILE}.", rich_help_panel=SETUP),
+    ] = None,
     constraint: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Topology constraint: level:fail, level:fallback or level:preferred:weight.", rich_help_panel=SETUP
+            help=f"Topology constraint: level:fail, level:fallback or level:preferred:weight; {_OF_FILE}.",
+            rich_help_panel=SETUP,
         ),
-    ] = "",
-    cla_weights: Annotated[str, typer.Option(help="Weights of cla: cache,load.", rich_help_panel=SETUP)] = "1,1",
+    ] = None,
+    cla_weights: Annotated[
+        str | None, typer.Option(help="Weights of cla: cache,load; default: 1,1.", rich_help_panel=SETUP)
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -157,34 +163,41 @@ def simulate(
         ),
     ] = 0.0,
     oracle_refresh: Annotated[
-        float,
+        float | None,
         typer.Option(
             parser=seconds(1e-3),
             metavar=DURATION,
-            help="Time between telemetry updates, e.g. 500ms.",
-            show_default="1 s",
+            help=f"Time between telemetry updates, e.g. 500ms; {_OF_FILE} (1 s).",
             rich_help_panel=NETWORK,
         ),
-    ] = 1.0,
+    ] = None,
     telemetry: Annotated[
-        Telemetry, typer.Option(help="Detail of the telemetry on other traffic.", rich_help_panel=NETWORK)
-    ] = "tier",
+        Telemetry | None,
+        typer.Option(help=f"Detail of the telemetry on other traffic; {_OF_FILE} (none).", rich_help_panel=NETWORK),
+    ] = None,
     prediction: Annotated[
-        Literal["none", "smooth", "trend"],
-        typer.Option(help="Predict congestion: exponential smoothing, or Holt's trend.", rich_help_panel=NETWORK),
-    ] = "none",
+        Literal["none", "smooth", "trend"] | None,
+        typer.Option(
+            help=f"Predict congestion: exponential smoothing, or Holt's trend; {_OF_FILE}.", rich_help_panel=NETWORK
+        ),
+    ] = None,
     stale_after: Annotated[
         float | None,
         typer.Option(
             parser=seconds(1e-3),
             metavar=DURATION,
-            help="Reduce the weight of telemetry older than this.",
+            help=f"Reduce the weight of telemetry older than this; {_OF_FILE} (30 s).",
             rich_help_panel=NETWORK,
         ),
     ] = None,
     separate_own: Annotated[
-        bool, typer.Option(help="Exclude the router's own transfers from telemetry.", rich_help_panel=NETWORK)
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--separate-own/--no-separate-own",
+            help=f"Exclude the router's own transfers from telemetry; {_OF_FILE} (yes).",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
     scenario: Annotated[
         Path | None,
         typer.Option(
@@ -210,15 +223,14 @@ def simulate(
         ),
     ] = "0",
     slo_ttft: Annotated[
-        float,
+        float | None,
         typer.Option(
             parser=seconds(1e-6),
             metavar=DURATION,
-            help="TTFT target of the SLO, e.g. 2s.",
-            show_default="5 s",
+            help=f"TTFT target of the SLO, e.g. 2s; {_OF_FILE} (5 s).",
             rich_help_panel=OUTPUT,
         ),
-    ] = 5.0,
+    ] = None,
     refuse_late: Annotated[
         bool,
         typer.Option(
@@ -287,7 +299,22 @@ def simulate(
         raise InputError(
             f"there is no profile {profile!r}", where="--profile", hint=f"choose one of {_names(PROFILES)}"
         )
-    played = read_scenario(scenario, cluster_of(str(cluster))) if scenario else Scenario()
+    options = FileOptions(
+        policies=tuple(dict.fromkeys(policy)) if policy else None,
+        prefill=prefill_policy,
+        constraint=constraint,
+        scenario=scenario,
+        oracle_refresh_s=oracle_refresh,
+        telemetry=telemetry,
+        prediction=prediction,
+        stale_after_s=stale_after,
+        separates_own=separate_own,
+        slo_ttft_s=slo_ttft,
+        refuses_late=refuse_late,
+    )
+    file = served_file(str(cluster))
+    served = options.applied(file)
+    played = read_scenario(scenario, file.cluster) if scenario else Scenario()
     question = Question(
         cluster=str(cluster),
         workload=Workload(
@@ -303,39 +330,23 @@ def simulate(
             think_max_s=think_max,
         ),
         settings=played.settings(
-            SimSettings(
+            msgspec.structs.replace(
+                options.settings(served.settings),
                 prefill_queueing=prefill_queueing,
                 lock_step=lock_step,
                 lock_step_tokens=lock_step_tokens,
                 background=Background.uniform(background),
-                oracle_refresh_s=oracle_refresh,
-                separates_own_traffic=separate_own,
-                telemetry=telemetry,
                 gateways=gateways,
-                sync_s=_sync_s(sync_ms),
-                slo=Slo(ttft_s=slo_ttft),
+                sync_s=sync_s(sync_ms),
                 warmup_s=warmup,
             )
         ),
-        spec=ControlSpec(
-            parameters=_weights(cla_weights),
-            prefill=prefill_policy,
-            constraint=constraint,
-            prefill_cache=prefill_cache,
-            offload=played.offload_spec(),
-            prefix_pool=played.prefix_pool,
-            copies=played.copy_spec(),
-            oracle=OracleSettings(
-                separates_own_traffic=separate_own,
-                prediction=None if prediction == "none" else prediction,
-                stale_after_s=stale_after,
-            ),
-            predicts=refuse_late,
-        ),
-        refuses_late=refuse_late,
+        spec=played.control(msgspec.structs.replace(served.spec, prefill_cache=prefill_cache)),
+        service=served.service,
+        parameters={} if cla_weights is None else {"cla": weights(cla_weights)},
     )
     check_where(on)
-    policies = list(dict.fromkeys(policy or DEFAULT_POLICIES))
+    policies = options.compared(file.gateway)
     if policy and len(policies) < len(policy):
         remarks().print("Duplicate policies run only once.")
     if log is not None:
@@ -343,9 +354,11 @@ def simulate(
     if out is not None:
         question.check(policies, seed)  # before a folder is created for nothing
         make_folder(out, "--out")
-    tell(cluster_of(str(cluster)).remarks)
+    tell(file.cluster.remarks)
     for name in policies:
-        tell(question.spec_of(name).remarks(DEFAULT_PREFILL_POLICY))
+        tell(question.spec_of(name).remarks(GatewaySettings().prefill))
+    tell(file_remarks(cluster, file, policies, gateways))
+    tell(options.replaced(file, played))
     tell(f"{trace or 'generated trace'}: {remark}" for remark in question.workload.remarks(seed))
     if log is not None:
         _record(question, policies[0], seed, log)
@@ -364,35 +377,11 @@ def simulate(
         print_json({"runs": runs, "verdict": verdict(runs)})
         return
     shown = console()
-    shown.print(comparison_table(runs, width=shown.width, slo_ttft_s=slo_ttft))
+    shown.print(comparison_table(runs, width=shown.width, slo_ttft_s=question.settings.slo.ttft_s))
     found = verdict(runs)
     console().print(found.sentence)
     for remark in found.remarks:
         console().print(remark)
-
-
-def _sync_s(text: str) -> float | None:
-    """Seconds of `--sync-ms`; None: no exchange."""
-    if text == "none":
-        return None
-    try:
-        milliseconds = float(text)
-    except ValueError:
-        milliseconds = -1.0
-    if not 0 <= milliseconds <= SYNC_MS_MAX:
-        hint = f"write a number from 0 to {SYNC_MS_MAX:,}, or none"
-        raise InputError(f"{text!r} is not a number of milliseconds", where="--sync-ms", hint=hint)
-    return milliseconds / 1e3
-
-
-def _weights(text: str) -> dict[str, float]:
-    try:
-        cache, load = (float(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(
-            f"{text!r} is not a pair of weights", where="--cla-weights", hint="write cache,load, e.g. 1,0.7"
-        ) from None
-    return {"cache_weight": cache, "load_weight": load}
 
 
 def _check_log(question: Question, policies: list[str], seeds: int, log: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,23 +11,16 @@ import msgspec
 from kvroute.collectives import instance_traffic
 from kvroute.comparison.cells import Cell, Record
 from kvroute.comparison.parallel import stream
+from kvroute.comparison.served import Service, served_file
 from kvroute.comparison.workload import Workload
 from kvroute.control import ControlSpec
 from kvroute.event_log import EventLog
 from kvroute.sim.capacity import links_named
 from kvroute.sim.gateways import refuse_features
 from kvroute.sim.lock_step import lock_step_groups
-from kvroute.sim.placement import Tenancy, Tenant
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
-from kvroute.topology import Cluster, load
 from kvroute.types import InputError
-
-
-@lru_cache(maxsize=2)
-def cluster_of(path: str) -> Cluster:
-    """Return the cluster of a cluster file, read once. Raises InputErrors for an invalid file."""
-    return load(Path(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +31,21 @@ class Question:
     workload: Workload
     settings: SimSettings
     spec: ControlSpec
-    """The decode policy's name is set for each run; its parameters are passed only to CLA*."""
-    refuses_late: bool = False
-    """Whether requests are refused whose predicted TTFT is longer than the SLO's."""
+    """That of one policy; the others get those of its parameters that they have."""
+    service: Service = field(default_factory=Service)
+    parameters: Mapping[str, dict[str, float]] = field(default_factory=dict)
+    """By policy: parameters that replace those of `spec`."""
 
     def spec_of(self, policy: str) -> ControlSpec:
         """Return the control specification for a run of that policy. In lock-step every request is a pair, because an
         instance that serves one alone is not modelled."""
-        parameters = self.spec.parameters if policy == "cla" else {}
-        spec = msgspec.structs.replace(self.spec, decode=policy, parameters=parameters)
+        spec = self.spec.with_policy(policy)
+        spec = msgspec.structs.replace(spec, parameters=spec.parameters | self.parameters.get(policy, {}))
         return spec.pairs_only() if self.settings.lock_step else spec
 
     def check(self, policies: Sequence[str], seed: int) -> None:
         """Raise InputError if a run cannot start: a wrong cluster, all-reduce, link, trace, policy or constraint."""
-        cluster = cluster_of(self.cluster)
+        cluster = served_file(self.cluster).cluster
         all_reducing = instance_traffic(cluster)
         if self.settings.lock_step:
             layerwise = self.settings.transfer == "layerwise"
@@ -65,18 +57,17 @@ class Question:
             self.spec_of(policy).build(cluster)
         if self.settings.gateways > 1:
             refuse_features(self.spec, cluster)
-            if self.refuses_late:
-                what = "requests that would be late are refused by one gateway only"
-                raise InputError(what, where="refuse_late", hint="simulate one gateway, or leave the option out")
+            if self.service.predicts:
+                what = "limits on the time to the first token and a fair queue are simulated for one gateway only"
+                hint = "simulate one gateway, or leave out --refuse-late, `gateway.classes` and `gateway.fair_queue`"
+                raise InputError(what, where="gateways", hint=hint)
         self.workload.of_seed(seed)
 
     def run(self, policy: str, seed: int, log: EventLog | None = None) -> Run:
         """Run one policy on one seed."""
-        trace, settings, tenancy = self.workload.of_seed(seed), self.settings, None
-        if self.refuses_late:
-            everyone = Tenant("everyone", ttft_max_s=settings.slo.ttft_s)
-            tenancy = Tenancy((everyone,), [0] * len(trace.requests))
-        cluster, spec = cluster_of(self.cluster), self.spec_of(policy)
+        trace, settings = self.workload.of_seed(seed), self.settings
+        tenancy = self.service.tenancy(len(trace.requests)) if settings.gateways == 1 else None
+        cluster, spec = served_file(self.cluster).cluster, self.spec_of(policy)
         return simulate(cluster, trace, spec, settings, seed=seed, log=log, tenancy=tenancy)
 
     def __call__(self, cell: Cell) -> Record:
@@ -86,9 +77,8 @@ class Question:
             "workload": msgspec.to_builtins(self.workload),
             "settings": msgspec.to_builtins(self.settings),
             "control": msgspec.to_builtins(self.spec_of(cell.policy)),
+            "service": msgspec.to_builtins(self.service),
         }
-        if self.refuses_late:
-            config["refuses_late"] = True
         return Record(key=cell.key, cell=cell, config=config, summary=run.summary, timeline=run.timeline)
 
 

@@ -8,7 +8,14 @@ import msgspec
 from kvroute.control.core import Control
 from kvroute.control.settings import ControlOptions, ControlSettings
 from kvroute.oracle import NetworkOracle, OracleSettings
-from kvroute.policies import DEFAULT_DECODE_POLICY, PairingPolicy, TopologyConstraint, decode_policy, prefill_policy
+from kvroute.policies import (
+    DEFAULT_DECODE_POLICY,
+    PairingPolicy,
+    TopologyConstraint,
+    decode_policy,
+    known_parameters,
+    prefill_policy,
+)
 from kvroute.topology import Cluster
 from kvroute.topology.discovery import specimen
 from kvroute.types import Arrived, Prefill, PrefillFinished, Request
@@ -56,6 +63,11 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
             "only for engines that receive both legs at once and for instances of role both. Use foresight to choose "
             "prefill instances by that policy."
         ]
+
+    def with_policy(self, decode: str) -> ControlSpec:
+        """Return the same configuration with another decode policy, which gets those of the parameters that it has."""
+        parameters = known_parameters(decode, self.parameters) if decode != self.decode else self.parameters
+        return msgspec.structs.replace(self, decode=decode, parameters=parameters)
 
     def pairs_only(self) -> ControlSpec:
         """Return the same configuration with a decode policy that lets no instance serve a request of two legs."""

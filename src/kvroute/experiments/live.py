@@ -23,13 +23,12 @@ import msgspec
 import numpy as np
 import uvloop
 
-from kvroute.gateway.config.preflight import deployment_of
+from kvroute.comparison.served import served_file
 from kvroute.load_generator import LEAD_S, Answer, prompt_tokens, replay_trace, timed_requests
 from kvroute.prefix import block_hashes
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import Background
 from kvroute.sim.workload import Trace, TracedRequest
-from kvroute.topology.assembly import read_text
 from kvroute.types import TIER_COUNT, FloatArray, InputError
 
 BLOCK_TOKENS = 16
@@ -144,20 +143,16 @@ def _apart(times_s: Sequence[float]) -> list[float]:
 
 def predict(question: Question) -> Half:
     """Simulate a gateway with the settings of the file, including its measurements of its own transfers."""
-    cluster, settings = deployment_of(read_text(question.cluster), str(question.cluster), embedded=True)
-    settings = msgspec.structs.replace(settings, policy=question.policy, prefill=question.prefill)
-    # Engines report the blocks that they store and evict, so the router does not estimate their caches.
-    spec = msgspec.structs.replace(settings.control_spec(), cache_block_tokens=0)
-    told_every_s = float(settings.scrape.interval_s)
-    early = spec.layerwise or (spec.offload is not None and spec.offload.layerwise)
-    assumed = SimSettings(
-        telemetry="none",
-        measures_transfers=True,
-        oracle_refresh_s=told_every_s,
-        transfer="layerwise" if early else "serial",
-    )
-    run = simulate(cluster, question.trace, spec, assumed, seed=question.seed)
-    return predicted(run)
+    return predicted(simulated(question, Background()))
+
+
+def simulated(question: Question, background: Background) -> Run:
+    """Simulate the gateway of a comparison, with traffic on the links that is not reported to it."""
+    served = served_file(str(question.cluster))
+    spec = msgspec.structs.replace(served.spec.with_policy(question.policy), prefill=question.prefill)
+    settings = msgspec.structs.replace(served.settings, telemetry="none", background=background)
+    tenancy = served.service.tenancy(len(question.trace.requests))
+    return simulate(served.cluster, question.trace, spec, settings, seed=question.seed, tenancy=tenancy)
 
 
 def predicted(run: Run) -> Half:

@@ -14,14 +14,11 @@ from pathlib import Path
 import msgspec
 
 from kvroute import topology
-from kvroute.experiments.live import Half, Question, Served, observed, played, predicted
-from kvroute.gateway.config.preflight import deployment_of
-from kvroute.sim.run import simulate
-from kvroute.sim.settings import Background, SimSettings
+from kvroute.experiments.live import Half, Question, Served, observed, played, predicted, simulated
+from kvroute.sim.settings import Background
 from kvroute.sim.workload import Trace
 from kvroute.testbed import Build, Run, Testbed
 from kvroute.testbed.processes import cpu_s
-from kvroute.topology.assembly import read_text
 from kvroute.types import Endpoint, InputError
 
 POLICIES = ("round-robin", "cla", "netkv", "foresight")
@@ -94,16 +91,7 @@ def course(run: Run, cluster: Path, build: Build) -> Iterator[Course]:
 
 def predict(question: Question, background: Sequence[float]) -> Half:
     """Simulate the same round, with background traffic on the links that is not reported to the router."""
-    cluster, settings = deployment_of(read_text(question.cluster), str(question.cluster), embedded=True)
-    settings = msgspec.structs.replace(settings, policy=question.policy, prefill=question.prefill)
-    spec = msgspec.structs.replace(settings.control_spec(), cache_block_tokens=0)
-    assumed = SimSettings(
-        telemetry="none",
-        measures_transfers=True,
-        oracle_refresh_s=float(settings.scrape.interval_s),
-        background=Background(per_tier=tuple(background)),
-    )
-    return predicted(simulate(cluster, question.trace, spec, assumed, seed=question.seed))
+    return predicted(simulated(question, Background(per_tier=tuple(background))))
 
 
 def _reset(url: str) -> bool:

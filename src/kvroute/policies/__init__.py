@@ -23,6 +23,7 @@ from kvroute.policies.names import (
     FORESIGHT_POLICIES,
     decode_policy,
     foresight_policy,
+    known_parameters,
 )
 from kvroute.policies.preferences import preferred
 from kvroute.policies.prefill import PREFILL_POLICIES, PrefillCandidates, PrefillPolicy, prefill_policy
@@ -73,6 +74,7 @@ __all__ = [
     "constrain",
     "decode_policy",
     "foresight_policy",
+    "known_parameters",
     "preferred",
     "prefill_mask",
     "prefill_policy",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -81,6 +82,13 @@ def decode_policy(name: str, **parameters: float) -> DecodePolicy:
     if name in FORESIGHT_POLICIES:
         return foresight_policy(name, **parameters)
     return policy_of(DECODE_POLICIES, "decode policy", name, parameters)
+
+
+def known_parameters(name: str, parameters: Mapping[str, float]) -> dict[str, float]:
+    """Return those of the parameters that the decode policy with this name has; none if there is no such policy."""
+    kind = ForesightSpec if name in FORESIGHT_POLICIES else DECODE_POLICIES.get(name)
+    accepted = inspect.signature(kind).parameters if kind is not None else ()
+    return {parameter: value for parameter, value in parameters.items() if parameter in accepted}
 
 
 def foresight_policy(name: str, **parameters: float) -> Foresight:

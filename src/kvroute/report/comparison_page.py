@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 
 from kvroute.comparison.cells import Record
+from kvroute.comparison.served import service_of, settings_of
 from kvroute.comparison.workload import Workload
-from kvroute.control import ControlSpec
+from kvroute.gateway.config.modelled import simulated_spec
+from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.report.compare import Difference, Metric, difference, verdict
 from kvroute.report.figures import link_utilisation, threshold_over_time, tier_split, ttft_breakdown
 from kvroute.report.grid import Entry, Grid, Heading
@@ -19,7 +21,6 @@ from kvroute.report.page import parameters, picture, write_page
 from kvroute.report.series import policies_of, relative_half_width, summaries
 from kvroute.report.tables import comparison_grid
 from kvroute.sim.metrics import Summary, Timeline
-from kvroute.sim.settings import SimSettings
 from kvroute.types import InputError
 
 _MEASURES: tuple[tuple[str, Metric], ...] = (
@@ -28,13 +29,14 @@ _MEASURES: tuple[tuple[str, Metric], ...] = (
     ("mean KV transfer", lambda run: run.transfer_s.mean),
 )
 _DECODE = "control.decode"
-_CLA = {"cache_weight": 1.0, "load_weight": 1.0}
+_GATEWAY = GatewaySettings()
 _DEFAULTS = frozenset(
     parameters(
         {
             "workload": msgspec.to_builtins(Workload()),
-            "settings": msgspec.to_builtins(SimSettings()),
-            "control": msgspec.to_builtins(ControlSpec(parameters=_CLA)),
+            "settings": msgspec.to_builtins(settings_of(_GATEWAY)),
+            "control": msgspec.to_builtins(simulated_spec(_GATEWAY)),
+            "service": msgspec.to_builtins(service_of(_GATEWAY)),
         }
     )
 ) | {("control.parameters", "none")}

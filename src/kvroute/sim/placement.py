@@ -1,8 +1,9 @@
-"""Turns and deadlines of simulated requests: the gateway's queue, by the same code, in virtual time."""
+"""Admission, turns and deadlines of simulated requests: the gateway's queues, by the same code, in virtual time."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,6 +29,23 @@ class Tenant:
     """Requests whose predicted time to the first token is longer are refused; None: none is."""
 
 
+class Admission(Protocol):
+    """Limits on the number of requests in flight and waiting."""
+
+    def arrive(self, request: int, now: float) -> float | str | None:
+        """Process an arrival. None: the request is admitted; a number: it waits, at most until then; text: it is
+        refused, and why."""
+        ...
+
+    def leave(self, request: int, now: float) -> Sequence[int]:
+        """Remove a request that is over, and return those that are admitted now."""
+        ...
+
+    def expire(self, now: float) -> tuple[Sequence[int], str]:
+        """Remove and return the requests that have waited too long, and why they are refused."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Tenancy:
     """The tenants of a run."""
@@ -39,6 +57,10 @@ class Tenancy:
     """Predicted work on every prefill instance from which on requests wait; None: none waits."""
     running: int | None = None
     """Number of requests on the instances from which on requests wait; None: all batch slots."""
+    admission: Admission | None = None
+    """None: every request is admitted at once."""
+    wait_max_s: float = math.inf
+    """Longest time that an admitted request waits for its turn."""
 
 
 class BacklogView(Protocol):
@@ -62,39 +84,81 @@ class Placement:
         core: BacklogView,
         agenda: Agenda,
         place: Callable[[Request, float | None], None],
+        refuse: Callable[[int, str], None],
     ) -> None:
-        """Args: `place` decides on a request with the time that is left for its first token."""
+        """Args: `place` decides on a request with the time that is left for its first token; `refuse` ends a request,
+        and is given the reason."""
         self._tenancy, self._core, self._agenda, self._place = tenancy, core, agenda, place
+        self._refuse = refuse
         self._queue = RequestQueue()
+        self._unadmitted: dict[int, Request] = {}
+        self._deadlines: dict[int, float] = {}
+        """Time by which the first token of each request must come, until it is placed."""
         self._requests: dict[int, Request] = {}
         self.placed_s: dict[int, float] = {}
         """Time at which each request in progress was placed."""
         self._output_tokens = _FIRST_OUTPUT_TOKENS
-        self._check_planned = self._pumping = False
+        self._entering: deque[int] = deque()
+        """Requests that have just been admitted, and are not placed yet."""
+        self._check_planned = self._pumping = self._is_entering = False
 
     @property
     def waiting(self) -> int:
         """Number of requests that wait."""
-        return len(self._queue)
+        return len(self._queue) + len(self._unadmitted)
 
     def arrive(self, request: Request) -> None:
-        """Place a request now or in its turn."""
+        """Admit a request, and place it now or in its turn."""
         tenancy, now = self._tenancy, self._agenda.now
-        tenant = tenancy.tenants[tenancy.of_request[request.id]]
+        ttft_max_s = tenancy.tenants[tenancy.of_request[request.id]].ttft_max_s
+        self._deadlines[request.id] = math.inf if ttft_max_s is None else now + ttft_max_s
+        entry = tenancy.admission.arrive(request.id, now) if tenancy.admission is not None else None
+        if isinstance(entry, str):
+            del self._deadlines[request.id]
+            self._refuse(request.id, entry)
+        elif entry is not None:
+            self._unadmitted[request.id] = request
+            self._agenda.at(entry, self._admission_expires)
+        else:
+            self._admitted(request)
+
+    def _admitted(self, request: Request) -> None:
+        tenancy, now = self._tenancy, self._agenda.now
+        deadline = self._deadlines.pop(request.id)
         if tenancy.work_s is None:
-            self._place(request, tenant.ttft_max_s)
+            self._place(request, deadline - now if deadline < math.inf else None)
             return
+        tenant = tenancy.tenants[tenancy.of_request[request.id]]
         work_s = self._core.work_s(request, now, self._output_tokens)
         waiting = Waiting(request.id, tenant.name, tenant.priority, tenant.weight, work_s)
-        deadline = math.inf if tenant.ttft_max_s is None else now + tenant.ttft_max_s
         self._requests[request.id] = request
-        self._queue.push(QueuedRequest(waiting, math.inf, deadline))
+        self._queue.push(QueuedRequest(waiting, now + tenancy.wait_max_s, deadline))
         self.pump()
 
-    def ended(self, output_tokens: int) -> None:
-        """Handle the end of a request."""
-        self._output_tokens += (output_tokens - self._output_tokens) * _OUTPUT_WEIGHT
+    def _admission_expires(self, _: int, __: int) -> None:
+        assert self._tenancy.admission is not None
+        late, reason = self._tenancy.admission.expire(self._agenda.now)
+        for request in late:
+            del self._unadmitted[request], self._deadlines[request]
+            self._refuse(request, reason)
+
+    def ended(self, request: int, output_tokens: int | None) -> None:
+        """Handle the end of a request. Args: `output_tokens`: None if it was rejected."""
+        if output_tokens is not None:
+            self._output_tokens += (output_tokens - self._output_tokens) * _OUTPUT_WEIGHT
+        if self._tenancy.admission is not None:
+            self._entering.extend(self._tenancy.admission.leave(request, self._agenda.now))
+            self._enter()
         self.pump()
+
+    def _enter(self) -> None:
+        """Place the requests that are admitted; one that is refused makes room for more."""
+        if self._is_entering:
+            return
+        self._is_entering = True
+        while self._entering:
+            self._admitted(self._unadmitted.pop(self._entering.popleft()))
+        self._is_entering = False
 
     def pump(self) -> None:
         """Place waiting requests as far as there is room."""
@@ -103,7 +167,11 @@ class Placement:
         self._pumping = True
         now = self._agenda.now
         for late in self._queue.expire(now):
-            self._place(self._requests.pop(late.waiting.number), late.deadline - now)
+            request = self._requests.pop(late.waiting.number)
+            if late.hopeless_at_deadline:
+                self._place(request, late.deadline - now)
+            else:
+                self._refuse(request.id, "the gateway is full: the request has waited too long for its turn")
         while len(self._queue) and self._has_room():
             entry = self._queue.pop()
             assert entry is not None

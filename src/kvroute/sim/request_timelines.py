@@ -589,12 +589,19 @@ class RequestTimelines:
         tokens, ttft_s = self._trace[request].output_tokens, first_s if math.isfinite(first_s) else None
         self._router.handle(Finished(now, request, free_kv_bytes, tokens, ttft_s))
         if self.placement is not None:
-            self.placement.ended(tokens)
+            self.placement.ended(request, tokens)
         self._arrivals.ended(now, request)
 
     def _reject(self, request: int, decision: Decision) -> None:
         assert isinstance(decision, Reject)
         self._release_read(request)
+        self.refuse(request, decision.reason)
+
+    def refuse(self, request: int, reason: str) -> None:
+        """End a request that is not served."""
         self._outcomes.state[request] = REJECTED
-        self.reject_reason = self.reject_reason or decision.reason
+        self.reject_reason = self.reject_reason or reason
+        if self.placement is not None:
+            self.placement.placed_s.pop(request, None)
+            self.placement.ended(request, None)
         self._arrivals.ended(self._agenda.now, request)

@@ -170,7 +170,8 @@ class Simulation:
             if not isinstance(core, Control):
                 what = "tenants are simulated for one gateway"
                 raise InputError(what, where="gateways", hint="set gateways to 1")
-            self._timelines.placement = Placement(tenancy, core, self._agenda, self._timelines.place)
+            place, refuse = self._timelines.place, self._timelines.refuse
+            self._timelines.placement = Placement(tenancy, core, self._agenda, place, refuse)
 
     def _core(self) -> Core:
         """The core of one gateway, or those of several."""

@@ -54,10 +54,15 @@ def load(path: Path | str) -> Cluster:
         InputError: the file cannot be read, or it leaves its instances to `discovery`.
     """
     cluster = parse(read_text(path), where=str(path))
+    check_simulable(cluster, path)
+    return cluster
+
+
+def check_simulable(cluster: Cluster, path: Path | str) -> None:
+    """Raise InputError if the cluster of this file leaves its instances to `discovery`."""
     if cluster.file.discovery is not None and not cluster.instances:
         hint = "list instances to simulate or emulate them"
         raise InputError(NO_INSTANCES, where=str(path), hint=hint)
-    return cluster
 
 
 def read_text(path: Path | str) -> str:
