@@ -111,3 +111,24 @@ def test_a_trace_is_moved_to_given_rates() -> None:
         with_rates(trace, (0.0,), 1_000.0)
     assert sum(hourly_rates(3.0)) / 24 == pytest.approx(3.0)
     assert sum(shape_of(trace)) == 3_000
+
+
+def test_the_target_is_that_of_the_files_autoscaling(run: Run, tmp_path: Path) -> None:
+    """A gateway with the file would compute the same; options replace single values and say so."""
+    file = tmp_path / "mine.yaml"
+    section = "{ttft: 5 s, tpot: 30 ms, attainment: 0.95, utilisation: 0.7, prefill: {min: 3}}"
+    file.write_text(Path(CLUSTER).read_text() + f"gateway: {{autoscaling: {section}}}\n")
+    code, out, err = run(str(file), "--rate", "1/s", "--json")
+    assert (code, err) == (0, "")
+    target = msgspec.convert(json.loads(out), ReplicaPlan).target
+    assert target == msgspec.structs.replace(
+        ReplicaTarget(ttft_s=5.0, tpot_s=0.03, attainment=0.95, utilisation_max=0.7), prefill=target.prefill
+    )
+    assert target.prefill.least == 3
+    code, out, err = run(str(file), "--rate", "1/s", "--ttft", "2s", "--attainment", "0.95", "--json")
+    assert (code, err) == (0, "--ttft 2 s replaces gateway.autoscaling.ttft: 5 s\n")
+    assert msgspec.convert(json.loads(out), ReplicaPlan).target == msgspec.structs.replace(target, ttft_s=2.0)
+    file.write_text(Path(CLUSTER).read_text() + "gateway: {autoscaling: {attainment: 2}}\n")
+    code, out, err = run(str(file), "--rate", "1/s")
+    assert (code, out) == (2, "")
+    assert "gateway.autoscaling.attainment" in err

@@ -10,9 +10,13 @@ import typer
 
 from kvroute.cli.output import console, make_folder, print_json, remarks
 from kvroute.cli.quantities import DURATION, seconds
+from kvroute.control import ControlSpec
+from kvroute.gateway.config.modelled import simulated_spec
+from kvroute.gateway.config.preflight import settings_of
 from kvroute.planner.placement.grouping import Method
 from kvroute.planner.placement.plan import Planned, plan_placement
 from kvroute.planner.placement.problem import Objective, read_placement
+from kvroute.planner.placement.simulation import PAIRS
 from kvroute.report.grid import rich_table
 from kvroute.report.placement_tables import (
     alternatives_grid,
@@ -21,6 +25,8 @@ from kvroute.report.placement_tables import (
     placement_verdict,
     simulation_grid,
 )
+from kvroute.topology import ClusterFile
+from kvroute.topology.assembly import read_text
 from kvroute.types import InputError
 
 EQUATIONS = ("corrected", "literal")
@@ -59,7 +65,8 @@ def placement(
     """Find groups of GPUs, tensor and pipeline parallelism, all-reduce schemes, and the rate that they sustain.
 
     The cluster file describes servers, NVLink, NICs and switches, and in its section `placement` the kinds of GPUs and
-    the lengths of requests. GPUs of the file's instances count as used. The placement that is found is simulated.
+    the lengths of requests. GPUs of the file's instances count as used. The placement that is found is simulated, with
+    the policies of the file's section `gateway`, or with `foresight` if it has none.
 
     Example: [bold]kvroute plan placement examples/heroserve-testbed.yaml --model opt-66b --ttft 2.5s --tpot 0.1s[/bold]
     """
@@ -72,7 +79,11 @@ def placement(
     if out is not None:
         make_folder(out, "--out")
     planned = plan_placement(
-        problem, cast("Method", grouping), literal=equations == "literal", simulates=not no_simulation
+        problem,
+        cast("Method", grouping),
+        literal=equations == "literal",
+        simulates=not no_simulation,
+        spec=_spec(problem.cluster.file, str(cluster)),
     )
     if as_json:
         print_json(planned.report)
@@ -84,6 +95,13 @@ def placement(
         from kvroute.report.placement_page import write_placement  # its import of plots takes a second
 
         remarks().print(f"Report: {write_placement(planned, out, command)}", highlight=False, markup=False)
+
+
+def _spec(file: ClusterFile, source: str) -> ControlSpec:
+    """Return the configuration of the core that the file's `gateway` section gives; without one, that for pairs."""
+    if not file.gateway:
+        return PAIRS
+    return simulated_spec(settings_of(read_text(source), source, None))
 
 
 def _one_of(value: str, known: tuple[str, ...], option: str) -> None:

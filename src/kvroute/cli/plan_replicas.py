@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +12,19 @@ import typer
 
 from kvroute.cli.output import console, make_folder, print_json, remarks, tell
 from kvroute.cli.quantities import DURATION, RATE, per_second, seconds
+from kvroute.comparison.served import ServedFile, served_file
+from kvroute.gateway.config.settings import SECTION
 from kvroute.planner.replicas import HOURS, ReplicaPlan, plan_replicas
 from kvroute.policies.replicas import ReplicaTarget
 from kvroute.report.grid import rich_table
 from kvroute.report.replica_tables import day_grid, rates_grid, replica_choices, replica_verdict
 from kvroute.sim.workload import generate, read
 from kvroute.sim.workload.diurnal import DIURNAL, shape_of
-from kvroute.topology import load
+from kvroute.topology import duration_text
 from kvroute.types import InputError
 
+SCALING = "autoscaling"
+_OF_FILE = "default: as `gateway.autoscaling` of the file says"
 _GENERATED = 4_000
 
 
@@ -46,18 +51,33 @@ def replicas(
         ),
     ] = "",
     ttft: Annotated[
-        float, typer.Option("--ttft", parser=seconds(1e-3), metavar=DURATION, help="SLO of the first token.")
-    ] = 2.0,
+        float | None,
+        typer.Option(
+            "--ttft",
+            parser=seconds(1e-3),
+            metavar=DURATION,
+            help=f"SLO of the first token; {_OF_FILE} (2 s).",
+            show_default=False,
+        ),
+    ] = None,
     tpot: Annotated[
         float | None,
         typer.Option(
-            "--tpot", parser=seconds(1e-6), metavar=DURATION, help="SLO of each further token.", show_default=False
+            "--tpot",
+            parser=seconds(1e-6),
+            metavar=DURATION,
+            help=f"SLO of each further token; {_OF_FILE} (any).",
+            show_default=False,
         ),
     ] = None,
-    attainment: Annotated[float, typer.Option("--attainment", help="Share of the requests that must meet both.")] = 0.9,
+    attainment: Annotated[
+        float | None,
+        typer.Option("--attainment", help=f"Share of the requests that must meet both; {_OF_FILE} (0.9)."),
+    ] = None,
     utilisation: Annotated[
-        float, typer.Option("--utilisation", help="Highest planned utilisation of any resource.")
-    ] = 0.8,
+        float | None,
+        typer.Option("--utilisation", help=f"Highest planned utilisation of any resource; {_OF_FILE} (0.8)."),
+    ] = None,
     cache: Annotated[bool, typer.Option(help="Count the prefixes of the trace as cached.")] = True,
     model: Annotated[str, typer.Option("--model", help="Model, if the cluster file has several.")] = "",
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the report page, figure and numbers.")] = None,
@@ -70,7 +90,9 @@ def replicas(
 
     Example: [bold]kvroute plan replicas examples/fat-tree-64gpu.yaml --rate 6/s --ttft 5s --tpot 30ms[/bold]
     """
-    target = ReplicaTarget(ttft_s=ttft, tpot_s=tpot, attainment=attainment, utilisation_max=utilisation)
+    served = served_file(str(cluster))
+    options = {"ttft_s": ttft, "tpot_s": tpot, "attainment": attainment, "utilisation_max": utilisation}
+    target = _target(served, options)
     if workload is None and rate is None:
         raise InputError("no request rate is given", where="--rate", hint="give --rate, or a trace with --workload")
     trace = read(workload) if workload is not None else generate(_GENERATED, seed=0)
@@ -79,7 +101,7 @@ def replicas(
     if not rate_per_s:
         raise InputError("the trace has no request rate", where="--workload", hint="give --rate")
     shape = shape_of(trace) if hourly == "trace" else _shape(hourly)
-    plan = plan_replicas(load(cluster), trace, target, rate_per_s=rate_per_s, hourly=shape, cached=cache, model=model)
+    plan = plan_replicas(served.cluster, trace, target, rate_per_s=rate_per_s, hourly=shape, cached=cache, model=model)
     if out is not None:
         make_folder(out, "--out")
     if as_json:
@@ -91,6 +113,23 @@ def replicas(
 
         page = write_replicas(plan, out, shlex.join(["kvroute", "plan", "replicas", str(cluster), "--out", str(out)]))
         remarks().print(f"Report: {page}", highlight=False, markup=False)
+
+
+def _target(served: ServedFile, options: Mapping[str, float | None]) -> ReplicaTarget:
+    """Return the target of the file's section `gateway.autoscaling`, with the options, and print which of its values
+    these replace."""
+    section = served.gateway.autoscaling
+    target = section.spec().target if section is not None else ReplicaTarget()
+    given = {name: value for name, value in options.items() if value is not None}
+    written = served.cluster.file.gateway.get(SCALING, {})
+    for name, value in given.items():
+        key = name.removesuffix("_s").removesuffix("_max")
+        if key in written and getattr(target, name) != value:
+            text = duration_text(value) if name.endswith("_s") else f"{value:g}"
+            tell([f"--{key} {text} replaces {SECTION}.{SCALING}.{key}: {written[key]}"])
+    if served.gateway.layerwise:
+        tell([f"not modelled: {SECTION}.layerwise"])
+    return msgspec.structs.replace(target, **given)
 
 
 def _shape(text: str) -> tuple[float, ...]:

@@ -171,3 +171,17 @@ def test_a_plan_without_simulation_has_none(tmp_path: Path) -> None:
     report = plan_placement(problem, simulates=False).report
     assert report.simulated is None
     assert report.literal is None
+
+
+def test_the_simulation_uses_the_policies_of_the_files_gateway(tmp_path: Path) -> None:
+    """A section that a gateway would refuse is an error, and another policy gives other times."""
+    file = tmp_path / "mine.yaml"
+    command = ["plan", "placement", str(file), *COMMAND[3:], "--json"]
+    file.write_text(TESTBED.read_text() + "gateway: {policy: round-robin, prefill: round-robin}\n")
+    plain, own = (json.loads(run(*each).stdout) for each in ([*COMMAND, "--json"], command))
+    assert own["phases"] == plain["phases"]
+    assert own["simulated"]["ttft_s"] != plain["simulated"]["ttft_s"]
+    file.write_text(TESTBED.read_text() + "gateway: {policy: netcv}\n")
+    refused = run(*command)
+    assert refused.exit_code != 0
+    assert "gateway.policy: unknown decode policy 'netcv'" in str(refused.exception)

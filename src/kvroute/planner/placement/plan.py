@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvroute.control import ControlSpec
 from kvroute.planner.placement.grouping import Method
 from kvroute.planner.placement.instances import PlacedInstance
 from kvroute.planner.placement.literal import LiteralPlan, literal_plan
@@ -15,7 +16,7 @@ from kvroute.planner.placement.output import Named, gpu_name, launch_commands, n
 from kvroute.planner.placement.problem import PlacementProblem
 from kvroute.planner.placement.schema import Phase
 from kvroute.planner.placement.search import PHASES, Found, Placement, search
-from kvroute.planner.placement.simulation import Simulated, simulated
+from kvroute.planner.placement.simulation import PAIRS, Simulated, simulated
 
 _ALTERNATIVES = 8
 
@@ -97,7 +98,12 @@ class Planned:
 
 
 def plan_placement(
-    problem: PlacementProblem, method: Method = "milp", *, literal: bool = False, simulates: bool = True
+    problem: PlacementProblem,
+    method: Method = "milp",
+    *,
+    literal: bool = False,
+    simulates: bool = True,
+    spec: ControlSpec = PAIRS,
 ) -> Planned:
     """Search a placement and simulate it.
 
@@ -106,6 +112,7 @@ def plan_placement(
         method: how GPUs are grouped.
         literal: also evaluate the published equations.
         simulates: simulate the placement at the predicted rate.
+        spec: configuration of the core in this simulation.
 
     Raises:
         InputError: no placement meets the SLOs.
@@ -135,7 +142,7 @@ def plan_placement(
         candidates=found.candidates,
         alternatives=_alternatives(found),
         launch={phase: _launch(problem, instances, phase) for phase in PHASES},
-        simulated=simulated(problem, best, best.rate_per_s) if simulates else None,
+        simulated=simulated(problem, best, best.rate_per_s, spec) if simulates else None,
         literal=published,
         choices=problem.choices,
     )

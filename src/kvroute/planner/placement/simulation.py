@@ -20,6 +20,8 @@ from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import build
 from kvroute.types import FloatArray
 
+PAIRS = ControlSpec(decode="foresight")
+"""Configuration of the core for a cluster file without a `gateway` section: a placement is for pairs."""
 _SEED = 15
 _SIDE_MAX = 16
 """Instances of one phase that are simulated; of a larger placement, an even selection at a lower rate."""
@@ -48,7 +50,9 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     """By phase: all-reduces that share links with other traffic; empty if there are none."""
 
 
-def simulated(problem: PlacementProblem, placement: Placement, rate_per_s: float) -> Simulated:
+def simulated(
+    problem: PlacementProblem, placement: Placement, rate_per_s: float, spec: ControlSpec = PAIRS
+) -> Simulated:
     """Run Poisson arrivals on the placement, with prompt lengths as in the problem's traffic.
 
     All-reduces of groups that span servers share links with KV transfers.
@@ -57,6 +61,7 @@ def simulated(problem: PlacementProblem, placement: Placement, rate_per_s: float
         problem: the problem.
         placement: instances of both phases.
         rate_per_s: request rate of the whole placement; a selection of instances gets its share.
+        spec: configuration of the core.
     """
     sides = {"prefill": _selected(placement.prefill), "decode": _selected(placement.decode)}
     shares = [_total_per_s(problem, sides[phase]) / _total_per_s(problem, getattr(placement, phase)) for phase in sides]
@@ -70,9 +75,7 @@ def simulated(problem: PlacementProblem, placement: Placement, rate_per_s: float
     warmup_s = min(_WARMUP_RESIDENCES * residence_s, 0.5 * count / rate_per_s)
     # Requests share no prefix, so a cache on decode instances would only take memory.
     settings = SimSettings(slo=slo, warmup_s=warmup_s, decode_cache=False)
-    summary = simulate(
-        cluster, poisson_trace(problem, count, rate_per_s, _SEED), ControlSpec(decode="foresight"), settings, seed=_SEED
-    ).summary
+    summary = simulate(cluster, poisson_trace(problem, count, rate_per_s, _SEED), spec, settings, seed=_SEED).summary
     return Simulated(
         prefill_instances=len(sides["prefill"]),
         decode_instances=len(sides["decode"]),
