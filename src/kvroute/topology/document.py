@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import yaml
@@ -22,6 +24,9 @@ T = TypeVar("T")
 _LONGEST_FILE = 64 * 2**20
 _TAG = "tag:yaml.org,2002:"
 _DEEPEST = 32
+_NUMBER = re.compile(r"[-+]?(?:\.\d+|\d+(?:\.\d*)?)[eE][-+]?\d{1,3}", re.ASCII)
+"""A number with an exponent; YAML 1.1 only knows those with a point and a sign, such as 1.0e+9."""
+_WHOLE_MOST = 1e15
 _KINDS = (
     ("a cluster file", "kvroute topology check FILE", {"instances", "nodes", "fabric", "racks"}),
     ("a plan file", "kvroute plan prfaas FILE", {"traffic", "kv", "hardware", "clusters"}),
@@ -157,11 +162,25 @@ def _salvaged(
         if not key and (other := _other_kind(value, kind)):
             raise InputErrors([FileError(other[0], source=lines.source, line=1, field="", hint=other[1])]) from None
         known = {(fault.line, fault.field) for fault in found}
-        wrong = form_faults(value, kind, key, lines)
+        wrong = list(form_faults(value, kind, key, lines))
+        if _read_as_numbers(value, key, lines.numbers, {fault.field for fault in wrong}):
+            return _salvaged(value, kind, key, replace(lines, numbers={}), found)
         found = found + [fault for fault in wrong if (fault.line, fault.field) not in known]
         found = found or [lines.error(str(error), key)]
         result, doubts = salvaged(value, kind, key)
     return result, replace(lines, doubts=doubts), sorted(found, key=lambda fault: (fault.line, fault.field))
+
+
+def _read_as_numbers(value: object, base: Key, numbers: Mapping[Key, float], wrong: Set[str]) -> bool:
+    """Replace text by the number that it is, in the fields that are `wrong` as text; return whether there was any.
+    Elsewhere the same text may be a name. Args: `base`: the key of `value`."""
+    found = [key for key in numbers if key[: len(base)] == base and len(key) > len(base) and field_text(key) in wrong]
+    for key in found:
+        parent: Any = value
+        for part in key[len(base) : -1]:
+            parent = parent[part]
+        parent[key[-1]] = numbers[key]
+    return bool(found)
 
 
 def _other_kind(value: object, kind: type) -> tuple[str, str] | None:
@@ -197,7 +216,7 @@ def _read_value(text: str, source: str) -> tuple[object, Lines, list[FileError]]
         value = reader.document()
     except (yaml.YAMLError, UnicodeError) as error:
         raise InputErrors([_syntax_error(error, source)]) from None
-    return value, Lines(source, reader.lines), reader.faults
+    return value, Lines(source, reader.lines, numbers=reader.numbers), reader.faults
 
 
 def _syntax_error(error: Exception, source: str) -> FileError:
@@ -214,6 +233,8 @@ class _Reader:
 
     def __init__(self, text: str, source: str) -> None:
         self.lines: dict[Key, int] = {(): 1}
+        self.numbers: dict[Key, float] = {}
+        """See `Lines.numbers`."""
         self.faults: list[FileError] = []
         self._source = source
         self._loader = yaml.CSafeLoader(text)
@@ -276,6 +297,8 @@ class _Reader:
         tag = event.tag or self._loader.resolve(yaml.ScalarNode, text, event.implicit)  # type: ignore[no-untyped-call]
         kind = str(tag).removeprefix(_TAG)
         if kind in ("str", "timestamp", "!", "merge", "value"):
+            if event.implicit[0] and _NUMBER.fullmatch(text) and math.isfinite(number := float(text)):
+                self.numbers[key] = int(number) if number.is_integer() and abs(number) < _WHOLE_MOST else number
             return text
         if kind in ("int", "float", "bool", "null"):
             try:

@@ -43,6 +43,8 @@ class Lines:
     """Keys whose values could not be read; checks that depend on them are skipped."""
     written_at: tuple[int, ...] = ()
     """With an expanded file: the index in the file of each of its instances; empty: the same."""
+    numbers: Mapping[Key, float] = field(default_factory=dict)
+    """Plain text that is a number in YAML 1.2 and not in YAML 1.1, such as 1e9, by its key."""
 
     def sure(self, *pattern: str | int, whole: bool = False) -> bool:
         """Return True if the value at a key (`*`: any index or name) was read; `whole`: with everything below it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -316,3 +317,35 @@ def test_a_wait_of_exactly_one_millisecond_is_accepted() -> None:
 )
 def test_a_prefill_policy_that_is_not_used_is_reported(policy: str, prefill: str, reported: bool) -> None:
     assert bool(GatewaySettings(policy=policy, prefill=prefill).remarks) is reported
+
+
+NUMBERS = ["1e9", "1E9", "+2e3", "1e+3", "25e-2", ".5e1", "1.5e0", "2.e2"]
+
+
+@pytest.mark.parametrize("written", NUMBERS)
+def test_a_number_with_an_exponent_is_a_number(written: str) -> None:
+    """As in YAML 1.2; where text is allowed, the same characters are text, and in quotes they are text everywhere."""
+    read = settings_of(section(f"{{parameters: {{answer_transfers: {written}}}, models: {{a: {written}}}}}"), "f")
+    assert read.parameters == {"answer_transfers": float(written)}
+    assert read.models == {"a": written}
+    (quoted,) = section_errors(section(f"{{parameters: {{answer_transfers: '{written}'}}}}"))
+    assert "does not fit; write a number" in str(quoted)
+
+
+def test_a_whole_number_may_have_an_exponent() -> None:
+    read = settings_of(section("{limits: {in_flight: 2e3}, offload: {threshold: 1.94e4}, retries: {share: 2e-1}}"), "f")
+    assert (read.limits.in_flight, read.retries.share) == (2_000, 0.2)
+    assert read.offload is not None
+    assert read.offload.threshold == 19_400
+    (wrong,) = section_errors(section("{limits: {in_flight: 15e-1}}"))
+    assert "1.5 does not fit; write a whole number" in str(wrong)
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_every_section_in_the_pages_is_read(page: str) -> None:
+    """Blocks and lines of the pages that show a `gateway` section are valid, on another machine."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^ *```ya?ml\n(.*?)^ *```", text, re.S | re.M) + re.findall(r"(?:^ {4,}.*\n)+", text, re.M)
+    for block in (*map(textwrap.dedent, blocks), *re.findall(r"`(gateway: ?\{.*?\})`", text)):
+        if re.search(r"^gateway:", block, re.M):
+            settings_of(block, page, None)
