@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from kvroute import topology
 from kvroute.cli.output import make_folder, own_command, remarks, tell
-from kvroute.cli.quantities import DURATION, RATE, per_second
+from kvroute.cli.quantities import DURATION, RATE, listed, per_second
 from kvroute.cli.quantities import seconds as seconds_option
 from kvroute.control import ControlSpec
 from kvroute.policies import DEFAULT_DECODE_POLICY
@@ -55,7 +54,9 @@ def demo(
         list[str] | None,
         typer.Option(help="Decode policy; repeat for several; default: round-robin, foresight, foresight-joint."),
     ] = None,
-    prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "cache-aware",
+    prefill: Annotated[
+        str | None, typer.Option(help="Prefill policy; default: that of the file's `gateway` section, or cache-aware.")
+    ] = None,
     output_max: Annotated[int, typer.Option(min=1, help="Maximum output length in tokens.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the trace and the engines.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the dashboard and the results.")] = Path("demo-results"),
@@ -68,16 +69,19 @@ def demo(
         from kvroute.experiments.live import Question, playable
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
+    from kvroute.comparison.served import served_file
     from kvroute.comparison.workload import Workload
     from kvroute.report.dashboard_page import dashboard_page
     from kvroute.sim.workload import PROFILES
 
-    policies = policy or ["round-robin", "foresight", DEFAULT_DECODE_POLICY]
+    served = served_file(str(cluster))
+    prefill = prefill or served.gateway.prefill
+    policies = listed(policy) or ["round-robin", "foresight", DEFAULT_DECODE_POLICY]
     for name in policies:
         ControlSpec(decode=name, prefill=prefill).check()
     if profile not in PROFILES:
         raise InputError(f"unknown profile {profile!r}", where="--profile", hint=f"use one of {', '.join(PROFILES)}")
-    loaded = topology.load(cluster)
+    loaded = served.cluster
     tell(loaded.remarks)
     make_folder(out, "--out")
     workload = Workload(

@@ -15,7 +15,7 @@ import typer
 from kvroute import topology
 from kvroute.cachepool.store.location import StoreLocation
 from kvroute.cli.output import check_writable, remarks, write_whole
-from kvroute.cli.quantities import DURATION, seconds
+from kvroute.cli.quantities import DURATION, listed, seconds
 from kvroute.origins import is_loopback
 from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, InputError
@@ -115,7 +115,7 @@ def emulate(
         seed=seed,
         store=StoreLocation(store, STORE_BYTES) if store else None,
     )
-    uvloop.run(_run(topology.load(cluster), settings, instance or [], ready_file, until_eof))
+    uvloop.run(_run(topology.load(cluster), settings, listed(instance), ready_file, until_eof))
 
 
 def shares_by_tier(text: str) -> tuple[float, ...]:

@@ -21,6 +21,7 @@ from kvroute.cli import (
 )
 from kvroute.cli.experiment_family import Family, run_family
 from kvroute.cli.output import console, print_json, remarks
+from kvroute.cli.quantities import listed
 from kvroute.cli.sweeps import RunOptions
 from kvroute.comparison.parallel import check_where
 from kvroute.experiments.cells import Experiment
@@ -110,7 +111,7 @@ def experiment(
     options = RunOptions(
         reading=reading_name,
         changes=changes or (),
-        profiles=profile or (),
+        profiles=listed(profile),
         trace=trace,
         cell=cell,
         seeds=_seeds_of(seed, seeds),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import typer
@@ -18,6 +18,11 @@ _RATE = re.compile(r"\s*([^\s/]+)\s*(?:/\s*(s|min|h))?\s*", re.ASCII)
 _TOKENS = re.compile(r"\s*(\d{1,15})\s*([KkMm]?)\s*", re.ASCII)
 _PER_S = {"s": 1.0, "min": 60.0, "h": 3600.0, None: 1.0}
 _FACTORS = {"": 1, "k": 1024, "m": 1024**2}
+
+
+def listed(texts: Iterable[str] | None) -> list[str]:
+    """Return the items of an option that may be repeated, and whose value may have several, separated by commas."""
+    return [stripped for text in texts or () for item in text.split(",") if (stripped := item.strip())]
 
 
 def seconds(least: float = 0.0, most: float = 1e15) -> Callable[[Any], float]:

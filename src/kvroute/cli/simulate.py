@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks, tell
-from kvroute.cli.quantities import DURATION, RATE, TOKENS, per_second, seconds, token_count
+from kvroute.cli.quantities import DURATION, RATE, TOKENS, listed, per_second, seconds, token_count
 from kvroute.cli.scenario import Scenario, read_scenario
 from kvroute.cli.simulate_options import FileOptions, file_remarks, sync_s, weights
 from kvroute.comparison.cells import encode
@@ -299,8 +299,9 @@ def simulate(
         raise InputError(
             f"there is no profile {profile!r}", where="--profile", hint=f"choose one of {_names(PROFILES)}"
         )
+    named = listed(policy)
     options = FileOptions(
-        policies=tuple(dict.fromkeys(policy)) if policy else None,
+        policies=tuple(dict.fromkeys(named)) or None,
         prefill=prefill_policy,
         constraint=constraint,
         scenario=scenario,
@@ -347,7 +348,7 @@ def simulate(
     )
     check_where(on)
     policies = options.compared(file.gateway)
-    if policy and len(policies) < len(policy):
+    if len(policies) < len(named):
         remarks().print("Duplicate policies run only once.")
     if log is not None:
         _check_log(question, policies, seeds, log)

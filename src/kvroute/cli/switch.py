@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from kvroute.cli.output import check_writable, remarks
+from kvroute.cli.quantities import listed
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def switch(
     server = UdpSwitch(host, port, slots)
     try:
         if interface:
-            _offload(server, interface)
+            _offload(server, listed(interface))
         bound, number = server.address
         ready = {"address": f"{bound}:{number}", "data_plane": server.status().data_plane}
         sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")

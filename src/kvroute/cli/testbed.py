@@ -14,7 +14,7 @@ import typer
 from kvroute import topology
 from kvroute.cli.emulate import shares_by_tier
 from kvroute.cli.output import console, own_command, print_json, progress_bar, remarks
-from kvroute.cli.quantities import RATE, per_second
+from kvroute.cli.quantities import RATE, listed, per_second
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.testbed import Build, Run, Testbed, known, namespaces
@@ -119,7 +119,8 @@ def run(
     from kvroute.experiments.testbed import POLICIES, course
     from kvroute.sim.workload import PROFILES
 
-    for wanted in policy or POLICIES:
+    policies = listed(policy) or POLICIES
+    for wanted in policies:
         ControlSpec(decode=wanted, prefill=prefill).check()
     if profile not in PROFILES:
         raise InputError(f"unknown profile {profile!r}", where="--profile", hint=f"use one of {', '.join(PROFILES)}")
@@ -134,7 +135,7 @@ def run(
     played = playable(workload.of_seed(seed), output_max)
     build, found = _build(scale, queues, background, seed), []
     with _ended_by_signals(), course(_run(name, topology.load(file).name), file, build) as testbed:
-        for wanted in policy or POLICIES:
+        for wanted in policies:
             with progress_bar(wanted) as tell:
                 answered = _counting(tell, len(played.requests))
                 found.append(testbed.play(wanted, prefill, played, answered))

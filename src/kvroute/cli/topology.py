@@ -21,6 +21,7 @@ from kvroute.cli.kubernetes_options import (
     kubernetes_overlay,
 )
 from kvroute.cli.output import check_writable, console, own_command, print_json, tell
+from kvroute.cli.quantities import listed
 from kvroute.cli.topology_expand import expand_file
 from kvroute.cli.topology_kubernetes import kubernetes_draft
 from kvroute.collectives import instance_traffic
@@ -52,6 +53,7 @@ _SHOWN_NODES = 64
 """Maximum number of nodes for which the tree is complete."""
 _MATRIX = (40, 64)
 """Largest tier matrix printed: rows (prefill), columns (decode)."""
+_SEVERAL = "several: repeat the option, or separate them by commas"
 _TIER_STYLES = ("green", "cyan", "yellow", "dark_orange", "red")
 
 File = Annotated[Path, typer.Argument(help="The cluster file (YAML).", show_default=False)]
@@ -62,13 +64,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 def check(file: File, as_json: AsJson = False) -> None:
     """Report every error of a cluster file with its line and field; sections `qos`, `placement` and `gateway` included.
 
-    Exit code: 0 no error, 2 there is one. The files that this section names, the environment and the engines' endpoints
-    are checked by `kvroute serve`.
+    Exit code: 0 no error, 2 there is one. Missing key files, certificates, tokenizers and environment variables of this
+    machine are printed and are no error, since another machine may serve the file. Endpoints are checked if an instance
+    has one.
 
     Example: [bold]kvroute topology check examples/fat-tree-64gpu.yaml[/bold]
     """
     try:
-        cluster, whole = _checked(file)
+        cluster, here = _checked(file)
     except InputError as error:
         problems = error.problems if isinstance(error, InputErrors) else (error,)
         if as_json:
@@ -78,23 +81,28 @@ def check(file: File, as_json: AsJson = False) -> None:
         typer.echo(f"{len(problems)} error{'s' if len(problems) > 1 else ''} in {file}", err=True)
         raise typer.Exit(2) from None
     tell(cluster.remarks)
+    tell(f"on this machine `kvroute serve` would refuse the file: {fault}" for fault in here)
     counts = _counts(cluster)
     if as_json:
-        print_json({"file": str(file), "ok": True, "faults": [], "counts": counts, "gateway_checked": whole})
+        refused = [_fault(fault) for fault in here]
+        print_json({"file": str(file), "ok": True, "faults": [], "counts": counts, "refused_here": refused})
         return
     words = (f"{count} {noun[:-1] if count == 1 and noun.endswith('s') else noun}" for noun, count in counts.items())
     if not cluster.instances:
-        typer.echo(f"OK: {cluster.name}: {NO_INSTANCES}" + ("" if whole else "; the gateway section was not checked"))
+        typer.echo(f"OK: {cluster.name}: {NO_INSTANCES}")
         return
-    rest = "" if whole else "; the gateway section was not checked: this needs pip install 'kvroute[serve]'"
+    live = any(instance.endpoint for instance in cluster.instances)
+    rest = "" if live else "; no instance has an endpoint, so `kvroute serve` needs --embedded"
     typer.echo(f"OK: {cluster.name}: {', '.join(words)}{rest}")
 
 
 @app.command()
 def new(
-    prefill: Annotated[list[str] | None, typer.Option(help="Address of a prefill engine, http://host:port.")] = None,
-    decode: Annotated[list[str] | None, typer.Option(help="Address of a decode engine.")] = None,
-    both: Annotated[list[str] | None, typer.Option(help="Address of an engine for both prefill and decode.")] = None,
+    prefill: Annotated[
+        list[str] | None, typer.Option(help=f"Address of a prefill engine, http://host:port; {_SEVERAL}.")
+    ] = None,
+    decode: Annotated[list[str] | None, typer.Option(help=f"Address of a decode engine; {_SEVERAL}.")] = None,
+    both: Annotated[list[str] | None, typer.Option(help=f"Address of an engine for both; {_SEVERAL}.")] = None,
     model: Annotated[str, typer.Option(help="A model that `kvroute llm` lists, or a config.json.")] = "llama-3-70b",
     protocol: Annotated[str, typer.Option(help=f"KV transfer protocol: {', '.join(TRAITS)}.")] = "vllm",
     tp: Annotated[int, typer.Option(min=1, help="GPUs per engine.")] = 1,
@@ -142,9 +150,9 @@ def new(
     else:
         text = draft(
             name,
-            prefill or (),
-            decode or (),
-            both or (),
+            listed(prefill),
+            listed(decode),
+            listed(both),
             model=model,
             protocol=cast(KvProtocol, protocol),
             tp=tp,
@@ -182,12 +190,8 @@ def schema() -> None:
 
     Example: [bold]kvroute topology schema > cluster.schema.json[/bold]
     """
-    try:
-        from kvroute.gateway.config.settings import GatewaySettings  # its import takes half a second
-    except ImportError:
-        print_json(cluster_json_schema(_SECTIONS))
-        typer.echo("the schema allows any gateway section; its keys need pip install 'kvroute[serve]'", err=True)
-        return
+    from kvroute.gateway.config.settings import GatewaySettings  # its import takes a third of a second
+
     print_json(cluster_json_schema(_SECTIONS | {"gateway": GatewaySettings}))
 
 
@@ -227,12 +231,14 @@ def show(
         out.print(f"\n{NO_INSTANCES[0].upper()}{NO_INSTANCES[1:]}.", soft_wrap=True)
 
 
-def _checked(file: Path) -> tuple[Cluster, bool]:
-    """Return the cluster, and whether the whole file was checked: the gateway section needs the gateway's libraries."""
+def _checked(file: Path) -> tuple[Cluster, tuple[InputError, ...]]:
+    """Return the cluster, and why a gateway on this machine would refuse the file all the same."""
+    from kvroute.gateway.config.preflight import deployment_of, faults_here  # their import takes a third of a second
+
     text = read_text(file)
     faults: tuple[InputError, ...] = ()
     try:
-        cluster, whole = _checked_gateway(text, file)
+        cluster, settings = deployment_of(text, str(file), embedded=None, environ=None)
     except InputErrors as error:
         faults = error.problems
     for read in (read_qos, _read_placement):
@@ -243,23 +249,12 @@ def _checked(file: Path) -> tuple[Cluster, bool]:
     if faults:
         raise InputErrors(faults)
     instance_traffic(cluster)
-    return cluster, whole
+    settings.control_spec().check_cluster(cluster)
+    return cluster, faults_here(text, str(file))
 
 
 def _read_placement(text: str, source: str) -> None:
     read_section(text, source, "placement", PlacementEntry)
-
-
-def _checked_gateway(text: str, file: Path) -> tuple[Cluster, bool]:
-    """Return the cluster, and whether the gateway section was checked."""
-    if "gateway" not in text:
-        return parse(text, str(file)), True
-    try:
-        from kvroute.gateway.config.preflight import deployment_of  # its import takes half a second
-    except ImportError:
-        cluster = parse(text, str(file))
-        return cluster, not cluster.file.gateway
-    return deployment_of(text, str(file), embedded=True, environ=None)[0], True
 
 
 def _check_picture(path: Path, ending: str) -> None:

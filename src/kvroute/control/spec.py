@@ -42,6 +42,10 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
         """Build a fresh core. Raises InputError for an unknown policy, parameter or constraint."""
         return Control(cluster, self._settings(self._switchable(cluster)), NetworkOracle.of(cluster, self.oracle))
 
+    def check_cluster(self, cluster: Cluster) -> None:
+        """Raises InputError if no core can be built for this cluster, or for one of the engines that it discovers."""
+        self.build(cluster if cluster.instances else specimen(cluster))
+
     @property
     def serves_alone(self) -> bool:
         """Whether the decode policy may let one instance serve a request of two legs."""

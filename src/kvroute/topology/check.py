@@ -25,6 +25,9 @@ from kvroute.topology.schema import (
 from kvroute.topology.units import duration_text
 from kvroute.types import CROSS_DATACENTER, InputError
 
+_ADDRESSES = ("url", "bootstrap", "kv_events", "kv_replay", "buffer")
+"""Fields of an endpoint that hold an address."""
+
 
 def shorthand_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     """Yield the faults that prevent the expansion of shorthands."""
@@ -84,11 +87,12 @@ def place_faults(file: ClusterFile, lines: Lines, *, placed: bool = True) -> Ite
 
 
 def port_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Yield endpoints without a valid port."""
+    """Yield addresses of endpoints without a valid port."""
     for index, entry in enumerate(file.instances if isinstance(file.instances, list) else []):
-        key = ("instances", index, "endpoint", "url")
-        if entry.endpoint is not None and lines.sure(*key) and (fault := port_fault(entry.endpoint.url)):
-            yield lines.error(fault, key, "give the port that the engine listens on")
+        for part in _ADDRESSES if entry.endpoint is not None else ():
+            key, address = ("instances", index, "endpoint", part), getattr(entry.endpoint, part)
+            if lines.sure(*key) and not address.startswith("ipc://") and (fault := port_fault(address)):
+                yield lines.error(fault, key, "give the port that the engine listens on")
 
 
 def _duplicates(file: ClusterFile, lines: Lines) -> Iterator[FileError]:

@@ -98,12 +98,14 @@ def _numbers(keys: Sequence[DomainKey]) -> list[int]:
 
 
 def port_fault(url: str) -> str:
-    """Return the fault of the port of `http://host:port`; empty if it is valid or absent."""
-    address = url.partition("://")[2].partition("/")[0]
+    """Return the fault of the port of `http://host:port` or `host:port`; empty if it is valid or absent."""
+    address = re.split(r"[/?#]", url.partition("://")[2] or url, maxsplit=1)[0]
+    if ("[" in address) != ("]" in address):
+        return f"{url!r} has one bracket only"
     _, colon, port = address.rpartition("]")[2].rpartition(":")
     if not colon or (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16):
         return ""
-    return f"port {port} is not between 1 and 65535"
+    return f"port {port} is not between 1 and 65535" if port else f"{url!r} has no port after the colon"
 
 
 def wan_routes(file: ClusterFile) -> dict[tuple[str, str], Route]:

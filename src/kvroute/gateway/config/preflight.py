@@ -35,7 +35,7 @@ def deployment_of(
     text: str,
     source: str,
     *,
-    embedded: bool = False,
+    embedded: bool | None = False,
     environ: Mapping[str, str] | None = os.environ,
     overlay: Overlay = lambda plain: plain,
 ) -> tuple[Cluster, GatewaySettings]:
@@ -44,7 +44,7 @@ def deployment_of(
     Args:
         text: the whole file.
         source: its path, used in errors; relative paths inside start at its folder.
-        embedded: the engines are emulated, so that instances need no `endpoint`.
+        embedded: the engines are emulated, so that instances need no `endpoint`; None: they are if none has one.
         environ: environment variables; None: another machine will serve the file, so neither the variables nor the
             files that the section names are checked.
         overlay: adds values of the command line to the file; not to the section `gateway`.
@@ -67,11 +67,23 @@ def deployment_of(
         problems += model_faults(cluster, settings, lines)
         problems += site_faults(cluster, settings, lines, places_of(cluster, lines))
         problems += scaled_cluster_faults(cluster, settings, lines)
+        if embedded is None:
+            embedded = cluster.file.discovery is None and not any(each.endpoint for each in cluster.instances)
         if not embedded:
             problems += live_faults(cluster, settings, lines)
     if cluster is None or problems:
         raise _errors(problems)
     return cluster, settings
+
+
+def faults_here(text: str, source: str) -> tuple[InputError, ...]:
+    """Return why a gateway on this machine would refuse a file that is otherwise valid: missing files that its section
+    names, and environment variables."""
+    try:
+        deployment_of(text, source, embedded=None)
+    except InputErrors as errors:
+        return errors.problems
+    return ()
 
 
 def settings_of(text: str, source: str, environ: Mapping[str, str] | None = os.environ) -> GatewaySettings:

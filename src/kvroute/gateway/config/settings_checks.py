@@ -19,6 +19,7 @@ from kvroute.gateway.openai_api.passthrough_paths import passthrough_fault
 from kvroute.policies import DECODE_POLICIES, TopologyConstraint, decode_policy, prefill_policy
 from kvroute.topology import FileError
 from kvroute.topology.form import Key, Lines, nearest
+from kvroute.topology.place import port_fault
 from kvroute.topology.units import quantity_text
 from kvroute.types import InputError, InputErrors
 
@@ -44,6 +45,7 @@ def settings_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[st
     if listen.port == admin.port != 0:
         what = f"`listen` and `admin` both use port {admin.port}"
         yield lines.error(what, (SECTION, "admin", "port"), "give each its own port")
+    yield from _address_faults(settings, lines)
     for index, name in enumerate(settings.forward_headers):
         if name.lower().encode() in OUR_OWN:
             what = f"the gateway sets {name} itself and cannot forward the client's"
@@ -52,6 +54,24 @@ def settings_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[st
         what, hint = passthrough_fault(path)
         if what:
             yield lines.error(what, (SECTION, "passthrough", index), hint)
+
+
+def _address_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
+    """Yield URLs and host names that no machine can use."""
+    prometheus, replication = settings.oracle.prometheus, settings.replication
+    urls: dict[Key, str | None] = {
+        ("oracle", "prometheus", "url"): prometheus.url if prometheus is not None else None,
+        ("replication", "redis"): replication.redis if replication is not None else None,
+        ("tracing", "otlp"): settings.tracing.otlp,
+    }
+    for key, url in urls.items():
+        if url and not url.startswith("unix:") and (fault := port_fault(url.rpartition("@")[2])):
+            yield lines.error(fault, (SECTION, *key), "write it as scheme://host:port")
+    for part, host in (("listen", settings.listen.host), ("admin", settings.admin.host)):
+        try:
+            host.encode("idna")
+        except UnicodeError:
+            yield lines.error(f"{host!r} is not a host name", (SECTION, part, "host"), "give a name or an IP address")
 
 
 def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
