@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from kvroute import plausibility
+from kvroute.timing.reports import load_generator_of
 from kvroute.types import FloatArray, InputError
 
 _SPLITWISE = (
@@ -111,6 +112,10 @@ def read_profile(
         ) from error
     except UnicodeDecodeError as error:
         raise InputError("is not UTF-8 text", where=str(path), hint="give a CSV or JSON file") from error
+    if generator := load_generator_of(text):
+        what = f"is a result file of {generator}: its times include queues and other requests"
+        hint = "measure the idle engine with `kvroute timing measure URL`, or give a CSV file with tokens,seconds"
+        raise InputError(what, where=str(path), hint=hint)
     choice = {"model": model, "hardware": hardware, "tp": None if tp is None else str(tp)}
     if text.lstrip().startswith(("{", "[")):
         return _read_distserve(text, str(path), choice)
@@ -181,6 +186,9 @@ def _read_distserve(text: str, where: str, choice: Mapping[str, str | None]) -> 
         ) from error
     if choice["hardware"] is not None:
         raise InputError("has no hardware names", where=where, hint="remove --hardware")
+    if isinstance(models, dict) and not all(isinstance(entry, dict) for entry in models.values()):
+        hint = "give DistServe's profile (model, tp, coefficients) or a CSV file"
+        raise InputError("is JSON of another kind: its models are not objects", where=where, hint=hint)
     degrees = _entry(models, "model", choice["model"], where)
     entry = _entry(degrees, "tp", choice["tp"], where)
     base_s, per_token_s, per_token2_s = _coefficients(entry, "prefill", where)

@@ -24,6 +24,7 @@ from kvroute.sim.workload.agents import Agents, Session
 from kvroute.sim.workload.event_log import RecordedRequests
 from kvroute.sim.workload.octets import lines_of, write_octets
 from kvroute.sim.workload.trace import Trace, TracedRequest
+from kvroute.timing.reports import load_generator_of
 from kvroute.types import InputError, InputErrors
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -32,6 +33,8 @@ UNKNOWN_BLOCK_TOKENS = 16
 """Block size of requests whose content is unknown (vLLM's default)."""
 
 _SHOWN_FAULTS = 10
+_REPORT_LINES = 200
+"""Lines after a wrong first one in which a load generator's result file is recognised."""
 _LONGEST_TOKENS = 100_000_000
 _LATEST_S = 1e7
 """First arrivals after this are taken for times of day: no trace begins months after its own start."""
@@ -224,14 +227,35 @@ def _format(first: tuple[str, bytes], rows: Rows, block_tokens: int) -> tuple[Pa
     """Return the parser of a line, and the lines to parse: the first one is a header or a request."""
     place, line = first
     if line.lstrip().startswith(b"{"):
-        return _mooncake(block_tokens), itertools.chain([first], rows)
+        parse = _mooncake(block_tokens)
+        try:
+            parse(line)
+        except ValueError:
+            following = list(itertools.islice(rows, _REPORT_LINES))
+            _refuse_report(first, following)
+            rows = itertools.chain(following, rows)
+        return parse, itertools.chain([first], rows)
     columns = [column.strip().strip('"').lower() for column in line.decode("utf-8", "replace").split(",")]
     if set(_AZURE_COLUMNS) <= set(columns):
         return _azure(columns), rows
+    _refuse_report(first, list(itertools.islice(rows, _REPORT_LINES)))
     what = "neither a JSON object nor an Azure header"
     if line.lstrip().startswith(b"["):
         what = "a JSON array, not one object per line"
     raise InputError(f"the first line is {what}", where=place, hint=_CONTENT_HINT)
+
+
+def _refuse_report(first: tuple[str, bytes], following: Sequence[tuple[str, bytes]]) -> None:
+    """Raise InputError if these lines begin a result file of a load generator, or a JSON object over several lines."""
+    place, line = first
+    text = b"\n".join([line, *(each for _, each in following)]).decode("utf-8", "replace")
+    if generator := load_generator_of(text):
+        what = f"this is a result file of {generator}, not a trace of requests"
+        hint = "give the trace that was played (docs/workloads.md), or record one with `kvroute serve --log`"
+        raise InputError(what, where=place, hint=hint)
+    if line.strip() == b"{":
+        what = "the first line begins a JSON object over several lines, and a trace has one object per line"
+        raise InputError(what, where=place, hint=_CONTENT_HINT)
 
 
 def _session(line: bytes) -> Session:
