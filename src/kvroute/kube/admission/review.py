@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from kvroute.kube.resources import Object
+from kvroute.kube.resources import GROUP, Object
 from kvroute.types import InputError, InputErrors
 
 API_VERSION = "admission.k8s.io/v1"
@@ -46,6 +46,47 @@ class _Review(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     request: AdmissionRequest
 
 
+class _Metadata(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    name: str | None = None
+    generate_name: str | None = None
+    namespace: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class _Named(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | None = None
+
+
+class _Container(_Named, frozen=True, kw_only=True, rename="camel"):
+    env: list[_Named] | None = None
+    volume_mounts: list[_Named] | None = None
+
+
+class _Template(msgspec.Struct, frozen=True, kw_only=True):
+    metadata: _Metadata | None = None
+
+
+class _EngineSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    containers: list[_Container] | None = None
+    init_containers: list[_Named] | None = None
+    volumes: list[_Named] | None = None
+    template: _Template | None = None
+
+
+class _CustomObject(msgspec.Struct, frozen=True, kw_only=True):
+    """What checks read of an object whose `spec` is checked by `read_spec`."""
+
+    kind: str | None = None
+    metadata: _Metadata | None = None
+
+
+class _EngineObject(_CustomObject, frozen=True, kw_only=True):
+    """What checks read of a pod, or of a workload with a pod template."""
+
+    spec: _EngineSpec | None = None
+
+
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Response to a request."""
 
@@ -63,14 +104,29 @@ def read_review(body: bytes) -> AdmissionRequest:
     """
     try:
         review = msgspec.json.decode(body, type=_Review)
-    except msgspec.MsgspecError as error:
-        raise InputError(
-            f"the body is no AdmissionReview ({error})", where="admission", hint="send what the API server sends"
-        ) from None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise _no_review(str(error)) from None
     if (review.api_version, review.kind) != (API_VERSION, "AdmissionReview"):
         what = f"{review.api_version} {review.kind} is not {API_VERSION} AdmissionReview"
         raise InputError(what, where="admission", hint="set admissionReviewVersions: [v1] in the webhook")
+    _check_types(review.request)
     return review.request
+
+
+def _check_types(request: AdmissionRequest) -> None:
+    """Raise InputError for a field of another type than checks read."""
+    kind = _CustomObject if request.kind.group == GROUP else _EngineObject
+    for key, obj in (("object", request.object), ("oldObject", request.old_object)):
+        try:
+            msgspec.convert(obj, kind | None)
+        except msgspec.ValidationError as error:
+            what, _, place = str(error).partition(" - at `$")
+            raise _no_review(f"request.{key}{place.rstrip('`')}: {what}") from None
+
+
+def _no_review(why: str) -> InputError:
+    what = f"the body is no AdmissionReview ({' '.join(why.split())})"
+    return InputError(what, where="admission", hint="send what the API server sends")
 
 
 def response_body(request: AdmissionRequest, verdict: Verdict) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 import tempfile
@@ -9,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from kvroute.kube.admission.certificates import Pair
+from kvroute.kube.admission.connections import ConnectionLimits, TimedConnection
 from kvroute.kube.admission.injection import InjectionSettings, inject
 from kvroute.kube.admission.review import AdmissionRequest, Verdict, read_review, response_body
 from kvroute.kube.admission.validation import ClusterView, validate
@@ -25,13 +28,20 @@ class WebhookServer:
     """Serves admission reviews over HTTPS. `view` returns what is known of the cluster, or None before that is
     complete; until then reviews get status 503, so that the API server follows the webhook's failurePolicy."""
 
-    def __init__(self, view: Callable[[], ClusterView | None], settings: InjectionSettings, pair: Pair) -> None:
-        self._view = view
-        self._settings = settings
+    def __init__(
+        self,
+        view: Callable[[], ClusterView | None],
+        settings: InjectionSettings,
+        pair: Pair,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
+        """Args: `limits` of connections, other than the defaults."""
+        self._view, self._settings, self._limits = view, settings, limits or ConnectionLimits()
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.use(pair)
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
 
     def use(self, pair: Pair) -> None:
         """Serve new connections with this certificate; open connections keep theirs."""
@@ -48,23 +58,33 @@ class WebhookServer:
         Raises:
             InputError: the address cannot be used.
         """
-        app = web.Application(client_max_size=_LONGEST_BODY)
+        app = web.Application(client_max_size=_LONGEST_BODY, middlewares=[_timed])
         app.router.add_post("/validate", self._validate)
         app.router.add_post("/mutate", self._mutate)
         app.router.add_get("/healthz", self._healthy)
         app.router.add_get("/readyz", self._ready)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, ssl_context=self._context)
+        handlers = self._runner.server
+        assert handlers is not None, "set up"
+        limits = self._limits
         try:
-            await site.start()
+            self._listening = await asyncio.get_running_loop().create_server(
+                lambda: TimedConnection(handlers(), limits),
+                host,
+                port,
+                ssl=self._context,
+                ssl_handshake_timeout=limits.request_s,
+            )
         except OSError as error:
             raise cannot_listen(f"{host}:{port}", error.errno, error.strerror or str(error)) from error
-        bound: int = self._runner.addresses[0][1]
+        bound: int = self._listening.sockets[0].getsockname()[1]
         return bound
 
     async def stop(self) -> None:
         """Finish open reviews and close the port."""
+        if self._listening is not None:
+            self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -92,3 +112,17 @@ class WebhookServer:
     async def _ready(self, request: web.Request) -> web.Response:
         ready = self._view() is not None
         return web.Response(status=200 if ready else 503, text="ok\n" if ready else "the cluster is not read yet\n")
+
+
+@web.middleware
+async def _timed(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Read the whole request before it is answered, within the limits of its connection."""
+    connection = TimedConnection.of(request)
+    await request.read()
+    if connection is None:
+        return await handler(request)
+    connection.received()
+    try:
+        return await handler(request)
+    finally:
+        connection.answered()

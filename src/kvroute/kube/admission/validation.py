@@ -58,7 +58,7 @@ def _topology_problems(request: AdmissionRequest, routers: Sequence[Object]) -> 
         kept = {level.domain for level in spec.levels}
         for attribute, title in (("domain", "domain"), ("label_key", "labelKey")):
             yield from _repeated([getattr(level, attribute) for level in spec.levels], title)
-    name = str(subject(request).get("metadata", {}).get("name", ""))
+    name = str((subject(request).get("metadata") or {}).get("name") or "")
     for router in routers:
         transfer = (router.get("spec") or {}).get("kvCacheTransferTopology") or {}
         if transfer.get("clusterTopologyName") == name and transfer.get("level") not in kept:

@@ -1,0 +1,83 @@
+"""Time limits of the webhook's connections. aiohttp reads the requests, and has no limit for a slow one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import cast
+
+from aiohttp import web
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Times after which a connection is closed, in seconds."""
+
+    request_s: float = 10.0
+    """From the connect, or the first byte of a later request, to the end of the request's body; also the time of the
+    TLS handshake. The API server waits 10 s for a whole review by default."""
+    idle_s: float = 120.0
+    """From a response to the first byte of the next request. The API server closes its idle connections after 90 s."""
+
+
+class TimedConnection(asyncio.Protocol):
+    """Protocol between a transport and its aiohttp handler, which aborts the connection at a limit."""
+
+    def __init__(self, handler: web.RequestHandler, limits: ConnectionLimits) -> None:
+        self._handler, self._limits = handler, limits
+        self._transport: asyncio.Transport
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle = False
+
+    @staticmethod
+    def of(request: web.Request) -> TimedConnection | None:
+        """Return the connection of a request; None if it is closed."""
+        return None if request.transport is None else cast(TimedConnection, request.transport.get_protocol())
+
+    def received(self) -> None:
+        """Note that a whole request has arrived: until `answered` the server decides how long it takes."""
+        self._stop_timer()
+
+    def answered(self) -> None:
+        """Note that the response is ready to be sent."""
+        self._idle = True
+        self._start_timer(self._limits.idle_s)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._start_timer(self._limits.request_s)
+        self._handler.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        if self._idle:
+            self._idle = False
+            self._start_timer(self._limits.request_s)
+        self._handler.data_received(data)
+
+    def eof_received(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._handler.resume_writing()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._stop_timer()
+        self._handler.connection_lost(exc)
+
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
