@@ -50,6 +50,15 @@ def filters_of(config: dict[str, Any]) -> dict[str, Any]:
     return {each["name"].rpartition(".")[2]: each["typed_config"] for each in manager["http_filters"]}
 
 
+@pytest.mark.parametrize(
+    ("fail_open", "service"), [(False, "liveness"), (True, "envoy.service.ext_proc.v3.ExternalProcessor")]
+)
+def test_a_picker_without_engines_is_asked_unless_envoy_fails_open(fail_open: bool, service: str) -> None:
+    """Its answer has a sentence; that of an Envoy without a healthy picker is empty."""
+    [*_, picker] = config_of(fail_open=fail_open)["static_resources"]["clusters"]
+    assert picker["health_checks"][0]["grpc_health_check"]["service_name"] == service
+
+
 def test_every_instance_is_an_endpoint_and_prefill_instances_serve_nothing_in_turn() -> None:
     """Envoy replaces an endpoint that it does not know, so it must know all of them."""
     pool, picker = config_of()["static_resources"]["clusters"]

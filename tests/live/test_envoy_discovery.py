@@ -16,7 +16,7 @@ from tests.gateway.discovery.dns_server import dns_server
 from tests.gateway.lifecycle.membership_rig import DISCOVERY, write
 from tests.gateway.rig import MODEL
 from tests.gateway.stub_engines import Engine, Gate, ReceivedRequest, failing, listening, run, tokens
-from tests.live.envoy import EnvoyRig, check_configuration, envoy, released
+from tests.live.envoy import PICKER, EnvoyRig, check_configuration, envoy, released
 from tests.waiting import until
 
 from kvroute.epp.envoy_config import EnvoyOptions
@@ -210,6 +210,27 @@ def test_a_long_response_ends_although_envoy_forgets_idle_addresses(tmp_path: Pa
             gate.open.set()
             assert len((await slow).events) == 3
             assert await released(rig)
+
+    run(main())
+
+
+@BODIES
+def test_a_picker_without_engines_answers_with_one_sentence(tmp_path: Path, buffered: bool) -> None:
+    """As while an InferencePool is deleted: Envoy, which fails closed, asks it long after its health check."""
+
+    async def main() -> None:
+        engines = alone(1)
+        async with listening(engines), discovering(engines, tmp_path, buffered=buffered) as rig:
+            assert (await rig.post(BODY)).status == 200
+            write(tmp_path / "engines.yaml", entries([]))
+            await until(lambda: not rig.picker.gateway.runtime.engines)
+            checks = f"cluster.{PICKER}.health_check.attempt"
+            before = await rig.stat(checks)
+            while await rig.stat(checks) < before + 4:
+                await asyncio.sleep(0.05)
+            response = await rig.post(BODY)
+            assert response.status == 503
+            assert "no instance is up" in response.json["error"]["message"]
 
     run(main())
 

@@ -13,7 +13,8 @@ from kvroute.types import Instance
 
 TYPE = "type.googleapis.com/envoy."
 PICKER, POOL, FALLBACK = "kvroute_picker", "kvroute_engines", "kvroute_fallback"
-_HEALTH_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+_READINESS, _LIVENESS = "envoy.service.ext_proc.v3.ExternalProcessor", "liveness"
+"""Health checks of the picker: whether it has engines, and whether it runs."""
 _REQUESTS_MOST = 1_000_000
 
 
@@ -105,15 +106,21 @@ def fallback_engines(places: Sequence[str], settings: GatewaySettings) -> dict[s
     }
 
 
-def picker_cluster(address: str, settings: GatewaySettings) -> dict[str, Any]:
-    """Return the cluster of the picker, with its health check. Args: `address`: its `ip:port`."""
+def picker_cluster(address: str, settings: GatewaySettings, *, fail_open: bool) -> dict[str, Any]:
+    """Return the cluster of the picker, with its health check.
+
+    Args:
+        address: `ip:port` of the picker.
+        fail_open: whether a picker without engines counts as failed. If not, it is asked, and answers clients with
+            the reason; Envoy itself would answer with an empty body.
+    """
     check = {
         "timeout": "1s",
         "interval": "1s",
         "no_traffic_interval": "1s",
         "unhealthy_threshold": 2,
         "healthy_threshold": 1,
-        "grpc_health_check": {"service_name": _HEALTH_SERVICE},
+        "grpc_health_check": {"service_name": _READINESS if fail_open else _LIVENESS},
     }
     http2 = {
         "@type": TYPE + "extensions.upstreams.http.v3.HttpProtocolOptions",

@@ -69,7 +69,7 @@ def envoy_config(cluster: Cluster, settings: GatewaySettings, options: EnvoyOpti
     config: dict[str, Any] = {
         "static_resources": {
             "listeners": [_listener(settings, options)],
-            "clusters": [*engines, picker_cluster(options.picker, settings)],
+            "clusters": [*engines, picker_cluster(options.picker, settings, fail_open=options.fail_open)],
         }
     }
     if options.admin:
