@@ -20,6 +20,10 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 def operator(
     image: Annotated[str, typer.Option(help="Image of kvroute, for gateways and for init containers of engines.")],
+    image_pull_secret: Annotated[
+        list[str] | None,
+        typer.Option(help="Secret with which that image is pulled, in the namespaces of gateways and engines. Repeat."),
+    ] = None,
     namespace: Annotated[str, typer.Option(help="Namespace of the operator.")] = "kvroute-system",
     identity: Annotated[str, typer.Option(help="Name in the Lease; default: the host's name.")] = "",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the webhook; 0: any.")] = 9443,
@@ -51,12 +55,15 @@ def operator(
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[kube,serve]'") from None
     if log_level not in _LEVELS:
         raise InputError(f"{log_level!r} is no level", where="--log-level", hint=f"write one of {', '.join(_LEVELS)}")
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    # At `debug` libraries print every read of a socket: their level stays at `warning` or above.
+    own = logging.getLevelNamesMapping()[log_level.upper()]
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=max(own, logging.WARNING), format=form)
+    logging.getLogger("kvroute").setLevel(own)
     access = Access(kubeconfig, context)
     access.namespace()
     settings = DriverSettings(
-        operator=OperatorSettings(image=image, namespace=namespace),
+        operator=OperatorSettings(image, namespace, tuple(image_pull_secret or ())),
         identity=identity or os.environ.get("POD_NAME") or socket.gethostname(),
         port=port if webhook else None,
         certificates=certificates,

@@ -30,6 +30,8 @@ FAILURES = (
 )
 """How a request to an API server fails that gets no answer of it."""
 _GONE = 410
+ABSENT = 404
+"""Status of a list whose kind the server does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Timing:
     retry_first_s: float = 0.2
     retry_max_s: float = 5.0
     """Highest pause between two attempts: how long after its return an API server is used again."""
+    absent_max_s: float | None = None
+    """Highest pause between two attempts while the server has no such kind; None: `retry_max_s`."""
     short_watch_s: float = 1.0
     """A watch that ends earlier without an event counts as a failure."""
     page: int = 500
@@ -138,7 +142,9 @@ class Informer(Generic[Object]):
         """Note a failure, and return the pause after it."""
         self.failure, self.refused = why, status
         self._failures += 1
-        longest_s = min(self._timing.retry_first_s * 2.0 ** min(self._failures - 1, 20), self._timing.retry_max_s)
+        absent_max_s = self._timing.absent_max_s
+        max_s = absent_max_s if status == ABSENT and absent_max_s is not None else self._timing.retry_max_s
+        longest_s = min(self._timing.retry_first_s * 2.0 ** min(self._failures - 1, 20), max_s)
         return longest_s * self._random.uniform(0.5, 1.0)
 
     def _answered(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 from hypothesis import given
@@ -35,6 +36,19 @@ def created(pod: Manifest, view: ClusterView = VIEW) -> tuple[Manifest, list[str
 
 def names(items: list[Manifest]) -> list[str]:
     return [item["name"] for item in items]
+
+
+def test_the_image_of_the_init_container_has_its_pull_secrets() -> None:
+    """Beside those of the pod; one that it has already is not added again."""
+    settings = dataclasses.replace(SETTINGS, pull_secrets=("kvroute", "own"))
+    pod = engine_pod()
+    made = patched(pod, list(inject(request(pod), VIEW, settings).patch))
+    assert made["spec"]["imagePullSecrets"] == [{"name": "kvroute"}, {"name": "own"}]
+    pod["spec"]["imagePullSecrets"] = [{"name": "own"}]
+    made = patched(pod, list(inject(request(pod), VIEW, settings).patch))
+    assert made["spec"]["imagePullSecrets"] == [{"name": "own"}, {"name": "kvroute"}]
+    without = patched(engine_pod(), list(inject(request(engine_pod()), VIEW, SETTINGS).patch))
+    assert "imagePullSecrets" not in without["spec"]
 
 
 STATES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(

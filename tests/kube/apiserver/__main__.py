@@ -20,7 +20,9 @@ def settings(arguments: argparse.Namespace) -> Settings:
         token, _, rest = text.partition("=")
         user, _, groups = rest.partition(":")
         tokens[token] = User(user, groups=(*filter(None, groups.split(",")), "system:authenticated"))
-    return Settings(arguments.host, arguments.port, tokens, arguments.journal, arguments.certificate, arguments.key)
+    given = vars(arguments)
+    names = ("host", "port", "journal", "certificate", "key", "cleanup_s", "controllers")
+    return Settings(tokens=tokens, **{name: given[name] for name in names})
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -47,6 +49,8 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="file that keeps the objects over a restart")
     parser.add_argument("--certificate", type=Path, help="PEM file; the server speaks HTTPS")
     parser.add_argument("--key", type=Path)
+    parser.add_argument("--cleanup-s", type=float, default=0.0, help="seconds until a deleted definition is gone")
+    parser.add_argument("--controllers", action="store_true", help="the controller of Deployments writes their status")
     parser.add_argument("--ready", type=Path, help="file that gets the URL as JSON once the server listens")
     asyncio.run(serve(parser.parse_args()))
 

@@ -29,11 +29,11 @@ NAMESPACES = ("default", "kube-system", "kube-public", "kube-node-lease")
 class Api:
     """Answers requests that are allowed."""
 
-    def __init__(self, store: Store, access: Access, clock: Clock) -> None:
+    def __init__(self, store: Store, access: Access, clock: Clock, cleanup_s: float = 0.0) -> None:
         self.catalogue = Catalogue()
         self._store = store
         self._backend = Backend(store, Webhooks(store), access, clock)
-        self._definitions = Definitions(store, self.catalogue, self._backend.now)
+        self._definitions = Definitions(store, self.catalogue, self._backend.now, cleanup_s)
         self._reader = Reader(store)
         self._writes = Writes(self._backend)
         self._patching = Patching(store, self._writes)

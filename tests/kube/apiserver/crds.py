@@ -59,8 +59,9 @@ def resources_of(definition: Object) -> list[Resource]:
 class Definitions:
     """Keeps the catalogue in step with the stored definitions."""
 
-    def __init__(self, store: Store, catalogue: Catalogue, now: Callable[[], str]) -> None:
-        self._store = store
+    def __init__(self, store: Store, catalogue: Catalogue, now: Callable[[], str], cleanup_s: float = 0.0) -> None:
+        """Args: `cleanup_s`: time from the deletion of a definition to that of its objects, in seconds."""
+        self._store, self._cleanup_s = store, cleanup_s
         self._catalogue = catalogue
         self._now = now
         self._timers: set[asyncio.TimerHandle] = set()
@@ -97,7 +98,8 @@ class Definitions:
             self._later(change.key)
         elif change.after["metadata"].get("deletionTimestamp"):
             if not change.before["metadata"].get("deletionTimestamp"):
-                asyncio.get_running_loop().call_soon(self._clean_up, change.key)
+                timer = asyncio.get_running_loop().call_later(self._cleanup_s, self._clean_up, change.key)
+                self._timers.add(timer)
         elif _is_established(change.after):
             self._serve(change.after)
 

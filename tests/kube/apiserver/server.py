@@ -15,6 +15,7 @@ from aiohttp import web
 from tests.kube.apiserver.access import ADMIN, Access, Attributes
 from tests.kube.apiserver.api import Api
 from tests.kube.apiserver.control import Control
+from tests.kube.apiserver.controllers import DeploymentController
 from tests.kube.apiserver.discovery import Discovery, page_not_found
 from tests.kube.apiserver.faults import Dropped, Fault, Faults, TextAnswer
 from tests.kube.apiserver.requests import Answer, Request, User
@@ -42,6 +43,10 @@ class Settings:
     certificate: Path | None = None
     key: Path | None = None
     clock: Clock = lambda: datetime.now(UTC)
+    cleanup_s: float = 0.0
+    """Time from the deletion of a definition to that of its objects and its own, in seconds."""
+    controllers: bool = False
+    """Whether the controller of Deployments runs."""
 
 
 class Server:
@@ -51,7 +56,9 @@ class Server:
         self._settings = settings
         self.store = Store(settings.journal)
         self.access = Access(self.store, dict(settings.tokens))
-        self.api = Api(self.store, self.access, settings.clock)
+        self.api = Api(self.store, self.access, settings.clock, settings.cleanup_s)
+        if settings.controllers:
+            DeploymentController(self.store)
         self.faults = Faults()
         self.discovery = Discovery(self.api.catalogue)
         self._control = Control(self.store, self.access, self.faults, self.discovery)

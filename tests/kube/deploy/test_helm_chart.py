@@ -41,6 +41,16 @@ def test_the_kustomize_base_is_the_chart_with_its_defaults() -> None:
     assert MONITORING.read_text(encoding="utf-8") == monitoring_text()
 
 
+def test_pull_secrets_reach_the_operator_and_what_it_makes() -> None:
+    """Gateways and the init containers of engines have the same image."""
+    objects = rendered({"imagePullSecrets": ["first", "second"]})
+    [operator] = [obj for obj in objects if obj["kind"] == "Deployment"]
+    spec = operator["spec"]["template"]["spec"]
+    assert spec["imagePullSecrets"] == [{"name": "first"}, {"name": "second"}]
+    given = [each for each in spec["containers"][0]["args"] if each.startswith("--image-pull")]
+    assert given == ["--image-pull-secret=first", "--image-pull-secret=second"]
+
+
 def test_definitions_stay_when_the_release_goes() -> None:
     """Deleting a definition would delete every KvRouter of the cluster."""
     definitions = [obj for obj in rendered() if obj["kind"] == "CustomResourceDefinition"]

@@ -6,6 +6,8 @@ from typing import Any
 
 from tests.kube.resources.router_examples import Manifest
 
+from kvroute.kube.operator.gateway_workload import gateway_labels
+
 
 def node(name: str, **labels: str) -> Manifest:
     """Return a node; `zone` and `rack` become the labels that the example topology names."""
@@ -27,6 +29,13 @@ def pod(
         "spec": {"containers": [{"name": "engine", "image": "x"}]} | ({"nodeName": on} if on else {}),
         "status": status,
     }
+
+
+def gateway_pod(router: str, name: str = "", *, ready: bool = True, namespace: str = "serving") -> Manifest:
+    """Return a pod of a gateway, as the controllers of its Deployment make it."""
+    made = pod(name or f"{router}-gateway", ready=ready, namespace=namespace)
+    made["metadata"]["labels"] = gateway_labels(router)
+    return made
 
 
 def engines(on: str = "n1") -> list[Manifest]:

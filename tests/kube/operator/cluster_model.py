@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from tests.kube.operator.cluster_examples import gateway_pod
 from tests.kube.resources.router_examples import Manifest
 
 from kvroute.kube.operator.actions import Action, Apply, Delete, Emit, PatchMetadata, SetStatus
@@ -75,9 +76,14 @@ class ClusterModel:
 
     def settle(self) -> None:
         """Do what the controllers of Kubernetes do: gateways become ready."""
-        for obj in self.objects.values():
-            if obj["kind"] == "Deployment" and obj["metadata"].get("ownerReferences"):
-                obj.setdefault("status", {})["readyReplicas"] = obj["spec"]["replicas"]
+        for obj in self.of("Deployment"):
+            if obj["metadata"].get("ownerReferences"):
+                metadata = obj["metadata"]
+                made = gateway_pod(metadata["name"], namespace=metadata["namespace"])
+                owner = {"kind": "Deployment", "name": metadata["name"], "uid": metadata["uid"]}
+                made["metadata"]["ownerReferences"] = [owner]
+                if ref_of(made) not in self.objects:
+                    self.create(made)
 
     def execute(self, actions: Iterable[Action]) -> None:
         """Execute actions in order; refused ones are counted."""

@@ -57,12 +57,17 @@ class Rig:
 
     server: Server
     admin: httpx2.AsyncClient
-    operators: list[OperatorDriver] = field(default_factory=list)
+    sent: list[str] = field(default_factory=list)
+    """Path of each request that was sent by `connect_as`."""
 
     def connect_as(self, token: str) -> Callable[[], httpx2.AsyncClient]:
         """Return a function that opens connections of one user."""
         headers = {"Authorization": f"Bearer {token}", "User-Agent": token}
-        return lambda: httpx2.AsyncClient(base_url=self.server.url, headers=headers)
+
+        async def note(request: httpx2.Request) -> None:
+            self.sent.append(request.url.path)
+
+        return lambda: httpx2.AsyncClient(base_url=self.server.url, headers=headers, event_hooks={"request": [note]})
 
     async def create(self, obj: Manifest, **parameters: str) -> httpx2.Response:
         """Create an object, as a user does. Args: `parameters` of the request."""
@@ -123,7 +128,8 @@ class Rig:
     @contextlib.asynccontextmanager
     async def operator(self, identity: str = "one", **settings: Any) -> AsyncIterator[OperatorDriver]:
         """Run an operator with the rights of deploy/kustomize."""
-        given = {"port": None, "renew_s": 0.1, "resync_s": 0.5, "quiet_s": 0.01, "timing": TIMING} | settings
+        given: dict[str, Any] = {"port": None, "renew_s": 0.1, "resync_s": 0.5, "quiet_s": 0.01, "absent_s": 0.5}
+        given |= {"timing": TIMING} | settings
         image = OperatorSettings(image="registry.example/kvroute:1", namespace=NAMESPACE)
         driver = OperatorDriver(self.connect_as("operator"), DriverSettings(operator=image, identity=identity, **given))
         running = asyncio.create_task(driver.run())
@@ -137,14 +143,14 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def installed() -> AsyncIterator[Rig]:
-    """Start a server, and install what a user installs, without pods."""
+async def installed(**settings: Any) -> AsyncIterator[Rig]:
+    """Start a server, and install what a user installs, without pods. Args: `settings` of the server."""
     tokens = {
         "admin": ADMIN,
         "operator": service_account(NAMESPACE, "kvroute-operator"),
         GATEWAY_TOKEN: service_account("serving", "chat"),
     }
-    server = Server(Settings(tokens=tokens))
+    server = Server(Settings(tokens=tokens, **settings))
     await server.start()
     headers = {"Authorization": "Bearer admin"}
     async with httpx2.AsyncClient(base_url=server.url, headers=headers, timeout=60.0) as admin:

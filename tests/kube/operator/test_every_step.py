@@ -15,7 +15,7 @@ import pytest
 from tests.kube.apiserver.faults import Fault
 from tests.kube.failures.chain_rig import KVROUTE, scenario
 from tests.kube.kubeconfigs import kubeconfig
-from tests.kube.operator.cluster_examples import node, pod
+from tests.kube.operator.cluster_examples import gateway_pod, node, pod
 from tests.kube.operator.operator_rig import Rig, installed, plain
 from tests.kube.resources.router_examples import Manifest, constrained, topology
 
@@ -70,10 +70,10 @@ class Attempt:
         return [each for each in found if each]
 
     async def serves(self) -> bool:
-        """Return whether everything is as it should be; plays the controller of Deployments."""
-        if await self.rig.get("Deployment", self.name) is not None:
-            status = {"status": {"readyReplicas": 1, "replicas": 1}}
-            await self.rig.patch("Deployment", self.name, status, "status")
+        """Return whether everything is as it should be; starts a gateway when its Deployment exists."""
+        made = gateway_pod(self.name)
+        if await self.rig.get("Deployment", self.name) and not await self.rig.get("Pod", made["metadata"]["name"]):
+            await self.rig.schedule(plain(made), "n1")
         labelled = all(LABELS.items() <= each["metadata"]["labels"].items() for each in await self.look())
         found = await self.rig.get("KvRouter", self.name) or {}
         conditions = (found.get("status") or {}).get("conditions") or ()

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from tests.kube.apiserver.faults import Fault
-from tests.kube.operator.cluster_examples import node, pod
+from tests.kube.operator.cluster_examples import gateway_pod, node, pod
 from tests.kube.operator.operator_rig import NAMESPACE, Rig, add_webhooks, installed, monitors, plain
 from tests.kube.resources.router_examples import Manifest, constrained, router, topology
 
@@ -47,10 +47,15 @@ async def condition(rig: Rig, name: str = "Ready") -> tuple[str, str]:
     return "", ""
 
 
+async def start_gateway(rig: Rig) -> None:
+    """Start a pod of the gateway when its Deployment exists, as the controllers do."""
+    if await rig.get("Deployment", "chat") is not None and await rig.get("Pod", "chat-gateway") is None:
+        await rig.schedule(plain(gateway_pod("chat")), "n1")
+
+
 async def serves(rig: Rig) -> bool:
-    """Return True if everything about the KvRouter is as it should be; plays the controller of Deployments."""
-    if await rig.get("Deployment", "chat") is not None:
-        await rig.patch("Deployment", "chat", {"status": {"readyReplicas": 1, "replicas": 1}}, "status")
+    """Return True if everything about the KvRouter is as it should be; starts a gateway."""
+    await start_gateway(rig)
     return await labelled(rig) and await condition(rig) == ("True", "Serving")
 
 

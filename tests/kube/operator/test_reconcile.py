@@ -9,9 +9,10 @@ import pytest
 import yaml
 from tests.kube.operator.cluster_examples import engines, node, pod
 from tests.kube.operator.cluster_model import SETTINGS, ClusterModel
+from tests.kube.operator.reconciled import NOW_S, conditions, replaced, run
 from tests.kube.resources.router_examples import Manifest, constrained, router, topology
 
-from kvroute.kube.operator.actions import Action, Apply, Delete, Emit, PatchMetadata, SetStatus, covers
+from kvroute.kube.operator.actions import Apply, Delete, Emit, PatchMetadata, SetStatus, covers
 from kvroute.kube.operator.gateway_workload import CONFIG_HASH
 from kvroute.kube.operator.observed import Observed, Ref, ref_of
 from kvroute.kube.operator.reconcile import FINALIZER, reconcile
@@ -20,27 +21,7 @@ from kvroute.policies.names import decode_policy
 from kvroute.topology.schema import Network, read_quantity
 from kvroute.types import InputError
 
-NOW_S = 1.8e9
 ROUTER = Ref("kvroute.io/v1alpha1", "KvRouter", "serving", "chat")
-
-
-def run(cluster: ClusterModel, now: float = NOW_S, rounds: int = 8) -> list[Action]:
-    """Reconcile until nothing is left to do; return all actions."""
-    done: list[Action] = []
-    for _ in range(rounds):
-        actions = reconcile(cluster.snapshot(), now)
-        if not actions:
-            return done
-        done += actions
-        cluster.execute(actions)
-        cluster.settle()
-    raise AssertionError(actions)
-
-
-def conditions(cluster: ClusterModel) -> dict[str, tuple[str, str, str]]:
-    """Return status, reason and message of each condition."""
-    found = cluster.get("KvRouter", "chat")["status"]["conditions"]
-    return {each["type"]: (each["status"], each["reason"], each["message"]) for each in found}
 
 
 def labels(cluster: ClusterModel, name: str) -> dict[str, str]:
@@ -52,13 +33,6 @@ def labels(cluster: ClusterModel, name: str) -> dict[str, str]:
 def cluster_file(cluster: ClusterModel) -> Any:
     """Return the cluster file of the gateway."""
     return yaml.safe_load(cluster.get("ConfigMap", "chat-cluster")["data"]["cluster.yaml"])
-
-
-def replaced(cluster: ClusterModel, obj: Manifest) -> None:
-    """Change the spec of the KvRouter, as a user does."""
-    old = cluster.get("KvRouter", "chat")
-    generation = old["metadata"]["generation"] + 1
-    cluster.create(old | {"spec": obj["spec"], "metadata": old["metadata"] | {"generation": generation}})
 
 
 def test_labels_come_from_the_node_after_scheduling() -> None:
@@ -174,20 +148,6 @@ def test_an_invalid_spec_is_a_condition() -> None:
         "InvalidSpec",
         "spec.polcy: the key 'polcy' is unknown; did you mean 'policy'?",
     )
-
-
-def test_a_name_that_is_taken_is_a_condition() -> None:
-    """The other objects are made; that of the other owner stays."""
-    service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "chat", "namespace": "serving"}, "spec": {}}
-    cluster = ClusterModel([router(), service, *engines()])
-    run(cluster)
-    assert cluster.get("Service", "chat")["spec"] == {}
-    assert conditions(cluster)["Ready"] == (
-        "False",
-        "NameTaken",
-        "Service serving/chat belongs to another owner; delete it, or give the KvRouter another name.",
-    )
-    assert cluster.of("Deployment") != ()
 
 
 def test_objects_that_are_not_wanted_any_more_are_deleted() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvroute.gateway.observe.logs import Level, log_event
+from kvroute.gateway.observe.logs import log_event
 from kvroute.kube.client import Access
 from kvroute.kube.discovery import DiscoveryOptions, KubernetesDiscovery
 from kvroute.kube.places import DEFAULT_LEVELS
@@ -94,9 +94,9 @@ class KubernetesPods:
     def _on_findings(self, findings: tuple[Finding, ...]) -> None:
         known = set(self._findings)
         self._findings = findings
-        new = [finding for finding in findings if finding not in known]
+        # Every new pod waits for its address: that is counted, and no line of the log.
+        new = [finding for finding in findings if finding not in known and finding.effect != "waiting"]
         for finding in new[:_LOGGED_MOST]:
-            level: Level = "info" if finding.effect == "waiting" else "warning"
-            log_event(level, "discovery_finding", kind=finding.effect, reason=finding.sentence)
+            log_event("warning", "discovery_finding", kind=finding.effect, reason=finding.sentence)
         if len(new) > _LOGGED_MOST:
             log_event("warning", "discovery_findings_not_logged", count=len(new) - _LOGGED_MOST)

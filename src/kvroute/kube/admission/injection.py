@@ -28,6 +28,8 @@ class InjectionSettings:
 
     image: str
     """Image of kvroute."""
+    pull_secrets: tuple[str, ...] = ()
+    """Names of the Secrets with which the kubelet pulls it; they must exist in the namespace of the pod."""
     command: tuple[str, ...] = ("kvroute", "kube", "run-worker", "--wait")
     """Waits until the file of the level in the environment has a value, and fails with one sentence if none comes."""
 
@@ -62,6 +64,8 @@ def _patch(
     spec = pod.get("spec") or {}
     variables = topology_variables(transfer)
     mount = {"name": VOLUME, "mountPath": MOUNTED_AT, "readOnly": True}
+    secrets = [{"name": name} for name in settings.pull_secrets]
+    yield from _appended_all(spec, "/spec", "imagePullSecrets", secrets)
     yield from _appended(spec, "/spec", "volumes", _volume(resolved))
     yield from _appended(spec, "/spec", "initContainers", _init_container(settings, variables, mount))
     only = ((pod.get("metadata") or {}).get("annotations") or {}).get(CONTAINER)

@@ -71,6 +71,7 @@ class _EngineSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     containers: list[_Container] | None = None
     init_containers: list[_Named] | None = None
     volumes: list[_Named] | None = None
+    image_pull_secrets: list[_Named] | None = None
     template: _Template | None = None
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx2
 
 from kvroute.kube.admission.validation import ClusterView
 from kvroute.kube.api_requests import Selection
-from kvroute.kube.informer import DEFAULT_TIMING, Informer, Timing
+from kvroute.kube.informer import ABSENT, DEFAULT_TIMING, Informer, Timing
 from kvroute.kube.operator.api_calls import ApiCalls
+from kvroute.kube.operator.gateway_workload import GATEWAY_LABEL
 from kvroute.kube.operator.observed import Observed, OperatorSettings
 from kvroute.kube.operator.pod_labels import WRITTEN
 from kvroute.kube.operator.rights import BINDINGS, GROVE, NODES, OWNED, PODS, ROUTERS, TOPOLOGIES, Kind
@@ -21,8 +22,9 @@ from kvroute.kube.resources import Object
 from kvroute.kube.resources.engines import selects
 from kvroute.kube.store import Store
 
-_NOT_INSTALLED = 404
 _PARALLEL_READS = 8
+ABSENT_S = 60.0
+"""Highest pause between two looks for a kind that need not be installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class _Followed:
     @property
     def absent(self) -> bool:
         """Whether the server has no such kind."""
-        return self.informer.refused == _NOT_INSTALLED
+        return self.informer.refused == ABSENT
 
     @property
     def known(self) -> bool:
@@ -50,13 +52,22 @@ class Caches:
     """Follows KvRouters, topologies, nodes and pods of the whole cluster."""
 
     def __init__(
-        self, connect: Callable[[], httpx2.AsyncClient], on_change: Callable[[], None], timing: Timing = DEFAULT_TIMING
+        self,
+        connect: Callable[[], httpx2.AsyncClient],
+        on_change: Callable[[], None],
+        timing: Timing = DEFAULT_TIMING,
+        absent_s: float = ABSENT_S,
     ) -> None:
-        """Args: `on_change` is called after each change of what is kept."""
+        """
+        Args:
+            on_change: called after each change of what is kept.
+            absent_s: highest pause between two looks for a kind that need not be installed.
+        """
         self._followed: dict[Kind, _Followed] = {}
         for kind, keep in WATCHED:
             store = Store(keep)
-            informer = Informer(connect, resource_of(kind), Selection(), store, lambda _: on_change(), timing)
+            pauses = replace(timing, absent_max_s=absent_s) if kind in GROVE else timing
+            informer = Informer(connect, resource_of(kind), Selection(), store, lambda _: on_change(), pauses)
             self._followed[kind] = _Followed(kind, store, informer)
 
     async def run(self) -> None:
@@ -98,12 +109,13 @@ class Caches:
         return all(self._followed[kind].known for kind in kinds)
 
     def _pods(self, routers: Iterable[Object]) -> tuple[Object, ...]:
-        """Return pods that a KvRouter selects, and those that have labels of the operator."""
+        """Return pods that a KvRouter selects, those of gateways, and those that have labels of the operator."""
         listed = tuple(routers)
         found = []
         for (namespace, _), pod in sorted(self._followed[PODS].store.objects.items()):
             labels = pod.metadata.labels or {}
-            if WRITTEN in (pod.metadata.annotations or {}) or any(selects(each, namespace, labels) for each in listed):
+            kept = WRITTEN in (pod.metadata.annotations or {}) or GATEWAY_LABEL.items() <= labels.items()
+            if kept or any(selects(each, namespace, labels) for each in listed):
                 found.append(as_json(PODS, pod))
         return tuple(found)
 

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import msgspec
 
 from kvroute.kube.operator.actions import Action, Emit, SetStatus, covers
+from kvroute.kube.operator.gateway_workload import gateway_labels
 from kvroute.kube.operator.observed import is_ready, labels_of, ref_of
 from kvroute.kube.operator.role_switch import timestamp
-from kvroute.kube.resources import Object
+from kvroute.kube.resources import Object, name_of
 from kvroute.kube.resources.engines import role_of
 from kvroute.kube.resources.status import Condition, EngineCounts, KvRouterStatus
 
@@ -41,9 +42,13 @@ def engine_counts(pods: Sequence[Object]) -> EngineCounts:
     return EngineCounts(prefill=roles.count("prefill"), decode=roles.count("decode"), both=roles.count("both"))
 
 
-def ready_replicas(deployment: Object | None) -> int:
-    """Return the number of gateways that are ready."""
-    return int(((deployment or {}).get("status") or {}).get("readyReplicas") or 0)
+def gateway_pods(router: Object, pods: Sequence[Object]) -> list[Object]:
+    """Return the pods of a KvRouter's gateway, in the order of their names. Their readiness is known as soon as it
+    changes; the number in the Deployment's status comes later, and is not watched."""
+    metadata = router["metadata"]
+    wanted = gateway_labels(metadata["name"]).items()
+    near = (pod for pod in pods if pod["metadata"].get("namespace") == metadata["namespace"])
+    return sorted((pod for pod in near if wanted <= labels_of(pod).items()), key=name_of)
 
 
 def status_changes(router: Object, findings: Sequence[Finding], counts: Counts, now: float) -> Iterator[Action]:

@@ -20,8 +20,8 @@ from kvroute.kube.admission.validation import ClusterView
 from kvroute.kube.api_requests import Refused
 from kvroute.kube.informer import DEFAULT_TIMING, Timing
 from kvroute.kube.operator.api_calls import ApiCalls
-from kvroute.kube.operator.caches import Caches
-from kvroute.kube.operator.election import RENEW_S, Candidate, Create, Update
+from kvroute.kube.operator.caches import ABSENT_S, Caches
+from kvroute.kube.operator.election import GIVE_UP_S, RENEW_S, Candidate, Create, Update
 from kvroute.kube.operator.execution import FAILURES, Execution
 from kvroute.kube.operator.observed import OperatorSettings
 from kvroute.kube.operator.reconcile import reconcile
@@ -49,8 +49,11 @@ class DriverSettings:
     names: tuple[str, ...] = ()
     """DNS names of the webhook; empty: those of its Service."""
     renew_s: float = RENEW_S
+    give_up_s: float = GIVE_UP_S
     resync_s: float = 10.0
     """Time after which everything is compared again, even if no event has come."""
+    absent_s: float = ABSENT_S
+    """Highest pause between two looks for a kind that need not be installed."""
     quiet_s: float = 0.05
     """Changes within this time are reconciled together."""
     certificates_s: float = 60.0
@@ -69,11 +72,11 @@ class OperatorDriver:
     def __init__(self, connect: Callable[[], httpx2.AsyncClient], settings: DriverSettings) -> None:
         self._settings = settings
         self._changed = asyncio.Event()
-        self._caches = Caches(connect, self._changed.set, settings.timing)
+        self._caches = Caches(connect, self._changed.set, settings.timing, settings.absent_s)
         self._calls, self._lease_calls, self._certificate_calls = (ApiCalls(connect) for _ in range(3))
-        self._candidate = Candidate(settings.identity)
+        self._candidate = Candidate(settings.identity, settings.give_up_s)
         self._webhook: WebhookServer | None = None
-        self._service_monitors = False
+        self._service_monitors, self._service_monitors_due_s = False, 0.0
         self.webhook_port = 0
         """Port on which the webhook listens; 0: it does not listen yet."""
         self.pair: Pair | None = None
@@ -110,9 +113,9 @@ class OperatorDriver:
             await calls.close()
 
     async def _elections(self) -> None:
+        led = False
         while True:
             before = time.monotonic()
-            led = self._candidate.leads(before)
             try:
                 lease = await self._lease_calls.get(LEASES, self._settings.operator.namespace, LEASE)
                 step = self._candidate.step(lease, before, time.time())
@@ -123,7 +126,8 @@ class OperatorDriver:
             except (Refused, *FAILURES) as error:
                 _LOGGER.warning("the Lease cannot be read or written: %s", error)
             if self.leads != led:
-                _LOGGER.info("this operator %s", "leads" if self.leads else "does not lead")
+                led = self.leads
+                _LOGGER.info("this operator leads") if led else _LOGGER.warning("this operator does not lead any more")
                 self._changed.set()
             await asyncio.sleep(self._settings.renew_s)
 
@@ -169,8 +173,8 @@ class OperatorDriver:
         settings = self._settings.operator
         execution = Execution(self._calls, self._settings.identity, time.time(), lambda: self.leads)
         try:
-            self._service_monitors = await self._calls.serves(OWNED[-1])
-            observed = await self._caches.snapshot(self._calls, settings, service_monitors=self._service_monitors)
+            service_monitors = await self._has_service_monitors(time.monotonic())
+            observed = await self._caches.snapshot(self._calls, settings, service_monitors=service_monitors)
             await execution.run(reconcile(observed, time.time()))
             return execution.failures > 0, execution.retry_after_s
         except (Refused, *FAILURES) as error:
@@ -181,6 +185,13 @@ class OperatorDriver:
                 raise
         _LOGGER.warning("the API server refuses or does not answer: %s", failure)
         return True, 0.0
+
+    async def _has_service_monitors(self, now: float) -> bool:
+        """Return whether the server has ServiceMonitors, which need not be installed."""
+        if now >= self._service_monitors_due_s:
+            self._service_monitors = await self._calls.serves(OWNED[-1])
+            self._service_monitors_due_s = now + self._settings.absent_s
+        return self._service_monitors
 
     async def _webhooks(self, port: int) -> None:
         """Serve admission reviews, from the first certificate on, and renew certificates."""
@@ -207,7 +218,7 @@ class OperatorDriver:
 
     async def _serve(self, pair: Pair, port: int) -> None:
         if self._webhook is None:
-            injection = InjectionSettings(image=self._settings.operator.image)
+            injection = InjectionSettings(self._settings.operator.image, self._settings.operator.pull_secrets)
             webhook = WebhookServer(self._view, injection, pair)
             self.webhook_port = await webhook.start(self._settings.host, port)
             self._webhook = webhook

@@ -40,15 +40,15 @@ Step: TypeAlias = Create | Update | Literal["wait"]
 class Candidate:
     """One operator that wants to lead."""
 
-    def __init__(self, identity: str) -> None:
-        self._identity = identity
+    def __init__(self, identity: str, give_up_s: float = GIVE_UP_S) -> None:
+        self._identity, self._give_up_s = identity, give_up_s
         self._seen: Object | None = None
         self._seen_s = 0.0
         self._renewed_s: float | None = None
 
     def leads(self, now: float) -> bool:
         """Return True if this operator may act at `now` (monotonic seconds)."""
-        return self._renewed_s is not None and now < self._renewed_s + GIVE_UP_S
+        return self._renewed_s is not None and now < self._renewed_s + self._give_up_s
 
     def step(self, lease: Object | None, now: float, clock: float) -> Step:
         """Return what to do with the Lease as it was read.

@@ -4,28 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvroute.kube.operator.conditions import Finding, engine_counts, ready_replicas
-from kvroute.kube.operator.observed import Ref
+from kvroute.kube.admission.injection import INIT_CONTAINER
+from kvroute.kube.operator.conditions import Finding, engine_counts
+from kvroute.kube.operator.gateway_workload import GATEWAY_CONTAINER, used_pull_secrets
+from kvroute.kube.operator.observed import OperatorSettings, Ref, is_ready, lacks_image
 from kvroute.kube.operator.routers import RouterView
-from kvroute.kube.resources import Object
+from kvroute.kube.resources import Object, name_of
 
 
-def router_readiness(router: RouterView, deployment: Object | None, taken: Sequence[Ref]) -> Finding:
-    """Return the condition `Ready`; `taken` are names of objects that belong to others."""
+def router_readiness(
+    router: RouterView, gateways: Sequence[Object], settings: OperatorSettings, taken: Sequence[Ref]
+) -> Finding:
+    """Return the condition `Ready`.
+
+    Args:
+        gateways: the pods of the gateway.
+        taken: names of objects that belong to others.
+    """
     if router.spec is None:
         return Finding("Ready", "False", "InvalidSpec", router.problem)
     if router.problem:
         return Finding("Ready", "False", "TopologyUnresolved", "The gateway stays as it is until the level is known.")
     if taken:
-        what = f"{taken[0]} belongs to another owner; delete it, or give the KvRouter another name."
-        return Finding("Ready", "False", "NameTaken", what)
-    if not ready_replicas(deployment):
-        return Finding("Ready", "False", "NoGateway", "No gateway pod is ready.")
+        return Finding("Ready", "False", "NameTaken", _taken(taken))
+    if not any(map(is_ready, gateways)):
+        secrets = used_pull_secrets(router.spec, settings)
+        missing = _missing_image(gateways, GATEWAY_CONTAINER, secrets, "spec.imagePullSecrets")
+        return Finding("Ready", "False", "NoGateway", f"No gateway pod is ready{missing}.")
     engines = engine_counts(router.pods)
     if not engines.both and not (engines.prefill and engines.decode):
         absent = "prefill" if not engines.prefill else "decode"
-        return Finding("Ready", "False", "NoEngines", f"No {absent} engine is ready.")
+        missing = _missing_image(
+            router.pods, INIT_CONTAINER, settings.pull_secrets, "imagePullSecrets of the chart (--image-pull-secret)"
+        )
+        return Finding("Ready", "False", "NoEngines", f"No {absent} engine is ready{missing}.")
     return Finding("Ready", "True", "Serving", "A gateway and engines of both phases are ready.")
+
+
+def _missing_image(pods: Sequence[Object], container: str, secrets: Sequence[str], setting: str) -> str:
+    """Return the reason why the first of these pods does not start, if its image cannot be pulled."""
+    pod = next((each for each in pods if lacks_image(each.get("status") or {}, container)), None)
+    if pod is None:
+        return ""
+    fix = f"set {setting} if the registry needs credentials"
+    if secrets:
+        names = ", ".join(f"the Secret {name}" for name in secrets)
+        fix = f"create {names} with credentials of its registry in the namespace {pod['metadata']['namespace']}"
+    return f": the image of the container {container} of the pod {name_of(pod)} cannot be pulled; {fix}"
+
+
+def _taken(taken: Sequence[Ref]) -> str:
+    names = ", ".join(map(str, taken))
+    belongs, fix = "belong" if len(taken) > 1 else "belongs", "delete what is not in use"
+    if all(ref.namespace for ref in taken):
+        fix += ", or give the KvRouter another name"
+    return f"{names} {belongs} to another owner, so the objects of this KvRouter are not made or changed; {fix}."
 
 
 def resolution(router: RouterView) -> Finding:

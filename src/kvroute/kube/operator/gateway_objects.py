@@ -42,7 +42,7 @@ def wanted_objects(
         _role_binding(router, observed.settings),
         _service(router, spec),
         _network_policy(router, spec),
-        deployment(router, spec, spec.image or observed.settings.image, config),
+        deployment(router, spec, observed.settings, config),
     ]
     if spec.replicas is None or spec.replicas > 1:
         limit = {"maxUnavailable": 1, "selector": {"matchLabels": gateway_labels(name)}}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from kvroute.kube.labels import PREFIX
-from kvroute.kube.operator.observed import MANAGED_BY, MANAGED_BY_LABEL
+from kvroute.kube.operator.observed import MANAGED_BY, MANAGED_BY_LABEL, OperatorSettings
 from kvroute.kube.resources import KvRouterSpec, Object
 from kvroute.kube.resources.cluster_file import KEYS_FOLDER
 
@@ -19,9 +20,14 @@ _ENDPOINTS_LAG_S = 5
 """Time that a gateway continues to accept connections after it is taken out of the Service."""
 
 
+GATEWAY_CONTAINER = "gateway"
+GATEWAY_LABEL = {"app.kubernetes.io/name": "kvroute-gateway"}
+"""Label of the pods of all gateways."""
+
+
 def gateway_labels(name: str) -> dict[str, str]:
     """Return the labels that select the pods of a gateway."""
-    return {"app.kubernetes.io/name": "kvroute-gateway", "app.kubernetes.io/instance": name}
+    return GATEWAY_LABEL | {"app.kubernetes.io/instance": name}
 
 
 def metadata(router: Object, name: str) -> dict[str, Any]:
@@ -43,14 +49,21 @@ def metadata(router: Object, name: str) -> dict[str, Any]:
     }
 
 
-def deployment(router: Object, spec: KvRouterSpec, image: str, config: str) -> dict[str, Any]:
+def used_pull_secrets(spec: KvRouterSpec, settings: OperatorSettings) -> Sequence[str]:
+    """Return the names of the Secrets with which the image of a gateway is pulled."""
+    return spec.image_pull_secrets or (() if spec.image else settings.pull_secrets)
+
+
+def deployment(router: Object, spec: KvRouterSpec, settings: OperatorSettings, config: str) -> dict[str, Any]:
     """Return the Deployment; `config` is the cluster file, whose digest becomes an annotation of the pods."""
+    image = spec.image or settings.image
+    pull_secrets = used_pull_secrets(spec, settings)
     name = router["metadata"]["name"]
     selector = gateway_labels(name)
     digest = hashlib.sha256(config.encode()).hexdigest()[:32]
     template = {
         "metadata": {"labels": selector, "annotations": {CONFIG_HASH: digest}},
-        "spec": _pod(name, spec, image),
+        "spec": _pod(name, spec, image, pull_secrets),
     }
     body: dict[str, Any] = {
         "selector": {"matchLabels": selector},
@@ -62,7 +75,7 @@ def deployment(router: Object, spec: KvRouterSpec, image: str, config: str) -> d
     return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata(router, name), "spec": body}
 
 
-def _pod(name: str, spec: KvRouterSpec, image: str) -> dict[str, Any]:
+def _pod(name: str, spec: KvRouterSpec, image: str, pull_secrets: Sequence[str]) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": f"{name}-cluster"}},
         {"name": "cache", "emptyDir": {"sizeLimit": "1Gi"}},
@@ -93,8 +106,8 @@ def _pod(name: str, spec: KvRouterSpec, image: str) -> dict[str, Any]:
             _spread(name, "topology.kubernetes.io/zone"),
         ],
     }
-    if spec.image_pull_secrets:
-        pod["imagePullSecrets"] = [{"name": secret} for secret in spec.image_pull_secrets]
+    if pull_secrets:
+        pod["imagePullSecrets"] = [{"name": secret} for secret in pull_secrets]
     if spec.node_selector:
         pod["nodeSelector"] = dict(spec.node_selector)
     return pod
@@ -109,7 +122,7 @@ def _container(spec: KvRouterSpec, image: str) -> dict[str, Any]:
     if spec.keys_secret_ref is not None:
         mounts.append({"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True})
     return {
-        "name": "gateway",
+        "name": GATEWAY_CONTAINER,
         "image": image,
         "args": ["serve", f"{_FOLDER}/cluster.yaml", "--host", "0.0.0.0"],
         "ports": [

@@ -32,6 +32,8 @@ class OperatorSettings:
     image: str
     """Image of gateways whose KvRouter names none."""
     namespace: str = "kvroute-system"
+    pull_secrets: tuple[str, ...] = ()
+    """Names of the Secrets with which that image is pulled, in the namespaces of gateways and engines."""
     gateway_role: str = "kvroute-gateway"
     """ClusterRole that every gateway gets in its namespace."""
     nodes_role: str = "kvroute-gateway-nodes"
@@ -52,7 +54,7 @@ class Observed:
     """Grove's ClusterTopologies and ClusterTopologyBindings; None: neither is installed."""
     nodes: tuple[Object, ...] = ()
     pods: tuple[Object, ...] = ()
-    """Pods of all namespaces that could be engines."""
+    """Pods of all namespaces that could be engines, and those of gateways."""
     owned: tuple[Object, ...] = ()
     """Objects of the kinds that the operator makes which have its label, or a name that it would use."""
     service_monitors: bool = False
@@ -83,6 +85,18 @@ def is_ready(pod: Object) -> bool:
         return False
     conditions = (pod.get("status") or {}).get("conditions") or ()
     return any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
+
+
+NOT_PULLED = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName")
+"""Reasons of the kubelet why a container waits for its image."""
+
+
+def lacks_image(status: Object, container: str) -> bool:
+    """Return True if, by the status of a pod, the image of a container or an init container cannot be pulled."""
+    for each in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+        if each.get("name") == container:
+            return ((each.get("state") or {}).get("waiting") or {}).get("reason") in NOT_PULLED
+    return False
 
 
 def owned_by(obj: Object, owner: Object) -> bool:

@@ -6,10 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvroute.kube.labels import PREFIX
 from kvroute.kube.operator.actions import Action, Apply, Delete, PatchMetadata, up_to_date
-from kvroute.kube.operator.conditions import Counts, engine_counts, ready_replicas, status_changes
+from kvroute.kube.operator.conditions import Counts, engine_counts, gateway_pods, status_changes
 from kvroute.kube.operator.findings import labelling, resolution, router_readiness
 from kvroute.kube.operator.gateway_objects import OPTIONAL, nodes_binding, wanted_objects
-from kvroute.kube.operator.observed import MANAGED_BY, MANAGED_BY_LABEL, Observed, Ref, labels_of, owned_by, ref_of
+from kvroute.kube.operator.observed import (
+    MANAGED_BY,
+    MANAGED_BY_LABEL,
+    Observed,
+    Ref,
+    is_ready,
+    labels_of,
+    owned_by,
+    ref_of,
+)
 from kvroute.kube.operator.pod_labels import PodTopology, label_changes
 from kvroute.kube.operator.role_switch import SwitchLimits, switch_roles
 from kvroute.kube.operator.routers import RouterView, pod_topologies, read_catalog, read_router
@@ -60,14 +69,26 @@ def _finalizers(routers: Sequence[RouterView], topologies: Sequence[PodTopology]
 
 
 def _binding(routers: Sequence[RouterView], observed: Observed) -> Iterator[Action]:
-    """Keep the ClusterRoleBinding of all gateways; it is made for the first KvRouter."""
-    wanted = nodes_binding((router.obj for router in routers if not router.ends), observed.settings)
+    """Keep the ClusterRoleBinding of all gateways; it is made for the first KvRouter. It gives no rights to a
+    ServiceAccount that belongs to others."""
+    own = (router.obj for router in routers if not router.ends and not _foreign_account(router, observed))
+    wanted = nodes_binding(own, observed.settings)
     actual = next((obj for obj in observed.owned if ref_of(obj) == ref_of(wanted)), None)
     if actual is None:
         if wanted["subjects"]:
             yield Apply(wanted)
-    elif labels_of(actual).get(MANAGED_BY_LABEL) == MANAGED_BY and not up_to_date(wanted, actual):
+    elif _managed(actual) and not up_to_date(wanted, actual):
         yield Apply(wanted)
+
+
+def _managed(obj: Object) -> bool:
+    return labels_of(obj).get(MANAGED_BY_LABEL) == MANAGED_BY
+
+
+def _foreign_account(router: RouterView, observed: Observed) -> bool:
+    metadata = router.obj["metadata"]
+    name = Ref("v1", "ServiceAccount", metadata["namespace"], metadata["name"])
+    return any(ref_of(obj) == name and not owned_by(obj, router.obj) for obj in observed.owned)
 
 
 def _router_actions(
@@ -82,32 +103,40 @@ def _router_actions(
         yield from _objects(router, router.spec, observed, taken)
         limits = SwitchLimits(router.spec.drain_seconds, observed.idle)
         yield from switch_roles(router.pods, limits, now)
-    deployment = next(
-        (obj for obj in observed.owned if obj["kind"] == "Deployment" and owned_by(obj, router.obj)), None
-    )
+    gateways = gateway_pods(router.obj, observed.pods)
     engines = engine_counts(router.pods)
     chosen = {ref_of(pod) for pod in router.pods}
     missing = {each.pod["metadata"]["name"]: each.missing(nodes) for each in topologies if ref_of(each.pod) in chosen}
-    findings = [router_readiness(router, deployment, taken), resolution(router), labelling(router, missing)]
+    findings = [
+        router_readiness(router, gateways, observed.settings, taken),
+        resolution(router),
+        labelling(router, missing),
+    ]
     labelled = sum(not levels for levels in missing.values()) if router.resolved is not None else 0
-    counts = Counts(ready_replicas(deployment), engines, labelled)
+    counts = Counts(sum(map(is_ready, gateways)), engines, labelled)
     yield from status_changes(router.obj, findings, counts, now)
 
 
 def _objects(router: RouterView, spec: KvRouterSpec, observed: Observed, taken: list[Ref]) -> Iterator[Action]:
-    """Apply what is absent or different, and delete own objects that are no longer wanted. `taken` gets the names that
-    belong to others, whose objects stay as they are."""
+    """Apply what is absent or different, and delete own objects that are no longer wanted.
+
+    If an object of a wanted name belongs to others, it stays as it is, and nothing is applied: a gateway must not run
+    with another one's configuration, service account or address. `taken` gets these names.
+    """
     actual = {ref_of(obj): obj for obj in observed.owned}
     wanted = wanted_objects(router.obj, spec, router.resolved, observed)
-    for obj in wanted:
-        present = actual.get(ref_of(obj))
-        if present is not None and not owned_by(present, router.obj):
-            taken.append(ref_of(obj))
-        elif present is None or not up_to_date(obj, present):
+    binding = ref_of(nodes_binding((), observed.settings))
+    present = [(obj, actual.get(ref_of(obj))) for obj in wanted]
+    taken += [ref_of(obj) for obj, found in present if found is not None and not owned_by(found, router.obj)]
+    taken += [ref for ref, obj in actual.items() if ref == binding and not _managed(obj)]
+    if taken:
+        return
+    for obj, found in present:
+        if found is None or not up_to_date(obj, found):
             yield Apply(obj)
     kept = {ref_of(obj) for obj in wanted}
     for ref, obj in sorted(actual.items()):
-        ours = owned_by(obj, router.obj) and labels_of(obj).get(MANAGED_BY_LABEL) == MANAGED_BY
+        ours = owned_by(obj, router.obj) and _managed(obj)
         if ours and ref not in kept and ref.kind in OPTIONAL:
             yield Delete(ref, obj["metadata"].get("uid", ""))
 

@@ -8,9 +8,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from kvroute.kube.admission.injection import INIT_CONTAINER
 from kvroute.kube.api_requests import Resource
 from kvroute.kube.labels import CONTAINER, PREFIX
 from kvroute.kube.objects import ObjectMeta
+from kvroute.kube.operator.gateway_workload import GATEWAY_CONTAINER
+from kvroute.kube.operator.observed import NOT_PULLED, lacks_image
 from kvroute.kube.operator.rights import GROVE, NODES, PODS, ROUTERS, TOPOLOGIES, Kind
 
 
@@ -46,7 +49,7 @@ def kept_node(obj: WatchedObject) -> WatchedObject:
 
 
 def kept_pod(obj: WatchedObject) -> WatchedObject:
-    """Return a pod with its labels, kvroute's annotations, its node and its readiness."""
+    """Return a pod with its labels, kvroute's annotations, its node, its readiness, and whether an image is missing."""
     notes = obj.metadata.annotations or {}
     own = {key: value for key, value in notes.items() if key.startswith(PREFIX) and key != CONTAINER}
     conditions = [
@@ -55,10 +58,15 @@ def kept_pod(obj: WatchedObject) -> WatchedObject:
         if each.get("type") == "Ready"
     ]
     node = obj.spec.get("nodeName")
+    status: dict[str, Any] = {"conditions": conditions} if conditions else {}
+    waiting = {"waiting": {"reason": NOT_PULLED[0]}}  # the kubelet's own reason changes with each attempt
+    containers = (INIT_CONTAINER, GATEWAY_CONTAINER)
+    if unpulled := [{"name": name, "state": waiting} for name in containers if lacks_image(obj.status, name)]:
+        status["containerStatuses"] = unpulled
     return WatchedObject(
         metadata=replace(obj.metadata, annotations=own or None, finalizers=None),
         spec={"nodeName": node} if node else {},
-        status={"conditions": conditions} if conditions else {},
+        status=status,
     )
 
 
