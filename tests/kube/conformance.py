@@ -1,8 +1,9 @@
 """Runs the calls of kvroute's Kubernetes code against any API server: `python -m tests.kube.conformance --server URL`.
 
 It makes a namespace, nodes, pods, definitions and roles of its own, and removes them. It needs no kubelet, no scheduler
-and no controllers: it reports pods as ready itself. The user of the token must be an administrator. Exit code: 0 all
-checks pass, 1 one fails, 2 kvroute is installed already or the server does not answer.
+and no controllers: it reports pods as ready itself. The user of the token must be an administrator. It needs the
+packages of requirements/dev.txt (`make .venv/.dev`). Exit code: 0 all checks pass, 1 one fails, 2 kvroute is installed
+already, the server does not answer, or a package is missing.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ import secrets
 import sys
 from pathlib import Path
 
-import httpx2
-from tests.kube.conformance_checks import CHECKS, Check
-from tests.kube.remote_cluster import CLUSTER_ROLES, DEFINITIONS, RemoteCluster
+try:
+    import httpx2
+    from tests.kube.conformance_checks import CHECKS, Check
+    from tests.kube.remote_cluster import CLUSTER_ROLES, DEFINITIONS, RemoteCluster
+except ModuleNotFoundError as absent:
+    module = (absent.name or "").partition(".")[0]
+    where = "`make .venv/.dev` in a checkout of the repository installs it for .venv/bin/python"
+    sys.stderr.write(f"error: the module {module} is missing; {where}\n")
+    sys.exit(2)
 
 
 async def conform(cluster: RemoteCluster, webhook_host: str) -> int:
@@ -78,8 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--webhook-host", default="localhost", help="name of this machine as the server sees it; empty: no webhook"
     )
     given = parser.parse_args(arguments)
+    if given.ca is not None and not given.ca.is_file():
+        parser.error(f"--ca: {given.ca} is no file; give the PEM file with the CA of the server")
     namespace = f"kvroute-conformance-{secrets.token_hex(3)}"
-    cluster = RemoteCluster(given.server.rstrip("/"), given.token, namespace, given.insecure, given.ca)
+    ca = given.ca and given.ca.resolve()  # a kubeconfig in another folder names it
+    cluster = RemoteCluster(given.server.rstrip("/"), given.token, namespace, given.insecure, ca)
     return asyncio.run(conform(cluster, given.webhook_host))
 
 

@@ -207,11 +207,17 @@ class RemoteCluster:
                     kind.path(namespace, name), json={"metadata": {"finalizers": None}}, headers=MERGE
                 )
             await self.delete(kind, namespace, name)
-        left = []
-        for kind, namespace, name in self.made:
-            if (await self.admin.get(kind.path(namespace, name))).status_code == 200:
-                left.append(f"{kind.kind} {name}")
-        return left
+        with contextlib.suppress(Failed):  # definitions and namespaces are gone only when their content is
+            await self.until("everything is gone", self._gone)
+        return await self._left()
+
+    async def _gone(self) -> bool:
+        return not await self._left()
+
+    async def _left(self) -> list[str]:
+        """Return what was made and still exists."""
+        found = [(each, await self.admin.get(each[0].path(*each[1:]))) for each in self.made]
+        return [f"{kind.kind} {name}" for (kind, _, name), response in found if response.status_code == 200]
 
     async def _remove_namespace(self, name: str) -> None:
         """Delete a namespace, also where no controller ends it."""
