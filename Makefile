@@ -55,8 +55,9 @@ test: $(DEV_STAMP)  ## the whole test suite but the live tests
 coverage: $(DEV_STAMP)  ## the test suite with branch coverage of src/kvroute; fails below COVERAGE_MIN percent
 	$(BIN)/pytest -n auto -m "not live" --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERAGE_MIN)
 
+# Garbage is collected after each test: what a test leaves open is found then, and not by chance.
 soak: $(DEV_STAMP)  ## the whole suite ten times, with other Hypothesis examples each time, beside two busy loops
-	env --unset=CI $(PYTHON) tests/soak.py --runs $(SOAK_RUNS) --loops 2 -- $(MAKE) --no-print-directory test
+	env --unset=CI COLLECT_GARBAGE=1 $(PYTHON) tests/soak.py --runs $(SOAK_RUNS) --loops 2 -- $(MAKE) --no-print-directory test
 
 fuzz: $(DEV_STAMP)  ## every parser of bytes from outside, for FUZZ_SECONDS each; findings go to fuzz-findings/
 	$(BIN)/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)

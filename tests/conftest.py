@@ -1,11 +1,16 @@
 """Hypothesis has no deadline, because a first call may compile and no test measures time. With CI set, the examples are
 the same each time, so that a result depends on the change alone. Elsewhere each run draws new examples.
 
+With COLLECT_GARBAGE set, garbage is collected after each test, so that a socket or file that a test has left open fails
+this test. Otherwise it is found when the collector happens to run: in any later test, or never.
+
 `make live` has two workers, and one of them runs all tests with vLLM's servers: see `LiveScheduling`."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -34,3 +39,11 @@ class LiveScheduling(LoadScopeScheduling):  # type: ignore[misc]
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LiveScheduling | None:
     """Schedule with `--dist loadscope`, which `make live` uses, by `LiveScheduling`."""
     return LiveScheduling(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+@pytest.fixture(autouse=True)
+def _garbage_collected() -> Iterator[None]:
+    """Collect garbage when the other fixtures of a test have ended, before pytest looks for unraisable exceptions."""
+    yield
+    if os.environ.get("COLLECT_GARBAGE"):
+        gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Generic
@@ -97,6 +98,17 @@ def refusal_of(response: httpx2.Response) -> Refused:
     after = response.headers.get("retry-after", "")
     wait_s = min(float(after), _RETRY_AFTER_MAX_S) if after.isascii() and after.isdecimal() else 0.0
     return Refused(response.status_code, message or response.reason_phrase, wait_s)
+
+
+async def close_client(client: httpx2.AsyncClient) -> None:
+    """Close all connections of a client, also if the caller is cancelled meanwhile: its pool closes one after another,
+    and a cancellation between two of them would leave the others open."""
+    closing = asyncio.ensure_future(client.aclose())
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        await asyncio.wait([closing])
+        raise
 
 
 async def lines_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

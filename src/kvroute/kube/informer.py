@@ -14,7 +14,7 @@ import httpx2
 import msgspec
 from lightkube.core.exceptions import ConfigError
 
-from kvroute.kube.api_requests import HEADERS, Refused, Resource, Selection, Status, lines_of, refusal_of
+from kvroute.kube.api_requests import HEADERS, Refused, Resource, Selection, Status, close_client, lines_of, refusal_of
 from kvroute.kube.store import Key, Object, Store, WatchEvent
 from kvroute.types import InputError
 
@@ -114,7 +114,7 @@ class Informer(Generic[Object]):
             what = f"the API server cannot be reached ({_sentence(error)})"
             raise InputError(what, where=str(client.base_url), hint="check its address and the network") from None
         finally:
-            await client.aclose()
+            await close_client(client)
 
     async def _attempt(self) -> float:
         """List or watch once, and return the pause before the next attempt, in seconds."""
@@ -153,7 +153,7 @@ class Informer(Generic[Object]):
     async def _disconnect(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            await client.aclose()
+            await close_client(client)
 
     async def _list(self, client: httpx2.AsyncClient, attempt: int) -> None:
         """Fetch all objects, page by page."""

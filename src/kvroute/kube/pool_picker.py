@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvroute.kube.api_requests import HEADERS, SERVICES
+from kvroute.kube.api_requests import HEADERS, SERVICES, close_client
 from kvroute.kube.client import Access
 from kvroute.kube.inference_pool import PickerReference, Service, reference_faults
 from kvroute.kube.informer import FAILURES
@@ -35,7 +35,7 @@ class Services:
                 url = f"{SERVICES.url(self.namespace)}/{name}"
                 response = await client.get(url, headers=HEADERS, timeout=_ANSWER_S)
             finally:
-                await client.aclose()
+                await close_client(client)
             if response.status_code == 200:
                 return msgspec.json.decode(response.content, type=Service), True
             return None, response.status_code == 404

@@ -9,7 +9,7 @@ import httpx2
 import msgspec
 from lightkube.core.exceptions import ConfigError
 
-from kvroute.kube.api_requests import HEADERS, PODS, POOLS, Selection, refusal_of
+from kvroute.kube.api_requests import HEADERS, PODS, POOLS, Selection, close_client, refusal_of
 from kvroute.kube.client import Access
 from kvroute.kube.discovery import DiscoveryOptions
 from kvroute.kube.inference_pool import members_of, not_installed
@@ -43,7 +43,7 @@ async def check_access(access: Access, options: DiscoveryOptions, pool: str | No
     except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError, ssl.SSLError, ConfigError):
         return  # TimeoutError is an OSError
     finally:
-        await client.aclose()
+        await close_client(client)
 
 
 async def _check(client: httpx2.AsyncClient, namespace: str, selection: dict[str, str]) -> None:

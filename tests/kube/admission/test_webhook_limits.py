@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kube.admission.reviews import NAME, SETTINGS, answers, engine_pod, review
+from tests.kube.event_loop import scenario
 from tests.kube.resources.router_examples import Manifest, constrained, topology
 from tests.waiting import PATIENCE_S
 
@@ -63,37 +64,37 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
 def test_a_request_that_does_not_end_is_closed(sent: bytes) -> None:
     """Nothing sent, half of the headers, and a body without its last byte."""
 
-    async def scenario() -> None:
+    async def run() -> None:
         async with connected(QUICK) as (reader, writer):
             writer.write(sent)
             assert b"200 OK" not in await rest_of(reader)
 
-    asyncio.run(scenario())
+    scenario(run())
 
 
 def test_a_connection_without_a_handshake_is_closed() -> None:
-    async def scenario() -> None:
+    async def run() -> None:
         async with connected(QUICK, tls=False) as (reader, _):
             assert await rest_of(reader) == b""
 
-    asyncio.run(scenario())
+    scenario(run())
 
 
 def test_a_slow_second_request_is_closed() -> None:
     """A connection that has been used has the same limit for its next request."""
 
-    async def scenario() -> None:
+    async def run() -> None:
         async with connected(ConnectionLimits(request_s=0.2, idle_s=PATIENCE_S * 2)) as (reader, writer):
             writer.write(HEAD + b"\r\n" + BODY)
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
             writer.write(HEAD)
             assert b"200 OK" not in await rest_of(reader)
 
-    asyncio.run(scenario())
+    scenario(run())
 
 
 def test_an_idle_connection_is_closed_after_its_response() -> None:
-    async def scenario() -> None:
+    async def run() -> None:
         async with connected(PATIENT) as (reader, writer):
             for _ in range(2):
                 writer.write(HEAD + b"\r\n" + BODY)
@@ -103,7 +104,7 @@ def test_an_idle_connection_is_closed_after_its_response() -> None:
                 await reader.readexactly(int(length.partition(b":")[2]))
             assert await rest_of(reader) == b""
 
-    asyncio.run(scenario())
+    scenario(run())
 
 
 NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)

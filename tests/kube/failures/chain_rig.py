@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from tests.kube.label_volume import Volume
 from tests.kube.operator.cluster_examples import node
 from tests.kube.operator.operator_rig import GATEWAY_TOKEN, Rig, add_webhooks, installed, plain
 from tests.kube.resources.router_examples import Manifest, topology
-from tests.waiting import HANGS_S, becomes_true
 
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.kube.admission.injection import MOUNTED_AT, VOLUME
@@ -34,23 +32,6 @@ NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 NETWORK = f"127.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
 """Loopback addresses of engines: engines listen on port 8000, and another process may run the same tests."""
 _POLL_S = 0.05
-
-
-def scenario(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a scenario to its end, and until the transports that it has closed are gone."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(HANGS_S):
-            await coroutine
-        await becomes_true(lambda: not closing_transports(), patience_s=5.0)
-
-    asyncio.run(bounded())
-
-
-def closing_transports() -> list[asyncio.Transport]:
-    """Return the transports that are closed, and whose sockets the loop has not closed yet."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Transport)]
-    return [each for each in found if each.is_closing() and getattr(each, "_sock", None) is not None]
 
 
 def engine_pod(name: str, role: str, **metadata: Any) -> Manifest:

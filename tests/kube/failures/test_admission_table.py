@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.kube.failures.chain_rig import Chain, chain, engine_pod, refused, scenario
+from tests.kube.event_loop import scenario
+from tests.kube.failures.chain_rig import Chain, chain, engine_pod, refused
 from tests.kube.operator.operator_rig import open_definition, plain
 from tests.kube.resources.router_examples import Manifest, constrained, router
 

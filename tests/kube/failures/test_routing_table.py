@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.gateway.rig import GatewayResponse, RunningGateway
-from tests.kube.failures.chain_rig import Chain, chain, scenario
+from tests.kube.event_loop import scenario
+from tests.kube.failures.chain_rig import Chain, chain
 from tests.kube.resources.router_examples import Manifest, constrained, router, topology
 from tests.waiting import until
 

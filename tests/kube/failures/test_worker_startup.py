@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.kube.failures.chain_rig import KVROUTE, Chain, chain, scenario
+from tests.kube.event_loop import scenario
+from tests.kube.failures.chain_rig import KVROUTE, Chain, chain
 from tests.kube.label_volume import Volume
 from tests.kube.resources.router_examples import constrained
 

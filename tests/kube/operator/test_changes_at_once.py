@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from tests.kube.apiserver.faults import Fault
-from tests.kube.failures.chain_rig import KVROUTE, scenario
+from tests.kube.event_loop import scenario
+from tests.kube.failures.chain_rig import KVROUTE
 from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.operator.cluster_examples import engines, gateway_pod, node
 from tests.kube.operator.operator_rig import NAMESPACE, Rig, installed, plain

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from tests.kube.apiserver.faults import Fault
-from tests.kube.failures.chain_rig import KVROUTE, scenario
+from tests.kube.event_loop import scenario
+from tests.kube.failures.chain_rig import KVROUTE
 from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.operator.cluster_examples import gateway_pod, node, pod
 from tests.kube.operator.operator_rig import Rig, installed, plain

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
 from tests.kube.apiserver.faults import Fault
+from tests.kube.event_loop import scenario
 from tests.kube.operator.cluster_examples import gateway_pod, node, pod
 from tests.kube.operator.operator_rig import NAMESPACE, Rig, add_webhooks, installed, monitors, plain
 from tests.kube.resources.router_examples import Manifest, constrained, router, topology
@@ -17,11 +16,6 @@ from kvroute.kube.admission.certificates import read_secret
 from kvroute.kube.operator.rights import RIGHTS
 
 LABELS = {"kvroute.io/topology.zone": "z1", "kvroute.io/topology.rack": "r1"}
-
-
-def scenario(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a scenario to its end."""
-    asyncio.run(coroutine)
 
 
 async def cluster(rig: Rig, *objects: Manifest) -> None:
@@ -34,8 +28,8 @@ async def cluster(rig: Rig, *objects: Manifest) -> None:
 
 async def labelled(rig: Rig) -> bool:
     """Return True if both engines have their labels."""
-    pods = await rig.list("Pod")
-    return bool(pods) and all(LABELS.items() <= each["metadata"]["labels"].items() for each in pods)
+    engines = [await rig.get("Pod", f"{role}-0") or {} for role in ("prefill", "decode")]
+    return all(each and LABELS.items() <= each["metadata"]["labels"].items() for each in engines)
 
 
 async def condition(rig: Rig, name: str = "Ready") -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import msgspec
 
-from kvroute.kube.api_requests import refusal_of
+from kvroute.kube.api_requests import close_client, refusal_of
 from kvroute.kube.operator.observed import MANAGED_BY
 from kvroute.kube.operator.rights import RIGHTS, Kind
 from kvroute.kube.resources import Object
@@ -76,7 +76,7 @@ class ApiCalls:
         """Close the connection; the next call opens another one, with new credentials."""
         client, self._client = self._client, None
         if client is not None:
-            await client.aclose()
+            await close_client(client)
 
     async def _send(
         self,
