@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -239,7 +240,7 @@ def _block_fifo(folder: Path) -> None:
     os.mkfifo(folder / f"00{folder.name}")
 
 
-FOREIGN = {
+FOREIGN: dict[str, Callable[[Path], object]] = {
     "a file that NFS keeps open": lambda folder: (folder / ".nfs000001").write_bytes(b"x"),
     "a file whose name is no key": lambda folder: (folder / "junk.tmp").write_bytes(b"x"),
     "a name of odd length": lambda folder: (folder / "abc").write_bytes(b"x"),

@@ -7,17 +7,18 @@ import asyncio
 import os
 import resource
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import pytest
 import uvloop
-from tests.connector.loopback import Cache, FencedRegion
+from tests.connector.loopback import WAIT_S, Cache, FencedRegion
 from tests.waiting import until
 
 from kvroute.cachepool.keys import NO_PARENT, block_keys
@@ -31,6 +32,7 @@ from kvroute.connector.storage_loads import Load, LoadPart
 from kvroute.connector.storage_plan import StorageStep
 from kvroute.connector.storage_worker import StorageWorker
 from kvroute.connector.write_back import BlockWrite, Writes
+from kvroute.timed_connection import ConnectionLimits
 from kvroute.types import InputError
 
 LAYERS, LAYER_BYTES, BLOCK_TOKENS = 3, 512, 32
@@ -509,3 +511,27 @@ def test_slots_are_locked_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     settings = BufferSettings(location=location, quota_bytes=10**6, lock_memory=True, options=OPTIONS)
     with pytest.raises(InputError, match=r"^--lock-memory: at most 65536 bytes of memory may be locked, less than the"):
         BufferServer(settings)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/kv/reads HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{"])
+def test_a_router_that_does_not_send_its_request_is_disconnected(tmp_path: Path, sent: bytes) -> None:
+    """A connection without a request, and a request without the rest of its body."""
+    location = StoreLocation(str(tmp_path), 10**6)
+    limits = ConnectionLimits(request_s=0.2, idle_s=WAIT_S)
+    settings = BufferSettings(location=location, quota_bytes=10**6, options=OPTIONS, limits=limits)
+
+    async def main() -> None:
+        server = BufferServer(settings)
+        await server.start()
+        try:
+            address = urlsplit(server.url)
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.write(sent)
+            async with asyncio.timeout(WAIT_S):
+                with suppress(ConnectionError):
+                    assert await reader.read() == b""
+            writer.close()
+        finally:
+            await server.close()
+
+    asyncio.run(main())

@@ -19,13 +19,13 @@ from tests.kube.resources.router_examples import Manifest, constrained, topology
 from tests.waiting import PATIENCE_S
 
 from kvroute.kube.admission.certificates import issue
-from kvroute.kube.admission.connections import ConnectionLimits
 from kvroute.kube.admission.injection import inject
 from kvroute.kube.admission.review import read_review, response_body
 from kvroute.kube.admission.server import WebhookServer
 from kvroute.kube.admission.validation import ClusterView, validate
 from kvroute.kube.resources import ClusterTopologySpec, read_spec
 from kvroute.kube.resources.resolution import Catalog
+from kvroute.timed_connection import ConnectionLimits
 from kvroute.types import InputError
 
 VIEW = ClusterView(Catalog(own={"cluster": read_spec(topology(), ClusterTopologySpec)}), (constrained("rack"),))

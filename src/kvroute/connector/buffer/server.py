@@ -16,6 +16,7 @@ from kvroute.connector.channel import FramedSocket
 from kvroute.connector.handshake import accept_handshake
 from kvroute.connector.listener import Admit, Listener
 from kvroute.connector.options import Options
+from kvroute.timed_connection import ConnectionLimits, TimedConnection, answer_whole
 from kvroute.types import cannot_listen
 
 COLLECT_S = 0.5
@@ -37,6 +38,8 @@ class BufferSettings:
     """HTTP port for routers; 0: the system chooses."""
     options: Options = field(default_factory=Options)
     """Options of the port for engines, as those of the connector."""
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    """Times within which a router must send a request."""
 
 
 class BufferServer:
@@ -64,14 +67,16 @@ class BufferServer:
         self._routes = Routes(self._reads, lambda: self.data, settings.quota_bytes, settings.host)
         self._listener: Listener | None = None
         self._runner: web.ServerRunner | None = None
+        self._http: asyncio.Server | None = None
         self._collector: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def url(self) -> str:
         """URL for routers."""
-        assert self._runner is not None
-        return f"http://{_bracketed(self._settings.options.advertised())}:{self._runner.addresses[0][1]}"
+        assert self._http is not None
+        port = self._http.sockets[0].getsockname()[1]
+        return f"http://{_bracketed(self._settings.options.advertised())}:{port}"
 
     @property
     def data(self) -> str:
@@ -91,10 +96,14 @@ class BufferServer:
             self._listener = Listener(options.host, options.port, options.timeout_s, self._accepted)
         except OSError as error:
             raise cannot_listen(f"{options.host}:{options.port}", error.errno, error.strerror or "") from None
-        self._runner = web.ServerRunner(web.Server(self._routes.answer, access_log=None))
+        handlers = web.Server(lambda request: answer_whole(request, self._routes.answer), access_log=None)
+        self._runner = web.ServerRunner(handlers)
         await self._runner.setup()
+        limits = settings.limits
         try:
-            await web.TCPSite(self._runner, settings.host, settings.port).start()
+            self._http = await self._loop.create_server(
+                lambda: TimedConnection(handlers(), limits), settings.host, settings.port
+            )
         except OSError as error:
             raise cannot_listen(f"{settings.host}:{settings.port}", error.errno, error.strerror or "") from None
         self._collector = self._loop.create_task(self._collect_forever())
@@ -103,6 +112,8 @@ class BufferServer:
         """Close both ports; reads in progress fail."""
         if self._collector is not None:
             self._collector.cancel()
+        if self._http is not None:
+            self._http.close()
         if self._runner is not None:
             await self._runner.cleanup()
         loop = asyncio.get_running_loop()

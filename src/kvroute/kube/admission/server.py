@@ -13,10 +13,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from kvroute.kube.admission.certificates import Pair
-from kvroute.kube.admission.connections import ConnectionLimits, TimedConnection
 from kvroute.kube.admission.injection import InjectionSettings, inject
 from kvroute.kube.admission.review import AdmissionRequest, Verdict, read_review, response_body
 from kvroute.kube.admission.validation import ClusterView, validate
+from kvroute.timed_connection import ConnectionLimits, TimedConnection, answer_whole
 from kvroute.types import InputError, cannot_listen
 
 _LONGEST_BODY = 8 * 2**20
@@ -117,12 +117,4 @@ class WebhookServer:
 @web.middleware
 async def _timed(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Read the whole request before it is answered, within the limits of its connection."""
-    connection = TimedConnection.of(request)
-    await request.read()
-    if connection is None:
-        return await handler(request)
-    connection.received()
-    try:
-        return await handler(request)
-    finally:
-        connection.answered()
+    return await answer_whole(request, handler)

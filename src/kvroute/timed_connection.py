@@ -1,10 +1,11 @@
-"""Time limits of the webhook's connections. aiohttp reads the requests, and has no limit for a slow one."""
+"""Time limits of the connections to an aiohttp server, which itself waits for a slow request for ever."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 from aiohttp import web
 
@@ -15,7 +16,7 @@ class ConnectionLimits:
 
     request_s: float = 10.0
     """From the connect, or the first byte of a later request, to the end of the request's body; also the time of the
-    TLS handshake. The API server waits 10 s for a whole review by default."""
+    TLS handshake. Kubernetes' API server waits 10 s for a whole review by default."""
     idle_s: float = 120.0
     """From a response to the first byte of the next request. The API server closes its idle connections after 90 s."""
 
@@ -30,7 +31,7 @@ class TimedConnection(asyncio.Protocol):
         self._idle = False
 
     @staticmethod
-    def of(request: web.Request) -> TimedConnection | None:
+    def of(request: web.BaseRequest) -> TimedConnection | None:
         """Return the connection of a request; None if it is closed."""
         return None if request.transport is None else cast(TimedConnection, request.transport.get_protocol())
 
@@ -81,3 +82,21 @@ class TimedConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+Request = TypeVar("Request", bound=web.BaseRequest)
+
+
+async def answer_whole(
+    request: Request, handler: Callable[[Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Read the whole request within the limits of its `TimedConnection`, then let the handler answer it."""
+    connection = TimedConnection.of(request)
+    await request.read()
+    if connection is None:
+        return await handler(request)
+    connection.received()
+    try:
+        return await handler(request)
+    finally:
+        connection.answered()
