@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from kvroute.emulator.sequence import EngineSequence
 JSON = "application/json"
 TRACED_DIGITS_MOST = 12
 """An X-Request-Id with at most this many digits is the number of the request in a trace."""
+_TRACED = re.compile(rf"([0-9]{{1,{TRACED_DIGITS_MOST}}})(?:-[0-9a-f]{{16}})?")
+"""Matches such an id, with what the gateway appends to that of another attempt."""
 ID_PREFIX: dict[Kind, str] = {"chat": "chatcmpl", "completions": "cmpl", "responses": "resp", "messages": "msg"}
 _CONVERSATIONS: frozenset[Kind] = frozenset({"responses", "messages"})
 """Kinds with one answer and with formats of their own."""
@@ -143,9 +146,9 @@ class Completion:
             for prompt in ask.prompts
             for _ in range(ask.n)
         ]
-        if request_id.isascii() and request_id.isdecimal() and len(request_id) <= TRACED_DIGITS_MOST:
+        if traced := _TRACED.fullmatch(request_id):
             for sequence in completion.jobs:
-                sequence.traced = int(request_id)
+                sequence.traced = int(traced[1])
         return completion
 
     @property

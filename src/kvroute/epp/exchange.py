@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvroute.epp.envoy_pb2 import ProcessingResponse
 from kvroute.epp.messages import immediate_reply
-from kvroute.gateway.http.headers import Headers
-from kvroute.gateway.openai_api.anthropic_errors import in_format_of
+from kvroute.gateway.http.headers import Headers, request_id_of
+from kvroute.gateway.openai_api.anthropic_errors import in_format_of, is_anthropic
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class PickExchange:
 
     __slots__ = (
         "_answer",
+        "_request_id",
         "_reset",
         "body",
         "finished",
@@ -65,6 +66,7 @@ class PickExchange:
         "peer",
         "picked",
         "query",
+        "resized",
         "started",
         "subsets",
     )
@@ -93,6 +95,16 @@ class PickExchange:
         self.on_response: Callable[[int, str], None] | None = None
         self.on_end: Callable[[], None] | None = None
         self._answer, self._reset = answer, reset
+        self._request_id = b""
+        self.resized: Callable[[int], bool] | None = None
+        """Called with the size of the body when that changes; returns whether there is memory for it."""
+
+    @property
+    def request_id(self) -> bytes:
+        """See `Exchange`."""
+        if not self._request_id:
+            self._request_id = request_id_of(self.headers)
+        return self._request_id
 
     def header(self, name: bytes) -> bytes | None:
         """Return the value of the first header with this name (lower case), or None."""
@@ -100,7 +112,12 @@ class PickExchange:
 
     def release_body(self) -> None:
         """Free the memory of the body."""
-        self.body = b""
+        self.replace_body(b"")
+
+    def replace_body(self, body: bytes) -> bool:
+        """See `Exchange`."""
+        self.body = body
+        return self.resized is None or self.resized(len(body))
 
     def pick(self, pick: Pick) -> None:
         """Send the request to an endpoint."""
@@ -122,7 +139,10 @@ class PickExchange:
         assert not self.started, "a request has one response"
         self.started = self.finished = True
         self._forget()
-        self._answer(immediate_reply(status, in_format_of(self.path, status, body), content_type, headers))
+        own = [(b"x-request-id", self.request_id)]
+        if is_anthropic(self.path):
+            own.append((b"request-id", self.request_id))
+        self._answer(immediate_reply(status, in_format_of(self.path, status, body), content_type, [*own, *headers]))
 
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> None:
         """Not possible: Envoy relays the response."""
@@ -173,4 +193,4 @@ class PickExchange:
 
     def _forget(self) -> None:
         """Break the reference cycle with the owner."""
-        self.on_gone = self.on_response = self.on_end = None
+        self.on_gone = self.on_response = self.on_end = self.resized = None

@@ -47,6 +47,7 @@ class PassthroughPick:
         self._attempt: Attempt = 0
         self._faults = FaultAttribution()
         self._status = 0
+        self._engine_id = b""
 
     def begin(self) -> None:
         """Let Envoy send the request."""
@@ -55,22 +56,23 @@ class PassthroughPick:
             exchange.on_gone = self._client_gone
             model = runtime.models.name(self._content.model) if self._content.model else ""
             engines = self._candidates(model)
+            self._engine_id = runtime.request_ids.enter(exchange)
             if not engines:
-                headers = [(b"x-request-id", self._request_id), (b"retry-after", b"1")]
-                exchange.respond(503, error_body("no instance is up", "service_unavailable"), headers=headers)
-                self._on_end(503)
+                body = error_body("no instance is up", "service_unavailable")
+                exchange.respond(503, body, headers=[(b"retry-after", b"1")])
+                self._ended(503)
                 return
             self._engine = engines[0]
             self._attempt = self._engine.started(runtime.now(), counted=True)
-            head = header_lines(forwarded(exchange.headers, self._request_id, runtime.forward_headers)) + runtime.added
+            head = header_lines(forwarded(exchange.headers, self._engine_id, runtime.forward_headers)) + runtime.added
             added, removed = header_changes(exchange.headers, head)
             exchange.on_response, exchange.on_end = self._on_response, self._on_response_end
             destination = ",".join(dict.fromkeys(engine_address(engine) for engine in engines))
             exchange.pick(Pick(destination, added, removed, self._content.body))
             exchange.release_body()
         except RequestError as refused:
-            exchange.respond(refused.status, refused.body(), headers=[(b"x-request-id", self._request_id)])
-            self._on_end(refused.status)
+            exchange.respond(refused.status, refused.body())
+            self._ended(refused.status)
         except Exception as error:
             self._broke(error)
 
@@ -105,13 +107,17 @@ class PassthroughPick:
 
     def _on_response_end(self) -> None:
         self._leave()
-        self._on_end(self._status)
+        self._ended(self._status)
+
+    def _ended(self, status: int) -> None:
+        self._runtime.request_ids.leave(self._engine_id)
+        self._on_end(status)
 
     def _client_gone(self) -> None:
         if self._engine is not None:
             self._engine.availability.cancelled(self._attempt, self._runtime.now())
         self._leave()
-        self._on_end(_GONE)
+        self._ended(_GONE)
 
     def _leave(self) -> None:
         engine, self._engine = self._engine, None
@@ -129,4 +135,4 @@ class PassthroughPick:
                 self._exchange.abort()
             else:
                 self._exchange.respond(500, error_body("internal error in the gateway", "server_error"))
-        self._on_end(500)
+        self._ended(500)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -26,7 +27,6 @@ from kvroute.epp.messages import (
     body_pieces,
     buffered_replies,
     headers_of,
-    immediate_reply,
     picked,
     served_of,
     set_headers,
@@ -88,6 +88,7 @@ class ProcessingStream:
         if request is None:
             return
         exchange = PickExchange(request, self._answer, self._abort)
+        exchange.resized = lambda size: not self._room(self, size)[0]
         try:
             self._take(exchange)
             del request
@@ -143,20 +144,19 @@ class ProcessingStream:
         if first.HasField("protocol_config"):
             self._mode = first.protocol_config.request_body_mode
             self._response_mode = first.protocol_config.response_body_mode
-        body = b""
+        request = self._read(first)
         self._has_body = not first.request_headers.end_of_stream and self._mode != NONE
         if self._has_body:
             if self._mode not in (BUFFERED, FULL_DUPLEX_STREAMED):
                 raise ProtocolFault("set request_body_mode: FULL_DUPLEX_STREAMED (or BUFFERED)")
             if self._mode == BUFFERED:
                 await self._write(ProcessingResponse(request_headers=HeadersResponse()))
-            found = await self._body()
-            if found is None:
-                return None
-            body = found
-        return self._read(first, body)
+            body = await self._body(request)
+            return None if body is None else replace(request, body=body)
+        return request
 
-    def _read(self, first: ProcessingRequest, body: bytes) -> PickRequest:
+    def _read(self, first: ProcessingRequest) -> PickRequest:
+        """Return the request without its body."""
         pseudo: dict[bytes, bytes] = {}
         headers = []
         for name, value in headers_of(first.request_headers):
@@ -171,9 +171,9 @@ class ProcessingStream:
         if self._conformance:
             wanted = [value.decode("latin-1") for name, value in headers if name == _WANTED]
             subsets += [frozenset(split_names(value)) for value in wanted]
-        return PickRequest(pseudo.get(b":method", b"GET"), path, query, headers, body, peer, tuple(subsets))
+        return PickRequest(pseudo.get(b":method", b"GET"), path, query, headers, b"", peer, tuple(subsets))
 
-    async def _body(self) -> bytes | None:
+    async def _body(self, request: PickRequest) -> bytes | None:
         parts: list[bytes] = []
         size = 0
         while True:
@@ -191,7 +191,9 @@ class ProcessingStream:
             if status:
                 kind = "invalid_request_error" if status == 413 else "service_unavailable"
                 retry = [] if status == 413 else [(b"retry-after", b"1")]
-                await self._write(immediate_reply(status, error_body(why, kind), b"application/json", retry))
+                PickExchange(request, self._answer, self._abort).respond(status, error_body(why, kind), headers=retry)
+                for reply in self._replies(self._answered.result()):
+                    await self._write(reply)
                 return None
             if message.request_body.end_of_stream:
                 return b"".join(parts)

@@ -8,10 +8,12 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from kvroute import __version__
+from kvroute.addresses import host_port
 from kvroute.control import Admissions, Control, Usage
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.deadlines import Deadlines
@@ -37,6 +39,7 @@ from kvroute.gateway.proxy.admission import AdmissionController, Elsewhere
 from kvroute.gateway.proxy.admission_queue import AdmissionQueue
 from kvroute.gateway.proxy.endpoints import Endpoints
 from kvroute.gateway.proxy.frontend import Frontend, HttpFrontend, Server, ServerParts
+from kvroute.gateway.proxy.request_ids import RequestIds
 from kvroute.gateway.proxy.runtime import ClusterRuntime, SharedServices
 from kvroute.gateway.proxy.tenancy import Tenancy
 from kvroute.gateway.replication.common_limits import CommonLimits, CommonUsage
@@ -116,13 +119,14 @@ class Gateway:
         if self._usage is not None and self.replication is not None:
             usage = CommonUsage(self._usage, self.replication.counted)
         self._tenancy = Tenancy(settings, usage)
+        rooms = random.Random(seed)
         self._shared = SharedServices(
             now=self.now,
             metrics=self.metrics,
             state=self.state,
             tracer=self._tracer,
             budget=self._budget,
-            rooms=random.Random(seed),
+            rooms=rooms,
             jitter=random.Random(seed),
             deadlines=self._deadlines,
             lag=self._lag,
@@ -130,6 +134,7 @@ class Gateway:
             salt_secret=shared.salt_secret if shared is not None else secrets.token_bytes(32),
             on_end=self._admission_queue.release,
             tenancy=self._tenancy,
+            request_ids=RequestIds(partial(rooms.getrandbits, 64), shared=self.replication is not None),
             sharing=self.replication,
             engine_fault=self._frontend.engine_fault,
         )
@@ -266,7 +271,7 @@ class Gateway:
         try:
             self.port = await server.listen(listen.host, listen.port, context_of(certificate))
         except OSError as error:
-            place, why = f"{listen.host}:{listen.port}", error.strerror or str(error)
+            place, why = host_port(listen.host, listen.port), error.strerror or str(error)
             raise cannot_listen(place, error.errno, why, where="gateway.listen") from None
         self._admin = Admin(self._admin_parts(deployment))
         admin = self._admin_certificate = port_certificate(settings.admin.tls, "gateway.admin.tls")
@@ -278,7 +283,7 @@ class Gateway:
             self.replication.start(settings.prompt.block_tokens)
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         self._renewals = asyncio.get_running_loop().create_task(follow(certificate, admin))
-        address = f"{listen.host}:{self.port}"
+        address = host_port(listen.host, self.port)
         log_exposures(settings, settings)
         log_event("info", "serving", address=address, policy=settings.policy, instances=len(manager.runtime.engines))
 

@@ -351,7 +351,7 @@ def test_usage_of_a_non_streaming_response() -> None:
 
 def test_errors_and_models_have_the_form_of_openai() -> None:
     assert json.loads(error_body("why", "server_error", param="n")) == {
-        "error": {"message": "why", "type": "server_error", "param": "n", "code": None}
+        "error": {"message": "why", "type": "server_error", "param": "n", "code": "server_error"}
     }
     event = error_event("line\nbreak", "server_error")
     assert event.startswith(b"data: {")

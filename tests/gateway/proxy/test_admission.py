@@ -212,6 +212,37 @@ def test_without_completions_retry_after_is_the_longest_wait() -> None:
     assert "waited 30 s" in admission.overdue(1000.0).reason
 
 
+@given(st.integers(1, 50), st.integers(0, 50), st.floats(0.0, 100.0))
+@settings(deadline=None)
+def test_before_the_first_departure_retry_after_follows_the_age_of_the_requests(
+    n: int, queue: int, age_s: float
+) -> None:
+    """What has run for some time is taken to need that time: of n requests, one leaves within age / n."""
+    admission = AdmissionController(AdmissionLimits(in_flight=n, queue=queue), 0.0)
+    for ticket in range(n + queue):
+        admission.acquire(ticket, None, 1000.0)
+    refused = admission.acquire(n + queue, None, 1000.0 + age_s)
+    assert isinstance(refused, Refused)
+    wait_s = age_s * (queue + 1) / n
+    assert min(60, max(1, wait_s - 1e-6)) <= refused.retry_after_s <= min(60, wait_s + 1 + 1e-6)
+
+
+@given(st.floats(0.5, 20.0), st.sampled_from([0.0, 100.0, 1e6]))
+@settings(deadline=None)
+def test_after_a_pause_retry_after_follows_the_requests_before_it(lasts_s: float, pause_s: float) -> None:
+    """Eight requests at once fill the gateway, some time after others have taken as long each."""
+    admission = AdmissionController(AdmissionLimits(in_flight=8, queue=0), 0.0)
+    for ticket in range(20):
+        admission.acquire(ticket, None, ticket * lasts_s)
+        admission.release(ticket, (ticket + 1) * lasts_s)
+    now = 20 * lasts_s + pause_s
+    for ticket in range(20, 28):
+        assert admission.acquire(ticket, None, now) == Accepted()
+    refused = admission.acquire(28, None, now + 0.1)
+    assert isinstance(refused, Refused)
+    assert max(1.0, lasts_s / 8 - 1e-3) <= refused.retry_after_s <= lasts_s / 8 + 1.001
+
+
 def test_one_key_cannot_fill_the_queue() -> None:
     admission = AdmissionController(AdmissionLimits(in_flight=2, queue=10, per_key=4))
     entries = [admission.acquire(ticket, "greedy", 0.0) for ticket in range(10)]

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from msgspec.structs import fields, replace
 
+from kvroute.addresses import bound, host_port
 from kvroute.event_log import check_can_create
 from kvroute.gateway.config.autoscaling_checks import scaled_cluster_faults
 from kvroute.gateway.config.instance_checks import live_faults, model_faults, places_of
 from kvroute.gateway.config.offload_checks import site_faults
 from kvroute.gateway.config.settings import SECTION, GatewaySettings, TlsSettings
 from kvroute.gateway.config.settings_checks import settings_faults
-from kvroute.gateway.http.listener import bound
 from kvroute.topology import Cluster, FileError
 from kvroute.topology.assembly import examine
 from kvroute.topology.document import Overlay, salvage_section
@@ -136,7 +136,7 @@ def check_places(settings: GatewaySettings) -> None:
             _try(host, port)
         except OSError as error:
             why = error.strerror or str(error)
-            raise cannot_listen(f"{host}:{port}", error.errno, why, where=f"{SECTION}.{where}") from None
+            raise cannot_listen(host_port(host, port), error.errno, why, where=f"{SECTION}.{where}") from None
 
 
 def _try(host: str, port: int) -> None:

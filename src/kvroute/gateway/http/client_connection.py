@@ -11,8 +11,8 @@ from typing import Protocol, TypeAlias
 from kvroute.gateway.http.connection_limits import BEGINNING, BUSY, UNREAD, Entry, network_of
 from kvroute.gateway.http.connection_limits import IDLE as NO_REQUEST
 from kvroute.gateway.http.deadlines import NEVER_S
-from kvroute.gateway.http.exchange import Exchange, status_line
-from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.exchange import Exchange, own_lines, status_line
+from kvroute.gateway.http.headers import Headers, request_id_of
 from kvroute.gateway.http.request_parser import (
     BODY,
     BODY_MEMORY_RATIO,
@@ -57,8 +57,9 @@ class ServerHooks:
 
     guard: PreBodyCheck | None = None
     """Refuses requests before their body is read. It does not see a request whose body arrives with its head."""
-    refused: Callable[[int, bytes], None] | None = None
-    """Receives status and path (empty: not known) of each response that the server gives by itself."""
+    refused: Callable[[int, bytes, bytes, str], None] | None = None
+    """Receives status, path, request id and client address (each empty: not known) of each response that the server
+    gives by itself."""
     accept_paused: Callable[[str, float], None] | None = None
     """Receives the reason and the seconds for which no connection is accepted."""
 
@@ -153,7 +154,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = TurnTransport(transport)
         peer = transport.get_extra_info("peername")
-        self._peer = str(peer[0]) if peer else ""
+        self._peer = str(peer[0]).removeprefix("::ffff:") if peer else ""  # IPv4 on a port for both kinds
         self.address = network_of(peer)
         self.deadline_s = self._now() + self._server.limits.header_s
         self._timed = IDLE
@@ -263,7 +264,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport,
             server.server,
             self._answered,
-            self._body_released,
+            self._body_resized,
         )
         self._current = exchange
         if self._weight or len(exchange.body) > LIGHT_BYTES:
@@ -286,8 +287,9 @@ class ClientConnection(asyncio.Protocol):
             {"message": "a request handler failed with an internal error", "exception": error}
         )
 
-    def _body_released(self) -> None:
-        self._weigh(0)
+    def _body_resized(self, nbytes: int) -> bool:
+        self._weigh(nbytes if nbytes > LIGHT_BYTES else 0)
+        return not self._weight or self._server.bodies_bytes <= self._server.limits.bodies_bytes
 
     def _answered(self, exchange: Exchange) -> None:
         self._current = None
@@ -358,16 +360,18 @@ class ClientConnection(asyncio.Protocol):
         """
         self._leaving = True
         self._held = b""
-        server, (method, path, _) = self._server, self._reader.head
+        server, (method, path, headers) = self._server, self._reader.head
+        shown, request_id = self._reader.path_so_far, request_id_of(headers)
         self._reader.forget()
         self._weigh(0)
         kind = fault.type or ("server_error" if fault.status >= 500 else "invalid_request_error")
-        body = in_format_of(path, fault.status, error_body(fault.message, kind, code=fault.code))
-        head = b"%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        text = head % (status_line(fault.status), server.server, fault.headers, len(body))
+        body = in_format_of(shown, fault.status, error_body(fault.message, kind, code=fault.code))
+        head = b"%b%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        own = own_lines(shown, request_id)
+        text = head % (status_line(fault.status), server.server, own, fault.headers, len(body))
         self._transport.write(text if method == b"HEAD" else text + body)
         if server.hooks.refused is not None:
-            server.hooks.refused(fault.status, path)
+            server.hooks.refused(fault.status, path, request_id, self._peer)
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._read_on()

@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterable
+from email.utils import formatdate
 from http import HTTPStatus
 from typing import Protocol
 
-from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.headers import Headers, request_id_of
 from kvroute.gateway.http.turn_writes import TurnTransport
-from kvroute.gateway.openai_api.anthropic_errors import in_format_of
+from kvroute.gateway.openai_api.anthropic_errors import in_format_of, is_anthropic
 
 _CHUNKED, _UNTIL_CLOSE, _NO_BODY = -1, -2, -3
 _COPY_MAX = 16 * 1024
@@ -26,6 +28,24 @@ STATUS_LINES: dict[int, bytes] = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.p
 def status_line(status: int) -> bytes:
     """Return the first line of a response, with its line end."""
     return STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
+
+
+class _DateLine:
+    """The Date header line of one second."""
+
+    second = -1
+    line = b""
+
+
+def own_lines(path: bytes, request_id: bytes) -> bytes:
+    """Return the header lines of every response beside Server: Date, and the request's id, under `/v1/messages` also
+    with the name by which Anthropic's SDKs read it. Args: `path` is empty if it is not known."""
+    second = int(time.time())
+    if second != _DateLine.second:
+        _DateLine.second, _DateLine.line = second, b"date: %b\r\n" % formatdate(second, usegmt=True).encode()
+    if is_anthropic(path):
+        return b"%bx-request-id: %b\r\nrequest-id: %b\r\n" % (_DateLine.line, request_id, request_id)
+    return b"%bx-request-id: %b\r\n" % (_DateLine.line, request_id)
 
 
 class ClientExchange(Protocol):
@@ -51,11 +71,20 @@ class ClientExchange(Protocol):
     on_pause: Callable[[], None] | None
     on_resume: Callable[[], None] | None
 
+    @property
+    def request_id(self) -> bytes:
+        """See `Exchange`."""
+        ...
+
     def header(self, name: bytes) -> bytes | None:
         """See `Exchange`."""
         ...
 
     def release_body(self) -> None:
+        """See `Exchange`."""
+        ...
+
+    def replace_body(self, body: bytes) -> bool:
         """See `Exchange`."""
         ...
 
@@ -108,7 +137,8 @@ class Exchange:
     __slots__ = (
         "_answered",
         "_left",
-        "_released",
+        "_request_id",
+        "_resized",
         "_server",
         "_transport",
         "_unwritten",
@@ -145,10 +175,11 @@ class Exchange:
         transport: TurnTransport,
         server: bytes,
         answered: Callable[[Exchange], None],
-        released: Callable[[], None] | None = None,
+        resized: Callable[[int], bool] | None = None,
     ) -> None:
-        """Args: `server` is a whole header line or empty; `answered` is called once, after `end` or `abort`; `released`
-        is called when the body is not needed any more, if that is before the end of the response."""
+        """Args: `server` is a whole header line or empty; `answered` is called once, after `end` or `abort`; `resized`
+        is called with the size of the body when that changes before the end of the response, and returns whether there
+        is memory for it."""
         self.method = method
         self.path = path
         self.query = query
@@ -166,9 +197,17 @@ class Exchange:
         self._transport = transport
         self._server = server
         self._answered = answered
-        self._released = released
+        self._resized = resized
+        self._request_id = b""
         self._left = _NO_BODY
         self._unwritten = b""
+
+    @property
+    def request_id(self) -> bytes:
+        """Value of X-Request-Id, which every response has: see `request_id_of`."""
+        if not self._request_id:
+            self._request_id = request_id_of(self.headers)
+        return self._request_id
 
     @property
     def unsent_bytes(self) -> int:
@@ -177,9 +216,12 @@ class Exchange:
 
     def release_body(self) -> None:
         """Free the memory of the body, which is not needed any more, and stop counting it."""
-        self.body = b""
-        if self._released is not None:
-            self._released()
+        self.replace_body(b"")
+
+    def replace_body(self, body: bytes) -> bool:
+        """Replace the body, for example by its decoded form. Return whether there is memory for it."""
+        self.body = body
+        return self._resized is None or self._resized(len(body))
 
     def header(self, name: bytes) -> bytes | None:
         """Return the value of the first header with this name (lower case), or None."""
@@ -346,7 +388,7 @@ class Exchange:
             self.on_resume()
 
     def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]], framing: bytes) -> bytes:
-        lines = [status_line(status), self._server]
+        lines = [status_line(status), self._server, own_lines(self.path, self.request_id)]
         lines += [b"%b: %b\r\n" % header for header in headers]
         lines.append(framing)
         if not self.keep_alive:
@@ -368,7 +410,7 @@ class Exchange:
 
     def _forget(self) -> None:
         """Break the reference cycle with the owner, so that memory is freed without the garbage collector."""
-        self.on_gone = self.on_pause = self.on_resume = self._released = None
+        self.on_gone = self.on_pause = self.on_resume = self._resized = None
 
 
 def _reset_on_close(transport: TurnTransport) -> None:

@@ -6,6 +6,7 @@ A client receives all response headers except hop-by-hop ones (RFC 9110, 7.6.1) 
 
 from __future__ import annotations
 
+import os
 from typing import TypeAlias
 
 import xxhash
@@ -28,8 +29,8 @@ _HOP_BY_HOP = frozenset(
         b"content-length",
     }
 )
-OUR_OWN = _HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"x-request-id"}
-"""Request headers that only the gateway sets; Accept-Encoding is one because the gateway reads the responses."""
+OUR_OWN = _HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"content-encoding", b"x-request-id"}
+"""Request headers that only the gateway sets; the codings of bodies are among them because the gateway reads bodies."""
 FORWARDED = frozenset(
     {
         b"accept",
@@ -46,10 +47,24 @@ FORWARDED = frozenset(
 )
 """Request headers that are forwarded: those of OpenAI's and Anthropic's SDKs and of tracing; `gateway.forward_headers`
 adds others."""
-THEIR_OWN = _HOP_BY_HOP | {b"server", b"date", b"x-request-id"}
+THEIR_OWN = _HOP_BY_HOP | {b"server", b"date", b"x-request-id", b"request-id"}
 """Response headers of engines that are not forwarded to clients."""
 _USUAL = frozenset({b"keep-alive", b"Keep-Alive", b"close", b"Close"})
 """Values of the Connection header that name no other header."""
+
+
+_ID_BYTES_MAX = 200
+"""Longest X-Request-Id of a client that engines and logs get."""
+
+
+def request_id_of(headers: Headers) -> bytes:
+    """Return the X-Request-Id of a request: the client's own if engines and logs accept it, else a random one."""
+    for name, value in headers:
+        if name == b"x-request-id":
+            if 0 < len(value) <= _ID_BYTES_MAX:
+                return value
+            break
+    return os.urandom(16).hex().encode()
 
 
 def session_of(headers: Headers, name: bytes) -> int:
@@ -86,9 +101,9 @@ def header_lines(headers: Headers) -> bytes:
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
-def answered(headers: Headers, request_id: bytes, left_out: frozenset[bytes] = THEIR_OWN) -> tuple[bytes, Headers]:
+def answered(headers: Headers, left_out: frozenset[bytes] = THEIR_OWN) -> tuple[bytes, Headers]:
     """Return the headers of an engine's response that a client receives: the content type, and all others."""
-    kept = [(b"x-request-id", request_id)]
+    kept = []
     content_type = b"application/json"
     for header in headers:
         name = header[0]
@@ -97,7 +112,7 @@ def answered(headers: Headers, request_id: bytes, left_out: frozenset[bytes] = T
         elif name not in left_out:
             kept.append(header)
         elif name == b"connection" and header[1] not in _USUAL and not _words(header[1]) <= left_out:
-            return answered(headers, request_id, left_out | _words(header[1]))
+            return answered(headers, left_out | _words(header[1]))
     return content_type, kept
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol, cast
 
+from kvroute.addresses import bound
 from kvroute.gateway.http.connection_limits import BEGINNING, IDLE, UNREAD, Connection, Entry, network_of
 from kvroute.gateway.http.deadlines import NEVER_S
+from kvroute.gateway.http.exchange import own_lines
+from kvroute.gateway.http.headers import request_id_of
 
 _BACKLOG = 4096
 _AT_ONCE = 64
@@ -27,7 +29,7 @@ _HANDSHAKE = b"\x16"
 """The first byte of a TLS connection: that of a handshake record."""
 _WHY = b"This port requires TLS; use https://\n"
 _PLAIN = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n%%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
     % (len(_WHY), _WHY)
 )
 
@@ -217,7 +219,7 @@ class _Arriving(asyncio.Protocol):
     def _refuse(self) -> None:
         """Respond without TLS, and discard input until the client has had time to read the response."""
         with suppress(OSError):
-            self._own.send(_PLAIN)
+            self._own.send(_PLAIN % own_lines(b"", request_id_of([])))
             self._own.shutdown(socket.SHUT_WR)
         self._port.not_tls()
         self._waits_for = UNREAD
@@ -266,35 +268,6 @@ class _Arriving(asyncio.Protocol):
         self._loop.remove_reader(self._own.fileno())
         self._own.close()
         self._port.leave(self)
-
-
-def bound(host: str, port: int, *, shared: bool = False) -> socket.socket | None:
-    """Return a socket bound to an IP address, so that no resolver is queried for it; None if the host is a name.
-
-    Args:
-        host, port: the address.
-        shared: other processes of the same user may bind it too.
-
-    Raises:
-        OSError: the address is in use, or does not belong to this machine.
-    """
-    try:
-        version = ipaddress.ip_address(host.partition("%")[0]).version
-    except ValueError:
-        return None
-    own = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if version == 6:
-            own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        own.bind((host, port))
-    except OSError:
-        own.close()
-        raise
-    own.setblocking(False)
-    return own
 
 
 async def _bound_by_name(host: str, port: int, *, shared: bool) -> list[socket.socket]:

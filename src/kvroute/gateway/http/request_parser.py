@@ -129,6 +129,11 @@ class RequestParser:
         return self.method, self._path, self._headers
 
     @property
+    def path_so_far(self) -> bytes:
+        """The path, also while the headers are being read."""
+        return self._path or self._url.partition(b"?")[0]
+
+    @property
     def body_bytes(self) -> int:
         """Bytes received of the current body."""
         return len(self._body)

@@ -156,7 +156,7 @@ class HttpServer:
     def not_tls(self) -> None:
         """See `Port`."""
         if self.hooks.refused is not None:
-            self.hooks.refused(400, b"")
+            self.hooks.refused(400, b"", b"", "")
 
 
 def _refuse_syn(fd: int) -> None:

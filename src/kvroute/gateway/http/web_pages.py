@@ -15,7 +15,8 @@ _HOST_BYTES_MOST = 300
 """Longest Host header that is cached: no name with a port is longer. Longer headers are checked at each request."""
 _HINT = "; list the name under gateway.listen.hosts or the page under gateway.listen.origins, or set gateway.keys"
 _CORS = (
-    b"access-control-allow-origin: %b\r\nvary: origin\r\naccess-control-expose-headers: x-request-id, retry-after\r\n"
+    b"access-control-allow-origin: %b\r\nvary: origin\r\n"
+    b"access-control-expose-headers: x-request-id, request-id, retry-after\r\n"
 )
 
 

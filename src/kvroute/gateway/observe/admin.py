@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
+from kvroute.addresses import host_port
 from kvroute.gateway.http.listener import Listener
 from kvroute.gateway.observe.admin_connections import AdminConnection, AdminConnections
 from kvroute.gateway.observe.redaction import redacted
@@ -142,7 +143,7 @@ class Admin:
         except OSError as error:
             await runner.cleanup()
             why = error.strerror or str(error)
-            raise cannot_listen(f"{host}:{port}", error.errno, why, where="gateway.admin") from None
+            raise cannot_listen(host_port(host, port), error.errno, why, where="gateway.admin") from None
         self._runner, self._listener = runner, listener
         return drawn
 

@@ -30,10 +30,15 @@ class _Body(msgspec.Struct):
 _decode, _encode = msgspec.json.Decoder(_Body).decode, msgspec.json.Encoder().encode
 
 
+def is_anthropic(path: bytes) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path.startswith(_PREFIX) and path[len(_PREFIX) : len(_PREFIX) + 1] in (b"", b"/")
+
+
 def in_format_of(path: bytes, status: int, body: bytes) -> bytes:
     """Return the body of a response in the format of its path: an error in OpenAI's format becomes one in Anthropic's
     under `/v1/messages`; every other body stays as it is."""
-    if status < 400 or not (path == _PREFIX or path.startswith(b"/v1/messages/")):
+    if status < 400 or not is_anthropic(path):
         return body
     try:
         found = _decode(body)

@@ -76,8 +76,11 @@ def read_fields(body: bytes) -> Fields:
 
 
 def read_and_strip_fields(body: bytes) -> tuple[Fields, bool]:
-    """Return the same as `read_fields`, and whether the body has any of `ENGINE_FIELDS`."""
+    """Return the same as `read_fields`, and whether the body has any of `ENGINE_FIELDS` or a byte order mark."""
     check_size(body)
+    marked = body.startswith(codecs.BOM_UTF8)
+    if marked:
+        body = body[len(codecs.BOM_UTF8) :]
     if not body:
         raise RequestError("the body is empty; send one JSON object", code="invalid_json")
     try:
@@ -104,7 +107,7 @@ def read_and_strip_fields(body: bytes) -> tuple[Fields, bool]:
         del fields[name]
     if "vllm_xargs" in fields:
         _check_extra(fields["vllm_xargs"])
-    return fields, bool(removed)
+    return fields, marked or bool(removed)
 
 
 def check_utf8(body: bytes) -> None:

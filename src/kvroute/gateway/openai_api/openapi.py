@@ -196,7 +196,7 @@ def _schemas() -> Schema:
                         "message": {"type": "string"},
                         "type": {"type": "string"},
                         "param": {"type": ["string", "null"]},
-                        "code": {"type": ["string", "integer", "null"]},
+                        "code": {"type": "string"},
                     },
                 }
             },

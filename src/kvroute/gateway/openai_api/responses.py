@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Raw
 
 TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """Number of tokens that an engine reports; a number outside the range counts as not reported."""
@@ -34,6 +35,20 @@ class _Ended(msgspec.Struct):
     stop_reason: str | None = None
 
 
+class _EngineError(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+
+
+class _EngineAnswer(msgspec.Struct):
+    """Error responses of engines, in several formats."""
+
+    error: _EngineError | str | None = None
+    message: str = ""
+    detail: str | list[Raw] | dict[str, Raw] | None = None
+    code: int | str | None = None
+
+
 class _TransferParams(msgspec.Struct):
     remote_prefill_cached_tokens: TokenCount | None = None
 
@@ -44,12 +59,57 @@ class _Prefilled(_Answer):
 
 _ANSWER, _PREFILLED = msgspec.json.Decoder(_Answer), msgspec.json.Decoder(_Prefilled)
 _ENDED = msgspec.json.Decoder(_Ended)
+_ENGINE_ERROR = msgspec.json.Decoder(_EngineAnswer)
+_ERROR_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_ERROR_TEXT_MAX = 300
+"""Longest text of an engine's error that becomes part of the gateway's own, in characters."""
 _encode = msgspec.json.Encoder().encode
 
 
 def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """Return OpenAI's error JSON: {"error": {"message", "type", "param", "code"}}."""
-    return _encode({"error": {"message": message, "type": type, "param": param, "code": code}})
+    """Return OpenAI's error JSON: {"error": {"message", "type", "param", "code"}}. `code` is always a string; an error
+    without one has its type there."""
+    return _encode({"error": {"message": message, "type": type, "param": param, "code": code or type}})
+
+
+def with_text_code(body: bytes) -> bytes:
+    """Return an engine's error in OpenAI's format with a string as its `code`, as in the gateway's own errors: engines
+    send the status as a number. Any other body stays as it is."""
+    try:
+        found = _ERROR_FIELDS.decode(body)
+        error = _ERROR_FIELDS.decode(found["error"]) if "error" in found else found
+        code = bytes(error.get("code", b""))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return body
+    if not code.isdigit():
+        return body
+    error["code"] = Raw(_encode(code.decode()))
+    return _encode({**found, "error": error} if error is not found else found)
+
+
+def error_status(body: bytes) -> int:
+    """Return the status that an engine's error has as its `code`; 0 if it has none."""
+    try:
+        found = _ENGINE_ERROR.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return 0
+    code = found.error.code if isinstance(found.error, _EngineError) else found.code
+    return code if type(code) is int and 400 <= code < 600 else 0
+
+
+def error_text(body: bytes) -> str:
+    """Return the message of an engine's error response as one line of at most _ERROR_TEXT_MAX characters; empty if it
+    has none. Formats: OpenAI's, that of older engines (`message`), FastAPI's (`detail`), and plain text."""
+    try:
+        found = _ENGINE_ERROR.decode(body)
+        error = found.error.message if isinstance(found.error, _EngineError) else found.error
+        text = error or found.message or (found.detail if isinstance(found.detail, str) else "")
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        text = body[: 4 * _ERROR_TEXT_MAX].decode(errors="replace")
+        if text.lstrip()[:1] in ("<", "{", "["):
+            return ""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * _ERROR_TEXT_MAX]).split())
+    return line if len(line) <= _ERROR_TEXT_MAX else line[: _ERROR_TEXT_MAX - 3] + "..."
 
 
 def error_event(message: str, type: str, *, code: str | None = None) -> bytes:

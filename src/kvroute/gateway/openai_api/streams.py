@@ -18,6 +18,12 @@ DONE_CHUNK = b"\ndata: [DONE]\n\n\r\n"
 _BOUNDARY = re.compile(rb"\r?\n\r?\n")
 
 
+def event_data(events: bytes) -> bytes:
+    """Return the data of the first of these events."""
+    lines = _BOUNDARY.split(events, maxsplit=1)[0].splitlines()
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
+
+
 def _openai_error(message: str, type: str, number: int) -> bytes:
     return error_event(message, type)
 

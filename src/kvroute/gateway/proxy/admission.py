@@ -20,6 +20,10 @@ Ticket: TypeAlias = int
 RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1, 60
 _RATE_S = 10.0
 """Time constant of the measured departure rate, in seconds."""
+_DEPARTURES_MIN = 1.0
+"""With fewer departures in that time, the rate follows from the number of requests and the time that each takes."""
+_DURATION_FADES = 0.95
+"""Weight of the earlier mean duration when it is updated with a request that is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +129,37 @@ class AdmissionLimits:
 class AdmissionController:
     """Admits requests in order of arrival; each that leaves makes room for the one that has waited longest."""
 
-    __slots__ = ("_elsewhere", "_in_flight", "_keys", "_limits", "_queue", "_rate", "_rate_at", "_started_at")
+    __slots__ = (
+        "_begins_s",
+        "_duration_s",
+        "_elsewhere",
+        "_in_flight",
+        "_keys",
+        "_limits",
+        "_queue",
+        "_rate",
+        "_rate_at",
+        "_seen_at",
+        "_started_at",
+    )
 
     def __init__(self, limits: AdmissionLimits, now: float = 0.0, elsewhere: Elsewhere | None = None) -> None:
         """Args: `elsewhere`: what other processes count against the same limits; None: there are none."""
         self._limits = limits
         self._elsewhere: Elsewhere = elsewhere if elsewhere is not None else Nowhere()
-        self._in_flight: dict[Ticket, str | None] = {}
+        self._in_flight: dict[Ticket, tuple[str | None, float]] = {}
+        """Key and time of admission."""
+        self._begins_s = 0.0
+        """Sum of these times."""
+        self._duration_s = 0.0
+        """Mean time from admission to departure; 0: nothing has left yet."""
         self._queue: OrderedDict[Ticket, tuple[str | None, float]] = OrderedDict()
         """Key and time of expiry, longest waiting first."""
         self._keys: dict[str, int] = {}
         self._rate = 0.0
         """Number of departures, decaying with time constant _RATE_S; divided by the time that it covers, a rate."""
-        self._rate_at = self._started_at = now
+        self._rate_at = self._started_at = self._seen_at = now
+        """`_seen_at`: the last time that a caller has passed."""
 
     @property
     def shared(self) -> bool:
@@ -167,6 +189,7 @@ class AdmissionController:
         """Admit, queue or reject a new request. `key` is the name of its API key if keys are in use."""
         assert ticket not in self._in_flight, "a ticket is used once"
         assert ticket not in self._queue, "a ticket is used once"
+        self._seen_at = now
         with self._elsewhere.locked():
             return self._entry(ticket, key, now)
 
@@ -181,7 +204,7 @@ class AdmissionController:
         # The queue is empty while there is room: every change that makes room admits the first waiting requests. Room
         # that another process makes is first for requests that wait here.
         if self._has_room() and not self._queue:
-            self._in_flight[ticket] = key
+            self._begin(ticket, key, now)
             entry: Entry = ADMITTED
         elif len(self._queue) + elsewhere.queued < limits.queue:
             self._queue[ticket] = (key, now + limits.queue_wait_s)
@@ -203,8 +226,10 @@ class AdmissionController:
         if ticket not in self._in_flight:
             self.cancel(ticket)
             return []
-        self._drop_key(self._in_flight.pop(ticket))
-        self._count_departure(now)
+        self._seen_at = now
+        key, began_at = self._in_flight.pop(ticket)
+        self._drop_key(key)
+        self._count_departure(now, began_at)
         if self._queue:
             return self.admit()
         self._elsewhere.write(len(self._in_flight), 0)
@@ -219,6 +244,7 @@ class AdmissionController:
 
     def expire(self, now: float) -> list[Ticket]:
         """Remove and return the requests that have waited too long, longest first; `overdue` gives their response."""
+        self._seen_at = now
         tickets = []
         while self._queue:
             ticket, (key, expires_at) = next(iter(self._queue.items()))
@@ -253,10 +279,17 @@ class AdmissionController:
         with self._elsewhere.locked():
             while self._queue and self._has_room():
                 ticket, (key, _) = self._queue.popitem(last=False)
-                self._in_flight[ticket] = key
+                self._begin(ticket, key, self._seen_at)
                 tickets.append(ticket)
             self._elsewhere.write(len(self._in_flight), len(self._queue))
         return tickets
+
+    def _begin(self, ticket: Ticket, key: str | None, now: float) -> None:
+        if not self._in_flight:  # the rate is measured while there are requests
+            self._begins_s = self._rate = 0.0
+            self._started_at = self._rate_at = now
+        self._in_flight[ticket] = (key, now)
+        self._begins_s += now
 
     def _has_room(self) -> bool:
         return len(self._in_flight) + self._elsewhere.in_flight < self._limits.in_flight
@@ -273,14 +306,26 @@ class AdmissionController:
     def _full(self, reason: str, now: float) -> Refused:
         return Refused(503, reason, self._whole_s(self.queued + 1, 1, now))
 
-    def _count_departure(self, now: float) -> None:
+    def _count_departure(self, now: float, began_at: float) -> None:
+        self._begins_s -= began_at
+        lasted_s = max(0.0, now - began_at)
+        kept = _DURATION_FADES if self._duration_s else 0.0
+        self._duration_s = kept * self._duration_s + (1.0 - kept) * lasted_s
         self._rate = self._rate * math.exp(-max(0.0, now - self._rate_at) / _RATE_S) + 1.0
         self._rate_at = max(now, self._rate_at)
 
     def _whole_s(self, leaving: int, shared_by: int, now: float) -> int:
-        """Return whole seconds until `leaving / shared_by` requests have left at the measured rate, within limits."""
-        fading = math.exp(-max(0.0, now - self._rate_at) / _RATE_S)
-        span_s = _RATE_S * -math.expm1(-max(now - self._started_at, 1e-3) / _RATE_S)
-        per_s = self._rate * fading / span_s
-        wait_s = leaving / shared_by / per_s if per_s > 0 else math.inf
+        """Return whole seconds until `leaving / shared_by` requests have left, within limits."""
+        wait_s = leaving / shared_by / max(self._departures_per_s(now), 1e-9)
         return math.ceil(min(max(wait_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S))
+
+    def _departures_per_s(self, now: float) -> float:
+        """Return the measured rate of the last seconds. If hardly anything has left in that time, it is the number of
+        requests in flight over the time that one takes: the mean of earlier ones, or longer if those in flight are
+        older."""
+        departures = self._rate * math.exp(-max(0.0, now - self._rate_at) / _RATE_S)
+        if departures >= _DEPARTURES_MIN:
+            return departures / (_RATE_S * -math.expm1(-max(now - self._started_at, 1e-3) / _RATE_S))
+        present = max(len(self._in_flight), 1)
+        age_s = now - self._begins_s / present if self._in_flight else 0.0
+        return present / max(self._duration_s, age_s, 1e-3)

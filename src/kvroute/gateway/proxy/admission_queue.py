@@ -86,14 +86,13 @@ class AdmissionQueue:
         """Set new limits; waiting requests are admitted as far as the limits allow."""
         self._admit(self.admission.change(limits))
 
-    def log_finished(
-        self, exchange: ClientExchange, kind: str, status: int, seconds: float, key: str | None, request_id: bytes = b""
-    ) -> None:
+    def log_finished(self, exchange: ClientExchange, kind: str, status: int, seconds: float, key: str | None) -> None:
         """Count and log the end of a request that has no `ProxiedRequest`."""
         self._metrics.finished(kind, status, seconds)
         if access_on():
-            name = (request_id or exchange.header(b"x-request-id") or b"").decode("latin-1")
-            access(name, kind, status, seconds, client=exchange.peer, key_name=key or "")
+            access(
+                exchange.request_id.decode("latin-1"), kind, status, seconds, client=exchange.peer, key_name=key or ""
+            )
 
     def close(self) -> None:
         """Reject all waiting requests and all new ones."""

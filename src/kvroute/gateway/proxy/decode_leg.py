@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvroute.gateway.http.headers import answered
 from kvroute.gateway.observe.view import Ttft
-from kvroute.gateway.openai_api.responses import usage_tokens
+from kvroute.gateway.openai_api.responses import error_status, error_text, usage_tokens
 from kvroute.gateway.openai_api.stream_record import UnexpectedEvent
-from kvroute.gateway.openai_api.streams import DONE_CHUNK, STREAMS
+from kvroute.gateway.openai_api.streams import DONE_CHUNK, STREAMS, event_data
 from kvroute.gateway.proxy.leg import FULL, Leg, LegOwner
 from kvroute.gateway.proxy.retry import UPSTREAM, LegFailure
 from kvroute.types import Decode
@@ -320,8 +320,7 @@ class DecodeLeg(Leg):
         if data.startswith(self._format.error_starts, start):
             if self.call is not None:
                 self.call.abort()
-            why = f"decode instance {self.engine.name} failed before the first token"
-            self.on_failed(LegFailure("status", why, 502, sent=True))
+            self._failed_at_once(event_data(data[start:]))
             return False
         self.first = False
         now = state.runtime.now()
@@ -345,10 +344,21 @@ class DecodeLeg(Leg):
         self.owner.on_first_token(self, Ttft(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
         if self.call is not None and state.record is None:
             self.call.chunks = self
-        content_type, headers = answered(self.headers, state.request_id)
+        content_type, headers = answered(self.headers)
         headers += state.response_headers
         exchange.start(self.status, [(b"content-type", content_type), *headers], None)
         return True
+
+    def _failed_at_once(self, error: bytes) -> None:
+        """End the leg because its stream is an error, which may blame the client's request. Args: `error`: as JSON."""
+        status = error_status(error)
+        if 400 <= status < 500 and status not in FULL:
+            self.status, self._parts = status, [error]
+            self.headers = [(b"content-type", b"application/json")]
+            self.on_error_status()
+            return
+        why = f"decode instance {self.engine.name} failed before the first token"
+        self.on_failed(LegFailure("status", why, 502, True, error_text(error)))
 
     def _answered(self, now: float) -> None:
         """Report success after the first token or the whole response."""
@@ -386,7 +396,7 @@ class DecodeLeg(Leg):
         self._answered(now)
         self._transfer_done(_NOT_OBSERVED, now)
         runtime.whole_answer(self.decision, now)
-        content_type, headers = answered(self.headers, self.state.request_id)
+        content_type, headers = answered(self.headers)
         headers += self.state.response_headers
         body = self.body()
         self.close()

@@ -9,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import unquote
 
+from kvroute.gateway.http.content_coding import ACCEPTED, content_coding, decoded
 from kvroute.gateway.http.request_parser import HttpError
 from kvroute.gateway.http.web_pages import WebPages, answer_other_site
-from kvroute.gateway.observe.logs import access_on, log_event
+from kvroute.gateway.observe.logs import access, access_on, log_event
 from kvroute.gateway.openai_api.api_keys import Keys
 from kvroute.gateway.openai_api.json_fields import PIECE_BYTES, RequestError
 from kvroute.gateway.openai_api.passthrough_body import (
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
-_ID_MOST = 200
 _NO_KEY = HttpError(
     401,
     "no valid API key; send `Authorization: Bearer KEY` or `X-Api-Key: KEY`",
@@ -56,6 +56,8 @@ _NO_KEY = HttpError(
 _REASONS = {401: "key", 403: "web_page", 408: "too_slow", 413: "too_large", 431: "too_large", 503: "connection_limit"}
 """Reason for each rejection by the server, by status; any other status counts as malformed."""
 
+_REFUSAL_HEADERS = {415: (b"accept-encoding", ACCEPTED), 503: (b"retry-after", b"1")}
+"""Additional header of rejections, by status."""
 SMALL_BODY_BYTES = 1024 * 1024
 Read = TypeVar("Read", Completion, PassthroughBody)
 Taken = TypeVar("Taken", bound="ClientExchange")
@@ -160,11 +162,13 @@ class Endpoints:
             return None
         return _NO_KEY if self.keys.name_in(headers) is None else None
 
-    def refused(self, status: int, path: bytes) -> None:
-        """Count a rejection by the server (see `ServerHooks`)."""
-        metrics = self.serving.metrics
+    def refused(self, status: int, path: bytes, request_id: bytes, client: str) -> None:
+        """Count and log a rejection by the server (see `ServerHooks`)."""
+        metrics, kind = self.serving.metrics, self._kind(path)
         metrics.rejected(_REASONS.get(status, "malformed"))
-        metrics.finished(self._kind(path), status, 0.0)
+        metrics.finished(kind, status, 0.0)
+        if access_on():
+            access(request_id.decode("latin-1"), kind, status, 0.0, client=client)
 
     # Completions and passthrough requests
 
@@ -179,8 +183,9 @@ class Endpoints:
         if key is _NOBODY:
             return
         received_at = self.serving.now()
-        if len(exchange.body) > PIECE_BYTES:
-            self._spawn(self._read_aside(exchange, read, take, key, received_at))
+        coding = content_coding(exchange.headers)
+        if coding or len(exchange.body) > PIECE_BYTES:
+            self._spawn(self._read_aside(exchange, read, take, key, received_at, coding))
             return
         try:
             found = read(exchange.path, exchange.body)
@@ -196,10 +201,13 @@ class Endpoints:
         take: Callable[[Taken, str | None, Read, float], None],
         key: str | None,
         received_at: float,
+        coding: bytes,
     ) -> None:
         kind = self._kind(exchange.path)
         try:
             exchange.on_gone = exchange.release_body  # the body may wait long for its turn
+            if coding:
+                await self._decode(exchange, coding)
             found = await self._read_in_turn(exchange, read)
             if found is not None and not exchange.gone:
                 take(exchange, key, found, received_at)
@@ -213,6 +221,21 @@ class Endpoints:
             return
         self.serving.metrics.client_gone()
         self._admission_queue.log_finished(exchange, kind, 499, self.serving.now() - received_at, key)
+
+    async def _decode(self, exchange: ClientExchange, coding: bytes) -> None:
+        """Remove the content codings of a body, in a thread.
+
+        Raises:
+            RequestError: see `decoded`; or 503, there is no memory for the decoded body.
+        """
+        body, bytes_max = exchange.body, int(self.serving.settings.limits.body_bytes)
+        if not body:
+            return
+        found = await asyncio.get_running_loop().run_in_executor(self._readers[1], decoded, coding, body, bytes_max)
+        if not (exchange.gone or exchange.replace_body(found)):
+            exchange.release_body()
+            what = "the gateway has reached its memory limit for request bodies; try again later"
+            raise RequestError(what, status=503, type="service_unavailable")
 
     async def _read_in_turn(self, exchange: Taken, read: Callable[[bytes, bytes], Read]) -> Read | None:
         """Parse a body in a thread, one at a time: a decoder holds the interpreter lock while it works, and several at
@@ -241,7 +264,7 @@ class Endpoints:
             completion = with_salt(completion, runtime.salts.salt(key, completion.salt))
         if runtime.placement is not None and not self._within_rates(exchange, completion.kind, key, received_at):
             return
-        request_id = self._request_id(exchange)
+        request_id = exchange.request_id
         runtime.state.arrived(received_at)
 
         def start(ticket: int) -> None:
@@ -304,7 +327,7 @@ class Endpoints:
                 self._exceeded(exchange, endpoint.name, key, charged)
                 return
             charge = charged
-        request_id = self._request_id(exchange)
+        request_id = exchange.request_id
         self._turn += 1
 
         def start(ticket: int) -> None:
@@ -313,9 +336,7 @@ class Endpoints:
             def end(status: int) -> None:
                 if charge is not None and (status == 429 or status >= 500):
                     charge.refund(runtime.now())
-                self._admission_queue.log_finished(
-                    exchange, endpoint.name, status, runtime.now() - received_at, key, request_id
-                )
+                self._admission_queue.log_finished(exchange, endpoint.name, status, runtime.now() - received_at, key)
                 self._admission_queue.release(ticket)
 
             self._relayed(runtime, exchange, content, self._turn, request_id, end).begin()
@@ -396,15 +417,9 @@ class Endpoints:
         endpoint = self.serving.passthrough.find(path)
         return endpoint.name if endpoint is not None else "other"
 
-    def _request_id(self, exchange: ClientExchange) -> bytes:
-        """Return the client's own id if engines and logs accept it, else a random one."""
-        given = exchange.header(b"x-request-id")
-        if given and len(given) <= _ID_MOST:
-            return given
-        return b"%016x%016x" % (self.serving.draw(), self.serving.draw())
-
     def _refuse(self, exchange: ClientExchange, status: int, body: bytes, kind: str, key: str | None) -> None:
-        exchange.respond(status, body)
+        headers = [_REFUSAL_HEADERS[status]] if status in _REFUSAL_HEADERS else []
+        exchange.respond(status, body, headers=headers)
         self._admission_queue.log_finished(exchange, kind, status, 0.0, key)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from kvroute.gateway.engines.availability import NOT_COUNTED
 from kvroute.gateway.engines.breaker import is_failure
+from kvroute.gateway.openai_api.responses import error_text
 from kvroute.gateway.proxy.retry import LegFailure, LegKind
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class Leg:
         if status == 429 or is_failure(status):
             full = status in FULL
             why = f"{self.kind} instance {self.engine.name} returned status {status}"
-            self.on_failed(LegFailure("status", why, 503 if full else 502, sent=not full))
+            self.on_failed(LegFailure("status", why, 503 if full else 502, not full, error_text(self.body())))
             return
         now = self.state.runtime.now()
         self.succeeded(now)

@@ -12,7 +12,7 @@ from kvroute.gateway.engines.breaker import is_failure
 from kvroute.gateway.engines.fault_attribution import FaultAttribution
 from kvroute.gateway.http.headers import answered, forwarded, header_lines
 from kvroute.gateway.openai_api.json_fields import RequestError
-from kvroute.gateway.openai_api.responses import error_body
+from kvroute.gateway.openai_api.responses import error_body, error_text, with_text_code
 from kvroute.gateway.proxy.leg import FAILURE_STATUS, FULL, blame_engine
 from kvroute.gateway.proxy.retry import EndStream, LegFailure, Progress, Retry, decide
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
 PASSTHROUGH: Literal["passthrough"] = "passthrough"
+_NONE_IS_UP = LegFailure("refused", "no instance is up", 503, sent=False)
+_ERROR_BYTES_MAX = 64 * 1024
+"""Longest error response that is read as a whole."""
 
 
 def answerers(
@@ -72,6 +75,8 @@ class PassthroughRequest:
         self._engines: Iterator[EngineClient] = iter(())
         self._trace: RequestTrace | None = None
         self._request_id, self._on_end = request_id, on_end
+        self._engine_id = self._entered_id = b""
+        """X-Request-Id for engines: of this attempt, and of the first one."""
         self._call: Call | None = None
         self._engine: EngineClient | None = None
         self._leg: LegTrace | None = None
@@ -80,6 +85,8 @@ class PassthroughRequest:
         self._attempts = 0
         self._status = 0
         self._headers: Headers = []
+        self._error = bytearray()
+        """Body of an error response; a longer one is relayed as it comes."""
         self._over = False
 
     def begin(self) -> None:
@@ -88,29 +95,32 @@ class PassthroughRequest:
         try:
             exchange.on_gone = self._client_gone
             self._trace = runtime.tracer.request(exchange.headers, PASSTHROUGH)
+            self._engine_id = self._entered_id = runtime.request_ids.enter(exchange)
             model = runtime.models.name(self._content.model) if self._content.model else ""
             self._engines = answerers(runtime.engines.values(), model, self._turn, generates=self._content.generates)
             runtime.budget.request(runtime.now())
-            self._next("no instance is up", 503)
+            self._next(_NONE_IS_UP)
         except RequestError as refused:
-            exchange.respond(refused.status, refused.body(), headers=[(b"x-request-id", self._request_id)])
+            exchange.respond(refused.status, refused.body())
             self._end(refused.status, refused.message)
         except Exception as error:
             self._broke(error)
 
-    def _next(self, why: str, status: int) -> None:
+    def _next(self, failure: LegFailure) -> None:
+        """Call the next instance; without one the request ends with the last failure."""
         engine = next(self._engines, None) if self._may_try() else None
         if engine is None:
-            self._refuse(status, why)
+            self._refuse(failure)
             return
         self._attempts += 1
         if self._attempts > 1:
             self._runtime.metrics.retried(PASSTHROUGH)
+            self._engine_id = self._runtime.request_ids.another(self._request_id)
         self._engine, exchange, runtime = engine, self._exchange, self._runtime
         engine.in_flight += 1
         self._attempt = engine.availability.started(runtime.now()) if self._faults is None else NOT_COUNTED
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
-        head = header_lines(forwarded(exchange.headers, self._request_id, runtime.forward_headers)) + runtime.added
+        head = header_lines(forwarded(exchange.headers, self._engine_id, runtime.forward_headers)) + runtime.added
         head += engine.rank_head
         if self._trace is not None:
             self._leg = self._trace.leg(PASSTHROUGH, {"kvroute.instance": engine.name})
@@ -144,12 +154,10 @@ class PassthroughRequest:
         runtime.metrics.retry_refused(PASSTHROUGH)
         return False
 
-    def _refuse(self, status: int, why: str) -> None:
-        headers = [(b"x-request-id", self._request_id)]
-        if status == 503:
-            headers.append((b"retry-after", b"1"))
-        self._exchange.respond(status, error_body(why, "upstream_error"), headers=headers)
-        self._end(status, why)
+    def _refuse(self, failure: LegFailure) -> None:
+        headers = [(b"retry-after", b"1")] if failure.status == 503 else []
+        self._exchange.respond(failure.status, error_body(failure.message, "upstream_error"), headers=headers)
+        self._end(failure.status, failure.reason)
 
     def on_head(self, status: int, headers: Headers) -> None:
         """See `ResponseHandler`."""
@@ -157,9 +165,13 @@ class PassthroughRequest:
 
     def on_body(self, data: bytes) -> None:
         """See `ResponseHandler`."""
-        if self._refused():
-            return
         try:
+            if self._status >= 400 and not self._exchange.started:
+                self._error += data
+                if len(self._error) <= _ERROR_BYTES_MAX or self._refused():
+                    del self._error[_ERROR_BYTES_MAX:]
+                    return
+                data = bytes(self._error)
             self._start()
             self._exchange.write(data)
         except Exception as error:
@@ -173,14 +185,20 @@ class PassthroughRequest:
             if self._refused():
                 full = status in FULL
                 why = f"instance {engine.name} returned status {status}"
-                self._on_failed(LegFailure("status", why, 503 if full else 502, sent=not full))
+                self._on_failed(
+                    LegFailure("status", why, 503 if full else 502, not full, error_text(bytes(self._error)))
+                )
                 return
             now = self._runtime.now()
             engine.availability.succeeded(self._attempt, now)
             if self._faults is not None and status < 400:
                 self._faults.answered(PASSTHROUGH, now)
-            self._start()
-            self._exchange.end()
+            if status >= 400 and not self._exchange.started:
+                content_type, headers = answered(self._headers)
+                self._exchange.respond(status, with_text_code(bytes(self._error)), content_type, headers)
+            else:
+                self._start()
+                self._exchange.end()
             self._leave("")
             self._end(status)
         except Exception as error:
@@ -215,9 +233,10 @@ class PassthroughRequest:
                 self._end(502, failure.reason)
             case Retry():
                 self._status = 0
-                self._next(failure.reason, failure.status)
+                self._error.clear()
+                self._next(failure)
             case _:
-                self._refuse(failure.status, failure.reason)
+                self._refuse(failure)
 
     def _fault_attribution(self) -> FaultAttribution:
         self._faults = self._faults or FaultAttribution()
@@ -229,7 +248,7 @@ class PassthroughRequest:
             return
         if call is not None:
             exchange.on_pause, exchange.on_resume = call.pause, call.resume
-        content_type, headers = answered(self._headers, self._request_id)
+        content_type, headers = answered(self._headers)
         length = next((value for name, value in self._headers if name == b"content-length"), None)
         headers.append((b"content-type", content_type))
         exchange.start(self._status, headers, int(length) if length is not None else None)
@@ -277,6 +296,7 @@ class PassthroughRequest:
 
     def _end(self, status: int, error: str = "") -> None:
         self._over = True
+        self._runtime.request_ids.leave(self._entered_id)
         try:
             if self._faults is not None:
                 self._faults.ended(status, self._runtime.now())

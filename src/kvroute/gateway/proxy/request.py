@@ -19,7 +19,7 @@ from kvroute.gateway.http.request_parser import LIGHT_BYTES
 from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.requests import Completion, without_body
-from kvroute.gateway.openai_api.responses import ended_by_length, error_body, error_event
+from kvroute.gateway.openai_api.responses import ended_by_length, error_body, error_event, with_text_code
 from kvroute.gateway.openai_api.stream_record import COMPLETIONS_PATH, StreamRecord, may_continue
 from kvroute.gateway.proxy.abandoned import SETTLE_S, AbandonedLimit, strands_kv, waits_for_write
 from kvroute.gateway.proxy.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
@@ -73,6 +73,7 @@ class ProxiedRequest:
         "_arrived_at",
         "_attempts",
         "_decode_leg",
+        "_entered_id",
         "_generated",
         "_ids",
         "_joint",
@@ -140,6 +141,7 @@ class ProxiedRequest:
         self._ids: list[int] | None = None
         """The prompt's tokens, if its prefix may be copied from another instance or read from the store."""
         self._attempts = 1
+        self._entered_id = b""
 
     # Arrival
 
@@ -150,8 +152,9 @@ class ProxiedRequest:
         try:
             exchange.on_gone = self._client_gone
             state.trace = runtime.tracer.request(exchange.headers, completion.kind)
+            state.engine_id = self._entered_id = runtime.request_ids.enter(exchange)
             state.head = (
-                header_lines(forwarded(exchange.headers, state.request_id, runtime.forward_headers)) + runtime.added
+                header_lines(forwarded(exchange.headers, state.engine_id, runtime.forward_headers)) + runtime.added
             )
             if runtime.settings.retries.continue_streams and self._decode_leg is DecodeLeg and may_continue(completion):
                 state.record = StreamRecord(completion)
@@ -401,9 +404,9 @@ class ProxiedRequest:
         if state.over or (leg is self.prefill and state.prefill_done):
             return  # the first token of the decode leg came earlier
         self._drop_legs(now)
-        content_type, headers = answered(leg.headers, state.request_id)
+        content_type, headers = answered(leg.headers)
         headers += state.response_headers
-        state.exchange.respond(leg.status, leg.body(), content_type, headers)
+        state.exchange.respond(leg.status, with_text_code(leg.body()), content_type, headers)
         self._end(leg.status, now)
 
     def on_served_elsewhere(self, instance: str, now: float) -> Decode | None:
@@ -439,7 +442,7 @@ class ProxiedRequest:
             case Retry(kv_lost=kv_lost, abort_prefill=abort_prefill):
                 self._retry_decode(failure, now, kv_lost=kv_lost, abort_prefill=abort_prefill)
             case Fail(error_kind=error_kind):
-                self._fail(failure.status, failure.reason, now, error_kind)
+                self._fail_with(failure, now, error_kind)
 
     def _progress(self, leg: Leg) -> Progress:
         """Return how far the request is, as far as the consequences of this leg's failure depend on it."""
@@ -459,7 +462,7 @@ class ProxiedRequest:
         if self._may_retry("prefill", now):
             self._apply(self.runtime.report.prefill_failed(self.state.number, now), now)
         else:
-            self._fail(failure.status, failure.reason, now)
+            self._fail_with(failure, now)
 
     def _retry_decode(self, failure: LegFailure, now: float, *, kv_lost: bool, abort_prefill: bool) -> None:
         assert self.decode is not None
@@ -470,7 +473,7 @@ class ProxiedRequest:
         if self._may_retry("decode", now):
             self._apply(self.runtime.report.decode_failed(self.state.number, now, kv_lost=kv_lost), now)
         else:
-            self._fail(failure.status, failure.reason, now)
+            self._fail_with(failure, now)
 
     def _continue_stream(self, now: float) -> bool:
         """Let other engines generate the rest of a stream that has broken off. Return False if that is impossible."""
@@ -496,6 +499,7 @@ class ProxiedRequest:
             runtime.metrics.retry_refused(leg)
             return False
         self._attempts += 1
+        self.state.rename(runtime.request_ids.another(self.state.request_id))
         runtime.metrics.retried(leg)
         return True
 
@@ -521,6 +525,10 @@ class ProxiedRequest:
         """Respond with an error and end the request."""
         self._answer_error(status, error_body(why, kind), now, why)
 
+    def _fail_with(self, failure: LegFailure, now: float, kind: str = UPSTREAM) -> None:
+        """Respond with the failure of a leg and end the request."""
+        self._answer_error(failure.status, error_body(failure.message, kind), now, failure.reason)
+
     def _answer_error(self, status: int, body: bytes, now: float, why: str, retry_after_s: int = 1) -> None:
         self._drop_legs(now)
         exchange = self.state.exchange
@@ -530,7 +538,7 @@ class ProxiedRequest:
         elif exchange.started:
             exchange.abort()
         else:
-            headers = [(b"x-request-id", self.state.request_id), *self.state.response_headers]
+            headers = [*self.state.response_headers]
             if status in (429, 503):
                 headers.append((b"retry-after", b"%d" % retry_after_s))
             exchange.respond(status, body, b"application/json", headers)
@@ -632,7 +640,7 @@ class ProxiedRequest:
             self._drop_decode(now)
         with suppress(Exception):
             if not exchange.started:
-                exchange.respond(500, error_body(why, OURS), headers=[(b"x-request-id", self.state.request_id)])
+                exchange.respond(500, error_body(why, OURS))
             elif decode is not None and not exchange.finished:
                 decode.abort_stream(why, OURS)
         if not self.state.over:
@@ -666,6 +674,7 @@ class ProxiedRequest:
         runtime, state = self.runtime, self.state
         assert not state.over
         state.over = True
+        runtime.request_ids.leave(self._entered_id)
         if state.abandoned:
             status = _GONE
             runtime.metrics.abandoned(fetched=runtime.control.admitted(state.number))

@@ -26,6 +26,7 @@ class RequestState:
         "abandoned",
         "alone",
         "completion",
+        "engine_id",
         "exchange",
         "faults",
         "head",
@@ -44,6 +45,8 @@ class RequestState:
     )
     head: bytes
     """Header lines that engines receive."""
+    engine_id: bytes
+    """X-Request-Id among them, see `RequestIds`."""
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class RequestState:
         received_at: float,
     ) -> None:
         self.runtime, self.exchange, self.completion, self.request_id = runtime, exchange, completion, request_id
+        self.engine_id = b""
         self.number = runtime.next_number()
         """Its id in the core and in the event log."""
         self.received_at = received_at
@@ -82,11 +86,16 @@ class RequestState:
         """Return the header lines that the engines of an attempt receive. Args: `handshake` of its legs; None: none."""
         if handshake is None or not handshake.attempt:
             return self.head
-        own = header_lines([(b"x-request-id", self.request_id)])
+        return self._head_with(b"%b-%b" % (self.request_id, handshake.attempt))
+
+    def rename(self, engine_id: bytes) -> None:
+        """Use another id for the next attempt."""
+        self.head, self.engine_id = self._head_with(engine_id), engine_id
+
+    def _head_with(self, engine_id: bytes) -> bytes:
+        own = header_lines([(b"x-request-id", self.engine_id)])
         assert self.head.startswith(own), "see `forwarded`"
-        return (
-            header_lines([(b"x-request-id", b"%b-%b" % (self.request_id, handshake.attempt))]) + self.head[len(own) :]
-        )
+        return header_lines([(b"x-request-id", engine_id)]) + self.head[len(own) :]
 
     def fault_attribution(self) -> FaultAttribution:
         """Return `faults`; create it at the first failure."""

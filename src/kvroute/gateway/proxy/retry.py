@@ -31,6 +31,13 @@ class LegFailure:
     sent: bool
     """Whether the engine may have acted on the call: a decode engine may have fetched the KV cache, after which the
     prefill engine no longer holds it."""
+    detail: str = ""
+    """What the engine says, for the client alone: it may quote the prompt, which is never logged."""
+
+    @property
+    def message(self) -> str:
+        """The message for the client."""
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from kvroute.gateway.proxy.expected_transfers import ExpectedTransfers
 from kvroute.gateway.proxy.own_transfers import OwnTransfers
 from kvroute.gateway.proxy.placement_queue import PlacementQueue
 from kvroute.gateway.proxy.request_events import Caller, RequestEvents, Sharing
+from kvroute.gateway.proxy.request_ids import RequestIds
 from kvroute.gateway.proxy.served_models import ServedModels, UnsplitKinds
 from kvroute.gateway.proxy.tenancy import Tenancy
 from kvroute.gateway.wan.paths import WanPaths
@@ -116,6 +117,7 @@ class SharedServices:
     on_end: Callable[[int], None]
     """Called with the ticket of each request that ends."""
     tenancy: Tenancy
+    request_ids: RequestIds
     sharing: Sharing | None = None
     """Tells the other gateways of the cluster; None: there are none."""
     engine_fault: Callable[[Discovered], str] = lambda engine: ""
@@ -212,7 +214,7 @@ class ClusterRuntime:
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = first_number - 1
         fallbacks = ConstraintFallbackLog(settings.constraint) if settings.constraint else None
-        self.sharing = shared.sharing
+        self.sharing, self.request_ids = shared.sharing, shared.request_ids
         self.report = RequestEvents(control, shared.metrics, events, self.callers, fallbacks, shared.sharing)
         """Passes the steps of requests to the core."""
         self.tenancy = shared.tenancy

@@ -13,9 +13,9 @@ import aiohttp
 import msgspec
 
 from kvroute import __version__
+from kvroute.addresses import bound, host_port
 from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.gateway.config.worker import WorkerSpec
-from kvroute.gateway.http.listener import bound
 from kvroute.gateway.lifecycle.certificates import PortCertificate, context_of, follow, port_certificate
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.observe.admin import TICK_S, Admin, AdminParts
@@ -110,7 +110,7 @@ class Supervisor:
         context = context_of(certificate)
         self.admin_port = await self._admin.start(settings.admin.host, settings.admin.port, context)
         self._tasks.append(loop.create_task(follow(certificate)))
-        log_event("info", "workers_serving", count=self._count, address=f"{settings.listen.host}:{self.port}")
+        log_event("info", "workers_serving", count=self._count, address=host_port(settings.listen.host, self.port))
 
     async def drain(self) -> None:
         """Let all workers finish their requests, and wait for their end."""
@@ -170,7 +170,7 @@ class Supervisor:
             self._held = bound(host, port, shared=True)
         except OSError as error:
             why = error.strerror or str(error)
-            raise cannot_listen(f"{host}:{port}", error.errno, why, where="gateway.listen") from None
+            raise cannot_listen(host_port(host, port), error.errno, why, where="gateway.listen") from None
         if self._held is not None:
             return int(self._held.getsockname()[1])
         if port == 0:
