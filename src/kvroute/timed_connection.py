@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from aiohttp import web
+
+from kvroute.addresses import bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +103,23 @@ async def answer_whole(
         return await handler(request)
     finally:
         connection.answered()
+
+
+async def listen(
+    handlers: Callable[[], web.RequestHandler],
+    host: str,
+    port: int,
+    limits: ConnectionLimits,
+    context: ssl.SSLContext | None = None,
+) -> asyncio.Server:
+    """Serve the connections of a port by aiohttp's handlers, each in a `TimedConnection`; with `context`, over TLS.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    own = bound(host, port)
+    place: dict[str, Any] = {"sock": own} if own is not None else {"host": host, "port": port}
+    handshake_s = limits.request_s if context is not None else None
+    return await asyncio.get_running_loop().create_server(
+        lambda: TimedConnection(handlers(), limits), ssl=context, ssl_handshake_timeout=handshake_s, **place
+    )

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvroute.addresses import host_port
 from kvroute.agents.agent import Agent
 from kvroute.agents.service import SchedulerService
 from kvroute.types import InputError
@@ -48,9 +49,9 @@ class MetricsServer:
         try:
             server, thread = start_http_server(port, host, registry)
         except OSError as error:
-            what = f"{host}:{port} cannot be bound ({error.strerror})"
+            what = f"{host_port(host, port)} cannot be bound ({error.strerror})"
             raise InputError(what, where="--metrics-port", hint="choose a free port") from None
-        return cls(f"{host}:{server.server_port}", server, thread)
+        return cls(host_port(host, server.server_port), server, thread)
 
     def close(self) -> None:
         """Stop the server and its thread."""

@@ -189,7 +189,7 @@ def _check_installed() -> None:
 
 def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None) -> None:
     settings, cluster = deployment.settings, deployment.cluster
-    picker = f"{reachable(settings.listen.host)}:{gateway.port}"
+    picker = reachable(settings.listen.host, gateway.port)
     admin = admin_url(gateway, deployment)
     warn_of_exposures(deployment)
     out = console()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import msgspec
 import typer
 
+from kvroute.addresses import host_port
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class EnvoyChoices:
         from kvroute.epp.envoy_config import EnvoyOptions, envoy_config
 
         options = EnvoyOptions(
-            f"{reachable(deployment.settings.listen.host)}:{picker_port}",
+            reachable(deployment.settings.listen.host, picker_port),
             self.listen,
             self.admin,
             fail_open=self.fail_open,
@@ -89,10 +90,10 @@ def one_of(option: str, value: str, known: tuple[str, str]) -> None:
         raise InputError(f"unknown value {value!r}", where=option, hint=f"use {known[0]} or {known[1]}")
 
 
-def reachable(host: str) -> str:
-    """Return the address at which an Envoy on this machine reaches a picker that listens at `host`."""
-    found = {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "::": "[::1]"}.get(host, host)
-    return f"[{found}]" if ":" in found and not found.startswith("[") else found
+def reachable(host: str, port: int) -> str:
+    """Return the `host:port` at which an Envoy on this machine reaches a picker that listens at `host`."""
+    found = {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "::": "::1"}.get(host, host)
+    return host_port(found, port)
 
 
 def _place(text: str, option: str) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import typer
 
+from kvroute.addresses import host_port
 from kvroute.cli.output import console, remarks, write_whole
 from kvroute.types import Endpoint, InputError
 
@@ -162,7 +163,7 @@ def warn_of_exposures(deployment: Deployment) -> None:
 def admin_url(serving: Serving, deployment: Deployment) -> str:
     """Return the URL of the admin port."""
     admin = deployment.settings.admin
-    return f"{'https' if admin.tls else 'http'}://{admin.host}:{serving.admin_port}"
+    return f"{'https' if admin.tls else 'http'}://{host_port(admin.host, serving.admin_port)}"
 
 
 def write_ready(serving: Serving, deployment: Deployment, ready_file: Path | None) -> None:
@@ -174,7 +175,7 @@ def write_ready(serving: Serving, deployment: Deployment, ready_file: Path | Non
 
 def _urls(serving: Serving, deployment: Deployment) -> tuple[str, str]:
     listen = deployment.settings.listen
-    url = f"{'https' if listen.tls else 'http'}://{listen.host}:{serving.port}"
+    url = f"{'https' if listen.tls else 'http'}://{host_port(listen.host, serving.port)}"
     return url, admin_url(serving, deployment)
 
 

@@ -52,7 +52,7 @@ class Listener:
         self._failures, self._report_at = 0, 0.0
         self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=128)
+        self._socket = socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=host == "::")
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
 

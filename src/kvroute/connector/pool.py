@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvroute.addresses import host_port
 from kvroute.connector.blocks import Layout
 from kvroute.connector.channel import FramedSocket, probed, tune
 from kvroute.connector.handshake import greet
@@ -33,7 +34,7 @@ class Peer:
     @property
     def source(self) -> str:
         """Name of the peer in metrics."""
-        return self.instance or f"{self.host}:{self.port}"
+        return self.instance or host_port(self.host, self.port)
 
 
 def buffer_peer(address: str) -> Peer:

@@ -55,6 +55,7 @@ class Subscription:
         """Start to connect and to read."""
         socket = self.context.socket(zmq.SUB)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, "[" in self.endpoint.kv_events)
         socket.setsockopt(zmq.MAXMSGSIZE, 2 * BATCH_BYTES_MAX)
         socket.subscribe(b"")
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -116,6 +117,7 @@ class Subscription:
             return
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, "[" in self.endpoint.kv_replay)
         try:
             socket.connect(self.endpoint.kv_replay)
             async with asyncio.timeout(wait_s):

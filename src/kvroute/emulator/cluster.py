@@ -17,6 +17,7 @@ import msgspec
 import zmq.asyncio
 
 from kvroute import llm
+from kvroute.addresses import host_port
 from kvroute.cachepool.store.location import StoreLocation
 from kvroute.emulator.adapters import LoraSlots
 from kvroute.emulator.clock import WallClock
@@ -183,7 +184,7 @@ class EmulatedCluster:
 
     def _addresses(self, instance: Instance) -> tuple[str, int, int, str, str]:
         """Return (host, HTTP port, KV port, KV events, KV replay). The system chooses ports given as 0 or `*`."""
-        host, free = self._settings.host, f"tcp://{self._settings.host}:*"
+        host, free = self._settings.host, f"tcp://{host_port(self._settings.host, '*')}"
         if not self._settings.endpoints_from_file:
             return host, 0, 0, free, free
         if instance.endpoint is None:
@@ -227,15 +228,15 @@ class EmulatedCluster:
         return EndpointList({name: self._endpoint(server) for name, server in self.servers.items()})
 
     def _endpoint(self, server: InstanceServer) -> Endpoint:
-        host = f"[{server.host}]" if ":" in server.host else server.host
+        address = f"http://{host_port(server.host, server.port)}"
         publisher, configured = server.publisher, server.engine.instance.endpoint
         return Endpoint(
-            url=f"http://{host}:{server.port}",
+            url=address,
             protocol=configured.protocol if configured else "vllm",
-            bootstrap=f"{host}:{server.kv_port}",
+            bootstrap=host_port(server.host, server.kv_port),
             kv_events=publisher.endpoint if publisher else "",
             kv_replay=publisher.replay if publisher else "",
-            buffer=f"http://{host}:{server.port}" if server.engine.storage is not None else "",
+            buffer=address if server.engine.storage is not None else "",
         )
 
 

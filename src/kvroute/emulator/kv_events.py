@@ -98,6 +98,7 @@ class KvPublisher:
         self._router = context.socket(zmq.ROUTER)
         for socket, address in ((self._pub, endpoint), (self._router, replay)):
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, "[" in address)
             try:
                 socket.bind(address)
             except zmq.ZMQError as error:

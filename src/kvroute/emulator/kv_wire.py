@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar, cast
 
 import msgspec
 
+from kvroute.addresses import host_port
 from kvroute.emulator.errors import EngineError
 
 LINE_BYTES_MAX = 4 << 10
@@ -158,7 +159,7 @@ async def pull(host: str, port: int, pull_request: PullRequest, *, patience_s: f
     try:
         transport, prefix_import = await loop.create_connection(lambda: _Intake(done, pull_request), host, port)
     except OSError as error:
-        raise PullFailed(f"no KV source at {host}:{port} ({error})") from None
+        raise PullFailed(f"no KV source at {host_port(host, port)} ({error})") from None
     try:
         return await (done if patience_s == math.inf else _watched(done, prefix_import, pull_request.key, patience_s))
     finally:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from aiohttp import web
 
+from kvroute.addresses import host_port
 from kvroute.emulator.adapters import adapter_lines
 from kvroute.emulator.completion import JSON, complete, fail
 from kvroute.emulator.counters import Load, RankMetrics, metrics_page, storage_lines
@@ -272,7 +273,7 @@ async def _wait_for_blocks(server: InstanceServer, request: web.BaseRequest) -> 
 def _staged(server: InstanceServer, read: BufferedRead) -> web.Response:
     host, port = server.origin.host, server.origin.kv_port
     found = {"id": read.id, "blocks": read.blocks, "bytes": read.kv_bytes, "seconds": read.in_service_s}
-    return _json({**found, "waited_s": read.waited_s, "data": f"{host}:{port}"})
+    return _json({**found, "waited_s": read.waited_s, "data": host_port(host, port)})
 
 
 async def _release_blocks(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:

@@ -17,6 +17,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from kvroute import origins
+from kvroute.addresses import host_port
 from kvroute.emulator.completion import ConnectionAborted, KvAddress
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.errors import ApiError
@@ -47,7 +48,7 @@ def listener(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise cannot_listen(f"{host}:{port}", error.errno, error.strerror or str(error)) from None
+        raise cannot_listen(host_port(host, port), error.errno, error.strerror or str(error)) from None
     bound.setblocking(False)
     return bound
 

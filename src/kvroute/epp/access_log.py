@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvroute.addresses import host_port
 from kvroute.epp.decode_leg import engine_at
 from kvroute.epp.envoy_pb2 import HttpAccessLogEntry, ResponseFlags, SocketAddress
 from kvroute.epp.messages import DESTINATION, NAMESPACE
@@ -61,8 +62,7 @@ def address_text(address: SocketAddress) -> str:
     """Return an address as `ip:port`; empty if there is none."""
     if not address.address:
         return ""
-    host = f"[{address.address}]" if ":" in address.address else address.address
-    return f"{host}:{address.port_value}"
+    return host_port(address.address, address.port_value)
 
 
 def _broken(flags: ResponseFlags) -> str:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from kvroute.addresses import host_port
 from kvroute.types import InputError, Instance
 
 SIDECAR_RANKS = "a sidecar cannot tell the prefill engine its data-parallel rank"
@@ -22,7 +23,7 @@ def address_of(url: str) -> str:
         ip = ip_address(parts.hostname)
     except ValueError:
         return ""
-    return f"[{ip}]:{parts.port or 80}" if ip.version == 6 else f"{ip}:{parts.port or 80}"
+    return host_port(str(ip), parts.port or 80)
 
 
 def host_of(address: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from kvroute.addresses import host_port
 from kvroute.epp.access_log import AccessLog
 from kvroute.epp.envoy_pb2 import (
     HealthCheckRequest,
@@ -77,7 +78,7 @@ class PickerServer:
         del ssl  # gRPC has a TLS of its own, which takes `ServerParts.key_pair`
         server = self._server = grpc.aio.server(options=_OPTIONS)
         server.add_generic_rpc_handlers(tuple(_handlers(self._process, self._health, self._logs)))
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = host_port(host, port)
         try:
             if self._key_pair is None:
                 drawn = server.add_insecure_port(address)

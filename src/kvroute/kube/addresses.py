@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import cast, get_args
 
+from kvroute.addresses import host_port
 from kvroute.kube.data_parallel import ranks_of
 from kvroute.kube.labels import (
     BOOTSTRAP_PORT,
@@ -44,7 +46,7 @@ def addresses_of(source: Source, role: Role, warnings: list[InputError]) -> tupl
     """
     protocol = _protocol(source, role, warnings)
     ip = source.pod.status.pod_ip
-    host = f"[{ip}]" if ":" in ip else ip
+    address = partial(host_port, ip)
     command = source.command
     scheme = "https" if command is not None and command.has("--ssl-keyfile", "--ssl-certfile") else "http"
     events, replay = _event_ports(source, warnings)
@@ -54,11 +56,11 @@ def addresses_of(source: Source, role: Role, warnings: list[InputError]) -> tupl
     step = (shards_of(source)[0] or 1) if not TRAITS[protocol].needs_bootstrap else 0
     endpoints = {
         port: Endpoint(
-            url=f"{scheme}://{host}:{port}",
+            url=f"{scheme}://{address(port)}",
             protocol=protocol,
-            bootstrap=f"{host}:{bootstrap + rank * step}" if bootstrap else "",
-            kv_events=f"tcp://{host}:{events + rank}" if events else "",
-            kv_replay=f"tcp://{host}:{replay + rank}" if events and replay else "",
+            bootstrap=address(bootstrap + rank * step) if bootstrap else "",
+            kv_events=f"tcp://{address(events + rank)}" if events else "",
+            kv_replay=f"tcp://{address(replay + rank)}" if events and replay else "",
         )
         for rank, port in enumerate(ports, start=ranks.first)
     }

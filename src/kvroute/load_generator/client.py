@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from kvroute.addresses import host_port
 from kvroute.types import InputError
 
 
@@ -37,7 +38,8 @@ class Client:
             OSError: the connection breaks before the end.
         """
         connection = await self._connection()
-        head = f"POST {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\ncontent-type: application/json\r\n"
+        host = host_port(self._host, self._port)
+        head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         length = f"content-length: {len(body)}\r\n\r\n"
         try:
             ended = connection.send(head.encode() + headers + length.encode() + body, on_body)

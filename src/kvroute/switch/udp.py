@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import Callable, Hashable, Sequence
 
+from kvroute.addresses import host_port
 from kvroute.switch.aggregator import Aggregator
 from kvroute.switch.status import SwitchStatus
 from kvroute.switch.wire import DATA_BYTES, SLOTS_MAX
@@ -31,7 +32,7 @@ class UdpSwitch:
         """
         self._slots = slots
         self.xdp: XdpOffload | None = None
-        where, hint = f"{host}:{port}", "choose an address of this machine and a free port"
+        where, hint = host_port(host, port), "choose an address of this machine and a free port"
         try:
             family, kind, _, _, address = socket.getaddrinfo(
                 host, port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE
@@ -116,7 +117,9 @@ class UdpSwitch:
         packets, chunks = self.counts()
         plane = "python" if self.xdp is None else "xdp"
         slots = min(self._slots, SLOTS_MAX)
-        return SwitchStatus(time.time(), f"{host}:{port}", plane, slots, self.aggregator.free_slots, packets, chunks)
+        return SwitchStatus(
+            time.time(), host_port(host, port), plane, slots, self.aggregator.free_slots, packets, chunks
+        )
 
     def close(self) -> None:
         """Close the socket, and detach from the kernel."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from kvroute.addresses import host_port
 from kvroute.cachepool.store.location import StoreLocation
 from kvroute.connector.buffer.arena import check_lockable
 from kvroute.connector.buffer.reads import NodeReads
@@ -16,7 +17,7 @@ from kvroute.connector.channel import FramedSocket
 from kvroute.connector.handshake import accept_handshake
 from kvroute.connector.listener import Admit, Listener
 from kvroute.connector.options import Options
-from kvroute.timed_connection import ConnectionLimits, TimedConnection, answer_whole
+from kvroute.timed_connection import ConnectionLimits, answer_whole, listen
 from kvroute.types import cannot_listen
 
 COLLECT_S = 0.5
@@ -76,13 +77,13 @@ class BufferServer:
         """URL for routers."""
         assert self._http is not None
         port = self._http.sockets[0].getsockname()[1]
-        return f"http://{_bracketed(self._settings.options.advertised())}:{port}"
+        return f"http://{host_port(self._settings.options.advertised(), port)}"
 
     @property
     def data(self) -> str:
         """`host:port` for engines."""
         assert self._listener is not None
-        return f"{_bracketed(self._settings.options.advertised())}:{self._listener.port}"
+        return host_port(self._settings.options.advertised(), self._listener.port)
 
     async def start(self) -> None:
         """Open both ports.
@@ -95,17 +96,14 @@ class BufferServer:
         try:
             self._listener = Listener(options.host, options.port, options.timeout_s, self._accepted)
         except OSError as error:
-            raise cannot_listen(f"{options.host}:{options.port}", error.errno, error.strerror or "") from None
+            raise cannot_listen(host_port(options.host, options.port), error.errno, error.strerror or "") from None
         handlers = web.Server(lambda request: answer_whole(request, self._routes.answer), access_log=None)
         self._runner = web.ServerRunner(handlers)
         await self._runner.setup()
-        limits = settings.limits
         try:
-            self._http = await self._loop.create_server(
-                lambda: TimedConnection(handlers(), limits), settings.host, settings.port
-            )
+            self._http = await listen(handlers, settings.host, settings.port, settings.limits)
         except OSError as error:
-            raise cannot_listen(f"{settings.host}:{settings.port}", error.errno, error.strerror or "") from None
+            raise cannot_listen(host_port(settings.host, settings.port), error.errno, error.strerror or "") from None
         self._collector = self._loop.create_task(self._collect_forever())
 
     async def close(self) -> None:
@@ -137,7 +135,3 @@ class BufferServer:
         while True:
             await asyncio.sleep(COLLECT_S)
             self._reads.collect()
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

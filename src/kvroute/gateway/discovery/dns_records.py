@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import dns.asyncresolver
@@ -18,6 +19,7 @@ import dns.name
 import dns.rdatatype
 import dns.resolver
 
+from kvroute.addresses import host_port
 from kvroute.gateway.observe.logs import log_event
 from kvroute.topology.schema import DnsDiscovery
 from kvroute.types import Discovered, Endpoint, Place, Reporter, Role
@@ -156,17 +158,17 @@ class DnsRecords:
 
     def _engine(self, role: Role, server: _Server) -> Discovered:
         section = self._section
-        host = f"[{server.address}]" if ":" in server.address else server.address
-        bootstrap = f"{host}:{section.bootstrap_port}" if section.bootstrap_port and role == "prefill" else ""
+        address = partial(host_port, server.address)
+        bootstrap = address(section.bootstrap_port) if section.bootstrap_port and role == "prefill" else ""
         return Discovered(
             name=f"{server.target}-{server.port}",
-            uid=f"{host}:{server.port}",
+            uid=address(server.port),
             role=role,
             endpoint=Endpoint(
-                url=f"http://{host}:{server.port}",
+                url=f"http://{address(server.port)}",
                 protocol=section.protocol,
                 bootstrap=bootstrap,
-                kv_events=f"tcp://{host}:{section.kv_events_port}" if section.kv_events_port else "",
+                kv_events=f"tcp://{address(section.kv_events_port)}" if section.kv_events_port else "",
             ),
             place=Place(node=server.target),
         )

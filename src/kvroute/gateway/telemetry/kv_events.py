@@ -273,6 +273,7 @@ class KvEvents:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.RCVHWM, 100_000)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, "[" in url)
         socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)

@@ -12,11 +12,12 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from kvroute.addresses import host_port
 from kvroute.kube.admission.certificates import Pair
 from kvroute.kube.admission.injection import InjectionSettings, inject
 from kvroute.kube.admission.review import AdmissionRequest, Verdict, read_review, response_body
 from kvroute.kube.admission.validation import ClusterView, validate
-from kvroute.timed_connection import ConnectionLimits, TimedConnection, answer_whole
+from kvroute.timed_connection import ConnectionLimits, answer_whole, listen
 from kvroute.types import InputError, cannot_listen
 
 _LONGEST_BODY = 8 * 2**20
@@ -67,19 +68,12 @@ class WebhookServer:
         await self._runner.setup()
         handlers = self._runner.server
         assert handlers is not None, "set up"
-        limits = self._limits
         try:
-            self._listening = await asyncio.get_running_loop().create_server(
-                lambda: TimedConnection(handlers(), limits),
-                host,
-                port,
-                ssl=self._context,
-                ssl_handshake_timeout=limits.request_s,
-            )
+            self._listening = await listen(handlers, host, port, self._limits, self._context)
         except OSError as error:
-            raise cannot_listen(f"{host}:{port}", error.errno, error.strerror or str(error)) from error
-        bound: int = self._listening.sockets[0].getsockname()[1]
-        return bound
+            raise cannot_listen(host_port(host, port), error.errno, error.strerror or str(error)) from error
+        drawn: int = self._listening.sockets[0].getsockname()[1]
+        return drawn
 
     async def stop(self) -> None:
         """Finish open reviews and close the port."""
