@@ -297,3 +297,32 @@ def test_tls_serves_requests_and_a_plain_text_client_does_no_harm(certificate: P
         await http_server.drain(0)
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    "more", [b"", b"\0\0\4\x08\0\0\0\0\0\0\0\xff\xff", bytes(40)], ids=["alone", "window", "request"]
+)
+def test_a_client_that_uses_http2_without_asking_is_told_so_in_its_frames(more: bytes) -> None:
+    """SETTINGS, then GOAWAY with HTTP_1_1_REQUIRED and a sentence; nothing of HTTP/1.1, which it could not read."""
+    settings = b"\0\0\6\4\0\0\0\0\0\0\3\0\0\0\x64"
+    raw = exchange_bytes(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + more)
+    frames = []
+    while raw:
+        length = int.from_bytes(raw[:3])
+        frames.append((raw[3], raw[5:9], raw[9 : 9 + length]))
+        raw = raw[9 + length :]
+    assert frames[0] == (4, bytes(4), b"")
+    [(kind, stream, content)] = frames[1:]
+    assert (kind, stream, content[:4], content[4:8]) == (7, bytes(4), bytes(4), b"\0\0\0\x0d")
+    assert b"send HTTP/1.1" in content
+
+
+def test_an_offer_of_http2_is_ignored() -> None:
+    for closes in (b"", b", close"):
+        offer = b"Host: g\r\nConnection: Upgrade, HTTP2-Settings%b\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n" % closes
+        sent = b"POST /x HTTP/1.1\r\n" + offer + b"Content-Length: 2\r\n\r\nhi"
+        if not closes:
+            sent += b"GET / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n"
+        found = parse_responses(exchange_bytes(sent))
+        assert [status for status, _, _ in found] == [200] * (1 if closes else 2)
+        assert json.loads(found[0][2])["body"] == "hi"

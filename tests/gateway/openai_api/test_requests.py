@@ -357,7 +357,7 @@ def test_errors_and_models_have_the_form_of_openai() -> None:
     assert event.startswith(b"data: {")
     assert event.endswith(b"}\n\n")
     assert event.count(b"\n") == 2
-    assert json.loads(models_body(["a", "b"], 7))["data"][1] == {
+    assert json.loads(models_body({"a": None, "b": None}, 7))["data"][1] == {
         "id": "b",
         "object": "model",
         "created": 7,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -41,6 +42,15 @@ _RETRY = b"retry-after: 1\r\n"
 _BUSY = HttpError(503, "the gateway has reached its connection limit; try again later", headers=_RETRY)
 _BUSY_ADDRESS = HttpError(503, "your address has reached its connection limit; try again later", headers=_RETRY)
 _FULL = HttpError(503, "the gateway has reached its memory limit for request bodies; try again later", headers=_RETRY)
+_WHY_NO_HTTP2 = b"HTTP/2 is not supported; send HTTP/1.1"
+_NO_HTTP2 = b"".join(
+    (
+        struct.pack(">HBBBL", 0, 0, 4, 0, 0),  # SETTINGS without a value
+        struct.pack(">HBBBLLL", 0, 8 + len(_WHY_NO_HTTP2), 7, 0, 0, 0, 13),  # GOAWAY, HTTP_1_1_REQUIRED
+        _WHY_NO_HTTP2,
+    )
+)
+"""The answer to a client that uses HTTP/2, in its frames (RFC 9113, 6.5 and 6.8)."""
 _SLOW_HEAD = HttpError(408, "the request's headers did not arrive in time")
 _SLOW_BODY = HttpError(408, "the request's body did not arrive in time")
 
@@ -361,6 +371,7 @@ class ClientConnection(asyncio.Protocol):
         self._leaving = True
         self._held = b""
         server, (method, path, headers) = self._server, self._reader.head
+        http2 = self._reader.speaks_http2
         shown, request_id = self._reader.path_so_far, request_id_of(headers)
         self._reader.forget()
         self._weigh(0)
@@ -369,7 +380,7 @@ class ClientConnection(asyncio.Protocol):
         head = b"%b%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         own = own_lines(shown, request_id)
         text = head % (status_line(fault.status), server.server, own, fault.headers, len(body))
-        self._transport.write(text if method == b"HEAD" else text + body)
+        self._transport.write(_NO_HTTP2 if http2 else text if method == b"HEAD" else text + body)
         if server.hooks.refused is not None:
             server.hooks.refused(fault.status, path, request_id, self._peer)
         if self._transport.can_write_eof():

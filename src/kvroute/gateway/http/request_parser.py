@@ -32,6 +32,9 @@ _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"O
 _FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade", b"origin"))
 _SPENT = httptools.HttpRequestParser(object())
 """A parser without callbacks."""
+_HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+"""What a client sends first that uses HTTP/2 without asking (RFC 9113, 3.4); its SETTINGS frame follows."""
+_SETTINGS_TYPE = b"\x04"
 _VERSION_ERRORS = ("Invalid HTTP version", "Pause on PRI/Upgrade")
 
 
@@ -96,6 +99,8 @@ class RequestParser:
         self._header_bytes_max, self._header_count_max = limits.header_bytes, limits.header_count
         self._pages = pages
         self._parser = httptools.HttpRequestParser(self)
+        self.speaks_http2 = False
+        """Whether the fault is that the client uses HTTP/2."""
         self._clear()
 
     def _clear(self) -> None:
@@ -166,10 +171,14 @@ class RequestParser:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # The parser treats the rest as another protocol. None is supported, so feed it the framing again.
+            # The parser treats the rest as another protocol. None is supported, so feed the framing to a new parser;
+            # the old one accepts nothing more after `Connection: close`.
+            self._parser = httptools.HttpRequestParser(self)
             return self._feed(self._framing()) and self._feed(memoryview(data)[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             self.fault = self.fault or _fault_of(error)
+            start, kind = len(_HTTP2_START), len(_HTTP2_START) + 3
+            self.speaks_http2 = data[:start] == _HTTP2_START and data[kind : kind + 1] == _SETTINGS_TYPE
             return False
         if self._raw_bytes > self._limits.header_bytes + SLICE_BYTES:
             self.fault = self._too_long()  # a header, trailer or chunk extension does not end

@@ -183,6 +183,7 @@ def _schemas() -> Schema:
                 "object": {"const": "model"},
                 "created": {"type": "integer"},
                 "owned_by": {"type": "string"},
+                "max_model_len": {"type": "integer", "description": "Tokens of the context, if an engine tells it."},
             },
         },
         "Error": {

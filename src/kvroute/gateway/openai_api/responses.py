@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -117,14 +117,19 @@ def error_event(message: str, type: str, *, code: str | None = None) -> bytes:
     return b"data: " + error_body(message, type, code=code) + b"\n\n"
 
 
-def models_body(models: Sequence[str], created: int) -> bytes:
-    """Return the response body of /v1/models; `created` is in seconds since 1970."""
-    return _encode({"object": "list", "data": [_card(model, created) for model in models]})
+def models_body(contexts: Mapping[str, int | None], created: int) -> bytes:
+    """Return the response body of /v1/models.
+
+    Args:
+        contexts: tokens of the context of each model, by name; None: unknown.
+        created: in seconds since 1970.
+    """
+    return _encode({"object": "list", "data": [_card(name, created, context) for name, context in contexts.items()]})
 
 
-def model_body(model: str, created: int) -> bytes:
-    """Return the response body of /v1/models/{id}; `created` is in seconds since 1970."""
-    return _encode(_card(model, created))
+def model_body(model: str, created: int, context: int | None) -> bytes:
+    """Return the response body of /v1/models/{id}. Args: see `models_body`."""
+    return _encode(_card(model, created, context))
 
 
 def no_model_body(model: str) -> bytes:
@@ -133,8 +138,9 @@ def no_model_body(model: str) -> bytes:
     return error_body(what, "invalid_request_error", param="model", code="model_not_found")
 
 
-def _card(model: str, created: int) -> dict[str, str | int]:
-    return {"id": model, "object": "model", "created": created, "owned_by": "kvroute"}
+def _card(model: str, created: int, context: int | None) -> dict[str, str | int]:
+    card: dict[str, str | int] = {"id": model, "object": "model", "created": created, "owned_by": "kvroute"}
+    return card if context is None else card | {"max_model_len": context}
 
 
 def sse_events(data: bytes) -> int:

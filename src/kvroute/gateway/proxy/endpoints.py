@@ -36,6 +36,7 @@ from kvroute.gateway.openai_api.passthrough_paths import (
 from kvroute.gateway.openai_api.requests import KINDS, Completion, read_completion, with_salt
 from kvroute.gateway.openai_api.responses import error_body, model_body, models_body, no_model_body
 from kvroute.gateway.proxy.admission_queue import AdmissionQueue
+from kvroute.gateway.proxy.model_cards import ModelCards
 from kvroute.gateway.proxy.passthrough import PassthroughRequest
 from kvroute.gateway.proxy.request import ProxiedRequest
 from kvroute.gateway.proxy.request_events import Caller
@@ -116,7 +117,7 @@ class Endpoints:
         self._pages, self._open_metrics = pages or WebPages(), metrics_without_key
         self._admission_queue = admission_queue
         self._ready, self._page, self._description, self._started = ready, page, description, started_unix_s
-        self._turn = 0
+        self._turn, self._cards = 0, ModelCards()
         self._readers = (ThreadPoolExecutor(1, "read"), ThreadPoolExecutor(1, "read-large"))
         """Threads for small and for large bodies, so that a small one does not wait for a large one."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -284,22 +285,36 @@ class Endpoints:
         if key is _NOBODY:
             return
         names = self.serving.models.names()
-        if not names:
-            self._engines_models(exchange, key)
-        elif exchange.path == MODELS:
-            self._show_model(exchange, 200, models_body(names, self._started), key)
-        elif (name := unquote(exchange.path[len(MODEL_PATH) :].decode("latin-1"))) in names:
-            self._show_model(exchange, 200, model_body(name, self._started), key)
-        else:
-            self._show_model(exchange, 404, no_model_body(name), key)
-
-    def _engines_models(self, exchange: Exchange, key: str | None) -> None:
-        """Forward to an engine; respond with 404 if the path continues with anything other than a model's name."""
         rest = exchange.path[len(MODEL_PATH) :]
-        if exchange.path != MODELS and not is_plain(rest):
-            self._show_model(exchange, 404, no_model_body(unquote(rest.decode("latin-1"))), key)
-            return
+        name = unquote(rest.decode("latin-1"))
+        if exchange.path == MODELS and not names:
+            self._forward_models(exchange, key)
+        elif exchange.path != MODELS and ((names and name not in names) or not (names or is_plain(rest))):
+            self._show_model(exchange, 404, no_model_body(name), key)
+        elif names:
+            self._spawn(self._own_models(exchange, key, names if exchange.path == MODELS else [name]))
+        else:
+            self._spawn(self._engines_model(exchange, key, name))
+
+    def _forward_models(self, exchange: Exchange, key: str | None) -> None:
         self._passthrough(MODEL_LIST, exchange, key, PassthroughBody("", b"", {}), self.serving.now())
+
+    async def _own_models(self, exchange: Exchange, key: str | None, names: list[str]) -> None:
+        """Respond with names of the settings, with the context lengths that engines tell."""
+        contexts = await self._cards.contexts(self.serving, exchange, names)
+        if exchange.path == MODELS:
+            self._show_model(exchange, 200, models_body(contexts, self._started), key)
+        else:
+            self._show_model(exchange, 200, model_body(names[0], self._started, contexts[names[0]]), key)
+
+    async def _engines_model(self, exchange: Exchange, key: str | None, name: str) -> None:
+        """Respond with the card from an engine's list: not every engine has a path for single models. Without it, an
+        engine may know the path."""
+        card = await self._cards.card(self.serving, exchange, name)
+        if card is None:
+            self._forward_models(exchange, key)
+        else:
+            self._show_model(exchange, 200, card, key)
 
     def _show_model(self, exchange: Exchange, status: int, body: bytes, key: str | None) -> None:
         exchange.respond(status, body)
