@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from functools import partial
 from typing import Any
 
@@ -472,5 +473,41 @@ def test_a_failing_engine_is_tried_by_envoy_alone() -> None:
             assert len(engines[0].received) == 1
             assert 'leg_failures_total{leg="decode"' in await rig.metrics()
             assert await rig.becomes_idle()
+
+    run(main())
+
+
+def test_refusals_have_the_id_of_their_request_and_the_format_of_their_path() -> None:
+    """Also those that are made before the body has arrived."""
+
+    async def main() -> None:
+        async with picker(alone(), "  limits: {body: 1000 B}\n") as rig:
+            for body, status in ((b"{", 400), (b"x" * 2000, 413)):
+                for sent in ([("x-request-id", "my-1")], []):
+                    answer = await rig.stream().ask(body, headers=sent, path="/v1/messages")
+                    assert answer.status == status
+                    assert answer.headers["x-request-id"] == answer.headers["request-id"]
+                    assert (answer.headers["x-request-id"] == "my-1") == bool(sent)
+                    assert msgspec.json.decode(answer.body)["type"] == "error"
+                    plain = await rig.stream().ask(body, headers=sent)
+                    assert plain.status == status
+                    assert "request-id" not in plain.headers
+
+    run(main())
+
+
+def test_encoded_bodies_are_decoded_for_engines() -> None:
+    """Within the limits of the picker."""
+
+    async def main() -> None:
+        async with picker(alone(), "  limits: {body: 100 KB, bodies: 300 KB}\n") as rig:
+            body, coding = completion_body(), [("content-encoding", "gzip")]
+            answer = await rig.stream().ask(gzip.compress(body), headers=coding)
+            assert msgspec.json.decode(answer.body) == msgspec.json.decode(body)
+            assert "content-encoding" in answer.removed
+            for nbytes, status in ((200_000, 413), (90_000, 503)):
+                large = msgspec.json.encode({"model": MODEL, "prompt": "x" * nbytes})
+                assert (await rig.stream().ask(gzip.compress(large), headers=coding)).status == status
+            assert (await rig.stream().ask(body, headers=[("content-encoding", "br")])).status == 415
 
     run(main())
