@@ -12,6 +12,7 @@ from msgspec import Raw
 
 from kvroute.gateway.http.call import Failure, ResponseHandler
 from kvroute.gateway.http.headers import forwarded, header_lines
+from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.passthrough_paths import MODELS
 from kvroute.gateway.proxy.passthrough import answerers
 
@@ -52,11 +53,13 @@ class ModelCards:
         self, runtime: ClusterRuntime, exchange: Exchange, names: Iterable[str]
     ) -> dict[str, int | None]:
         """Return the tokens of the context of models, by their names for clients; None: unknown."""
-        found = {}
+        found: dict[str, int | None] = {}
         for name in names:
-            base = runtime.models.name(name) if runtime.models.known else ""
-            cards = await self._of(base, runtime, exchange)
-            found[name] = _context_tokens(cards, (name, runtime.models.full_name(base)))
+            found[name] = None
+            with suppress(RequestError):  # no engine of its model is known at present
+                base = runtime.models.name(name)
+                cards = await self._of(base, runtime, exchange)
+                found[name] = _context_tokens(cards, (name, runtime.models.full_name(base)))
         return found
 
     async def _of(self, model: str, runtime: ClusterRuntime, exchange: Exchange) -> list[Card]:

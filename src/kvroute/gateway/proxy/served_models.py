@@ -55,11 +55,6 @@ class ServedModels:
         self._any_protocol = {protocol for known in self._protocols.values() for protocol in known}
         self._one_model = len(self._protocols) == 1
 
-    @property
-    def known(self) -> bool:
-        """Whether some engine has told its model."""
-        return bool(self._protocols)
-
     def name(self, served: str) -> str:
         """Return the cluster's name of a model. With a single model it may be empty: engines then check the name.
 
