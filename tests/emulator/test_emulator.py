@@ -352,7 +352,9 @@ def test_a_client_that_disconnects_frees_its_resources() -> None:
 
     async def check(client: Client) -> None:
         url = client.endpoint("decode0").url + "/v1/completions"
-        async with client.session.post(url, json=BODY | {"stream": True, "max_tokens": 100_000}) as response:
+        async with client.session.post(
+            url, json=BODY | {"stream": True, "max_tokens": 100_000, "ignore_eos": True}
+        ) as response:
             assert await response.content.readany()
         tasks = [asyncio.create_task(client.post("decode0", "/v1/completions", BODY)) for _ in range(3)]
         await client.post_json("decode1", {"fail_next": 1, "status": "hang"}, "/emulator/fault")
@@ -380,7 +382,9 @@ def test_a_restarted_instance_is_empty_and_keeps_its_ports() -> None:
         await client.post_json("decode0", BODY)
         born = await client.metric("prefill0", "process_start_time_seconds")
         url = client.endpoint("prefill0").url + "/v1/completions"
-        async with client.session.post(url, json=BODY | {"stream": True, "max_tokens": 10**6 // 4}) as response:
+        async with client.session.post(
+            url, json=BODY | {"stream": True, "max_tokens": 10**6 // 4, "ignore_eos": True}
+        ) as response:
             assert await response.content.readany()
             await client.post_json("prefill0", {"down_s": 0.05}, "/emulator/restart")
             with pytest.raises(aiohttp.ClientError):

@@ -227,7 +227,9 @@ def test_only_an_idle_engine_switches_its_role_and_its_cache_is_empty() -> None:
             status, document = await both.post(HOME_PREFILL, "/v1/completions", body)
             assert (status, document["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 0)
             await both.post(HOME_PREFILL, "/emulator/slow", {"factor": 1000})
-            busy = asyncio.create_task(both.post(HOME_PREFILL, "/v1/completions", {**body, "max_tokens": 5_000}))
+            busy = asyncio.create_task(
+                both.post(HOME_PREFILL, "/v1/completions", {**body, "max_tokens": 5_000, "ignore_eos": True})
+            )
             await until(lambda: bool(server.engine.running or server.engine.waiting))
             status, answer = await both.post(HOME_PREFILL, "/emulator/role", {"role": "prefill"})
             assert (status, server.role) == (409, "decode")

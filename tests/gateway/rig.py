@@ -117,7 +117,8 @@ class RunningGateway:
 
     async def ask(self, prompt: Any = "What is a KV cache? " * 20, *, tokens: int = 4, **more: Any) -> GatewayResponse:
         """Request a completion."""
-        return await self.post({"model": MODEL, "prompt": prompt, "max_tokens": tokens, **more})
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **more}
+        return await self.post(body)
 
     def held_resources(self) -> dict[str, int]:
         """Return the number of resources that requests hold now, by kind."""
@@ -159,7 +160,7 @@ class Rig(RunningGateway):
 
     async def direct(self, name: str, prompt: Any, tokens: int = 4) -> str:
         """Return the text that one engine generates without the gateway."""
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens}
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         async with self.session.post(self.fleet.ready().instances[name].url + COMPLETIONS, json=body) as response:
             return str(msgspec.json.decode(await response.read())["choices"][0]["text"])
 

@@ -86,7 +86,7 @@ class LoadGenerator:
         disconnects = self.draw.random() < self.disconnect_share
         body = {"model": MODEL, "prompt": PROMPTS[number], "max_tokens": TOKENS, "stream": streams}
         if disconnects:
-            body |= {"prompt": PROMPTS[number] * 5, "max_tokens": 2_000}
+            body |= {"prompt": PROMPTS[number] * 5, "max_tokens": 2_000, "ignore_eos": True}
             await self._disconnect(body, self.draw.randrange(4) if streams else 0)
             self.outcomes["disconnected"] += 1
             return

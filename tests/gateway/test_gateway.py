@@ -142,7 +142,13 @@ def test_a_client_that_disconnects_releases_all_resources(tokens: int) -> None:
     """The client leaves before the first token or during a stream, and the engines are notified."""
 
     async def leave(gate: Rig, number: int) -> None:
-        body = {"model": MODEL, "prompt": f"{number} {PROMPT * 20}", "max_tokens": 5_000, "stream": True}
+        body = {
+            "model": MODEL,
+            "prompt": f"{number} {PROMPT * 20}",
+            "max_tokens": 5_000,
+            "ignore_eos": True,
+            "stream": True,
+        }
         async with gate.session.post(gate.url + COMPLETIONS, json=body) as response:
             for _ in range(tokens):
                 await response.content.readuntil(b"\n\n")
@@ -360,7 +366,7 @@ def test_api_keys_and_limits_are_applied() -> None:
             async with gate.session.get(f"{gate.admin}/metrics") as response:
                 assert 'kvroute_requests_total{endpoint="models",code="401"} 2' in await response.text()
             headers = {"Authorization": f"Bearer {key}"}
-            body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400}
+            body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
             gate.slow(100)
             tasks = [asyncio.create_task(gate.post(body, headers=headers)) for _ in range(3)]
             while gate.gateway.state.tick(gate.gateway.now()).load.queued < 1:

@@ -113,7 +113,7 @@ def test_the_load_is_that_of_each_rank() -> None:
         async with rig(text=TEXT) as gate, aiohttp.ClientSession() as session:
             url = gate.fleet.ready().instances[RANKS[0]].url
             gate.slow(200)
-            body = {"model": MODEL, "prompt": prompt(1), "max_tokens": 200}
+            body = {"model": MODEL, "prompt": prompt(1), "max_tokens": 200, "ignore_eos": True}
             sent = [asyncio.create_task(read(session, url, body, 1)) for _ in range(3)]
             measured = gate.gateway.runtime.measured
 

@@ -94,7 +94,7 @@ async def _failing(gate: Rig) -> None:
 
 async def _leaving(gate: Rig) -> None:
     """Run clients that leave in the middle of a stream."""
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2000, "stream": True}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
     async with aiohttp.ClientSession() as session, session.post(gate.url + COMPLETIONS, json=body) as response:
         await response.content.readany()
         response.close()

@@ -14,8 +14,8 @@ from tests.live.envoy import EnvoyRig, emulated_rig, released, with_patient_heal
 from tests.waiting import until
 
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator.generation.words import generated_tokens
 from kvroute.emulator.prompt import Prompt, value_tokens
-from kvroute.emulator.response import generated_tokens
 from kvroute.gateway.openai_api.api_keys import hash_text
 from kvroute.types import TIER_COUNT
 
@@ -130,7 +130,13 @@ def test_a_client_that_leaves_frees_bookings_transfers_and_limits(tmp_path: Path
 
     async def leave(rig: EnvoyRig, fleet: EmulatedCluster, number: int) -> None:
         """Send a request whose body takes more than half of the memory, and leave in the stage."""
-        body = {"model": MODEL, "prompt": f"{number} " * 82_000, "max_tokens": 2_000, "stream": True}
+        body = {
+            "model": MODEL,
+            "prompt": f"{number} " * 82_000,
+            "max_tokens": 2_000,
+            "ignore_eos": True,
+            "stream": True,
+        }
         reached = asyncio.Event()
 
         async def ask(client: aiohttp.ClientSession) -> None:

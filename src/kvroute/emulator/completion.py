@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,11 +16,13 @@ from aiohttp import web
 from kvroute.emulator import conversations
 from kvroute.emulator.conversations import ConversationWriter
 from kvroute.emulator.engine import Engine
-from kvroute.emulator.engine_request import EngineRequest, KeptBlocks, Kind, KvHandle, StorageParams, StoragePart
+from kvroute.emulator.engine_request import EngineRequest, KvHandle
 from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.faults import Fault, Faults
+from kvroute.emulator.generation.answer import Answer, answer_to
 from kvroute.emulator.kv_wire import PullRequest, pull, staged_key
-from kvroute.emulator.response import ResponseHeader, StreamWriter, choice, generated_ids, generated_tokens, usage
+from kvroute.emulator.request_body import KeptBlocks, Kind, StorageParams, StoragePart
+from kvroute.emulator.response import ResponseHeader, StreamWriter, choice, of_prompt, usage
 from kvroute.emulator.sequence import EngineSequence
 
 JSON = "application/json"
@@ -29,7 +30,13 @@ TRACED_DIGITS_MOST = 12
 """An X-Request-Id with at most this many digits is the number of the request in a trace."""
 _TRACED = re.compile(rf"([0-9]{{1,{TRACED_DIGITS_MOST}}})(?:-[0-9a-f]{{16}})?")
 """Matches such an id, with what the gateway appends to that of another attempt."""
-ID_PREFIX: dict[Kind, str] = {"chat": "chatcmpl", "completions": "cmpl", "responses": "resp", "messages": "msg"}
+ID_PREFIX: dict[Kind, str] = {
+    "chat": "chatcmpl",
+    "completions": "cmpl",
+    "responses": "resp",
+    "messages": "msg",
+    "transcriptions": "trsc",
+}
 _CONVERSATIONS: frozenset[Kind] = frozenset({"responses", "messages"})
 """Kinds with one answer and with formats of their own."""
 
@@ -95,9 +102,10 @@ def _is_computed(sequence: EngineSequence) -> bool:
 
 
 def _check_length(ask: EngineRequest, engine: Engine) -> None:
+    least = ask.sampling.limit or max(ask.sampling.min_tokens, 1)
     for prompt in ask.prompts:
-        if not engine.fits(len(prompt.tokens), ask.output_tokens):
-            what = f"{len(prompt.tokens)} prompt and {ask.output_tokens} output tokens exceed the KV memory"
+        if not engine.fits(len(prompt.tokens), least):
+            what = f"{len(prompt.tokens)} prompt and {least} output tokens exceed the KV memory"
             raise ApiError(f"This model's maximum context length is {engine.context_tokens} tokens; {what}")
 
 
@@ -130,6 +138,7 @@ class Completion:
     heading: ResponseHeader
     fault: Fault | None
     notifier: Notifier = field(default_factory=Notifier)
+    answers: list[Answer] = field(default_factory=list)
     jobs: list[EngineSequence] = field(default_factory=list)
     cached_tokens: int = 0
     kept: KeptBlocks | None = None
@@ -140,11 +149,19 @@ class Completion:
         """Create a completion. Its id is the client's plus a number, so that a retried request has a different id."""
         heading_id = f"{ID_PREFIX[ask.kind]}-{request_id or engine.instance.name}-{engine.next_number()}"
         completion = cls(ask, engine, ResponseHeader(ask.kind, heading_id, int(time.time()), ask.model), fault)
+        if ask.kind == "responses":
+            room = engine.output_room(len(ask.prompts[0].tokens), engine.context_tokens)
+            completion.ask = ask = replace(ask, details=replace(ask.details, output_tokens_max=room))
+        sampling = ask.sampling if ask.leg != "prefill" else replace(ask.sampling, limit=1, min_tokens=0)
+        completion.answers = [
+            answer_to(prompt, number, sampling, partial(engine.output_room, len(prompt.tokens)))
+            for prompt in ask.prompts
+            for number in range(ask.n)
+        ]
         watched = ask.stream or fault is not None
         completion.jobs = [
-            engine.arrive(prompt, ask.output_tokens, streaming=watched, news=completion.notifier.ring)
-            for prompt in ask.prompts
-            for _ in range(ask.n)
+            engine.arrive(each.prompt, each.tokens, streaming=watched, news=completion.notifier.ring)
+            for each in completion.answers
         ]
         if traced := _TRACED.fullmatch(request_id):
             for sequence in completion.jobs:
@@ -182,7 +199,7 @@ class Completion:
         if ask.prefix is not None:
             await self._import_prefix(jobs[0], ask.prefix)
         await self._prefill()
-        self._write_back([])
+        self._write_back()
         handles = ask.tickets or (KvHandle(f"{origin.engine_id}/{self.heading.id}"),)
         for sequence, handle in zip(jobs, handles, strict=True):
             if not self.engine.hold(sequence, handle.key):
@@ -190,21 +207,28 @@ class Completion:
                 raise ApiError(f"{what}; give every request its own name", status=409, kind="ConflictError")
         if handles[0].awaited:  # SGLang's prefill responds when the decode instance has the KV
             await self.notifier.until(self._answered)
-        texts = [next(self._generated(index)) for index in range(len(jobs))]
         known = ask.prefix.prefill_cached_tokens if ask.prefix is not None else None
         cached_tokens = self.cached_tokens if known is None else known  # vLLM's rule, also for prefixes
         tokens = usage(sum(sequence.input_tokens for sequence in jobs), len(jobs), cached_tokens)
         with_params = ask.wants_params and self.engine.instance.traits.returns_params
         more = {"kv_transfer_params": self._kv_params(jobs[0], handles[0].key, origin)} if with_params else {}
-        return self._response(texts, tokens, **more)
+        return self._response(tokens, **more)
 
-    def _response(self, texts: Sequence[bytes], tokens: dict[str, Any], **more: Any) -> web.Response:
-        """Return a whole response. Args: `texts`: one per answer; `tokens`: token counts; `more`: other fields."""
-        if self.ask.kind in _CONVERSATIONS:
-            document = conversations.whole(self.heading, texts[0].decode(), tokens, **more)
+    def _response(self, tokens: dict[str, Any], **more: Any) -> web.Response:
+        """Return a whole response. Args: `tokens`: token counts; `more`: other fields."""
+        ask, details = self.ask, self.ask.details
+        if ask.audio is not None:
+            answer = self.answers[0]
+            document = ask.audio.document(answer.text(), list(answer.ids()))
+        elif ask.kind in _CONVERSATIONS:
+            document = conversations.whole(self.heading, self.answers[0], details, tokens, **more)
         else:
-            choices = [choice(self.ask.kind, index, text) for index, text in enumerate(texts)]
-            document = self.heading.document(choices, stream=False, usage=tokens, **more)
+            choices = [choice(ask.kind, index, answer, details) for index, answer in enumerate(self.answers)]
+            more = {"service_tier": None, "system_fingerprint": None, "usage": tokens, **more}
+            if ask.kind == "chat":
+                ids = self.answers[0].prompt.tokens.tolist() if details.token_ids else None
+                more |= {"prompt_logprobs": of_prompt(self.answers[0], details), "prompt_token_ids": ids}
+            document = self.heading.document(choices, stream=False, **more)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 
     async def _prefill_staged(self, sequence: EngineSequence, storage: StorageParams) -> None:
@@ -248,11 +272,11 @@ class Completion:
         engine.counters.transferred(header.source, header.kv_bytes, engine.clock.now() - asked_s)
         return True
 
-    def _write_back(self, outputs: Sequence[Sequence[bytes]]) -> None:
-        """Write full blocks to the store. Args: `outputs`: tokens of each answer; empty: only the prompts."""
+    def _write_back(self, *, output: bool = False) -> None:
+        """Write full blocks of the prompts to the store. Args: `output`: also those of the output."""
         if self.engine.storage is not None:
-            for number, sequence in enumerate(self.jobs):
-                self.engine.storage.write_back(sequence.prompt, outputs[number] if outputs else ())
+            for answer in self.answers:
+                self.engine.storage.write_back(answer.prompt, list(answer.texts()) if output else ())
 
     async def _import_prefix(self, sequence: EngineSequence, handle: KvHandle) -> None:
         """Pull the prompt prefix that the source has. Blocks that do not arrive are computed here."""
@@ -378,16 +402,8 @@ class Completion:
         while not self._answered():
             await self._news(self.output_tokens)
             await self._fail_if_due()
-        outputs = self._outputs()
-        self._write_back(outputs)
-        return self._response([b"".join(tokens) for tokens in outputs], self._usage(), kv_transfer_params=None)
-
-    def _outputs(self) -> list[list[bytes]]:
-        """Return the output tokens of each answer."""
-        return [
-            list(itertools.islice(self._generated(index), sequence.output_tokens))
-            for index, sequence in enumerate(self.jobs)
-        ]
+        self._write_back(output=True)
+        return self._response(self._usage(), kv_transfer_params=None)
 
     async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
         """Stream the response while it is computed. As in vLLM, headers are sent first: a later failure is an event."""
@@ -401,30 +417,18 @@ class Completion:
             await self._start()
             await self._send_pieces(response, writers)
             if self._answered():
-                self._write_back(self._outputs())
+                self._write_back(output=True)
         except ApiError as refusal:
             await response.write((b"event: error\n" if talks else b"") + b"data: " + refusal.body() + b"\n\n")
         await response.write_eof(b"" if talks else b"data: [DONE]\n\n")
         return response
 
-    def _generated(self, index: int) -> Iterator[bytes]:
-        """Return the tokens of an answer, without end."""
-        prompt = self.jobs[index].prompt
-        return generated_tokens(prompt.seed, index % self.ask.n, prompt.generated)
-
     def _writers(self) -> list[StreamWriter | ConversationWriter]:
         """Return what writes each answer."""
-        found: list[StreamWriter | ConversationWriter] = []
-        for index, sequence in enumerate(self.jobs):
-            source, total, prompt = self._generated(index), sequence.output_tokens, sequence.prompt
-            ids = generated_ids(prompt.seed, index % self.ask.n, prompt.generated) if self.ask.token_ids else None
-            talks = self.ask.kind in _CONVERSATIONS
-            found.append(
-                ConversationWriter(self.heading, total, source)
-                if talks
-                else StreamWriter(self.heading, index, total, source, ids, prompt.tokens.tolist() if ids else None)
-            )
-        return found
+        if self.ask.kind in _CONVERSATIONS:
+            return [ConversationWriter(self.heading, answer, self.ask.details) for answer in self.answers]
+        numbered = enumerate(self.answers)
+        return [StreamWriter(self.heading, index, answer, self.ask.details) for index, answer in numbered]
 
     async def _send_pieces(
         self, response: web.StreamResponse, pieces: Sequence[StreamWriter | ConversationWriter]

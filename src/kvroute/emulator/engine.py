@@ -8,6 +8,7 @@ leg fetches the KV, or `reserve` and `transfer_done`. A decode instance that ser
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -152,6 +153,13 @@ class Engine:
     def fits(self, input_tokens: int, output_tokens: int) -> bool:
         """Return whether a request of this size could ever be served here."""
         return self._blocks_for(input_tokens + output_tokens) <= self.capacity_blocks
+
+    def output_room(self, input_tokens: int, wanted: int) -> int:
+        """Return how many of `wanted` output tokens fit beside a prompt, at least 1."""
+        if self.fits(input_tokens, wanted):
+            return wanted
+        room = bisect_left(range(1, wanted), True, key=lambda tokens: not self.fits(input_tokens, tokens))
+        return max(room, 1)
 
     def _blocks_for(self, tokens: int) -> int:
         return -int(-self.model.kv_bytes(tokens) // self._block_bytes)

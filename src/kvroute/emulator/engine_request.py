@@ -2,101 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from kvroute.emulator.errors import ApiError
+from kvroute.emulator.generation.answer import Sampling
+from kvroute.emulator.generation.constraint import read_constraint
 from kvroute.emulator.prompt import Prompt, chat_prompt, checked_salt, completion_prompts, response_prompt
+from kvroute.emulator.request_body import Body, KeptBlocks, Kind, KvParams, StorageParams
+from kvroute.emulator.transcription import Audio
 from kvroute.types import Role
 
-Kind: TypeAlias = Literal["chat", "completions", "responses", "messages"]
 Leg: TypeAlias = Literal["prefill", "decode", "whole"]
-DEFAULT_TOKENS: dict[Kind, int] = {"completions": 16, "chat": 64, "responses": 64, "messages": 64}
-"""Output tokens of a request that sets no limit."""
+COMPLETION_TOKENS = 16
+"""Output tokens of a completion that sets no limit. Conversations have no limit then."""
 N_MAX = 128
+LOGPROBS_MAX = 20
+"""Most tokens at each place whose log-probabilities are returned."""
+STOPS_MAX = 64
+_OUTPUT_LOGPROBS = "message.output_text.logprobs"
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    """Options of a streamed response."""
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a response has beside the text of its answers."""
 
-    include_usage: bool | None = None
+    token_ids: bool = False
+    logprobs: int | None = None
+    """Number of the most likely tokens at each place; None: there are no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt, in a whole response."""
+    as_ids: bool = False
+    """Whether log-probabilities show tokens as ids."""
+    echo: bool = False
+    """Whether the text of a completion begins with the prompt."""
+    prompt_only: bool = False
+    """Whether the echo is all that a completion has."""
+    last_message: str = ""
+    """Text with which the message of a chat begins, because it continues the last one."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a request for a response, which repeats some of them."""
+    output_tokens_max: int = 0
+    """Limit of a response that sets none."""
 
-
-class StoragePart(msgspec.Struct, frozen=True):
-    """Blocks in the buffer of one node."""
-
-    id: str
-    """Id of the read."""
-    blocks: Annotated[int, msgspec.Meta(ge=1)]
-    data: str
-    """`host:port` of the KV server that sends them."""
-    keep: bool = False
-    """True: the blocks stay in the buffer for the decode instance."""
-
-
-class KeptBlocks(msgspec.Struct, frozen=True):
-    """Blocks of the prompt in the buffer of the decode instance's node."""
-
-    first_block: Annotated[int, msgspec.Meta(ge=0)]
-    blocks: Annotated[int, msgspec.Meta(ge=1)]
-    id: str
-    """Id of the read."""
-
-
-class StorageParams(msgspec.Struct, frozen=True):
-    """Blocks of the prompt that were read from the store: consecutive parts from `first_block` on."""
-
-    first_block: Annotated[int, msgspec.Meta(ge=0)]
-    key: str
-    """Key of the last block."""
-    parts: list[StoragePart]
-
-
-class KvParams(msgspec.Struct, frozen=True):
-    """`kv_transfer_params` of all legs: NIXL-like pull, Mooncake's `transfer_id`, kvroute's early pull. A prefill leg
-    with `do_remote_decode` and `do_remote_prefill` pulls a prefix of the prompt, computes the rest and holds
-    everything."""
-
-    do_remote_decode: bool | None = None
-    do_remote_prefill: bool | None = None
-    remote_block_ids: Any = None
-    remote_engine_id: str | None = None
-    remote_request_id: str | None = None
-    remote_host: str | None = None
-    remote_port: int | None = None
-    remote_bootstrap_addr: str | None = None
-    remote_num_tokens: int | None = None
-    remote_prefill_cached_tokens: int | None = None
-    transfer_id: str | None = None
-    storage: StorageParams | None = None
-    kept: KeptBlocks | None = None
-
-
-class Body(msgspec.Struct, frozen=True):
-    """The JSON body of a request for tokens."""
-
-    model: str | None = None
-    prompt: msgspec.Raw = msgspec.Raw(b"null")
-    messages: msgspec.Raw = msgspec.Raw(b"null")
-    input: msgspec.Raw = msgspec.Raw(b"null")
-    instructions: msgspec.Raw = msgspec.Raw(b"")
-    system: msgspec.Raw = msgspec.Raw(b"")
-    tools: msgspec.Raw = msgspec.Raw(b"")
-    max_tokens: int | None = None
-    max_output_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    kv_transfer_params: KvParams | None = None
-    cache_salt: str | None = None
-    bootstrap_host: str | list[str] | None = None
-    bootstrap_port: int | list[int] | None = None
-    bootstrap_room: int | list[int] | None = None
+    @property
+    def plain(self) -> bool:
+        """Whether the events of a stream have nothing beside the text."""
+        return not (self.token_ids or self.echo or self.logprobs is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +75,7 @@ class KvHandle:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A validated request for `len(prompts) * n` answers of `output_tokens` each."""
+    """A validated request for `len(prompts) * n` answers."""
 
     kind: Kind
     model: str
@@ -128,7 +83,7 @@ class EngineRequest:
     leg: Leg
     prompts: tuple[Prompt, ...]
     n: int
-    output_tokens: int
+    sampling: Sampling
     stream: bool
     usage: bool
     tickets: tuple[KvHandle, ...]
@@ -139,8 +94,9 @@ class EngineRequest:
     """KV of a prompt prefix that a prefill leg fetches before it computes the rest."""
     storage: StorageParams | None = None
     """Blocks that a prefill leg takes from the buffers of storage nodes."""
-    token_ids: bool = False
-    """Whether the events of a stream have the ids of their tokens."""
+    details: Details = field(default_factory=Details)
+    audio: Audio | None = None
+    """The audio of a transcription."""
 
 
 _DECODER = msgspec.json.Decoder(Body)
@@ -165,9 +121,7 @@ def read_engine_request(
         body = _DECODER.decode(data)
     except msgspec.DecodeError as error:
         raise ApiError(f"the body cannot be read: {error}") from None
-    if body.model is not None and body.model not in models:
-        what = f"The model `{body.model}` does not exist; use {' or '.join(models)}"
-        raise ApiError(what, status=404, kind="NotFoundError", param="model")
+    model = served_model(body.model, models)
     salt = checked_salt(body.cache_salt)
     prompts = _prompts(kind, body, block_tokens, salt)
     if body.model is not None and body.model in adapters:
@@ -175,28 +129,104 @@ def read_engine_request(
     n = _bounded(body.n, "n", 1, N_MAX) if kind in ("completions", "chat") else 1
     answers = len(prompts) * n
     leg, tickets = _handles(body, role, answers)
-    bound = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    bound = body.max_output_tokens if kind == "responses" else bound
+    details = _details(kind, body)
+    if kind == "responses":
+        details = replace(details, given=msgspec.json.decode(data))
     return EngineRequest(
         kind=kind,
-        model=body.model or models[0],
+        model=model,
         leg=leg,
         prompts=tuple(prompts),
         n=n,
-        output_tokens=_bounded(bound, "max_tokens", DEFAULT_TOKENS[kind], 2**31 - 1),
+        sampling=_sampling(kind, body, prompt_only=details.prompt_only),
         stream=bool(body.stream),
         usage=bool(body.stream_options and body.stream_options.include_usage),
         tickets=tickets,
         wants_params=leg == "prefill" and body.kv_transfer_params is not None,
         prefix=_prefix(body.kv_transfer_params) if leg == "prefill" else None,
         storage=body.kv_transfer_params.storage if leg == "prefill" and body.kv_transfer_params else None,
-        token_ids=bool(body.return_token_ids),
+        details=details,
     )
+
+
+def served_model(name: str | None, models: Sequence[str]) -> str:
+    """Return the model of a request, the first one if it names none.
+
+    Raises:
+        ApiError: no such model is served.
+    """
+    if name is not None and name not in models:
+        what = f"The model `{name}` does not exist; use {' or '.join(models)}"
+        raise ApiError(what, status=404, kind="NotFoundError", param="model")
+    return name or models[0]
+
+
+def _sampling(kind: Kind, body: Body, *, prompt_only: bool) -> Sampling:
+    bound = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    bound = body.max_output_tokens if kind == "responses" else bound
+    if bound is None and kind == "completions":
+        bound = COMPLETION_TOKENS
+    limit = 1 if prompt_only else bound if bound is None else _bounded(bound, "max_tokens", 1, 2**31 - 1)
+    least = body.min_tokens or 0
+    if least < 0 or (limit is not None and least > limit):
+        what = f"min_tokens must be less than or equal to max_tokens={limit} and not negative, got {least}."
+        raise ApiError(what, param="min_tokens")
+    stop = body.stop_sequences if kind == "messages" else body.stop
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not all(stops) or len(stops) > STOPS_MAX:
+        raise ApiError(f"stop has an empty string or more than {STOPS_MAX} strings", param="stop")
+    return Sampling(
+        limit=limit,
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=least,
+        stop=stops,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        include_stop=bool(body.include_stop_str_in_output),
+        constraint=read_constraint(kind, body),
+    )
+
+
+def _details(kind: Kind, body: Body) -> Details:
+    echo = bool(body.echo)
+    return Details(
+        token_ids=bool(body.return_token_ids),
+        logprobs=_logprobs(kind, body),
+        prompt_logprobs=_most_likely(body.prompt_logprobs, "prompt_logprobs"),
+        as_ids=bool(body.return_tokens_as_token_ids),
+        echo=echo and kind == "completions",
+        prompt_only=echo and kind == "completions" and body.max_tokens == 0,
+        last_message=_last_message(body) if echo and kind == "chat" else "",
+    )
+
+
+def _logprobs(kind: Kind, body: Body) -> int | None:
+    if kind == "completions":
+        return _most_likely(None if body.logprobs is None else int(body.logprobs), "logprobs")
+    top = _most_likely(body.top_logprobs or 0, "top_logprobs")
+    if kind == "responses":
+        return top if isinstance(body.include, list) and _OUTPUT_LOGPROBS in body.include else None
+    if top and not body.logprobs:
+        raise ApiError("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+    return top if body.logprobs and kind == "chat" else None
+
+
+def _most_likely(number: int | None, name: str) -> int | None:
+    """Return a number of tokens at each place; None: none is wanted."""
+    if number is not None and not 0 <= number <= LOGPROBS_MAX:
+        raise ApiError(f"{name} is {number}; give 0 to {LOGPROBS_MAX}", param=name)
+    return number
+
+
+def _last_message(body: Body) -> str:
+    """Return the text of the last message if the assistant said it."""
+    last = msgspec.json.decode(body.messages)[-1]
+    text = last.get("content") if last["role"] == "assistant" else ""
+    return text if isinstance(text, str) else ""
 
 
 def _prompts(kind: Kind, body: Body, block_tokens: int, salt: str) -> list[Prompt]:
     match kind:
-        case "completions":
+        case "completions" | "transcriptions":
             return completion_prompts(body.prompt, block_tokens, salt)
         case "chat":
             return [chat_prompt(body.messages, block_tokens, salt)]

@@ -1,44 +1,33 @@
-"""Response bodies: output tokens that depend only on the prompt, and their JSON."""
+"""Response bodies of chats, completions and transcriptions, whole and streamed, as vLLM sends them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import msgspec
 
-from kvroute.emulator.engine_request import Kind
-from kvroute.emulator.prompt import OUTPUT_ID
-
-_MASK = (1 << 64) - 1
-_MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
-"""Constants of the linear congruential generator in Knuth's MMIX."""
-WORDS = tuple(
-    f" {first}{vowel}{last}".encode() for first in "bdfgklmnprstvwzh" for vowel in "aeio" for last in "bdfgklmnprstvwzh"
+from kvroute.emulator.engine_request import Details
+from kvroute.emulator.generation.answer import Answer
+from kvroute.emulator.generation.logprobs import (
+    TokenLogprob,
+    chat_logprobs,
+    completion_logprobs,
+    output_logprobs,
+    prompt_logprobs,
+    vllm_prompt_logprobs,
 )
-"""Vocabulary of the output: 1,024 words that need no escaping in JSON."""
+from kvroute.emulator.generation.words import token_bytes
+from kvroute.emulator.request_body import Kind
 
-
-def generated_tokens(seed: int, choice: int, generated: int = 0) -> Iterator[bytes]:
-    """Yield the tokens of answer `choice` to a prompt with this seed, without end. `generated` is the number of output
-    tokens at the end of the prompt: the tokens are then the rest of the answer to the prompt without them."""
-    return map(WORDS.__getitem__, _words(seed, choice, generated))
-
-
-def generated_ids(seed: int, choice: int, generated: int = 0) -> Iterator[int]:
-    """Yield the ids of these tokens."""
-    return map(OUTPUT_ID.__add__, _words(seed, choice, generated))
-
-
-def _words(seed: int, choice: int, generated: int) -> Iterator[int]:
-    """Yield places in WORDS."""
-    state = (seed + choice * _MULTIPLIER) & _MASK
-    for place in count():
-        state = (state * _MULTIPLIER + _INCREMENT) & _MASK
-        if place >= generated:
-            yield state >> 54
+_OBJECTS: dict[Kind, tuple[str, str]] = {
+    "chat": ("chat.completion", "chat.completion.chunk"),
+    "completions": ("text_completion", "text_completion"),
+    "transcriptions": ("transcription", "transcription.chunk"),
+}
+"""Value of `object` in a whole response and in a chunk of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +41,7 @@ class ResponseHeader:
 
     def document(self, choices: list[dict[str, Any]], *, stream: bool, **more: Any) -> dict[str, Any]:
         """Return a complete response, or one chunk of a stream."""
-        name = {"chat": "chat.completion", "completions": "text_completion"}[self.kind]
-        if stream and self.kind == "chat":
-            name += ".chunk"
+        name = _OBJECTS[self.kind][stream]
         return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices, **more}
 
     def event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -72,71 +59,179 @@ def usage(input_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str
     }
 
 
-def choice(kind: Kind, index: int, text: bytes) -> dict[str, Any]:
+def choice(kind: Kind, index: int, answer: Answer, details: Details) -> dict[str, Any]:
     """Return one complete choice of a response."""
-    end = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
+    end: dict[str, Any] = {"finish_reason": finish_reason(answer), "stop_reason": answer.stop_reason}
+    end["token_ids"] = list(answer.ids()) if details.token_ids else None
     if kind == "chat":
-        return {"index": index, "message": {"role": "assistant", "content": text.decode()}, **end}
-    return {"index": index, "text": text.decode(), **end}
+        logprobs = None
+        if details.logprobs is not None:
+            logprobs = chat_logprobs(list(_logprobs(answer, details.logprobs)), as_ids=details.as_ids)
+        return {"index": index, "message": _message(answer, details), "logprobs": logprobs, **end}
+    text = answer.text() if not details.prompt_only else ""
+    if details.echo:
+        text = prompt_text(answer) + text
+    logprobs = _completion_logprobs(answer, details) if details.logprobs is not None else None
+    found: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, **end}
+    found["prompt_logprobs"] = of_prompt(answer, details)
+    found["prompt_token_ids"] = answer.prompt.tokens.tolist() if details.token_ids else None
+    return found
+
+
+def finish_reason(answer: Answer) -> str:
+    """Return why an answer ended. As in vLLM, the call of a tool that the request names ends with `stop`."""
+    return "stop" if answer.reason == "tool_calls" and answer.call and answer.call.named else answer.reason
+
+
+def prompt_text(answer: Answer) -> str:
+    """Return the text of the prompt."""
+    return b"".join([token_bytes(token) for token in answer.prompt.tokens.tolist()]).decode("utf-8", "replace")
+
+
+def of_prompt(answer: Answer, details: Details) -> list[dict[str, Any] | None] | None:
+    """Return the log-probabilities of the prompt; None: they are not wanted."""
+    if details.prompt_logprobs is None:
+        return None
+    return vllm_prompt_logprobs(prompt_logprobs(answer.prompt.tokens.tolist(), details.prompt_logprobs))
+
+
+def complete_call(answer: Answer) -> bool:
+    """Return whether a whole response has the call. As in vLLM, arguments that the limit cuts off are no call, unless
+    the request names the tool."""
+    return answer.call is not None and (answer.call.named or answer.reason != "length")
+
+
+def _message(answer: Answer, details: Details) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": details.last_message + answer.text()}
+    message |= {"refusal": None, "annotations": None, "audio": None, "function_call": None}
+    if answer.call is not None and complete_call(answer):
+        function = {"name": answer.call.name, "arguments": answer.text()}
+        message |= {"content": None, "tool_calls": [{"id": answer.call.id, "type": "function", "function": function}]}
+    return message | {"reasoning": None}
+
+
+def _logprobs(answer: Answer, top: int, first: int = 0) -> Iterator[TokenLogprob]:
+    return output_logprobs(answer.prompt.seed, answer.choice, list(islice(answer.ids(), first, None)), top, first)
+
+
+def _completion_logprobs(answer: Answer, details: Details) -> dict[str, Any]:
+    top = details.logprobs or 0
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob | None] = []
+    if details.echo:
+        tokens += answer.prompt.tokens.tolist()
+        logprobs += prompt_logprobs(tokens, top)
+    if not details.prompt_only:
+        tokens += answer.ids()
+        logprobs += _logprobs(answer, top)
+    return completion_logprobs(tokens, logprobs, as_ids=details.as_ids)
 
 
 @dataclass(slots=True)
 class StreamWriter:
-    """One streamed choice. The event frame is encoded once and filled in per token."""
+    """One streamed choice. Without details, the event frame is encoded once and filled in per token."""
 
     heading: ResponseHeader
     index: int
-    tokens: int
-    source: Iterator[bytes]
-    ids: Iterator[int] | None = None
-    """Ids of the tokens; None: the events have none."""
-    prompt_ids: list[int] | None = None
-    """Ids of the prompt, for the first event."""
+    answer: Answer
+    details: Details
     sent: int = 0
+    _source: Iterator[bytes] = field(init=False)
+    _ids: Iterator[int] = field(init=False)
+    _plain: bool = field(init=False)
+    _offset: int = 0
+    """Number of characters that a completion has so far."""
     _before: bytes = field(init=False)
     _after: bytes = field(init=False)
     _last: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self._before, self._after = self._piece("\0", None).split(b"\\u0000")
-        self._last = self._piece("\0", "length").split(b"\\u0000")[1]
+        self._source, self._ids = self.answer.texts(), self.answer.ids()
+        self._plain = self.details.plain and self.answer.script is None
+        if self._plain:
+            self._before, self._after = self._piece("\0", None).split(b"\\u0000")
+            self._last = self._piece("\0", self.answer.reason).split(b"\\u0000")[1]
 
     def _piece(self, text: str, reason: str | None) -> bytes:
-        chat = self.heading.kind == "chat"
-        content: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+        content: dict[str, Any] = {"text": text} if self._completes else {"delta": {"content": text}}
         return self.heading.event([{"index": self.index, **content, "logprobs": None, "finish_reason": reason}])
+
+    @property
+    def _completes(self) -> bool:
+        return self.heading.kind == "completions"
 
     def until(self, emitted: int) -> bytes:
         """Return the events of all tokens up to `emitted` that have not been sent."""
-        if self.ids is not None:
-            return self._with_ids(emitted, self.ids)
         opening = b""
         if self.heading.kind == "chat" and not self.sent and emitted:
-            role = {"role": "assistant", "content": ""}
-            opening = self.heading.event(
-                [{"index": self.index, "delta": role, "logprobs": None, "finish_reason": None}]
-            )
-        fresh = [self._before + word + self._after for word in islice(self.source, emitted - self.sent)]
+            opening = self._opening()
+        if not self._plain:
+            return opening + self._detailed(emitted)
+        fresh = [self._before + word + self._after for word in islice(self._source, emitted - self.sent)]
         self.sent = emitted
-        if fresh and emitted == self.tokens:
+        if fresh and emitted == self.answer.tokens:
             fresh[-1] = fresh[-1][: -len(self._after)] + self._last
         return opening + b"".join(fresh)
 
-    def _with_ids(self, emitted: int, ids: Iterator[int]) -> bytes:
-        """Return the same with token ids, as vLLM does for `return_token_ids`."""
-        chat, events = self.heading.kind == "chat", list[bytes]()
+    def _opening(self) -> bytes:
+        """Return the first events of a chat."""
         rest = {"logprobs": None, "finish_reason": None}
-        if chat and not self.sent and emitted:
-            opening = {"index": self.index, "delta": {"role": "assistant", "content": ""}, **rest}
-            events.append(self.heading.event([opening], prompt_token_ids=self.prompt_ids))
+        ids = {"prompt_token_ids": self.answer.prompt.tokens.tolist()} if self.details.token_ids else {}
+        opening = {"index": self.index, "delta": {"role": "assistant", "content": ""}, **rest}
+        events = self.heading.event([opening], **ids)
+        if text := self.details.last_message:
+            events += self.heading.event([{"index": self.index, "delta": {"content": text}, **rest}])
+        return events
+
+    def _detailed(self, emitted: int) -> bytes:
+        """Return events with calls, log-probabilities, ids or the echo."""
+        events = []
         for number in range(self.sent, emitted):
-            text = next(self.source).decode()
-            piece: dict[str, Any] = {"index": self.index, **({"delta": {"content": text}} if chat else {"text": text})}
-            piece |= rest | {"token_ids": [next(ids)]}
-            if number + 1 == self.tokens:
-                piece["finish_reason"] = "length"
-            if not chat:
-                piece["prompt_token_ids"] = None if number else self.prompt_ids
+            text, token = next(self._source).decode(), next(self._ids)
+            piece = self._text_of(number, text, token) if self._completes else self._delta(number, text, token)
+            piece["finish_reason"] = None
+            if number + 1 == self.answer.tokens:
+                piece |= {"finish_reason": finish_reason(self.answer), "stop_reason": self.answer.stop_reason}
+            if self.details.token_ids:
+                piece["token_ids"] = [token]
             events.append(self.heading.event([piece]))
         self.sent = emitted
         return b"".join(events)
+
+    def _delta(self, number: int, text: str, token: int) -> dict[str, Any]:
+        """Return one choice of a chat."""
+        call, delta = self.answer.call, dict[str, Any]()
+        if call is None:
+            delta["content"] = text
+        elif number == 0:
+            begun = {"id": call.id, "type": "function", "index": 0, "function": {"name": call.name, "arguments": ""}}
+            delta["tool_calls"] = [begun]
+        else:
+            delta["tool_calls"] = [{"index": 0, "function": {"arguments": text}}]
+        logprobs = None
+        if self.details.logprobs is not None:
+            found = self._logprob(number, token)
+            logprobs = chat_logprobs([found], as_ids=self.details.as_ids)
+        return {"index": self.index, "delta": delta, "logprobs": logprobs}
+
+    def _logprob(self, number: int, token: int) -> TokenLogprob:
+        top, answer = self.details.logprobs or 0, self.answer
+        return next(output_logprobs(answer.prompt.seed, answer.choice, [token], top, number))
+
+    def _text_of(self, number: int, text: str, token: int) -> dict[str, Any]:
+        """Return one choice of a completion."""
+        details, tokens, logprobs = self.details, list[int](), list[TokenLogprob | None]()
+        if details.echo and not number:
+            text = prompt_text(self.answer) + ("" if details.prompt_only else text)
+            tokens = self.answer.prompt.tokens.tolist()
+            logprobs += prompt_logprobs(tokens, details.logprobs) if details.logprobs is not None else []
+        found: dict[str, Any] = {"index": self.index, "text": text, "logprobs": None}
+        if details.logprobs is not None:
+            if not details.prompt_only:
+                tokens = [*tokens, token]
+                logprobs.append(self._logprob(number, token))
+            found["logprobs"] = completion_logprobs(tokens, logprobs, offset=self._offset, as_ids=details.as_ids)
+            self._offset += sum(map(len, found["logprobs"]["tokens"]))
+        if details.token_ids:
+            found["prompt_token_ids"] = None if number else self.answer.prompt.tokens.tolist()
+        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -12,18 +13,29 @@ from kvroute.addresses import host_port
 from kvroute.emulator.adapters import adapter_lines
 from kvroute.emulator.completion import JSON, complete, fail
 from kvroute.emulator.counters import Load, RankMetrics, metrics_page, storage_lines
-from kvroute.emulator.engine_request import Kind, read_engine_request
+from kvroute.emulator.engine_request import EngineRequest, read_engine_request, served_model
 from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.faults import Fault
+from kvroute.emulator.generation.words import token_bytes, token_text
 from kvroute.emulator.kv_events import AllBlocksCleared
+from kvroute.emulator.pooling import (
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+    classes,
+    embeddings,
+    pooling,
+    ranks,
+    scores,
+)
 from kvroute.emulator.prompt import chat_prompt, completion_prompts
-from kvroute.emulator.response import usage
+from kvroute.emulator.request_body import Kind
 from kvroute.emulator.server import InstanceServer
 from kvroute.emulator.storage import BufferedRead
 from kvroute.emulator.storage_tier import StorageTier
+from kvroute.emulator.transcription import read_audio
 from kvroute.types import InputError, Role
 
-EMBEDDING_NUMBERS = 8
 DOWN_MAX_S = 3600.0
 READS_PATH = "/v1/kv/reads"
 T = TypeVar("T")
@@ -70,13 +82,19 @@ class ReadOrder(msgspec.Struct, frozen=True):
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """The body of /v1/embeddings, /tokenize and /v1/messages/count_tokens."""
+    """The body of /tokenize and /v1/messages/count_tokens."""
 
-    input: msgspec.Raw = msgspec.Raw(b"null")
     prompt: msgspec.Raw = msgspec.Raw(b"null")
     messages: msgspec.Raw = msgspec.Raw(b"null")
     system: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
+    return_token_strs: bool | None = None
+
+
+class TokenIds(msgspec.Struct, frozen=True):
+    """The body of /detokenize."""
+
+    tokens: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 async def answer(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
@@ -98,8 +116,12 @@ async def answer(server: InstanceServer, request: web.BaseRequest) -> web.Stream
 async def _completion(server: InstanceServer, request: web.BaseRequest, kind: Kind) -> web.StreamResponse:
     data = await request.read()
     server = server.for_request(request)
+    return await complete(request, _read_request(kind, data, server), server.engine, server.faults, server.origin)
+
+
+def _read_request(kind: Kind, data: bytes, server: InstanceServer) -> EngineRequest:
     engine = server.engine
-    ask = read_engine_request(
+    return read_engine_request(
         kind,
         data,
         models=engine.model_names,
@@ -107,7 +129,6 @@ async def _completion(server: InstanceServer, request: web.BaseRequest, kind: Ki
         block_tokens=engine.block_tokens,
         adapters=engine.adapters.load_s,
     )
-    return await complete(request, ask, engine, server.faults, server.origin)
 
 
 async def _completions(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
@@ -178,19 +199,37 @@ async def _tokenize(server: InstanceServer, request: web.BaseRequest) -> web.Str
     else:
         prompt = completion_prompts(inputs.prompt, engine.block_tokens)[0]
     tokens = prompt.tokens.tolist()
-    return _json({"count": len(tokens), "max_model_len": engine.context_tokens, "tokens": tokens})
+    texts = [token_text(token) for token in tokens] if inputs.return_token_strs else None
+    return _json({"count": len(tokens), "max_model_len": engine.context_tokens, "tokens": tokens, "token_strs": texts})
 
 
-async def _embeddings(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
-    """Return a few numbers that depend only on the input."""
-    inputs, engine = await _read(request, Inputs), server.engine
-    prompts = completion_prompts(inputs.input, engine.block_tokens)
-    vectors = [
-        [(prompt.seed >> 8 * place & 0xFF) / 128 - 1 for place in range(EMBEDDING_NUMBERS)] for prompt in prompts
-    ]
-    data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
-    tokens = usage(sum(len(prompt.tokens) for prompt in prompts), 0, 0)
-    return _json({"object": "list", "model": engine.instance.model, "data": data, "usage": tokens})
+async def _tokenizer_info(_: InstanceServer, __: web.BaseRequest) -> web.StreamResponse:
+    return _json({"tokenizer_class": "FourByteTokenizer", "bos_token": "<s> ", "eos_token": "</s>", "pad_token": None})
+
+
+async def _detokenize(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    ids = await _read(request, TokenIds)
+    return _json({"prompt": b"".join(map(token_bytes, ids.tokens)).decode("utf-8", "replace")})
+
+
+def _pooled(
+    kind: type[T], respond: Callable[[T, str, int, int], dict[str, Any]]
+) -> Callable[[InstanceServer, web.BaseRequest], Awaitable[web.StreamResponse]]:
+    """Return a handler that reads a body of this kind and responds at once."""
+
+    async def handler(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+        body, engine = await _read(request, kind), server.engine
+        model = served_model(getattr(body, "model", None), engine.model_names)
+        return _json(respond(body, model, engine.block_tokens, engine.next_number()))
+
+    return handler
+
+
+async def _transcription(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    audio = await read_audio(request)
+    server = server.for_request(request)
+    ask = _read_request("transcriptions", audio.body, server)
+    return await complete(request, replace(ask, audio=audio), server.engine, server.faults, server.origin)
 
 
 async def _reset_prefix_cache(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
@@ -320,7 +359,15 @@ ROUTES: dict[tuple[str, str], Callable[[InstanceServer, web.BaseRequest], Awaita
     ("GET", "/health"): _health,
     ("GET", "/metrics"): _metrics,
     ("POST", "/tokenize"): _tokenize,
-    ("POST", "/v1/embeddings"): _embeddings,
+    ("POST", "/detokenize"): _detokenize,
+    ("GET", "/tokenizer_info"): _tokenizer_info,
+    ("POST", "/v1/embeddings"): _pooled(PoolingBody, embeddings),
+    ("POST", "/pooling"): _pooled(PoolingBody, pooling),
+    ("POST", "/classify"): _pooled(PoolingBody, classes),
+    **{("POST", path): _pooled(ScoreBody, scores) for path in ("/score", "/v1/score")},
+    **{("POST", path): _pooled(RerankBody, ranks) for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
+    ("POST", "/v1/audio/transcriptions"): _transcription,
+    ("POST", "/v1/audio/translations"): _transcription,
     ("POST", "/reset_prefix_cache"): _reset_prefix_cache,
     ("POST", "/emulator/fault"): _fault,
     ("POST", "/emulator/restart"): _restart,

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvroute.cachepool.keys import block_keys
 from kvroute.emulator.kv_events import BlockStored, KvPublisher
-from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.prompt import Prompt, text_tokens
 from kvroute.emulator.storage import StorageNode
 from kvroute.prefix import block_hashes, salt_seed
 from kvroute.types import IntArray
@@ -37,7 +37,7 @@ class StorageTier:
         """Write the full blocks of a prompt and its output that are not in the store. Args: `output`: its tokens."""
         tokens = prompt.tokens
         if output:
-            generated = np.frombuffer(b"".join(output), "<u4").astype(np.int64)
+            generated = text_tokens(b"".join(output))
             tokens = np.concatenate([tokens, generated])
         keys = block_keys(tokens, self.block_tokens, prompt.salt)
         self.node.write(self.model, keys, self.block_bytes, lambda: self._report(tokens, prompt.salt))

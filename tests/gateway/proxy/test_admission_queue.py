@@ -24,7 +24,8 @@ HELD = "  limits: {in_flight: 1, queue: 512}\n  health: {interval: 1 h, panic: 0
 
 async def _clients(gate: Rig, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Open connections: the first request is served for a long time, the others wait."""
-    body = msgspec.json.encode({"model": MODEL, "prompt": "hi", "max_tokens": 5_000, "stream": True})
+    fields = {"model": MODEL, "prompt": "hi", "max_tokens": 5_000, "ignore_eos": True, "stream": True}
+    body = msgspec.json.encode(fields)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     gate.slow(100)
     pairs = []

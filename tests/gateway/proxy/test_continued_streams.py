@@ -106,7 +106,7 @@ def test_the_log_of_continued_streams_replays(tmp_path: Path) -> None:
         {"logprobs": 1},
         {"frequency_penalty": 0.5},
         {"response_format": {"type": "json_object"}},
-        {"structured_outputs": {"regex": "a"}},
+        {"structured_outputs": {"regex": "a{60}"}},
         {"return_token_ids": True},
         {"unknown": 1},
     ],

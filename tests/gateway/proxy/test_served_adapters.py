@@ -107,7 +107,7 @@ def test_an_adapter_in_use_at_an_engine_is_preferred() -> None:
     async def main() -> None:
         async with rig("  policy: load-aware\n  scrape: {interval: 10 ms}\n", TEXT) as gate:
             engine = gate.fleet.ready().instances["decode1"]
-            body = {"model": "sql", "prompt": "hello", "max_tokens": 20_000, "stream": True}
+            body = {"model": "sql", "prompt": "hello", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
 
             def known() -> Mapping[str, tuple[tuple[str, ...], int]]:
                 return {"decode1": ((), 0)} | dict(gate.gateway.runtime.control.adapters)

@@ -29,7 +29,8 @@ async def ask(
     gate: Rig, name: str, *, tokens: int = 4, headers: dict[str, str] | None = None, **more: object
 ) -> GatewayResponse:
     """Send a completion with a key."""
-    body = {"model": "llama-3-70b", "prompt": more.pop("prompt", "hello " * 40), "max_tokens": tokens, **more}
+    body = {"model": "llama-3-70b", "prompt": more.pop("prompt", "hello " * 40), "max_tokens": tokens}
+    body |= {"ignore_eos": True, **more}
     return await gate.post(body, headers={"Authorization": f"Bearer {KEYS[name]}", **(headers or {})})
 
 

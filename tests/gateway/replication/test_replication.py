@@ -207,7 +207,9 @@ def test_a_key_is_limited_over_all_gateways_and_waiting_requests_get_the_room_of
     hashed = "sha256:" + sha256(key.encode()).hexdigest()
     limits = f"  keys: {{known: {{alice: '{hashed}'}}}}\n  limits: {{in_flight: 1, queue: 4, per_key: 2}}\n"
     headers = {"authorization": f"Bearer {key}"}
-    long, short = ({"model": MODEL, "prompt": "Hello", "max_tokens": tokens} for tokens in (2_000, 4))
+    long, short = (
+        {"model": MODEL, "prompt": "Hello", "max_tokens": tokens, "ignore_eos": True} for tokens in (2_000, 4)
+    )
 
     async def scenario() -> None:
         async with replicated(2, section(server.url) + limits) as gateways:

@@ -33,6 +33,7 @@ gateway:
   limits: {in_flight: 4, queue: 0}
 """
 BODY = {"model": "meta-llama/Llama-3.3-70B-Instruct", "prompt": "one two three", "max_tokens": 4}
+LONG = BODY | {"max_tokens": 400, "ignore_eos": True}
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -132,7 +133,7 @@ def test_a_worker_that_dies_is_replaced_and_its_counts_stay(tmp_path: Path) -> N
         assert gateway.completed() == 10
         before = gateway.workers()
         with ThreadPoolExecutor(4) as clients:
-            slow = [clients.submit(gateway.ask, "/v1/completions", BODY | {"max_tokens": 400}) for _ in range(4)]
+            slow = [clients.submit(gateway.ask, "/v1/completions", LONG) for _ in range(4)]
             until(lambda: json.loads(gateway.ask("/state", admin=True)[1])["tick"]["load"]["in_flight"] == 4)
             os.kill(before[0], signal.SIGKILL)
             codes = [each.result()[0] for each in slow]
@@ -172,7 +173,7 @@ def test_a_gateway_ends_although_a_worker_hangs(tmp_path: Path) -> None:
 def test_workers_keep_a_limit_together(tmp_path: Path) -> None:
     """Of twelve requests at once four are served and eight are rejected, whichever worker has them."""
     with running(tmp_path) as gateway, ThreadPoolExecutor(12) as clients:
-        long = [clients.submit(gateway.ask, "/v1/completions", BODY | {"max_tokens": 400}) for _ in range(4)]
+        long = [clients.submit(gateway.ask, "/v1/completions", LONG) for _ in range(4)]
         until(lambda: json.loads(gateway.ask("/state", admin=True)[1])["tick"]["load"]["in_flight"] == 4)
         more = [clients.submit(gateway.ask, "/v1/completions", BODY) for _ in range(8)]
         assert [each.result()[0] for each in more] == [503] * 8
@@ -195,7 +196,7 @@ def test_all_workers_reload_and_drain(tmp_path: Path) -> None:
         gateway.process.send_signal(signal.SIGHUP)
         until(lambda: reloads("taken"))
         assert b'"queue": 3' in gateway.ask("/config", admin=True)[1]
-        slow = clients.submit(gateway.ask, "/v1/completions", BODY | {"max_tokens": 200})
+        slow = clients.submit(gateway.ask, "/v1/completions", LONG | {"max_tokens": 200})
         until(lambda: json.loads(gateway.ask("/state", admin=True)[1])["tick"]["load"]["in_flight"] == 1)
         os.killpg(gateway.process.pid, signal.SIGINT)  # as Ctrl-C does
         assert slow.result()[0] == 200
