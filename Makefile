@@ -22,7 +22,7 @@ SOAK_RUNS := 10
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage soak fuzz lint types layers docs protos check vllm live gpu bench requirements manifests clean
+.PHONY: help demo test coverage soak fuzz lint types layers docs protos check vllm clients live gpu bench requirements manifests clean
 
 help:  ## this list
 	@awk -F ':.*##[ ]*' '/^[a-z-]+:.*##/ { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -82,8 +82,11 @@ protos: $(DEV_STAMP)  ## Python code of agents/agents.proto and epp/envoy.proto,
 vllm:  ## real vLLM for CPUs with the packages of its KV connectors, in an environment of its own
 	tests/live/vllm/install.sh
 
+clients: $(DEV_STAMP)  ## clients of other projects that the live tests run, in an environment of their own
+	tests/live/clients/install.sh
+
 # From apt: python3-simgrid, chromium, chromium-driver, prometheus, systemd, libnuma1, libibverbs1, redis-server, clang, libbpf-dev.
-live: $(DEV_STAMP) requirements/live.txt vllm  ## tests against real components
+live: $(DEV_STAMP) requirements/live.txt vllm clients  ## tests against real components
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/live.txt
 	$(BIN)/pytest -m "live and not alone" -n 2 --dist loadscope --durations 30 \
 		|| $(BIN)/pytest -m "live and not alone" $(AGAIN)
@@ -102,6 +105,8 @@ requirements: $(BIN)/uv  ## requirements/*.txt anew, after a change of dependenc
 			$$(echo $${set#*:} | tr , ' ') --output-file requirements/$${set%%:*}.txt; done
 	$(BIN)/uv pip compile --quiet --universal --no-deps --generate-hashes --no-header --no-annotate --python-version 3.11 \
 		requirements/connectors.in --output-file requirements/connectors.txt
+	$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate --python-version 3.11 \
+		requirements/clients.in --output-file requirements/clients.txt
 
 manifests: $(DEV_STAMP) requirements/live.txt  ## deploy/crds and deploy/kustomize anew, and the files that the chart copies
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/live.txt
