@@ -186,7 +186,12 @@ def _sampling(kind: Kind, body: Body, *, prompt_only: bool) -> Sampling:
     )
 
 
+_PLAIN = Details()
+
+
 def _details(kind: Kind, body: Body) -> Details:
+    if not (body.return_token_ids or body.echo) and body.logprobs is body.top_logprobs is body.prompt_logprobs is None:
+        return _PLAIN
     echo = bool(body.echo)
     return Details(
         token_ids=bool(body.return_token_ids),

@@ -114,6 +114,22 @@ class Body(msgspec.Struct, frozen=True):
     bootstrap_port: int | list[int] | None = None
     bootstrap_room: int | list[int] | None = None
 
+    @property
+    def may_constrain(self) -> bool:
+        """Whether some field may constrain the text."""
+        return bool(
+            self.tools
+            or self.tool_choice
+            or self.response_format
+            or self.text
+            or self.output_config
+            or self.structured_outputs
+            or self.guided_json
+            or self.guided_regex is not None
+            or self.guided_choice is not None
+            or self.guided_grammar is not None
+        )
+
     def guided(self) -> tuple[tuple[str, Any], ...]:
         """Return the constraints of earlier versions of vLLM, by their name in `structured_outputs`."""
         given = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar

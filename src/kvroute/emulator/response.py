@@ -19,7 +19,7 @@ from kvroute.emulator.generation.logprobs import (
     prompt_logprobs,
     vllm_prompt_logprobs,
 )
-from kvroute.emulator.generation.words import token_bytes
+from kvroute.emulator.generation.words import generated_tokens, token_bytes
 from kvroute.emulator.request_body import Kind
 
 _OBJECTS: dict[Kind, tuple[str, str]] = {
@@ -136,6 +136,7 @@ class StreamWriter:
     answer: Answer
     details: Details
     sent: int = 0
+    _tokens: int = field(init=False)
     _source: Iterator[bytes] = field(init=False)
     _ids: Iterator[int] = field(init=False)
     _plain: bool = field(init=False)
@@ -146,9 +147,13 @@ class StreamWriter:
     _last: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self._source, self._ids = self.answer.texts(), self.answer.ids()
-        self._plain = self.details.plain and self.answer.script is None
-        if self._plain:
+        answer = self.answer
+        self._tokens = answer.tokens
+        self._plain = self.details.plain and answer.script is None
+        if not self._plain:
+            self._source, self._ids = answer.texts(), answer.ids()
+        else:
+            self._source = generated_tokens(answer.prompt.seed, answer.choice, answer.prompt.generated)
             self._before, self._after = self._piece("\0", None).split(b"\\u0000")
             self._last = self._piece("\0", self.answer.reason).split(b"\\u0000")[1]
 
@@ -169,7 +174,7 @@ class StreamWriter:
             return opening + self._detailed(emitted)
         fresh = [self._before + word + self._after for word in islice(self._source, emitted - self.sent)]
         self.sent = emitted
-        if fresh and emitted == self.answer.tokens:
+        if fresh and emitted == self._tokens:
             fresh[-1] = fresh[-1][: -len(self._after)] + self._last
         return opening + b"".join(fresh)
 

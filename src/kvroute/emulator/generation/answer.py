@@ -75,8 +75,7 @@ class Answer:
 
 def natural_tokens(prompt: Prompt, choice: int) -> int:
     """Return the number of tokens that are left until free text ends by itself, at least 1."""
-    span = LONGEST_TOKENS - SHORTEST_TOKENS + 1
-    whole = SHORTEST_TOKENS + Draws.of(prompt.seed, choice).below(span)
+    whole = SHORTEST_TOKENS + Draws.of(prompt.seed, choice).below(LONGEST_TOKENS - SHORTEST_TOKENS + 1)
     return max(whole - prompt.generated, 1)
 
 
@@ -88,13 +87,13 @@ def answer_to(prompt: Prompt, choice: int, sampling: Sampling, room: Callable[[i
     """
     if sampling.constraint is not None:
         return _constrained(prompt, choice, sampling, sampling.constraint, room)
-    limit, wanted = sampling.limit, natural_tokens(prompt, choice)
-    if sampling.min_tokens > wanted:
-        wanted = sampling.min_tokens
-    if limit is None:
-        limit = room(1 << 31 if sampling.ignore_eos else wanted)
-    ends = wanted <= limit and not sampling.ignore_eos
-    answer = Answer(prompt, choice, wanted if ends else limit, "stop" if ends else "length")
+    limit = sampling.limit
+    if sampling.ignore_eos:
+        answer = Answer(prompt, choice, room(1 << 31) if limit is None else limit, "length")
+    else:
+        wanted = max(natural_tokens(prompt, choice), sampling.min_tokens)
+        limit = room(wanted) if limit is None else limit
+        answer = Answer(prompt, choice, min(wanted, limit), "stop" if wanted <= limit else "length")
     if sampling.stop or sampling.stop_token_ids:
         return _stopped(answer, zip(answer.texts(), answer.ids(), strict=True), sampling)
     return answer

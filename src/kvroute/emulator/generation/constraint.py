@@ -60,6 +60,8 @@ def read_constraint(kind: Kind, body: Body) -> Constraint | None:
     Raises:
         ApiError: a field has no valid value.
     """
+    if not body.may_constrain:
+        return None
     tool, named = _called_tool(kind, body) if body.tools and kind != "completions" else (None, False)
     if tool is not None:
         return Constraint(tool=tool, named=named)
