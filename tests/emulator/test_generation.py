@@ -37,6 +37,11 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": ASKED, **fields}
 
 
+def logprob_of(entry: dict[str, Any]) -> float:
+    """Return a log-probability."""
+    return float(entry["logprob"])
+
+
 def valid(text: str) -> dict[str, Any]:
     """Return the value of a JSON text, which is valid under SCHEMA."""
     value: dict[str, Any] = msgspec.json.decode(text)
@@ -72,15 +77,16 @@ def test_an_answer_ends_at_the_first_stop_string(
     assert free.text().startswith(answer.text())
     assert list(free.ids())[: answer.tokens] == list(answer.ids())
     assert len(list(answer.texts())) == answer.tokens
+    unchecked = len(b"".join(list(free.texts())[:least]))
     if answer.reason == "stop":
         assert answer.stop_reason in stops
         assert answer.tokens > least
         end = len(answer.text()) + (0 if include else len(str(answer.stop_reason)))
         assert free.text()[:end].endswith(str(answer.stop_reason))
-        unchecked = len(b"".join(list(free.texts())[:least]))
         assert not any(stop in free.text()[unchecked : end - 1] for stop in stops)
     else:
         assert (answer.tokens, answer.text()) == (1000, free.text())
+        assert not any(stop in free.text()[unchecked:] for stop in stops)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 120), st.integers(0, 120))
@@ -390,6 +396,14 @@ def test_log_probabilities_are_those_of_vllm() -> None:
         tokens = (await client.post_json("decode0", {"prompt": "ab cd ef"}, "/tokenize"))["tokens"]
         assert of_prompt[0] is None
         assert of_prompt[1][str(tokens[1])]["decoded_token"] == "d ef"
+        longer = await client.post_json("decode0", TEXT | {"max_tokens": 1, "prompt_logprobs": 2})
+        tokens = (await client.post_json("decode0", {"prompt": PROMPT}, "/tokenize"))["tokens"]
+        ranked = list(zip(tokens, longer["choices"][0]["prompt_logprobs"], strict=True))[1:]
+        first = [
+            (of[str(token)]["rank"] == 1, max(of.values(), key=logprob_of) == of[str(token)]) for token, of in ranked
+        ]
+        assert {one == other for one, other in first} == {True}
+        assert {one for one, _ in first} == {True, False}
         said = await client.post_json("decode0", chat(max_tokens=3, logprobs=True, top_logprobs=2), CHAT)
         content = said["choices"][0]["logprobs"]["content"]
         assert "".join(each["token"] for each in content) == said["choices"][0]["message"]["content"]

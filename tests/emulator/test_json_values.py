@@ -93,6 +93,12 @@ EXAMPLES: dict[str, Any] = {
             {"properties": {"a": {"type": "number", "maximum": 4}, "b": {"type": "null"}}, "required": ["b"]},
         ]
     },
+    "stricter bounds": {
+        "allOf": [
+            {"type": "integer", "minimum": 3, "maximum": 90},
+            {"type": "number", "minimum": 80, "maximum": 200},
+        ]
+    },
     "reference with siblings": {
         "$ref": "#/$defs/x",
         "maxLength": 2,

@@ -3,6 +3,7 @@ tokens before; a generated token is always the most likely one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -44,11 +45,11 @@ def prompt_logprobs(tokens: Sequence[int], top: int) -> list[TokenLogprob | None
     for token in tokens:
         digest = xxhash.xxh64_intdigest(token.to_bytes(8, "little", signed=True), digest)
         logprob = -(digest % 8000) / 1000
-        if logprob > _MOST_LIKELY:
-            likely = [(token, logprob), *_others(digest, token, logprob, top - 1)]
-        else:
-            likely = list(_others(digest, token, _MOST_LIKELY, top))
-        found.append(TokenLogprob(token, logprob, 1 if logprob > _MOST_LIKELY else top + 2, tuple(likely[:top])))
+        below = logprob if logprob > _MOST_LIKELY else _MOST_LIKELY + _STEP
+        rank = 1 if logprob > _MOST_LIKELY else max(2, 1 + math.ceil((_MOST_LIKELY - logprob) / _STEP))
+        likely = list(_others(digest, token, below, top))
+        likely.insert(rank - 1, (token, logprob))
+        found.append(TokenLogprob(token, logprob, rank, tuple(likely[:top])))
     return [None, *found[1:]]
 
 
