@@ -102,12 +102,14 @@ class EnvoyStream:
         path: str = COMPLETIONS,
         headers: Sequence[tuple[str, str]] = (),
         subset: Any = None,
+        method: str = "",
     ) -> Answer:
-        """Send a request, and read the choice. Args: `body` None: a GET."""
+        """Send a request, and read the choice. Args: `body` None: the request has none; `method` empty: GET without a
+        body, else POST."""
         first = asyncio.ensure_future(self.read())
         # The picker may refuse a request and close the stream before it has the whole body.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self.ask_only(body, path=path, headers=headers, subset=subset)
+            await self.ask_only(body, path=path, headers=headers, subset=subset, method=method)
         return await self.answer(body is not None, await first)
 
     async def ask_only(
@@ -117,9 +119,11 @@ class EnvoyStream:
         path: str = COMPLETIONS,
         headers: Sequence[tuple[str, str]] = (),
         subset: Any = None,
+        method: str = "",
     ) -> None:
         """Send a request."""
-        pseudo = [(":method", "GET" if body is None else "POST"), (":path", path), (":authority", "llm")]
+        method = method or ("GET" if body is None else "POST")
+        pseudo = [(":method", method), (":path", path), (":authority", "llm")]
         sent = HttpHeaders(headers=message_headers([*pseudo, *headers]), end_of_stream=body is None)
         more = {} if subset is None else {"metadata_context": metadata_of(SUBSET_NAMESPACE, SUBSET, subset)}
         config = ProtocolConfiguration(request_body_mode=self._mode, response_body_mode=NONE)

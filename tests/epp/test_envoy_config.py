@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf import json_format
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.gateway.lifecycle.membership_rig import DISCOVERY
 from tests.gateway.rig import CLUSTER
 
@@ -15,8 +18,10 @@ from kvroute.cli.app import main
 from kvroute.epp.envoy_config import EnvoyOptions, envoy_config
 from kvroute.epp.messages import ATTEMPTS, DESTINATION, metadata_of
 from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.gateway.openai_api.passthrough_paths import BUILT_IN, COMPLETIONS, OWN, READ, PassthroughPaths
 from kvroute.types import InputError
 
+KNOWN = {path.decode() for path in (*BUILT_IN, *COMPLETIONS, *OWN)}
 ENDPOINTS = {"prefill0": 1, "prefill1": 2, "decode0": 3, "decode1": 4}
 
 
@@ -120,7 +125,7 @@ def test_requests_without_a_choice_have_a_route_of_their_own() -> None:
     """To the fallback; the route is chosen again after the picker's answer."""
     config = discovered_config(fail_open=True, fallback=("engines.llm.svc:8000",))
     manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    chosen, other = manager["route_config"]["virtual_hosts"][0]["routes"]
+    chosen, other, *_ = manager["route_config"]["virtual_hosts"][0]["routes"]
     [condition] = chosen["match"]["dynamic_metadata"]
     assert condition == {"filter": "envoy.lb", "path": [{"key": DESTINATION}], "value": {"present_match": True}}
     assert (chosen["route"]["cluster"], other["route"]["cluster"]) == ("kvroute_engines", "kvroute_fallback")
@@ -147,6 +152,60 @@ def test_what_envoy_cannot_do_is_an_error(text: str, options: dict[str, Any], sa
         envoy_config(
             deployment.cluster, deployment.settings, EnvoyOptions("10.0.0.9:9002", **options), deployment.source
         )
+
+
+def route_of(config: dict[str, Any], path: str, method: str) -> str:
+    """Return the cluster of a request, or the status of Envoy's own response. Args: `path`: without a query."""
+    manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
+        match = route["match"]
+        methods = [each["string_match"]["safe_regex"]["regex"] for each in match.get("headers", [])]
+        fits = re.fullmatch(match["safe_regex"]["regex"], path) if "safe_regex" in match else path == match.get("path")
+        if (fits or match.get("prefix") == "/") and all(re.fullmatch(regex, method) for regex in methods):
+            return route["route"]["cluster"] if "route" in route else str(route["direct_response"]["status"])
+    raise AssertionError("there is no route")
+
+
+WORDS = (
+    "v1 V1 completions chat responses audio models sleep SLEEP inference in x a%20b a@b wake_up cancel metrics health"
+)
+SEGMENTS = st.sampled_from(
+    [*WORDS.split(), "v1/models/a", "v1/responses/x", "v1/responses/x/cancel", "v1/audio/speech"]
+)
+
+
+@given(
+    st.lists(SEGMENTS, min_size=1, max_size=4).map(lambda parts: "/" + "/".join(parts))
+    | st.sampled_from(sorted(KNOWN)),
+    st.sampled_from(["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"]),
+    st.lists(st.sampled_from(["/inference/*", "/in*", "/x", "/*", "/v1/*", "/sleep"]), unique=True),
+)
+def test_envoy_lets_the_paths_through_that_the_picker_lets_through(path: str, method: str, listed: list[str]) -> None:
+    """A path is normalized by Envoy before."""
+    sent = route_of(config_of(f"  passthrough: {json.dumps(listed)}\n"), path, method)
+    endpoint = PassthroughPaths(listed).find(path.encode())
+    allowed = endpoint.methods if endpoint is not None else frozenset()
+    if path.encode() in COMPLETIONS:
+        allowed = frozenset({b"POST"})
+    elif path == "/v1/models" or path.startswith("/v1/models/"):
+        allowed = READ
+    expected = "kvroute_engines" if method.encode() in allowed else "200" if path == "/health" else "404"
+    if path.startswith("/v1/responses/") and path.endswith("/cancel") and method in ("GET", "HEAD"):
+        expected = sent  # the engine refuses it
+    if expected == "200" and method not in ("GET", "HEAD"):
+        expected = "404"
+    assert sent == expected
+
+
+def test_envoy_normalizes_paths_and_limits_requests_as_the_gateway_does() -> None:
+    """And asks no engine while the picker is away."""
+    config = config_of("  limits: {headers: 10 KB, header_time: 3 s, keep_alive: 7 s}\n")
+    manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    assert (manager["normalize_path"], manager["merge_slashes"]) == (True, True)
+    assert manager["path_with_escaped_slashes_action"] == "UNESCAPE_AND_FORWARD"
+    assert (manager["max_request_headers_kb"], manager["request_headers_timeout"]) == (10, "3s")
+    assert manager["common_http_protocol_options"] == {"max_headers_count": 128, "idle_timeout": "7s"}
+    assert filters_of(config)["ext_proc"]["failure_mode_allow"] is False
 
 
 def run_epp(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:

@@ -63,7 +63,7 @@ async def play(rig: PickerRig, endpoints: list[str], what: dict[str, Any]) -> No
         wanted = sorted([*endpoints, "192.0.2.1:80"][number] for number in what["subset"])
         subset = wanted if what["as_list"] else ", ".join(wanted)
     stream = rig.stream()
-    body, path = (completion_body(), "/v1/completions") if what["completion"] else (None, "/anything")
+    body, path = (completion_body(), "/v1/completions") if what["completion"] else (None, "/v1/models")
     if what["ends"] == "unasked":
         await stream.ask_only(body, path=path, subset=subset)
         stream.call.cancel()
@@ -153,7 +153,7 @@ def test_a_subset_may_name_hosts(hint: Any) -> None:
 
 
 @pytest.mark.parametrize("hint", ["", [], "192.0.2.1:80"], ids=["empty", "empty list", "unknown"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/other"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_a_subset_without_an_eligible_endpoint_is_503(hint: Any, path: str) -> None:
     """Also if it is empty."""
 
@@ -364,7 +364,7 @@ def test_trailers_of_a_request_come_back_after_its_body() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/other"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_the_endpoint_that_a_client_names_is_replaced(path: str) -> None:
     """Its header of that name has no effect. It is set and not removed, whatever a gateway does first."""
 
@@ -388,7 +388,7 @@ def test_response_bodies_and_trailers_come_back_unchanged() -> None:
             config = ProtocolConfiguration(
                 request_body_mode=FULL_DUPLEX_STREAMED, response_body_mode=FULL_DUPLEX_STREAMED
             )
-            head = message_headers([(":method", "GET"), (":path", "/")])
+            head = message_headers([(":method", "GET"), (":path", "/v1/models")])
             await stream.send(request_headers=HttpHeaders(headers=head, end_of_stream=True), protocol_config=config)
             answer = await stream.answer(False)
             await stream.respond(200, answer.endpoints[0])

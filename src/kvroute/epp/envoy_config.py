@@ -7,9 +7,7 @@ from typing import Any
 
 from kvroute.epp.addresses import check_addresses
 from kvroute.epp.envoy_clusters import (
-    FALLBACK,
     PICKER,
-    POOL,
     TYPE,
     discovered_engines,
     fallback_engines,
@@ -18,8 +16,10 @@ from kvroute.epp.envoy_clusters import (
     seconds,
     socket_address,
 )
+from kvroute.epp.envoy_routes import routes
 from kvroute.epp.messages import DESTINATION, NAMESPACE, SERVED
 from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.gateway.http.request_parser import Limits
 from kvroute.topology import Cluster
 from kvroute.types import InputError
 
@@ -27,6 +27,10 @@ _HTTP = TYPE + "extensions.filters.http."
 _SERVED_HEADER = "x-kvroute-served"
 """Response header that carries the served endpoint from the router to the metadata; clients do not see it."""
 _LOG_FLUSH_S = 0.2
+_REGEX_SIZE = {"re2.max_program_size.error_level": 10_000}
+"""Envoy's default of 100 is too small for the list of paths."""
+_HEADERS_KB_MOST = 8192
+"""The largest limit for headers that Envoy accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ def envoy_config(cluster: Cluster, settings: GatewaySettings, options: EnvoyOpti
             "clusters": [*engines, picker_cluster(options.picker, settings, fail_open=options.fail_open)],
         }
     }
+    config["layered_runtime"] = {"layers": [{"name": "kvroute", "static_layer": _REGEX_SIZE}]}
     if options.admin:
         config["admin"] = {"address": socket_address(options.admin)}
     return config
@@ -93,6 +98,7 @@ def _listener(settings: GatewaySettings, options: EnvoyOptions) -> dict[str, Any
         "stat_prefix": "kvroute",
         "generate_request_id": True,
         "preserve_external_request_id": True,
+        **_limits(settings),
         "access_log": [_access_log(), *([_warning()] if options.fail_open else [])],
         "route_config": {"name": "kvroute", "virtual_hosts": [_virtual_host(settings, options)]},
         "http_filters": [_processor(settings, options), _served_filter(), _router()],
@@ -106,6 +112,23 @@ def _listener(settings: GatewaySettings, options: EnvoyOptions) -> dict[str, Any
     }
 
 
+def _limits(settings: GatewaySettings) -> dict[str, Any]:
+    """Return how Envoy normalizes paths, so that routes, picker and engine see the same one, and its limits for
+    requests, which are those of the gateway."""
+    limits = settings.limits
+    return {
+        "normalize_path": True,
+        "merge_slashes": True,
+        "path_with_escaped_slashes_action": "UNESCAPE_AND_FORWARD",  # clients escape slashes in names of models
+        "max_request_headers_kb": min(-(-int(limits.header_bytes) // 1024), _HEADERS_KB_MOST),
+        "request_headers_timeout": seconds(float(limits.header_s)),
+        "common_http_protocol_options": {
+            "max_headers_count": Limits().header_count,
+            "idle_timeout": seconds(float(limits.keep_alive_s)),
+        },
+    }
+
+
 def _virtual_host(settings: GatewaySettings, options: EnvoyOptions) -> dict[str, Any]:
     served = {"key": _SERVED_HEADER, "value": "%UPSTREAM_REMOTE_ADDRESS%"}
     return {
@@ -113,31 +136,8 @@ def _virtual_host(settings: GatewaySettings, options: EnvoyOptions) -> dict[str,
         "domains": ["*"],
         "response_headers_to_add": [{"header": served, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}],
         "request_body_buffer_limit": int(settings.limits.body_bytes),
-        "routes": _routes(settings, options),
+        "routes": routes(settings, fallback=bool(options.fallback)),
     }
-
-
-def _routes(settings: GatewaySettings, options: EnvoyOptions) -> list[dict[str, Any]]:
-    """Return one route; with a fallback, one for requests with a choice and one for those without."""
-    retries = settings.retries
-    route = {
-        "timeout": "0s",  # a stream may last as long as it has events
-        "idle_timeout": seconds(float(settings.timeouts.answer_s)),
-        "retry_policy": {
-            "retry_on": "connect-failure,refused-stream,retriable-status-codes",
-            "retriable_status_codes": [503],  # an engine that is full has not touched the KV cache
-            "num_retries": retries.attempts - 1,
-        },
-    }
-    match = {"prefix": "/"}
-    chosen = {"match": match, "route": {"cluster": POOL, **route}}
-    if not options.fallback:
-        return [chosen]
-    present = {"filter": NAMESPACE, "path": [{"key": DESTINATION}], "value": {"present_match": True}}
-    return [
-        {**chosen, "match": {**match, "dynamic_metadata": [present]}},
-        {"match": match, "route": {"cluster": FALLBACK, **route}},
-    ]
 
 
 def _processor(settings: GatewaySettings, options: EnvoyOptions) -> dict[str, Any]:

@@ -39,6 +39,12 @@ class Pick:
     body: bytes
 
 
+def id_headers(path: bytes, request_id: bytes) -> Headers:
+    """Return the headers with the id of a request that each response has."""
+    names = [b"x-request-id", b"request-id"] if is_anthropic(path) else [b"x-request-id"]
+    return [(name, request_id) for name in names]
+
+
 class PickExchange:
     """See `ClientExchange`. Envoy relays the response, so nothing of it is written here: call `respond` or `pick`.
 
@@ -139,9 +145,7 @@ class PickExchange:
         assert not self.started, "a request has one response"
         self.started = self.finished = True
         self._forget()
-        own = [(b"x-request-id", self.request_id)]
-        if is_anthropic(self.path):
-            own.append((b"request-id", self.request_id))
+        own = id_headers(self.path, self.request_id)
         self._answer(immediate_reply(status, in_format_of(self.path, status, body), content_type, [*own, *headers]))
 
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> None:

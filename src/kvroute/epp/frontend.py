@@ -10,6 +10,7 @@ from kvroute.epp.exchange import PickExchange
 from kvroute.epp.passthrough import PassthroughPick
 from kvroute.epp.server import PickerServer, PickerSettings
 from kvroute.epp.sidecar_leg import SidecarDecodeLeg
+from kvroute.gateway.openai_api.passthrough_paths import COMPLETIONS, OPENAI_COMPLETIONS
 from kvroute.gateway.proxy.endpoints import MakePassthrough
 from kvroute.gateway.proxy.frontend import Server, ServerParts
 from kvroute.gateway.proxy.request import ProxiedRequest
@@ -25,9 +26,12 @@ class PickerFrontend:
     """See `kvroute.gateway.proxy.frontend.Frontend`."""
 
     relayed: MakePassthrough = PassthroughPick
+    metrics = False
 
     def __init__(self, settings: PickerSettings | None = None) -> None:
         self._settings = settings or PickerSettings()
+        # A sidecar of an engine orders prefills for the first two kinds only.
+        self.routed = OPENAI_COMPLETIONS if self._settings.sidecar else COMPLETIONS
 
     def proxied(
         self,

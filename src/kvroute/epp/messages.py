@@ -34,12 +34,30 @@ SERVED = "x-gateway-destination-endpoint-served"
 SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 PIECE_BYTES = 62 * 1024
 """Longest part of a body in one message: Envoy splits messages of more than 64 KiB."""
+MESSAGE_BYTES = 1024 * 1024
+"""Longest message beside the body in it and the headers that the settings allow: the metadata of Envoy's filters."""
+_BODY_FIELDS = frozenset((b"\x22", b"\x2a"))
+"""First bytes of messages with a body: numbers and wire types of `request_body` and `response_body`."""
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+def other_bytes(raw: bytes) -> int:
+    """Return the size of a message from Envoy without the body in it, in bytes: before it is parsed, because parsing
+    takes long for many small values."""
+    if raw[:1] not in _BODY_FIELDS:
+        return len(raw)
+    length = shift = 0
+    for at, byte in enumerate(raw[1:6], start=2):
+        length |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return max(len(raw) - length, at)
+    return len(raw)
 
 
 def headers_of(message: HttpHeaders) -> Headers:
     """Return the headers of a message, pseudo-headers included."""
-    return [(each.key.encode("latin-1"), each.raw_value or each.value.encode()) for each in message.headers.headers]
+    return [(each.key.encode(), each.raw_value or each.value.encode()) for each in message.headers.headers]
 
 
 def status_of(message: HttpHeaders) -> int:
@@ -47,7 +65,7 @@ def status_of(message: HttpHeaders) -> int:
     for each in message.headers.headers:
         if each.key == ":status":
             value = each.raw_value or each.value.encode()
-            return int(value) if value.isdigit() else 0
+            return int(value) if value.isdigit() and len(value) == 3 else 0
     return 0
 
 

@@ -14,6 +14,7 @@ from kvroute.gateway.engines.breaker import is_failure
 from kvroute.gateway.engines.fault_attribution import FaultAttribution
 from kvroute.gateway.http.headers import forwarded, header_lines
 from kvroute.gateway.openai_api.json_fields import RequestError
+from kvroute.gateway.openai_api.passthrough_paths import READ
 from kvroute.gateway.openai_api.responses import error_body
 from kvroute.gateway.proxy.leg import blame_engine
 from kvroute.gateway.proxy.passthrough import answerers
@@ -68,7 +69,8 @@ class PassthroughPick:
             added, removed = header_changes(exchange.headers, head)
             exchange.on_response, exchange.on_end = self._on_response, self._on_response_end
             destination = ",".join(dict.fromkeys(engine_address(engine) for engine in engines))
-            exchange.pick(Pick(destination, added, removed, self._content.body))
+            body = b"" if exchange.method in READ else self._content.body
+            exchange.pick(Pick(destination, added, removed, body))
             exchange.release_body()
         except RequestError as refused:
             exchange.respond(refused.status, refused.body())
@@ -97,7 +99,9 @@ class PassthroughPick:
                 engine.leg_closed()
                 engine = self._engine = other
                 self._attempt = other.started(now, counted=True)
-        if served and status != 429 and not is_failure(status):
+        if not served and status < 500:  # Envoy's own response: its routes do not have the path
+            engine.availability.cancelled(self._attempt, now)
+        elif served and status != 429 and not is_failure(status):
             engine.availability.succeeded(self._attempt, now)
         else:
             kind = "status" if served else "refused"

@@ -14,17 +14,17 @@ from kvroute.epp.access_log import AccessLog
 from kvroute.epp.envoy_pb2 import (
     HealthCheckRequest,
     HealthCheckResponse,
-    ProcessingRequest,
     ProcessingResponse,
     StreamAccessLogsMessage,
     StreamAccessLogsResponse,
 )
-from kvroute.epp.exchange import PickExchange
-from kvroute.epp.messages import ACCESS_LOGS, HEALTH, PROCESS
-from kvroute.epp.stream import ProcessingStream, ProtocolFault
-from kvroute.gateway.http.request_parser import LIGHT_BYTES
+from kvroute.epp.exchange import PickExchange, id_headers
+from kvroute.epp.messages import ACCESS_LOGS, HEALTH, MESSAGE_BYTES, PROCESS, immediate_reply
+from kvroute.epp.stream import ProcessingStream, ProtocolFault, Refused
+from kvroute.gateway.http.headers import request_id_of
+from kvroute.gateway.http.request_parser import LIGHT_BYTES, HttpError
 from kvroute.gateway.observe.logs import log_event
-from kvroute.gateway.openai_api.passthrough_paths import COMPLETIONS, OPENAI_COMPLETIONS
+from kvroute.gateway.openai_api.responses import error_body
 from kvroute.gateway.proxy.frontend import ServerParts
 
 _OPTIONS = (
@@ -35,6 +35,9 @@ _OPTIONS = (
 )
 _NOTICE_S = 3.0
 """Time in which Envoys notice that the picker drains: two failed health checks, one second apart, and their timeout."""
+_ENTRIES_AT_ONCE = 100
+"""Entries of the access log that are processed before other requests run."""
+_BUSY = error_body("the picker has reached its limit of requests; try again later", "rate_limit_error")
 _READINESS = frozenset({"", "readiness", PROCESS[1:].rpartition("/")[0]})
 """Services whose health is that of the picker."""
 
@@ -44,7 +47,7 @@ class PickerSettings:
     """Settings of the picker beside those of the gateway."""
 
     conformance: bool = False
-    """Whether the headers of the conformance tests have an effect."""
+    """Whether the headers of the conformance tests have an effect, and requests of any path reach an engine."""
     sidecar: bool = False
     """Whether a sidecar of each decode instance orders the prefill, so that the picker only names its instance."""
     fails_open: bool | None = None
@@ -57,7 +60,7 @@ class PickerServer:
     def __init__(self, parts: ServerParts, settings: PickerSettings) -> None:
         self.limits = parts.limits
         self._endpoints, self._ready, self._settings = parts.endpoints, parts.ready, settings
-        self._key_pair = parts.key_pair
+        self._key_pair, self._deadlines = parts.key_pair, parts.deadlines
         self._server: Any = None
         self._streams = self._bodies_bytes = 0
         self.access_log = AccessLog(lambda: parts.endpoints.serving)
@@ -119,9 +122,13 @@ class PickerServer:
         """Serve one Envoy's stream, which lasts as long as that Envoy or the picker."""
 
         async def read() -> None:
-            while (message := await context.read()) is not grpc.aio.EOF:
-                for entry in message.http_logs.log_entry:
+            while (raw := await context.read()) is not grpc.aio.EOF:
+                if len(raw) > MESSAGE_BYTES:  # Envoy sends 16 KiB by default
+                    continue
+                for number, entry in enumerate(StreamAccessLogsMessage.FromString(raw).http_logs.log_entry):
                     self.access_log.take(entry)
+                    if number % _ENTRIES_AT_ONCE == _ENTRIES_AT_ONCE - 1:
+                        await asyncio.sleep(0)
 
         waits = [asyncio.ensure_future(read()), asyncio.ensure_future(self._draining.wait())]
         try:
@@ -134,36 +141,49 @@ class PickerServer:
     async def _process(self, _: Any, context: Any) -> None:
         if self._closed:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the picker is shutting down")
+        if self._streams >= self.limits.connections:
+            request_id = request_id_of([])  # the request's own headers are not read
+            self._endpoints.refused(429, b"", request_id, "")
+            headers = [*id_headers(b"", request_id), (b"retry-after", b"1")]
+            await context.write(immediate_reply(429, _BUSY, b"application/json", headers))
+            return
         self._streams += 1
-        stream = ProcessingStream(context, self._take, self._room, conformance=self._settings.conformance)
+        stream = ProcessingStream(context, self, conformance=self._settings.conformance)
+        self._deadlines.watch(stream)
         try:
             await stream.run()
         except ProtocolFault as fault:
             log_event("error", "envoy_misconfigured", reason=str(fault))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
         finally:
+            self._deadlines.forget(stream)
             self._streams -= 1
             self._bodies_bytes -= stream.held_bytes
 
-    def _room(self, stream: ProcessingStream, nbytes: int) -> tuple[int, str]:
-        """Count the size of a body so far; return status and reason if it has no room, else 0."""
+    # What `ProcessingStream` needs
+
+    def hold(self, stream: ProcessingStream, nbytes: int) -> None:
+        """See `StreamOwner`."""
         limits, size = self.limits, counted_bytes(nbytes)
         self._bodies_bytes += size - stream.held_bytes
         stream.held_bytes = size
         if nbytes > limits.body_bytes:
-            return 413, f"the body is longer than {limits.body_bytes} bytes"
+            what = f"the body is longer than {limits.body_bytes} bytes"
+            raise Refused(HttpError(413, what, code="body_too_large"))
         if self._bodies_bytes > limits.bodies_bytes:
-            return 503, "the bodies of all requests together take all memory that they may"
-        return 0, ""
+            what = "the bodies of all requests together take all memory that they may"
+            raise Refused(HttpError(503, what, "service_unavailable"))
 
-    def _take(self, exchange: PickExchange) -> None:
-        """Handle a request."""
-        # A sidecar of an engine orders prefills for the first two kinds only.
-        split = OPENAI_COMPLETIONS if self._settings.sidecar else COMPLETIONS
-        if exchange.path in split and exchange.method == b"POST":
-            self._endpoints.complete(exchange)
+    def refused(self, status: int, path: bytes, request_id: bytes, client: str) -> None:
+        """See `StreamOwner`."""
+        self._endpoints.refused(status, path, request_id, client)
+
+    def take(self, exchange: PickExchange) -> None:
+        """See `StreamOwner`."""
+        if self._settings.conformance:
+            self._endpoints.pass_any(exchange)
         else:
-            self._endpoints.pass_through(exchange)
+            self._endpoints.answer(exchange)
 
 
 def counted_bytes(nbytes: int) -> int:
@@ -190,15 +210,11 @@ def _renewed_credentials(key_pair: Callable[[], tuple[bytes, bytes]]) -> Any:
 
 def _handlers(process: Callable[..., Any], health: Callable[..., Any], logs: Callable[..., Any]) -> list[Any]:
     """Return the handlers of all services."""
-    processing = grpc.stream_stream_rpc_method_handler(
-        process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
-    )
+    processing = grpc.stream_stream_rpc_method_handler(process, None, ProcessingResponse.SerializeToString)
     checking = grpc.unary_unary_rpc_method_handler(
         health, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
     )
-    logging = grpc.stream_unary_rpc_method_handler(
-        logs, StreamAccessLogsMessage.FromString, StreamAccessLogsResponse.SerializeToString
-    )
+    logging = grpc.stream_unary_rpc_method_handler(logs, None, StreamAccessLogsResponse.SerializeToString)
     found = []
     for path, handler in ((PROCESS, processing), (HEALTH, checking), (ACCESS_LOGS, logging)):
         service, _, method = path[1:].partition("/")

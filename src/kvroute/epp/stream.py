@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any
+import re
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvroute.epp.envoy_pb2 import (
     BUFFERED,
     FULL_DUPLEX_STREAMED,
-    NONE,
     BodyResponse,
     CommonResponse,
     HeaderMutation,
@@ -22,11 +22,14 @@ from kvroute.epp.envoy_pb2 import (
     ProcessingResponse,
     TrailersResponse,
 )
-from kvroute.epp.exchange import Pick, PickExchange, PickRequest
+from kvroute.epp.exchange import Pick, PickExchange, PickRequest, id_headers
 from kvroute.epp.messages import (
+    MESSAGE_BYTES,
     body_pieces,
     buffered_replies,
     headers_of,
+    immediate_reply,
+    other_bytes,
     picked,
     served_of,
     set_headers,
@@ -35,43 +38,83 @@ from kvroute.epp.messages import (
     streamed_replies,
     subset_of,
 )
+from kvroute.gateway.http.deadlines import NEVER_S
+from kvroute.gateway.http.headers import Headers, request_id_of
+from kvroute.gateway.http.request_parser import HttpError, Limits
+from kvroute.gateway.openai_api.anthropic_errors import in_format_of
 from kvroute.gateway.openai_api.responses import error_body
 
 _WANTED, _ECHO, _SHOWN = b"test-epp-endpoint-selection", b"x-echo-set-header", b"x-conformance-test-served-endpoint"
 """Headers of the conformance tests of the Gateway API inference extension."""
 
 
+_ENVOYS_OWN = 16
+"""Headers that Envoy adds to those of a client, pseudo-headers included."""
+_LINE_BYTES = 4
+"""Bytes of a header line beside its name and value."""
+_UNSAFE = re.compile(rb"[\r\n\0]")
+_SLOW_HEAD = HttpError(408, "the request's headers did not arrive in time")
+_SLOW_BODY = HttpError(408, "the request's body did not arrive in time")
+_UNSENDABLE = HttpError(400, "a header has a character that HTTP/1.1 cannot send; send printable ASCII")
+
+
 class ProtocolFault(Exception):
     """Envoy's configuration sends messages that a picker cannot use; the text says what to change."""
 
 
-class ProcessingStream:
-    """Reads one request, asks `take` for an answer, sends it, and reports the response until the stream ends."""
+class Refused(Exception):
+    """The request gets an error response before it is complete."""
 
-    def __init__(
-        self,
-        context: Any,
-        take: Callable[[PickExchange], None],
-        room: Callable[[ProcessingStream, int], tuple[int, str]],
-        *,
-        conformance: bool,
-    ) -> None:
+    def __init__(self, error: HttpError) -> None:
+        self.error = error
+        super().__init__(error.message)
+
+
+class StreamOwner(Protocol):
+    """The server of all streams."""
+
+    limits: Limits
+
+    def take(self, exchange: PickExchange) -> None:
+        """Handle a request."""
+        ...
+
+    def hold(self, stream: ProcessingStream, nbytes: int) -> None:
+        """Count the size of a stream's body so far, in bytes. Raises Refused if there is no room for it."""
+        ...
+
+    def refused(self, status: int, path: bytes, request_id: bytes, client: str) -> None:
+        """Count and log an error response to a request that is not complete. Args: `path`, `client`: empty: not
+        known."""
+        ...
+
+
+class ProcessingStream:
+    """Reads one request, lets its owner take it, sends the answer, and reports the response until the stream ends.
+
+    See `Deadlines` for `deadline_s` and `expire`."""
+
+    def __init__(self, context: Any, owner: StreamOwner, *, conformance: bool) -> None:
         """Args:
 
-        context: gRPC's context of the call.
-        take: takes each request.
-        room: takes the size of the body so far, in bytes; returns status and reason if it has no room, else 0.
+        context: gRPC's context of the call, which reads messages that are not parsed yet.
+        owner: takes the request.
         conformance: whether the headers of the conformance tests have an effect.
         """
-        self._context, self._take = context, take
-        self._room, self._conformance = room, conformance
+        self._context, self._owner, self._conformance = context, owner, conformance
+        self._now = asyncio.get_running_loop().time
+        self.deadline_s = self._now() + owner.limits.header_s
         self.held_bytes = 0
-        """Memory that counts for the body; only `room` changes it."""
+        """Memory that counts for the body; only the owner changes it."""
         self._mode = self._response_mode = FULL_DUPLEX_STREAMED
         self._has_body = self._trailers = False
+        self._path, self._peer = b"", ""
+        self._headers_read: Headers = []
         self._answered: asyncio.Future[Pick | ProcessingResponse] = asyncio.get_running_loop().create_future()
         self._withdrawal: ProcessingResponse | None = None
         """Response that Envoy sends although it has the choice already."""
+        self._slow: HttpError | None = None
+        """Response to a request that does not arrive in time."""
         self._task = asyncio.current_task()
         self._reset = self._writing = False
 
@@ -81,32 +124,95 @@ class ProcessingStream:
         Raises:
             ProtocolFault: see there.
         """
-        first = await self._context.read()
-        if first is grpc.aio.EOF:
-            return
-        request = await self._request(first)
-        if request is None:
-            return
-        exchange = PickExchange(request, self._answer, self._abort)
-        exchange.resized = lambda size: not self._room(self, size)[0]
         try:
-            self._take(exchange)
-            del request
-            answer = await self._answered
-            for reply in self._replies(answer):
-                await self._write(reply)
-            self._room(self, 0)
-            if isinstance(answer, Pick):
-                await self._follow(exchange)
+            await self._serve()
+        except Refused as refused:
+            await self._refuse(refused.error)
         except asyncio.CancelledError:
-            if self._withdrawal is not None:
+            if self._slow is not None:
+                await self._refuse(self._slow)
+            elif self._withdrawal is not None:
                 await self._context.write(self._withdrawal)
             elif self._reset:
                 await self._context.abort(grpc.StatusCode.ABORTED, "the request has failed in the picker")
             else:
                 raise
+
+    def expire(self, now: float) -> None:
+        """Handle the end of the deadline: the request is not complete, or its sender reads no reply."""
+        self.deadline_s = NEVER_S
+        if self._task is None:
+            return
+        if not self._writing:
+            self._slow = _SLOW_BODY if self._path else _SLOW_HEAD
+        self._task.cancel()
+
+    async def _serve(self) -> None:
+        first = await self._read()
+        if first is None:
+            return
+        if first.HasField("response_headers"):  # Envoy's own error response to a request that no filter has seen
+            self.deadline_s = self._now() + self._owner.limits.body_s
+            await self._follow(None, first)
+            return
+        request = await self._request(first)
+        if request is None:
+            return
+        exchange = PickExchange(request, self._answer, self._abort)
+        exchange.resized = self._resized
+        try:
+            self._owner.take(exchange)
+            del request, first
+            answer = await self._answered
+            for reply in self._replies(answer):
+                self.deadline_s = self._now() + self._owner.limits.stall_s
+                await self._write(reply)
+            self.deadline_s = NEVER_S
+            self._owner.hold(self, 0)
+            if isinstance(answer, Pick):
+                await self._follow(exchange)
         finally:
             exchange.closed()
+
+    async def _refuse(self, error: HttpError) -> None:
+        """Let Envoy send an error response."""
+        kind = error.type or ("server_error" if error.status >= 500 else "invalid_request_error")
+        body = in_format_of(self._path, error.status, error_body(error.message, kind, code=error.code))
+        request_id = request_id_of(self._headers_read)
+        headers = id_headers(self._path, request_id)
+        if error.status == 503:
+            headers.append((b"retry-after", b"1"))
+        self._owner.refused(error.status, self._path, request_id, self._peer)
+        self.deadline_s = self._now() + self._owner.limits.stall_s
+        self._writing = True
+        await self._context.write(immediate_reply(error.status, body, b"application/json", headers))
+
+    def _resized(self, nbytes: int) -> bool:
+        """Count the size of the body that has been decoded or freed; return whether there is room for it."""
+        try:
+            self._owner.hold(self, nbytes)
+        except Refused:
+            return False
+        return True
+
+    async def _read(self) -> ProcessingRequest | None:
+        """Read one message; None: the stream has ended."""
+        raw: bytes = await self._context.read()
+        if raw is grpc.aio.EOF:
+            return None
+        if len(raw) > MESSAGE_BYTES and other_bytes(raw) > MESSAGE_BYTES + self._owner.limits.header_bytes:
+            raise Refused(self._too_long())
+        try:
+            message: ProcessingRequest = ProcessingRequest.FromString(raw)
+        except DecodeError:
+            raise ProtocolFault("send messages of ext_proc v3") from None
+        return message
+
+    def _too_long(self) -> HttpError:
+        limits = self._owner.limits
+        return HttpError(
+            431, f"the request's headers exceed {limits.header_bytes} bytes or {limits.header_count} lines"
+        )
 
     def _answer(self, answer: Pick | ProcessingResponse) -> None:
         if not self._answered.done():
@@ -138,65 +244,71 @@ class ProcessingStream:
     # The request
 
     async def _request(self, first: ProcessingRequest) -> PickRequest | None:
-        """Read the request to its end; None: it has ended early, or has been answered."""
+        """Read the request to its end; None: it has ended early."""
         if not first.HasField("request_headers"):
             raise ProtocolFault("set request_header_mode: SEND, so that processing begins with the request headers")
         if first.HasField("protocol_config"):
             self._mode = first.protocol_config.request_body_mode
             self._response_mode = first.protocol_config.response_body_mode
-        request = self._read(first)
-        self._has_body = not first.request_headers.end_of_stream and self._mode != NONE
+        pseudo, headers = self._headers(first)
+        self._path, _, query = pseudo.get(b":path", b"/").partition(b"?")
+        self._headers_read = headers
+        self._peer = next((value for name, value in headers if name == b"x-forwarded-for"), b"").decode("latin-1")
+        body: bytes | None = b""
+        self._has_body = not first.request_headers.end_of_stream
         if self._has_body:
             if self._mode not in (BUFFERED, FULL_DUPLEX_STREAMED):
                 raise ProtocolFault("set request_body_mode: FULL_DUPLEX_STREAMED (or BUFFERED)")
             if self._mode == BUFFERED:
                 await self._write(ProcessingResponse(request_headers=HeadersResponse()))
-            body = await self._body(request)
-            return None if body is None else replace(request, body=body)
-        return request
+            self.deadline_s = self._now() + self._owner.limits.body_s
+            body = await self._body()
+        self.deadline_s = NEVER_S
+        if body is None:
+            return None
+        subset = subset_of(first)
+        subsets = [] if subset is None else [subset]
+        if self._conformance:
+            wanted = [value.decode("latin-1") for name, value in headers if name == _WANTED]
+            subsets += [frozenset(split_names(value)) for value in wanted]
+        return PickRequest(pseudo.get(b":method", b"GET"), self._path, query, headers, body, self._peer, tuple(subsets))
 
-    def _read(self, first: ProcessingRequest) -> PickRequest:
-        """Return the request without its body."""
+    def _headers(self, first: ProcessingRequest) -> tuple[dict[bytes, bytes], Headers]:
+        """Return pseudo-headers and headers. Raises Refused: they exceed the limits, or cannot be sent on."""
+        limits = self._owner.limits
+        if len(first.request_headers.headers.headers) > limits.header_count + _ENVOYS_OWN:
+            raise Refused(self._too_long())
         pseudo: dict[bytes, bytes] = {}
-        headers = []
+        headers: Headers = []
+        size = 0
         for name, value in headers_of(first.request_headers):
+            size += len(name) + len(value) + _LINE_BYTES
+            if _UNSAFE.search(name) or _UNSAFE.search(value):
+                raise Refused(_UNSENDABLE)
             if name.startswith(b":"):
                 pseudo[name] = value
             else:
                 headers.append((name, value))
-        path, _, query = pseudo.get(b":path", b"/").partition(b"?")
-        subset = subset_of(first)
-        subsets = [] if subset is None else [subset]
-        peer = next((value for name, value in headers if name == b"x-forwarded-for"), b"").decode("latin-1")
-        if self._conformance:
-            wanted = [value.decode("latin-1") for name, value in headers if name == _WANTED]
-            subsets += [frozenset(split_names(value)) for value in wanted]
-        return PickRequest(pseudo.get(b":method", b"GET"), path, query, headers, b"", peer, tuple(subsets))
+        if size > limits.header_bytes + _ENVOYS_OWN * _LINE_BYTES:
+            raise Refused(self._too_long())
+        return pseudo, headers
 
-    async def _body(self, request: PickRequest) -> bytes | None:
+    async def _body(self) -> bytes | None:
         parts: list[bytes] = []
         size = 0
-        while True:
-            message = await self._context.read()
-            if message is grpc.aio.EOF:
-                return None
+        while (message := await self._read()) is not None:
             if message.HasField("request_trailers"):
                 self._trailers = True
                 return b"".join(parts)
             if not message.HasField("request_body"):
                 raise ProtocolFault("the body of a request follows its headers")
-            parts.append(message.request_body.body)
-            size += len(parts[-1])
-            status, why = self._room(self, size)
-            if status:
-                kind = "invalid_request_error" if status == 413 else "service_unavailable"
-                retry = [] if status == 413 else [(b"retry-after", b"1")]
-                PickExchange(request, self._answer, self._abort).respond(status, error_body(why, kind), headers=retry)
-                for reply in self._replies(self._answered.result()):
-                    await self._write(reply)
-                return None
+            if message.request_body.body:
+                parts.append(message.request_body.body)
+                size += len(parts[-1])
+                self._owner.hold(self, size)
             if message.request_body.end_of_stream:
                 return b"".join(parts)
+        return None
 
     def _replies(self, answer: Pick | ProcessingResponse) -> Iterable[ProcessingResponse]:
         if not isinstance(answer, Pick):
@@ -216,26 +328,35 @@ class ProcessingStream:
 
     # The response
 
-    async def _follow(self, exchange: PickExchange) -> None:
-        """Report the response, and return every message of it unchanged."""
-        while (message := await self._context.read()) is not grpc.aio.EOF:
+    async def _follow(self, exchange: PickExchange | None, message: ProcessingRequest | None = None) -> None:
+        """Report the response, and return every message of it unchanged.
+
+        Args:
+            exchange: of the request; None: the picker has not seen it.
+            message: the first one; None: it is not read yet.
+        """
+        message = message or await self._read()
+        while message is not None:
             match message.WhichOneof("request"):
                 case "response_headers":
                     served = served_of(message)
-                    exchange.response_began(status_of(message.response_headers), served)
+                    if exchange is not None:
+                        exchange.response_began(status_of(message.response_headers), served)
                     await self._write(ProcessingResponse(response_headers=self._shown(served)))
-                    if message.response_headers.end_of_stream:
+                    if exchange is not None and message.response_headers.end_of_stream:
                         exchange.closed()
                 case "response_body":
                     for piece in self._unchanged(message.response_body):
                         await self._write(ProcessingResponse(response_body=piece))
                 case "response_trailers":
-                    exchange.closed()
+                    if exchange is not None:
+                        exchange.closed()
                     await self._write(ProcessingResponse(response_trailers=TrailersResponse()))
                 case "request_trailers":
                     await self._write(ProcessingResponse(request_trailers=TrailersResponse()))
                 case _:
                     raise ProtocolFault("the request is over after the choice of its endpoint")
+            message = await self._read()
 
     def _shown(self, served: str) -> HeadersResponse:
         if not self._conformance:

@@ -240,18 +240,20 @@ class Gateway:
         deployment = self._first
         settings, listen = deployment.settings, deployment.settings.listen
         manager = self._clusters = ClusterManager(deployment, self._shared, lambda: self._admission.queued)
+        shows_metrics = self._frontend.metrics if listen.metrics is None else listen.metrics
         self._endpoints = Endpoints(
             manager.runtime,
             self._admission_queue,
             Keys.of(settings.keys),
             ready=self.ready,
-            page=self.metrics.page if listen.metrics is not False else None,
+            page=self.metrics.page if shows_metrics else None,
             description=msgspec.json.encode(openapi.document(__version__)),
             started_unix_s=int(time.time()),
             metrics_without_key=listen.metrics is True,
             pages=self._pages,
             proxied=self._frontend.proxied,
             relayed=self._frontend.relayed,
+            routed=self._frontend.routed,
         )
         self._check_pages(deployment)
         certificate = self._certificate = port_certificate(listen.tls, "gateway.listen.tls")

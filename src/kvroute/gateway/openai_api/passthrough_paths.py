@@ -87,6 +87,15 @@ _RESPONSES_PREFIX = b"/v1/responses/"
 BUILT_IN_PREFIXES: dict[bytes, PassthroughEndpoint] = {_RESPONSES_PREFIX: _STORED_RESPONSE, b"/v1/audio/": _AUDIO}
 
 
+@dataclass(frozen=True, slots=True)
+class PathPattern:
+    """Paths and methods of requests that an engine gets, for a proxy that cannot ask `PassthroughPaths`."""
+
+    regex: str
+    """Matches whole paths without their query, as RE2 and Python read it."""
+    methods: frozenset[bytes]
+
+
 class PassthroughPaths:
     """Finds the endpoint of a path."""
 
@@ -119,6 +128,52 @@ class PassthroughPaths:
             if path.startswith(prefix):
                 return endpoint if is_plain(path[1:]) and not controls_engine(path) else None
         return None
+
+    def patterns(self) -> tuple[list[PathPattern], list[PathPattern]]:
+        """Return the paths that engines get: all but wildcards, and wildcards, which do not cover `NOT_IN_WILDCARDS`.
+
+        The patterns also match escapes that `find` refuses, and a GET of `/cancel`. The paths must be normalized: no
+        empty or dot segments, and no escapes of characters that need none.
+        """
+        posts = {*COMPLETIONS, *(path for path, endpoint in BUILT_IN.items() if endpoint.methods == _POST)}
+        exact = [PathPattern(_any_of(posts), _POST), PathPattern(_any_of([MODELS]), READ)]
+        exact += [PathPattern(MODEL_PATH.decode() + _REST, READ)]
+        stored = _RESPONSES_PREFIX.decode()
+        exact += [
+            PathPattern(stored + _SEGMENT, _STORED_RESPONSE.methods),
+            PathPattern(f"{stored}{_REST}/cancel", _CANCEL.methods),
+            PathPattern(f"{stored}{_SEGMENT}/{_REST}", _OF_STORED_RESPONSE.methods),
+            PathPattern("/v1/audio/" + _REST, _AUDIO.methods),
+        ]
+        listed = [path for path in self._exact if path not in BUILT_IN]
+        if listed:
+            exact.append(PathPattern(_any_of(listed), _ALL))
+        return exact, [PathPattern(_beginning(prefix.decode()), _ALL) for prefix, _ in self._prefixes]
+
+
+_CHAR = "(?:[A-Za-z0-9_.:@+~-]|%[0-9A-Fa-f]{2})"
+_SEGMENT = _CHAR + "+"
+_REST = f"{_SEGMENT}(?:/{_SEGMENT})*"
+
+
+def _any_of(paths: Iterable[bytes]) -> str:
+    return "|".join(re.escape(path.decode()) for path in sorted(paths))
+
+
+def _beginning(prefix: str) -> str:
+    """Return what matches a wildcard. Args: `prefix`: before its `*`."""
+    return re.escape(prefix) + (_REST if prefix.endswith("/") else f"{_CHAR}*(?:/{_SEGMENT})*")
+
+
+NOT_IN_WILDCARDS = (
+    _any_of([*COMPLETIONS, *OWN, *BUILT_IN])
+    + "|(?:"
+    + _any_of([MODEL_PATH, *BUILT_IN_PREFIXES])
+    + r").*|(?i:(?:/[^/]*)*/(?:%20)*"
+    + _CONTROL.pattern.replace(".*", "[^/]*")
+    + r"(?:%20)*(?:/.*)?)"
+)
+"""Regular expression, as RE2 and Python read it, of paths that no wildcard covers."""
 
 
 def passthrough_fault(listed: str) -> tuple[str, str]:

@@ -31,6 +31,7 @@ from kvroute.gateway.openai_api.passthrough_paths import (
     OWN,
     READ,
     PassthroughEndpoint,
+    is_own,
     is_plain,
 )
 from kvroute.gateway.openai_api.requests import KINDS, Completion, read_completion, with_salt
@@ -54,7 +55,8 @@ _NO_KEY = HttpError(
     "invalid_api_key",
     b"www-authenticate: Bearer\r\n",
 )
-_REASONS = {401: "key", 403: "web_page", 408: "too_slow", 413: "too_large", 431: "too_large", 503: "connection_limit"}
+_FULL = "connection_limit"
+_REASONS = {401: "key", 403: "web_page", 408: "too_slow", 413: "too_large", 429: _FULL, 431: "too_large", 503: _FULL}
 """Reason for each rejection by the server, by status; any other status counts as malformed."""
 
 _REFUSAL_HEADERS = {415: (b"accept-encoding", ACCEPTED), 503: (b"retry-after", b"1")}
@@ -96,6 +98,7 @@ class Endpoints:
         pages: WebPages | None = None,
         proxied: MakeRequest = ProxiedRequest,
         relayed: MakePassthrough = PassthroughRequest,
+        routed: frozenset[bytes] = COMPLETIONS,
     ) -> None:
         """
         Args:
@@ -111,9 +114,10 @@ class Endpoints:
             pages: decides which web pages may read responses; None: no page of another site.
             proxied: makes the request of an admitted completion.
             relayed: makes any other admitted request.
+            routed: those of `COMPLETIONS` whose requests get a decision; one instance serves the others alone.
         """
         self.serving, self.keys = runtime, keys
-        self._proxied, self._relayed = proxied, relayed
+        self._proxied, self._relayed, self._routed = proxied, relayed, routed
         self._pages, self._open_metrics = pages or WebPages(), metrics_without_key
         self._admission_queue = admission_queue
         self._ready, self._page, self._description, self._started = ready, page, description, started_unix_s
@@ -123,12 +127,16 @@ class Endpoints:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __call__(self, exchange: Exchange) -> None:
-        """Handle a request."""
+        """Handle a request of a client that is connected to the gateway."""
+        if not (self._pages.origins and answer_other_site(self._pages, exchange)):
+            self.answer(exchange)
+
+    def answer(self, exchange: ClientExchange) -> None:
+        """Handle a request. Path and method decide, in the same way for all protocols of clients, whether an engine
+        gets it."""
         path, method = exchange.path, exchange.method
-        if self._pages.origins and answer_other_site(self._pages, exchange):
-            return
-        if path in COMPLETIONS and method == b"POST":
-            self.complete(exchange)
+        if path in self._routed and method == b"POST":
+            self._read(exchange, read_completion, self._complete)
         elif (endpoint := self.serving.passthrough.find(path)) is not None:
             if method in endpoint.methods:
                 self._forward(exchange, endpoint)
@@ -139,17 +147,13 @@ class Endpoints:
         else:
             self._own(exchange)
 
-    def complete(self, exchange: ClientExchange) -> None:
-        """Handle a request of `KINDS`."""
-        self._read(exchange, read_completion, self._complete)
-
-    def pass_through(self, exchange: ClientExchange) -> None:
-        """Handle a request that needs no decision, whatever its path."""
-        endpoint = self.serving.passthrough.find(exchange.path)
-        if endpoint is not None and exchange.method in endpoint.methods:
-            self._forward(exchange, endpoint)
-        elif (key := self._key(exchange)) is not _NOBODY:
-            self._passthrough(ANY, exchange, key, PassthroughBody("", exchange.body, {}), self.serving.now())
+    def pass_any(self, exchange: ClientExchange) -> None:
+        """Handle a request, which an engine gets whatever its path is, unless the gateway serves the path itself."""
+        path = exchange.path
+        if is_own(path) or self.serving.passthrough.find(path) is not None:
+            self.answer(exchange)
+        else:
+            self._forward(exchange, ANY)
 
     def _forward(self, exchange: ClientExchange, endpoint: PassthroughEndpoint) -> None:
         """Handle a request for a path that is passed through."""
@@ -280,7 +284,7 @@ class Endpoints:
 
         self._admission_queue.submit(exchange, completion.kind, key, start)
 
-    def _models(self, exchange: Exchange) -> None:
+    def _models(self, exchange: ClientExchange) -> None:
         key = self._key(exchange)
         if key is _NOBODY:
             return
@@ -296,10 +300,10 @@ class Endpoints:
         else:
             self._spawn(self._engines_model(exchange, key, name))
 
-    def _forward_models(self, exchange: Exchange, key: str | None) -> None:
+    def _forward_models(self, exchange: ClientExchange, key: str | None) -> None:
         self._passthrough(MODEL_LIST, exchange, key, PassthroughBody("", b"", {}), self.serving.now())
 
-    async def _own_models(self, exchange: Exchange, key: str | None, names: list[str]) -> None:
+    async def _own_models(self, exchange: ClientExchange, key: str | None, names: list[str]) -> None:
         """Respond with names of the settings, with the context lengths that engines tell."""
         contexts = await self._cards.contexts(self.serving, exchange, names)
         if exchange.path == MODELS:
@@ -307,7 +311,7 @@ class Endpoints:
         else:
             self._show_model(exchange, 200, model_body(names[0], self._started, contexts[names[0]]), key)
 
-    async def _engines_model(self, exchange: Exchange, key: str | None, name: str) -> None:
+    async def _engines_model(self, exchange: ClientExchange, key: str | None, name: str) -> None:
         """Respond with the card from an engine's list: not every engine has a path for single models. Without it, an
         engine may know the path."""
         card = await self._cards.card(self.serving, exchange, name)
@@ -316,7 +320,7 @@ class Endpoints:
         else:
             self._show_model(exchange, 200, card, key)
 
-    def _show_model(self, exchange: Exchange, status: int, body: bytes, key: str | None) -> None:
+    def _show_model(self, exchange: ClientExchange, status: int, body: bytes, key: str | None) -> None:
         exchange.respond(status, body)
         self._admission_queue.log_finished(exchange, "models", status, 0.0, key)
 
@@ -375,7 +379,7 @@ class Endpoints:
 
     # Pages of the gateway itself
 
-    def _own(self, exchange: Exchange) -> None:
+    def _own(self, exchange: ClientExchange) -> None:
         path, method = exchange.path, exchange.method
         if path in COMPLETIONS:
             self._wrong_method(exchange, b"POST")
@@ -403,7 +407,7 @@ class Endpoints:
                 what += "; `gateway: {passthrough: [PATH]}` forwards further paths to an engine"
             self._refuse(exchange, 404, error_body(what, "invalid_request_error", code="not_found"), "other", None)
 
-    def _wrong_method(self, exchange: Exchange, allowed: bytes) -> None:
+    def _wrong_method(self, exchange: ClientExchange, allowed: bytes) -> None:
         method, path = exchange.method.decode("latin-1"), exchange.path[:200].decode("latin-1")
         what = f"method {method} is not allowed for {path}; use {allowed.decode()}"
         body = error_body(what, "invalid_request_error", code="method_not_allowed")
@@ -441,7 +445,7 @@ class Endpoints:
 _NOBODY = "\0"
 
 
-async def _show_metrics(exchange: Exchange, page: Callable[[str], tuple[str, Iterator[str]]]) -> None:
+async def _show_metrics(exchange: ClientExchange, page: Callable[[str], tuple[str, Iterator[str]]]) -> None:
     """Respond with the metrics, rendered piece by piece so that other requests run in between."""
     kind, pieces = page((exchange.header(b"accept") or b"").decode("latin-1"))
     parts = []

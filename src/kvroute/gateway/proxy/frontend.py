@@ -12,6 +12,7 @@ from kvroute.gateway.http.request_parser import Limits
 from kvroute.gateway.http.server import HttpServer, ServerHooks
 from kvroute.gateway.http.web_pages import WebPages
 from kvroute.gateway.observe.logs import log_accept_paused
+from kvroute.gateway.openai_api.passthrough_paths import COMPLETIONS
 from kvroute.gateway.proxy.endpoints import Endpoints, MakePassthrough, MakeRequest
 from kvroute.gateway.proxy.passthrough import PassthroughRequest
 from kvroute.gateway.proxy.request import ProxiedRequest
@@ -62,6 +63,14 @@ class Frontend(Protocol):
     def relayed(self) -> MakePassthrough:
         """Makes any other request."""
 
+    @property
+    def routed(self) -> frozenset[bytes]:
+        """Paths whose requests get a decision: see `Endpoints`."""
+
+    @property
+    def metrics(self) -> bool:
+        """Whether clients may read the metrics if no keys are required and the settings do not say."""
+
     def server(self, parts: ServerParts) -> Server:
         """Return a server that does not listen yet."""
 
@@ -81,6 +90,8 @@ class HttpFrontend:
 
     proxied: MakeRequest = ProxiedRequest
     relayed: MakePassthrough = PassthroughRequest
+    routed = COMPLETIONS
+    metrics = True
 
     def __init__(self, *, shares_port: bool = False) -> None:
         """Args: `shares_port`: other processes of the same user listen at the same address."""

@@ -17,7 +17,7 @@ from kvroute.gateway.openai_api.passthrough_paths import MODELS
 from kvroute.gateway.proxy.passthrough import answerers
 
 if TYPE_CHECKING:
-    from kvroute.gateway.http.exchange import Exchange
+    from kvroute.gateway.http.exchange import ClientExchange
     from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.proxy.runtime import ClusterRuntime
 
@@ -44,13 +44,13 @@ class ModelCards:
         """End of validity and cards, by the cluster's name of a model."""
         self._turn = 0
 
-    async def card(self, runtime: ClusterRuntime, exchange: Exchange, name: str) -> bytes | None:
+    async def card(self, runtime: ClusterRuntime, exchange: ClientExchange, name: str) -> bytes | None:
         """Return the card, in JSON, of a model that an engine lists under this name; None: none does."""
         card = _card_of(await self._of("", runtime, exchange), name)
         return None if card is None else msgspec.json.encode(card)
 
     async def contexts(
-        self, runtime: ClusterRuntime, exchange: Exchange, names: Iterable[str]
+        self, runtime: ClusterRuntime, exchange: ClientExchange, names: Iterable[str]
     ) -> dict[str, int | None]:
         """Return the tokens of the context of models, by their names for clients; None: unknown."""
         found: dict[str, int | None] = {}
@@ -62,7 +62,7 @@ class ModelCards:
                 found[name] = _context_tokens(cards, (name, runtime.models.full_name(base)))
         return found
 
-    async def _of(self, model: str, runtime: ClusterRuntime, exchange: Exchange) -> list[Card]:
+    async def _of(self, model: str, runtime: ClusterRuntime, exchange: ClientExchange) -> list[Card]:
         """Return the cards of an engine that serves a model (empty: any); none if no engine responds with a list."""
         now = runtime.now()
         until, cards = self._kept.get(model, (0.0, []))
