@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvroute.gateway.openai_api.form_fields import form_field
+from kvroute.gateway.openai_api.form_fields import read_form
+from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.passthrough_paths import BUILT_IN, PassthroughPaths, passthrough_fault
 
 CONTROL = [
@@ -145,14 +148,21 @@ FORM = (
 
 @pytest.mark.parametrize("parameters", [b"boundary=b", b' charset=utf-8; boundary="b"'])
 def test_a_field_of_a_form_is_read(parameters: bytes) -> None:
-    assert form_field(parameters, FORM, b"model") == "whisper"
-    assert form_field(parameters, FORM, b"language") == ""
+    form = read_form(b"multipart/form-data", parameters, FORM)
+    assert (form.text("model"), form.text("language")) == ("whisper", "")
 
 
 @given(st.binary(max_size=60), st.integers(0, len(FORM)))
 def test_no_bytes_make_the_form_reader_fail(noise: bytes, at: int) -> None:
-    """A value that is found is part of the form."""
+    """A form is read or refused, and without a field it is one without it."""
     body = FORM[:at] + noise + FORM[at:]
-    found = form_field(b"boundary=b", body, b"model")
-    assert len(found) <= len(body)
-    assert form_field(noise, FORM, b"model") in ("", "whisper")
+    try:
+        form = read_form(b"multipart/form-data", b"boundary=b", body)
+    except RequestError:
+        pass
+    else:
+        assert len(form.text("model")) <= len(body)
+        rest = read_form(b"multipart/form-data", b"boundary=b", form.without({"model"}))
+        assert [field.name for field in rest.fields] == [each.name for each in form.fields if each.name != "model"]
+    with suppress(RequestError):
+        assert read_form(b"multipart/form-data", noise, FORM).text("model") == "whisper"

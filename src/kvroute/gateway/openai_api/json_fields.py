@@ -43,7 +43,12 @@ ENGINE_FIELDS = frozenset(
 )
 """Fields that only gateway and engines exchange; they are removed from clients' requests on every endpoint."""
 
+NESTED = frozenset({"vllm_xargs", "sampling_params", "extra_args", "extra_body"})
+"""Fields whose fields engines take for those of the request, or add to them."""
+
 _BODY = msgspec.json.Decoder(Fields)
+_OBJECT = msgspec.json.Decoder(Fields | None)
+_LISTED = msgspec.json.Decoder(Fields | list[Fields] | None)
 _TEXT = msgspec.json.Decoder(str)
 _NUMBER = msgspec.json.Decoder(int | float)
 _IDS = msgspec.json.Decoder(list[TokenId])
@@ -105,8 +110,8 @@ def read_and_strip_fields(body: bytes) -> tuple[Fields, bool]:
     removed = ENGINE_FIELDS.intersection(fields)
     for name in removed:
         del fields[name]
-    if "vllm_xargs" in fields:
-        _check_extra(fields["vllm_xargs"])
+    for name in NESTED.intersection(fields):
+        check_nested(name, fields[name])
     return fields, marked or bool(removed)
 
 
@@ -237,11 +242,15 @@ def shown(word: bytes) -> str:
     return word[:40].decode(errors="replace") + ("..." if len(word) > 40 else "")
 
 
-def _check_extra(raw: Raw) -> None:
-    """Reject arguments with names of `ENGINE_FIELDS`: vLLM merges them with those that the gateway sends."""
+def check_nested(name: str, raw: Raw) -> None:
+    """Reject arguments with names of `ENGINE_FIELDS`: engines merge them with those that the gateway sends. Args:
+    `name` of `NESTED`, and its value. Raises RequestError: 400."""
     try:
-        taken = ENGINE_FIELDS & (msgspec.json.decode(raw, type=Fields | None) or {}).keys()
-    except msgspec.ValidationError:
-        raise wrong("vllm_xargs", "is not an object", "give an object or leave it out") from None
-    if taken:
-        raise wrong("vllm_xargs", f"contains {min(taken)}, which only the gateway may set", "leave it out")
+        found = (_LISTED if name == "sampling_params" else _OBJECT).decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        raise wrong(name, "is not an object", "give an object or leave it out") from None
+    for each in found if isinstance(found, list) else [found or {}]:
+        if taken := ENGINE_FIELDS & each.keys():
+            raise wrong(name, f"contains {min(taken)}, which only the gateway may set", "leave it out")
+        for inner in NESTED.intersection(each):
+            check_nested(inner, each[inner])

@@ -157,8 +157,8 @@ class Endpoints:
 
     def _forward(self, exchange: ClientExchange, endpoint: PassthroughEndpoint) -> None:
         """Handle a request for a path that is passed through."""
-        content_type = exchange.header(b"content-type")
-        read = read_passthrough if endpoint.json else partial(read_any_body, content_type)
+        content_types = [value for name, value in exchange.headers if name == b"content-type"]
+        read = read_passthrough if endpoint.json else partial(read_any_body, content_types)
         self._read(exchange, read, partial(self._passthrough, endpoint))
 
     def guard(self, method: bytes, path: bytes, headers: Headers) -> HttpError | None:
@@ -333,7 +333,7 @@ class Endpoints:
         received_at: float,
     ) -> None:
         salts = self.serving.salts
-        if salts is not None and key is not None and endpoint.salted and content.fields is not None:
+        if salts is not None and key is not None and endpoint.salted:
             content = passthrough_with_salt(content, partial(salts.salt, key))
         content = content._replace(generates=endpoint.generates)
         charge: Charge | None = None
