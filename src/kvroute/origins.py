@@ -1,4 +1,4 @@
-"""Checks of a request's Host and Origin headers, against DNS rebinding and cross-site requests.
+"""Checks of a request's Host and Origin headers, against DNS rebinding and cross-site requests; URLs without secrets.
 
 A browser lets any page send requests to any address. The Origin header is the page's site. With DNS rebinding the
 page's own name resolves to this machine, so that Origin and Host agree; such a name is always in public DNS.
@@ -13,6 +13,21 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 
 _PRIVATE = re.compile(r"(^|\.)(localhost|internal|svc|cluster\.local|home\.arpa)\Z")
 """Names that no public DNS server resolves."""
+_URL_SECRETS = re.compile(r"(?<=://)([^/?#\s]*@)?([^?#\s\"'<>]*)(\?[^#\s\"'<>]*)?")
+STRUCK = "***"
+"""Replacement for a secret; no secret setting accepts it as a value."""
+
+
+def without_url_secrets(text: str) -> str:
+    """Return a text in which no URL has a user, a password or a query."""
+    if "://" not in text:
+        return text
+
+    def plain(found: re.Match[str]) -> str:
+        user, place, query = found.groups()
+        return (f"{STRUCK}@" if user else "") + place + ("?" + STRUCK if query else "")
+
+    return _URL_SECRETS.sub(plain, text)
 
 
 def host_name(host: str) -> str:

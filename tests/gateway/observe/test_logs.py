@@ -54,6 +54,23 @@ def test_a_line_of_each_style() -> None:
             assert line.split(" ", 1)[1] == r'warning instance_down instance="decode 3" reason="said \"no\"" age_s=1.5'
 
 
+@pytest.mark.parametrize("style", ["json", "text"])
+def test_urls_are_written_without_their_secrets(style: Any) -> None:
+    """In every field, in the text of an error, and in what libraries log."""
+    hidden = "http://user:hush@host:9090/a?token=hush&b=hush#part"
+    stream, logs = _written(style)
+    with logs:
+        log_event("warning", "telemetry_failed", url=hidden, reason=f"cannot read {hidden!r}, redis://:hush@[::1]/0")
+        log_event("warning", "other", reason="is it so? no://", url="https://host/path")
+        logging.getLogger("library").warning("cannot connect to %s", hidden)
+    text = stream.getvalue()
+    assert "hush" not in text
+    assert text.count("http://***@host:9090/a?***#part") == 3
+    assert "redis://***@[::1]/0" in text
+    assert "is it so? no://" in text
+    assert "https://host/path" in text
+
+
 def test_only_allowed_fields_are_written() -> None:
     """A prompt or a key that is passed by mistake is not written."""
     for style in ("json", "text"):

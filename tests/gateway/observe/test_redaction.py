@@ -13,7 +13,8 @@ from tests.gateway.every_setting import SECRETS, every_setting, leaves
 from tests.gateway.rig import CLUSTER
 
 from kvroute.gateway.config.settings import SECTION, GatewaySettings
-from kvroute.gateway.observe.redaction import STRUCK, is_secret, names_secret, redacted, redacted_file
+from kvroute.gateway.observe.redaction import is_secret, names_secret, redacted, redacted_file
+from kvroute.origins import STRUCK
 from kvroute.topology import parse
 
 NO_SECRETS = {

@@ -139,7 +139,7 @@ class Server:
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
         self.port = self._runner.addresses[0][1]
-        return f"http://user:secret@127.0.0.1:{self.port}/prom"
+        return f"http://user:secret@127.0.0.1:{self.port}/prom?token=secret"
 
     async def stop(self) -> None:
         await self._runner.cleanup()

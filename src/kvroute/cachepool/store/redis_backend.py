@@ -8,6 +8,7 @@ from typing import Any
 from kvroute.cachepool.store.format import BlockFormat
 from kvroute.cachepool.store.interface import StoreError
 from kvroute.cachepool.store.values import ValueStore
+from kvroute.origins import without_url_secrets
 
 try:
     import redis
@@ -23,7 +24,7 @@ def redis_store(url: str, prefix: str, form: BlockFormat, *, verify: bool = True
     Raises:
         StoreError: the server fails, or the prefix has blocks of another format.
     """
-    return ValueStore(RedisValues(url, prefix), form, f"{url} {prefix}", verify=verify)
+    return ValueStore(RedisValues(url, prefix), form, f"{without_url_secrets(url)} {prefix}", verify=verify)
 
 
 class RedisValues:
@@ -31,7 +32,7 @@ class RedisValues:
 
     def __init__(self, url: str, prefix: str) -> None:
         self._client: Any = redis.Redis.from_url(url)
-        self._url, self._prefix = url, prefix
+        self._url, self._prefix = without_url_secrets(url), prefix
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Return the size of each value in bytes; None where there is none. See `Values`."""

@@ -16,6 +16,8 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
+from kvroute.origins import without_url_secrets
+
 FIELDS = frozenset(
     {
         *("request_id", "trace_id", "endpoint", "status", "seconds", "ttft_s", "client", "key_name", "model"),
@@ -50,10 +52,14 @@ Value = str | int | float | bool | None
 
 
 def log_event(level: Level, event: str, **fields: Value) -> None:
-    """Log one event, e.g. note("warning", "instance_down", instance="decode3"); fields are those of FIELDS."""
+    """Log one event, e.g. log_event("warning", "instance_down", instance="decode3"); fields are those of FIELDS. URLs
+    in them lose user, password and query."""
     number = _LEVELS[level]
     if _LOGGER.isEnabledFor(number):
-        _LOGGER.log(number, event, extra={"fields": fields})
+        shown = {
+            name: without_url_secrets(value) if isinstance(value, str) else value for name, value in fields.items()
+        }
+        _LOGGER.log(number, event, extra={"fields": shown})
 
 
 def access_on() -> bool:
@@ -148,7 +154,7 @@ def _parts(record: logging.LogRecord) -> dict[str, Value]:
     if record.name == "kvroute" or record.name.startswith("kvroute."):
         line["event"] = record.message if hasattr(record, "message") else record.getMessage()
     else:
-        line |= {"event": "library", "logger": record.name, "text": record.getMessage()}
+        line |= {"event": "library", "logger": record.name, "text": without_url_secrets(record.getMessage())}
     fields = getattr(record, "fields", {})
     return line | {name: value for name, value in fields.items() if name in FIELDS}
 

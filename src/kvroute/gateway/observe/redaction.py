@@ -14,16 +14,13 @@ import msgspec
 from msgspec import inspect
 
 from kvroute.gateway.config.settings import SECTION, GatewaySettings
+from kvroute.origins import STRUCK, without_url_secrets
 from kvroute.topology.document import read_plain
 from kvroute.topology.schema import yaml_text
 from kvroute.topology.units import quantity_text
 
-STRUCK = "***"
-"""Replacement for a secret; no secret setting accepts it as a value."""
 _SECRET_NAME = re.compile(r"token|secret|password|hash|authorization|(^|_)keys?(_|$)", re.IGNORECASE)
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
-_QUERY = re.compile(r"\?[^\s#]+")
 
 
 def redacted(value: object) -> Any:
@@ -74,7 +71,7 @@ def _redacted(value: Any, known: inspect.Type | None, secret: bool) -> Any:
         case str() if value and ((secret and known is None) or value.startswith("sha256:")):
             return STRUCK
         case str() if _URL.match(value):
-            return _QUERY.sub("?" + STRUCK, _USER_INFO.sub(STRUCK + "@", value))
+            return without_url_secrets(value)
         case _:
             return value
 

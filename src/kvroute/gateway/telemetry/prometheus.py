@@ -157,7 +157,6 @@ class PrometheusSource:
         self._reader = LinkReader(links, settings.per_link.label) if settings.per_link else None
         url = URL(str(settings.url))
         self._url = url / "api/v1/query"
-        self._shown_url = str(url.with_user(None))
         self._emit = emit
         self._now = now
         self._chance = chance
@@ -204,12 +203,12 @@ class PrometheusSource:
         except (TelemetryError, aiohttp.ClientError, TimeoutError) as error:
             text = str(error) or ("the request timed out" if isinstance(error, TimeoutError) else type(error).__name__)
             if not self._failures:
-                log_event("warning", "telemetry_failed", url=self._shown_url, reason=text)
+                log_event("warning", "telemetry_failed", url=str(self._settings.url), reason=text)
             self._failures += 1
             self.failure = text
             return
         if self._failures:
-            log_event("info", "telemetry_recovered", url=self._shown_url)
+            log_event("info", "telemetry_recovered", url=str(self._settings.url))
         self._failures, self.failure = 0, ""
         self._emit(event)
 
