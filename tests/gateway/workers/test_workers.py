@@ -52,12 +52,15 @@ class Running:
     url: str
     admin: str
     messages: Path
+    token: str = ""
+    """Token for the admin port; empty: none."""
 
     def ask(self, path: str, body: object = None, *, admin: bool = False, accept: str = "") -> tuple[int, bytes]:
         """Return status and body of a request on a connection of its own; 0 if the connection is reset."""
         connection = HTTPConnection(urlsplit(self.admin if admin else self.url).netloc, timeout=PATIENCE_S)
         try:
             headers = {"content-type": "application/json", "accept": accept}
+            headers |= {"authorization": f"Bearer {self.token}"} if admin and self.token else {}
             encoded = json.dumps(body).encode() if body is not None else None
             connection.request("GET" if body is None else "POST", path, encoded, headers)
             response = connection.getresponse()
@@ -86,8 +89,8 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path, text: str = CLUSTER, *options: str) -> Iterator[Running]:
-    """Run a gateway with two workers on emulated engines."""
+def running(folder: Path, text: str = CLUSTER, *options: str, token: str = "") -> Iterator[Running]:
+    """Run a gateway with two workers on emulated engines. Args: `token` for its admin port."""
     file, ready, messages = folder / "cluster.yaml", folder / "ready.json", folder / "messages"
     file.write_text(text)
     command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--embedded", "--workers", "2"]
@@ -98,7 +101,7 @@ def running(folder: Path, text: str = CLUSTER, *options: str) -> Iterator[Runnin
         until(lambda: ready.exists() or process.poll() is not None)
         assert process.poll() is None, messages.read_text()
         places = json.loads(ready.read_text())
-        gateway = Running(process, places["url"], places["admin"], messages)
+        gateway = Running(process, places["url"], places["admin"], messages, token)
         until(lambda: gateway.ask("/ready", admin=True)[0] == 200)
         until(gateway.in_sync)
         yield gateway
@@ -201,6 +204,38 @@ def test_all_workers_reload_and_drain(tmp_path: Path) -> None:
         os.killpg(gateway.process.pid, signal.SIGINT)  # as Ctrl-C does
         assert slow.result()[0] == 200
         assert gateway.process.wait(PATIENCE_S) == 0
+
+
+PUSHED = CLUSTER.replace("gateway:\n", "gateway:\n  oracle: {source: push}\n")
+TOKENS = PUSHED + "  admin: {push_token: old-push-0123456789, read_token: old-read-0123456789}\n"
+
+
+def with_tokens(gateway: Running, text: str, read: str, push: str) -> None:
+    """Reload a file with other tokens, and check that the admin port shows and reaches all workers."""
+    served = gateway.completed()
+    (gateway.messages.parent / "cluster.yaml").write_text(text)
+    gateway.process.send_signal(signal.SIGHUP)
+    gateway.token = read
+    until(lambda: gateway.completed() == served)
+    until(lambda: b"taken" in gateway.ask("/metrics", admin=True)[1])
+    assert [gateway.ask("/v1/completions", BODY)[0] for _ in range(20)] == [200] * 20
+    until(lambda: gateway.completed() == served + 20)
+    until(lambda: json.loads(gateway.ask("/state", admin=True)[1])["tick"]["requests"] == served + 20)
+    assert gateway.in_sync()
+    assert gateway.ask("/ready", admin=True)[0] == 200
+    gateway.token = push
+    assert gateway.ask("/telemetry", {"per_tier": {"rack": 0.3}}, admin=True)[0] == 200
+    gateway.token = read
+    until(lambda: b'kvroute_oracle_congestion_ratio{tier="rack"} 0.3' in gateway.ask("/metrics", admin=True)[1])
+
+
+def test_changed_admin_tokens_hide_no_worker(tmp_path: Path) -> None:
+    """After a reload with other tokens, and after one without any."""
+    with running(tmp_path, TOKENS, token="old-read-0123456789") as gateway:
+        with_tokens(gateway, TOKENS.replace("old-", "new-"), "new-read-0123456789", "new-push-0123456789")
+        gateway.token = "old-read-0123456789"
+        assert gateway.ask("/metrics", admin=True)[0] == 401
+        with_tokens(gateway, PUSHED, "", "")
 
 
 def self_signed(folder: Path, name: str) -> str:

@@ -28,6 +28,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Written when the worker serves."""
     salt_secret: bytes
     """Secret from which cache salts are derived, unless the settings name another one."""
+    admin_token: str
+    """Token of the worker's own admin port, which only the parent process uses: those of the settings may change while
+    the workers and the parent process read them one after the other."""
     endpoints: dict[str, Endpoint] | None = None
     """Endpoints of emulated engines; None: those in the cluster file."""
 
@@ -38,7 +41,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return replace(
             settings,
             listen=replace(listen, port=self.port, metrics=False),
-            admin=replace(admin, host="127.0.0.1", port=0, tls=None),
+            admin=replace(
+                admin, host="127.0.0.1", port=0, tls=None, push_token=self.admin_token, read_token=self.admin_token
+            ),
             log=replace(log, events=event_log_of(log.events, self.number)),
         )
 

@@ -68,7 +68,7 @@ class Supervisor:
         self._command, self._folder, self._count, self._logs = command, folder, workers, logs
         self._endpoints = dict(endpoints) if endpoints is not None else None
         self._counts_file = folder / "counts"
-        self._salt_secret = secrets.token_bytes(32)
+        self._salt_secret, self._admin_token = secrets.token_bytes(32), secrets.token_hex(32)
         self._workers: list[WorkerProcess] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._held: socket.socket | None = None
@@ -94,7 +94,7 @@ class Supervisor:
         """
         settings = self._deployment.settings
         self.port = self._reserve(settings)
-        self._session = aiohttp.ClientSession(headers=_authorization(settings))
+        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._admin_token}"})
         OtherWorkers.create(self._counts_file, self._count)
         await self._stream.start(self._folder / "stream")
         self._workers = [WorkerProcess(self._spec(k), self._command, self._folder) for k in range(1, self._count + 1)]
@@ -187,6 +187,7 @@ class Supervisor:
             port=self.port,
             ready_file=str(self._folder / f"ready-{number}.json"),
             salt_secret=self._salt_secret,
+            admin_token=self._admin_token,
             endpoints=self._endpoints,
         )
 
@@ -304,11 +305,6 @@ class WorkersState:
     def tick(self, at: float) -> DashboardUpdate:
         """See DashboardSource."""
         return merged_tick(self.snapshots)
-
-
-def _authorization(settings: GatewaySettings) -> dict[str, str]:
-    token = settings.admin.push_token or settings.admin.read_token
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _reason(status: int) -> str:
