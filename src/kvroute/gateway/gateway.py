@@ -24,7 +24,7 @@ from kvroute.gateway.lifecycle.certificates import PortCertificate, context_of, 
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.lifecycle.exposure import log_exposures
 from kvroute.gateway.lifecycle.membership import Membership
-from kvroute.gateway.lifecycle.reload import ClusterManager, Prepared
+from kvroute.gateway.lifecycle.reload import ClusterManager, MergedReloads, Prepared
 from kvroute.gateway.lifecycle.snapshot import status_snapshot
 from kvroute.gateway.observe.admin import Admin, AdminParts
 from kvroute.gateway.observe.file_descriptors import streams_to_forward
@@ -140,6 +140,7 @@ class Gateway:
         )
         self._pages = WebPages()
         self._reloading = asyncio.Lock()
+        self._reloads: MergedReloads | None = None
         self._certificate: PortCertificate | None = None
         self._admin_certificate: PortCertificate | None = None
         self._renewals: asyncio.Task[None] | None = None
@@ -240,6 +241,7 @@ class Gateway:
         deployment = self._first
         settings, listen = deployment.settings, deployment.settings.listen
         manager = self._clusters = ClusterManager(deployment, self._shared, lambda: self._admission.queued)
+        self._reloads = MergedReloads(manager.room, self._reload)
         shows_metrics = self._frontend.metrics if listen.metrics is None else listen.metrics
         self._endpoints = Endpoints(
             manager.runtime,
@@ -330,6 +332,8 @@ class Gateway:
     async def close(self) -> None:
         """Shut down; requests that are still in flight are aborted."""
         self._draining = True
+        if self._reloads is not None:
+            self._reloads.close()
         async with self._reloading:
             await self._close()
 
@@ -363,11 +367,15 @@ class Gateway:
     async def reload(self, read: Callable[[], Deployment]) -> bool:
         """Serve the deployment that `read` returns from now on; requests in flight stay where they are.
 
-        Only one reload runs at a time, and a thread reads the files. Return False, and change nothing, if the reload
-        fails or the gateway is draining.
+        Only one reload runs at a time, and a thread reads the files. Reloads that wait are merged: the latest counts.
+        Return False, and change nothing, if the reload fails or the gateway is draining.
         """
+        assert self._reloads is not None, "start first"
+        return await self._reloads(read)
+
+    async def _reload(self, read: Callable[[], Deployment]) -> bool:
+        assert self._clusters is not None
         async with self._reloading:
-            assert self._clusters is not None, "start first"
             try:
                 if self._draining:
                     raise InputError("the gateway is draining", hint="start a new gateway")

@@ -22,6 +22,7 @@ import msgspec
 import pytest
 import uvloop
 from tests.gateway.rig import CLUSTER, MODEL, Rig, rig, with_section
+from tests.gateway.stub_engines import Gate, deployment, engines_of, listening, serving, tokens
 from tests.waiting import becomes_true, until
 
 from kvroute import __version__
@@ -72,6 +73,67 @@ def test_a_reload_changes_the_policy_and_an_invalid_file_changes_nothing() -> No
             assert 'kvroute_reloads_total{outcome="refused"} 1\n' in page
             assert 'policy="round-robin"' in page
             assert await gate.becomes_idle(), gate.held_resources()
+
+    uvloop.run(run())
+
+
+def test_reloads_that_wait_are_merged_and_the_latest_counts() -> None:
+    """Each call returns when the file is served that is the latest."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            reads = []
+
+            def reader(number: int) -> Callable[[], Deployment]:
+                def read() -> Deployment:
+                    reads.append(number)
+                    return _reader(gate, f"  limits: {{in_flight: {number + 1}}}\n")()
+
+                return read
+
+            assert all(await asyncio.gather(*(gate.gateway.reload(reader(number)) for number in range(20))))
+            assert reads == [19]
+            first = asyncio.create_task(gate.gateway.reload(reader(20)))
+            await until(lambda: 20 in reads)
+            assert all(await asyncio.gather(*(gate.gateway.reload(reader(number)) for number in range(21, 30))))
+            assert await first
+            assert reads == [19, 20, 29]
+            assert gate.gateway.runtime.settings.limits.in_flight == 30
+            assert 'kvroute_reloads_total{outcome="taken"} 3\n' in (await gate.get("/metrics")).body.decode()
+
+    uvloop.run(run())
+
+
+def test_a_reload_waits_while_two_earlier_clusters_have_requests() -> None:
+    """Each of them holds an index of all cached prefixes."""
+
+    async def run() -> None:
+        prefill, decode = engines_of("vllm")
+        gates = [Gate(), Gate()]
+        async with listening(prefill + decode):
+            made = deployment(prefill + decode)
+            async with serving(made) as front:
+                held = []
+                for gate in gates:
+                    for engine in prefill:
+                        engine.serve = gate.before(tokens)
+                    held.append(asyncio.create_task(front.ask()))
+                    await gate.entered.wait()
+                    assert await front.gateway.reload(lambda: made)
+                for engine in prefill:
+                    engine.serve = tokens
+                third = asyncio.create_task(front.gateway.reload(lambda: made))
+                for _ in range(3):
+                    assert (await front.ask()).status == 200
+                assert len(front.gateway.cores()) == 3
+                gates[0].open.set()
+                assert (await held[0]).status == 200
+                assert await third
+                assert len(front.gateway.cores()) <= 3
+                gates[1].open.set()
+                assert (await held[1]).status == 200
+                last = asyncio.create_task(front.gateway.reload(lambda: made))
+                assert await last
 
     uvloop.run(run())
 
@@ -293,12 +355,15 @@ def test_concurrent_reloads_run_one_after_the_other() -> None:
         async with rig(section) as gate:
             policies = ("round-robin", "cla", "netkv")
             readers = [one_by_one(_reader(gate, f"{section}  policy: {policy}\n"), policy) for policy in policies]
-            assert await asyncio.gather(*[gate.gateway.reload(reader) for reader in readers]) == [True] * 3
-            assert most == [1, 1, 1]
+            first = asyncio.create_task(gate.gateway.reload(readers[0]))
+            await until(lambda: bool(active or most))
+            assert await asyncio.gather(*[gate.gateway.reload(reader) for reader in readers[1:]]) == [True] * 2
+            assert await first
+            assert most == [1, 1]  # the second one waited, and the third one replaced it
             assert gate.gateway.runtime.settings.policy == "netkv"
             assert (await gate.ask(PROMPT)).status == 200
             page = (await gate.get("/metrics")).body.decode()
-            assert 'kvroute_reloads_total{outcome="taken"} 3\n' in page
+            assert 'kvroute_reloads_total{outcome="taken"} 2\n' in page
 
     uvloop.run(run())
 

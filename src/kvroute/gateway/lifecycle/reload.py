@@ -6,9 +6,10 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -30,8 +31,14 @@ from kvroute.gateway.telemetry.collectors import Collectors
 from kvroute.topology.discovery import admitted
 from kvroute.types import Discovered, Event, InputError
 
+_SPACING_S = 30.0
+"""Longest time that a reload waits because requests of two earlier clusters are in progress, in seconds."""
+_POLL_S = 0.05
 _FREE_S, _FREE_PAUSE_S = 1e-3, 4e-3
 """Duration of one step in freeing the memory of closed clusters, and of the pause after it."""
+
+
+Read: TypeAlias = Callable[[], Deployment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,42 @@ def _log_header(deployment: Deployment) -> LogHeader | None:
         return None
     LogHashing().blocks((0,))
     return deployment.log_header
+
+
+class MergedReloads:
+    """Does one reload at a time. Those that wait are merged into one, which reads the files when its turn comes."""
+
+    def __init__(self, room: Callable[[], Awaitable[None]], reload: Callable[[Read], Awaitable[bool]]) -> None:
+        """
+        Args:
+            room: waits until the next reload may begin.
+            reload: serves the deployment that a function returns; returns whether it does.
+        """
+        self._room, self._reload = room, reload
+        self._read: Read | None = None
+        self._waiting: asyncio.Task[bool] | None = None
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, read: Read) -> bool:
+        """Reload, at the latest call's word; return whether it was successful. False: `close` was called before."""
+        self._read = read
+        waiting = self._waiting = self._waiting or asyncio.create_task(self._next())
+        await asyncio.wait([waiting])
+        return not waiting.cancelled() and waiting.result()
+
+    def close(self) -> None:
+        """Forget the reload that waits."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def _next(self) -> bool:
+        async with self._turn:
+            try:
+                await self._room()
+            finally:
+                read, self._read, self._waiting = self._read, None, None
+            assert read is not None, "each call sets it"
+            return await self._reload(read)
 
 
 class ClusterManager:
@@ -80,6 +123,7 @@ class ClusterManager:
         self._closed: deque[Iterator[int]] = deque()
         """Clusters without requests whose memory is not freed yet."""
         self._freeing: asyncio.Task[None] | None = None
+        self._switched_s = 0.0
 
     @property
     def clusters(self) -> tuple[ClusterRuntime, ...]:
@@ -155,6 +199,12 @@ class ClusterManager:
         prompts = self._prompts if same else deployment.prompts()
         return Prepared(deployment, keys, prompts, control, header, following)
 
+    async def room(self) -> None:
+        """Wait until another cluster takes no more memory than one reload needs: each has an index of all cached
+        prefixes. Clusters without requests must be freed. At most one may have requests, unless they take long."""
+        while self._closed or (len(self._retired) > 1 and self._shared.now() < self._switched_s + _SPACING_S):
+            await asyncio.sleep(_POLL_S)
+
     def next(self, prepared: Prepared) -> ClusterRuntime:
         """Return the cluster that may become current. Raises InputError if its event log cannot be created."""
         try:
@@ -169,6 +219,7 @@ class ClusterManager:
         """Make `runtime` the current cluster and create its collectors; return the previous collectors, which the
         caller closes. `settle` carries over the remaining state."""
         old, collectors = self.runtime, self._collectors
+        self._switched_s = self._shared.now()
         self._retired.append(old)
         self._carry_over = StateCarryOver(old, runtime, self._retired)
         self._carry_over.at_once()
