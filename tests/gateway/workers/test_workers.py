@@ -235,6 +235,7 @@ def test_changed_admin_tokens_hide_no_worker(tmp_path: Path) -> None:
         with_tokens(gateway, TOKENS.replace("old-", "new-"), "new-read-0123456789", "new-push-0123456789")
         gateway.token = "old-read-0123456789"
         assert gateway.ask("/metrics", admin=True)[0] == 401
+        gateway.token = "new-read-0123456789"
         with_tokens(gateway, PUSHED, "", "")
 
 
