@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.fuzz.cuts import bounded
-from tests.gateway.telemetry.kv_rig import BLOCK_TOKENS, Engine, batch, feed
+from tests.gateway.telemetry.kv_rig import BLOCK_TOKENS, Engine, batch, feed, stored
 
 from kvroute.gateway.telemetry.engine_blocks import SLICE_UNITS
 from kvroute.gateway.telemetry.kv_batch import BATCH_BLOCKS_MAX, BatchError, BlockEvent, read_batch
@@ -45,10 +45,10 @@ def check(data: bytes) -> str:
             case _:
                 raise AssertionError(event)
     feed(index, whole)
-    stored = {
+    prefixes = {
         event.blocks[: end + 1] for event in whole if isinstance(event, KvStored) for end in range(len(event.blocks))
     }
-    assert index.used_blocks(0) <= len(stored)
+    assert index.used_blocks(0) <= len(prefixes)
     return "accepted"
 
 
@@ -63,9 +63,10 @@ def _events_of(payloads: list[bytes], slice_units: int) -> list[Event]:
 
 
 def _run_script(script: bytes) -> None:
-    """Interpret each byte as an action of an engine; a 0 ends a batch."""
+    """Interpret each byte as an action of an engine; a 0 ends a batch. Unreadable events and those of a group of layers
+    that keep a state change nothing."""
     engine, index, batches = Engine(2 * BLOCK_TOKENS), PrefixIndex(1), list[bytes]()
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     for byte in script:
         match byte & 3:
             case 0:
@@ -75,6 +76,10 @@ def _run_script(script: bytes) -> None:
                 events.append(engine.store(byte >> 3, [byte >> 6, byte >> 7][: byte & 3], bool(byte & 4)))
             case _ if byte == 255:
                 events.append(engine.clear())
+            case _ if byte == 251:
+                events.append(["BlockStored", [7], None, "unreadable", 2])
+            case _ if byte == 247 and engine.held:
+                events.append(stored([7], None, [1, 2], 2, group_idx=1, kv_cache_spec_kind="mamba"))
             case _:
                 events.append(engine.remove(byte >> 3, 1 + (byte >> 2 & 1)))
     batches.append(batch(*events))

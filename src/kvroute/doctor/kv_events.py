@@ -87,6 +87,7 @@ class Subscription:
                 self.report.broken = str(error)
 
     def _take(self, batch: Batch, received_s: float) -> None:
+        self.report.broken = batch.why_unreadable or self.report.broken
         for event in batch.events:
             for prompt in self.prompts:
                 first = event.token_ids[:_COMPARED_TOKENS]

@@ -62,7 +62,7 @@ class EventsReport(msgspec.Struct):
     batches: int = 0
     """Number of batches that arrived during the examination."""
     broken: str = ""
-    """Why a batch could not be read."""
+    """Why a batch, or one of its events, could not be read."""
     own_batches: int = 0
     """Number of batches about a prompt of this examination."""
     replay: bool | None = None

@@ -17,10 +17,33 @@ from kvroute.gateway.telemetry.kv_batch import BlockEvent, EngineHash
 from kvroute.prefix import block_hashes, prompt_seed
 from kvroute.types import Event, InputError, KvCleared, KvEvicted, KvStored, MemoryTier
 
-_TIERS: dict[str | None, MemoryTier] = {None: "gpu", "GPU": "gpu", "CPU": "cpu", "STORAGE": "disk", "STORE": "store"}
+_TIERS: dict[str | None, MemoryTier] = {
+    None: "gpu",
+    "GPU": "gpu",
+    "CPU": "cpu",
+    "cpu": "cpu",
+    "CPU_PINNED": "cpu",
+    "STORAGE": "disk",
+    "DISK": "disk",
+    "EXTERNAL": "disk",
+    "STORE": "store",
+}
 """Tier of memory by medium. Blocks in `gpu` can serve a request without a load; vLLM on a CPU reports it too. An engine
-that reports no medium has only this one. STORAGE is that of vLLM's offloading to disks and object stores, which an
-engine reads by itself; STORE that of kvroute's connector."""
+that reports no medium has only this one. STORAGE is that of vLLM's offloading to disks and object stores, DISK and
+EXTERNAL those of SGLang's, which an engine reads by itself; STORE that of kvroute's connector; "cpu" LMCache's."""
+_WHOLE_PREFIX, _NOT_NAMED, _WINDOW, _STATE = range(4)
+_LAYERS = {
+    None: _NOT_NAMED,
+    "full_attention": _WHOLE_PREFIX,
+    "mla_attention": _WHOLE_PREFIX,
+    "sink_full_attention": _WHOLE_PREFIX,
+    "sliding_window": _WINDOW,
+    "sliding_window_mla": _WINDOW,
+    "chunked_local_attention": _WINDOW,
+}
+"""Order in which groups of layers are preferred for the index, by what they keep; _STATE for all other kinds. A hybrid
+model's prefix can be reused as far as the layers that keep all of it have it; the engine frees what others keep of it
+earlier."""
 _BLOCKS_MAX = 1 << 20
 """Largest number of blocks stored for one engine; a guard against a faulty engine, as no engine has so many."""
 DEPTH_MAX = 1 << 16
@@ -98,7 +121,7 @@ class EngineBlocks:
         name = _TIERS.get(event.medium)
         if event.type == "AllBlocksCleared":
             self.clear()
-        elif event.group_idx or name is None:
+        elif name is None:
             self.counts.foreign += len(event.block_hashes)
         elif name == "gpu":
             yield from self._gpu.applied(event, meter)
@@ -146,6 +169,8 @@ class _TierBlocks:
         """The receiver is to drop what it knows before the changes."""
         self._telling = False
         """Part of the changes has been reported."""
+        self._group: tuple[int, int] | None = None
+        """The group of layers whose blocks are indexed: its place in the order of `_LAYERS`, and its number."""
 
     def __len__(self) -> int:
         """Number of stored blocks, in the engine's block size."""
@@ -154,15 +179,38 @@ class _TierBlocks:
     def applied(self, event: BlockEvent, meter: Meter) -> Slices[None]:
         """Apply one event in slices."""
         if event.type == "BlockStored":
-            yield from self._store(event, meter)
-        elif event.type == "BlockRemoved":
+            yield from self._follow(event, meter)
+            if self._follows(event):
+                yield from self._store(event, meter)
+            else:
+                self.counts.foreign += len(event.block_hashes)
+        elif event.type == "BlockRemoved" and self._follows(event):
             for name in event.block_hashes:
                 self._remove(name)
                 if meter.spend(_REMOVE_UNITS):
                     yield
 
+    def _follows(self, event: BlockEvent) -> bool:
+        """Whether an event is about the group that is indexed."""
+        return self._group is None or event.group_idx is None or event.group_idx == self._group[1]
+
+    def _follow(self, event: BlockEvent, meter: Meter) -> Slices[None]:
+        """Index the group of this event if it is preferred to the present one, whose blocks are removed."""
+        group = (_LAYERS.get(event.kv_cache_spec_kind, _STATE), event.group_idx or 0)
+        if self._group is not None and group >= self._group:
+            return
+        if self._group is not None and group[1] != self._group[1]:
+            for name in list(self._blocks):
+                if (block := self._blocks.get(name)) is not None and block.held:
+                    block.held = 1
+                    self._remove(name)
+                if meter.spend(_REMOVE_UNITS):
+                    yield
+        self._group = group
+
     def clear(self) -> bool:
-        """Drop all blocks; return whether any of them may have been reported."""
+        """Drop all blocks, and the choice of the group; return whether any of them may have been reported."""
+        self._group = None
         changed = self._telling or len(self._blocks) > len(self._new) or bool(self._gone)
         self._telling = False
         self._blocks.clear()
@@ -187,7 +235,10 @@ class _TierBlocks:
     def _store(self, event: BlockEvent, meter: Meter) -> Slices[None]:
         names, size = event.block_hashes, event.block_size
         if size < 1 or size % self._block_tokens or len(event.token_ids) != size * len(names):
-            self.counts.unusable += len(names)
+            if self._group is not None and self._group[0] == _STATE:
+                self.counts.foreign += len(names)
+            else:
+                self.counts.unusable += len(names)
             return
         parent = event.parent_block_hash
         above = None if parent is None else self._blocks.get(parent)

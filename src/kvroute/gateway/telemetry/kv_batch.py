@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -25,11 +25,14 @@ _LONG_TEXTS = {0xD9: 1, 0xDA: 2}
 """First byte of longer msgpack strings, and the number of bytes of their length field."""
 
 EngineHash: TypeAlias = int | bytes
+_Pairs: TypeAlias = Annotated[list[tuple[int, int]], Meta(max_length=_TOKENS_MAX)]
+"""Each token id with the next one, as SGLang sends them with EAGLE's speculative decoding."""
+E = TypeVar("E")
 
 
-class BlockEvent(msgspec.Struct, gc=False):
-    """One event: vLLM's `BlockStored`, `BlockRemoved` or `AllBlocksCleared`; fields that the gateway does not use are
-    left out."""
+class _Fields(msgspec.Struct, gc=False):
+    """Fields of an event in the order in which older engines send them; those that the gateway does not use are left
+    out."""
 
     type: str
     block_hashes: Annotated[list[EngineHash], Meta(max_length=BATCH_BLOCKS_MAX)] = []
@@ -41,7 +44,17 @@ class BlockEvent(msgspec.Struct, gc=False):
     lora_name: str | None = None
     extra_keys: Raw = _NIL
     """Extra keys, undecoded: they may hold any type, and only a cache salt is used."""
-    group_idx: int | None = None
+    group_idx: Annotated[int, Meta(ge=0)] | None = None
+    """Group of layers with a cache of its own; None: the engine has one group, or does not name it."""
+    kv_cache_spec_kind: str | None = None
+    """What the layers of the group keep."""
+
+
+class BlockEvent(_Fields, gc=False):
+    """One event: `BlockStored`, `BlockRemoved` or `AllBlocksCleared`."""
+
+    cache_salt: str | None = None
+    """SGLang's: the salt of the whole prompt, with each of its blocks."""
 
     def salt_and_keyed(self) -> tuple[str, int]:
         """Return the cache salt, and the index of the first block with any other extra key.
@@ -49,8 +62,10 @@ class BlockEvent(msgspec.Struct, gc=False):
         The salt is not empty only if the first block starts a prompt and has no other extra key. The index equals the
         number of blocks if no block has another extra key.
         """
-        if self.lora_name:
-            return self._adapter_salt_and_keyed(self.lora_name)
+        salt, keyed = self._adapter_salt_and_keyed(self.lora_name) if self.lora_name else self._plain_salt_and_keyed()
+        return (salt or self.cache_salt or "" if self.parent_block_hash is None else "", keyed)
+
+    def _plain_salt_and_keyed(self) -> tuple[str, int]:
         keys = self._keys()
         salt, length = _salt(keys) if self.parent_block_hash is None else ("", 0)
         rest = keys[length:]
@@ -86,13 +101,17 @@ _KEYS = msgspec.msgpack.Decoder(list[list[Any] | None] | None)
 """Decodes the extra keys of blocks of an adapter."""
 
 
-class Batch(msgspec.Struct, array_like=True, gc=False):
+class Batch(msgspec.Struct, gc=False):
     """One message: the time at which the engine made it, in seconds since 1970, its events, and what it gives as its
     data-parallel rank."""
 
     ts: float
-    events: Annotated[list[BlockEvent], Meta(max_length=BATCH_EVENTS_MAX)]
+    events: list[BlockEvent]
     data_parallel_rank: object = None
+    unreadable: int = 0
+    """Number of further events that have another form."""
+    why_unreadable: str = ""
+    """Error message of the first of them."""
 
     @property
     def rank(self) -> int | None:
@@ -101,41 +120,60 @@ class Batch(msgspec.Struct, array_like=True, gc=False):
         return rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < _RANKS_MAX else None
 
 
-class _BatchMap(msgspec.Struct, gc=False):
+class _Message(msgspec.Struct, Generic[E], gc=False):
     ts: float
-    events: Annotated[list[BlockEvent], Meta(max_length=BATCH_EVENTS_MAX)]
+    events: Annotated[list[E], Meta(max_length=BATCH_EVENTS_MAX)]
     data_parallel_rank: object = None
 
 
-class _BatchOfArrays(msgspec.Struct, array_like=True, gc=False):
-    ts: float
-    events: Annotated[list[Raw], Meta(max_length=BATCH_EVENTS_MAX)]
-    data_parallel_rank: object = None
+class _MessageRow(_Message[E], Generic[E], array_like=True, gc=False):
+    """The same as an array."""
 
 
-class _Row(msgspec.Struct, array_like=True, gc=False):
+class _Kind(msgspec.Struct, gc=False):
     type: str = ""
 
 
-class _StoredRow(BlockEvent, array_like=True, gc=False):
-    """Fields in the order in which older engines and SGLang send them."""
+class _KindRow(_Kind, array_like=True, gc=False):
+    """The same as an array."""
+
+
+class _Metadata(msgspec.Struct, gc=False):
+    """What SGLang 0.5.18 puts in the place of `lora_name`."""
+
+    cache_salt: str | None = None
+    lora_name: str | None = None
+
+
+class _StoredRow(_Fields, array_like=True, gc=False):
+    lora_name: str | _Metadata | None = None  # type: ignore[assignment]
+
+
+class _PairedRow(_StoredRow, array_like=True, gc=False):
+    token_ids: _Pairs = []  # type: ignore[assignment]
+
+
+class _PairedEvent(BlockEvent, gc=False):
+    token_ids: _Pairs = []  # type: ignore[assignment]
 
 
 class _RemovedRow(msgspec.Struct, array_like=True, gc=False):
     type: str
     block_hashes: Annotated[list[EngineHash], Meta(max_length=BATCH_BLOCKS_MAX)]
     medium: str | None = None
-    group_idx: int | None = None
+    group_idx: Annotated[int, Meta(ge=0)] | None = None
 
 
 class BatchError(ValueError):
     """The bytes are not a batch of KV events."""
 
 
-_ROW = msgspec.msgpack.Decoder(_Row)
-_STORED_ROW, _REMOVED_ROW = msgspec.msgpack.Decoder(_StoredRow), msgspec.msgpack.Decoder(_RemovedRow)
-_OF_ARRAY = (msgspec.msgpack.Decoder(Batch), msgspec.msgpack.Decoder(_BatchOfArrays))
-_OF_MAP = (msgspec.msgpack.Decoder(_BatchMap),)
+_REMOVED_ROW = msgspec.msgpack.Decoder(_RemovedRow)
+_ROWS = (msgspec.msgpack.Decoder(_StoredRow), msgspec.msgpack.Decoder(_PairedRow))
+_MAPS = (msgspec.msgpack.Decoder(BlockEvent), msgspec.msgpack.Decoder(_PairedEvent))
+_KIND, _KIND_ROW = msgspec.msgpack.Decoder(_Kind), msgspec.msgpack.Decoder(_KindRow)
+_WHOLE = (msgspec.msgpack.Decoder(_MessageRow[BlockEvent]), msgspec.msgpack.Decoder(_Message[BlockEvent]))
+_BY_EVENT = (msgspec.msgpack.Decoder(_MessageRow[Raw]), msgspec.msgpack.Decoder(_Message[Raw]))
 _MAP_MARKS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
 """First bytes of a msgpack map."""
 
@@ -155,7 +193,8 @@ def _salt(keys: bytes) -> tuple[str, int]:
 
 
 def read_batch(payload: bytes) -> Batch:
-    """Decode one message: `[ts, events, dp_rank]` or a map of these; each event is a map with `type` or an array.
+    """Decode one message: `[ts, events, dp_rank]` or a map of these; each event is a map with `type` or an array. An
+    event of another form is left out and counted.
 
     Raises:
         BatchError: the message has no such form, or is too large.
@@ -170,25 +209,51 @@ def read_batch(payload: bytes) -> Batch:
 
 
 def _decoded(payload: bytes) -> Batch:
-    why = ""
-    decoders = _OF_MAP if payload[:1] and payload[0] in _MAP_MARKS else _OF_ARRAY
-    for decoder in decoders:
+    as_map = payload[:1] and payload[0] in _MAP_MARKS
+    try:
+        message = _WHOLE[bool(as_map)].decode(payload)
+        return Batch(message.ts, message.events, message.data_parallel_rank)
+    except (ValueError, RecursionError):  # invalid UTF-8 is a ValueError too
+        pass
+    try:
+        by_event = _BY_EVENT[bool(as_map)].decode(payload)
+    except (ValueError, RecursionError) as error:
+        raise BatchError(f"a message is not a valid batch of KV events ({error})") from None
+    batch = Batch(by_event.ts, [], by_event.data_parallel_rank)
+    for raw in by_event.events:
         try:
-            batch = decoder.decode(payload)
-            if isinstance(batch, _BatchOfArrays):
-                return Batch(batch.ts, [_event_of(row) for row in batch.events], batch.data_parallel_rank)
-            return batch if isinstance(batch, Batch) else Batch(batch.ts, batch.events, batch.data_parallel_rank)
-        except (ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError too
-            why = why or str(error)
-    raise BatchError(f"a message is not a valid batch of KV events ({why})")
+            batch.events.append(_event_of(raw))
+        except (ValueError, RecursionError) as error:
+            batch.unreadable += 1
+            batch.why_unreadable = batch.why_unreadable or str(error)
+    return batch
 
 
-def _event_of(row: Raw) -> BlockEvent:
-    kind = _ROW.decode(row).type
+def _event_of(raw: Raw) -> BlockEvent:
+    """Decode one event. Raises ValueError or RecursionError for one of another form."""
+    as_map = memoryview(raw)[0] in _MAP_MARKS
+    kind = (_KIND if as_map else _KIND_ROW).decode(raw).type
     if kind == "BlockStored":
-        stored = _STORED_ROW.decode(row)
-        return BlockEvent(*[getattr(stored, name) for name in BlockEvent.__struct_fields__])
-    if kind == "BlockRemoved":
-        removed = _REMOVED_ROW.decode(row)
-        return BlockEvent(kind, removed.block_hashes, medium=removed.medium, group_idx=removed.group_idx)
-    return BlockEvent(kind)
+        return _stored(raw, _MAPS if as_map else _ROWS)
+    if kind != "BlockRemoved":
+        return BlockEvent(kind)
+    removed = (_MAPS[0] if as_map else _REMOVED_ROW).decode(raw)
+    return BlockEvent(kind, removed.block_hashes, medium=removed.medium, group_idx=removed.group_idx)
+
+
+def _stored(raw: Raw, decoders: tuple[msgspec.msgpack.Decoder[Any], msgspec.msgpack.Decoder[Any]]) -> BlockEvent:
+    """Args: `decoders`: the first reads token ids, the second pairs of them."""
+    plain, paired = decoders
+    try:
+        found = plain.decode(raw)
+    except msgspec.ValidationError as error:
+        try:
+            found = paired.decode(raw)
+        except msgspec.ValidationError:
+            raise error from None
+        found.token_ids = [pair[0] for pair in found.token_ids]
+    values = {name: getattr(found, name) for name in found.__struct_fields__}
+    more = values["lora_name"]
+    if isinstance(more, _Metadata):
+        values |= {"lora_name": more.lora_name, "cache_salt": more.cache_salt}
+    return BlockEvent(**values)

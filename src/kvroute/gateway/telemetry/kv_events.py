@@ -122,6 +122,9 @@ class _Link:
             self._warn("kv_events_ignored", reason)
         if self.stream.counts.broken:
             self._warn("kv_events_refused", f"{self.stream.why_broken}; the cached blocks of this engine are dropped")
+        if self.stream.counts.unreadable:
+            reason = f"an event of the engine has a form that the gateway does not know ({self.stream.why_unreadable})"
+            self._warn("kv_event_unreadable", f"{reason}; its blocks are not used for routing")
         if self.stream.wanted is None:
             self._end_replay()
         elif self.stream.rounds != self._round:

@@ -30,6 +30,8 @@ class StreamCounts:
     batches: int = 0
     broken: int = 0
     """Batches that are malformed or exceed their bounds; each has cleared the engine's view."""
+    unreadable: int = 0
+    """Events of another form in other batches; only their own blocks are not known."""
     gaps: int = 0
     lost: int = 0
     """Gaps that no replay has closed; each has cleared the engine's view."""
@@ -71,6 +73,8 @@ class KvStream:
         """Data-parallel rank of the publisher in the whole engine, by its last batch; None: not known."""
         self.why_broken = ""
         """Error message of the first malformed batch."""
+        self.why_unreadable = ""
+        """Error message of the first event of another form."""
 
     @property
     def pending(self) -> bool:
@@ -109,6 +113,8 @@ class KvStream:
             return
         self._newest_ts = batch.ts
         self.rank = batch.rank
+        self.counts.unreadable += batch.unreadable
+        self.why_unreadable = self.why_unreadable or batch.why_unreadable
         if meter.spend(len(payload) // _BYTES_PER_UNIT):
             yield
         for event in batch.events:
