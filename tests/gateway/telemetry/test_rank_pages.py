@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvroute.gateway.http.slices import whole
 from kvroute.gateway.observe.prometheus_text import PageError
@@ -67,3 +69,38 @@ def test_a_rank_that_has_had_no_request_is_idle() -> None:
     used = b'vllm:cache_config_info{block_size="32",engine="1"} 1.0\nvllm:num_requests_running{engine="1"} 2.0\n'
     parts = whole(pages_by_rank(unused + used, {"d_dp0": 0, "d_dp1": 1}))
     assert [read_metrics(part).running for part in parts.values()] == [0, 2]
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 4)), min_size=1, max_size=4),
+    others=st.sampled_from(["tp_rank", "pp_rank", "moe_ep_rank", "attn_cp_rank", "cp_rank"]),
+    copies=st.integers(1, 8),
+    named=st.booleans(),
+)
+def test_ranks_that_count_the_same_requests_count_once(
+    loads: list[tuple[int, int, int]], others: str, copies: int, named: bool
+) -> None:
+    """SGLang with metrics of all schedulers, and with context parallelism also without: the page has a copy of each
+    data-parallel rank's load for each other rank. Transfers of its connector are counted once, too."""
+    lines = []
+    for rank, (running, waiting, quarters) in enumerate(loads):
+        for copy in range(copies):
+            data = f'dp_rank="{rank}",' if named or len(loads) > 1 else ""
+            own = f'{{{data}engine_type="unified",model_name="m",{others}="{copy}"}}'
+            lines += [f"sglang:num_running_reqs{own} {running}.0", f"sglang:num_queue_reqs{own} {waiting}.0"]
+            lines += [f"sglang:token_usage{own} {quarters / 4}", f"sglang:num_transfer_failed_reqs_total{own} 2.0"]
+            lines += [f"sglang:kv_transfer_total_mb_count{own} 3.0", f"sglang:kv_transfer_total_mb_sum{own} 30.0"]
+            lines.append(f"sglang:kv_transfer_latency_ms_sum{own} 600.0")
+    metrics = read_metrics(("\n".join(lines) + "\n").encode())
+    ranks = len(loads)
+    assert (metrics.running, metrics.waiting) == (sum(each[0] for each in loads), sum(each[1] for each in loads))
+    assert metrics.kv_used_share == pytest.approx(sum(each[2] for each in loads) / (4 * ranks))
+    moved = metrics.connectors.moved["sglang"]
+    assert (moved.kv_bytes, moved.transfers, metrics.connectors.failed) == (30e6 * ranks, 3 * ranks, 2 * ranks)
+    assert moved.seconds == pytest.approx(0.6 * ranks)
+
+
+def test_other_labels_tell_series_apart() -> None:
+    """Series that differ in anything but the rank of a scheduler are summed, as before."""
+    page = b'sglang:num_running_reqs{engine_type="a"} 5\nsglang:num_running_reqs{engine_type="b"} 2\n'
+    assert read_metrics(page).running == 7

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvroute.gateway.http.slices import Slices
 from kvroute.gateway.observe.prometheus_text import Budget, values
+from kvroute.gateway.telemetry.rank_pages import values_by_rank
 
 COUNT_MAX = 2**31 - 1
 """Larger counts are cut to this one."""
@@ -89,9 +90,9 @@ def connector_counters(page: bytes, budget: Budget) -> Slices[ConnectorCounters]
         totals = yield from histogram_totals(page, series, budget)
         if totals is not None:
             moved[name] = totals
-        failed += yield from values(page, series.failures, budget)
+        failed += yield from values_by_rank(page, series.failures, budget)
         if series.expired:
-            expired += yield from values(page, series.expired, budget)
+            expired += yield from values_by_rank(page, series.expired, budget)
     if page.find(b"\nkvroute:kv_") >= 0:
         failed += yield from values(page, _KVROUTE_FAILURES, budget)
         expired += yield from values(page, _KVROUTE_EXPIRED, budget)
@@ -100,11 +101,11 @@ def connector_counters(page: bytes, budget: Budget) -> Slices[ConnectorCounters]
 
 def histogram_totals(page: bytes, series: Series, budget: Budget) -> Slices[TransferTotals | None]:
     """Return the totals of one connector; None if the page does not have them."""
-    counts = yield from values(page, series.transfers, budget)
+    counts = yield from values_by_rank(page, series.transfers, budget)
     if not counts:
         return None
-    nbytes = yield from values(page, series.nbytes, budget)
-    seconds = yield from values(page, series.seconds, budget)
+    nbytes = yield from values_by_rank(page, series.nbytes, budget)
+    seconds = yield from values_by_rank(page, series.seconds, budget)
     return TransferTotals(sum(nbytes) * series.to_bytes, sum(seconds) * series.to_seconds, count(sum(counts)))
 
 

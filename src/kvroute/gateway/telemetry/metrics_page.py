@@ -27,6 +27,7 @@ from kvroute.gateway.telemetry.connector_counters import (
     connector_counters,
     count,
 )
+from kvroute.gateway.telemetry.rank_pages import values_by_rank
 from kvroute.gateway.wan.tcp_links import TcpCounters, link_lines, read_links
 
 _VLLM = (b"vllm:num_requests_running", b"vllm:num_requests_waiting", b"vllm:kv_cache_usage_perc")
@@ -98,11 +99,11 @@ def metrics_in(page: bytes, before: EngineMetrics | None = None, series_max: int
     page = b"\n" + page
     budget = Budget(series_max)
     names = _VLLM if page.find(b"\n" + _VLLM[0]) >= 0 else _SGLANG
-    running = yield from values(page, names[0], budget)
-    waiting = yield from values(page, names[1], budget)
-    shares = yield from values(page, names[2], budget)
+    running = yield from values_by_rank(page, names[0], budget)
+    waiting = yield from values_by_rank(page, names[1], budget)
+    shares = yield from values_by_rank(page, names[2], budget)
     if not shares and names is _VLLM:
-        shares = yield from values(page, _OLD_USAGE, budget)
+        shares = yield from values_by_rank(page, _OLD_USAGE, budget)
     block_tokens, kv_blocks = yield from _cache_config(page, budget)
     started = yield from values(page, _STARTED, budget)
     adapter_lines = lines_between(page, b"\n" + _ADAPTERS)

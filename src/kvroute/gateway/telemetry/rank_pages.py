@@ -1,7 +1,8 @@
 """The metrics page of a server with data-parallel ranks, divided by rank.
 
 vLLM labels the series of each rank with `engine`. Behind a hybrid load balancer the labels of a node do not begin at 0,
-so the rank that a request's header selects is the position of its label.
+so the rank that a request's header selects is the position of its label. SGLang may also export the metrics of each
+tensor-, pipeline-, expert- and context-parallel rank; all of them count the same requests.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from kvroute.gateway.http.slices import Slices
-from kvroute.gateway.observe.prometheus_text import Budget, PageError
+from kvroute.gateway.observe.prometheus_text import Budget, PageError, labels_of, samples
 
 _LINE = re.compile(
     rb"^(?:vllm:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc|cache_config_info"
@@ -18,6 +19,7 @@ _LINE = re.compile(
     re.MULTILINE,
 )
 """A sample that the reader of a page needs."""
+_DATA_PARALLEL = "dp_rank"
 _RUNNING = b"vllm:num_requests_running"
 _ENGINE = re.compile(rb'[{,]engine="(\d{1,9})"')
 
@@ -46,6 +48,29 @@ def pages_by_rank(page: bytes, ranks: Mapping[str, int]) -> Slices[dict[str, byt
         what = f"the page has metrics of {len(labels)} data-parallel ranks, not of {wanted}"
         raise PageError(f"{what}: correct `dp`, or start the engine with --data-parallel-size {wanted}")
     return {name: _page([*of_all, *(by_label[labels[rank]] if labels else ())]) for name, rank in ranks.items()}
+
+
+def values_by_rank(page: bytes, name: bytes, budget: Budget) -> Slices[list[float]]:
+    """Return one value of each data-parallel rank: the largest over its other ranks.
+
+    Args:
+        page: starts with a line feed.
+        name: of a series.
+
+    Raises:
+        PageError: there are more samples than the budget allows.
+    """
+    found = yield from samples(page, name, budget)
+    if len(found) == 1:
+        return [found[0][1]]
+    by_rank: dict[tuple[tuple[str, str], ...], float] = {}
+    for text, value in found:
+        if budget.spend(len(text)):
+            yield
+        labels = labels_of(text).items()
+        rank = tuple([label for label in labels if label[0] == _DATA_PARALLEL or not label[0].endswith("_rank")])
+        by_rank[rank] = max(value, by_rank.get(rank, value))
+    return list(by_rank.values())
 
 
 def _page(lines: list[bytes]) -> bytes:
