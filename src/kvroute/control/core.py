@@ -484,14 +484,18 @@ class Control:
         return decisions
 
     def _scale_ended(self, event: ScaleEnded) -> tuple[Decision, ...]:
-        self._cluster.index(event.instance)  # raises for an instance that the cluster does not have
-        if self.scaling is not None:
+        if self.may_scale(event.instance) and self.scaling is not None:
             self.scaling.ended(event.instance, serves=event.serves)
         return ()
 
     def may_switch(self, instance: str) -> bool:
         """Whether an instance of the cluster may change its role."""
         return self._cluster.index(instance) in self._settings.switchable
+
+    def may_scale(self, instance: str) -> bool:
+        """Whether autoscaling counts an instance of the cluster, so that a gateway may start and stop it."""
+        role = self._cluster.instances[self._cluster.index(instance)].role
+        return self.scaling is not None and role != "both"
 
     def _threshold_known(self, event: ThresholdKnown) -> tuple[Decision, ...]:
         if self.offloading is None or not self.offloading.restore_threshold(

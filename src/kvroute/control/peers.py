@@ -6,13 +6,13 @@ tables of transfers in flight. Load beyond both that an engine reports is that o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
 from kvroute.control.cluster_change import Parts
 from kvroute.control.pool import DecodePool, PrefillPool
+from kvroute.control.report_checks import check_report
 from kvroute.types import InputError, PeerBooking, PeerEvent, PeerReport, Role, RoleDraining, RoleSwitched
 
 _NUMBERS_FROM = 1 << 62
@@ -86,9 +86,9 @@ class Peers:
         its next one.
 
         Raises:
-            InputError: a number is negative or not finite. The view does not change.
+            InputError: a number is out of its bounds. The view does not change.
         """
-        _check(report)
+        check_report(report)
         peer = self._peers.setdefault(report.gateway, Peer())
         if report.sequence <= peer.sequence:
             return ()
@@ -286,11 +286,3 @@ def _index(parts: Parts, name: str) -> int | None:
         return parts.cluster.index(name)
     except InputError:
         return None
-
-
-def _check(report: PeerReport) -> None:
-    for booking in report.bookings:
-        for value in (booking.prefill_s, booking.need_bytes, booking.kv_bytes):
-            if not 0.0 <= value < math.inf:
-                what = f"gateway {report.gateway} reports {value} for request {booking.request_id}"
-                raise InputError(what, hint="give finite numbers of 0 or more")

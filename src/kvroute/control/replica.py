@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from kvroute.control.admissions import Admissions
 from kvroute.control.core import Control
+from kvroute.control.report_checks import check_counts
 from kvroute.control.usage import Usage
 from kvroute.types import (
     Admitted,
@@ -200,7 +201,12 @@ class Replica:
 
     def received(self, now: float, report: PeerReport) -> PeerReported | None:
         """Process an entry of the stream. Return the event that the caller passes to its core, after which it calls
-        `applied`; None for an own report."""
+        `applied`; None for an own report.
+
+        Raises:
+            InputError: a number is out of its bounds. Nothing changes.
+        """
+        check_counts(report)
         if report.gateway == self.gateway:
             if self._joined_at is None and report.sequence >= self._whole_sequence:
                 self._joined_at = now
@@ -215,6 +221,7 @@ class Replica:
         if report.asks_knowledge and self._joined and self.gateway == self._first(report.gateway):
             self._teaches = self._knowledge is None
         learns = report.events + report.knowledge if self._untaught else report.events
+        learns = tuple([event for event in learns if type(event) is not KvStored or event.instance in self.approximate])
         self._untaught = self._untaught and not report.knowledge_ends
         return PeerReported(now, replace(report, events=learns, knowledge=(), admissions=None, usage=None))
 

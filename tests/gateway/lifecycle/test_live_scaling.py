@@ -178,6 +178,21 @@ def test_an_instance_that_another_gateway_stops_gets_no_requests() -> None:
     uvloop.run(run())
 
 
+def test_without_autoscaling_no_gateway_stops_an_instance() -> None:
+    """Who can write to the stream cannot take instances away."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            gateway = gate.gateway
+            events = tuple([ScaleEnded(gateway.now(), name, serves=False) for name in gateway.runtime.engines])
+            report = PeerReport("other", 1, gateway.now(), events=events, whole=True)
+            gateway.notify(PeerReported(gateway.now(), report))
+            assert all(engine.availability.up for engine in gateway.runtime.engines.values())
+            assert (await gate.ask()).status == 200
+
+    uvloop.run(run())
+
+
 @pytest.mark.parametrize(
     ("section", "sentence"),
     [

@@ -215,9 +215,10 @@ class ScalingDriver:
         self._runtime.metrics.scaled(step.action, "done" if step.action == "stop" else "abandoned")
 
     def followed(self, event: ScaleEnded) -> None:
-        """Hold or release an instance that another gateway stops or starts. The core knows already."""
+        """Hold or release an instance that another gateway stops or starts. The core knows already. Does nothing where
+        autoscaling does not start and stop it."""
         engine, now = self._runtime.engines.get(event.instance), self._runtime.now()
-        if engine is not None:
+        if engine is not None and self._runtime.control.may_scale(event.instance):
             (engine.availability.release if event.serves else engine.availability.hold)(STOPPED, now)
             self.stopped.pop(event.instance, None)
             if not event.serves:

@@ -15,7 +15,7 @@ from kvroute.control import Admissions, Control, Replica, Usage
 from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.observe.metrics import Metrics
 from kvroute.gateway.observe.view import ReplicationLoad
-from kvroute.gateway.replication.stream import StreamError
+from kvroute.gateway.replication.stream import ENTRY_MAX_BYTES, StreamError
 from kvroute.types import Event, InputError, PeerEvent, PeerReport
 
 _RETRY_S, _RETRY_MAX_S = 0.1, 2.0
@@ -92,9 +92,10 @@ class Replication:
         """Id of the last entry that was read; empty: none yet."""
         self._problem = ""
         self._task: asyncio.Task[None] | None = None
-        self._closed = self._ended = False
-        """Whether `close` was called; whether reading or writing has ended on the present connection. Both are flags,
-        because Python before 3.12 loses a cancellation that comes together with a result."""
+        self._closed = self._ended = self._works = False
+        """Whether `close` was called; whether reading or writing has ended on the present connection; whether it has
+        been read from. The first two are flags, because Python before 3.12 loses a cancellation that comes together
+        with a result."""
 
     # Own traffic
 
@@ -133,7 +134,7 @@ class Replication:
 
     def start(self, block_tokens: int) -> None:
         """Begin to connect. Args: `block_tokens`: size of the blocks of prefixes."""
-        self._replica.block_tokens = block_tokens
+        self._replica.block_tokens, self._replica.approximate = block_tokens, self._cores.approximate()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def refresh(self) -> None:
@@ -154,19 +155,20 @@ class Replication:
     async def _run(self) -> None:
         pause_s = _RETRY_S
         while not self._closed:
+            self._works = False
             try:
                 stream = self._stream()
-            except StreamError as error:
-                self._failed(str(error))
-            else:
                 try:
                     await self._connected(stream)
-                except StreamError as error:
-                    pause_s = _RETRY_S if self._replica.state != "alone" else pause_s
-                    self._failed(str(error))
                 finally:
                     self._replica.disconnected()
                     await stream.close()
+            except StreamError as error:
+                self._failed(str(error))
+            except Exception as error:  # an error of the gateway must not end replication for good
+                self._failed(f"{type(error).__name__}: {error}")
+            if self._works:
+                pause_s = _RETRY_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _RETRY_MAX_S)
 
@@ -181,9 +183,6 @@ class Replication:
         self._position, self._ended = self._position or end, False
         self._replica.connected(self._now())
         self._changed.set()
-        if self._problem:
-            log_event("info", "replication_restored")
-            self._problem = ""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for part in (self._read(stream), self._write(stream)):
@@ -216,7 +215,12 @@ class Replication:
     async def _read(self, stream: SharedStream) -> None:
         flush_s = self._flush_s / 2
         while not (self._ended or self._closed):
-            for number, entry in await stream.read(self._position):
+            entries = await stream.read(self._position)
+            self._works = True
+            if self._problem:
+                log_event("info", "replication_restored")
+                self._problem = ""
+            for number, entry in entries:
                 self._position = number
                 self._received(entry)
             await asyncio.sleep(flush_s)  # entries that come together cost one command
@@ -224,6 +228,8 @@ class Replication:
     def _received(self, entry: bytes) -> None:
         now, replica = self._now(), self._replica
         try:
+            if len(entry) > ENTRY_MAX_BYTES:
+                raise InputError(f"an entry of {len(entry)} bytes is larger than {ENTRY_MAX_BYTES} bytes")
             report = _decode(entry)
             event = replica.received(now, report)
             self._metrics.replicated("read", len(entry))
@@ -232,7 +238,7 @@ class Replication:
                 return
             before = replica.state
             self._cores.notify(event)
-        except (msgspec.DecodeError, InputError) as error:
+        except (msgspec.DecodeError, InputError, RecursionError) as error:
             self._metrics.entry_refused()
             log_event("warning", "replication_entry_refused", reason=str(error))
             return

@@ -7,11 +7,10 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-from kvroute.gateway.replication.stream import StreamError
+from kvroute.gateway.replication.stream import ENTRY_MAX_BYTES, StreamError
 
 HEADER = struct.Struct(">I")
 """Size of the entry that follows, in bytes."""
-ENTRY_MAX_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 
 

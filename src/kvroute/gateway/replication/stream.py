@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from kvroute.gateway.config.replication import ReplicationSection, password_of
 
+ENTRY_MAX_BYTES = 16 << 20
+"""Largest entry; reports are far smaller."""
 READ_MAX = 256
 """Maximum number of entries that one read returns."""
 _BLOCK_S = 1.0
 """Time for which the server waits for an entry before it returns none."""
 _FIELD = b"r"
+_ID = re.compile(rb"\d{1,20}-\d{1,20}")
+_NO_STREAM = "the server's answer is not that of a Redis stream"
 
 
 class StreamError(Exception):
@@ -57,7 +62,8 @@ class Stream:
         except self._faults as error:
             raise StreamError(str(error) or "the server does not answer") from error
         last = await self._run(self._reader, "XREVRANGE", self._key, "+", "-", "COUNT", 1)
-        return str(last[0][0].decode()) if last else "0-0"
+        entries = _entries(last) if last else []
+        return entries[0][0] if entries else "0-0"
 
     async def append(self, entry: bytes) -> None:
         """Append an entry; the oldest are removed."""
@@ -69,8 +75,12 @@ class Stream:
         found = await self._run(
             self._reader, "XREAD", "COUNT", READ_MAX, "BLOCK", block_ms, "STREAMS", self._key, after
         )
-        entries = found[0][1] if found else []
-        return [(number.decode(), _value(fields)) for number, fields in entries]
+        match found:
+            case None | []:
+                return []
+            case [[bytes(), entries]]:
+                return _entries(entries)
+        raise StreamError(_NO_STREAM)
 
     async def _run(self, connection: Any, *command: Any) -> Any:
         try:
@@ -86,7 +96,23 @@ class Stream:
             await connection.disconnect(nowait=True)
 
 
-def _value(fields: list[bytes]) -> bytes:
-    """The entry in the fields of an item; empty if another program wrote it."""
-    pairs = dict(zip(fields[::2], fields[1::2], strict=False))
-    return pairs.get(_FIELD, b"")
+def _entries(found: object) -> list[tuple[str, bytes]]:
+    """Return the ids and the contents of the items of a stream.
+
+    Raises:
+        StreamError: it is no list of items.
+    """
+    entries = []
+    for item in found if isinstance(found, list) else [None]:
+        match item:
+            case [bytes(number), list(fields) | (None as fields)] if _ID.fullmatch(number):
+                entries.append((number.decode(), _value(fields or [])))
+            case _:
+                raise StreamError(_NO_STREAM)
+    return entries
+
+
+def _value(fields: list[object]) -> bytes:
+    """The entry in the fields of an item; empty if another program wrote it, or it was deleted."""
+    pairs = zip(fields[::2], fields[1::2], strict=False)
+    return next((value for name, value in pairs if name == _FIELD and isinstance(value, bytes)), b"")

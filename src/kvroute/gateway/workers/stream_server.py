@@ -10,7 +10,8 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from kvroute.gateway.replication.local_stream import ENTRY_MAX_BYTES, HEADER, read_entry
+from kvroute.gateway.replication.local_stream import HEADER, read_entry
+from kvroute.gateway.replication.stream import ENTRY_MAX_BYTES
 
 UNREAD_MAX_BYTES = 64 << 20
 
