@@ -317,7 +317,7 @@ def test_a_cancelled_prompt_leaves_the_queue(folder: Path, tmp_path: Path) -> No
     prompts.close()
 
 
-def test_images_are_counted_as_images_and_keep_their_bytes(rough: Prompts, exact: Prompts) -> None:
+def test_images_are_counted_as_images_and_have_blocks_of_their_own(rough: Prompts, exact: Prompts) -> None:
     def picture(data: str) -> Completion:
         url = f"data:image/png;base64,{data}"
         return chat([{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}])

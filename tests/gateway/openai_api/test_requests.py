@@ -187,7 +187,7 @@ def test_fields_that_routing_needs_are_parsed() -> None:
         2,
         "s",
     )
-    assert (read.prompts, read.one_leg, read.token_ids, read.media) == (1, True, None, False)
+    assert (read.prompts, read.one_leg, read.token_ids, read.media) == (1, True, None, ())
     assert bytes(read.fields["temperature"]) == b"0.50"
 
 

@@ -12,11 +12,12 @@ from kvroute.gateway.openai_api.conversation import (
     Chat,
     Message,
     NoChat,
+    Span,
     TemplateTraits,
     decoded,
     function_tool,
+    joined,
     media_in,
-    unclosed,
     variables,
 )
 from kvroute.gateway.openai_api.json_fields import Fields
@@ -46,16 +47,15 @@ class AnthropicMessages:
         "chat_template_kwargs",
     )
 
-    def text(self, fields: Fields) -> tuple[bytes, bool]:
+    def text(self, fields: Fields) -> tuple[bytes, tuple[Span, ...]]:
         """See `Conversation`. The engine rejects messages of a wrong shape."""
         word = fields.get("messages", NULL)
         try:
             messages = _MESSAGES.decode(word)
         except msgspec.MsgspecError:
             messages = []
-        media = any(media_in(message.content, _TEXT_PARTS) for message in messages)
-        head = [fields[name] for name in ("tools", "system") if name in fields]
-        return b"".join([*head, unclosed(word)]), media
+        media = [media_in(message.content, _TEXT_PARTS) for message in messages]
+        return joined([fields[name] for name in ("tools", "system") if name in fields], word, media)
 
     def needs_one_leg(self, fields: Fields) -> bool:
         """See `Conversation`."""

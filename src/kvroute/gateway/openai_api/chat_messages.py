@@ -11,10 +11,13 @@ from kvroute.gateway.openai_api.conversation import (
     NULL,
     Chat,
     Message,
+    Part,
+    Span,
     TemplateTraits,
     decoded,
     function_tool,
-    unclosed,
+    joined,
+    media_of,
     variables,
 )
 from kvroute.gateway.openai_api.json_fields import Fields, count, flag, given, shown, wrong
@@ -28,12 +31,8 @@ class _Message(msgspec.Struct, gc=False):
     content: Raw = NULL
 
 
-class _Part(msgspec.Struct, gc=False):
-    type: str | None = None
-
-
 _MESSAGES = msgspec.json.Decoder(Annotated[list[_Message], msgspec.Meta(min_length=1)])
-_PARTS = msgspec.json.Decoder(list[_Part | str])
+_PARTS = msgspec.json.Decoder(list[Part | str])
 
 
 class ChatMessages:
@@ -49,20 +48,17 @@ class ChatMessages:
         "chat_template_kwargs",
     )
 
-    def text(self, fields: Fields) -> tuple[bytes, bool]:
+    def text(self, fields: Fields) -> tuple[bytes, tuple[Span, ...]]:
         """See `Conversation`."""
         word = fields.get("messages", NULL)
         if word == NULL:
             raise wrong("messages", "is missing", _SHAPE)
-        media = False
         try:
-            for index, message in enumerate(_MESSAGES.decode(word)):
-                media |= _has_media(message.content, index)
+            media = [_media(message.content, index) for index, message in enumerate(_MESSAGES.decode(word))]
         except msgspec.MsgspecError as error:
             raise wrong("messages", str(error), _SHAPE) from None
         head = [fields[name] for name in ("chat_template", "documents", "tools") if name in fields]
-        # This is the only copy that is made of the messages: they may be long.
-        return b"".join([*head, unclosed(word)]), media
+        return joined(head, word, media)
 
     def needs_one_leg(self, fields: Fields) -> bool:
         """See `Conversation`."""
@@ -96,11 +92,11 @@ def _tool(tool: Any) -> Any:
     return function_tool(function) if isinstance(function, dict) and "name" in function else tool
 
 
-def _has_media(content: Raw, index: int) -> bool:
-    """Whether `content` has a part that is not text. Raises RequestError unless it is a string, parts or null."""
+def _media(content: Raw, index: int) -> list[Raw]:
+    """Return the parts of `content` that are not text. Raises RequestError unless it is a string, parts or null."""
     first = memoryview(content)[0]
     if first == 0x5B:  # [
-        return any(not (isinstance(part, str) or part.type in _TEXT_PARTS) for part in _PARTS.decode(content))
+        return media_of(content, _PARTS.decode(content), _TEXT_PARTS)
     if first not in b'"n':
         raise wrong("messages", f"`$[{index}].content` is {shown(bytes(content))}", _SHAPE)
-    return False
+    return []

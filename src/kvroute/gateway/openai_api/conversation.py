@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -12,6 +12,8 @@ from kvroute.gateway.openai_api.json_fields import Fields
 
 Message: TypeAlias = dict[str, Any]
 NULL = Raw(b"null")
+Span: TypeAlias = tuple[int, int]
+"""Begin and end of a part in a text, in bytes."""
 
 
 class NoChat(Exception):
@@ -44,9 +46,9 @@ class Conversation(Protocol):
     template_fields: ClassVar[tuple[str, ...]]
     """The fields that the chat template reads."""
 
-    def text(self, fields: Fields) -> tuple[bytes, bool]:
+    def text(self, fields: Fields) -> tuple[bytes, tuple[Span, ...]]:
         """Return the conversation as received JSON without the closing bracket, so that a conversation that grows keeps
-        its prefix; and whether some part of it is not text.
+        its prefix; and where those parts of it are that are not text.
 
         Raises:
             RequestError: 400, the format requires a conversation, and it is missing or has the wrong shape.
@@ -63,16 +65,24 @@ class Conversation(Protocol):
         """
 
 
-class _Part(msgspec.Struct, gc=False):
+class Part(msgspec.Struct, gc=False):
+    """A part of a message's content."""
+
     type: str | None = None
     content: Raw = NULL
+    """Parts in this one."""
 
 
-_PARTS = msgspec.json.Decoder(list[_Part | str])
+_PARTS = msgspec.json.Decoder(list[Part | str])
+_RAWS = msgspec.json.Decoder(list[Raw])
+_BETWEEN = b"[, \t\r\n"
+"""What separates messages."""
+_PROBE_BYTES = 128
+"""Length of the beginning of a part that is searched; what follows it is compared."""
 
 
-def media_in(content: Raw, texts: frozenset[str], *, nested: bool = True) -> bool:
-    """Whether content has a part that is not text; False for content that is no list of parts.
+def media_in(content: Raw, texts: frozenset[str], *, nested: bool = True) -> list[Raw]:
+    """Return the parts of content that are not text, in their order; none if it is no list of parts.
 
     Args:
         content: of a message.
@@ -80,15 +90,52 @@ def media_in(content: Raw, texts: frozenset[str], *, nested: bool = True) -> boo
         nested: whether parts may contain parts.
     """
     if bytes(memoryview(content)[:1]) != b"[":
-        return False
+        return []
     try:
-        parts = _PARTS.decode(content)
+        return media_of(content, _PARTS.decode(content), texts, nested=nested)
     except msgspec.MsgspecError:
-        return False
-    found = [part for part in parts if not isinstance(part, str)]
-    if any(part.type not in texts for part in found):
-        return True
-    return nested and any(media_in(part.content, texts, nested=False) for part in found)
+        return []
+
+
+def media_of(content: Raw, parts: Sequence[Part | str], texts: frozenset[str], *, nested: bool = False) -> list[Raw]:
+    """Return the same of content whose parts are decoded."""
+    media: list[Raw] = []
+    raws: list[Raw] = []
+    for number, part in enumerate(parts):
+        if isinstance(part, str):
+            continue
+        if part.type not in texts:
+            raws = raws or _RAWS.decode(content)
+            media.append(raws[number])
+        elif nested:
+            media += media_in(part.content, texts, nested=False)
+    return media
+
+
+def joined(head: Sequence[Raw], messages: Raw, media: Sequence[Sequence[Raw]]) -> tuple[bytes, tuple[Span, ...]]:
+    """Return a conversation as `Conversation.text` does.
+
+    Args:
+        head: the fields before the messages.
+        messages: the messages.
+        media: the parts of each message that are not text, in their order.
+    """
+    # This is the only copy that is made of the messages: they may be long.
+    text = b"".join([*head, unclosed(messages)])
+    if not any(media):
+        return text, ()
+    at, spans = sum(map(len, head)), list[Span]()
+    for message, parts in zip(_RAWS.decode(messages), media, strict=True):
+        while text[at] in _BETWEEN:
+            at += 1
+        end, within = at + len(message), at
+        for part in map(bytes, parts):
+            probe = part[:_PROBE_BYTES]
+            while not text.startswith(part, within := text.index(probe, within, end)):
+                within += 1
+            spans.append((within, within := within + len(part)))
+        at = end
+    return text, tuple(spans)
 
 
 def unclosed(raw: Raw) -> memoryview:

@@ -6,7 +6,6 @@ text: equal texts have equal hashes, but KV events of engines cannot be matched.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -16,6 +15,7 @@ import tokenizers
 import xxhash
 
 from kvroute.gateway.openai_api.chat_template import ChatTemplate
+from kvroute.gateway.openai_api.conversation import Span
 from kvroute.gateway.openai_api.prompt_bounds import MEMORY_BYTES, PromptBounds, context_of, longest_token_bytes
 from kvroute.gateway.openai_api.requests import CONVERSATIONS, Completion
 from kvroute.prefix import block_hashes, prompt_seed
@@ -24,9 +24,7 @@ from kvroute.types import InputError
 TEXT_INLINE_BYTES = 256 * 1024
 TOKENIZER_INLINE_BYTES = 4 * 1024
 MEDIA_TOKENS = 1024
-"""Estimated tokens of one image or recording; the number of bytes does not determine it."""
-
-_BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_-]+|\"data\"\s*:\s*\"[A-Za-z0-9+/=_-]+")
+"""Estimated tokens of one image, recording or file; the number of bytes does not determine it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ class PromptReader:
                 tokens += len(other)
                 continue
             left -= len(other)
-            tokens += self._length(other, completion) if left >= 0 else self._text_tokens(other, False)
+            tokens += self._length(other, completion) if left >= 0 else self._text_tokens(other)
         return Prompt(max(1, tokens), blocks, self._block_tokens, ids)
 
     def _first(self, completion: Completion, seed: int) -> tuple[int, tuple[int, ...], list[int] | None]:
@@ -117,7 +115,8 @@ class PromptReader:
         if ids is None and text is None:
             return 0, (), None
         if ids is None and text is not None and (ids := self._ids(completion, text)) is None:
-            return self._text_tokens(text, completion.media), self._text_blocks(text, seed), None
+            plain = self._with_digests(text, completion.media)
+            return self._text_tokens(plain), self._text_blocks(plain, seed), None
         assert ids is not None
         return len(ids), block_hashes(ids, self._block_tokens, seed), ids
 
@@ -149,13 +148,19 @@ class PromptReader:
 
     def _length(self, text: bytes, completion: Completion) -> int:
         ids = self._ids(completion, text)
-        return self._text_tokens(text, False) if ids is None else len(ids)
+        return self._text_tokens(text) if ids is None else len(ids)
 
-    def _text_tokens(self, text: bytes, media: bool) -> int:
-        if not media:
-            return -(-len(text) // self._bytes_per_token)
-        plain, parts = _BASE64.subn(b"", text)
-        return -(-len(plain) // self._bytes_per_token) + MEDIA_TOKENS * max(1, parts)
+    def _text_tokens(self, text: bytes) -> int:
+        return -(-len(text) // self._bytes_per_token)
+
+    def _with_digests(self, text: bytes, media: tuple[Span, ...]) -> bytes:
+        """Return the text with a digest in place of each part that is not text, as long as its estimated tokens."""
+        pieces, at, size = list[bytes](), 0, MEDIA_TOKENS * self._bytes_per_token
+        for begin, end in media:
+            digest = xxhash.xxh3_128_digest(memoryview(text)[begin:end])
+            pieces += [text[at:begin], (digest * (size // len(digest) + 1))[:size]]
+            at = end
+        return b"".join([*pieces, text[at:]]) if media else text
 
     def _text_blocks(self, text: bytes, seed: int) -> tuple[int, ...]:
         """Hash pieces of text of the size of a block, chained as `block_hashes` chains tokens."""

@@ -15,7 +15,7 @@ from msgspec import Raw
 
 from kvroute.gateway.openai_api.anthropic_messages import AnthropicMessages
 from kvroute.gateway.openai_api.chat_messages import ChatMessages, computes_several
-from kvroute.gateway.openai_api.conversation import Conversation
+from kvroute.gateway.openai_api.conversation import Conversation, Span
 from kvroute.gateway.openai_api.json_fields import (
     Fields,
     RequestError,
@@ -98,8 +98,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """`cache_salt`: engines keep the caches of different salts apart."""
     adapter: str = ""
     """LoRA adapter that `model` names; empty: none. Its blocks differ from those of the base model."""
-    media: bool = False
-    """Whether some part of a message is not text."""
+    media: tuple[Span, ...] = ()
+    """Where the parts of messages are in `text` that are not text: images, recordings, files, and links to such."""
 
 
 def read_completion(path: bytes, body: bytes) -> Completion:
@@ -169,10 +169,10 @@ def _max_tokens(fields: Fields, kind: Kind) -> int:
     return found[0] if found else _DEFAULT_TOKENS.get(kind, 0)
 
 
-def _prompts(fields: Fields, conversation: Conversation | None) -> tuple[list[bytes | list[int]], bool]:
-    """Return the prompts, and whether some part of them is not text."""
+def _prompts(fields: Fields, conversation: Conversation | None) -> tuple[list[bytes | list[int]], tuple[Span, ...]]:
+    """Return the prompts, and where some part of them is not text."""
     if conversation is None:
-        return _plain_prompts(fields), False
+        return _plain_prompts(fields), ()
     text, media = conversation.text(fields)
     return [text], media
 

@@ -12,11 +12,12 @@ from kvroute.gateway.openai_api.conversation import (
     Chat,
     Message,
     NoChat,
+    Span,
     TemplateTraits,
     decoded,
     function_tool,
+    joined,
     media_in,
-    unclosed,
     variables,
 )
 from kvroute.gateway.openai_api.json_fields import Fields, flag, given
@@ -32,6 +33,8 @@ _UNFINISHED = ("in_progress", "incomplete")
 class _Item(msgspec.Struct, gc=False):
     content: Raw = NULL
     output: Raw = NULL
+    result: Raw = NULL
+    """The image that an earlier call of the engine's tool has made."""
 
 
 class _Tool(msgspec.Struct, gc=False):
@@ -48,16 +51,15 @@ class ResponsesInput:
     param: ClassVar[str] = "input"
     template_fields: ClassVar[tuple[str, ...]] = ("instructions", "input", "tools", "reasoning", "chat_template_kwargs")
 
-    def text(self, fields: Fields) -> tuple[bytes, bool]:
+    def text(self, fields: Fields) -> tuple[bytes, tuple[Span, ...]]:
         """See `Conversation`. The engine rejects an input of a wrong shape."""
         word = fields.get("input", NULL)
         try:
             items = _ITEMS.decode(word)
         except msgspec.MsgspecError:
             items = []
-        media = any(media_in(part, _TEXT_PARTS) for item in items for part in (item.content, item.output))
         head = [fields[name] for name in ("tools", "instructions") if name in fields]
-        return b"".join([*head, unclosed(word)]), media
+        return joined(head, word, [_media(item) for item in items])
 
     def needs_one_leg(self, fields: Fields) -> bool:
         """See `Conversation`."""
@@ -78,6 +80,13 @@ class ResponsesInput:
         effort = (decoded(fields, "reasoning") or {}).get("effort")
         kwargs = decoded(fields, "chat_template_kwargs")
         return Chat(messages, variables([function_tool(tool) for tool in tools], effort, kwargs))
+
+
+def _media(item: _Item) -> list[Raw]:
+    """Return the parts of an item that are not text. An output that is an object is a screenshot."""
+    found = media_in(item.content, _TEXT_PARTS) + media_in(item.output, _TEXT_PARTS)
+    found += [item.output] if memoryview(item.output)[0] == 0x7B else []  # {
+    return found + ([item.result] if memoryview(item.result)[0] == 0x22 else [])  # "
 
 
 def _messages(instructions: str | None, given_input: Any) -> list[Message]:
