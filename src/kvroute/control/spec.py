@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from kvroute.control.core import Control
+from kvroute.control.rehearsal import rehearse
 from kvroute.control.settings import ControlOptions, ControlSettings
 from kvroute.oracle import NetworkOracle, OracleSettings
 from kvroute.policies import (
@@ -18,7 +19,6 @@ from kvroute.policies import (
 )
 from kvroute.topology import Cluster
 from kvroute.topology.discovery import specimen
-from kvroute.types import Arrived, Prefill, PrefillFinished, Request
 
 
 class ControlSpec(ControlOptions, frozen=True, kw_only=True):
@@ -80,13 +80,17 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, parameters=self.parameters | {"alone": 0.0})
 
     def rehearse(self, cluster: Cluster) -> None:
-        """Run one synthetic request through a separate core, to compile now what is compiled on first use."""
+        """Run synthetic requests through separate cores, to compile now what is compiled on first use.
+
+        A constraint, or an instance that serves alone, may keep these requests from paths that later ones take, so
+        there are also cores without them.
+        """
         cluster = cluster if cluster.instances else specimen(cluster)
-        control, model = self.build(cluster), cluster.instances[0].model
-        request = Request(id=0, input_tokens=16, blocks=(1,), block_tokens=16, max_output_tokens=1, model=model)
-        decisions = control.handle(Arrived(0.0, request))
-        if len(decisions) == 1 and isinstance(decisions[0], Prefill):
-            control.handle(PrefillFinished(0.0, 0))
+        free = msgspec.structs.replace(self, constraint="")
+        specs = [self]
+        specs += [spec for spec in (free, free.pairs_only()) if spec != specs[-1]]
+        for spec in specs:
+            rehearse(spec.build(cluster))
 
     def _switchable(self, cluster: Cluster) -> frozenset[int]:
         """Prefill and decode instances of the datacenters that decode, if role switches are enabled."""

@@ -1,0 +1,25 @@
+"""After a rehearsal no kernel is compiled during the first requests, for each policy, constraint and option."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvroute.policies import DECODE_POLICIES
+
+GROUPS = [
+    [name for name in DECODE_POLICIES if name.startswith("foresight")],
+    [name for name in DECODE_POLICIES if name.startswith("netkv")],
+    [name for name in DECODE_POLICIES if not name.startswith(("foresight", "netkv"))],
+]
+
+
+@pytest.mark.parametrize("policies", GROUPS, ids=lambda policies: policies[0])
+def test_the_first_requests_compile_nothing(policies: list[str]) -> None:
+    """In a process of its own, because kernels that other tests have used are compiled here already."""
+    command = [sys.executable, "-m", "tests.control.first_requests", *policies]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert json.loads(output) == {policy: {} for policy in policies}

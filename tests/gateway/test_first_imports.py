@@ -1,0 +1,17 @@
+"""The first requests to a gateway find all modules imported and all kernels compiled."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("policy", ["foresight-joint", "netkv"])
+def test_the_first_requests_import_and_compile_nothing(policy: str) -> None:
+    """An import during a request blocks the event loop, and fails where the process has no file descriptor left."""
+    command = [sys.executable, "-m", "tests.gateway.first_requests", policy]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert json.loads(output.splitlines()[-1]) == {"modules": [], "kernels": []}
