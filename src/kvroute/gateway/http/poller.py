@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappush, heapreplace
 
 from kvroute.gateway.http.call import Call, Failure
 from kvroute.gateway.http.headers import Headers
@@ -13,6 +15,8 @@ from kvroute.gateway.http.loop_lag import LoopLag, judge
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 
 _TICK_MIN_S = 0.01
+_GOLDEN = 0.6180339887498949
+"""Its multiples without their whole parts are spread evenly over [0, 1), however many there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,7 @@ class PollSettings:
     on_discard: Callable[[str], None] | None = None
     """Called for each poll without a verdict because the loop was late; must not raise."""
     jitter: float = 0.0
-    """A round over all engines lasts up to this share longer than `interval_s`; 0 or more."""
+    """The time between two polls is up to this share longer than `interval_s`; 0 or more."""
     draw: Callable[[], float] | None = None
     """Returns random numbers in [0, 1) that scale `jitter`; None: always 0."""
 
@@ -125,9 +129,10 @@ class _Poll:
 
 
 class Poller:
-    """Polls all engines at once, then each once per interval, spread over it, never the same engine twice at a time.
+    """Polls each engine at once, then once per interval, never the same engine twice at a time.
 
-    If responses take too long, polls are skipped and not made up for.
+    The second polls come at different times within the second interval, so that polls are spread. If responses take too
+    long, polls are skipped and not made up for.
     """
 
     def __init__(
@@ -145,26 +150,26 @@ class Poller:
             settings: what is polled, how often, and with which limits.
         """
         self.settings = settings
-        self._names = tuple(names)
+        self._due: list[tuple[float, str]] = [(-math.inf, name) for name in names]
+        """Heap of the time of the next poll of each engine; minus infinity: the first one."""
         self._pool_of = pool_of
         self._on_answer = on_answer
         self._in_progress: dict[str, _Poll] = {}
         self._tick_handle: asyncio.TimerHandle | None = None
-        self._round, self._round_s, self._round_lasts_s = 0, 0.0, settings.interval_s
-        """Finished rounds, start of the current round, and its duration."""
-        self._turn = 0
+        self._first = 0
+        """Number of first polls."""
         self._running = False
 
     def add(self, name: str) -> None:
         """Poll another engine from now on, the first time at once."""
-        self._names = (*self._names, name)
+        heappush(self._due, (-math.inf, name))
         if self._running:
-            self._ask(name)
-            self._begin()
+            self._tick()
 
     def remove(self, name: str) -> None:
         """Poll an engine no more, and cancel its poll in progress."""
-        self._names = tuple(each for each in self._names if each != name)
+        self._due = [entry for entry in self._due if entry[1] != name]
+        heapify(self._due)
         poll = self._in_progress.pop(name, None)
         if poll is not None:
             poll.give_up()
@@ -172,14 +177,8 @@ class Poller:
     def start(self) -> None:
         """Start, from within the loop."""
         self._running = True
-        self._begin()
-
-    def _begin(self) -> None:
-        if self._names and self._tick_handle is None:
-            self._loop = asyncio.get_running_loop()
-            self._round_s, self._round, self._round_lasts_s = self._loop.time(), 0, self.settings.interval_s
-            self._turn = 0
-            self._tick()
+        self._loop = asyncio.get_running_loop()
+        self._tick()
 
     def close(self) -> None:
         """Stop polling and cancel the polls in progress."""
@@ -203,22 +202,29 @@ class Poller:
             self.settings.on_discard(poll.name)
 
     def _tick(self) -> None:
-        count, settings = len(self._names), self.settings
-        if not count:
+        """Send the polls that are due, and schedule those that follow."""
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
             self._tick_handle = None
-            return
-        now = self._loop.time()
-        while now >= self._round_s + self._round_lasts_s:
-            self._round += 1
-            self._round_s += self._round_lasts_s
-            longer = settings.jitter * settings.draw() if settings.draw is not None else 0.0
-            self._round_lasts_s = settings.interval_s * (1.0 + longer)
-        due = max(int((self._round + (now - self._round_s) / self._round_lasts_s) * count) + 1, count)
-        self._turn = max(self._turn, due - count)
-        while self._turn < due and len(self._in_progress) < settings.at_once:
-            self._ask(self._names[self._turn % count])
-            self._turn += 1
-        self._tick_handle = self._loop.call_later(max(self._round_lasts_s / count, _TICK_MIN_S), self._tick)
+        due, now = self._due, self._loop.time()
+        while due and due[0][0] <= now and len(self._in_progress) < self.settings.at_once:
+            due_s, name = due[0]
+            heapreplace(due, (self._next_s(due_s, now), name))
+            self._ask(name)
+        if due:
+            full = due[0][0] <= now
+            wait_s = self.settings.interval_s / len(due) if full else due[0][0] - now
+            self._tick_handle = self._loop.call_later(max(wait_s, _TICK_MIN_S), self._tick)
+
+    def _next_s(self, due_s: float, now: float) -> float:
+        """Return the time of an engine's poll after the one that was due at `due_s`."""
+        settings = self.settings
+        if due_s == -math.inf:
+            self._first += 1
+            return now + settings.interval_s * (1.0 + self._first * _GOLDEN % 1.0)
+        longer = settings.jitter * settings.draw() if settings.draw is not None else 0.0
+        lasts_s = settings.interval_s * (1.0 + longer)
+        return due_s + lasts_s * (math.floor((now - due_s) / lasts_s) + 1)
 
     def _ask(self, name: str) -> None:
         pool = None if name in self._in_progress else self._pool_of(name)
