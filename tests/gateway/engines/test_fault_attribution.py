@@ -16,8 +16,10 @@ from tests.gateway.stub_engines import (
     Serve,
     completion,
     engines_of,
+    event,
     failing,
     run,
+    start_stream,
     stub_rig,
     tokens,
 )
@@ -54,7 +56,7 @@ def request(instances: list[Availability], attempts: list[tuple[int, str, LegNam
                 faults.answered(leg, 0.0)
         else:
             faults = faults or FaultAttribution()
-            faults.failed(availability, attempt, leg, 0.0, error=outcome == "error")
+            faults.failed(availability, attempt, leg, 0.0, uncertain=outcome == "error")
     if faults is not None:
         faults.ended(status, 0.0)
 
@@ -111,15 +113,64 @@ def test_a_suspected_poison_request_is_not_used_as_a_probe() -> None:
 # Behind a gateway
 
 
-def poisonous(gate: Gate | None = None) -> Serve:
-    """Return a handler that answers every request with the marker with a 500, once the gate is open."""
+async def dropped(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
+    """Break the connection off without a response."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def dropped_after_the_head(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
+    """Break the connection off before the first byte of the body."""
+    response = await start_stream(request)
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def dropped_after_a_token(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
+    """Break the connection off within the stream."""
+    response = await start_stream(request)
+    await response.write(event("a"))
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def empty(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
+    """End a stream without any token."""
+    response = await start_stream(request)
+    await response.write_eof()
+    return response
+
+
+async def invalid(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
+    """Send what is no HTTP."""
+    transport = request.transport
+    assert transport is not None
+    transport.write(b"\x00\xff" * 100)
+    transport.close()
+    return web.Response()
+
+
+DROPS: dict[str, Serve] = {
+    "at-once": dropped,
+    "after-the-head": dropped_after_the_head,
+    "after-a-token": dropped_after_a_token,
+    "empty-stream": empty,
+    "invalid": invalid,
+}
+
+
+def poisonous(gate: Gate | None = None, harm: Serve | None = None) -> Serve:
+    """Return a handler that fails every request with the marker, once the gate is open; by default with a 500."""
 
     async def serve(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         if MARKER not in received.body:
             return await tokens(engine, request, received)
         if gate is not None:
             await gate.open.wait()
-        return await failing(500)(engine, request, received)
+        return await (harm or failing(500))(engine, request, received)
 
     return serve
 
@@ -162,6 +213,48 @@ def test_ten_concurrent_poison_requests_fail_no_other_request(path: str, failing
                 statuses = {response.status for response in await asyncio.gather(*sent)}
                 assert statuses <= ({200, 502} if path == EMBEDDINGS else {502})
                 assert up(front) == ["decode0", "decode1", "prefill0", "prefill1"]
+            assert await front.becomes_idle(), front.held_resources()
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", DROPS)
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_requests_that_make_engines_drop_the_connection_fail_no_other_request(how: str, attempts: int) -> None:
+    """They come in bursts of many times what opens a breaker, with and without retries."""
+
+    async def main() -> None:
+        prefill, decode = engines_of("vllm")
+        for engine in decode:
+            engine.serve = poisonous(harm=DROPS[how])
+        section = RARE_CHECKS + f"  retries: {{attempts: {attempts}}}\n"
+        async with stub_rig(prefill + decode, section) as front:
+            for turn in range(3):
+                others = [front.post(completion(prompt=f"{turn} {n}", stream=True)) for n in range(30)]
+                assert {response.status for response in await asyncio.gather(*others)} == {200}
+                poisons = [front.post(poison(turn * 20 + n) | {"stream": True}) for n in range(20)]
+                statuses = {response.status for response in await asyncio.gather(*poisons)}
+                assert statuses == ({200} if how == "after-a-token" else {502})
+                assert up(front) == ["decode0", "decode1", "prefill0", "prefill1"]
+            assert await front.becomes_idle(), front.held_resources()
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["at-once", "after-the-head", "empty-stream", "invalid"])
+def test_an_engine_that_drops_what_another_one_answers_is_soon_excluded(how: str) -> None:
+    """It counts as an engine that does not answer, so few requests suffice."""
+
+    async def main() -> None:
+        engines = [Engine(f"engine{number}", "both") for number in range(2)]
+        engines[0].serve = DROPS[how]
+        async with stub_rig(engines, RARE_CHECKS) as front:
+            for number in range(200):
+                assert (await front.post(completion(prompt=f"{number}", stream=True))).status == 200
+                if "engine0" not in up(front):
+                    break
+            assert up(front) == ["engine1"]
+            assert len(engines[0].received) <= 2 * FAILURES, "each may be repeated on a new connection"
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())

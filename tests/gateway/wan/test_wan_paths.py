@@ -64,13 +64,13 @@ def test_an_error_counts_against_a_path_once_the_request_succeeds_without_it(
     for failed_before, outcome in requests:
         faults = FaultAttribution()
         if failed_before:
-            faults.failed(elsewhere, elsewhere.started(0.0), "prefill", 0.0, error=True)
+            faults.failed(elsewhere, elsewhere.started(0.0), "prefill", 0.0, uncertain=True)
         PathAttempt(availability, 0.0, counted=not failed_before).lost(faults, 0.0, error=True)
         assert availability.up is (losses < 3)
         if outcome == "answered":
             faults.answered("decode", 0.0)
         elif outcome == "error":
-            faults.failed(elsewhere, NOT_COUNTED, "decode", 0.0, error=True)
+            faults.failed(elsewhere, NOT_COUNTED, "decode", 0.0, uncertain=True)
         faults.ended({"answered": 200, "error": 502, "client_error": 400}[outcome], 0.0)
         losses += outcome == "answered" and not failed_before
         assert availability.up is (losses < 3)

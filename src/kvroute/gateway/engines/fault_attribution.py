@@ -1,7 +1,8 @@
-"""Decides whether an error is the engine's fault or the request's, so that a poison request opens no circuit breaker.
+"""Decides whether a failure is the engine's fault or the request's, so that a poison request opens no circuit breaker.
 
-An engine that cannot be reached, resets the connection or times out has failed. An error response (5xx) may also be
-the fault of the request. That verdict is pending until another attempt of the same request decides it.
+An engine that cannot be reached or times out has failed. An error response (5xx), a connection that the engine drops
+after the request was sent, and an invalid or empty response may also be the fault of the request. That verdict is
+pending until another attempt of the same request decides it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _CLIENT_GONE = 499
 class FaultAttribution:
     """The failures of one request, from the first one on. All of them together count at most once.
 
-    Only the first failure can count. If it is an error response of the engine, it counts as `error` (for a path between
-    datacenters as `no_answer`) once a later attempt succeeds. It does not count if a second instance responds with an
-    error too, or if the request turns out to be the client's error (4xx). If the request ends without either, for
-    example because it must not be retried, the failure counts as `unexplained`.
+    Only the first failure can count. If the request may have caused it, it counts as its `proven` cause once a later
+    attempt succeeds. It does not count if a second instance fails in such a way too, or if the request turns out to be
+    the client's error (4xx). If the request ends without either, for example because it must not be retried, the
+    failure counts as `unexplained`.
     """
 
     __slots__ = ("_attempt", "_availability", "_failed_elsewhere", "_leg", "_new", "_proven")
@@ -46,7 +47,7 @@ class FaultAttribution:
         leg: LegName,
         now: float,
         *,
-        error: bool,
+        uncertain: bool,
         proven: Cause = "error",
     ) -> None:
         """Report a failed attempt, which ends it.
@@ -56,16 +57,16 @@ class FaultAttribution:
             attempt: number that `availability` gave to the attempt.
             leg: the leg that failed.
             now: the time.
-            error: whether the engine has responded, with an error of its own.
-            proven: the cause as which such an error counts once a later attempt succeeds.
+            uncertain: whether the request may have caused the failure.
+            proven: the cause as which such a failure counts once a later attempt succeeds.
         """
         if not self._new:
             availability.cancelled(attempt, now)
-            if error and availability is not self._availability:
+            if uncertain and availability is not self._availability:
                 self._failed_elsewhere = True
             return
         self._new = False
-        if error:
+        if uncertain:
             self._availability, self._attempt, self._leg, self._proven = availability, attempt, leg, proven
         else:
             availability.failed(attempt, now)

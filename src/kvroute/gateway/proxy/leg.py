@@ -13,9 +13,9 @@ from kvroute.gateway.openai_api.responses import error_text
 from kvroute.gateway.proxy.retry import LegFailure, LegKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from kvroute.gateway.engines.breaker import Attempt
+    from kvroute.gateway.engines.breaker import Attempt, Cause
     from kvroute.gateway.engines.client import EngineClient
     from kvroute.gateway.engines.fault_attribution import FaultAttribution
     from kvroute.gateway.http.call import Call, Failure
@@ -29,6 +29,8 @@ FAILURE_STATUS = {"timeout": 504, "out_of_files": 503}
 """Status of the response by kind of failure; others: 502."""
 FULL = frozenset((429, 503))
 """Statuses of an engine that is full or starting up; it has not touched the KV cache."""
+_PROVEN: Mapping[str, Cause] = {"status": "error", "reset": "no_answer", "malformed": "no_answer"}
+"""Kinds of failures that the request may have caused, and as what they count if another attempt succeeds."""
 _VERBS = {
     "refused": "refused the connection",
     "reset": "closed the connection",
@@ -63,7 +65,10 @@ def blame_engine(
     elif failure == "status" and status == 429:
         engine.availability.succeeded(attempt, now)
     else:
-        faults().failed(engine.availability, attempt, leg, now, error=failure == "status")
+        proven = _PROVEN.get(failure)
+        faults().failed(
+            engine.availability, attempt, leg, now, uncertain=proven is not None, proven=proven or "no_answer"
+        )
 
 
 class LegOwner(Protocol):

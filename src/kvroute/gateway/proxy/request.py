@@ -512,6 +512,8 @@ class ProxiedRequest:
         runtime.state.stream_failed(now)
         leg.abort_stream(failure.reason)
         self._drop_legs(now)
+        if self.state.faults is not None:  # first: the status of a stream that has broken off proves nothing
+            self.state.faults.ended(failure.status, now)
         self._end(200, now, leg.events, relayed_bytes=leg.size, error=failure.reason)
 
     def _reject(self, reject: Reject, now: float) -> None:

@@ -62,7 +62,7 @@ class PathAttempt:
         """
         availability, self._availability = self._availability, None
         if availability is not None:
-            faults.failed(availability, self._attempt, "decode", now, error=error, proven="no_answer")
+            faults.failed(availability, self._attempt, "decode", now, uncertain=error, proven="no_answer")
 
     def cancelled(self, now: float) -> None:
         """End the attempt without a verdict on the path."""
