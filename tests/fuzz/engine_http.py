@@ -15,11 +15,13 @@ from kvroute.gateway.http.call import Failure
 from kvroute.gateway.http.headers import Headers, answered
 from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.http.upstream_connection import HEAD_LINES_MAX, UpstreamConnection
-from kvroute.gateway.openai_api.responses import cached_tokens, sse_events, usage_tokens
+from kvroute.gateway.openai_api.responses import cached_tokens, sse_events, usage_of
+from kvroute.gateway.openai_api.streams import STREAMS, reported
 
 INSTRUMENTED = (
     "kvroute.gateway.http.upstream_connection",
     "kvroute.gateway.openai_api.responses",
+    "kvroute.gateway.openai_api.streams",
     "kvroute.gateway.engines.protocols",
 )
 RUNS = 25_000
@@ -120,9 +122,13 @@ def _receive(parts: list[bytes]) -> Received:
 
 
 def _read_body(body: bytes) -> None:
-    for read in (usage_tokens, cached_tokens):
-        tokens = read(body)
+    for tokens in (*(usage_of(body) or ()), cached_tokens(body)):
         assert tokens is None or 0 <= tokens <= TOKENS_MAX
+    for form in STREAMS.values():
+        at, _ = form.first(body)
+        assert 0 <= at <= len(body)
+    usage, shown = reported(body, hidden=True)
+    assert usage is not None or shown == body or len(shown) < len(body)
     assert 0 <= sse_events(body) <= len(body)
     for protocol in PROTOCOLS.values():
         with suppress(ProtocolError):

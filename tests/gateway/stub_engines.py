@@ -249,6 +249,11 @@ def completion(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "What is a KV cache? " * 20, "max_tokens": 3} | fields
 
 
+def sent_to_decode(body: dict[str, Any]) -> dict[str, Any]:
+    """Return what the decode engine receives of a request's fields: a stream reports its number of tokens."""
+    return body | {"stream_options": {"include_usage": True}} if body.get("stream") else body
+
+
 def engines_of(protocol: KvProtocol) -> tuple[list[Engine], list[Engine]]:
     """Return two prefill and two decode engines of one protocol."""
     prefill = [Engine(f"prefill{n}", "prefill", protocol, engine_id=f"id-{n}") for n in (0, 1)]

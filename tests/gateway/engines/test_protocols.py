@@ -22,7 +22,7 @@ from kvroute.gateway.engines.protocols import (
 )
 from kvroute.gateway.openai_api.json_fields import ENGINE_FIELDS
 from kvroute.gateway.openai_api.requests import Completion, read_completion
-from kvroute.gateway.openai_api.responses import cached_tokens, usage_tokens
+from kvroute.gateway.openai_api.responses import cached_tokens, usage_of
 from kvroute.gateway.proxy.prefix_copy_leg import copy_body
 from kvroute.types import TRAITS, KvProtocol
 
@@ -342,7 +342,7 @@ def test_one_instance_serves_what_a_protocol_cannot_split() -> None:
 @pytest.mark.parametrize("tokens", ["-1", "9" * 20, "9" * 400, "9" * 5000, str(2**31)])
 def test_a_number_of_tokens_that_no_engine_has_counts_as_not_reported(tokens: str) -> None:
     """A larger number would overflow in the counter."""
-    assert usage_tokens(f'{{"usage":{{"completion_tokens":{tokens}}}}}'.encode()) is None
+    assert usage_of(f'{{"usage":{{"completion_tokens":{tokens}}}}}'.encode()) is None
     assert cached_tokens(f'{{"usage":{{"prompt_tokens_details":{{"cached_tokens":{tokens}}}}}}}'.encode()) is None
     assert cached_tokens(f'{{"kv_transfer_params":{{"remote_prefill_cached_tokens":{tokens}}}}}'.encode()) is None
 

@@ -35,9 +35,9 @@ from kvroute.gateway.http.forwarding_loop import (
     forward,
 )
 from kvroute.gateway.openai_api.requests import Kind
-from kvroute.gateway.openai_api.streams import DONE_CHUNK, STREAMS
+from kvroute.gateway.openai_api.streams import DONE_CHUNK, STREAMS, USAGE_MARK
 
-TOKEN_LINES_OF_FORMATS = sorted({each.token_line for each in STREAMS.values()})
+FORMATS = {each.token_line: each for each in STREAMS.values()}
 SIZE_LINE = re.compile(rb"([1-9a-f][0-9a-f]{0,6})\r\n")
 
 
@@ -72,9 +72,12 @@ def slowly(data: bytes, token_line: bytes) -> Counts:
         chunk = data[whole : found.end() + nbytes + 2]
         if len(chunk) != found.end() - whole + nbytes + 2 or nbytes < 2 or not chunk.endswith(b"\n\n\r\n"):
             break
+        tokens = FORMATS[token_line].token_lines(chunk) if token_line else 0
+        if USAGE_MARK in chunk or (token_line and not tokens):
+            break
         data_bytes += nbytes
         data_lines += chunk.count(b"\ndata:")
-        token_lines += chunk.count(token_line) if token_line else 0
+        token_lines += tokens
         done += chunk.endswith(DONE_CHUNK)
         whole += len(chunk)
     return Counts(whole, data_bytes, data_lines, token_lines, done)
@@ -86,6 +89,9 @@ texts = st.lists(
             b"data: ",
             b"data:",
             b"data: [DONE]",
+            b"data:[DONE]",
+            b'"completion_tokens":7',
+            b": keep-alive",
             b"[DONE]",
             b"\n",
             b"\n\n",
@@ -115,7 +121,7 @@ bodies = st.builds(
 )
 
 
-@given(bodies, st.sampled_from(TOKEN_LINES_OF_FORMATS))
+@given(bodies, st.sampled_from(sorted(FORMATS)))
 def test_compiled_interpreted_and_slow_version_agree(data: bytes, token_line: bytes) -> None:
     expected = slowly(data, token_line)
     assert counted(data, token_line, interpreted=False) == expected
@@ -129,8 +135,8 @@ def test_events_are_counted_as_in_the_event_loop(kind: Kind) -> None:
         "chat": (b'data: {"a": 1}\n\n', b'data: {"a": 2}\n\ndata: [DONE]\n\n', Counts(0, 0, 3, 0, 1)),
         "responses": (
             b"event: response.output_text.delta\ndata: {}\n\n",
-            b"event: response.completed\ndata: {}\n\n",
-            Counts(0, 0, 2, 1, 0),
+            b"event: response.output_text.delta\ndata: {}\n\nevent: response.completed\ndata: {}\n\n",
+            Counts(0, 0, 3, 2, 0),
         ),
         "messages": (
             b"event: content_block_delta\ndata: {}\n\n",

@@ -32,7 +32,7 @@ from kvroute.gateway.openai_api.responses import (
     error_event,
     models_body,
     sse_events,
-    usage_tokens,
+    usage_of,
 )
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
@@ -336,17 +336,17 @@ def test_events_of_a_stream_are_counted(texts: list[str], done: bool, data: st.D
 
 
 def test_usage_of_a_non_streaming_response() -> None:
-    assert usage_tokens(b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":42}}') == 42
-    assert usage_tokens(b'{"usage":null}') is None
-    assert usage_tokens(b'{"usage":{"prompt_tokens":3}}') is None
+    assert usage_of(b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":42}}') == (3, 42)
+    assert usage_of(b'{"usage":null}') is None
+    assert usage_of(b'{"usage":{"prompt_tokens":3}}') == (3, None)
     details = b'"usage":{"prompt_tokens_details":{"cached_tokens":5}}'
     assert cached_tokens(b"{%b}" % details) == 5
     assert cached_tokens(b'{%b,"kv_transfer_params":{"remote_prefill_cached_tokens":7}}' % details) == 7
     assert [cached_tokens(body) for body in (b'{"usage":{}}', b'{"kv_transfer_params":null}', b"", b"[1]")] == [
         None
     ] * 4
-    assert usage_tokens(b"\xff{") is None
-    assert usage_tokens(b'{"a":' + b"[" * 100_000) is None
+    assert usage_of(b"\xff{") is None
+    assert usage_of(b'{"a":' + b"[" * 100_000) is None
 
 
 def test_errors_and_models_have_the_form_of_openai() -> None:

@@ -18,13 +18,14 @@ from tests.gateway.stub_engines import (
     engines_of,
     failing,
     run,
+    sent_to_decode,
     start_stream,
     stub_rig,
     tokens,
 )
 
 from kvroute.gateway.openai_api.requests import KINDS
-from kvroute.gateway.openai_api.responses import usage_tokens
+from kvroute.gateway.openai_api.responses import usage_of
 from kvroute.gateway.openai_api.streams import STREAMS
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -132,7 +133,7 @@ def test_two_instances_serve_a_request(path: str, streams: bool) -> None:
             for leg in (first, second):
                 assert (leg.path, leg.headers["anthropic-version"]) == (path, "2023-06-01")
             assert first.json["kv_transfer_params"]["do_remote_decode"] is True
-            assert second.json == sent | {"kv_transfer_params": {"do_remote_prefill": True}}
+            assert second.json == sent_to_decode(sent) | {"kv_transfer_params": {"do_remote_prefill": True}}
             own = {LIMITS[path]: 1, "stream": False}
             own |= {"ignore_eos": True, "store": False} if path == RESPONSES else {}
             assert first.json == sent | own | {"kv_transfer_params": first.json["kv_transfer_params"]}
@@ -369,11 +370,14 @@ def test_engines_of_sglang_get_the_whole_request(path: str) -> None:
 @PATHS
 def test_output_tokens_are_counted(path: str) -> None:
     """A stream's tokens are its events with a token; otherwise the engine's own count is used."""
-    assert usage_tokens(msgspec.json.encode(document(path, "a", 5))) == 5
+    usage = usage_of(msgspec.json.encode(document(path, "a", 5)))
+    assert usage is not None
+    assert usage.output_tokens == 5
     form = STREAMS[KINDS[path.encode()]]
     stream = events([*PREAMBLES[path], *[DELTAS[path]] * 5, *ENDS[path]], delta="a.delta\n content_block_delta\n")
     assert form.tokens(stream) == 5
-    assert form.tokens_in_chunk(b"%x\r\n%b\r\n" % (len(stream), stream)) == 5
+    assert form.tokens(stream.replace(b"\n", b"\r\n")) == 5
+    assert form.token_lines(b"%x\r\n%b\r\n" % (len(stream), stream)) == 5
 
 
 # Chat completions and completions
@@ -416,7 +420,7 @@ def test_both_legs_have_the_fields_of_the_client(fields: dict[str, Any], streams
             sent = chat_body(stream=streams, **fields)
             assert (await front.post(sent, CHAT)).status == 200
             [first], [second] = received_by(prefill), received_by(decode)
-            assert second.json == sent | {"kv_transfer_params": {"do_remote_prefill": True}}
+            assert second.json == sent_to_decode(sent) | {"kv_transfer_params": {"do_remote_prefill": True}}
             own = {"stream": False, "max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1}
             assert first.json == sent | own | {"kv_transfer_params": first.json["kv_transfer_params"]}
 

@@ -18,6 +18,7 @@ from tests.gateway.stub_engines import (
     engines_of,
     failing,
     run,
+    sent_to_decode,
     stub_rig,
     tokens,
 )
@@ -265,7 +266,7 @@ def test_an_instance_with_both_roles_gets_the_unchanged_request(protocol: KvProt
             for body in sent:
                 assert (await front.post(body)).status == 200
             bodies = sorted((received.json for received in received_by(engines)), key=json.dumps)
-            assert bodies == sorted(sent, key=json.dumps)
+            assert bodies == sorted(map(sent_to_decode, sent), key=json.dumps)
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())

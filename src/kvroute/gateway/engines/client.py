@@ -17,6 +17,8 @@ from kvroute.types import Instance, Role
 RANK_HEADER = b"x-data-parallel-rank"
 _COPY_MAX = 64 * 1024
 """Larger bodies are sent separately from their head, to avoid a copy."""
+_TOKENS_PER_EVENT_MAX, _TOKENS_PER_EVENT_WEIGHT = 64.0, 0.1
+"""Largest value of `tokens_per_event`, and the weight of one stream in it."""
 
 
 class EngineClient:
@@ -67,6 +69,8 @@ class EngineClient:
         self._engine_id_waiters: list[Callable[[], None]] = []
         """Callbacks that wait for the engine's id."""
         self._host = pool.host
+        self.tokens_per_event = 1.0
+        """Mean number of tokens in one event of its streams: more than one with speculative decoding."""
 
     def send(
         self,
@@ -111,6 +115,11 @@ class EngineClient:
         `send`."""
         self.in_flight += 1
         return self.availability.started(now) if counted else NOT_COUNTED
+
+    def learn_tokens_per_event(self, tokens: int, events: int) -> None:
+        """Learn from a stream that has reported its number of tokens."""
+        seen = min(max(tokens / max(events, 1), 1.0), _TOKENS_PER_EVENT_MAX)
+        self.tokens_per_event += (seen - self.tokens_per_event) * _TOKENS_PER_EVENT_WEIGHT
 
     def leg_closed(self) -> None:
         """Count a finished call."""

@@ -85,6 +85,7 @@ class Call:
         "body",
         "chunks",
         "connection",
+        "events",
         "first_byte_s",
         "handler",
         "head_only",
@@ -93,6 +94,7 @@ class Call:
         "paused",
         "request",
         "retried",
+        "waits",
     )
 
     def __init__(
@@ -117,6 +119,9 @@ class Call:
         self.chunks: ChunkHandler | None = None
         """Takes, in place of `handler.on_body`, a chunk of a chunked body that arrived alone and whose data ends with
         an empty line, as an event of a stream does. None: such chunks go to `handler.on_body`, too."""
+        self.events = self.waits = False
+        """`events`: the body consists of server-sent events, of which comments do not end a wait; `waits`: the timeout
+        for the first byte goes on until the handler resets this, because the first bytes may be no response yet."""
         self.retried = False
         self.over = False
         self._on_done = on_done

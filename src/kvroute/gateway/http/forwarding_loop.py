@@ -1,9 +1,9 @@
 """The compiled loop that forwards the chunks of streams from engines to clients; its thread does not hold the GIL.
 
-It forwards whole chunks only, as they were received. A stream with anything else (the end of its body, an error, a
-client that reads slowly) goes back to the event loop, with the bytes that were read but not sent. `stream_forwarder`
-runs the loop and describes the exchange of streams. The same code also runs interpreted (`forward.py_func`), as the
-tests do.
+It forwards whole chunks only, as they were received. A stream with anything else (the end of its body, an event that
+reports numbers of tokens, an error, a client that reads slowly) goes back to the event loop, with the bytes that were
+read but not sent. `stream_forwarder` runs the loop and describes the exchange of streams. The same code also runs
+interpreted (`forward.py_func`), as the tests do.
 """
 
 # mypy: allow-untyped-calls
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from numba.core import types
 
 from kvroute.compiled import compiled_without_gil
+from kvroute.gateway.openai_api.streams import USAGE_MARK
 
 OWNER, SOURCE, SINK, FORMAT, LAST_NS, DATA_BYTES, DATA_LINES, TOKEN_LINES, DONE, SENT, WHOLE, RECEIVED = range(12)
 """Columns of a stream's row: the key of the stream, 0 while the loop does not own it; the engine's and the client's
@@ -52,9 +53,11 @@ _DO_NOT_WAIT, _NO_SIGNAL = 0x40, 0x4000
 _MONOTONIC = 1
 """CLOCK_MONOTONIC."""
 _SIZE_DIGITS_MAX = 7
-_CR, _LF = 13, 10
+_CR, _LF, _SPACE = 13, 10, 32
 _DATA = np.frombuffer(b"data:", np.uint8)
-_DONE_EVENT = np.frombuffer(b"data: [DONE]\n\n", np.uint8)
+_DONE = np.frombuffer(b"[DONE]\n\n", np.uint8)
+_USAGE = np.frombuffer(USAGE_MARK, np.uint8)
+_USAGE_FIRST = USAGE_MARK[0]
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -145,9 +148,10 @@ def forward_once(row: Numbers, kept: Bytes, token_line: Bytes, buffer: Bytes, no
     """
     received = _recv(int(row[SOURCE]), buffer.ctypes.data, READ_BYTES, _DO_NOT_WAIT)
     received = max(received, 0)
+    lines = row[DATA_LINES]
     whole = count_chunks(buffer, received, token_line, row)
     sent = 0
-    if received:
+    if row[DATA_LINES] != lines or whole < received:  # otherwise only comments have arrived
         row[LAST_NS] = now_ns
     if whole:
         sent = max(_send(int(row[SINK]), buffer.ctypes.data, whole, _DO_NOT_WAIT | _NO_SIGNAL), 0)
@@ -165,7 +169,8 @@ def count_chunks(data: Bytes, size: int, token_line: Bytes, row: Numbers) -> int
 
     Only chunks as the gateway itself would write them count, and only if their data ends with an empty line: size line
     in lower-case hexadecimal digits without leading zeros and extensions, data, line end. The chunk of size zero, which
-    ends the body, does not count.
+    ends the body, does not count, nor does a chunk with `USAGE_MARK`, nor one without a token if its format has a token
+    line: it may be the end of the stream.
     """
     whole = 0
     while True:
@@ -185,26 +190,39 @@ def count_chunks(data: Bytes, size: int, token_line: Bytes, row: Numbers) -> int
             return whole
         if data[end - 4] != _LF or data[end - 3] != _LF or data[end - 2] != _CR or data[end - 1] != _LF:
             return whole
-        _count_lines(data, at + 1, end - 2, token_line, row)
+        if not _count_lines(data, at + 1, end - 2, token_line, row):
+            return whole
         row[DATA_BYTES] += nbytes
         whole = end
 
 
 @compiled_without_gil
-def _count_lines(data: Bytes, start: int, end: int, token_line: Bytes, row: Numbers) -> None:
-    """Count the lines of events from `start`, the line feed before them, to `end`."""
+def _count_lines(data: Bytes, start: int, end: int, token_line: Bytes, row: Numbers) -> bool:
+    """Count the lines of events from `start`, the line feed before them, to `end`. Return False, and count nothing, if
+    they contain `USAGE_MARK`, or lack the token line of their format."""
     length = int(token_line[TOKEN_LINE_BYTES_MAX])
     last = end
+    data_lines = token_lines = 0
     for at in range(start, end):
-        if data[at] != _LF:
+        byte = data[at]
+        if byte == _USAGE_FIRST and at + len(_USAGE) <= end and _begins(data, at, _USAGE, len(_USAGE)):
+            return False
+        if byte != _LF:
             continue
         if at + 6 <= end and _begins(data, at + 1, _DATA, 5):
-            row[DATA_LINES] += 1
+            data_lines += 1
             last = at + 1
-        if length and at + 1 - start >= length:
-            row[TOKEN_LINES] += _begins(data, at + 1 - length, token_line, length)
-    if end - last == len(_DONE_EVENT):
-        row[DONE] += _begins(data, last, _DONE_EVENT, len(_DONE_EVENT))
+        line_end = at - 1 if at > start and data[at - 1] == _CR else at
+        if length and line_end - start > length:
+            token_lines += _begins(data, line_end - length, token_line, length)
+    if length and not token_lines:
+        return False
+    row[DATA_LINES] += data_lines
+    row[TOKEN_LINES] += token_lines
+    before = end - last - len(_DONE)
+    if before == 5 or (before == 6 and data[last + 5] == _SPACE):
+        row[DONE] += _begins(data, end - len(_DONE), _DONE, len(_DONE))
+    return True
 
 
 @compiled_without_gil

@@ -167,7 +167,7 @@ class StreamForwarder:
         Args:
             source: the engine's socket, from which the event loop does not read any more.
             sink: the client's socket; everything that was written before must have been sent.
-            token_line: end of the first line of each event with a token, with its line feed; empty: there is none.
+            token_line: end of the first line of each event with a token, without its line end; empty: there is none.
             returned: receives the result when the thread returns the stream by itself.
         """
         if self._thread is None or len(self._active) >= min(self.streams_max, STREAMS_MAX):

@@ -19,8 +19,16 @@ HEAD_BYTES_MAX = 256 * 1024
 HEAD_LINES_MAX = 256
 """Maximum header lines of one response."""
 
+_SLICE_BYTES = 16 * 1024
+"""Bytes that are parsed at once."""
+_PIECES_MAX = 1024
+"""Pieces of the body, or header lines, in one turn of the loop; what follows is parsed in the next one."""
+_PIECE_BYTES, _EXCESS_MAX = 16, 1 << 20
+"""Each piece of a body costs as much as so many bytes; costs beyond the bytes of the body are limited."""
 _EVENT_CHUNK_END = b"\n\n\r\n"
 """End of a chunk whose data ends with an empty line."""
+_COLON, _DATA = 58, b"data:"
+"""First byte of a comment, which keeps a connection alive, and part of every event."""
 _SIZE_LINE_MAX = 10
 """Longest size line that is compared, its line end included."""
 _SIZES = 2048
@@ -88,6 +96,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._alone = 0
         """Chunks in a row that arrived alone."""
         self._parts: list[bytes] = []
+        self._excess = 0
+        """Cost of the pieces of the body beyond their bytes."""
+        self._rest = b""
+        """Bytes that were received and are parsed in the next turn of the loop; reading is paused meanwhile."""
 
     @property
     def usable(self) -> bool:
@@ -139,9 +151,15 @@ class UpstreamConnection(asyncio.Protocol):
     def resume(self) -> None:
         """Resume reading."""
         if self._call is not None:
-            self.deadline_s = self._now() + (self._call.idle_s if self._body_begun else self._call.first_byte_s)
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+            self.deadline_s = self._now() + self._wait_s(self._call)
+        if self._rest:
+            asyncio.get_running_loop().call_soon(self._parse_rest)
+        else:
+            self._read_on()
+
+    def _wait_s(self, call: Call) -> float:
+        """Return how long the engine may send nothing now."""
+        return call.idle_s if self._body_begun and not call.waits else call.first_byte_s
 
     def expire(self, now: float) -> None:
         """End a call whose engine was silent too long, or close a connection that was idle too long."""
@@ -151,8 +169,8 @@ class UpstreamConnection(asyncio.Protocol):
         if self._call is None:
             self.close()
         else:
-            waited_s = self._call.idle_s if self._body_begun else self._call.first_byte_s
-            self._fail("timeout", f"the engine sent nothing for {waited_s:g} s")
+            what = "no token" if self._call.waits and self._body_begun else "nothing"
+            self._fail("timeout", f"the engine sent {what} for {self._wait_s(self._call):g} s")
 
     # callbacks of asyncio
 
@@ -172,25 +190,32 @@ class UpstreamConnection(asyncio.Protocol):
             # Without a call of the parser, if the data is exactly one chunk as the gateway itself would write it.
             data_bytes = len(data) - data.find(b"\r\n", 0, _SIZE_LINE_MAX) - 4
             if data.startswith(_SIZE_LINES[data_bytes] if data_bytes < _SIZES else b"%x\r\n" % data_bytes):
-                if not call.paused:
-                    self.deadline_s = self._now() + call.idle_s  # first: the callback may pause or end the call
+                if data[-2 - data_bytes] != _COLON or _DATA in data:
+                    self._alone += 1
+                    if not call.paused:
+                        self.deadline_s = self._now() + call.idle_s  # first: the callback may pause or end the call
                 chunks.on_chunk(data, data_bytes)
-                self._alone += 1
                 if self._alone >= _CHUNKS_BEFORE:
                     self._hand_over(call, chunks)
                 return
+        if self._rest:
+            self._rest += data
+            return
         self._alone = 0
-        error = self._feed(data)
+        error = self._feed(data) if len(data) <= _SLICE_BYTES else self._feed_slices(data)
         if self._status and not self._head_told:
             self._head_told = True
             if len(self._headers) > HEAD_LINES_MAX:
                 self._fail("malformed", f"the response has more than {HEAD_LINES_MAX} header lines")
                 return
             call.handler.on_head(self._status, self._headers)
+        comment = False
         if self._parts and not call.over:
             body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._excess = max(self._excess + _PIECE_BYTES * len(self._parts) - len(body), 0)
             self._parts.clear()
             self._body_begun = True
+            comment = call.events and body[0] == _COLON and _DATA not in body
             call.handler.on_body(body)
         if call.over:  # aborted by the sink
             return
@@ -198,7 +223,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._end(keep=self._keep_alive and not self._surplus and not error and not call.head_only)
         elif error:
             self._fail("malformed", error)
-        elif self._body_begun and not call.paused:
+        elif self._excess > _EXCESS_MAX:
+            self._fail("malformed", "the engine sends its response in very many pieces of very few bytes")
+        elif self._body_begun and not (call.paused or call.waits or comment):
             self.deadline_s = self._now() + call.idle_s
 
     def eof_received(self) -> None:
@@ -277,11 +304,44 @@ class UpstreamConnection(asyncio.Protocol):
             return f"the response's {part} is longer than {HEAD_BYTES_MAX} bytes"
         return ""
 
+    def _feed_slices(self, data: bytes) -> str:
+        """Parse data as far as one turn of the loop may go; return an error text, or an empty string."""
+        for at in range(0, len(data), _SLICE_BYTES):
+            end = at + _SLICE_BYTES
+            error = self._feed(data[at:end])
+            if error or end >= len(data):
+                return error
+            if self._complete:
+                self._surplus = True
+                return ""
+            if len(self._parts) + len(self._headers) > _PIECES_MAX:
+                self._rest, self._between_chunks = data[end:], False
+                assert self._transport is not None
+                self._transport.pause_reading()
+                asyncio.get_running_loop().call_soon(self._parse_rest)
+                return ""
+        return ""
+
+    def _parse_rest(self) -> None:
+        """Parse what an earlier turn of the loop has left, and then read on."""
+        call = self._call
+        if not self._rest or call is None or call.paused:
+            return
+        rest, self._rest = self._rest, b""
+        self.data_received(rest)
+        if not self._rest and (self._call is None or not self._call.paused):
+            self._read_on()
+
+    def _read_on(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
     def _forget(self) -> None:
         """Drop the parser, which references this connection, and the received data: memory is freed without a
         collection."""
         self._parser = _SPENT
         self._parts = []
+        self._rest = b""
 
     # the thread that forwards chunks
 

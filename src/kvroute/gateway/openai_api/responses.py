@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Raw
@@ -16,9 +16,18 @@ class _Details(msgspec.Struct):
     cached_tokens: TokenCount | None = None
 
 
+class Usage(NamedTuple):
+    """What an engine reports as the tokens of a request; None: it does not report it."""
+
+    prompt_tokens: int | None
+    output_tokens: int | None
+
+
 class _Usage(msgspec.Struct):
     """Token counts of completions, of the Responses API and of Anthropic's Messages API."""
 
+    prompt_tokens: TokenCount | None = None
+    input_tokens: TokenCount | None = None
     completion_tokens: TokenCount | None = None
     output_tokens: TokenCount | None = None
     prompt_tokens_details: _Details | None = None
@@ -28,6 +37,13 @@ class _Usage(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     usage: _Usage | None = None
+
+
+class _Event(_Answer):
+    """A whole response, or an event of a stream, which may contain a whole or a begun response."""
+
+    response: _Answer | None = None
+    message: _Answer | None = None
 
 
 class _Ended(msgspec.Struct):
@@ -57,7 +73,7 @@ class _Prefilled(_Answer):
     kv_transfer_params: _TransferParams | None = None
 
 
-_ANSWER, _PREFILLED = msgspec.json.Decoder(_Answer), msgspec.json.Decoder(_Prefilled)
+_EVENT, _PREFILLED = msgspec.json.Decoder(_Event), msgspec.json.Decoder(_Prefilled)
 _ENDED = msgspec.json.Decoder(_Ended)
 _ENGINE_ERROR = msgspec.json.Decoder(_EngineAnswer)
 _ERROR_FIELDS = msgspec.json.Decoder(dict[str, Raw])
@@ -149,18 +165,21 @@ def sse_events(data: bytes) -> int:
     No state is kept between pieces, so an event is missed if a piece ends inside the word `data:`.
     """
     events = data.count(b"\ndata:") + data.startswith(b"data:")
-    return events - 1 if events and b"data: [DONE]" in data else events
+    return events - 1 if events and (b"data: [DONE]" in data or b"data:[DONE]" in data) else events
 
 
-def usage_tokens(body: bytes) -> int | None:
-    """Return the number of generated tokens that a whole response reports in its `usage`, or None."""
+def usage_of(body: bytes) -> Usage | None:
+    """Return what the `usage` of a whole response or of an event of a stream reports; None if it has none."""
     try:
-        usage = _ANSWER.decode(body).usage
+        event = _EVENT.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    if usage is None:
-        return None
-    return usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
+    for holder in (event, event.response, event.message):
+        if holder is not None and (usage := holder.usage) is not None:
+            prompt = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+            output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
+            return Usage(prompt, output)
+    return None
 
 
 def ended_by_length(body: bytes) -> bool:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvroute.gateway.http.headers import answered
 from kvroute.gateway.observe.view import Ttft
-from kvroute.gateway.openai_api.responses import error_status, error_text, usage_tokens
+from kvroute.gateway.openai_api.responses import Usage, error_status, error_text, usage_of
 from kvroute.gateway.openai_api.stream_record import UnexpectedEvent
-from kvroute.gateway.openai_api.streams import DONE_CHUNK, STREAMS, event_data
+from kvroute.gateway.openai_api.streams import STREAMS, USAGE_MARK, event_data, with_usage
 from kvroute.gateway.proxy.leg import FULL, Leg, LegOwner
 from kvroute.gateway.proxy.retry import UPSTREAM, LegFailure
+from kvroute.gateway.proxy.stream_output import StreamOutput
 from kvroute.types import Decode
 
 if TYPE_CHECKING:
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 _MEASURABLE_BYTES = 1 << 20
 """Smallest transfer whose time is reported; smaller ones measure latency and scheduling more than bandwidth."""
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-_EVENT_DATA = b"\ndata:"
 _HELD_BYTES_MAX = 1 << 20
 """Longest part of an event that is held back; a longer event is relayed in pieces."""
+_PREAMBLE_BYTES_MAX, _PREAMBLE_PIECES_MAX = 4 << 20, 1 << 14
+"""Most bytes before the first token, and most pieces in which they arrive."""
 
 
 class TransferTimes(NamedTuple):
@@ -55,8 +57,8 @@ class DecodeOwner(LegOwner, Protocol):
     def on_first_token(self, leg: DecodeLeg, ttft: Ttft, decode_s: float, now: float) -> None:
         """Record the first event of a stream. Args: `decode_s` since the leg was sent, in seconds."""
 
-    def on_response_end(self, leg: DecodeLeg, output_tokens: int | None, now: float) -> None:
-        """Record that the client has its whole response."""
+    def on_response_end(self, leg: DecodeLeg, usage: Usage | None, now: float) -> None:
+        """Record that the client has its whole response, and the tokens that it took as far as they are known."""
 
     def on_prefill_done(self, engine: EngineClient, now: float) -> None:
         """Record that the KV cache is complete on `engine`."""
@@ -76,16 +78,16 @@ class DecodeLeg(Leg):
         "_expected_end",
         "_format",
         "_held",
-        "_number",
         "_preamble",
+        "_preamble_bytes",
         "_prefill",
         "_torn",
         "aggregated",
         "decision",
         "early",
-        "events",
         "expected",
         "first",
+        "output",
         "owner",
         "streams",
         "transfer_started_at",
@@ -113,11 +115,13 @@ class DecodeLeg(Leg):
         event without its end."""
         self.transfer_started_at = now
         self._expected_end: ExpectedEnd | None = None
-        self.events = self._number = 0
-        """`events`: with a token; `_number`: of the next event, in the format that has numbers."""
         self._format = STREAMS[state.completion.kind]
-        self._held = self._preamble = b""
-        """Beginning of an event whose end has not arrived yet; events before the first token."""
+        self.output = StreamOutput(self._format, hidden=False, several=False)
+        self._held = b""
+        """Beginning of an event whose end has not arrived yet."""
+        self._preamble: list[bytes] = []
+        """Events before the first token."""
+        self._preamble_bytes = 0
 
     @property
     def waits(self) -> bool:
@@ -143,6 +147,10 @@ class DecodeLeg(Leg):
         computed = state.prefill_done
         if state.record is not None:
             completion = state.record.with_ids(completion)
+        if self.streams:
+            several = completion.n * completion.prompts > 1
+            completion, hidden = with_usage(completion)
+            self.output = StreamOutput(self._format, hidden=hidden, several=several)
         if self.aggregated:
             body = protocol.aggregated_body(completion)
         else:
@@ -154,6 +162,8 @@ class DecodeLeg(Leg):
             body = protocol.decode_body(completion, prefill.handshake, prefill.transfer_params)
         wait_s = timeouts.first_token_s if self.streams else timeouts.answer_s
         self.send(body, wait_s + timeouts.prefill_s if self.early else wait_s, now)
+        if self.streams and self.call is not None:
+            self.call.events = self.call.waits = True
         if computed or self.aggregated:
             self.expect_transfer(now)
 
@@ -229,47 +239,53 @@ class DecodeLeg(Leg):
     def _relay(self, data: bytes) -> None:
         """Relay whole events, from the first one with a token on; the events before are relayed together with it, so
         that the leg can be retried until then."""
+        start = 0
         if self.first:
-            data = self._preamble + data
-            start = self._format.first(data)
-            if start == len(data) <= _HELD_BYTES_MAX:
-                self._preamble = data
+            start, role = self._format.first(data)
+            self._preamble.append(data)
+            self._preamble_bytes += len(data)
+            if role == "preamble":
+                self._check_preamble()
                 return
-            self._preamble = b""
-            if not self._first_token(data, start):
+            start += self._preamble_bytes - len(data)
+            data = b"".join(self._preamble)
+            self._preamble.clear()
+            if not self._first_token(event_data(data[start:]) if role == "error" else None):
                 return
         if self.state.record is not None:
-            data = self._recorded(data, self.state.record)
+            data, start = self._recorded(data, self.state.record), 0
             if not self.open:
                 return
-        self.events += self._format.tokens(data)
-        if self._format.preamble:
-            self._number += data.count(_EVENT_DATA)
+        data = self.output.relayed(data, start)
         self.size += len(data)
         self.state.exchange.write(data)
+
+    def _check_preamble(self) -> None:
+        """Fail the leg if it has sent too much without a token."""
+        if self._preamble_bytes > _PREAMBLE_BYTES_MAX or len(self._preamble) > _PREAMBLE_PIECES_MAX:
+            self._abandon_stream("malformed", "sent too much before its first token")
+
+    def _abandon_stream(self, kind: str, why: str) -> None:
+        """End the call and report its failure."""
+        if self.call is not None:
+            self.call.abort()
+        self.on_failed(LegFailure(kind, f"decode instance {self.engine.name} {why}", 502, sent=True))
 
     def _recorded(self, data: bytes, record: StreamRecord) -> bytes:
         """Return whole events as the client gets them; the leg fails if they do not fit into the client's stream."""
         try:
             return record.relayed(data)
         except UnexpectedEvent:
-            if self.call is not None:
-                self.call.abort()
-            why = f"decode instance {self.engine.name} cannot continue the stream: its events have another format"
-            self.on_failed(LegFailure("malformed", why, 502, sent=True))
+            self._abandon_stream("malformed", "cannot continue the stream: its events have another format")
             return b""
 
     def on_chunk(self, chunk: bytes, data_bytes: int) -> None:
         """See `ChunkHandler`: relay a chunk of whole events as it was received."""
-        if self._held:
+        if self._held or USAGE_MARK in chunk:
             self.on_body(chunk[-2 - data_bytes : -2])
             return
         try:
-            if self._format.preamble:
-                self.events += self._format.tokens_in_chunk(chunk)
-                self._number += chunk.count(_EVENT_DATA)
-            else:
-                self.events += chunk.count(_EVENT_DATA) - chunk.endswith(DONE_CHUNK)
+            self.output.count_chunk(chunk)
             self.size += data_bytes
             self.state.exchange.write_chunk(chunk, data_bytes)
         except Exception as error:
@@ -278,18 +294,14 @@ class DecodeLeg(Leg):
     def forward(self, source: int, returned: Callable[[Forwarded], None]) -> ForwardedStream | None:
         """See `ChunkHandler`."""
         sink = self.state.exchange.stream_socket()
-        if sink is None or self._held:
+        if sink is None or self._held or self.output.continuous:
             return None
         return self.state.runtime.forwarder.begin(source, sink, self._format.token_line, returned)
 
     def on_forwarded(self, result: Forwarded) -> None:
         """See `ChunkHandler`."""
         try:
-            if self._format.preamble:
-                self.events += result.token_lines
-                self._number += result.data_lines
-            else:
-                self.events += result.data_lines - result.done
+            self.output.count_forwarded(result)
             self.size += result.data_bytes
             if result.unsent:
                 self.state.exchange.write_framed(result.unsent)
@@ -299,8 +311,9 @@ class DecodeLeg(Leg):
     def _whole_events(self, data: bytes) -> bytes:
         """Return the whole events of `data` and hold back the rest. If the engine failed within a relayed event, the
         error event that ends the stream would become part of that event."""
+        seen = max(len(self._held) - 3, 0)
         data = self._held + data
-        end = max(_after(data, b"\n\n"), _after(data, b"\r\n\r\n"))
+        end = max(_after(data, b"\n\n", seen), _after(data, b"\r\n\r\n", seen))
         if len(data) - end > _HELD_BYTES_MAX:
             self._torn, self._held = True, b""
             self.state.record = None  # it records whole events
@@ -308,19 +321,14 @@ class DecodeLeg(Leg):
         self._held = data[end:]
         return data[:end]
 
-    def _first_token(self, data: bytes, start: int) -> bool:
-        """Handle the first event with a token: the transfer is over and decoding has begun. Return False if it is an
-        error.
-
-        Args:
-            data: whole events.
-            start: where this event begins in them.
-        """
+    def _first_token(self, error: bytes | None) -> bool:
+        """Handle the first event that is no preamble: the transfer is over and decoding has begun. Return False if
+        nothing is relayed. Args: `error`: data of the event if it reports an error."""
         state, exchange = self.state, self.state.exchange
-        if data.startswith(self._format.error_starts, start):
+        if error is not None:
             if self.call is not None:
                 self.call.abort()
-            self._failed_at_once(event_data(data[start:]))
+            self._failed_at_once(error)
             return False
         self.first = False
         now = state.runtime.now()
@@ -335,6 +343,8 @@ class DecodeLeg(Leg):
         exchange.on_pause, exchange.on_resume = self.pause, self.resume
         if exchange.started:  # this leg continues the stream of another one
             self.owner.release_body()
+            if self.call is not None:
+                self.call.waits = False
             if exchange.paused:
                 self.pause()
             return True
@@ -342,8 +352,9 @@ class DecodeLeg(Leg):
         transfer_s = crossed_s or 0.0
         prefill_s = max(0.0, now - state.received_at - queue_s - transfer_s - step_s)
         self.owner.on_first_token(self, Ttft(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
-        if self.call is not None and state.record is None:
-            self.call.chunks = self
+        if self.call is not None:
+            self.call.waits = False
+            self.call.chunks = self if state.record is None else None
         content_type, headers = answered(self.headers)
         headers += state.response_headers
         exchange.start(self.status, [(b"content-type", content_type), *headers], None)
@@ -401,7 +412,7 @@ class DecodeLeg(Leg):
         body = self.body()
         self.close()
         exchange.respond(self.status, body, content_type, headers)
-        self.owner.on_response_end(self, usage_tokens(body), now)
+        self.owner.on_response_end(self, usage_of(body), now)
 
     def _stream_ended(self) -> None:
         exchange = self.state.exchange
@@ -411,14 +422,22 @@ class DecodeLeg(Leg):
             if not self.open:
                 return  # the rest was an error
         if self.first:
-            why = f"decode instance {self.engine.name} ended the stream before its first token"
-            self.on_failed(LegFailure("malformed", why, 502, sent=True))
+            self._abandon_stream("malformed", "ended the stream before its first token")
             return
         self.close()
         exchange.end()
-        record = self.state.record
-        tokens = record.tokens if record is not None and record.tokens else self.events
-        self.owner.on_response_end(self, tokens, self.state.runtime.now())
+        self.owner.on_response_end(self, self.usage(), self.state.runtime.now())
+
+    def usage(self) -> Usage:
+        """Return the tokens of the stream so far: reported by the engine, or else estimated."""
+        output, record, engine = self.output, self.state.record, self.engine
+        usage = output.usage
+        if usage is None and record is not None and record.tokens:
+            return Usage(None, record.tokens)
+        tokens = output.tokens(engine.tokens_per_event)
+        if usage is not None and output.complete:
+            engine.learn_tokens_per_event(tokens, output.events)
+        return Usage(usage.prompt_tokens if usage is not None else None, tokens)
 
     def failed(self, failure: LegFailure, now: float) -> None:
         """See Leg. If the decode engine cannot pull the KV cache, the prefill engine may have restarted."""
@@ -457,8 +476,15 @@ class DecodeLeg(Leg):
     def abort_stream(self, why: str, kind: str = UPSTREAM) -> None:
         """End the stream with an error event that gives the reason. The held-back part of an event is dropped."""
         exchange = self.state.exchange
-        exchange.write((b"\n\n" if self._torn else b"") + self._format.error(why, kind, self._number))
+        exchange.write((b"\n\n" if self._torn else b"") + self._format.error(why, kind, self.output.number))
         exchange.end()
+
+    def settle(self) -> None:
+        """Count what a thread has forwarded until now, and process what it has read: it may be the end."""
+        call = self.call
+        if call is not None and call.chunks is not None and not call.paused:
+            call.pause()
+            call.resume()
 
     def pause(self) -> None:
         """Stop reading from the engine while the client is slow."""
@@ -471,7 +497,7 @@ class DecodeLeg(Leg):
             self.call.resume()
 
 
-def _after(data: bytes, end: bytes) -> int:
-    """Return the position after the last `end`; 0 if there is none."""
-    found = data.rfind(end)
+def _after(data: bytes, end: bytes, start: int) -> int:
+    """Return the position after the last `end` from `start` on; 0 if there is none."""
+    found = data.rfind(end, start)
     return found + len(end) if found >= 0 else 0

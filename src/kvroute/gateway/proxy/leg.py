@@ -246,6 +246,8 @@ class Leg:
                 self.out_of_files()
                 return
             why = f"{self.kind} instance {self.engine.name} {_VERBS[failure.kind]}"
+            if failure.kind == "malformed":
+                why += f": {failure.text}"
             status = FAILURE_STATUS.get(failure.kind, 502)
             self.on_failed(LegFailure(failure.kind, why, status, sent=failure.phase != "connect"))
         except Exception as error:

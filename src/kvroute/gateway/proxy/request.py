@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.observe.view import Ttft
     from kvroute.gateway.openai_api.prompt_queue import QueueFull
     from kvroute.gateway.openai_api.prompt_reader import Prompt
+    from kvroute.gateway.openai_api.responses import Usage
     from kvroute.gateway.proxy.leg import Leg
     from kvroute.gateway.proxy.runtime import ClusterRuntime
     from kvroute.gateway.proxy.tenancy import Charge, Refusal
@@ -79,6 +80,7 @@ class ProxiedRequest:
         "_joint",
         "_only",
         "_predicted_s",
+        "_prompt_tokens",
         "_reading",
         "_ttft_s",
         "charge",
@@ -131,6 +133,8 @@ class ProxiedRequest:
         """Time from its arrival at the core to its first token."""
         self._generated = 0
         """Output tokens that its legs have relayed."""
+        self._prompt_tokens: int | None = None
+        """Tokens of its prompt, as an engine has reported them."""
         self.model = ""
         self.prefill: PrefillLeg | None = None
         """The leg that computes the KV cache, or has computed it."""
@@ -394,9 +398,11 @@ class ProxiedRequest:
                 leg.call.forget_request()
         self.state.exchange.release_body()
 
-    def on_response_end(self, leg: DecodeLeg, output_tokens: int | None, now: float) -> None:
+    def on_response_end(self, leg: DecodeLeg, usage: Usage | None, now: float) -> None:
         """See `DecodeOwner`."""
-        self._end(leg.status, now, output_tokens, relayed_bytes=leg.size)
+        if usage is not None and usage.prompt_tokens is not None:
+            self._prompt_tokens = usage.prompt_tokens
+        self._end(leg.status, now, usage.output_tokens if usage is not None else None, relayed_bytes=leg.size)
 
     def on_client_error(self, leg: Leg, now: float) -> None:
         """See `LegOwner`: the client gets the engine's response."""
@@ -514,7 +520,7 @@ class ProxiedRequest:
         self._drop_legs(now)
         if self.state.faults is not None:  # first: the status of a stream that has broken off proves nothing
             self.state.faults.ended(failure.status, now)
-        self._end(200, now, leg.events, relayed_bytes=leg.size, error=failure.reason)
+        self._end(200, now, leg.usage().output_tokens, relayed_bytes=leg.size, error=failure.reason)
 
     def _reject(self, reject: Reject, now: float) -> None:
         runtime = self.runtime
@@ -551,6 +557,8 @@ class ProxiedRequest:
             return
         try:
             now = self.runtime.now()
+            if self._complete(now):
+                return
             self.runtime.metrics.client_gone()
             if strands_kv(self.state, self.prefill, self.decode, now):
                 self._abandon()
@@ -558,6 +566,24 @@ class ProxiedRequest:
                 self._leave(now)
         except Exception as error:
             self.internal_error(error)
+
+    def _complete(self, now: float) -> bool:
+        """End a request whose client has left with its whole response, as the end of a stream's body may come after it.
+        Return whether it has ended."""
+        decode, exchange = self.decode, self.state.exchange
+        if decode is None:
+            return False
+        decode.settle()
+        if self.state.over:
+            return True
+        if not decode.output.complete or exchange.paused:
+            return False
+        if decode.call is not None:
+            decode.call.abort()
+        decode.close()
+        self._drop_prefill(now)
+        self.on_response_end(decode, decode.usage(), now)
+        return True
 
     def _abandon(self) -> None:
         """Go on until a decode engine has fetched the KV cache, or for the time limit."""
@@ -667,7 +693,7 @@ class ProxiedRequest:
         leg, self.decode = self.decode, None
         if leg is not None:
             leg.abort(now)
-            self._generated += leg.events
+            self._generated += leg.usage().output_tokens or 0
 
     def _end(
         self, status: int, now: float, output_tokens: int | None = None, *, relayed_bytes: int = 0, error: str = ""
@@ -715,5 +741,8 @@ class ProxiedRequest:
             if status == 429 or status >= 500:
                 self.charge.refund(now)
             else:
-                self.charge.settle(request.input_tokens + max(output_tokens or 0, self._generated), now)
+                prompt_tokens = request.input_tokens if self._prompt_tokens is None else self._prompt_tokens
+                used = prompt_tokens + max(output_tokens or 0, self._generated)
+                unseen = status == 200 and output_tokens is None
+                self.charge.settle(max(used, self.charge.tokens) if unseen else used, now)
         runtime.placement.ended(self.state.number, now)
