@@ -51,6 +51,16 @@ def test_requests_beyond_a_size_limit_are_rejected(data: bytes, status: int) -> 
     assert only_error(exchange_bytes(data, limits=limits))[0] == status
 
 
+def test_a_body_of_very_many_tiny_chunks_is_rejected_and_one_of_many_is_not() -> None:
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    status, reason = only_error(exchange_bytes(head + b"1\r\na\r\n" * 200_000))
+    assert status == 400
+    assert "chunks" in reason
+    head = head.replace(b"Host", b"Connection: close\r\nHost")
+    [(status, _, body)] = parse_responses(exchange_bytes(head + b"1\r\na\r\n" * 30_000 + b"0\r\n\r\n"))
+    assert (status, body.count(b"a" * 30_000)) == (200, 1)
+
+
 SOON_S = 0.02
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import ssl
 import subprocess
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import example, given
@@ -25,7 +27,7 @@ from tests.gateway.http.upstream_rig import (
     send,
 )
 
-from kvroute.gateway.http.call import Failure
+from kvroute.gateway.http.call import Call, Failure
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.http.pool import UpstreamPool, request_bytes
@@ -485,3 +487,84 @@ def test_a_response_has_a_bounded_number_of_header_lines() -> None:
     for lines, kind in ((HEAD_LINES_MAX - 1, ""), (HEAD_LINES_MAX, "malformed")):
         response = one_response(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n" + b"x: y\r\n" * lines + b"\r\nok"))
         assert (response.failure.kind if response.failure else "") == kind
+
+
+def tiny_chunks(count: int, data: bytes = b"a") -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data) * count
+
+
+def test_other_work_runs_between_parts_of_a_stream_of_tiny_chunks_and_the_stream_ends() -> None:
+    """However much has arrived, one turn of the loop parses some thousand chunks."""
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(tiny_chunks(40_000))
+            await writer.drain()
+
+    class Counted(RecordedResponse):
+        turns = 0
+        parts: ClassVar[list[tuple[int, int]]] = []
+
+        def on_body(self, data: bytes) -> None:
+            super().on_body(data)
+            self.parts.append((self.turns, len(data)))
+
+    async def main() -> None:
+        async with engine(endless) as url:
+            pool, response = UpstreamPool(url), Counted()
+            send(pool, response)
+            while not response.ended.is_set():
+                response.turns += 1
+                await asyncio.sleep(0)
+            await closed(pool)
+        assert response.failure is not None
+        assert response.failure.kind == "malformed"
+        assert "very many pieces" in response.failure.text
+        assert max(nbytes for _, nbytes in response.parts) <= 4_096
+        turns = Counter(turn for turn, _ in response.parts)
+        assert max(turns.values()) <= 2, "one of what was received before, one of what is received"
+        assert len(response.body) < 2**18
+
+    run(main())
+
+
+@pytest.mark.parametrize("data", [b"a", b"ab", b"data: x\n\n"])
+def test_many_small_chunks_arrive_complete_and_the_connection_stays_usable(data: bytes) -> None:
+    count = 30_000
+    reply = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + tiny_chunks(count, data) + b"0\r\n\r\n"
+
+    async def main() -> None:
+        async with engine(replies(reply)) as url:
+            pool = UpstreamPool(url)
+            for _ in range(2):
+                assert (await fetch(pool)).body == data * count
+            assert pool.connections == 1
+            await closed(pool)
+
+    run(main())
+
+
+def test_a_call_that_is_paused_within_tiny_chunks_goes_on_when_it_is_resumed() -> None:
+    """Also if it is paused in a callback while received bytes wait to be parsed."""
+    count = 30_000
+    reply = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + tiny_chunks(count) + b"0\r\n\r\n"
+
+    class Pausing(RecordedResponse):
+        call: Call
+
+        def on_body(self, data: bytes) -> None:
+            super().on_body(data)
+            self.call.pause()
+            asyncio.get_running_loop().call_soon(asyncio.get_running_loop().call_soon, self.call.resume)
+
+    async def main() -> None:
+        async with engine(replies(reply)) as url:
+            pool, response = UpstreamPool(url), Pausing()
+            response.call = send(pool, response)
+            await response.ended.wait()
+            assert response.body == b"a" * count
+            await closed(pool)
+
+    run(main())

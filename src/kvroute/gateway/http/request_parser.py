@@ -21,6 +21,9 @@ SLICE_BYTES = 16 * 1024
 LIGHT_BYTES = 64 * 1024
 """Bodies up to this size do not count towards the memory limit and are always accepted."""
 
+_PIECE_BYTES, _EXCESS_MAX = 16, 1 << 20
+"""Each piece of a body costs as much as so many bytes; costs beyond the bytes of the body are limited."""
+
 BODY_MEMORY_RATIO = 4
 """Peak memory of a request per byte of its body: the body, the text from which its prompt is parsed, and the bodies of
 two legs. Measured by bench.gateway.large_prompts."""
@@ -118,6 +121,7 @@ class RequestParser:
         self._path = self._query = b""
         self._http10 = self._keep_alive = False
         self._body: bytes | bytearray = b""
+        self._pieces = 0
 
     def forget(self) -> None:
         """Release everything that was read; `feed` must not be called any more.
@@ -306,6 +310,9 @@ class RequestParser:
         body = self._body
         if len(body) + len(data) > self._limits.body_bytes:
             self._refuse(413, self._too_large(), "body_too_large")
+        self._pieces += 1
+        if self._pieces * _PIECE_BYTES > len(body) + _EXCESS_MAX:
+            self._refuse(400, "the request's body has very many chunks of very few bytes; send larger ones")
         if not body:
             self._body = data
             return
