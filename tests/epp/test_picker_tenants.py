@@ -34,6 +34,20 @@ def test_rejections_are_429_with_the_time_to_wait() -> None:
     run(main())
 
 
+def test_a_key_pays_the_reserve_for_an_output_that_the_picker_does_not_see() -> None:
+    async def main() -> None:
+        section = f"  keys: {{known: {{a: '{hash_text('one')}'}}}}\n  classes: {{default: {{tokens_per_minute: 60}}}}\n"
+        async with picker(alone(), section) as rig:
+            one, body = [("authorization", "Bearer one")], {"model": "llama-3-70b", "prompt": "hello", "max_tokens": 50}
+            assert (await rig.through(body, headers=one))[0] == 200
+            assert await rig.becomes_idle(), rig.held_resources()
+            refused = await rig.stream().ask(completion_body(prompt="hello", max_tokens=50), headers=one)
+            assert refused.status == 429
+            assert b"tokens" in refused.body
+
+    run(main())
+
+
 def test_a_waiting_request_is_picked_in_its_turn() -> None:
     """Envoy gets the endpoint when the request before it has ended; one that Envoy ends while it waits is forgotten."""
 
