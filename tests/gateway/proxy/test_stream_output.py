@@ -132,19 +132,18 @@ def test_a_stream_without_a_token_is_a_failure(kind: str, sent: str) -> None:
     run(main())
 
 
-async def comments(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
-    """Keep the connection alive until the gateway closes it."""
-    response = await start_stream(request)
-    while True:
-        await response.write(COMMENT)
-        await asyncio.sleep(0.01)
+@pytest.mark.parametrize("sent", [COMMENT, b'data: {"choices": []}\n\n'], ids=["comments", "events"])
+def test_what_has_no_token_does_not_end_the_wait_for_the_first_one(sent: bytes) -> None:
+    async def serve(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
+        response = await start_stream(request)
+        while True:
+            await response.write(sent)
+            await asyncio.sleep(0.01)
 
-
-def test_comments_do_not_end_the_wait_for_the_first_token() -> None:
     async def main() -> None:
         prefill, decode = engines_of("vllm")
         for engine in decode:
-            engine.serve = comments
+            engine.serve = serve
         async with stub_rig(prefill + decode, "  timeouts: {first_token: 200 ms}\n  retries: {attempts: 1}\n") as front:
             response = await front.post(completion(stream=True))
             assert response.status == 504
