@@ -192,7 +192,7 @@ def test_the_terms_contain_every_decode_instance_and_the_best_pair() -> None:
     assert terms is not None
     assert terms.names == ("d0", "d1", "p0 and d0")
     columns = [name for name in terms.parts if name != "hit_tokens"]
-    assert len(columns) == 9
+    assert len(columns) == 10
     assert terms.cost.tolist() == pytest.approx(np.sum([terms.parts[name] for name in columns], axis=0).tolist())
     assert terms.cost[0] == terms.cost.min()
     assert terms.parts["transfer_s"][2] == pytest.approx(1_000 * 327_680 / 2.5e9, rel=1e-2)
@@ -216,27 +216,41 @@ def test_a_prompt_is_booked_until_its_first_token_or_the_end_of_the_request(end:
     assert control.loads(0.1)["d0"].pending_s == 0.0
 
 
-def bounded(share: float | None) -> Control:
-    """Return a core whose decode instances serve requests alone within a bound on the time between tokens; None: the
-    default."""
-    return core(parameters={"alone": 1} if share is None else {"alone": 1, "token_delay_max": share})
+def bounded(share: float | None, price: float = 1e9) -> Control:
+    """Return a core whose decode instances may delay tokens by this share, and by more at this price; None: the
+    defaults."""
+    priced = {} if share is None else {"token_delay_max": share, "token_delay_price": price}
+    return core(parameters={"alone": 1} | priced)
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.05, Decode), (0.03, Prefill)])
-def test_a_bound_keeps_prompts_away_from_running_requests(share: float, expected: type[Decision]) -> None:
-    """The prompt delays the running request by 100 ms. A mean response takes 2.6 s, of which 5 % are 128 ms and 3 % are
-    77 ms."""
-    control = bounded(share)
+def with_running(control: Control) -> Control:
+    """Let each decode instance decode one request."""
     for number, name in enumerate(("d0", "d1")):
         request = Request(id=1_000 + number, input_tokens=1, max_output_tokens=10, one_leg=True)
         assert alone(control.handle(Arrived(0.0, request, only=(name,)))) == name
         control.handle(Admitted(0.0, 1_000 + number))
-    (first,) = arrive(control, 1.0, 0)
+    return control
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.05, Decode), (0.03, Prefill)])
+def test_a_high_price_keeps_prompts_away_from_running_requests(share: float, expected: type[Decision]) -> None:
+    """The prompt delays the running request by 100 ms. A mean response takes 2.6 s, of which 5 % are 128 ms and 3 % are
+    77 ms. A price of 1e9 is a bound."""
+    (first,) = arrive(with_running(bounded(share)), 1.0, 0)
     assert isinstance(first, expected)
 
 
+def test_delays_beyond_the_share_have_a_price() -> None:
+    """The prompt delays the running request by 100 ms without the base of a step. A mean response of 256 tokens with
+    steps of 10.2 ms may be delayed by 1 % without a further price; each second more costs 0.3 s."""
+    (decode,) = arrive(with_running(bounded(0.01, 0.3)), 1.0, 0)
+    assert decode.terms is not None
+    assert decode.terms.parts["beyond_s"].tolist() == pytest.approx([0.3 * (0.1 - 0.01 * 256 * 0.0102)] * 2 + [0.0])
+    assert decode.terms.feasible.all()
+
+
 @pytest.mark.parametrize(("share", "expected"), [(0.05, Prefill), (None, Prefill), (1e9, Decode)])
-def test_a_bound_keeps_requests_away_from_instances_with_many_prompts(
+def test_a_high_price_keeps_requests_away_from_instances_with_many_prompts(
     share: float | None, expected: type[Decision]
 ) -> None:
     """Both decode instances are idle again, but have spent a part of their time on prompts, so that later ones are
@@ -249,13 +263,9 @@ def test_a_bound_keeps_requests_away_from_instances_with_many_prompts(
     assert isinstance(last, expected)
 
 
-def test_a_bound_does_not_count_without_a_pair() -> None:
+def test_delays_have_no_further_price_without_a_pair() -> None:
     """No prefill instance is up, and the request that decodes on each decode instance is delayed by more."""
-    control = bounded(0.0)
-    for number, name in enumerate(("d0", "d1")):
-        request = Request(id=1_000 + number, input_tokens=1, max_output_tokens=10, one_leg=True)
-        control.handle(Arrived(0.0, request, only=(name,)))
-        control.handle(Admitted(0.0, 1_000 + number))
+    control = with_running(bounded(0.0))
     (paired,) = arrive(control, 0.0, 0)
     assert isinstance(paired, Prefill)
     for name in ("p0", "p1"):

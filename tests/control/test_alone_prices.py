@@ -95,11 +95,15 @@ def pool_of(members: list[Instance], *, stays: bool, sessions: bool) -> AloneCan
 
 
 def parts_of(
-    spec: ForesightSpec, member: Instance, load: Load, index: int, *, stays: bool, loss_s: float
+    spec: ForesightSpec, member: Instance, load: Load, index: int, stays: bool, busy: float, loss_s: float | None
 ) -> list[float]:
-    """The columns of docs/policies.md, one instance at a time."""
+    """The columns of docs/policies.md, one instance at a time. `loss_s` None: there is no pair."""
     response_s = float(load.response_s[index])
     step_s = 0.01 + 0.0005 * member.batch
+    own_s, free_s = response_s * member.share / (1 - member.share), spec.token_delay_max * response_s
+    others_s = max(member.prefill_s + own_s - free_s, 0.0) if member.delayed else 0.0
+    beyond_s = min(others_s, member.prefill_s) + max(own_s - free_s, 0.0)
+    lost_s = busy * min(loss_s or 0.0, member.prefill_s)
     return [
         max(float(load.wait_s[index]), member.prompts_s),
         member.prefill_s,
@@ -108,8 +112,9 @@ def parts_of(
         float(load.slot_s[index]),
         spec.delay_weight * member.delayed * member.prefill_s,
         spec.delay_weight * response_s * member.share / (1 - member.share),
-        spec.delay_weight * response_s / max(member.prefill_s, spec.step_floor_s) * loss_s if stays else 0.0,
+        spec.delay_weight * response_s / max(member.prefill_s, spec.step_floor_s) * lost_s if stays else 0.0,
         float(load.batch_s[index]),
+        0.0 if loss_s is None else spec.token_delay_price * beyond_s,
     ]
 
 
@@ -120,6 +125,7 @@ def parts_of(
     busy=st.floats(0.0, 1.0),
     delay_weight=st.floats(0.0, 3.0),
     token_delay_max=st.sampled_from((0.0, 0.05, 1.0, NO_BOUND)),
+    token_delay_price=st.sampled_from((0.0, 0.5, 1e9)),
 )
 def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
     given_pools: list[tuple[list[Instance], bool]],
@@ -128,9 +134,12 @@ def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
     busy: float,
     delay_weight: float,
     token_delay_max: float,
+    token_delay_price: float,
 ) -> None:
-    """Every part, the sum, the bound and the first of equals; without a pair the bound does not count."""
-    spec = ForesightSpec(delay_weight=delay_weight, token_delay_max=token_delay_max)
+    """Every part, the sum and the first of equals; without a pair, delays have no price beyond `token_delay_max`."""
+    spec = ForesightSpec(
+        delay_weight=delay_weight, token_delay_max=token_delay_max, token_delay_price=token_delay_price
+    )
     offered = tuple(pool_of(members, stays=stays, sessions=sessions) for members, stays in given_pools)
     nothing = np.zeros(1, dtype=np.int64)
     offer = AloneOffer(offered, waiting=nothing, decoding=nothing, busy=busy, output_tokens=OUTPUT_TOKENS)
@@ -142,18 +151,13 @@ def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
         for member in members
         if not stays and member.room >= 0
     ]
-    loss_s = busy * max(min(beside, default=0.0) - pair.transfer_s, 0.0) if pair is not None else 0.0
+    loss_s = max(min(beside, default=0.0) - pair.transfer_s, 0.0) if pair is not None else None
     best, expected_s = None, math.inf
     for number, (members, stays) in enumerate(given_pools):
         for index, member in enumerate(members):
-            response_s = float(loads[number].response_s[index])
-            most_s = token_delay_max * response_s
-            keeps_pace = (not member.delayed or member.prefill_s <= most_s) and (
-                response_s * member.share <= most_s * (1 - member.share)
-            )
-            cost_s = reduce(add, parts_of(spec, member, loads[number], index, stays=stays, loss_s=loss_s))
+            cost_s = reduce(add, parts_of(spec, member, loads[number], index, stays, busy, loss_s))
             cost_s += member.session_s if sessions else 0.0
-            if member.room >= 0 and (pair is None or keeps_pace) and cost_s < expected_s:
+            if member.room >= 0 and cost_s < expected_s:
                 best, expected_s = (number, index), cost_s
 
     found = cheapest_alone(spec, offer, loads, pair)
@@ -166,7 +170,7 @@ def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
     members, stays = given_pools[number]
     assert len(terms.names) == len(terms.cost) == len(members) + (pair is not None)
     for index, member in enumerate(members):
-        parts = parts_of(spec, member, loads[number], index, stays=stays, loss_s=loss_s)
+        parts = parts_of(spec, member, loads[number], index, stays, busy, loss_s)
         assert [float(terms.parts[part][index]) for part in PARTS] == [*parts, member.chunks * 16]
         assert terms.cost[index] == reduce(add, parts) + (member.session_s if sessions else 0.0)
     if pair is not None:

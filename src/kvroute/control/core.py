@@ -307,10 +307,7 @@ class Control:
         booking = self._booking(event.request_id)
         if booking.prefill < 0:
             raise InputError(f"prefill of request {event.request_id} has already finished", hint=_ONCE)
-        self._view.prefill[booking.model].release(booking.prefill, event.at)
-        booking.prefill = -1
-        self._dispatcher.end_copy(booking, event.at)
-        self._dispatcher.end_read(booking)
+        self._dispatcher.end_prefill(booking, event.at)
         planned = self._dispatcher.take_planned(booking, event.at, event.kept_tokens)
         if planned is not None:
             return (planned,)

@@ -47,6 +47,12 @@ class Booking:
     """Position in the prefill pool, -1 once prefill is over."""
     prefill_s: float = 0.0
     """Prefill time booked there."""
+    wait_s: float = 0.0
+    """Predicted wait for the start of the prefill of a pair."""
+    transfer_s: float = 0.0
+    """Transfer time predicted at arrival; 0: none was predicted."""
+    began_s: float = 0.0
+    """Time at which the prefill was booked, and then at which the transfer started."""
     source: int = -1
     target: int = -1
     """`source` and `target` are indices in the cluster."""
@@ -125,7 +131,8 @@ class Dispatcher:
         if isinstance(chosen, AlonePick):
             late = self._foreseen(booking, self.forecaster.alone(chosen)) if predicts else None
             return (late,) if late is not None else self._alone(booking, at, chosen)
-        choice, pool = view.prefill_of_session(chosen, request), view.prefill[model]
+        booking.transfer_s = chosen.transfer_s
+        choice, pool = view.prefill_of_session(chosen.prefill, request), view.prefill[model]
         pick: DecodePick | Reject | None = None
         if booking.joint or self._view.cluster.instances[int(pool.ids[choice.index])].traits.concurrent_legs:
             choice, pick = self._jointly(booking, at, candidates, choice)
@@ -139,6 +146,7 @@ class Dispatcher:
         index = int(pool.ids[choice.index])
         booking.prefill, booking.source = choice.index, index
         booking.prefill_s = float(candidates.prefill_s[choice.index])
+        booking.wait_s, booking.began_s = float(candidates.pending_s[choice.index]), at
         pool.book(choice.index, at, booking.prefill_s)
         if pool.slow_start.started:
             pool.slow_start.booked(choice.index, at, int(pool.up.sum()))
@@ -399,13 +407,22 @@ class Dispatcher:
         """Record that the KV cache leaves its source. Does nothing if the transfer has already started."""
         if booking.in_transfer:
             return
-        booking.in_transfer = True
+        booking.in_transfer, booking.began_s = True, at
+        if booking.early:
+            booking.transfer_s = 0.0  # it lasts as long as the prefill, which was not predicted
+        self._view.prefill[booking.model].transfers.begin(at, booking.transfer_s)
         self.transfer_started(at, booking.request.id, booking.source, booking.target, booking.kv_bytes)
 
     def end_transfer(self, booking: Booking, at: float, *, landed: bool = False) -> None:
         """Record that the transfer is complete (`landed`) or has failed. Does nothing if none is in progress."""
         if booking.in_transfer:
             booking.in_transfer = False
+            transfers = self._view.prefill[booking.model].transfers
+            if landed:
+                transfers.end(at, booking.began_s, booking.transfer_s)
+            else:
+                transfers.drop(booking.began_s, booking.transfer_s)
+            booking.transfer_s = 0.0
             self.transfer_ended(at, booking.request.id, booking.source, booking.target, landed=landed)
 
     def transfer_started(self, at: float, number: int, source: int, target: int, kv_bytes: float) -> None:
@@ -503,6 +520,16 @@ class Dispatcher:
         if booking.read_id and self._view.reads is not None:
             self._view.reads.end(booking.read_id)
             booking.read_id = 0
+
+    def end_prefill(self, booking: Booking, at: float) -> None:
+        """Release a prefill that has finished, and learn how long it waited, unless a copy or a read delayed it."""
+        pool = self._view.prefill[booking.model]
+        if not (booking.copy_id or booking.read_id):
+            pool.waits.learn(at - booking.began_s - booking.prefill_s, booking.wait_s)
+        pool.release(booking.prefill, at)
+        booking.prefill, booking.wait_s = -1, 0.0
+        self.end_copy(booking, at)
+        self.end_read(booking)
 
     def release_prefill(self, booking: Booking, at: float) -> None:
         """Release a prefill that has not finished."""

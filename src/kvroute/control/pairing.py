@@ -5,12 +5,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from kvroute.control.alone_offers import AloneOffers
 from kvroute.control.pool import DecodePool
 from kvroute.control.transfer_tracker import TransferTracker
 from kvroute.control.view import Avoided, ClusterView, DecodePick
 from kvroute.policies import Alone, AloneOffer, JointPath, PairingPolicy, PairPolicy, PrefillCandidates
 from kvroute.types import SAME_NODE, Candidates, Choice, Reject, Request
+
+
+class PairPick(NamedTuple):
+    """A prefill instance."""
+
+    prefill: Choice
+    transfer_s: float = 0.0
+    """Predicted time of the transfer to the best decode instance; 0: it was not chosen together with one."""
 
 
 class AlonePick(NamedTuple):
@@ -61,16 +71,20 @@ class Pairing:
         cached: PrefillCandidates,
         at: float,
         avoid: Avoided,
-    ) -> Choice | AlonePick | Reject:
+    ) -> PairPick | AlonePick | Reject:
         """Return the prefill instance, or an instance that serves the request alone.
 
-        `cached` are the same prefill instances, without the prefixes that they would fetch from others.
+        `cached` are the same prefill instances, without the prefixes that they would fetch from others. Waits for
+        prefill and transfers are compared as long as recent ones of the model were, relative to their predictions.
 
         The prefill policy chooses if instances both prefill and decode, if they receive both legs at once, or if no
         decode instance has room for the KV cache now: one may have room when the prefill has ended.
         """
         if self._policy is None or not self._separable[model]:
-            return self._view.choose_prefill(request, model, candidates)
+            return self._by_prefill_policy(request, model, candidates)
+        waits_factor = self._view.prefill[model].waits.factor(at)
+        candidates = msgspec.structs.replace(candidates, pending_s=waits_factor * candidates.pending_s)
+        cached = msgspec.structs.replace(cached, pending_s=candidates.pending_s)
         pools, offer = self._offer(request, model, cached, at, avoid)
         turn, by_protocol = self._view.prefill[model].decisions, dict[str, Candidates]()
         session_s = self._view.sessions.term_s(request.session, "prefill", candidates.names)
@@ -80,19 +94,24 @@ class Pairing:
 
         chosen = self._policy.choose(request, candidates, joint_path, turn, offer, session_s)
         if isinstance(chosen, Reject):
-            return self._view.choose_prefill(request, model, candidates)
+            return self._by_prefill_policy(request, model, candidates)
         if offer is not None and isinstance(chosen, Alone):
             return _picked(pools, offer, chosen)
         assert not isinstance(chosen, Alone), "without an offer there is no decode instance alone"
-        return chosen.prefill
+        return PairPick(chosen.prefill, float(chosen.decode.terms.parts["transfer_s"][chosen.decode.index]))
+
+    def _by_prefill_policy(self, request: Request, model: str, candidates: PrefillCandidates) -> PairPick | Reject:
+        choice = self._view.choose_prefill(request, model, candidates)
+        return choice if isinstance(choice, Reject) else PairPick(choice)
 
     def _offer(
         self, request: Request, model: str, cached: PrefillCandidates, at: float, avoid: Avoided
     ) -> tuple[tuple[DecodePool, ...], AloneOffer | None]:
         if self._offers is None or self._tracker is None or request.adapter:
             return (), None
-        output_tokens = self._tracker.table.answers.mean_tokens
-        return self._offers.offer(request, model, cached, at, avoid, output_tokens)
+        output_tokens, own = self._tracker.table.answers.mean_tokens, self._view.prefill[model]
+        pools, offer = self._offers.offer(request, model, cached, at, avoid, output_tokens)
+        return pools, offer._replace(waits_factor=own.waits.factor(at), transfers_factor=own.transfers.factor(at))
 
     def _splits(self, model: str) -> bool:
         """Whether every prefill instance of a model ends its leg before the decode leg starts."""
@@ -118,7 +137,7 @@ class Pairing:
         if pool is None or self._tracker is None:
             return None
         if protocol not in by_protocol:
-            by_protocol[protocol] = self._decode_candidates(request, model, pool)
+            by_protocol[protocol] = pool.with_prompts(self._decode_candidates(request, model, pool), at)
         costs = view.oracle.costs(source, pool.ids, at, own_transfers=False)
         starts_s = float(candidates.pending_s[position] + candidates.prefill_s[position])
         return JointPath(by_protocol[protocol], costs, self._tracker.sight(source, pool.ids, costs, at, starts_s))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from kvroute.control.kernels import work_ahead
+from kvroute.control.observed_delays import ObservedDelays
 from kvroute.control.prompt_share import PromptShare
 from kvroute.control.slow_start import SlowStart
 from kvroute.llm import Model
@@ -156,6 +158,12 @@ class DecodePool:
         (self.batch if admitted else self.queued)[position] -= 1
         self.free_kv_bytes[position] += need_bytes
 
+    def with_prompts(self, candidates: Candidates, at: float) -> Candidates:
+        """Return candidates of this pool with the prompts that are booked on its instances, if there are any."""
+        if not self.prompts.any():
+            return candidates
+        return msgspec.structs.replace(candidates, prompts_s=self.prompts_s(at))
+
     def prompts_s(self, at: float) -> FloatArray:
         """Seconds until each instance has computed the prompts of the requests that it serves alone."""
         return np.maximum(self.prompts_until_s - at, 0.0)
@@ -222,6 +230,10 @@ class PrefillPool:
     mean_s: float = 0.0
     """Smoothed mean of the booked times of one stage; the assumed cost of each request of others."""
     position: dict[int, int] = field(default_factory=dict)
+    waits: ObservedDelays = field(default_factory=lambda: ObservedDelays(least=0.0, most=1.5))
+    """Waits of pairs for the start of their prefill."""
+    transfers: ObservedDelays = field(default_factory=lambda: ObservedDelays(least=0.5, most=20.0))
+    """Transfers of pairs, as predicted at arrival."""
 
     @classmethod
     def of(cls, members: list[tuple[int, Instance]], times: dict[str, PrefillTime]) -> PrefillPool:
@@ -288,6 +300,7 @@ class PrefillPool:
         self.up[:] = False
         self.up[here] = old.up[there]
         self.decisions, self.mean_s = old.decisions, old.mean_s
+        self.waits, self.transfers = old.waits, old.transfers
         self.slow_start.take_over(old.slow_start, dict(zip(there.tolist(), here.tolist(), strict=True)))
         return after
 

@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvroute.policies.foresight_sight import RECENT_S, recent_s
 from kvroute.types import FloatArray, IntArray
 
-_WINDOW_S = 20.0
-"""Time after which booked work counts 1/e."""
-_PRIOR_S = 2.0
-"""Idle time that counts beside the time since the first prompt, so that one prompt alone is no high share."""
 _MOST = 0.9
 """Upper bound of a share: with more, decodes beside the prompts would hardly advance."""
 
@@ -34,14 +31,14 @@ class PromptShare:
         """Count a prompt that is booked on an instance."""
         if self.since_s < 0:
             self.since_s = at
-        faded = math.exp(min(float(self.at_s[position]) - at, 0.0) / _WINDOW_S)
+        faded = math.exp(min(float(self.at_s[position]) - at, 0.0) / RECENT_S)
         self.work_s[position] = float(self.work_s[position]) * faded + seconds
         self.at_s[position] = at
 
     def share(self, at: float) -> FloatArray:
         """Return the share of each instance, 0 to 0.9, [n]. Changes nothing."""
-        known_s = _WINDOW_S * (1.0 - math.exp(min(self.since_s - at, 0.0) / _WINDOW_S)) + _PRIOR_S
-        faded: FloatArray = self.work_s * np.exp(np.minimum(self.at_s - at, 0.0) / _WINDOW_S) / known_s
+        faded: FloatArray = self.work_s * np.exp(np.minimum(self.at_s - at, 0.0) / RECENT_S)
+        faded /= recent_s(self.since_s, at)
         return np.minimum(faded, _MOST)
 
     def take_over(self, old: PromptShare, here: IntArray, there: IntArray) -> None:

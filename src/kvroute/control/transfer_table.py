@@ -16,7 +16,7 @@ from kvroute.flows import arrays, kernels, state
 from kvroute.oracle.telemetry import CONGESTION_MAX
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_paths import HOPS_MAX, ceiling_of, path_of
-from kvroute.policies.foresight_sight import Sight
+from kvroute.policies.foresight_sight import RECENT_S, Sight, StartedBytes
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.foresight_transfers import pass_time, set_off
 from kvroute.types import SAME_NODE, TIER_COUNT, CapacityLearned, FloatArray, InputError, IntArray
@@ -59,6 +59,10 @@ class InFlight:
         self._free = list(range(_SLOTS - 1, -1, -1))
         self._under: dict[int, _Under] = {}
         self._path: IntArray = np.zeros(HOPS_MAX, dtype=np.int64)
+        self._started_bytes: FloatArray = np.zeros(len(self._all))
+        self._started_at: FloatArray = np.zeros(len(self._all))
+        self._since: float | None = None
+        """Time of the first transfer."""
         self.now = 0.0
         self._mean: float | None = None
         """Mean rate of a hashed path; valid until time or the table changes."""
@@ -82,6 +86,9 @@ class InFlight:
         self._state = arrays.relinked(old._state, before, after)
         self._predicted, self._limited, self._out, self._free = old._predicted, old._limited, old._out, old._free
         self._crowd[after[after >= 0]] = old._crowd[after >= 0]
+        self._started_bytes[after[after >= 0]] = old._started_bytes[after >= 0]
+        self._started_at[after[after >= 0]] = old._started_at[after >= 0]
+        self._since = old._since
         numbers = after.tolist()
         self._under = {
             each: under._replace(path=tuple([numbers[link] for link in under.path]))
@@ -131,8 +138,12 @@ class InFlight:
             self._limited,
             self._path,
             self._out,
+            self._started_bytes,
+            self._started_at,
+            RECENT_S,
         )
         self._mean = None
+        self._since = self.now if self._since is None else self._since
         path = tuple(self._path[:hops].tolist())
         self._under[transfer] = _Under(slot, tier, kv_bytes, path, float(self.learned.factor[tier]))
 
@@ -180,9 +191,12 @@ class InFlight:
 
     def sight(self, at: float, source: int, targets: IntArray, starts_s: float = 0.0) -> Sight:
         """The network state for a decision at `at` about a transfer from `source` that starts `starts_s` later."""
+        mean_bytes_per_s, started = self._pass(at), None
+        if self._since is not None:
+            started = StartedBytes(self._started_bytes, self._started_at, self.now, self._since)
         return Sight(
             links=self.links,
-            mean_bytes_per_s=self._pass(at),
+            mean_bytes_per_s=mean_bytes_per_s,
             state=self._state,
             crowd=self._crowd,
             capacity_bytes_per_s=self._capacity,
@@ -193,6 +207,7 @@ class InFlight:
             source=source,
             targets=targets,
             starts_s=starts_s,
+            started=started,
         )
 
     def alone_bytes_per_s(self, source: int, target: int, congestion: FloatArray, factor: FloatArray) -> float:

@@ -351,6 +351,7 @@ class ClusterView:
         outside: DecodePick | None = None
         for mask in self._slowly(pool, usable, at) if pool.slow_start.started else (usable,):
             candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, mask)
+            candidates = pool.with_prompts(candidates, at)
             if mask is not usable and not (candidates.need_bytes <= candidates.free_kv_bytes).any():
                 continue
             choice = self.decode_choice(self.settings.decode_policy, request, key, source, candidates, at, mask)

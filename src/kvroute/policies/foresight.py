@@ -27,10 +27,13 @@ from kvroute.policies.foresight_sight import Sight
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.types import BoolArray, Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Terms
 
+_NO_PROMPTS: FloatArray = np.zeros(0)
+
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Minimises the sum of transfer, delay imposed on others, slot wait, first step and slot price.
+    """Minimises the sum of transfer, delay imposed on others, prompts in progress, slot wait, first step and slot
+    price.
 
     The closed form ranks all candidates; the fluid model simulates the transfers to the best `spec.width` of them. If
     the network limits no transfer, similar candidates are ranked by load, as `cla` does.
@@ -49,7 +52,7 @@ class Foresight:
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
         """See DecodePolicy.
 
-        Terms: transfer_s (with latency), imposed_s, wait_s, step_s, slot_s; the mean rate of the transfer
+        Terms: transfer_s (with latency), imposed_s, prompts_s, wait_s, step_s, slot_s; the mean rate of the transfer
         (pace_bytes_per_s), its tier, and whether it was simulated (1) or estimated in closed form (0).
         """
         count = len(candidates.names)
@@ -60,7 +63,10 @@ class Foresight:
             index = self._by_links(candidates, costs, self.sight, feasible, terms)
         if index == NO_CANDIDATE:
             return no_room(request, candidates)
-        return Choice(index, Terms(candidates.names, terms[COST], feasible, _parts(terms)))
+        parts = dict(zip(PARTS, terms, strict=False))
+        if candidates.prompts_s is None:
+            del parts["prompts_s"]
+        return Choice(index, Terms(candidates.names, terms[COST], feasible, parts))
 
     def load_s(self, candidates: Candidates, output_tokens: float) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Return wait_s, step_s and slot_s of every candidate for a request without a transfer, [n] each. Args:
@@ -74,6 +80,7 @@ class Foresight:
             candidates.batch_max,
             candidates.iteration_base_s,
             candidates.iteration_per_request_s,
+            _NO_PROMPTS,
             np.zeros(len(candidates.names), dtype=np.int8),
             0.0,
             self._numbers(output_tokens),
@@ -94,6 +101,7 @@ class Foresight:
             candidates.batch_max,
             candidates.iteration_base_s,
             candidates.iteration_per_request_s,
+            _NO_PROMPTS if candidates.prompts_s is None else candidates.prompts_s,
             costs.tier,
             costs.latency_s,
             sight.source,
@@ -131,6 +139,7 @@ class Foresight:
             candidates.batch_max,
             candidates.iteration_base_s,
             candidates.iteration_per_request_s,
+            _NO_PROMPTS if candidates.prompts_s is None else candidates.prompts_s,
             costs.tier,
             0.0,
             self._numbers(self.spec.output_tokens),
@@ -145,7 +154,3 @@ class Foresight:
         load_weight = spec.arrival_load_weight if self.at_arrival else 1.0
         load = (spec.wait_weight, spec.slot_weight, spec.step_weight, spec.answer_weight, spec.answer_transfers)
         return np.array((spec.imposed_weight, *load, load_weight, spec.step_floor_s, output_tokens))
-
-
-def _parts(terms: FloatArray) -> dict[str, FloatArray]:
-    return dict(zip(PARTS, terms, strict=False))

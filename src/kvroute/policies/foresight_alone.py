@@ -53,6 +53,10 @@ class AloneOffer(NamedTuple):
     """Share of their time that prefill instances would need to compute all prompts of the model, 0 to 1."""
     output_tokens: float
     """Mean length of a response."""
+    waits_factor: float = 1.0
+    """Observed over predicted waits for prefill."""
+    transfers_factor: float = 1.0
+    """Observed over predicted times of transfers."""
     layerwise: bool = False
     """Whether the KV cache of a pair is sent while it is computed."""
 
@@ -82,11 +86,13 @@ class PairPrice(NamedTuple):
     delay_s: float
     """Delay of other requests by the prompt."""
     later_s: float
-    """Delay of the response by later prompts on the decode instance."""
+    """Delay of the response by later prompts on the decode instance, and between its transfer and later ones."""
     reserve_s: float
     """0: the prefill instance does not decode."""
     batch_s: float
     """Response time of a request in this batch, and delay of the others by its part of their steps."""
+    beyond_s: float
+    """0: no prompt is computed beside the response."""
     session_s: float
     """Minus the bonus if its prefill instance served the session last."""
     hit_tokens: float
@@ -114,6 +120,7 @@ PARTS = (
     "later_s",
     "reserve_s",
     "batch_s",
+    "beyond_s",
     "hit_tokens",
 )
 """Columns of the terms, beside `session_s` if an instance served the session last. The sum of all in seconds is the
@@ -145,12 +152,11 @@ def load_of(spec: ForesightSpec, candidates: Candidates, output_tokens: float) -
 
 
 def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pair: PairPrice | None) -> Alone | None:
-    """Return the cheapest candidate, the first of equals; None if no instance has room and, if there is a pair, keeps
-    within `spec.token_delay_max`.
+    """Return the cheapest candidate, the first of equals; None if no instance has room.
 
     On a decode instance the batch makes a step beside each chunk. The end of the prompt gives the first token. While a
-    prefill instance decodes, later prompts go to instances where they delay others. Nothing is lost by that while a
-    decode instance is idle, or if a transfer costs more.
+    prefill instance decodes, later prompts go to instances where they delay others, or they delay its response.
+    Nothing is lost by that while a decode instance is idle, or if a transfer costs more.
 
     Args:
         spec: weights.
@@ -158,15 +164,16 @@ def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pa
         loads: the price of the load of each pool's candidates.
         pair: the price of the best pair, for the terms; None: there is no pair.
     """
-    loss_s, delay_max = 0.0, np.inf
+    loss_s, delay_price = 0.0, 0.0
     if pair is not None:
-        loss_s, delay_max = offer.busy * max(_beside_s(offer) - pair.transfer_s, 0.0), spec.token_delay_max
+        loss_s = max(_beside_s(offer) - pair.transfer_s, 0.0)
+        delay_price = float(spec.token_delay_price)
     found: tuple[int, int, BoolArray, FloatArray] | None = None
     best_s = np.inf
     for number, (pool, load) in enumerate(zip(offer.pools, loads, strict=True)):
         columns = len(pool.candidates.names) + (pair is not None)
         feasible, terms = np.ones(columns, dtype=np.bool_), np.empty((ROWS, columns))
-        index = _price(spec, pool, load, loss_s, delay_max, feasible, terms)
+        index = _price(spec, pool, load, (offer.busy, loss_s, delay_price), feasible, terms)
         if index != NO_CANDIDATE and terms[COST, index] < best_s:
             best_s, found = terms[COST, index], (number, index, feasible, terms)
     if found is None:
@@ -187,12 +194,12 @@ def _price(
     spec: ForesightSpec,
     pool: AloneCandidates,
     load: Load,
-    loss_s: float,
-    delay_max: float,
+    against: tuple[float, float, float],
     feasible: BoolArray,
     terms: FloatArray,
 ) -> int:
-    """Call `price_alone` for a pool."""
+    """Call `price_alone` for a pool. Args: `against`: `busy`, `loss_s` and `delay_price`, which depend on the pair."""
+    busy, loss_s, delay_price = against
     candidates = pool.candidates
     return price_alone(
         candidates.need_bytes,
@@ -212,10 +219,12 @@ def _price(
         load.response_s,
         load.batch_s,
         pool.stays,
+        busy,
         loss_s,
         float(spec.delay_weight),
         float(spec.step_floor_s),
-        float(delay_max),
+        float(spec.token_delay_max),
+        delay_price,
         feasible,
         terms,
     )

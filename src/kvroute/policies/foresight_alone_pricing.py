@@ -10,9 +10,9 @@ import numpy as np
 from kvroute.compiled import compiled, compiled_in_place
 from kvroute.types import BoolArray, FloatArray, IntArray
 
-WAIT_S, PREFILL_S, TRANSFER_S, STEPS_S, SLOT_S, DELAY_S, LATER_S, RESERVE_S, BATCH_S = range(9)
+WAIT_S, PREFILL_S, TRANSFER_S, STEPS_S, SLOT_S, DELAY_S, LATER_S, RESERVE_S, BATCH_S, BEYOND_S = range(10)
 """The cost is the sum of these rows of `terms` and of SESSION_S."""
-HIT_TOKENS, SESSION_S, COST = range(BATCH_S + 1, BATCH_S + 4)
+HIT_TOKENS, SESSION_S, COST = range(BEYOND_S + 1, BEYOND_S + 4)
 ROWS = COST + 1
 NO_CANDIDATE = -1
 
@@ -21,6 +21,23 @@ NO_CANDIDATE = -1
 def later_s(delay_weight: float, response_s: float, share: float) -> float:
     """Return the delay of a response by later prompts on its instance, which take this share of the time."""
     return delay_weight * response_s * share / (1.0 - share)
+
+
+@compiled_in_place
+def beyond_s(delay_max: float, response_s: float, prompt_s: float, own_s: float) -> float:
+    """Return the delay of responses on one instance beyond the share `delay_max` of a mean response.
+
+    Later prompts delay every response there by `own_s`; the others are also delayed by this prompt.
+
+    Args:
+        delay_max: `ForesightSpec.token_delay_max`.
+        response_s: duration of a mean response.
+        prompt_s: time of the prompt; 0: there is no other response.
+        own_s: delay of a response by later prompts.
+    """
+    free_s = delay_max * response_s
+    others_s = min(max(prompt_s + own_s - free_s, 0.0), prompt_s)
+    return others_s + max(own_s - free_s, 0.0)
 
 
 @compiled
@@ -52,10 +69,12 @@ def price_alone(
     response_s: FloatArray,
     batch_s: FloatArray,
     stays: bool,
+    busy: float,
     loss_s: float,
     delay_weight: float,
     floor_s: float,
     delay_max: float,
+    delay_price: float,
     feasible: BoolArray,
     terms: FloatArray,
 ) -> int:
@@ -67,19 +86,18 @@ def price_alone(
         prompts_s to session_s: see `AloneCandidates`; an empty `session_s` stands for zeros.
         wait_s to batch_s: see `Load`.
         stays: see `AloneCandidates`.
-        loss_s: what later prompts lose, in the time of one prompt, while a prefill instance decodes.
+        busy: see `AloneOffer`.
+        loss_s: what a later prompt like this one loses if it must avoid a prefill instance that decodes.
         delay_weight: see `ForesightSpec`.
-        floor_s: least time of a prompt by which `loss_s` is divided.
-        delay_max: `ForesightSpec.token_delay_max`; inf: no bound.
-        feasible: whether a candidate has room and keeps within the bound.
+        floor_s: least time of a prompt by which `reserve_s` is divided.
+        delay_max: `ForesightSpec.token_delay_max`.
+        delay_price: `ForesightSpec.token_delay_price`; 0 if there is no pair.
+        feasible: whether a candidate has room.
         terms: the parts of the price.
     """
     best = NO_CANDIDATE
     for i in range(len(batch)):
-        most_s = delay_max * response_s[i]
-        others_keep_pace = delayed[i] == 0 or prefill_s[i] <= most_s
-        own_keeps_pace = response_s[i] * share[i] <= most_s * (1.0 - share[i])
-        feasible[i] = need_bytes[i] <= free_kv_bytes[i] and others_keep_pace and own_keeps_pace
+        feasible[i] = need_bytes[i] <= free_kv_bytes[i]
         terms[WAIT_S, i] = max(wait_s[i], prompts_s[i])
         terms[PREFILL_S, i] = prefill_s[i]
         terms[TRANSFER_S, i] = 0.0
@@ -88,10 +106,17 @@ def price_alone(
         terms[SLOT_S, i] = slot_s[i]
         terms[DELAY_S, i] = delay_weight * delayed[i] * prefill_s[i]
         terms[LATER_S, i] = later_s(delay_weight, response_s[i], share[i])
-        terms[RESERVE_S, i] = delay_weight * response_s[i] / max(prefill_s[i], floor_s) * loss_s if stays else 0.0
+        terms[RESERVE_S, i] = 0.0
+        if stays:
+            # Later prompts go elsewhere, or they delay this response here.
+            lost_s = busy * min(loss_s, prefill_s[i])
+            terms[RESERVE_S, i] = delay_weight * response_s[i] / max(prefill_s[i], floor_s) * lost_s
         terms[BATCH_S, i] = batch_s[i]
+        prompt_s = prefill_s[i] if delayed[i] > 0 else 0.0
+        own_s = later_s(1.0, response_s[i], share[i])
+        terms[BEYOND_S, i] = delay_price * beyond_s(delay_max, response_s[i], prompt_s, own_s)
         cost_s = 0.0
-        for row in range(BATCH_S + 1):
+        for row in range(BEYOND_S + 1):
             cost_s += terms[row, i]
         terms[HIT_TOKENS, i] = hit_tokens[i]
         terms[SESSION_S, i] = session_s[i] if len(session_s) else 0.0

@@ -163,7 +163,8 @@ class ForesightJoint:
         load = load or load_of(self.spec, candidates, offer.output_tokens)
         target = pair.decode.index
         delay_s = later_s(float(self.spec.delay_weight), float(load.response_s[target]), float(share[target]))
-        price = self._pair_price(pair, offer, prefill, load, delay_s)
+        used_share = found[pair.prefill.index][0].sight.used_share(target)
+        price = self._pair_price(pair, offer, prefill, load, delay_s, used_share)
         if starts.session_s is not None:
             price = price._replace(session_s=float(starts.session_s[pair.prefill.index]))
         alone = cheapest_alone(self.spec, offer, loads, price)
@@ -179,9 +180,13 @@ class ForesightJoint:
         return None, Pair(Choice(pair.prefill.index, priced), pair.decode)
 
     def _pair_price(
-        self, pair: Pair, offer: AloneOffer, prefill: PrefillCandidates, load: Load, later: float
+        self, pair: Pair, offer: AloneOffer, prefill: PrefillCandidates, load: Load, later: float, used_share: float
     ) -> PairPrice:
         """Return the price of a pair.
+
+        The transfer and the delay that it imposes are as much longer than predicted as recent transfers were. A link in
+        use for the share r of the time costs 1 / (1 - r)^2 times an idle one, because a transfer also delays later
+        ones and is delayed by them. The transfers in flight explain (1 + r) / (1 - r) of that; `later_s` gets the rest.
 
         Args:
             pair: the pair.
@@ -189,12 +194,19 @@ class ForesightJoint:
             prefill: the prefill instances.
             load: of the decode candidates of its prefill instance.
             later: delay of its response by later prompts.
+            used_share: highest share in use of a link of its transfer.
         """
         source, target = pair.prefill.index, pair.decode.index
         pending_s, prefill_s = float(prefill.pending_s[source]), float(prefill.prefill_s[source])
-        transfer_s = _paid(pair.decode)
+        parts = pair.decode.terms.parts
+        sent_s = float(parts["transfer_s"][target]) + self.spec.imposed_weight * float(parts["imposed_s"][target])
+        late_s = (offer.transfers_factor - 1.0) * sent_s
+        transfer_s = _paid(pair.decode) + late_s
+        squared = used_share * used_share
+        later += (sent_s + late_s) * squared / (1.0 - squared)
         if offer.layerwise:
             transfer_s -= min(transfer_s, prefill_s)
+        delayed = offer.waits_factor * int(offer.waiting[source]) + int(offer.decoding[source])
         slot_wait_s = max(float(load.wait_s[target]) - pending_s - prefill_s - transfer_s, 0.0)
         return PairPrice(
             name=f"{prefill.names[source]} and {pair.decode.terms.names[target]}",
@@ -203,10 +215,11 @@ class ForesightJoint:
             transfer_s=transfer_s,
             steps_s=float(load.step_s[target]),
             slot_s=float(load.slot_s[target]),
-            delay_s=self.spec.delay_weight * int(offer.waiting[source] + offer.decoding[source]) * prefill_s,
+            delay_s=self.spec.delay_weight * delayed * prefill_s,
             later_s=later,
             reserve_s=0.0,
             batch_s=float(load.batch_s[target]),
+            beyond_s=0.0,
             session_s=0.0,
             hit_tokens=float(prefill.hit_tokens[source]),
         )

@@ -16,10 +16,20 @@ from kvroute.policies.foresight_paths import HOPS_MAX, NIC_DOWN, RACK_DOWN, Fabr
 from kvroute.policies.foresight_whatif import played
 from kvroute.types import SAME_NODE, BoolArray, FloatArray, IntArray, TierArray
 
-TRANSFER_S, IMPOSED_S, WAIT_S, STEP_S, SLOT_S, PACE, PLAYED, TIER, BOUND, COST = range(10)
+TRANSFER_S, IMPOSED_S, PROMPTS_S, WAIT_S, STEP_S, SLOT_S, PACE, PLAYED, TIER, BOUND, COST = range(11)
 """Rows of `terms`; BOUND is a lower bound of a candidate's cost, for internal use."""
 ROWS = COST + 1
-PARTS = ("transfer_s", "imposed_s", "wait_s", "step_s", "slot_s", "pace_bytes_per_s", "played", "tier")
+PARTS = (
+    "transfer_s",
+    "imposed_s",
+    "prompts_s",
+    "wait_s",
+    "step_s",
+    "slot_s",
+    "pace_bytes_per_s",
+    "played",
+    "tier",
+)
 """Names of the first rows, in their order."""
 NO_CANDIDATE = -1
 
@@ -33,6 +43,8 @@ class PricedCandidates(NamedTuple):
     batch_max: IntArray
     base_s: FloatArray
     per_request_s: FloatArray
+    prompts_s: FloatArray
+    """See `Candidates`; empty: there are none."""
     tier: TierArray
     latency_s: FloatArray
     """Latency by tier, [TIER_COUNT]."""
@@ -48,7 +60,8 @@ class PricedCandidates(NamedTuple):
 def _price(i: int, transfer_s: float, imposed_s: float, candidates: PricedCandidates, terms: FloatArray) -> float:
     """Fill candidate i's terms and return its cost. All but the transfer and its imposed delay depend on the load.
 
-    Queued requests count as part of the batch: they are in it by the time that this one decodes.
+    Queued requests count as part of the batch: they are in it by the time that this one decodes. The first token waits
+    for the prompts that the candidate still computes when the transfer has ended.
     """
     imposed_weight, wait_weight, slot_weight, joining, answers, transfers, load_weight, floor_s, output_tokens = (
         candidates.numbers
@@ -64,7 +77,12 @@ def _price(i: int, transfer_s: float, imposed_s: float, candidates: PricedCandid
     slot_s = slot_weight * gap_s * taken * taken + joining * slowed_s + answers_s
     terms[TRANSFER_S, i], terms[IMPOSED_S, i], terms[WAIT_S, i] = transfer_s, imposed_s, wait_s
     terms[STEP_S, i], terms[SLOT_S, i] = step_s, slot_s
-    cost: float = transfer_s + imposed_weight * imposed_s + load_weight * (wait_weight * wait_s + step_s + slot_s)
+    prompts_s = 0.0
+    if len(candidates.prompts_s):
+        prompts_s = max(candidates.prompts_s[i] - candidates.starts_s - transfer_s, 0.0)
+    terms[PROMPTS_S, i] = prompts_s
+    load_s = wait_weight * wait_s + step_s + slot_s
+    cost: float = transfer_s + imposed_weight * imposed_s + prompts_s + load_weight * load_s
     terms[COST, i] = cost
     return cost
 
@@ -194,6 +212,7 @@ def foresee(
     batch_max: IntArray,
     base_s: FloatArray,
     per_request_s: FloatArray,
+    prompts_s: FloatArray,
     tier: TierArray,
     tier_latency_s: FloatArray,
     source: int,
@@ -236,6 +255,7 @@ def foresee(
         batch_max,
         base_s,
         per_request_s,
+        prompts_s,
         tier,
         tier_latency_s,
         source,
@@ -262,6 +282,7 @@ def price_all(
     batch_max: IntArray,
     base_s: FloatArray,
     per_request_s: FloatArray,
+    prompts_s: FloatArray,
     tier: TierArray,
     starts_s: float,
     numbers: FloatArray,
@@ -270,7 +291,19 @@ def price_all(
     """Fill `terms` [ROWS, n] for given transfer times, [n]."""
     no_indices = np.empty(0, np.int64)
     candidates = PricedCandidates(
-        transfer_s, batch, queued, batch_max, base_s, per_request_s, tier, transfer_s, 0, no_indices, starts_s, numbers
+        transfer_s,
+        batch,
+        queued,
+        batch_max,
+        base_s,
+        per_request_s,
+        prompts_s,
+        tier,
+        transfer_s,
+        0,
+        no_indices,
+        starts_s,
+        numbers,
     )
     for i in range(len(tier)):
         terms[BOUND, i] = _price(i, transfer_s[i], 0.0, candidates, terms)

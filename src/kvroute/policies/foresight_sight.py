@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import msgspec
 
 from kvroute.flows.state import State
 from kvroute.policies.foresight_links import LinkModel
+from kvroute.policies.foresight_transfers import busiest_share
 from kvroute.types import FloatArray, IntArray
+
+RECENT_S = 20.0
+"""Time after which work that was started counts 1/e."""
+_IDLE_S = 2.0
+"""Idle time that counts beside the time since the first work, so that one piece of work alone is no high share."""
+
+
+def recent_s(since_s: float, now_s: float) -> float:
+    """Return the time by which recent work is divided to give its share of the time. Args: `since_s`: time of the first
+    work."""
+    return RECENT_S * (1.0 - math.exp(min(since_s - now_s, 0.0) / RECENT_S)) + _IDLE_S
+
+
+class StartedBytes(NamedTuple):
+    """Bytes of the transfers that were started on each link, fading; live arrays."""
+
+    bytes_: FloatArray
+    """Bytes when they were counted last, [m]."""
+    at_s: FloatArray
+    """That time, [m]."""
+    now_s: float
+    since_s: float
+    """Time of the first transfer."""
 
 
 class Sight(NamedTuple):
@@ -36,6 +61,27 @@ class Sight(NamedTuple):
     """Index of each candidate in the tier map, [n]."""
     starts_s: float = 0.0
     """Time from now until the transfer would start."""
+    started: StartedBytes | None = None
+    """None: no transfer has started yet."""
+
+    def used_share(self, position: int) -> float:
+        """Return the highest share in use of a link between the source and a candidate, 0 to 0.95."""
+        if self.started is None:
+            return 0.0
+        links, target, started = self.links, int(self.targets[position]), self.started
+        return busiest_share(
+            self.source,
+            target,
+            int(links.tier[self.source, target]),
+            links.attached,
+            links.wan,
+            self.capacity_bytes_per_s,
+            started.bytes_,
+            started.at_s,
+            started.now_s,
+            RECENT_S,
+            recent_s(started.since_s, started.now_s),
+        )
 
 
 class TierLearned(msgspec.Struct, frozen=True, gc=False):

@@ -9,7 +9,7 @@ import msgspec
 from kvroute.types import InputError
 
 NO_BOUND = 1e9
-"""Value of `token_delay_max` that bounds nothing."""
+"""Value of `token_delay_max` beyond which no delay is."""
 
 
 class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +57,13 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Weight of delays between requests while it is decided whether one instance serves a request: a prompt delays the
     requests on its instance by its time, later prompts delay its response, and it makes the steps of others longer."""
     token_delay_max: float = 0.05
-    """Upper bound of what one instance alone may add to the time between tokens, as a share of it: its prompt may delay
-    a response in progress by this share of a mean response, and later prompts may delay its own response by as much.
-    It does not count if there is no pair."""
+    """What one instance alone may add to the time between tokens without a further price, as a share of it: its prompt
+    may delay a response in progress by this share of a mean response, and later prompts may delay its own response by
+    as much."""
+    token_delay_price: float = 1.0
+    """Price of each second of delay beyond `token_delay_max`, in seconds: one instance alone may exceed that share by
+    the seconds that it is cheaper than the pair, divided by this price. 0: no price. It does not count if there is no
+    pair."""
     near_max: int = 24
     """Number of transfers that a simulation may change, the nearest by shared links; the others keep their rates."""
     rival_weight: float = 1.0

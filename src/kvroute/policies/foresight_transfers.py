@@ -5,6 +5,8 @@ The rates come from `flows.solver`; there is no second solver.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kvroute.compiled import compiled
@@ -12,6 +14,9 @@ from kvroute.flows import state as flows
 from kvroute.flows.kernels import drive
 from kvroute.policies.foresight_paths import HOPS_MAX, TAIL, Fabric, path_ceiling, path_of
 from kvroute.types import FloatArray, IntArray
+
+SHARE_MAX = 0.95
+"""Upper bound of a link's share in use: with more, the price of later transfers would have no bound."""
 
 
 @compiled
@@ -48,6 +53,37 @@ def pass_time(
 
 
 @compiled
+def busiest_share(
+    source: int,
+    target: int,
+    tier: int,
+    attached: IntArray,
+    wan: IntArray,
+    capacity: FloatArray,
+    started_bytes: FloatArray,
+    started_at: FloatArray,
+    now: float,
+    window_s: float,
+    known_s: float,
+) -> float:
+    """Return the highest share of a link's capacity on a path that recent transfers use, 0 to SHARE_MAX.
+
+    Args:
+        source to wan: see `path_of`.
+        capacity: bytes per second that other traffic leaves free, [m].
+        started_bytes to now: see `StartedBytes`.
+        window_s: time after which bytes count 1/e.
+        known_s: time by which they are divided.
+    """
+    path, most = np.empty(HOPS_MAX, np.int64), 0.0
+    for k in range(path_of(source, target, tier, attached, wan, path)):
+        link = path[k]
+        faded = started_bytes[link] * math.exp(min(started_at[link] - now, 0.0) / window_s)
+        most = max(most, faded / (known_s * capacity[link]))
+    return min(most, SHARE_MAX)
+
+
+@compiled
 def set_off(
     now: float,
     slot: int,
@@ -77,19 +113,27 @@ def set_off(
     limited: FloatArray,
     path: IntArray,
     out: IntArray,
+    started_bytes: FloatArray,
+    started_at: FloatArray,
+    window_s: float,
 ) -> int:
     """Start a transfer of `kv_bytes` in a free slot of the live state, and recompute the max-min fair rates.
 
-    Adds the transfer to `crowd`, fills `path` with its links and returns their number. The ceiling of its hashed paths,
-    given the other transfers, becomes the capacity of a private link at the end of the path.
+    Adds the transfer to `crowd` and to the started bytes of its links, fills `path` with them and returns their number.
+    The ceiling of its hashed paths, given the other transfers, becomes the capacity of a private link at the end of the
+    path.
     """
     fabric = Fabric(attached, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
     ceiling = path_ceiling(source, target, tier, fabric)
     count = hops = path_of(source, target, tier, attached, wan, path)
     ints = np.empty(3 + HOPS_MAX, np.int64)
     for k in range(count):
-        crowd[path[k]] += 1
-        ints[2 + k] = path[k]
+        link_id = path[k]
+        crowd[link_id] += 1
+        faded = math.exp(min(started_at[link_id] - now, 0.0) / window_s)
+        started_bytes[link_id] = started_bytes[link_id] * faded + kv_bytes
+        started_at[link_id] = now
+        ints[2 + k] = link_id
     if ceiling < np.inf:
         private = link.shape[0] - flow.shape[0] + slot
         link[private, flows.CAPACITY] = ceiling

@@ -35,6 +35,9 @@ class Candidates(msgspec.Struct, frozen=True, gc=False):
     """KV memory of each candidate, used or free; None: not known."""
     group: IntArray | None = None
     """Number of each candidate's group of engines, from 0 on; None: all are one group."""
+    prompts_s: FloatArray | None = None
+    """Seconds until each candidate has computed the prompts of the requests that it serves alone; None: there are
+    none."""
 
 
 class NetworkCosts(msgspec.Struct, frozen=True, gc=False):
