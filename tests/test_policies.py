@@ -115,6 +115,20 @@ def test_each_netkv_variant_uses_one_more_signal() -> None:
     assert transfer_s == pytest.approx({"netkv-topo": 0.8, "netkv-static": 1.6, "netkv": 2.0})
 
 
+def test_netkv_queued_counts_requests_that_will_be_in_the_batch() -> None:
+    """Equation 7 with t(batch + queued + 1): ten transfers in flight to the first of two equal instances make
+    its first step longer by 10 x 0.1 ms. `netkv` sees no difference and takes the first of equals."""
+    pool, costs = candidates(2), network(2, 2)
+    queued = replace(pool, queued=np.array([10, 0]), iteration_per_request_s=np.full(2, 1e-4))
+    assert chosen(decode_policy("netkv").choose(REQUEST, queued, costs, 0)) == 0
+    choice = decode_policy("netkv-queued").choose(REQUEST, queued, costs, 0)
+    assert isinstance(choice, Choice)
+    assert choice.index == 1
+    decode_s = choice.terms.parts["decode_s"]
+    assert decode_s[0] - decode_s[1] == pytest.approx(10 * 1e-4)
+    assert choice.terms.parts["queue_s"].tolist() == [0.0, 0.0]
+
+
 def test_round_robin_alternates_among_candidates_with_room() -> None:
     policy = decode_policy("round-robin")
     pool, costs = candidates(4), network(2, 2, 2, 2)

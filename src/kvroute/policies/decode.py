@@ -184,11 +184,14 @@ class NetKV:
     """Earliest end of transfer + queue + first decode step (NetKV eq. 5, algorithm 1).
 
     Without `congestion` it assumes tiers without traffic except the router's own transfers. Without `in_flight` it
-    ignores these too and uses only the tier map.
+    ignores these too and uses only the tier map. With `queued` the first decode step counts the requests that wait for
+    a slot or whose transfer is in flight. They are in the batch when this one joins it, and without them transfers in
+    flight do not make a target less attractive until they end.
     """
 
     congestion: bool = True
     in_flight: bool = True
+    queued: bool = False
 
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
         """See DecodePolicy."""
@@ -213,6 +216,7 @@ class NetKV:
             costs.in_flight,
             self.congestion and self.in_flight,
             self.in_flight,
+            self.queued,
             feasible,
             terms,
         )
@@ -234,6 +238,11 @@ class NetKV:
 def netkv() -> NetKV:
     """Full NetKV."""
     return NetKV()
+
+
+def netkv_queued() -> NetKV:
+    """Full NetKV, with t(batch + queued + 1) as the first decode step."""
+    return NetKV(queued=True)
 
 
 def netkv_static() -> NetKV:

@@ -48,6 +48,7 @@ def netkv_terms(
     tier_in_flight: IntArray,
     sees_congestion: bool,
     sees_in_flight: bool,
+    joins_queued: bool,
     feasible: BoolArray,
     terms: FloatArray,
 ) -> int:
@@ -58,6 +59,7 @@ def netkv_terms(
         lone_bytes_per_s: measured rate of a transfer alone to each candidate, [n], or NO_PAIRS.
         tier_bytes_per_s, tier_latency_s, tier_congestion, tier_in_flight: by tier.
         sees_congestion, sees_in_flight: whether NetKV eq. 4 counts other traffic and the router's own transfers.
+        joins_queued: whether NetKV eq. 7 counts the queued requests, which will be in the batch by then.
         others: see `Candidates`.
     """
     best, best_s = NO_CANDIDATE, np.inf
@@ -71,7 +73,8 @@ def netkv_terms(
         iteration_s = iteration_base_s[i] + iteration_per_request_s[i] * batch[i]
         transfer_s = kv_bytes[i] / effective + tier_latency_s[t]
         queue_s = max(queued[i] - batch_max[i] + batch[i], 0) * iteration_s
-        decode_s = iteration_s + iteration_per_request_s[i]
+        joins = 1 + queued[i] if joins_queued else 1
+        decode_s = iteration_s + iteration_per_request_s[i] * joins
         cost = transfer_s + queue_s + decode_s
         terms[TRANSFER_S, i], terms[QUEUE_S, i], terms[DECODE_S, i], terms[COST, i] = (
             transfer_s,

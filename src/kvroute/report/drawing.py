@@ -111,6 +111,7 @@ _LINE_STYLES = {
     "netkv-topo": LineStyle("#56b4e9", "D", "-."),
     "netkv-static": LineStyle("#009e73", "P", "-."),
     "netkv": LineStyle("#d55e00", "o", "-"),
+    "netkv-queued": LineStyle("#8c4a1d", "X", "--"),
     "foresight": LineStyle("#6a3db8", "*", "-"),
     "foresight-closed": LineStyle("#a98bd0", "h", "--"),
     "foresight-joint": LineStyle("#3d1466", "p", "-."),
