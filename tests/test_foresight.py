@@ -316,9 +316,31 @@ def test_transfers_limited_by_a_nic_do_not_change_path_factors() -> None:
     assert learned.factor.tolist() == [1.0] * 5
     learned.ended(3, 1e9, 0.9e9, 0.8e9)
     assert learned.factor[3] == pytest.approx((10 / 9) ** (1 / 3), rel=0.01)
-    learned.ended(1, 1e9, 5e9, 5e9)
+    learned.ended(0, 1e9, 5e9, 5e9)
     learned.ended(2, 1e9, 0.0, 0.0)
-    assert learned.factor[1] == 1.0
+    assert learned.factor[:3].tolist() == pytest.approx([1.0, 1.0, 1.0], rel=0.01)
+
+
+def test_nic_speeds_in_a_rack_are_learned() -> None:
+    """NICs have a quarter of the speed in the file: after 20 transfers a decision expects four times the time, with a
+    prior of two transfers at the given speed. A delay of a tenth of a second teaches nothing."""
+    rack: TierArray = np.ones((4, 4), dtype=np.int8)
+    slow, punctual = (InFlight(LinkModel.of_tiers(rack, np.full(5, NIC))) for _ in range(2))
+    for table, lasts_s in ((slow, 4.0), (punctual, 1.1)):
+        for each in range(20):
+            table.started(5.0 * each, each, each % 2, 2 + each % 2, 1e9)
+            table.finished(5.0 * each + lasts_s, each)
+    assert slow.learned.factor[1] == pytest.approx(0.25, rel=0.4)
+    assert punctual.learned.factor[1] == pytest.approx(1.0)
+    transfer_s = 1.0 / float(slow.learned.factor[1])
+    in_rack = NetworkCosts(
+        rack[0].take(DECODERS), np.full(5, NIC), np.zeros(5), np.zeros(5), np.zeros(5, dtype=np.int64)
+    )
+    choice = Foresight(ForesightSpec(), slow.sight(99.0, 0, DECODERS)).choose(REQUEST, pool(), in_rack, 0)
+    assert isinstance(choice, Choice)
+    assert choice.terms.parts["transfer_s"] == pytest.approx([transfer_s, transfer_s])
+    slow.learned.grown_old(2_000.0)
+    assert slow.learned.factor[1] == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_transfer_stays_in_the_table_until_its_end_is_reported() -> None:

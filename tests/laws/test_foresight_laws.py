@@ -110,6 +110,7 @@ class ReferenceTable:
     tiers: dict[int, int] = field(default_factory=dict)
     ceilings: dict[int, float] = field(default_factory=dict)
     assumed_factors: dict[int, float] = field(default_factory=dict)
+    starts: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     congestion: FloatArray = field(default_factory=lambda: np.zeros(5))
     learned: Learned = field(default_factory=lambda: Learned(ForesightSpec()))
@@ -122,9 +123,11 @@ class ReferenceTable:
             self.left[each] = max(self.left[each] - sent, self.spec.left_floor_share * self.size[each])
         self.now = at
         self.learned.grown_old(at)
+        self.solve()
 
     def solve(self) -> None:
-        capacity = self.links.capacities(self.congestion).tolist()
+        nics = np.where(self.links.link_tier == 1, self.learned.factor[1], 1.0)
+        capacity = (self.links.capacities(self.congestion) * nics).tolist()
         order = list(self.left)
         paths, held = [self.paths[each] for each in order], [self.ceilings[each] for each in order]
         self.rates = dict(zip(order, max_min_rates(paths, [1.0] * len(order), capacity, held), strict=True))
@@ -165,6 +168,7 @@ class ReferenceTable:
         self.paths[each] = path_of(self.links, source, target)
         self.left[each] = self.size[each] = size
         self.sent[each] = self.limited[each] = 0.0
+        self.starts[each] = at
         self.solve()
 
     def end(self, at: float, each: int, *, landed: bool) -> None:
@@ -172,9 +176,8 @@ class ReferenceTable:
             return
         self.advance(at)
         if landed:
-            self.learned.ended(
-                self.tiers[each], self.size[each], self.sent[each], self.limited[each], self.assumed_factors[each]
-            )
+            sent, lasted_s = (self.sent[each], self.limited[each]), at - self.starts[each]
+            self.learned.ended(self.tiers[each], self.size[each], *sent, self.assumed_factors[each], lasted_s)
         for kept in (self.left, self.size, self.paths, self.ceilings, self.rates, self.tiers):
             del kept[each]
         self.solve()
@@ -271,6 +274,7 @@ def candidate_sets(draw: st.DrawFn, alike: bool = False) -> Candidates:
         iteration_base_s=np.full(N, 0.0125) if alike else random.choice([0.0, 0.0125], N),
         iteration_per_request_s=np.full(N, 1e-4) if alike else random.choice([0.0, 1e-4], N),
         capacity_bytes=np.full(N, 200e9),
+        prompts_s=None if alike or draw(st.booleans()) else random.choice([0.0, 0.5, 10.0], N),
     )
 
 
@@ -328,7 +332,8 @@ def test_the_choice_follows_its_terms(
     simulated candidate add up to its cost. No transfer time is below that of an idle network. The inputs are not
     modified."""
     table, slow = in_flight_state
-    given_arrays = [getattr(pool, item.name) for item in fields(pool) if item.name not in ("names", "group")]
+    given = [getattr(pool, item.name) for item in fields(pool) if item.name != "names"]
+    given_arrays = [array for array in given if array is not None]
     before = [array.copy() for array in given_arrays]
     choice = choice_of(table, source, pool, width=width, near_max=near_max)
     assert all((array == copy).all() for array, copy in zip(given_arrays, before, strict=True))
@@ -342,7 +347,10 @@ def test_the_choice_follows_its_terms(
     assert choice.terms.feasible.tolist() == has_room
     assert all(np.isfinite(part).all() and (part >= 0).all() for part in (cost, *parts.values()))
     assert choice.index == min((value, index) for index, value in enumerate(cost.tolist()) if has_room[index])[1]
-    whole = np.sum([parts[name] for name in ("transfer_s", "imposed_s", "wait_s", "step_s", "slot_s")], axis=0)
+    summed = ("transfer_s", "imposed_s", "prompts_s", "wait_s", "step_s", "slot_s")
+    whole = np.sum([parts[name] for name in summed if name in parts], axis=0)
+    if pool.prompts_s is not None:
+        assert parts["prompts_s"].tolist() == np.maximum(pool.prompts_s - parts["transfer_s"], 0.0).tolist()
     sure = parts["played"] == 1 if width else np.ones(N, dtype=np.bool_)
     assert cost[sure] == pytest.approx(whole[sure], rel=1e-12)
     assert (cost >= whole * (1 - 1e-12)).all()
@@ -414,6 +422,7 @@ def test_the_cost_of_delayed_tokens_is_bounded_by_the_transfer(
         step_weight=0.0,
         wait_weight=0.0,
     )
+    pool = msgspec.structs.replace(pool, prompts_s=None)
     choice = Foresight(spec).choose(REQUEST, pool, costs_of(fabric(), source), 0)
     if isinstance(choice, Choice):
         own_s = choice.terms.parts["transfer_s"] + choice.terms.parts["step_s"]
@@ -458,7 +467,7 @@ def test_the_collision_model_equals_the_expected_value(cable: float, rivals: flo
     assert rate <= hashed * cable * (1 + 1e-12)
 
 
-ends = st.lists(st.tuples(st.sampled_from([2, 3, 4]), st.floats(1e-3, 1e3), st.floats(0, 1)), max_size=40)
+ends = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.floats(1e-3, 1e3), st.floats(0, 1)), max_size=40)
 
 
 @given(ends)
@@ -468,7 +477,7 @@ def test_learned_factors_stay_within_their_bounds(transfers: list[tuple[int, flo
     for tier, ratio, limited in transfers:
         learned.ended(tier, 1e9 * ratio, 1e9, 1e9 * limited)
         assert ((learned.factor >= 0.05) & (learned.factor <= 8.0)).all()
-    assert (learned.factor[:2] == 1).all()
+    assert learned.factor[0] == 1
     true = Learned(ForesightSpec())
     for tier, _, limited in transfers:
         true.ended(tier, 1e9, 1e9, 1e9 * limited)
@@ -477,7 +486,7 @@ def test_learned_factors_stay_within_their_bounds(transfers: list[tuple[int, flo
 
 observation = st.tuples(
     st.floats(0, 90),
-    st.sampled_from([2, 3, 4]),
+    st.sampled_from([1, 2, 3, 4]),
     st.floats(1e-3, 1e3),
     st.floats(0, 1),
     st.booleans(),
@@ -492,7 +501,7 @@ def test_reading_learned_values_changes_nothing(
     """A reader sees the values that a decision would use, to the last digit, with the number of transfers used and
     their age."""
     watched, alone, at = Learned(ForesightSpec()), Learned(ForesightSpec()), 0.0
-    last: dict[int, list[float]] = {2: [], 3: [], 4: []}
+    last: dict[int, list[float]] = {1: [], 2: [], 3: [], 4: []}
     for step_s, tier, ratio, limited, reads, ahead_s in observations:
         at += step_s
         for learned in (watched, alone):
@@ -500,7 +509,7 @@ def test_reading_learned_values_changes_nothing(
             learned.ended(tier, 1e9 * ratio, 1e9, 1e9 * limited)
         if reads:
             watched.seen(at + ahead_s)
-        if limited > 0.5 or math.log(ratio) < -0.2:
+        if tier == 1 or limited > 0.5 or math.log(ratio) < -0.2:
             last[tier].append(at)
     seen = watched.seen(at + later_s)
     assert watched.factor.tolist() == alone.factor.tolist()
@@ -510,7 +519,7 @@ def test_reading_learned_values_changes_nothing(
         assert seen[tier].transfers == len(times)
         assert seen[tier].age_s == (math.floor(at + later_s) - math.floor(times[-1]) if times else None)
         assert 0 <= seen[tier].weight <= min(len(times), 10)
-    assert [(tier.factor, tier.transfers) for tier in seen[:2]] == [(1.0, 0), (1.0, 0)]
+    assert (seen[0].factor, seen[0].transfers) == (1.0, 0)
 
 
 @given(tables(), sources, candidate_sets(), ends, st.floats(0, 0.99))
@@ -534,18 +543,20 @@ def test_a_single_transfer_has_the_rate_that_a_decision_expects(
         assert choice.terms.parts["pace_bytes_per_s"][moved] == pytest.approx(np.array(rates)[moved], rel=1e-9)
 
 
-@given(st.integers(1, 40), st.floats(0.25, 4.0), st.integers(1, 4))
-def test_learned_factors_never_overshoot_the_true_factor(together: int, truth: float, rounds: int) -> None:
-    """Each path carries a given factor of the predicted rate, for any number of transfers that measure it at once."""
-    tier: TierArray = np.full((2 * together, 2 * together), 3, dtype=np.int8)
-    table, now = InFlight(LinkModel.of_tiers(tier, np.full(5, 1e9), nic_bytes_per_s=1e11)), 0.0
+@given(st.integers(1, 40), st.floats(0.25, 4.0), st.integers(1, 4), st.booleans())
+def test_learned_factors_never_overshoot_the_true_factor(together: int, truth: float, rounds: int, rack: bool) -> None:
+    """Each path, or each NIC in a rack, carries a given factor of the predicted rate, for any number of transfers that
+    measure it at once."""
+    tier: TierArray = np.full((2 * together, 2 * together), 1 if rack else 3, dtype=np.int8)
+    nic = 1e9 if rack else 1e11
+    table, now = InFlight(LinkModel.of_tiers(tier, np.full(5, 1e9), nic_bytes_per_s=nic)), 0.0
     for _ in range(rounds):
         for each in range(together):
             table.started(now, each, each, together + each, 1e9)
         now += 1.0 / truth
         for each in range(together):
             table.finished(now, each)
-        factor = float(table.learned.factor[3])
+        factor = float(table.learned.factor[1 if rack else 3])
         assert min(truth, 1.0) * (1 - 1e-9) <= factor <= max(truth, 1.0) * (1 + 1e-9)
 
 

@@ -15,7 +15,7 @@ from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.topology import parse
 from kvroute.topology.tree import TIER_NAMES
 from kvroute.topology.units import about_bandwidth
-from kvroute.types import SAME_POD, FleetDecision, InputError
+from kvroute.types import SAME_RACK, FleetDecision, InputError
 
 
 def learned_at(log: Path, request: int, count: int) -> list[tuple[TierLearned, ...] | None]:
@@ -64,8 +64,8 @@ def foreseeing(spec: ControlSpec) -> str | None:
 
 
 def learned_plain(spec: ControlSpec, tiers: tuple[TierLearned, ...]) -> dict[str, Any]:
-    """Return the state as JSON for tiers above the rack; inside a rack the NICs are the limit: nothing is learned."""
-    rows = [{"tier": k, "name": TIER_NAMES[k]} | msgspec.structs.asdict(tier) for k, tier in _far(tiers)]
+    """Return the state as JSON for the tiers that the network connects; inside a rack the NICs are the limit."""
+    rows = [{"tier": k, "name": TIER_NAMES[k]} | msgspec.structs.asdict(tier) for k, tier in _networked(tiers)]
     return {"policy": foreseeing(spec), "tiers": rows}
 
 
@@ -82,7 +82,7 @@ def learned_grid(spec: ControlSpec, tiers: tuple[TierLearned, ...]) -> Grid:
             Entry(f"{tier.weight:.1f}"),
             Entry(UNKNOWN if tier.age_s is None else f"{tier.age_s:,.0f} s ago"),
         )
-        for k, tier in _far(tiers)
+        for k, tier in _networked(tiers)
     )
     headings = (
         Heading("tier"),
@@ -96,8 +96,8 @@ def learned_grid(spec: ControlSpec, tiers: tuple[TierLearned, ...]) -> Grid:
     return Grid(f"State that {policy}{shadow} had learned by then", headings, rows, caption)
 
 
-def _far(tiers: tuple[TierLearned, ...]) -> list[tuple[int, TierLearned]]:
-    return [(k, tier) for k, tier in enumerate(tiers) if k >= SAME_POD and tier.bytes_per_s is not None]
+def _networked(tiers: tuple[TierLearned, ...]) -> list[tuple[int, TierLearned]]:
+    return [(k, tier) for k, tier in enumerate(tiers) if k >= SAME_RACK and tier.bytes_per_s is not None]
 
 
 def _decisions_about(record: LogRecord, request: int) -> int:

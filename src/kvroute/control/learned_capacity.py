@@ -12,14 +12,18 @@ import numpy as np
 
 from kvroute.policies.foresight_sight import TierLearned
 from kvroute.policies.foresight_spec import ForesightSpec
-from kvroute.types import SAME_POD, TIER_COUNT, CapacityLearned, FloatArray, InputError
+from kvroute.types import SAME_POD, SAME_RACK, TIER_COUNT, CapacityLearned, FloatArray, InputError
+
+_UNSEEN_S = 0.1
+"""Delay of a transfer inside a rack that teaches nothing: engines start and report transfers between two steps."""
 
 
 class Learned:
-    """Capacity of the tiers beyond the rack as measured by finished transfers: a factor on the map's nominal capacity.
+    """Capacity of the tiers as measured by finished transfers: a factor on the map's nominal capacity.
 
-    Each tier has a mean of log factors that fades with transfers and with time. A prior draws it to the mean of all
-    tiers, and that mean to a factor of 1, the map as given.
+    Each tier has a mean of log factors that fades with transfers and with time. Beyond the rack, a prior draws it to
+    the mean of all tiers, and that mean to a factor of 1, the map as given. Inside a rack it is a factor on the speed
+    of all NICs, which a prior draws to 1.
     """
 
     def __init__(self, spec: ForesightSpec) -> None:
@@ -45,7 +49,13 @@ class Learned:
             self._settle(self._log, self._weight, self.factor)
 
     def ended(
-        self, tier: int, kv_bytes: float, predicted_bytes: float, limited_bytes: float, believed: float = 1.0
+        self,
+        tier: int,
+        kv_bytes: float,
+        predicted_bytes: float,
+        limited_bytes: float,
+        believed: float = 1.0,
+        lasted_s: float = math.inf,
     ) -> None:
         """Learn from a transfer of `kv_bytes` that is complete.
 
@@ -57,12 +67,16 @@ class Learned:
             limited_bytes: those of them sent at the path's ceiling.
             believed: learned factor when the transfer started. The present factor would be wrong: transfers in
                 flight together would each add what they all observed once.
+            lasted_s: time that it took. Inside a rack a part of it counts as unseen.
         """
         spec = self._spec
-        if tier < SAME_POD or not (kv_bytes > 0 and predicted_bytes > 0):
+        if tier < SAME_RACK or not (kv_bytes > 0 and predicted_bytes > 0):
             return
+        if tier == SAME_RACK and predicted_bytes > kv_bytes:
+            predicted_bytes = max(predicted_bytes * (1.0 - _UNSEEN_S / max(lasted_s, _UNSEEN_S)), kv_bytes)
         surprise = min(max(math.log(kv_bytes / predicted_bytes), -spec.surprise_max), spec.surprise_max)
-        if limited_bytes <= spec.path_limited_share * predicted_bytes and surprise >= spec.late_log:
+        by_links = limited_bytes <= spec.path_limited_share * predicted_bytes
+        if tier > SAME_RACK and by_links and surprise >= spec.late_log:
             return  # a NIC or a crowded uplink limited the rate: this teaches nothing about the paths
         target = math.log(believed) + surprise
         self._log[tier] = spec.remembered * self._log[tier] + target
@@ -73,9 +87,11 @@ class Learned:
 
     def _settle(self, logs: FloatArray, weights: FloatArray, factor: FloatArray) -> None:
         spec = self._spec
-        pooled = float(logs.sum()) / (float(weights.sum()) + spec.pooled_prior_transfers)
-        for each in range(SAME_POD, TIER_COUNT):
-            log = (logs[each] + spec.prior_transfers * pooled) / (weights[each] + spec.prior_transfers)
+        far = slice(SAME_POD, TIER_COUNT)
+        pooled = float(logs[far].sum()) / (float(weights[far].sum()) + spec.pooled_prior_transfers)
+        for each in range(SAME_RACK, TIER_COUNT):
+            prior = pooled if each > SAME_RACK else 0.0
+            log = (logs[each] + spec.prior_transfers * prior) / (weights[each] + spec.prior_transfers)
             factor[each] = min(max(math.exp(log), spec.factor_min), spec.factor_max)
 
     def resume(self, at: float, known: CapacityLearned) -> None:
@@ -132,6 +148,7 @@ class Answers:
         window = int(spec.output_window)
         self._last = deque([float(spec.output_tokens)] * window, maxlen=window)
         self._sum = float(spec.output_tokens) * window
+        self._prior = float(spec.output_tokens)
         self._seen = 0
 
     def finished(self, output_tokens: float) -> None:
@@ -144,6 +161,15 @@ class Answers:
     def last(self) -> tuple[float, ...]:
         """Lengths of the last responses, without those filled in by the prior."""
         return tuple(self._last)[len(self._last) - self._seen :]
+
+    @property
+    def short_tokens(self) -> float:
+        """Length that 99 of 100 responses exceed, at least one token; before 100 have been seen the shortest one, and
+        at most a tenth of the prior."""
+        seen = sorted(self.last)
+        if len(seen) >= 100:
+            return max(seen[len(seen) // 100], 1.0)
+        return max(min([*seen[:1], self._prior / 10]), 1.0)
 
     @property
     def mean_tokens(self) -> float:

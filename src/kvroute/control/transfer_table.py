@@ -19,7 +19,7 @@ from kvroute.policies.foresight_paths import HOPS_MAX, ceiling_of, path_of
 from kvroute.policies.foresight_sight import RECENT_S, Sight, StartedBytes
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.foresight_transfers import pass_time, set_off
-from kvroute.types import SAME_NODE, TIER_COUNT, CapacityLearned, FloatArray, InputError, IntArray
+from kvroute.types import SAME_NODE, SAME_RACK, TIER_COUNT, CapacityLearned, FloatArray, InputError, IntArray
 
 _SLOTS = 64
 _NO_INTS: IntArray = np.empty(0, np.int64)
@@ -35,6 +35,7 @@ class _Under(NamedTuple):
     path: tuple[int, ...]
     believed: float
     """Its tier's learned factor when it started."""
+    began_s: float
 
 
 class InFlight:
@@ -64,6 +65,8 @@ class InFlight:
         self._since: float | None = None
         """Time of the first transfer."""
         self.now = 0.0
+        self._nic_factor = 1.0
+        """Learned factor on the speed of NICs that the capacities contain."""
         self._mean: float | None = None
         """Mean rate of a hashed path; valid until time or the table changes."""
 
@@ -76,12 +79,8 @@ class InFlight:
             after: see `LinkModel.after`.
         """
         self.learned, self.answers, self.now, self._told = old.learned, old.answers, old.now, old._told
-        congestion = np.minimum(self._told, CONGESTION_MAX)
-        left = self.links.left(congestion)
-        self._cable = self.links.cable_bytes_per_s * left
-        self._tier_left = self.links.tier_bytes_per_s * (1.0 - congestion)
-        self._capacity = capacity = self.links.capacity_bytes_per_s * left
-        before = capacity.copy()
+        self._leave()
+        before = self._capacity.copy()
         before[after[after >= 0]] = old._state.link[: len(after), state.CAPACITY][after >= 0]
         self._state = arrays.relinked(old._state, before, after)
         self._predicted, self._limited, self._out, self._free = old._predicted, old._limited, old._out, old._free
@@ -94,7 +93,7 @@ class InFlight:
             each: under._replace(path=tuple([numbers[link] for link in under.path]))
             for each, under in old._under.items()
         }
-        kernels.set_capacities(self._all, capacity, self._state)
+        kernels.set_capacities(self._all, self._capacity, self._state)
         self._solve()
 
     def started(self, at: float, transfer: int, source: int, target: int, kv_bytes: float) -> None:
@@ -145,7 +144,7 @@ class InFlight:
         self._mean = None
         self._since = self.now if self._since is None else self._since
         path = tuple(self._path[:hops].tolist())
-        self._under[transfer] = _Under(slot, tier, kv_bytes, path, float(self.learned.factor[tier]))
+        self._under[transfer] = _Under(slot, tier, kv_bytes, path, float(self.learned.factor[tier]), self.now)
 
     def finished(self, at: float, transfer: int, *, landed: bool = True) -> None:
         """Remove a transfer whose end was observed. It teaches its tier if it is complete (`landed`), but not if it was
@@ -157,7 +156,8 @@ class InFlight:
         if landed:
             slot = under.slot
             predicted, limited = float(self._predicted[slot]), float(self._limited[slot])
-            self.learned.ended(under.tier, under.kv_bytes, predicted, limited, under.believed)
+            lasted_s = self.now - under.began_s
+            self.learned.ended(under.tier, under.kv_bytes, predicted, limited, under.believed, lasted_s)
         kernels.cancel(self.now, under.slot, self._state)
         self._crowd[list(under.path)] -= 1
         self._free.append(under.slot)
@@ -169,7 +169,7 @@ class InFlight:
         self.learned.resume(self.now, known)
         for tokens in known.answers:
             self.answers.finished(tokens)
-        self._mean = None
+        self._solve()
 
     def known_at(self, at: float) -> CapacityLearned:
         """What has been learned until `at`, for another table to restore. Changes nothing."""
@@ -181,13 +181,18 @@ class InFlight:
             return
         self._pass(at)
         self._told = congestion.copy()
-        congestion = np.minimum(congestion, CONGESTION_MAX)
-        left = self.links.left(congestion)
-        self._cable = self.links.cable_bytes_per_s * left
-        self._tier_left = self.links.tier_bytes_per_s * (1.0 - congestion)
-        self._capacity = self.links.capacity_bytes_per_s * left
+        self._leave()
         kernels.set_capacities(self._all, self._capacity, self._state)
         self._solve()
+
+    def _leave(self) -> None:
+        """Recompute what other traffic leaves free, at the learned speed of NICs."""
+        congestion = np.minimum(self._told, CONGESTION_MAX)
+        left = self.links.left(congestion)
+        self._nic_factor = float(self.learned.factor[SAME_RACK])
+        self._cable = self.links.cable_bytes_per_s * left
+        self._tier_left = self.links.tier_bytes_per_s * (1.0 - congestion)
+        self._capacity = self.links.capacity_bytes_per_s * left * self.links.nic_factors(self._nic_factor)
 
     def sight(self, at: float, source: int, targets: IntArray, starts_s: float = 0.0) -> Sight:
         """The network state for a decision at `at` about a transfer from `source` that starts `starts_s` later."""
@@ -237,7 +242,8 @@ class InFlight:
             links.tier_bytes_per_s * (1.0 - congestion),
         )
         hops = path_of(source, target, tier, links.attached, links.wan, self._path)
-        capacity = (links.capacity_bytes_per_s * left)[self._path[:hops]]
+        nics = links.nic_factors(float(factor[SAME_RACK]))
+        capacity = (links.capacity_bytes_per_s * left * nics)[self._path[:hops]]
         return float(min([ceiling, *capacity.tolist()]))
 
     def left_bytes(self, at: float) -> dict[int, float]:
@@ -256,13 +262,23 @@ class InFlight:
             return self._mean
         self.now = max(at, self.now)
         self.learned.grown_old(self.now)
-        net, share = self._state, self.spec.left_floor_share
-        total = pass_time(self.now, share, net.flow, net.link, net.lists, net.counts, self._predicted, self._limited)
+        total = self._move()
+        if self._nic_factor != self.learned.factor[SAME_RACK]:
+            self._solve()
+            total = self._move()
         self._mean = total / max(len(self._under) * self.links.hashed_paths, 1)
         return self._mean
 
+    def _move(self) -> float:
+        """Move the model's bytes up to now at the rates so far; return the sum of the rates."""
+        net, share = self._state, self.spec.left_floor_share
+        return pass_time(self.now, share, net.flow, net.link, net.lists, net.counts, self._predicted, self._limited)
+
     def _solve(self) -> None:
         """Recompute the max-min fair rates. The -inf means that no finish is processed."""
+        if self._nic_factor != self.learned.factor[SAME_RACK]:
+            self._leave()
+            kernels.set_capacities(self._all, self._capacity, self._state)
         kernels.drive(self.now, -math.inf, *self._state, _NO_INTS, _NO_FLOATS, self._out)
         self._mean = None
 

@@ -152,6 +152,11 @@ class LinkModel:
         left: FloatArray = self.capacity_bytes_per_s * self.left(congestion)
         return left
 
+    def nic_factors(self, factor: float) -> FloatArray:
+        """Return this factor for NICs and 1 for other links, [m]."""
+        factors: FloatArray = np.where(self.link_tier > SAME_RACK, 1.0, factor)
+        return factors
+
     def left(self, congestion: FloatArray) -> FloatArray:
         """Share of each link that other traffic leaves free, [m]."""
         share: FloatArray = np.where(self.link_tier > SAME_RACK, 1.0 - congestion[self.link_tier], 1.0)

@@ -11,7 +11,7 @@ from kvroute.gateway.observe.offload_gauges import offload_gauges
 from kvroute.gateway.observe.scaling_gauges import scaling_gauges
 from kvroute.gateway.observe.view import BreakerState, DiscoveryLoad, ForesightLoad, GatewayStatus, InstanceLoad
 from kvroute.policies import TierLearned
-from kvroute.types import SAME_POD, Role
+from kvroute.types import SAME_RACK, Role
 
 TIER_LABELS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
 """Values of the label `tier`, by tier."""
@@ -158,11 +158,11 @@ def _discovered(load: DiscoveryLoad | None) -> Iterator[tuple[Key, float]]:
 
 
 def _per_tier(foresight: ForesightLoad | None, value: Callable[[TierLearned], float]) -> Iterator[tuple[Key, float]]:
-    """Yield samples of the tiers that the cluster has and that transfers calibrate; inside a rack the NICs are the
-    limit."""
+    """Yield samples of the tiers that the cluster has and that transfers calibrate; inside a rack the factor is that of
+    the NICs."""
     if foresight is None:
         return
-    for label, tier in list(zip(TIER_LABELS, foresight.tiers, strict=True))[SAME_POD:]:
+    for label, tier in list(zip(TIER_LABELS, foresight.tiers, strict=True))[SAME_RACK:]:
         if tier.bytes_per_s is not None:
             yield (foresight.policy, label), value(tier)
 

@@ -10,7 +10,7 @@ const BREAKER = ["closed", "half-open", "open"];
 const TERM_COLOURS = ["#ee6677", "#4477aa", "#ccbb44", "#66ccee", "#aa3377", "#228833"];
 const LIST_MOST = 14;
 const MEASURED_BY = { "": "unknown", kvroute: "kvroute's connector", nixl: "NIXL", sglang: "SGLang", tcp: "sender's TCP", "first-byte": "first byte" };
-const FAR = 2; // the first tier beyond the rack
+const RACK = 1; // the first tier of which transfers teach the capacity
 const PLACED = {
   short: "no more uncached tokens than the threshold", long: "more uncached tokens than the threshold",
   home_down: "no prefill instance at home is up", away_down: "no other datacenter is available",
@@ -193,12 +193,12 @@ export class Panels {
     ]));
   }
 
-  // What foresight has learned from own transfers about each tier beyond the rack; inside a rack the NICs are the limit.
+  // What foresight has learned from own transfers about each tier; inside a rack it is the speed of the NICs.
   learned(foresight) {
     $("learned-panel").hidden = !foresight;
     if (!foresight) return;
     setText($("learned-note"), `from own transfers${foresight.policy === this.tick.policy ? "" : `, by the shadow policy ${foresight.policy}`}`);
-    const tiers = foresight.tiers.map((tier, k) => ({ ...tier, k })).filter((tier) => tier.k >= FAR && tier.bytes_per_s !== null);
+    const tiers = foresight.tiers.map((tier, k) => ({ ...tier, k })).filter((tier) => tier.k >= RACK && tier.bytes_per_s !== null);
     fillTable($("learned"), ["tier", "capacity", "single", "transfers", "last"], tiers.map((tier) => [
       this.layout.tiers[tier.k], `× ${tier.factor.toFixed(2)}`, `${bytes(tier.bytes_per_s)}/s`,
       tier.transfers ? String(tier.transfers) : "–", tier.age_s === null ? "never" : tier.age_s ? `${seconds(tier.age_s)} ago` : "just now",
