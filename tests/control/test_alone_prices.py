@@ -118,6 +118,15 @@ def parts_of(
     ]
 
 
+def missed_by(spec: ForesightSpec, member: Instance, load: Load, index: int, stays: bool) -> int:
+    """The number of targets missed, by docs/policies.md."""
+    steps_s = 0.0 if stays or not member.batch else member.chunks * (0.01 + 0.0005 * member.batch)
+    ttft_s = max(float(load.wait_s[index]), member.prompts_s) + member.prefill_s + steps_s
+    tpot_s = float(load.response_s[index]) / OUTPUT_TOKENS / (1 - member.share)
+    tpot_s += member.prefill_s / 20.0 if member.delayed else 0.0
+    return (tpot_s > (spec.tpot or math.inf)) + (ttft_s > (spec.ttft or math.inf))
+
+
 @given(
     given_pools=pools,
     pair=pairs,
@@ -126,6 +135,8 @@ def parts_of(
     delay_weight=st.floats(0.0, 3.0),
     token_delay_max=st.sampled_from((0.0, 0.05, 1.0, NO_BOUND)),
     token_delay_price=st.sampled_from((0.0, 0.5, 1e9)),
+    tpot=st.sampled_from((0.0, 0.015, 0.05)),
+    ttft=st.sampled_from((0.0, 2.0)),
 )
 def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
     given_pools: list[tuple[list[Instance], bool]],
@@ -135,14 +146,23 @@ def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
     delay_weight: float,
     token_delay_max: float,
     token_delay_price: float,
+    tpot: float,
+    ttft: float,
 ) -> None:
-    """Every part, the sum and the first of equals; without a pair, delays have no price beyond `token_delay_max`."""
+    """Every part, the sum and the first of equals; without a pair, delays have no price beyond `token_delay_max`. A
+    candidate that misses fewer targets is preferred whatever it costs."""
     spec = ForesightSpec(
-        delay_weight=delay_weight, token_delay_max=token_delay_max, token_delay_price=token_delay_price
+        delay_weight=delay_weight,
+        token_delay_max=token_delay_max,
+        token_delay_price=token_delay_price,
+        tpot=tpot,
+        ttft=ttft,
     )
     offered = tuple(pool_of(members, stays=stays, sessions=sessions) for members, stays in given_pools)
     nothing = np.zeros(1, dtype=np.int64)
-    offer = AloneOffer(offered, waiting=nothing, decoding=nothing, busy=busy, output_tokens=OUTPUT_TOKENS)
+    offer = AloneOffer(
+        offered, waiting=nothing, decoding=nothing, busy=busy, output_tokens=OUTPUT_TOKENS, short_tokens=20.0
+    )
     loads = [load_of(spec, pool.candidates, OUTPUT_TOKENS) for pool in offered]
 
     beside = [
@@ -152,15 +172,21 @@ def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
         if not stays and member.room >= 0
     ]
     loss_s = max(min(beside, default=0.0) - pair.transfer_s, 0.0) if pair is not None else None
-    best, expected_s = None, math.inf
+    best, expected = None, (math.inf, math.inf)
     for number, (members, stays) in enumerate(given_pools):
         for index, member in enumerate(members):
             cost_s = reduce(add, parts_of(spec, member, loads[number], index, stays, busy, loss_s))
             cost_s += member.session_s if sessions else 0.0
-            if member.room >= 0 and cost_s < expected_s:
-                best, expected_s = (number, index), cost_s
+            missed = missed_by(spec, member, loads[number], index, stays)
+            if member.room >= 0 and (missed, cost_s) < expected:
+                best, expected = (number, index), (missed, cost_s)
 
-    found = cheapest_alone(spec, offer, loads, pair)
+    found, compared = cheapest_alone(spec, offer, loads, pair)
+    assert len(compared.names) == sum(len(members) for members, _ in given_pools) + (pair is not None)
+    assert compared.feasible.tolist() == [
+        *(member.room >= 0 for members, _ in given_pools for member in members),
+        *[True] * (pair is not None),
+    ]
 
     assert (found is None) == (best is None)
     if found is None or best is None:
@@ -168,13 +194,18 @@ def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
     assert (found.pool, found.decode.index) == best
     terms, (number, _) = found.decode.terms, best
     members, stays = given_pools[number]
-    assert len(terms.names) == len(terms.cost) == len(members) + (pair is not None)
+    assert len(terms.names) == len(terms.cost) == len(members)
     for index, member in enumerate(members):
         parts = parts_of(spec, member, loads[number], index, stays, busy, loss_s)
         assert [float(terms.parts[part][index]) for part in PARTS] == [*parts, member.chunks * 16]
         assert terms.cost[index] == reduce(add, parts) + (member.session_s if sessions else 0.0)
     if pair is not None:
-        assert [float(terms.parts[part][-1]) for part in PARTS] == [getattr(pair, part) for part in PARTS]
-        assert terms.cost[-1] == pair.cost
+        assert [float(compared.parts[part][-1]) for part in PARTS] == [getattr(pair, part) for part in PARTS]
+        assert compared.cost[-1] == pair.cost
+    assert ("misses" in terms.parts) == bool(tpot or ttft)
+    if tpot or ttft:
+        assert terms.parts["misses"][: len(members)].tolist() == [
+            missed_by(spec, member, loads[number], index, stays) for index, member in enumerate(members)
+        ]
     priced = sessions or bool(pair is not None and pair.session_s)
     assert ("session_s" in terms.parts) == priced

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec
+from kvroute.policies.foresight_alone import PARTS as PRICED
 from kvroute.policies.foresight_alone import AloneCandidates, AloneOffer, PairPrice, cheapest_alone, load_of
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.topology import Cluster, parse
@@ -16,7 +17,7 @@ from kvroute.topology.draft import draft
 from kvroute.types import Admitted, Arrived, Candidates, Decode, Prefill, Request, Terms
 
 OUTPUT_TOKENS = 256.0
-NO_PAIR: dict[str, float] = dict.fromkeys(PairPrice._fields[1:], 0.0)
+PARTS = dict.fromkeys((*PRICED, "session_s"), 0.0)
 
 
 class Situation(NamedTuple):
@@ -67,12 +68,10 @@ def price(now: Situation, batch: int, delayed: int, busy: float, *, stays: bool,
     )
     spec, nothing = ForesightSpec(), np.zeros(1, dtype=np.int64)
     offer = AloneOffer((pool,), waiting=nothing, decoding=nothing, busy=busy, output_tokens=OUTPUT_TOKENS)
-    pair = PairPrice("pair", **(NO_PAIR | {"transfer_s": now.pair_transfer_s}))
-    found = cheapest_alone(spec, offer, [load_of(spec, candidates, OUTPUT_TOKENS)], pair)
+    pair = PairPrice("pair", misses=0, **PARTS)._replace(transfer_s=now.pair_transfer_s)
+    found, compared = cheapest_alone(spec, offer, [load_of(spec, candidates, OUTPUT_TOKENS)], pair)
     assert (found is not None) == room
-    if found is None:
-        return Terms((), np.zeros(0), np.zeros(0, dtype=np.bool_), {})
-    return found.decode.terms
+    return compared
 
 
 @given(
@@ -98,7 +97,7 @@ def test_a_small_change_never_makes_a_price_jump(
 def test_only_room_excludes_an_instance(now: Situation, batch: int, delayed: int, stays: bool, room: bool) -> None:
     """However much an instance alone would delay others, it has a price; `price` checks that it is a candidate."""
     terms = price(now, batch, delayed, 0.5, stays=stays, room=room)
-    assert terms.feasible.all()
+    assert terms.feasible.tolist() == [room, True]
     assert np.isfinite(terms.cost).all()
 
 

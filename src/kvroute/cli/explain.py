@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvroute.cli.alone import not_compared
 from kvroute.cli.calibration import show_calibration
 from kvroute.cli.columns import columns_of
 from kvroute.cli.learned import learned_at, learned_grid, learned_plain
@@ -19,6 +20,7 @@ from kvroute.control import ControlSpec, LogRecord
 from kvroute.event_log import read_log
 from kvroute.policies import TierLearned
 from kvroute.report.grid import Entry, Grid, Heading, rich_table
+from kvroute.topology import parse
 from kvroute.types import (
     Arrived,
     CopyFinished,
@@ -34,6 +36,7 @@ from kvroute.types import (
     PrefillFailed,
     ReadKv,
     Reject,
+    Request,
     Served,
     Terms,
 )
@@ -84,6 +87,7 @@ def explain(
     for made, learned in zip(found, learned_at(log, number, len(found)), strict=True):
         made.learned = learned
     _add_measured(log, found)
+    _add_not_compared(log, found)
     if as_json:
         decisions = [_plain(made, header.spec) for made in found]
         print_json({"request": number, "policy": header.spec.decode, "decisions": decisions})
@@ -98,6 +102,17 @@ def _add_measured(log: Path, found: Sequence[_Made]) -> None:
     transfers = measured_transfers(log, [(made.event, decision) for made, decision in decodes])
     for (made, _), transfer in zip(decodes, transfers, strict=True):
         made.measured = transfer
+
+
+def _add_not_compared(log: Path, found: Sequence[_Made]) -> None:
+    """Add to each decision about a whole request which instances were not compared as its only one."""
+    header, _ = read_log(log)
+    cluster = parse(header.cluster, where=f"cluster in {log}")
+    for made in found:
+        if made.request is None or not (made.alone or isinstance(made.decision, Prefill)):
+            continue
+        others = not_compared(cluster, header.spec, made.request, made.alone.names if made.alone else ())
+        made.not_compared = {name: made.ruled_out.get(name, why) for name, why in others.items()}
 
 
 def _what_there_is(records: Iterable[LogRecord]) -> str:
@@ -127,24 +142,42 @@ class _Made:
     decision: Prefill | Decode | ReadKv | Reject
     ruled_out: dict[str, str]
     """Reason for exclusion, by instance."""
+    only: tuple[str, ...] | None = None
+    """Names of the instances that may serve the request; None: all."""
     landed: bool | None = None
     """True if the copy succeeded; None if there is none, or if it ended with the request or the prefill."""
     learned: tuple[TierLearned, ...] | None = None
     """State of each tier that foresight had learned before the decision."""
     measured: MeasuredTransfer | None = None
     """How fast the KV transfer between the two instances was."""
+    request: Request | None = None
+    not_compared: dict[str, str] = field(default_factory=dict)
+    """Reason by instance why it was not compared as the only one of the request."""
+
+    @property
+    def alone(self) -> Terms | None:
+        """Terms of the instances that were compared as the only one of the request, and of the pair."""
+        match self.decision:
+            case Prefill(alone=Terms() as terms):
+                return terms
+            case Prefill(terms=Terms() as terms) | Decode(terms=Terms() as terms):
+                return terms if "steps_s" in terms.parts else None
+            case _:
+                return None
 
     def why_not(self, terms: Terms, index: int) -> str | None:
         """Return why a candidate could not be chosen; None if it could."""
         if terms.feasible[index]:
             return None
+        if self.only is not None and terms.names[index] not in self.only:
+            return "not allowed"
         if terms.names[index] in self.ruled_out:
             return self.ruled_out[terms.names[index]]
         if "same_domain" in terms.parts and not terms.parts["same_domain"][index]:
             return "outside"
         if isinstance(self.decision, ReadKv):
             return "no storage NIC"
-        if isinstance(self.decision, Prefill):
+        if isinstance(self.decision, Prefill) and terms is not self.alone:
             return "not considered" if self.decision.offload else "no partner"
         return "no room"
 
@@ -156,8 +189,12 @@ def _about(request: int, records: Iterable[LogRecord]) -> list[_Made]:
     down: set[str] = set()
     failed: set[str] = set()
     source = target = ""
+    asked: Request | None = None
+    only: tuple[str, ...] | None = None
     for record in records:
         match record.event:
+            case Arrived() as arrived if arrived.request.id == request:
+                asked, only = arrived.request, arrived.only
             case InstanceDown(instance=name):
                 down.add(name)
             case InstanceUp(instance=name):
@@ -179,7 +216,7 @@ def _about(request: int, records: Iterable[LogRecord]) -> list[_Made]:
                 case ReadKv() | Reject():
                     pass
             ruled_out = dict.fromkeys(failed, "failed") | dict.fromkeys(down, "down")
-            made.append(_Made(record.event, decision, ruled_out))
+            made.append(_Made(record.event, decision, ruled_out, only, request=asked))
             if isinstance(decision, Prefill) and decision.copy_from:
                 copies[decision.copy_id] = made[-1]
     return made
@@ -209,10 +246,20 @@ def _plain(made: _Made, spec: ControlSpec) -> dict[str, Any]:
         "copy": _copy(decision, made.landed) if isinstance(decision, Prefill) and decision.copy_from else None,
         "unit": terms.unit if terms else None,
         "candidates": candidates,
+        "alone": _plain_alone(made),
         "left_out": terms.left_out if terms else 0,
         "learned": learned_plain(spec, made.learned) if made.learned else None,
         "measured": measured_plain(made.measured) if made.measured else None,
     }
+
+
+def _plain_alone(made: _Made) -> dict[str, Any] | None:
+    """Return the instances that were compared as the only one of the request, and why others were not."""
+    terms = made.alone
+    if terms is None and not made.not_compared:
+        return None
+    rows = [] if terms is None else [_row(made, terms, index) for index in range(len(terms.names))]
+    return {"candidates": rows, "not_compared": made.not_compared}
 
 
 def _row(made: _Made, terms: Terms, index: int) -> dict[str, Any]:
@@ -236,8 +283,22 @@ def _show(made: _Made, spec: ControlSpec) -> None:
     out.print(rich_table(_candidates(made, terms, chosen), out.width))
     if terms.left_out:
         out.print(f"The log omits {terms.left_out} candidates with higher cost (`gateway.log.terms: all` keeps them).")
+    _show_alone(made)
     if made.learned and isinstance(made.decision, Decode):
         out.print(rich_table(learned_grid(spec, made.learned), out.width))
+
+
+def _show_alone(made: _Made) -> None:
+    """Print the instances that could have served the request alone, unless they are the candidates themselves; and the
+    others, each with the reason."""
+    out = console()
+    if isinstance(made.decision, Prefill) and made.decision.alone is not None:
+        alone = made.decision.alone
+        out.print("The pair was compared with instances that serve the request alone:", markup=False, highlight=False)
+        out.print(rich_table(_candidates(made, alone, alone.names[-1]), out.width))
+    if made.not_compared:
+        others = ", ".join(f"{name} ({why})" for name, why in made.not_compared.items())
+        out.print(f"Not compared as the only instance: {others}.", markup=False, highlight=False)
 
 
 def _candidates(made: _Made, terms: Terms, chosen: str | None) -> Grid:

@@ -157,7 +157,8 @@ class Dispatcher:
             view.adapters.used(pool.names[choice.index], request.adapter)
         view.sessions.served(request.session, "prefill", pool.names[choice.index])
         hit_tokens = int(candidates.hit_tokens[choice.index])
-        prefill = Prefill(request.id, pool.names[choice.index], hit_tokens, terms, ttft_s=booking.ttft_s)
+        name, ttft_s = pool.names[choice.index], booking.ttft_s
+        prefill = Prefill(request.id, name, hit_tokens, terms, ttft_s=ttft_s, alone=chosen.alone)
         if self._offloader is not None:
             self._offloader.prefills(at, choice.index, request, hit_tokens)
         prefill = self._prefixes.attach(prefill, request, model, placement, fetches, at)
@@ -309,12 +310,12 @@ class Dispatcher:
 
     def _alone(self, booking: Booking, at: float, alone: AlonePick) -> tuple[Decision, ...]:
         """Prefill and decode on one instance. On a prefill instance the prompt is booked as any other prefill."""
-        pool, choice = alone.pool, alone.pick.choice
+        pool, choice, terms = alone.pool, alone.pick.choice, alone.compared
         candidates, tier = alone.pick.candidates, alone.pick.tier
         index = int(pool.ids[choice.index])
         booking.source = index
         if not alone.stays:
-            decode = self._book(booking, at, pool, choice.index, candidates, tier, choice.terms)
+            decode = self._book(booking, at, pool, choice.index, candidates, tier, terms)
             self._book_prompt(booking, at, alone.prompt_s)
             return (_with_forecast(decode, booking),)
         prefill = self._view.prefill[booking.model]
@@ -325,9 +326,7 @@ class Dispatcher:
             prefill.slow_start.booked(booking.prefill, at, int(prefill.up.sum()))
         self._view.sessions.served(booking.request.session, "prefill", pool.names[choice.index])
         hit_tokens = int(candidates.hit_tokens[choice.index])
-        decision = Prefill(
-            booking.request.id, pool.names[choice.index], hit_tokens, choice.terms, ttft_s=booking.ttft_s
-        )
+        decision = Prefill(booking.request.id, pool.names[choice.index], hit_tokens, terms, ttft_s=booking.ttft_s)
         return decision, self._book(booking, at, pool, choice.index, candidates, tier, None)
 
     def _book_prompt(self, booking: Booking, at: float, prompt_s: float) -> None:

@@ -80,10 +80,13 @@ def is_log(start: bytes) -> bool:
 def trim_terms(decision: Decision) -> Decision:
     """Reduce a decision with over TERMS_ALL candidates to the terms of the TERMS_BEST cheapest and of the chosen one.
     Ties in cost are broken by position."""
+    if isinstance(decision, Prefill) and decision.alone is not None and len(decision.alone.names) > TERMS_ALL:
+        pair = len(decision.alone.names) - 1
+        decision = msgspec.structs.replace(decision, alone=_cheapest(decision.alone, [pair]))
     terms = decision.terms
     if terms is None or len(terms.names) <= TERMS_ALL:
         return decision
-    order = np.where(terms.feasible, terms.cost, np.inf).argsort(kind="stable")[:TERMS_BEST].tolist()
+    kept = list[int]()
     match decision:
         case (
             Prefill(instance=chosen)
@@ -91,20 +94,23 @@ def trim_terms(decision: Decision) -> Decision:
             | CopyPrefix(target=chosen)
             | ReadKv(prefill_instance=chosen)
         ):
-            order.append(terms.names.index(chosen))
+            kept.append(terms.names.index(chosen))
         case Reject() | SwitchRole() | Replicas() | ScaleIn() | ScaleOut():
             pass
-    kept = sorted(set(order))
-    return msgspec.structs.replace(
-        decision,
-        terms=Terms(
-            tuple([terms.names[index] for index in kept]),
-            terms.cost[kept],
-            terms.feasible[kept],
-            {name: values[kept] for name, values in terms.parts.items()},
-            terms.unit,
-            len(terms.names) - len(kept),
-        ),
+    return msgspec.structs.replace(decision, terms=_cheapest(terms, kept))
+
+
+def _cheapest(terms: Terms, kept: list[int]) -> Terms:
+    """Return the terms of the TERMS_BEST cheapest candidates and of those in `kept`."""
+    order = np.where(terms.feasible, terms.cost, np.inf).argsort(kind="stable")[:TERMS_BEST].tolist()
+    left = sorted({*order, *kept})
+    return Terms(
+        tuple([terms.names[index] for index in left]),
+        terms.cost[left],
+        terms.feasible[left],
+        {name: values[left] for name, values in terms.parts.items()},
+        terms.unit,
+        len(terms.names) - len(left),
     )
 
 
@@ -119,6 +125,11 @@ def replay(control: Control, records: Iterable[LogRecord]) -> Iterator[tuple[Log
 
 def decisions_equal(recorded: tuple[Decision, ...], again: tuple[Decision, ...]) -> bool:
     """Whether decisions are equal bit for bit, including the terms that the record kept."""
-    if any(decision.terms is not None and decision.terms.left_out for decision in recorded):
+    if any(_is_trimmed(decision) for decision in recorded):
         again = tuple([trim_terms(decision) for decision in again])
     return encode(recorded) == encode(again)
+
+
+def _is_trimmed(decision: Decision) -> bool:
+    alone = decision.alone if isinstance(decision, Prefill) else None
+    return any(terms is not None and terms.left_out for terms in (decision.terms, alone))

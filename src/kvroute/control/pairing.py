@@ -12,7 +12,7 @@ from kvroute.control.pool import DecodePool
 from kvroute.control.transfer_tracker import TransferTracker
 from kvroute.control.view import Avoided, ClusterView, DecodePick
 from kvroute.policies import Alone, AloneOffer, JointPath, PairingPolicy, PairPolicy, PrefillCandidates
-from kvroute.types import SAME_NODE, Candidates, Choice, Reject, Request
+from kvroute.types import SAME_NODE, Candidates, Choice, Reject, Request, Terms
 
 
 class PairPick(NamedTuple):
@@ -21,6 +21,8 @@ class PairPick(NamedTuple):
     prefill: Choice
     transfer_s: float = 0.0
     """Predicted time of the transfer to the best decode instance; 0: it was not chosen together with one."""
+    alone: Terms | None = None
+    """See `Pair`."""
 
 
 class AlonePick(NamedTuple):
@@ -30,6 +32,8 @@ class AlonePick(NamedTuple):
     stays: bool
     """Whether it is a prefill instance, which goes on to decode."""
     pick: DecodePick
+    compared: Terms
+    """Terms of all instances that were compared, and of the best pair."""
     prompt_s: float
     """Time in which the prompt is computed, with the decode steps between its chunks."""
 
@@ -98,7 +102,8 @@ class Pairing:
         if offer is not None and isinstance(chosen, Alone):
             return _picked(pools, offer, chosen)
         assert not isinstance(chosen, Alone), "without an offer there is no decode instance alone"
-        return PairPick(chosen.prefill, float(chosen.decode.terms.parts["transfer_s"][chosen.decode.index]))
+        transfer_s = float(chosen.decode.terms.parts["transfer_s"][chosen.decode.index])
+        return PairPick(chosen.prefill, transfer_s, chosen.alone)
 
     def _by_prefill_policy(self, request: Request, model: str, candidates: PrefillCandidates) -> PairPick | Reject:
         choice = self._view.choose_prefill(request, model, candidates)
@@ -111,6 +116,8 @@ class Pairing:
             return (), None
         output_tokens, own = self._tracker.table.answers.mean_tokens, self._view.prefill[model]
         pools, offer = self._offers.offer(request, model, cached, at, avoid, output_tokens)
+        if self._policy is not None and self._policy.has_targets:
+            offer = offer._replace(short_tokens=self._tracker.table.answers.short_tokens)
         return pools, offer._replace(waits_factor=own.waits.factor(at), transfers_factor=own.transfers.factor(at))
 
     def _splits(self, model: str) -> bool:
@@ -156,4 +163,4 @@ def _picked(pools: tuple[DecodePool, ...], offer: AloneOffer, alone: Alone) -> A
     if not offered.stays:
         prompt_s += float(parts["steps_s"][choice.index])
     pick = DecodePick(choice, offered.candidates, SAME_NODE)
-    return AlonePick(pools[alone.pool], offered.stays, pick, prompt_s)
+    return AlonePick(pools[alone.pool], offered.stays, pick, alone.compared, prompt_s)

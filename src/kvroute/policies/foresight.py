@@ -63,10 +63,17 @@ class Foresight:
             index = self._by_links(candidates, costs, self.sight, feasible, terms)
         if index == NO_CANDIDATE:
             return no_room(request, candidates)
+        if self.spec.tpot:
+            index = self._within_target(index, feasible, terms)
         parts = dict(zip(PARTS, terms, strict=False))
         if candidates.prompts_s is None:
             del parts["prompts_s"]
         return Choice(index, Terms(candidates.names, terms[COST], feasible, parts))
+
+    def _within_target(self, index: int, feasible: BoolArray, terms: FloatArray) -> int:
+        """Return the cheapest candidate whose steps keep the target TPOT; `index` if there is none."""
+        keeps = feasible & (terms[STEP_S] <= self.spec.tpot)
+        return int(np.where(keeps, terms[COST], np.inf).argmin()) if keeps.any() else index
 
     def load_s(self, candidates: Candidates, output_tokens: float) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Return wait_s, step_s and slot_s of every candidate for a request without a transfer, [n] each. Args:

@@ -14,7 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from kvroute.policies.foresight import Foresight
-from kvroute.policies.foresight_alone_pricing import COST, NO_CANDIDATE, ROWS, SESSION_S, least_delay_s, price_alone
+from kvroute.policies.foresight_alone_pricing import (
+    COST,
+    MISSES,
+    NO_CANDIDATE,
+    ROWS,
+    SESSION_S,
+    least_delay_s,
+    price_alone,
+)
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.types import BoolArray, Candidates, Choice, FloatArray, IntArray, Terms
 
@@ -53,6 +61,8 @@ class AloneOffer(NamedTuple):
     """Share of their time that prefill instances would need to compute all prompts of the model, 0 to 1."""
     output_tokens: float
     """Mean length of a response."""
+    short_tokens: float = 1.0
+    """Length that nearly all responses exceed."""
     waits_factor: float = 1.0
     """Observed over predicted waits for prefill."""
     transfers_factor: float = 1.0
@@ -67,7 +77,9 @@ class Alone(NamedTuple):
     pool: int
     """Index into `AloneOffer.pools`."""
     decode: Choice
-    """Index into the candidates of that pool. The last row of the terms is the best pair, if there is one."""
+    """Index into the candidates of that pool, and their terms."""
+    compared: Terms
+    """See `cheapest_alone`."""
 
 
 class PairPrice(NamedTuple):
@@ -96,17 +108,24 @@ class PairPrice(NamedTuple):
     session_s: float
     """Minus the bonus if its prefill instance served the session last."""
     hit_tokens: float
+    misses: int = 0
+    """Number of targets that it would miss."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted time to the first token."""
+        return self.wait_s + self.prefill_s + self.transfer_s + self.steps_s
 
     @property
     def cost(self) -> float:
         """Sum of the parts."""
-        seconds: tuple[float, ...] = self[1:-1]
+        seconds: tuple[float, ...] = self[1:-2]
         return reduce(add, seconds)  # Python's `sum` rounds in another way from 3.12 on, and logs must replay
 
     @property
     def parts(self) -> tuple[float, ...]:
         """The parts in the order of the rows of `price_alone`."""
-        *seconds, session_s, hit_tokens = self[1:]
+        *seconds, session_s, hit_tokens = self[1:-1]
         return (*seconds, hit_tokens, session_s)
 
 
@@ -151,8 +170,11 @@ def load_of(spec: ForesightSpec, candidates: Candidates, output_tokens: float) -
     return Load(spec.wait_weight * wait_s, step_s, slot_s, response_s, response_s + spec.delay_weight * others_s)
 
 
-def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pair: PairPrice | None) -> Alone | None:
-    """Return the cheapest candidate, the first of equals; None if no instance has room.
+def cheapest_alone(
+    spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pair: PairPrice | None
+) -> tuple[Alone | None, Terms]:
+    """Return the candidate that misses the fewest targets, of these the cheapest one, the first of equals; None if no
+    instance has room. Also return the terms of the candidates of all pools, and last of the pair, if there is one.
 
     On a decode instance the batch makes a step beside each chunk. The end of the prompt gives the first token. While a
     prefill instance decodes, later prompts go to instances where they delay others, or they delay its response.
@@ -168,18 +190,31 @@ def cheapest_alone(spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pa
     if pair is not None:
         loss_s = max(_beside_s(offer) - pair.transfer_s, 0.0)
         delay_price = float(spec.token_delay_price)
-    found: tuple[int, int, BoolArray, FloatArray] | None = None
-    best_s = np.inf
+    names = tuple([name for pool in offer.pools for name in pool.candidates.names])
+    feasible, terms = np.ones(len(names) + (pair is not None), dtype=np.bool_), np.empty((ROWS, len(names) + 1))
+    found: tuple[int, int, slice] | None = None
+    best, end = (np.inf, np.inf), 0
     for number, (pool, load) in enumerate(zip(offer.pools, loads, strict=True)):
-        columns = len(pool.candidates.names) + (pair is not None)
-        feasible, terms = np.ones(columns, dtype=np.bool_), np.empty((ROWS, columns))
-        index = _price(spec, pool, load, (offer.busy, loss_s, delay_price), feasible, terms)
-        if index != NO_CANDIDATE and terms[COST, index] < best_s:
-            best_s, found = terms[COST, index], (number, index, feasible, terms)
+        own = slice(end, end + len(pool.candidates.names))
+        end = own.stop
+        index = _price(spec, pool, load, offer, (loss_s, delay_price), feasible[own], terms[:, own])
+        if index != NO_CANDIDATE and (terms[MISSES, own][index], terms[COST, own][index]) < best:
+            best, found = (terms[MISSES, own][index], terms[COST, own][index]), (number, index, own)
+    if pair is not None:
+        names, terms[:, -1] = (*names, pair.name), (*pair.parts, pair.misses, pair.cost)
+    terms = terms[:, : len(names)]
+    sessions = any(pool.session_s is not None for pool in offer.pools) or bool(pair is not None and pair.session_s)
+    compared = _terms(spec, names, feasible, terms, sessions=sessions)
     if found is None:
-        return None
-    number, index, feasible, terms = found
-    return Alone(number, Choice(index, _terms(offer.pools[number], feasible, terms, pair)))
+        return None, compared
+    number, index, own = found
+    chosen = _terms(spec, names[own], feasible[own], terms[:, own], sessions=sessions)
+    return Alone(number, Choice(index, chosen), compared), compared
+
+
+def targets_of(spec: ForesightSpec, offer: AloneOffer) -> FloatArray:
+    """Return the targets for `misses`."""
+    return np.array((spec.tpot or np.inf, spec.ttft or np.inf, offer.short_tokens))
 
 
 def _beside_s(offer: AloneOffer) -> float:
@@ -194,12 +229,13 @@ def _price(
     spec: ForesightSpec,
     pool: AloneCandidates,
     load: Load,
-    against: tuple[float, float, float],
+    offer: AloneOffer,
+    against: tuple[float, float],
     feasible: BoolArray,
     terms: FloatArray,
 ) -> int:
-    """Call `price_alone` for a pool. Args: `against`: `busy`, `loss_s` and `delay_price`, which depend on the pair."""
-    busy, loss_s, delay_price = against
+    """Call `price_alone` for a pool. Args: `against`: `loss_s` and `delay_price`, which depend on the pair."""
+    loss_s, delay_price = against
     candidates = pool.candidates
     return price_alone(
         candidates.need_bytes,
@@ -219,23 +255,25 @@ def _price(
         load.response_s,
         load.batch_s,
         pool.stays,
-        busy,
+        offer.busy,
         loss_s,
         float(spec.delay_weight),
         float(spec.step_floor_s),
         float(spec.token_delay_max),
         delay_price,
+        float(offer.output_tokens),
+        targets_of(spec, offer),
         feasible,
         terms,
     )
 
 
-def _terms(pool: AloneCandidates, feasible: BoolArray, terms: FloatArray, pair: PairPrice | None) -> Terms:
-    """Return the terms for displays. Args: `pair`: the last column, which is not filled yet; None: there is none."""
-    names = pool.candidates.names
-    if pair is not None:
-        names, terms[:, -1] = (*names, pair.name), (*pair.parts, pair.cost)
+def _terms(
+    spec: ForesightSpec, names: tuple[str, ...], feasible: BoolArray, terms: FloatArray, *, sessions: bool
+) -> Terms:
     columns = dict(zip(PARTS, terms, strict=False))
-    if pool.session_s is not None or (pair is not None and pair.session_s):
+    if sessions:
         columns["session_s"] = terms[SESSION_S]
+    if spec.has_targets:
+        columns["misses"] = terms[MISSES]
     return Terms(names, terms[COST], feasible, columns)

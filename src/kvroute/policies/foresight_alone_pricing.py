@@ -12,7 +12,7 @@ from kvroute.types import BoolArray, FloatArray, IntArray
 
 WAIT_S, PREFILL_S, TRANSFER_S, STEPS_S, SLOT_S, DELAY_S, LATER_S, RESERVE_S, BATCH_S, BEYOND_S = range(10)
 """The cost is the sum of these rows of `terms` and of SESSION_S."""
-HIT_TOKENS, SESSION_S, COST = range(BEYOND_S + 1, BEYOND_S + 4)
+HIT_TOKENS, SESSION_S, MISSES, COST = range(BEYOND_S + 1, BEYOND_S + 5)
 ROWS = COST + 1
 NO_CANDIDATE = -1
 
@@ -38,6 +38,21 @@ def beyond_s(delay_max: float, response_s: float, prompt_s: float, own_s: float)
     free_s = delay_max * response_s
     others_s = min(max(prompt_s + own_s - free_s, 0.0), prompt_s)
     return others_s + max(own_s - free_s, 0.0)
+
+
+@compiled_in_place
+def misses(ttft_s: float, step_s: float, share: float, prompt_s: float, targets: FloatArray) -> int:
+    """Return the number of targets that one more request would miss, of its own or of the responses that it delays.
+
+    Args:
+        ttft_s: its predicted time to the first token.
+        step_s: decode step of its batch.
+        share: of the time that the instance spends on prompts, which come on top of the steps.
+        prompt_s: time of its prompt if that delays responses in progress, else 0.
+        targets: TPOT, TTFT (inf: none), and the length of a short response, in which a prompt's time counts most.
+    """
+    tpot_s = step_s / (1.0 - share) + prompt_s / targets[2]
+    return int(tpot_s > targets[0]) + int(ttft_s > targets[1])
 
 
 @compiled
@@ -75,11 +90,13 @@ def price_alone(
     floor_s: float,
     delay_max: float,
     delay_price: float,
+    output_tokens: float,
+    targets: FloatArray,
     feasible: BoolArray,
     terms: FloatArray,
 ) -> int:
-    """Fill `feasible` and `terms` [ROWS] of n candidates; both may have more columns. Return the feasible candidate of
-    least cost, the first of equals, or NO_CANDIDATE.
+    """Fill `feasible` and `terms` [ROWS] of n candidates; both may have more columns. Return the feasible candidate
+    that misses the fewest targets, of these the one of least cost, the first of equals; or NO_CANDIDATE.
 
     Args:
         need_bytes to hit_tokens: see `Candidates`.
@@ -92,6 +109,8 @@ def price_alone(
         floor_s: least time of a prompt by which `reserve_s` is divided.
         delay_max: `ForesightSpec.token_delay_max`.
         delay_price: `ForesightSpec.token_delay_price`; 0 if there is no pair.
+        output_tokens: mean length of a response.
+        targets: see `misses`.
         feasible: whether a candidate has room.
         terms: the parts of the price.
     """
@@ -121,6 +140,11 @@ def price_alone(
         terms[HIT_TOKENS, i] = hit_tokens[i]
         terms[SESSION_S, i] = session_s[i] if len(session_s) else 0.0
         terms[COST, i] = cost_s + terms[SESSION_S, i]
-        if feasible[i] and (best == NO_CANDIDATE or terms[COST, i] < terms[COST, best]):
+        ttft_s = terms[WAIT_S, i] + prefill_s[i] + terms[STEPS_S, i]
+        terms[MISSES, i] = misses(ttft_s, response_s[i] / output_tokens, share[i], prompt_s, targets)
+        if not feasible[i]:
+            continue
+        fewer = best == NO_CANDIDATE or terms[MISSES, i] < terms[MISSES, best]
+        if fewer or (terms[MISSES, i] == terms[MISSES, best] and terms[COST, i] < terms[COST, best]):
             best = i
     return best

@@ -6,7 +6,7 @@ The decode instance of a pair is not booked: it is chosen again when the prefill
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
@@ -14,8 +14,16 @@ import numpy as np
 
 from kvroute.policies.constraint import TopologyConstraint, constrain
 from kvroute.policies.foresight import Foresight
-from kvroute.policies.foresight_alone import Alone, AloneOffer, Load, PairPrice, cheapest_alone, load_of
-from kvroute.policies.foresight_alone_pricing import later_s
+from kvroute.policies.foresight_alone import (
+    Alone,
+    AloneOffer,
+    Load,
+    PairPrice,
+    cheapest_alone,
+    load_of,
+    targets_of,
+)
+from kvroute.policies.foresight_alone_pricing import later_s, misses
 from kvroute.policies.foresight_sight import Sight
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
@@ -37,6 +45,8 @@ class Pair:
 
     prefill: Choice
     decode: Choice
+    alone: Terms | None = None
+    """Terms of the instances that could have served the request alone, if there are any, and of this pair."""
 
 
 class Starts(NamedTuple):
@@ -103,6 +113,11 @@ class ForesightJoint:
         roles: tuple[Role, ...] = ("decode", "prefill")
         return frozenset(roles[: int(self.spec.alone)])
 
+    @property
+    def has_targets(self) -> bool:
+        """See PairPolicy."""
+        return self.spec.has_targets
+
     def choose(
         self,
         request: Request,
@@ -154,7 +169,7 @@ class ForesightJoint:
         both prices."""
         loads = [load_of(self.spec, pool.candidates, offer.output_tokens) for pool in offer.pools]
         if pair is None:
-            return cheapest_alone(self.spec, offer, loads, None), None
+            return cheapest_alone(self.spec, offer, loads, None)[0], None
         candidates = found[pair.prefill.index][0].candidates
         known = zip(offer.pools, loads, strict=True)
         alike = ((pool.share, load) for pool, load in known if pool.candidates.names is candidates.names)
@@ -167,17 +182,23 @@ class ForesightJoint:
         price = self._pair_price(pair, offer, prefill, load, delay_s, used_share)
         if starts.session_s is not None:
             price = price._replace(session_s=float(starts.session_s[pair.prefill.index]))
-        alone = cheapest_alone(self.spec, offer, loads, price)
+        if self.spec.has_targets:
+            delayed_s = price.prefill_s if offer.decoding[pair.prefill.index] else 0.0
+            step_s, targets = float(load.step_s[target]), targets_of(self.spec, offer)
+            price = price._replace(misses=misses(price.ttft_s, step_s, float(share[target]), delayed_s, targets))
+        alone, compared = cheapest_alone(self.spec, offer, loads, price)
         if alone is None:
-            return None, pair
-        alone_s = _paid(alone.decode)
-        if alone_s < price.cost:
+            return None, replace(pair, alone=compared)
+        alone_s, alone_misses = _paid(alone.decode), 0.0
+        if self.spec.has_targets:
+            alone_misses = float(alone.decode.terms.parts["misses"][alone.decode.index])
+        if (alone_misses, alone_s) < (price.misses, price.cost):
             return alone, pair
         terms, count = pair.prefill.terms, len(prefill.names)
         pair_s = np.where(np.arange(count) == pair.prefill.index, price.cost, 0.0)
         parts = terms.parts | {"pair_s": pair_s, "alone_s": np.full(count, alone_s)}
         priced = Terms(terms.names, terms.cost, terms.feasible, parts)
-        return None, Pair(Choice(pair.prefill.index, priced), pair.decode)
+        return None, Pair(Choice(pair.prefill.index, priced), pair.decode, compared)
 
     def _pair_price(
         self, pair: Pair, offer: AloneOffer, prefill: PrefillCandidates, load: Load, later: float, used_share: float

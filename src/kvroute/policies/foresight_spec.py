@@ -64,6 +64,11 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Price of each second of delay beyond `token_delay_max`, in seconds: one instance alone may exceed that share by
     the seconds that it is cheaper than the pair, divided by this price. 0: no price. It does not count if there is no
     pair."""
+    tpot: float = 0.0
+    """Target for the time per output token, in seconds; 0: none. A choice that is predicted to keep more targets is
+    preferred, whatever it costs, to one that keeps fewer."""
+    ttft: float = 0.0
+    """Target for the time to the first token, in seconds; 0: none. See `tpot`."""
     near_max: int = 24
     """Number of transfers that a simulation may change, the nearest by shared links; the others keep their rates."""
     rival_weight: float = 1.0
@@ -95,6 +100,11 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     factor_min: float = 0.05
     factor_max: float = 8.0
     """Bounds of the factor of measured over nominal capacity of a path."""
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether there is a target for TPOT or TTFT."""
+        return bool(self.tpot or self.ttft)
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -45,6 +45,10 @@ class PairPolicy(Protocol):
     def serves_alone(self) -> frozenset[Role]:
         """Roles of the instances that it may choose to serve a request alone."""
 
+    @property
+    def has_targets(self) -> bool:
+        """Whether there is a target for TPOT or TTFT."""
+
     def choose(
         self,
         request: Request,

@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar, TypeAlias
 
 from msgspec import Meta
 
-from kvroute.topology.units import Duration, Size
+from kvroute.topology.units import Duration, Size, duration_s
+from kvroute.types import InputError
 
 Host: TypeAlias = Annotated[str, Meta(pattern=r"^[^\s/]+\Z", examples=["127.0.0.1"])]
 HeaderName: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}\Z", examples=["X-Tenant"])]
@@ -34,6 +35,9 @@ ShareAboveZero: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Number: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
 Limit: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
 LimitOrNone: TypeAlias = Annotated[int, Meta(ge=0, le=1_000_000)]
+
+PolicyParameter: TypeAlias = float | Annotated[str, Meta(pattern=r"^[0-9]", examples=["50 ms"])]
+"""A number, or a time with its unit."""
 
 _TOKENS = r"^(\d{1,12}(?:\.\d{1,12})?)\s?([KM]?)(?: ?tokens?)?\Z"
 _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
@@ -81,3 +85,14 @@ def tokens(length: Tokens) -> float:
     match = re.match(_TOKENS, length)
     assert match is not None, "checked where the file was read"
     return float(match[1]) * _FACTORS[match[2]]
+
+
+def policy_parameter(name: str, value: PolicyParameter) -> float:
+    """Return a parameter of a policy as a number, a time in seconds. Raises InputError if it is neither."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value) if value[-1].isdigit() else duration_s(value)
+    except ValueError:
+        what = f"{value!r} is neither a number nor a time"
+        raise InputError(what, where=name, hint='write a number, or a time such as "50 ms"') from None

@@ -23,6 +23,7 @@ from kvroute.gateway.config.field_types import (
     Number,
     PassthroughPath,
     Path,
+    PolicyParameter,
     Port,
     Query,
     Secret,
@@ -32,6 +33,7 @@ from kvroute.gateway.config.field_types import (
     Wait,
     WebOrigin,
     Window,
+    policy_parameter,
 )
 from kvroute.gateway.config.offload import OffloadSection
 from kvroute.gateway.config.replication import ReplicationSection
@@ -291,8 +293,8 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     listen: ListenSettings = ListenSettings()
     admin: AdminSettings = AdminSettings()
     policy: str = DEFAULT_DECODE_POLICY
-    parameters: dict[str, float] = field(default_factory=dict)
-    """Parameters of the policy."""
+    parameters: dict[str, PolicyParameter] = field(default_factory=dict)
+    """Parameters of the policy: numbers, or times such as "50 ms"."""
     shadow: str = ""
     """A second decode policy that is evaluated at every decision without acting on it; empty: none."""
     prefill: str = "cache-aware"
@@ -360,11 +362,19 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
         """What the user should know of these settings."""
         return self.control_spec().remarks(GatewaySettings().prefill)
 
+    def policy_parameters(self) -> dict[str, float]:
+        """Return the parameters of the policy as numbers, times in seconds.
+
+        Raises:
+            InputError: a text is neither; `where` is the name of the parameter.
+        """
+        return {name: policy_parameter(name, value) for name, value in self.parameters.items()}
+
     def control_spec(self) -> ControlSpec:
         """Return the settings that determine the core's decisions: the first line of the event log."""
         return ControlSpec(
             decode=self.policy,
-            parameters=self.parameters,
+            parameters=self.policy_parameters(),
             shadow=self.shadow,
             prefill=self.prefill,
             constraint=self.constraint,

@@ -76,7 +76,7 @@ def _address_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErr
 
 def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
     try:
-        decode_policy(settings.policy, **settings.parameters)
+        decode_policy(settings.policy, **settings.policy_parameters())
     except InputError as error:
         place: tuple[str, ...] = (SECTION, "parameters" if settings.policy in DECODE_POLICIES else "policy")
         if error.where in settings.parameters:

@@ -57,6 +57,8 @@ class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
     """What the shadow policy would have chosen."""
     others: int = 0
     """Number of candidates that are not listed."""
+    alone: tuple[Candidate, ...] = ()
+    """The cheapest instances that could have served the request alone, and the pair that was preferred to them."""
     offload: Offload | None = None
     """Reason for the choice of the prefill datacenter, if there is a choice."""
     role: Role | None = None
@@ -106,9 +108,15 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Dec
         candidates=candidates,
         shadow=decision.shadow if isinstance(decision, Decode) else None,
         others=len(terms.names) - len(candidates) if terms is not None else 0,
+        alone=_alone(decision),
         offload=decision.offload if isinstance(decision, Prefill) else None,
         role=decision.role if isinstance(decision, SwitchRole | ScaleIn | ScaleOut) else None,
     )
+
+
+def _alone(decision: Decision) -> tuple[Candidate, ...]:
+    terms = decision.alone if isinstance(decision, Prefill) else None
+    return () if terms is None else _candidates(terms, terms.names[-1])
 
 
 def _hit_tokens(decision: Decision) -> int:

@@ -272,18 +272,29 @@ export class Panels {
       box.append(element("p", "empty", decision.kind === "switch_role" ? `${decision.chosen} is drained and will serve ${decision.role}: the review under Datacenters gives the reason.` : decision.chosen ? `${decision.chosen}; no cost terms were stored.` : "No candidates."));
       return;
     }
-    const names = Object.keys(decision.candidates[0].terms), times = decision.unit === "s" ? names.filter(isTime) : [];
-    const table = element("table"), most = Math.max(1e-12, ...decision.candidates.map((candidate) => Math.abs(candidate.cost ?? 0)));
+    const keys = this.priced(decision, decision.candidates, decision.chosen, box);
+    if (decision.shadow) keys.append(this.shadowed(decision));
+    if (decision.others) keys.append(`and ${decision.others} more expensive candidates`);
+    if (!decision.alone.length) return;
+    box.append(element("p", "", "The pair was compared with instances that serve the request alone:"));
+    const pair = decision.alone.find((candidate) => candidate.name.includes(" and "));
+    this.priced(decision, decision.alone, pair.name, box);
+  }
+
+  // Append a table of candidates and their terms to the box; return the line of keys below it.
+  priced(decision, candidates, chosen, box) {
+    const names = Object.keys(candidates[0].terms), times = decision.unit === "s" ? names.filter(isTime) : [];
+    const table = element("table"), most = Math.max(1e-12, ...candidates.map((candidate) => Math.abs(candidate.cost ?? 0)));
     const head = ["candidate", ...(times.length ? [""] : []), `cost${decision.unit === "s" ? "" : ` (${decision.unit})`}`, ...names.map(termLabel)];
     table.append(element("thead"), element("tbody"));
-    fillTable(table, head, decision.candidates.map((candidate) => [
+    fillTable(table, head, candidates.map((candidate) => [
       candidate.name + this.absence(decision, candidate), ...(times.length ? [""] : []),
       decision.unit === "s" ? seconds(candidate.cost) : figures(candidate.cost), ...names.map((name) => term(name, candidate.terms[name], this.layout.tiers)),
     ]));
-    decision.candidates.forEach((candidate, k) => {
+    candidates.forEach((candidate, k) => {
       const row = table.tBodies[0].rows[k];
       row.cells[0].title = candidate.name;
-      row.classList.toggle("chosen", candidate.name === decision.chosen);
+      row.classList.toggle("chosen", candidate.name === chosen);
       row.classList.toggle("infeasible", !candidate.feasible);
       if (times.length) {
         const bar = element("div", "bar thin");
@@ -293,11 +304,10 @@ export class Panels {
     });
     const keys = element("div", "keys");
     keys.append(...times.map((name, part) => key(TERM_COLOURS[part % TERM_COLOURS.length], termLabel(name), true)));
-    if (decision.shadow) keys.append(this.shadowed(decision));
-    if (decision.others) keys.append(`and ${decision.others} more expensive candidates`);
     const scroll = element("div", "scroll");
     scroll.append(table);
     box.append(scroll, keys);
+    return keys;
   }
 
   // Why a prompt is prefilled in this datacenter, and the predicted times at each datacenter.
@@ -332,6 +342,7 @@ export class Panels {
   absence(decision, candidate) {
     if (candidate.feasible) return "";
     if (decision.kind === "read") return " (no storage NIC)";
+    if (decision.alone.includes(candidate)) return " (full or unavailable)";
     if (decision.kind !== "decode") return " (not considered)";
     if (candidate.terms.same_domain === 0) return " (other domain)";
     const k = this.layout.instances.findIndex((instance) => instance.name === candidate.name);
