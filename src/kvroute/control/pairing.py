@@ -87,9 +87,11 @@ class Pairing:
         if self._policy is None or not self._separable[model]:
             return self._by_prefill_policy(request, model, candidates)
         waits_factor = self._view.prefill[model].waits.factor(at)
-        candidates = msgspec.structs.replace(candidates, pending_s=waits_factor * candidates.pending_s)
-        cached = msgspec.structs.replace(cached, pending_s=candidates.pending_s)
-        pools, offer = self._offer(request, model, cached, at, avoid)
+        if waits_factor != 1.0:
+            same = cached is candidates
+            candidates = msgspec.structs.replace(candidates, pending_s=waits_factor * candidates.pending_s)
+            cached = candidates if same else msgspec.structs.replace(cached, pending_s=candidates.pending_s)
+        pools, offer = self._offer(request, model, cached, at, avoid, waits_factor)
         turn, by_protocol = self._view.prefill[model].decisions, dict[str, Candidates]()
         session_s = self._view.sessions.term_s(request.session, "prefill", candidates.names)
 
@@ -110,7 +112,7 @@ class Pairing:
         return choice if isinstance(choice, Reject) else PairPick(choice)
 
     def _offer(
-        self, request: Request, model: str, cached: PrefillCandidates, at: float, avoid: Avoided
+        self, request: Request, model: str, cached: PrefillCandidates, at: float, avoid: Avoided, waits_factor: float
     ) -> tuple[tuple[DecodePool, ...], AloneOffer | None]:
         if self._offers is None or self._tracker is None or request.adapter:
             return (), None
@@ -118,7 +120,7 @@ class Pairing:
         pools, offer = self._offers.offer(request, model, cached, at, avoid, output_tokens)
         if self._policy is not None and self._policy.has_targets:
             offer = offer._replace(short_tokens=self._tracker.table.answers.short_tokens)
-        return pools, offer._replace(waits_factor=own.waits.factor(at), transfers_factor=own.transfers.factor(at))
+        return pools, offer._replace(waits_factor=waits_factor, transfers_factor=own.transfers.factor(at))
 
     def _splits(self, model: str) -> bool:
         """Whether every prefill instance of a model ends its leg before the decode leg starts."""

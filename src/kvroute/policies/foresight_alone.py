@@ -193,11 +193,11 @@ def cheapest_alone(
     names = tuple([name for pool in offer.pools for name in pool.candidates.names])
     feasible, terms = np.ones(len(names) + (pair is not None), dtype=np.bool_), np.empty((ROWS, len(names) + 1))
     found: tuple[int, int, slice] | None = None
-    best, end = (np.inf, np.inf), 0
+    best, end, targets = (np.inf, np.inf), 0, targets_of(spec, offer)
     for number, (pool, load) in enumerate(zip(offer.pools, loads, strict=True)):
         own = slice(end, end + len(pool.candidates.names))
         end = own.stop
-        index = _price(spec, pool, load, offer, (loss_s, delay_price), feasible[own], terms[:, own])
+        index = _price(spec, pool, load, offer, (loss_s, delay_price, targets), feasible[own], terms[:, own])
         if index != NO_CANDIDATE and (terms[MISSES, own][index], terms[COST, own][index]) < best:
             best, found = (terms[MISSES, own][index], terms[COST, own][index]), (number, index, own)
     if pair is not None:
@@ -230,12 +230,12 @@ def _price(
     pool: AloneCandidates,
     load: Load,
     offer: AloneOffer,
-    against: tuple[float, float],
+    against: tuple[float, float, FloatArray],
     feasible: BoolArray,
     terms: FloatArray,
 ) -> int:
-    """Call `price_alone` for a pool. Args: `against`: `loss_s` and `delay_price`, which depend on the pair."""
-    loss_s, delay_price = against
+    """Call `price_alone` for a pool. Args: `against`: `loss_s`, `delay_price` and `targets`, the same for all pools."""
+    loss_s, delay_price, targets = against
     candidates = pool.candidates
     return price_alone(
         candidates.need_bytes,
@@ -262,7 +262,7 @@ def _price(
         float(spec.token_delay_max),
         delay_price,
         float(offer.output_tokens),
-        targets_of(spec, offer),
+        targets,
         feasible,
         terms,
     )

@@ -183,9 +183,16 @@ class ForesightJoint:
         if starts.session_s is not None:
             price = price._replace(session_s=float(starts.session_s[pair.prefill.index]))
         if self.spec.has_targets:
-            delayed_s = price.prefill_s if offer.decoding[pair.prefill.index] else 0.0
-            step_s, targets = float(load.step_s[target]), targets_of(self.spec, offer)
-            price = price._replace(misses=misses(price.ttft_s, step_s, float(share[target]), delayed_s, targets))
+            missed = misses(
+                price.ttft_s,
+                float(load.step_s[target]),
+                float(load.response_s[target]),
+                float(share[target]),
+                price.prefill_s,
+                bool(offer.decoding[pair.prefill.index]),
+                targets_of(self.spec, offer),
+            )
+            price = price._replace(misses=missed)
         alone, compared = cheapest_alone(self.spec, offer, loads, price)
         if alone is None:
             return None, replace(pair, alone=compared)
@@ -195,8 +202,10 @@ class ForesightJoint:
         if (alone_misses, alone_s) < (price.misses, price.cost):
             return alone, pair
         terms, count = pair.prefill.terms, len(prefill.names)
-        pair_s = np.where(np.arange(count) == pair.prefill.index, price.cost, 0.0)
-        parts = terms.parts | {"pair_s": pair_s, "alone_s": np.full(count, alone_s)}
+        pair_s, each_alone_s = np.zeros(count), np.empty(count)
+        pair_s[pair.prefill.index] = price.cost
+        each_alone_s.fill(alone_s)
+        parts = terms.parts | {"pair_s": pair_s, "alone_s": each_alone_s}
         priced = Terms(terms.names, terms.cost, terms.feasible, parts)
         return None, Pair(Choice(pair.prefill.index, priced), pair.decode, compared)
 
