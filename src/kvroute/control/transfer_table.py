@@ -196,9 +196,8 @@ class InFlight:
 
     def sight(self, at: float, source: int, targets: IntArray, starts_s: float = 0.0) -> Sight:
         """The network state for a decision at `at` about a transfer from `source` that starts `starts_s` later."""
-        mean_bytes_per_s, started = self._pass(at), None
-        if self._since is not None:
-            started = StartedBytes(self._started_bytes, self._started_at, self.now, self._since)
+        mean_bytes_per_s = self._pass(at)
+        since = self.now if self._since is None else self._since
         return Sight(
             links=self.links,
             mean_bytes_per_s=mean_bytes_per_s,
@@ -212,7 +211,7 @@ class InFlight:
             source=source,
             targets=targets,
             starts_s=starts_s,
-            started=started,
+            started=StartedBytes(self._started_bytes, self._started_at, self.now, since),
         )
 
     def alone_bytes_per_s(self, source: int, target: int, congestion: FloatArray, factor: FloatArray) -> float:

@@ -23,13 +23,13 @@ PAIRS, JOINT_PAIRS, AGGREGATED, CHOICE = "disaggregated", "disaggregated-joint",
 """Pairs chosen by `foresight`; pairs chosen by `foresight-joint`; every instance serves its requests alone; and
 `foresight-joint`, which chooses between both for each request, without a bound on the time between tokens."""
 BOUNDED = "choice-bounded"
-"""The same with a bound on the time between tokens."""
+"""The same with a bound on the time between tokens: a price that no advantage outweighs."""
 BASELINES = (PAIRS, JOINT_PAIRS, AGGREGATED)
 _PARAMETERS = {
     JOINT_PAIRS: {"alone": 0.0},
     AGGREGATED: {"token_delay_max": NO_BOUND},
     CHOICE: {"token_delay_max": NO_BOUND},
-    BOUNDED: {"token_delay_max": 0.05},
+    BOUNDED: {"token_delay_max": 0.05, "token_delay_price": 1e9},
 }
 
 ALONE = Experiment(

@@ -62,7 +62,7 @@ class Sight(NamedTuple):
     starts_s: float = 0.0
     """Time from now until the transfer would start."""
     started: StartedBytes | None = None
-    """None: no transfer has started yet."""
+    """None: not known."""
 
     def used_share(self, position: int) -> float:
         """Return the highest share in use of a link between the source and a candidate, 0 to 0.95."""

@@ -328,11 +328,15 @@ def test_learned_values_of_foresight_are_gauges() -> None:
         for (name, labels), value in samples.items()
         if name.startswith("kvroute_foresight_")
     }
-    expected = {"learned_ratio": (0.8, 0.5), "bytes_per_second": (8e9, 1e9), "learned_transfers": (0.0, 7.25)}
+    expected = {
+        "learned_ratio": (1.0, 0.8, 0.5),
+        "bytes_per_second": (1e10, 8e9, 1e9),
+        "learned_transfers": (0.0, 0.0, 7.25),
+    }
     assert learned == {
         (name, "foresight-joint", tier): value
         for name, values in expected.items()
-        for tier, value in zip(("pod", "cross_datacenter"), values, strict=True)
+        for tier, value in zip(("rack", "pod", "cross_datacenter"), values, strict=True)
     }
     nothing = _samples(Metrics(GatewayStatus, {}, version="1", policy="netkv"))
     assert not [name for name, _ in nothing if name.startswith("kvroute_foresight_")]
