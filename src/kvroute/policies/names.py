@@ -56,7 +56,7 @@ DECODE_USES = {
     "foresight-closed": "thousands of instances, or if a difference of one per cent does not matter",
     "foresight-joint": "the default; prefill and decode chosen together, or one instance for both",
     "netkv": "telemetry is available, even once a minute",
-    "netkv-queued": "as netkv, where transfers take long: it does not send many at once to one instance",
+    "netkv-queued": "as `netkv`, where transfers take long: it does not send many at once to one instance",
     "netkv-static": "no telemetry",
     "netkv-topo": "no telemetry, light traffic",
     "cla": "what Mooncake's Conductor and llm-d's scorers do; the baseline to beat",
