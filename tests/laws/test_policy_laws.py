@@ -48,6 +48,7 @@ def situations(draw: st.DrawFn) -> tuple[Request, Candidates, NetworkCosts]:
         iteration_per_request_s=random.choice([0.0, 0.0001], n),
         capacity_bytes=np.full(n, 200e9),
         group=random.integers(0, 3, n) if coarse else np.zeros(n, dtype=np.int64),
+        prompts_s=np.zeros(n),
     )
     costs = NetworkCosts(
         tier=random.integers(0, 5, n).astype(np.int8),
