@@ -59,7 +59,9 @@ def experiment(
         list[str] | None,
         typer.Option("--set", help="Change an assumption, e.g. ecmp=flow or wan_gbps=50; repeat for several."),
     ] = None,
-    profile: Annotated[list[str] | None, typer.Option(help="Run only this profile; repeat for several.")] = None,
+    profile: Annotated[
+        list[str] | None, typer.Option(help="Run only this profile, or those of a pattern; repeat for several.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Trace file, e.g. Mooncake's; default: a generated trace.")] = None,
     trace_dir: Annotated[
         Path | None,

@@ -1,18 +1,18 @@
-"""`alone` for the terminal: its own table, and the general page."""
+"""`alone` for the terminal: its own tables, and the general page."""
 
 from __future__ import annotations
 
 from kvroute.cli.experiment_family import Results, plain_family
 from kvroute.cli.output import console
 from kvroute.experiments.alone import EXPERIMENTS, run_cell
-from kvroute.report.alone_tables import alone_grid
+from kvroute.report.alone_tables import verdict_grid, worst_grid
 from kvroute.report.grid import rich_table
 
 
 def _print_tables(results: Results[None]) -> None:
     for records in results.records.values():
-        grid = alone_grid(records)
-        console().print(rich_table(grid, console().width))
+        for grid in (verdict_grid(records), worst_grid(records)):
+            console().print(rich_table(grid, console().width))
 
 
 FAMILY = plain_family("alone", EXPERIMENTS, run_cell, print_tables=_print_tables)

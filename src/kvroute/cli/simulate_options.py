@@ -131,7 +131,10 @@ def file_remarks(path: Path, served: ServedFile, policies: Sequence[str], gatewa
     """Yield what the user should know of a simulated file: its own policy, and what is not modelled."""
     written, gateway = served.cluster.file.gateway, served.gateway
     if gateway.policy in policies and (written.get("policy") or gateway.parameters):
-        parameters = ", ".join(f"{name}={value:g}" for name, value in gateway.parameters.items())
+        parameters = ", ".join(
+            f"{name}={value if isinstance(value, str) else format(value, 'g')}"
+            for name, value in gateway.parameters.items()
+        )
         yield f"{path} serves with {gateway.policy}" + (f" ({parameters})" if parameters else "")
     left_out = served.not_modelled
     if gateways > 1 and "limits" in written:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from kvroute.comparison.cells import Cell
 from kvroute.experiments.cells import Experiment, cells
 from kvroute.types import InputError
+
+_LISTED = 20
+"""Maximum number of names that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +23,7 @@ class RunOptions:
     reading: str
     changes: Sequence[str]
     profiles: Sequence[str]
-    """Selected profiles; empty for all."""
+    """Names or shell patterns of selected profiles; empty for all."""
     trace: Path | None
     cell: str | None
     seeds: tuple[int, ...]
@@ -40,12 +45,23 @@ class RunOptions:
             InputError: the experiment does not have a selected profile or cell.
         """
         for name in self.profiles:
-            if name not in one.profiles:
-                hint = f"choose among {', '.join(one.profiles)}"
-                raise InputError(f"there is no profile {name!r}", where="--profile", hint=hint)
-        wanted = tuple(name for name in one.profiles if not self.profiles or name in self.profiles)
+            if not fnmatch.filter(one.profiles, name):
+                raise InputError(f"there is no profile {name!r}", where="--profile", hint=_choices(name, one.profiles))
+        wanted = tuple(
+            profile
+            for profile in one.profiles
+            if not self.profiles or any(fnmatch.fnmatchcase(profile, name) for name in self.profiles)
+        )
         sweep = cells(one, reading, wanted, self.seeds)
         return sweep if self.cell is None else _matching(sweep, one, self.cell)
+
+
+def _choices(name: str, profiles: Sequence[str]) -> str:
+    """Return the names to choose from: all, or of many those that are most like the given one."""
+    if len(profiles) <= _LISTED:
+        return f"choose among {', '.join(profiles)}"
+    near = get_close_matches(name, profiles, 3, cutoff=0.3) or profiles[:3]
+    return f"choose among {len(profiles)}, such as {', '.join(near)}"
 
 
 def _matching(sweep: list[Cell], one: Experiment, text: str) -> list[Cell]:
@@ -67,6 +83,7 @@ def _matching(sweep: list[Cell], one: Experiment, text: str) -> list[Cell]:
     ]
     if not found:
         points = [f"{axis}: {', '.join(f'{value:g}' for value in values)}" for axis, values in one.axes.items()]
-        hint = "; ".join((f"profiles: {', '.join(one.profiles)}", *points, f"policies: {', '.join(one.policies)}"))
+        profiles = _choices(parts[0], one.profiles)
+        hint = "; ".join((f"profiles: {profiles}", *points, f"policies: {', '.join(one.policies)}"))
         raise InputError(f"{one.name} has no cell {text!r}", where="--cell", hint=hint)
     return found

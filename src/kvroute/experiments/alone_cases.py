@@ -1,11 +1,13 @@
-"""The cells in which one instance may serve a request alone, as data. In all of them prompts queue, because an instance
-that computes and decodes cannot compute several prompts in the time of one."""
+"""The cells of `alone`, as data: its own in which prompts queue, those of the never-worse matrix, and those of
+`network_cases`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvroute.experiments.never_worse_cases import FABRICS, Case
+from kvroute.experiments.network_cases import NETWORK_CASES, NetworkCase
+from kvroute.experiments.never_worse_cases import CASES, FABRICS, Case
+from kvroute.experiments.readings import reading
 
 _QUEUEING = (
     "prefill_queueing=true",
@@ -15,14 +17,16 @@ _QUEUEING = (
     "prefixes=trace",
 )
 """Changes of a fabric that models prefill as a pure delay."""
+_GPUS_MAX = 128.0
+"""Cells of the matrix on larger clusters are left out; they take most of its time."""
 _CHATBOT_S = 20.0
 """Measured seconds of chatbot requests, which arrive often."""
 
 
 @dataclass(frozen=True, slots=True)
 class AloneCase:
-    """One cell: a case of the never-worse matrix, with the roles and the chunks of its 16 instances (or of more, in
-    larger clusters)."""
+    """One cell: a case in the form of the never-worse matrix, with the roles and the chunks of its 16 instances (or of
+    more, in larger clusters)."""
 
     case: Case
     prefill: int | None = None
@@ -48,13 +52,13 @@ class _Cells:
         output_factor: float = 1.0,
         **more: object,
     ) -> None:
-        reading, changes = FABRICS[fabric]
-        if reading != "realistic":
+        base, changes = FABRICS[fabric]
+        if base != "realistic":
             changes = (*changes, *_QUEUEING)
         case = Case(
-            name=f"{fabric}/{name}",
+            name=f"queue/{fabric}/{name}",
             axis="alone",
-            reading=reading,
+            reading=base,
             changes=changes,
             settings={"load": load} | (settings or {}),
             **more,  # type: ignore[arg-type]
@@ -96,5 +100,16 @@ def _all() -> dict[str, AloneCase]:
     return cells.found
 
 
-ALONE_CASES: dict[str, AloneCase] = _all()
-"""Every cell by name."""
+def _of_matrix() -> dict[str, AloneCase]:
+    some = (one for one in CASES.values() if one.trace == "generated" and one.settings.get("gpus", 0) <= _GPUS_MAX)
+    return {f"matrix/{one.name}": AloneCase(one) for one in some}
+
+
+ALONE_CASES: dict[str, AloneCase | NetworkCase] = {**NETWORK_CASES, **_all(), **_of_matrix()}
+"""Every cell by name; the first part of a name is its set: network, queue or matrix."""
+
+
+def queues(name: str) -> bool:
+    """Return whether prompts queue in a cell. In the others each prompt takes its prefill time at any load."""
+    one = ALONE_CASES[name]
+    return isinstance(one, NetworkCase) or reading(one.case.reading, one.case.changes).prefill_queueing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -24,6 +25,8 @@ from kvroute.policies.foresight import Foresight
 from kvroute.policies.foresight_joint import PairingForesight
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.soft_topology import SoftTopology
+
+Value = TypeVar("Value")
 
 
 def _closed_form(spec: ForesightSpec) -> Foresight:
@@ -87,7 +90,7 @@ def decode_policy(name: str, **parameters: float) -> DecodePolicy:
     return policy_of(DECODE_POLICIES, "decode policy", name, parameters)
 
 
-def known_parameters(name: str, parameters: Mapping[str, float]) -> dict[str, float]:
+def known_parameters(name: str, parameters: Mapping[str, Value]) -> dict[str, Value]:
     """Return those of the parameters that the decode policy with this name has; none if there is no such policy."""
     kind = ForesightSpec if name in FORESIGHT_POLICIES else DECODE_POLICIES.get(name)
     accepted = inspect.signature(kind).parameters if kind is not None else ()

@@ -1,18 +1,24 @@
-"""The table of `alone`: mean response time of the choice compared with each baseline, by cell."""
+"""The tables of `alone`: how far the default policy is from the best of the others in each set of cells, and the cells
+in which it is farthest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvroute.comparison.cells import Record
-from kvroute.experiments.alone import AGGREGATED, BASELINES, BOUNDED, CHOICE
+from kvroute.experiments.alone import BASELINES, BOUNDED, CHOICE, PAIRS
+from kvroute.experiments.alone_cases import queues
 from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.report.series import of_profile, profiles_of
 
 Value = Callable[[Record], float | None]
+ALLOWED_PERCENT = 2.0
+"""A cell in which the default is above the best of the others by no more than this, beyond noise, counts as equal."""
+WORST = 10
+_BASES = ", ".join(BASELINES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +29,9 @@ class Difference:
     width: float | None
     """Two standard errors of the paired differences; None with one seed."""
 
-    @property
-    def worse(self) -> bool:
-        """Whether the choice is significantly above the baseline."""
-        return self.width is not None and self.percent > self.width
-
-    @property
-    def better(self) -> bool:
-        """Whether the choice is significantly below the baseline."""
-        return self.width is not None and self.percent < -self.width
+    def above(self, percent: float) -> bool:
+        """Return whether the choice is more than `percent` above the baseline, beyond noise."""
+        return self.percent - (self.width or 0.0) > percent
 
 
 def response_s(record: Record) -> float | None:
@@ -50,21 +50,20 @@ def tpot_p99_s(record: Record) -> float | None:
 
 
 def difference(
-    records: Sequence[Record], baseline: str, value: Value = response_s, choice: str = CHOICE
+    records: Sequence[Record], baselines: Sequence[str], value: Value = response_s, choice: str = CHOICE
 ) -> Difference | None:
-    """Compare the choice, or another policy, with a baseline in one cell; None if no seed has both."""
+    """Compare the choice in one cell with that baseline which has the lowest mean; None if a seed lacks a policy."""
     by_policy = {
-        name: {record.cell.seed: value(record) for record in records if record.cell.policy == name}
-        for name in (choice, baseline)
+        name: {record.cell.seed: found for record in records if record.cell.policy == name and (found := value(record))}
+        for name in (choice, *baselines)
     }
-    pairs = [
-        (mine, other)
-        for seed, mine in by_policy[choice].items()
-        if mine is not None and (other := by_policy[baseline].get(seed)) is not None
-    ]
-    if not pairs:
+    seeds = sorted(by_policy[choice])
+    if not seeds or any(sorted(of_seed) != seeds for of_seed in by_policy.values()):
         return None
-    own, others = np.array(pairs).T
+    own = np.array([by_policy[choice][seed] for seed in seeds])
+    others = min(
+        (np.array([by_policy[name][seed] for seed in seeds]) for name in baselines), key=lambda each: float(each.mean())
+    )
     gaps, mean = own - others, float(others.mean())
     width = 2 * float(gaps.std(ddof=1)) / float(np.sqrt(len(gaps))) if len(gaps) > 1 else None
     return Difference(100 * float(gaps.mean()) / mean, None if width is None else 100 * width / mean)
@@ -72,75 +71,129 @@ def difference(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The cells in which the choice is significantly worse than a baseline, or better than all of them."""
+    """What the cells of one set show of the default, or of another policy; times in per cent of the others'."""
 
     cells: int
-    worse: dict[str, list[str]]
-    """Cells by baseline."""
-    better: list[str]
-    geometric: dict[str, float]
-    """Geometric mean of the ratio to each baseline, less 1, in per cent."""
+    equal: int
+    """Cells in which its mean response time is at most 2 % above that of the best baseline."""
+    worst: Difference | None
+    """Of these mean response times."""
+    above_pairs: int
+    """Cells in which prompts queue and its mean response time is more than 2 % above that of pairs."""
+    ttft_above: int
+    """Cells in which its mean TTFT is more than 2 % above the lower of pairs' and the bounded choice's."""
+    ttft: float
+    """Geometric mean of the mean TTFT relative to pairs."""
+    tpot_p99: float
+    """Geometric mean of the 99th percentile of TPOT relative to pairs."""
+    tpot_p99_p90: float
+    """90th percentile of the same ratios."""
+    rejected: dict[str, int]
+    """Rejected requests by policy."""
 
 
-def verdict(records: Sequence[Record], value: Value = response_s, choice: str = CHOICE) -> Verdict:
-    """Judge the choice, or another policy, in all cells that have every baseline."""
-    worse: dict[str, list[str]] = {name: [] for name in BASELINES}
-    ratios: dict[str, list[float]] = {name: [] for name in BASELINES}
-    better, count = [], 0
-    for profile in profiles_of(records):
-        found = {name: difference(of_profile(records, profile), name, value, choice) for name in BASELINES}
-        known = {name: each for name, each in found.items() if each is not None}
-        if len(known) < len(BASELINES):
-            continue
-        count += 1
-        for name, each in known.items():
-            ratios[name].append(1 + each.percent / 100)
-            if each.worse:
-                worse[name].append(profile)
-        if all(each.better for each in known.values()):
-            better.append(profile)
-    means = {name: 100 * (float(np.exp(np.mean(np.log(each)))) - 1) if each else 0.0 for name, each in ratios.items()}
-    return Verdict(count, worse, better, means)
+def verdict(records: Sequence[Record], choice: str = CHOICE) -> Verdict:
+    """Judge the choice in all cells that have every policy."""
+    cells = {profile: of_profile(records, profile) for profile in profiles_of(records)}
+    found = {name: each for name, some in cells.items() if (each := difference(some, BASELINES, choice=choice))}
+    ratios = {
+        value: [1 + each.percent / 100 for name in found if (each := difference(cells[name], (PAIRS,), value, choice))]
+        for value in (ttft_s, tpot_p99_s)
+    }
+    rejected = dict.fromkeys((choice, *BASELINES), 0)
+    for name in found:
+        for record in cells[name]:
+            if record.cell.policy in rejected:
+                rejected[record.cell.policy] += int(record.figures["rejected"])
+    return Verdict(
+        cells=len(found),
+        equal=sum(not each.above(ALLOWED_PERCENT) for each in found.values()),
+        worst=max(found.values(), key=lambda each: each.percent, default=None),
+        above_pairs=_above(difference(cells[name], (PAIRS,), response_s, choice) for name in found if queues(name)),
+        ttft_above=_above(difference(cells[name], (PAIRS, BOUNDED), ttft_s, choice) for name in found),
+        ttft=_geometric_percent(ratios[ttft_s]),
+        tpot_p99=_geometric_percent(ratios[tpot_p99_s]),
+        tpot_p99_p90=100 * (float(np.quantile(ratios[tpot_p99_s], 0.9)) - 1) if ratios[tpot_p99_s] else 0.0,
+        rejected=rejected,
+    )
 
 
-def alone_grid(records: Sequence[Record]) -> Grid:
-    """Return one row for each cell: differences with two standard errors, and the share of requests served alone."""
+def _above(found: Iterable[Difference | None]) -> int:
+    return sum(each is not None and each.above(ALLOWED_PERCENT) for each in found)
+
+
+def _geometric_percent(ratios: Sequence[float]) -> float:
+    return 100 * (float(np.exp(np.mean(np.log(ratios)))) - 1) if ratios else 0.0
+
+
+def verdict_grid(records: Sequence[Record]) -> Grid:
+    """Return a row for the default and for each baseline, for each set of cells."""
+    headings = (
+        Heading("cells"),
+        Heading("policy"),
+        Heading("within 2 %", "Cells in which the mean response time is at most 2 % above the best of " + _BASES),
+        Heading("worst %", "Highest mean response time relative to the best of " + _BASES),
+        Heading("above pairs", "Cells with queues in which the mean response time is more than 2 % above pairs'"),
+        Heading(
+            "TTFT above", f"Cells in which the mean TTFT is more than 2 % above the lower of {PAIRS} and {BOUNDED}"
+        ),
+        Heading("TTFT %", "Geometric mean of the mean TTFT relative to pairs"),
+        Heading("TPOT P99 %", "Geometric mean of the 99th percentile of TPOT relative to pairs"),
+        Heading("its P90 %", "90th percentile of the same differences"),
+        Heading("rejected", "Rejected requests"),
+    )
+    sets = {name.split("/")[0]: None for name in profiles_of(records)}
+    rows = []
+    for cells in sets:
+        some = [record for record in records if record.cell.profile.startswith(f"{cells}/")]
+        rows += [_row(cells, policy, verdict(some, policy)) for policy in (CHOICE, *BASELINES)]
+    return Grid("The default policy beside its alternatives", headings, tuple(rows), labels=2)
+
+
+def _row(cells: str, policy: str, judged: Verdict) -> tuple[Entry, ...]:
+    worst = f"{judged.worst.percent:+.1f}" if judged.worst else UNKNOWN
+    return (
+        Entry(cells),
+        Entry(policy),
+        Entry(f"{judged.equal} of {judged.cells}"),
+        Entry(worst),
+        Entry(str(judged.above_pairs)),
+        Entry(str(judged.ttft_above)),
+        Entry(f"{judged.ttft:+.0f}"),
+        Entry(f"{judged.tpot_p99:+.0f}"),
+        Entry(f"{judged.tpot_p99_p90:+.0f}"),
+        Entry(str(judged.rejected[policy])),
+    )
+
+
+def worst_grid(records: Sequence[Record], count: int = WORST) -> Grid:
+    """Return the cells in which the default's mean response time is farthest above the best baseline's."""
+    cells = {profile: of_profile(records, profile) for profile in profiles_of(records)}
+    found = {name: each for name, some in cells.items() if (each := difference(some, BASELINES))}
+    worst = sorted(found, key=lambda name: -found[name].percent)[:count]
     headings = (
         Heading("cell"),
         Heading("alone %", "Requests that one instance served alone"),
         Heading("response s", "Mean time from arrival to last token"),
-        *(Heading(f"to {name} %", "Difference of the mean response time, two standard errors") for name in BASELINES),
-        Heading("TTFT %", f"Difference of the mean TTFT to {AGGREGATED}"),
-        Heading("TPOT P99 %", f"Difference of the 99th percentile of TPOT to {AGGREGATED}"),
+        Heading("to the best %", "Difference of the mean response time to the best of the others, two standard errors"),
+        *(Heading(f"{name} %", f"Difference of the mean response time to {name}") for name in BASELINES),
+        Heading("TTFT %", "Difference of the mean TTFT to pairs"),
+        Heading("TPOT P99 %", "Difference of the 99th percentile of TPOT to pairs"),
     )
     rows = []
-    for profile in profiles_of(records):
-        some = of_profile(records, profile)
-        mine = [record for record in some if record.cell.policy == CHOICE]
-        if mine:
-            alone = 100 * float(np.mean([record.figures["alone_share"] for record in mine]))
-            seconds = float(np.mean([record.figures["response_s"] for record in mine]))
-            compared = [_entry(difference(some, name)) for name in BASELINES]
-            more = [_entry(difference(some, AGGREGATED, value)) for value in (ttft_s, tpot_p99_s)]
-            rows.append((Entry(profile), Entry(f"{alone:.0f}"), Entry(f"{seconds:.2f}"), *compared, *more))
-    return Grid("Choice between pairs and one instance alone", headings, tuple(rows), _caption(records), 1)
+    for name in worst:
+        mine = [record for record in cells[name] if record.cell.policy == CHOICE]
+        alone = 100 * float(np.mean([record.figures["alone_share"] for record in mine]))
+        seconds = float(np.mean([record.figures["response_s"] for record in mine]))
+        compared = [_entry(difference(cells[name], (base,))) for base in BASELINES]
+        more = [_entry(difference(cells[name], (PAIRS,), value)) for value in (ttft_s, tpot_p99_s)]
+        rows.append(
+            (Entry(name), Entry(f"{alone:.0f}"), Entry(f"{seconds:.2f}"), _entry(found[name]), *compared, *more)
+        )
+    return Grid("Cells in which the default is farthest from the best", headings, tuple(rows))
 
 
 def _entry(found: Difference | None) -> Entry:
     if found is None:
         return Entry(UNKNOWN)
     return Entry(f"{found.percent:+.1f}", "" if found.width is None else f"±{found.width:.1f}")
-
-
-def _caption(records: Sequence[Record]) -> str:
-    return f"{_judged(records, CHOICE)} With a bound on the time between tokens: {_judged(records, BOUNDED)}"
-
-
-def _judged(records: Sequence[Record], choice: str) -> str:
-    judged = verdict(records, choice=choice)
-    worse = ", ".join(f"{name} in {len(cells)}" for name, cells in judged.worse.items())
-    means = ", ".join(f"{name} {percent:+.1f} %" for name, percent in judged.geometric.items())
-    return (
-        f"{judged.cells} cells: worse than {worse}; better than all baselines in {len(judged.better)}. "
-        f"Geometric means: {means}."
-    )
