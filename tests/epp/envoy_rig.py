@@ -38,6 +38,9 @@ from kvroute.gateway.lifecycle.deployment import Deployment
 
 PIECE_BYTES = 60_000
 
+_OPTIONS = (("grpc.http2.bdp_probe", 0),)
+"""Without it the window of a fast connection grows to megabytes, so that a sender that reads nothing stalls no one."""
+
 
 @dataclass
 class Answer:
@@ -221,7 +224,7 @@ async def picking(made: Deployment, settings: PickerSettings | None = None) -> A
         await gateway.start()
         async with (
             aiohttp.ClientSession() as session,
-            grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}") as channel,
+            grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}", options=_OPTIONS) as channel,
         ):
             yield PickerRig(gateway, session, channel)
     finally:
