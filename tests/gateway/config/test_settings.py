@@ -329,7 +329,7 @@ def test_a_number_with_an_exponent_is_a_number(written: str) -> None:
     assert read.parameters == {"answer_transfers": float(written)}
     assert read.models == {"a": written}
     (quoted,) = section_errors(section(f"{{parameters: {{answer_transfers: '{written}'}}}}"))
-    assert "does not fit; write a number" in str(quoted)
+    assert f"'{written}' does not fit; write" in str(quoted)
 
 
 def test_a_whole_number_may_have_an_exponent() -> None:

@@ -36,7 +36,7 @@ Number: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
 Limit: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
 LimitOrNone: TypeAlias = Annotated[int, Meta(ge=0, le=1_000_000)]
 
-PolicyParameter: TypeAlias = float | Annotated[str, Meta(pattern=r"^[0-9][^\n]*\Z", examples=["50 ms"])]
+PolicyParameter: TypeAlias = float | Annotated[str, Meta(pattern=r"^[0-9][^\n]*[a-z]\Z", examples=["50 ms"])]
 """A number, or a time with its unit."""
 
 _TOKENS = r"^(\d{1,12}(?:\.\d{1,12})?)\s?([KM]?)(?: ?tokens?)?\Z"
