@@ -59,6 +59,8 @@ def rehearse(control: Control) -> None:
                     **({"blocks": ()} | kind),
                 )
                 _serve(control, request, joint=joint)
+    for _ in control.dismantle():
+        pass  # otherwise only the cyclic garbage collector would free the cached prefixes
 
 
 def _serve(control: Control, request: Request, *, joint: bool) -> None:
