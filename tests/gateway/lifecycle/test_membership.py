@@ -382,11 +382,12 @@ def test_a_reload_keeps_the_discovered_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"uid": "2"}, {"ready": False}], ids=["replaced", "not-ready"])
-def test_a_report_between_two_reloads_counts(tmp_path: Path, changed: dict[str, Any]) -> None:
-    """The second reload begins with it before it is applied to the cluster: another engine inherits nothing from the
-    one with its name, and one that is not ready gets no requests."""
+@pytest.mark.parametrize("another", [False, True], ids=["one-reload", "another-waits"])
+def test_a_report_during_a_reload_counts(tmp_path: Path, changed: dict[str, Any], another: bool) -> None:
+    """The reload has begun without it: another engine inherits nothing from the one with its name, and neither that one
+    nor one that is not ready gets requests. The same if another reload follows at once."""
     prefill, decode = pair()
-    reading = threading.Event()
+    begun, reading = threading.Event(), threading.Event()
 
     async def main() -> None:
         async with listening([prefill, decode]):
@@ -397,6 +398,7 @@ def test_a_report_between_two_reloads_counts(tmp_path: Path, changed: dict[str, 
                 return Deployment.of(text, str(tmp_path / "cluster.yaml"))
 
             def read_slowly() -> Deployment:
+                begun.set()
                 assert reading.wait(HANGS_S)
                 return read()
 
@@ -406,13 +408,14 @@ def test_a_report_between_two_reloads_counts(tmp_path: Path, changed: dict[str, 
                 for _ in range(5):
                     old.failed(old.started(gate.gateway.now()), gate.gateway.now())
                 assert gate.up == {"prefill0"}
-                reloads = [asyncio.create_task(gate.gateway.reload(each)) for each in (read_slowly, read)]
-                await asyncio.sleep(0)
+                reloads = [asyncio.create_task(gate.gateway.reload(read_slowly))]
+                await until(begun.is_set)
+                if another:
+                    reloads.append(asyncio.create_task(gate.gateway.reload(read)))
                 gate.list(entries, decode0=changed, prefill0=changed)
                 await until(lambda: not gate.up)
                 reading.set()
-                assert await asyncio.gather(*reloads) == [True, True]
-                control = gate.gateway.runtime.control
+                assert all(await asyncio.gather(*reloads))
                 if "ready" in changed:
                     assert not gate.up
                     assert (await gate.post(completion())).status == 503
@@ -420,7 +423,9 @@ def test_a_report_between_two_reloads_counts(tmp_path: Path, changed: dict[str, 
                     await until(lambda: "prefill0" in gate.up)
                     assert gate.gateway.runtime.engines["decode0"].availability.breaker is old.breaker
                 else:
+                    assert all(gate.gateway.runtime.uids[name] == "2" for name in gate.up)
                     await gate.becomes_up("decode0", "prefill0")
+                    control = gate.gateway.runtime.control
                     assert gate.gateway.runtime.engines["decode0"].availability.breaker is not old.breaker
                     assert not any(True for _ in control.caches.chains(control.cluster.index("prefill0")))
                     assert (await gate.post(completion())).status == 200

@@ -173,8 +173,8 @@ class Membership:
             if (name, uid) not in self._until:
                 # Another engine with this name proves that this one has ended, so its requests need not be awaited.
                 self._until[name, uid] = now + (0.0 if name in self._found else drain_s)
-                self._set(name, uid, _GONE, True, now)
-                manager.collect_no_more(name)
+            self._set(name, uid, _GONE, True, now)  # each time: a reload that has begun before has made another cluster
+            manager.collect_no_more(name)
         for name, uid in list(self._until):
             if name in staying and staying[name].engine.uid == uid:
                 del self._until[name, uid]

@@ -128,6 +128,7 @@ class Collectors:
         self._scraper.remove(name)
         if self._servers.remove(name):
             self._health.remove(server)
+        self._publishers.pop(name, None)  # `start` follows all of them
         self._kv_events.remove(name)
         self._published_ranks.pop(name, None)
 
