@@ -115,11 +115,13 @@ def test_an_unknown_role_is_refused_once() -> None:
 
 
 def _runs(cluster: ClusterModel) -> Iterator[list[str | None]]:
+    """Yield the roles of all engines after each step."""
+    engines = [each["metadata"]["name"] for each in cluster.of("Pod")]  # the steps add a pod of the gateway
     now = START_S
     for _ in range(30):
         step(cluster, now)
         now += DRAIN_S / 2
-        yield [role(cluster, each["metadata"]["name"]) for each in cluster.of("Pod")]
+        yield [role(cluster, name) for name in engines]
 
 
 @given(
