@@ -200,8 +200,9 @@ def page_of(rows: list[tuple[str, str, float]]) -> str:
     return "\n".join(["# TYPE vllm:num_requests_running gauge", *lines, ""])
 
 
-@given(st.lists(st.tuples(NAMES, LABEL_VALUES, NUMBERS), max_size=12))
+@given(st.lists(st.tuples(NAMES, LABEL_VALUES, NUMBERS), max_size=12, unique_by=lambda row: row[:2]))
 def test_pages_are_read_as_prometheus_reads_them(rows: list[tuple[str, str, float]]) -> None:
+    """A page has one sample of each series, as Prometheus requires."""
     page = page_of(rows)
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
 
