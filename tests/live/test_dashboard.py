@@ -293,12 +293,13 @@ def test_the_shadow_policy_is_shown(browser: Browser) -> None:
 
 
 def test_learned_values_of_foresight_are_shown(browser: Browser) -> None:
-    """Shown are the cluster's tiers beyond the rack: transfers over the link took longer than the topology predicts."""
+    """Shown are the cluster's tiers of the network: transfers over the link took longer than the topology predicts."""
     with _feed(browser, "foresight", *TWO["16"]):
         assert browser.run(LEARNED_NOTE) == "from own transfers"
-        assert browser.run(_texts("#learned td:first-child")) == ["across datacenters"]
-        row = browser.until(f"/^[0-9]+$/.test({_texts('#learned td')}[3]) && {_texts('#learned td')}")
-        tip = browser.run("document.querySelector('#learned tbody tr').title")
+        assert browser.run(_texts("#learned td:first-child")) == ["same rack", "across datacenters"]
+        far = "#learned tbody tr:last-child"
+        row = browser.until(f"/^[0-9]+$/.test({_texts(far + ' td')}[3]) && {_texts(far + ' td')}")
+        tip = browser.run(f"document.querySelector('{far}').title")
         factor = float(row[1].removeprefix("× "))
         assert 0.5 < factor < 0.95
         assert float(row[2].split("\u00a0")[0]) == pytest.approx(12.5 * factor, abs=0.13)
