@@ -59,7 +59,7 @@ def test_a_target_decides_which_choice_is_preferred(parameters: dict[str, float]
 
 
 def test_an_instance_that_delays_no_response_keeps_the_target() -> None:
-    """Of two decode instances one has a response in progress: the other one may compute the prompt."""
+    """One of two decode instances has a response in progress: the other one may compute the prompt."""
     (decision,) = arrive(running(core(2.0, tpot=0.06), "decode0"))
     assert isinstance(decision, Decode)
     assert decision.target == decision.source == "decode1"

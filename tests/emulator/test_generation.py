@@ -378,7 +378,7 @@ def test_other_values_are_refused(path: str, fields: dict[str, Any], param: str)
 
 
 def test_log_probabilities_are_those_of_vllm() -> None:
-    """Of the output and of the prompt; whole and streamed responses say the same, and so do chats and SDKs."""
+    """Log-probabilities of output and prompt are the same in whole and streamed responses, in chats and through SDKs."""
 
     async def check(client: Client) -> None:
         body = TEXT | {"prompt": "ab cd ef", "max_tokens": 4}

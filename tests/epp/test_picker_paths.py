@@ -131,7 +131,7 @@ def test_fields_between_engines_are_removed(path: str) -> None:
 
 
 def test_with_salts_the_body_of_a_listed_path_is_salted_and_one_without_json_unchanged() -> None:
-    """The body of a request that is refused reaches nobody."""
+    """The body of a request that is refused reaches no engine."""
 
     async def main() -> None:
         section = f"  keys: {{known: {{a: '{hash_text('one')}'}}}}\n  cache_salt: per-key\n"

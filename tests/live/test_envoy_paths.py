@@ -40,7 +40,7 @@ SAME_AS_LISTED = {
     "/v1/%63ompletions",
 }
 SAME_AS_LISTED |= {"http://llm/v1/completions", "/inference//generate"}
-"""Of `UNLISTED`: the picker refuses them if Envoy has not normalized them."""
+"""Paths of `UNLISTED` that the picker refuses if Envoy has not normalized them."""
 
 
 async def send(rig: EnvoyRig, target: str, method: str = "POST", body: bytes = b"") -> tuple[int, bytes]:

@@ -31,7 +31,7 @@ class Question:
     workload: Workload
     settings: SimSettings
     spec: ControlSpec
-    """That of one policy; the others get those of its parameters that they have."""
+    """Settings of one policy; each other policy gets the parameters that it has."""
     service: Service = field(default_factory=Service)
     parameters: Mapping[str, dict[str, float]] = field(default_factory=dict)
     """By policy: parameters that replace those of `spec`."""

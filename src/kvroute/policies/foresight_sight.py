@@ -30,7 +30,7 @@ class StartedBytes(NamedTuple):
     bytes_: FloatArray
     """Bytes when they were counted last, [m]."""
     at_s: FloatArray
-    """That time, [m]."""
+    """Time at which the bytes of each link were counted last, [m]."""
     now_s: float
     since_s: float
     """Time of the first transfer."""

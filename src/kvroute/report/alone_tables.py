@@ -77,7 +77,7 @@ class Verdict:
     equal: int
     """Cells in which its mean response time is at most 2 % above that of the best baseline."""
     worst: Difference | None
-    """Of these mean response times."""
+    """Highest difference of the mean response time to the best baseline."""
     above_pairs: int
     """Cells in which prompts queue and its mean response time is more than 2 % above that of pairs."""
     ttft_above: int

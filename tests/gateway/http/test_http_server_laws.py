@@ -297,7 +297,7 @@ MIB = 1 << 20
 def test_a_body_of_100_mb_is_rejected_early_and_the_response_can_be_read(
     field: bytes, block: bytes, status: int
 ) -> None:
-    """Of tiny chunks, their number is too large before the body is."""
+    """A body of tiny chunks has too many chunks before it has too many bytes."""
     head = b"POST / HTTP/1.1\r\nHost: a\r\n%b\r\n\r\n" % field
 
     async def main() -> None:

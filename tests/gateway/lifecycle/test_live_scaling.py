@@ -179,7 +179,7 @@ def test_an_instance_that_another_gateway_stops_gets_no_requests() -> None:
 
 
 def test_without_autoscaling_no_gateway_stops_an_instance() -> None:
-    """Who can write to the stream cannot take instances away."""
+    """A writer of the stream cannot remove instances."""
 
     async def run() -> None:
         async with rig() as gate:

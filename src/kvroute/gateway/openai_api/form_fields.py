@@ -35,7 +35,7 @@ class _Field(NamedTuple):
     """Decoded, without what follows a `[` or `.`: some parsers read that as the name of a nested field."""
     start: int
     end: int
-    """Of all that belongs to the field."""
+    """Range of everything that belongs to the field."""
     value: int
     """Start of its value."""
     value_end: int
