@@ -378,7 +378,7 @@ def test_other_values_are_refused(path: str, fields: dict[str, Any], param: str)
 
 
 def test_log_probabilities_are_those_of_vllm() -> None:
-    """Log-probabilities of output and prompt are the same in whole and streamed responses, in chats and through SDKs."""
+    """Log-probabilities are the same in whole and streamed responses, in chats and through SDKs."""
 
     async def check(client: Client) -> None:
         body = TEXT | {"prompt": "ab cd ef", "max_tokens": 4}
