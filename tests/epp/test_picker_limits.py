@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import grpc
@@ -9,7 +11,8 @@ import pytest
 from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.epp.envoy_rig import Answer, EnvoyStream, alone, completion_body, message_headers, picker
+from tests.epp.envoy_rig import Answer, EnvoyStream, PickerRig, alone, completion_body, message_headers, picker
+from tests.gateway.rig import COMPLETIONS
 from tests.gateway.stub_engines import run
 from tests.waiting import becomes_true
 
@@ -20,6 +23,7 @@ from kvroute.epp.envoy_pb2 import (
     HttpHeaders,
     HttpTrailers,
     ProcessingRequest,
+    ProcessingResponse,
     ProtocolConfiguration,
     StreamAccessLogsMessage,
     StreamAccessLogsResponse,
@@ -78,6 +82,11 @@ def test_a_request_whose_sender_reads_no_reply_ends() -> None:
     run(main())
 
 
+def connections(rig: PickerRig) -> int:
+    """Return the number of streams."""
+    return rig.gateway.state.tick(rig.gateway.now()).load.connections
+
+
 def test_streams_are_bounded() -> None:
     """One more gets 429 at once, and the next one after the end of another is served."""
 
@@ -85,14 +94,153 @@ def test_streams_are_bounded() -> None:
         async with picker(alone(1), "  limits: {connections: 3}\n") as rig:
             streams = [rig.stream() for _ in range(3)]
             for stream in streams:
-                await begin(stream, body=b"{")
-            assert await becomes_true(lambda: rig.gateway.state.tick(rig.gateway.now()).load.connections == 3)
+                assert (await stream.ask(completion_body())).destination
             refused = await answer_of(rig.stream())
             assert (refused.status, refused.headers["retry-after"]) == (429, "1")
             assert b"the picker has reached its limit of requests" in refused.body
             streams[0].call.cancel()
-            assert await becomes_true(lambda: rig.gateway.state.tick(rig.gateway.now()).load.connections == 2)
+            assert await becomes_true(lambda: connections(rig) == 2)
             assert (await rig.stream().ask(completion_body())).destination
+
+    run(main())
+
+
+def test_half_sent_requests_do_not_keep_others_out() -> None:
+    """The oldest one is refused for a new one, and nothing of it stays."""
+
+    async def main() -> None:
+        async with picker(alone(1), "  limits: {connections: 1000, body_time: 1 h}\n") as rig:
+            streams = []
+            for _ in range(5000):
+                streams.append(rig.stream())
+                await begin(streams[-1], body=b"x" * 1000)
+            honest = rig.stream()
+            assert (await honest.ask(completion_body())).destination
+            answers = [await answer_of(stream) for stream in streams[:4001]]
+            assert {(answer.status, answer.headers["retry-after"]) for answer in answers} == {(429, "1")}
+            assert connections(rig) == 1000
+            for stream in (honest, *streams):
+                stream.call.cancel()
+            assert await becomes_true(lambda: connections(rig) == 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "section"),
+    [
+        (COMPLETIONS, completion_body(stream=True), "first_token: 0.1 s"),
+        (COMPLETIONS, completion_body(), "answer: 0.1 s"),
+        ("/tokenize", completion_body(), "prefill: 0.1 s"),
+    ],
+    ids=["stream", "response", "passthrough"],
+)
+def test_a_choice_after_which_no_response_begins_is_withdrawn(path: str, body: bytes, section: str) -> None:
+    """With the timeouts of the gateway for an engine, and so that nothing stays booked."""
+
+    async def main() -> None:
+        async with picker(alone(1), f"  timeouts: {{connect: 0.1 s, {section}}}\n") as rig:
+            stream = rig.stream()
+            assert (await stream.ask(body, path=path)).destination
+            answer = await answer_of(stream)
+            assert (answer.status, b"did not respond in time" in answer.body) == (504, True)
+            assert await becomes_true(lambda: connections(rig) == 0)
+            assert await rig.becomes_idle(), rig.held_resources()
+            assert rig.booked() == {}
+
+    run(main())
+
+
+@pytest.mark.parametrize("read", [True, False], ids=["reads the end", "reads nothing"])
+def test_a_stream_that_goes_on_after_its_response_is_over_ends(read: bool) -> None:
+    """Only its end may follow the end of the response."""
+
+    async def main() -> None:
+        async with picker(alone(1), "  limits: {body_time: 0.1 s}\n") as rig:
+            stream = rig.stream()
+            answer = await stream.ask(completion_body())
+            await stream.respond(200, answer.endpoints[0], ends=True)
+            if read:
+                assert await stream.call.read() is grpc.aio.EOF
+                assert await stream.call.code() == grpc.StatusCode.OK
+            assert await becomes_true(lambda: connections(rig) == 0)
+
+    run(main())
+
+
+def test_a_response_whose_body_stops_in_the_middle_ends_the_stream() -> None:
+    """If Envoy sends the body through the picker; otherwise the picker sees nothing of it until its end."""
+
+    async def main() -> None:
+        async with picker(alone(1), "  timeouts: {connect: 0.1 s, first_token: 0.1 s}\n") as rig:
+            stream = rig.stream()
+            head = HttpHeaders(headers=message_headers(HEAD))
+            mode = ProtocolConfiguration(
+                request_body_mode=FULL_DUPLEX_STREAMED, response_body_mode=FULL_DUPLEX_STREAMED
+            )
+            await stream.send(request_headers=head, protocol_config=mode)
+            await stream.send(request_body=HttpBody(body=completion_body(stream=True), end_of_stream=True))
+            answer = await stream.answer(True)
+            await stream.respond(200, answer.endpoints[0])
+            await stream.send(response_body=HttpBody(body=b"data: 1\n\n"))
+            assert (await stream.read()).response_body.response.body_mutation.streamed_response.body == b"data: 1\n\n"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stream.call.read()
+            assert caught.value.code() == grpc.StatusCode.ABORTED
+            assert await becomes_true(lambda: connections(rig) == 0)
+            assert await rig.becomes_idle(), rig.held_resources()
+
+    run(main())
+
+
+def http2_frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Return a frame (RFC 9113, section 4.1)."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """Return a header line that is not indexed (RFC 7541, section 6.2.2)."""
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+def test_the_streams_of_an_envoy_that_is_gone_end() -> None:
+    """Its machine has lost power: nothing closes the connection, and no ping is answered."""
+
+    async def main() -> None:
+        section = "  limits: {stall: 0.4 s, header_time: 1 h}\n"
+        async with picker(alone(1), section) as rig:
+            reader, writer = await asyncio.open_connection("127.0.0.1", rig.gateway.port)
+            head = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", PROCESS.encode()), (b":authority", b"a")]
+            head += [(b"te", b"trailers"), (b"content-type", b"application/grpc")]
+            settings, acknowledgement = http2_frame(4, 0, 0, b""), http2_frame(4, 1, 0, b"")
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
+            await reader.readexactly(9)  # of the picker's settings
+            writer.write(acknowledgement + http2_frame(1, 4, 1, b"".join(literal(*line) for line in head)))
+            assert await becomes_true(lambda: connections(rig) == 1)
+            await reader.read()  # to the end of the connection
+            assert await becomes_true(lambda: connections(rig) == 0)
+            writer.close()
+
+    run(main())
+
+
+def test_the_headers_of_a_huge_message_are_not_read() -> None:
+    """A message takes less time in the picker than in a parser, so that other requests are served meanwhile."""
+    part = HttpHeaders(headers=message_headers([(f"x-{number}", "y") for number in range(1500)]))
+    raw = ProcessingRequest(request_headers=part).SerializeToString() * 1000
+    started_s = time.thread_time()
+    assert len(ProcessingRequest.FromString(raw).request_headers.headers.headers) == 1_500_000
+    parsing_s = time.thread_time() - started_s
+
+    async def main() -> None:
+        async with picker(alone(1)) as rig:
+            call = rig.channel.stream_stream(PROCESS, response_deserializer=ProcessingResponse.FromString)()
+            await call.wait_for_connection()
+            started_s = time.thread_time()
+            await call.write(raw)
+            answer = await call.read()
+            assert time.thread_time() - started_s < parsing_s / 2
+            assert answer.immediate_response.status.code == 431
 
     run(main())
 

@@ -41,6 +41,11 @@ def engine_address(engine: EngineClient) -> str:
     return address_of(endpoint.url) if endpoint is not None else ""
 
 
+def connects_s(runtime: ClusterRuntime) -> float:
+    """Return the time that Envoy may spend on connections for one request, in seconds."""
+    return float(runtime.timeouts.connect_s) * runtime.settings.retries.attempts
+
+
 def header_changes(client: Headers, lines: bytes) -> tuple[Headers, list[bytes]]:
     """Return what turns a client's headers into those that an engine receives: headers to set, and names to remove.
 
@@ -93,8 +98,9 @@ class EnvoyDecodeLeg(DecodeLeg):
         added, removed = header_changes(exchange.headers, head)
         self.open, self.sent_at = True, now
         self.attempt = self.engine.started(now, counted=self.state.faults is None)
-        exchange.on_response, exchange.on_end = self._on_response, self._on_end
-        exchange.pick(Pick(",".join(filter(None, addresses)), added, removed, body))
+        exchange.on_response, exchange.on_end, exchange.on_late = self._on_response, self._on_end, self._on_late
+        wait_s = first_byte_s + connects_s(self.state.runtime)
+        exchange.pick(Pick(",".join(filter(None, addresses)), added, removed, body, wait_s))
         self.owner.release_body()
 
     @property
@@ -141,6 +147,14 @@ class EnvoyDecodeLeg(DecodeLeg):
         return instances_in(self._exchange.subsets, self.state.runtime)
 
     # The response
+
+    def _on_late(self) -> None:
+        """Fail the leg, because Envoy has reported no response in time."""
+        try:
+            why = f"decode instance {self.engine.name} did not respond in time"
+            self.on_failed(LegFailure("timeout", why, 504, sent=True))
+        except Exception as error:
+            self.owner.internal_error(error)
 
     def _on_response(self, status: int, served: str) -> None:
         try:

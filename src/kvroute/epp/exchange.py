@@ -37,6 +37,8 @@ class Pick:
     removed: list[bytes]
     """Names of the client's headers that it does not receive."""
     body: bytes
+    wait_s: float
+    """Time limit for the beginning of the response, in seconds."""
 
 
 def id_headers(path: bytes, request_id: bytes) -> Headers:
@@ -49,8 +51,9 @@ class PickExchange:
     """See `ClientExchange`. Envoy relays the response, so nothing of it is written here: call `respond` or `pick`.
 
     After `pick`, `on_response` is called with the status and the endpoint that has served it (empty: none has), and
-    `on_end` when the response is over. If Envoy ends the request before, `on_gone` is called. Until the response
-    begins, `respond` withdraws the request from its engine: Envoy closes it there and sends this response instead.
+    `on_end` when the response is over. If Envoy ends the request before, `on_gone` is called, and `on_late` if it
+    reports no response in time. Until the response begins, `respond` withdraws the request from its engine: Envoy
+    closes it there and sends this response instead.
     """
 
     __slots__ = (
@@ -64,6 +67,7 @@ class PickExchange:
         "method",
         "on_end",
         "on_gone",
+        "on_late",
         "on_pause",
         "on_response",
         "on_resume",
@@ -96,6 +100,7 @@ class PickExchange:
         self.picked = False
         """Envoy has the choice, which cannot be changed."""
         self.on_gone: Callable[[], None] | None = None
+        self.on_late: Callable[[], None] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
         self.on_response: Callable[[int, str], None] | None = None
@@ -185,6 +190,11 @@ class PickExchange:
         if self.on_response is not None:
             self.on_response(status, served)
 
+    def late(self) -> None:
+        """Report that no response has begun in time."""
+        if self.on_late is not None and not (self.gone or self.finished):
+            self.on_late()
+
     def closed(self) -> None:
         """Report the end of the stream to Envoy: the response is over, or the request ended before it began."""
         if self.gone or self.finished:
@@ -197,4 +207,4 @@ class PickExchange:
 
     def _forget(self) -> None:
         """Break the reference cycle with the owner."""
-        self.on_gone = self.on_response = self.on_end = self.resized = None
+        self.on_gone = self.on_late = self.on_response = self.on_end = self.resized = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from google.protobuf import struct_pb2
@@ -22,6 +23,7 @@ from kvroute.epp.envoy_pb2 import (
     StreamedBodyResponse,
 )
 from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.request_parser import HttpError, Limits
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 ACCESS_LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
@@ -38,7 +40,21 @@ MESSAGE_BYTES = 1024 * 1024
 """Longest message beside the body in it and the headers that the settings allow: the metadata of Envoy's filters."""
 _BODY_FIELDS = frozenset((b"\x22", b"\x2a"))
 """First bytes of messages with a body: numbers and wire types of `request_body` and `response_body`."""
+_ENVOYS_OWN = 16
+"""Headers that Envoy adds to those of a client, pseudo-headers included."""
+_LINE_BYTES = 4
+"""Bytes of a header line beside its name and value."""
+_UNSAFE = re.compile(rb"[\r\n\0]")
+_UNSENDABLE = HttpError(400, "a header has a character that HTTP/1.1 cannot send; send printable ASCII")
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+class Refused(Exception):
+    """The request gets an error response before it is complete."""
+
+    def __init__(self, error: HttpError) -> None:
+        self.error = error
+        super().__init__(error.message)
 
 
 def other_bytes(raw: bytes) -> int:
@@ -55,9 +71,30 @@ def other_bytes(raw: bytes) -> int:
     return len(raw)
 
 
-def headers_of(message: HttpHeaders) -> Headers:
-    """Return the headers of a message, pseudo-headers included."""
-    return [(each.key.encode(), each.raw_value or each.value.encode()) for each in message.headers.headers]
+def checked_headers(message: HttpHeaders, limits: Limits) -> tuple[dict[bytes, bytes], Headers]:
+    """Return pseudo-headers and headers of a request. Raises Refused: they exceed the limits, or cannot be sent on."""
+    if len(message.headers.headers) > limits.header_count + _ENVOYS_OWN:
+        raise Refused(too_long(limits))
+    pseudo: dict[bytes, bytes] = {}
+    headers: Headers = []
+    size = 0
+    for each in message.headers.headers:
+        name, value = each.key.encode(), each.raw_value or each.value.encode()
+        size += len(name) + len(value) + _LINE_BYTES
+        if _UNSAFE.search(name) or _UNSAFE.search(value):
+            raise Refused(_UNSENDABLE)
+        if name.startswith(b":"):
+            pseudo[name] = value
+        else:
+            headers.append((name, value))
+    if size > limits.header_bytes + _ENVOYS_OWN * _LINE_BYTES:
+        raise Refused(too_long(limits))
+    return pseudo, headers
+
+
+def too_long(limits: Limits) -> HttpError:
+    """Return the error for headers that exceed the limits."""
+    return HttpError(431, f"the request's headers exceed {limits.header_bytes} bytes or {limits.header_count} lines")
 
 
 def status_of(message: HttpHeaders) -> int:

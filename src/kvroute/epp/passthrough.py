@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvroute.epp.decode_leg import engine_address, engine_at, header_changes, instances_in
+from kvroute.epp.decode_leg import connects_s, engine_address, engine_at, header_changes, instances_in
 from kvroute.epp.exchange import Pick, PickExchange
 from kvroute.gateway.engines.breaker import is_failure
 from kvroute.gateway.engines.fault_attribution import FaultAttribution
@@ -17,7 +17,7 @@ from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.passthrough_paths import READ
 from kvroute.gateway.openai_api.responses import error_body
 from kvroute.gateway.proxy.leg import blame_engine
-from kvroute.gateway.proxy.passthrough import answerers
+from kvroute.gateway.proxy.passthrough import answerers, first_byte_s
 
 if TYPE_CHECKING:
     from kvroute.gateway.engines.breaker import Attempt
@@ -68,9 +68,11 @@ class PassthroughPick:
             head = header_lines(forwarded(exchange.headers, self._engine_id, runtime.forward_headers)) + runtime.added
             added, removed = header_changes(exchange.headers, head)
             exchange.on_response, exchange.on_end = self._on_response, self._on_response_end
+            exchange.on_late = self._on_late
+            wait_s = first_byte_s(self._content, runtime.timeouts) + connects_s(runtime)
             destination = ",".join(dict.fromkeys(engine_address(engine) for engine in engines))
             body = b"" if exchange.method in READ else self._content.body
-            exchange.pick(Pick(destination, added, removed, body))
+            exchange.pick(Pick(destination, added, removed, body, wait_s))
             exchange.release_body()
         except RequestError as refused:
             exchange.respond(refused.status, refused.body())
@@ -87,6 +89,17 @@ class PassthroughPick:
             if (only is None or engine.name in only) and engine_address(engine)
         )
         return list(islice(able, runtime.settings.retries.attempts))
+
+    def _on_late(self) -> None:
+        """Respond that Envoy has reported no response in time."""
+        engine = self._engine
+        assert engine is not None
+        now, faults = self._runtime.now(), self._faults
+        blame_engine(engine, self._attempt, "passthrough", "timeout", 0, lambda: faults, now)
+        faults.ended(504, now)
+        self._leave()
+        self._exchange.respond(504, error_body("the instance did not respond in time", "server_error"))
+        self._ended(504)
 
     def _on_response(self, status: int, served: str) -> None:
         engine, now = self._engine, self._runtime.now()

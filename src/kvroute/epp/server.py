@@ -19,8 +19,8 @@ from kvroute.epp.envoy_pb2 import (
     StreamAccessLogsResponse,
 )
 from kvroute.epp.exchange import PickExchange, id_headers
-from kvroute.epp.messages import ACCESS_LOGS, HEALTH, MESSAGE_BYTES, PROCESS, immediate_reply
-from kvroute.epp.stream import ProcessingStream, ProtocolFault, Refused
+from kvroute.epp.messages import ACCESS_LOGS, HEALTH, MESSAGE_BYTES, PROCESS, Refused, immediate_reply
+from kvroute.epp.stream import ProcessingStream, ProtocolFault
 from kvroute.gateway.http.headers import request_id_of
 from kvroute.gateway.http.request_parser import LIGHT_BYTES, HttpError
 from kvroute.gateway.observe.logs import log_event
@@ -32,12 +32,13 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_concurrent_streams", 1 << 30),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),  # pings go on while no stream sends data
 )
 _NOTICE_S = 3.0
 """Time in which Envoys notice that the picker drains: two failed health checks, one second apart, and their timeout."""
 _ENTRIES_AT_ONCE = 100
 """Entries of the access log that are processed before other requests run."""
-_BUSY = error_body("the picker has reached its limit of requests; try again later", "rate_limit_error")
+_BUSY = HttpError(429, "the picker has reached its limit of requests; try again later", "rate_limit_error")
 _READINESS = frozenset({"", "readiness", PROCESS[1:].rpartition("/")[0]})
 """Services whose health is that of the picker."""
 
@@ -62,7 +63,12 @@ class PickerServer:
         self._endpoints, self._ready, self._settings = parts.endpoints, parts.ready, settings
         self._key_pair, self._deadlines = parts.key_pair, parts.deadlines
         self._server: Any = None
-        self._streams = self._bodies_bytes = 0
+        self._streams: dict[ProcessingStream, None] = {}
+        """Those that count; one that was refused for another one does not."""
+        self._arriving: dict[ProcessingStream, None] = {}
+        """Those of them whose request is not complete, oldest first."""
+        self._bodies_bytes = self._refused = 0
+        """`_refused`: number of streams that were refused for another one and have not ended yet."""
         self.access_log = AccessLog(lambda: parts.endpoints.serving)
         self._draining = asyncio.Event()
         self._closed = False
@@ -70,7 +76,7 @@ class PickerServer:
     @property
     def connections(self) -> int:
         """Number of streams; each is one request."""
-        return self._streams
+        return len(self._streams)
 
     async def listen(self, host: str, port: int, ssl: object = None) -> int:
         """Accept Envoys at an address and return the port (chosen by the system if `port` is 0).
@@ -79,7 +85,7 @@ class PickerServer:
             OSError: the address cannot be used.
         """
         del ssl  # gRPC has a TLS of its own, which takes `ServerParts.key_pair`
-        server = self._server = grpc.aio.server(options=_OPTIONS)
+        server = self._server = grpc.aio.server(options=[*_OPTIONS, *_pings(self.limits.stall_s)])
         server.add_generic_rpc_handlers(tuple(_handlers(self._process, self._health, self._logs)))
         address = host_port(host, port)
         try:
@@ -141,14 +147,15 @@ class PickerServer:
     async def _process(self, _: Any, context: Any) -> None:
         if self._closed:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the picker is shutting down")
-        if self._streams >= self.limits.connections:
+        if len(self._streams) >= self.limits.connections and not self._make_room():
             request_id = request_id_of([])  # the request's own headers are not read
             self._endpoints.refused(429, b"", request_id, "")
             headers = [*id_headers(b"", request_id), (b"retry-after", b"1")]
-            await context.write(immediate_reply(429, _BUSY, b"application/json", headers))
+            body = error_body(_BUSY.message, _BUSY.type)
+            await context.write(immediate_reply(429, body, b"application/json", headers))
             return
-        self._streams += 1
         stream = ProcessingStream(context, self, conformance=self._settings.conformance)
+        self._streams[stream] = self._arriving[stream] = None
         self._deadlines.watch(stream)
         try:
             await stream.run()
@@ -157,8 +164,23 @@ class PickerServer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
         finally:
             self._deadlines.forget(stream)
-            self._streams -= 1
+            self._arriving.pop(stream, None)
+            if stream in self._streams:
+                del self._streams[stream]
+            else:
+                self._refused -= 1
             self._bodies_bytes -= stream.held_bytes
+
+    def _make_room(self) -> bool:
+        """Refuse the oldest request that is not complete; return False if there is none, or if too many of those that
+        were refused have not ended yet."""
+        if not self._arriving or self._refused >= self.limits.connections // 8 + 64:
+            return False
+        oldest = next(iter(self._arriving))
+        del self._arriving[oldest], self._streams[oldest]
+        self._refused += 1
+        oldest.refuse(_BUSY)
+        return True
 
     # What `ProcessingStream` needs
 
@@ -178,12 +200,19 @@ class PickerServer:
         """See `StreamOwner`."""
         self._endpoints.refused(status, path, request_id, client)
 
-    def take(self, exchange: PickExchange) -> None:
+    def take(self, stream: ProcessingStream, exchange: PickExchange) -> None:
         """See `StreamOwner`."""
+        self._arriving.pop(stream, None)
         if self._settings.conformance:
             self._endpoints.pass_any(exchange)
         else:
             self._endpoints.answer(exchange)
+
+
+def _pings(stall_s: float) -> list[tuple[str, int]]:
+    """Return options with which gRPC ends a connection whose peer is gone. Args: `stall_s`: after this time at most."""
+    half_ms = max(int(500 * stall_s), 1)
+    return [("grpc.keepalive_time_ms", half_ms), ("grpc.http2.ping_timeout_ms", half_ms)]
 
 
 def counted_bytes(nbytes: int) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import grpc
@@ -13,6 +12,7 @@ from google.protobuf.message import DecodeError
 from kvroute.epp.envoy_pb2 import (
     BUFFERED,
     FULL_DUPLEX_STREAMED,
+    NONE,
     BodyResponse,
     CommonResponse,
     HeaderMutation,
@@ -25,9 +25,10 @@ from kvroute.epp.envoy_pb2 import (
 from kvroute.epp.exchange import Pick, PickExchange, PickRequest, id_headers
 from kvroute.epp.messages import (
     MESSAGE_BYTES,
+    Refused,
     body_pieces,
     buffered_replies,
-    headers_of,
+    checked_headers,
     immediate_reply,
     other_bytes,
     picked,
@@ -37,6 +38,7 @@ from kvroute.epp.messages import (
     status_of,
     streamed_replies,
     subset_of,
+    too_long,
 )
 from kvroute.gateway.http.deadlines import NEVER_S
 from kvroute.gateway.http.headers import Headers, request_id_of
@@ -48,26 +50,12 @@ _WANTED, _ECHO, _SHOWN = b"test-epp-endpoint-selection", b"x-echo-set-header", b
 """Headers of the conformance tests of the Gateway API inference extension."""
 
 
-_ENVOYS_OWN = 16
-"""Headers that Envoy adds to those of a client, pseudo-headers included."""
-_LINE_BYTES = 4
-"""Bytes of a header line beside its name and value."""
-_UNSAFE = re.compile(rb"[\r\n\0]")
 _SLOW_HEAD = HttpError(408, "the request's headers did not arrive in time")
 _SLOW_BODY = HttpError(408, "the request's body did not arrive in time")
-_UNSENDABLE = HttpError(400, "a header has a character that HTTP/1.1 cannot send; send printable ASCII")
 
 
 class ProtocolFault(Exception):
     """Envoy's configuration sends messages that a picker cannot use; the text says what to change."""
-
-
-class Refused(Exception):
-    """The request gets an error response before it is complete."""
-
-    def __init__(self, error: HttpError) -> None:
-        self.error = error
-        super().__init__(error.message)
 
 
 class StreamOwner(Protocol):
@@ -75,8 +63,8 @@ class StreamOwner(Protocol):
 
     limits: Limits
 
-    def take(self, exchange: PickExchange) -> None:
-        """Handle a request."""
+    def take(self, stream: ProcessingStream, exchange: PickExchange) -> None:
+        """Handle the request of a stream, which is complete."""
         ...
 
     def hold(self, stream: ProcessingStream, nbytes: int) -> None:
@@ -113,10 +101,13 @@ class ProcessingStream:
         self._answered: asyncio.Future[Pick | ProcessingResponse] = asyncio.get_running_loop().create_future()
         self._withdrawal: ProcessingResponse | None = None
         """Response that Envoy sends although it has the choice already."""
-        self._slow: HttpError | None = None
-        """Response to a request that does not arrive in time."""
+        self._incomplete: HttpError | None = None
+        """Response to a request that is not awaited any longer."""
+        self._expired: Callable[[], None] = self._too_slow
+        """Called at the end of the deadline, unless a reply is being sent."""
         self._task = asyncio.current_task()
-        self._reset = self._writing = False
+        self._reset = self._writing = self._over = False
+        """`_over`: the response is over, and Envoy has not ended the stream in time."""
 
     async def run(self) -> None:
         """Serve the stream until Envoy ends it.
@@ -129,30 +120,44 @@ class ProcessingStream:
         except Refused as refused:
             await self._refuse(refused.error)
         except asyncio.CancelledError:
-            if self._slow is not None:
-                await self._refuse(self._slow)
+            if self._incomplete is not None:
+                await self._refuse(self._incomplete)
             elif self._withdrawal is not None:
+                self._writing = True
+                self.deadline_s = self._now() + self._owner.limits.stall_s
                 await self._context.write(self._withdrawal)
             elif self._reset:
                 await self._context.abort(grpc.StatusCode.ABORTED, "the request has failed in the picker")
-            else:
+            elif not self._over:
                 raise
 
     def expire(self, now: float) -> None:
-        """Handle the end of the deadline: the request is not complete, or its sender reads no reply."""
+        """Handle the end of the deadline: Envoy does not go on, or reads no reply."""
         self.deadline_s = NEVER_S
-        if self._task is None:
-            return
         if not self._writing:
-            self._slow = _SLOW_BODY if self._path else _SLOW_HEAD
-        self._task.cancel()
+            self._expired()
+        elif self._task is not None:
+            self._task.cancel()
+
+    def refuse(self, error: HttpError) -> None:
+        """Respond to a request that is not complete yet."""
+        if self._task is not None and not self._writing:
+            self._incomplete = error
+            self._task.cancel()
+
+    def _too_slow(self) -> None:
+        self.refuse(_SLOW_BODY if self._path else _SLOW_HEAD)
+
+    def _leave(self) -> None:
+        """End the stream, because the response is over."""
+        self._over = True
+        self._interrupt()
 
     async def _serve(self) -> None:
         first = await self._read()
         if first is None:
             return
         if first.HasField("response_headers"):  # Envoy's own error response to a request that no filter has seen
-            self.deadline_s = self._now() + self._owner.limits.body_s
             await self._follow(None, first)
             return
         request = await self._request(first)
@@ -161,16 +166,17 @@ class ProcessingStream:
         exchange = PickExchange(request, self._answer, self._abort)
         exchange.resized = self._resized
         try:
-            self._owner.take(exchange)
+            self._owner.take(self, exchange)
             del request, first
             answer = await self._answered
             for reply in self._replies(answer):
-                self.deadline_s = self._now() + self._owner.limits.stall_s
                 await self._write(reply)
             self.deadline_s = NEVER_S
             self._owner.hold(self, 0)
             if isinstance(answer, Pick):
-                await self._follow(exchange)
+                self._expired = exchange.late
+                self.deadline_s = self._now() + answer.wait_s
+                await self._follow(exchange, wait_s=answer.wait_s)
         finally:
             exchange.closed()
 
@@ -180,7 +186,7 @@ class ProcessingStream:
         body = in_format_of(self._path, error.status, error_body(error.message, kind, code=error.code))
         request_id = request_id_of(self._headers_read)
         headers = id_headers(self._path, request_id)
-        if error.status == 503:
+        if error.status in (429, 503):
             headers.append((b"retry-after", b"1"))
         self._owner.refused(error.status, self._path, request_id, self._peer)
         self.deadline_s = self._now() + self._owner.limits.stall_s
@@ -201,18 +207,12 @@ class ProcessingStream:
         if raw is grpc.aio.EOF:
             return None
         if len(raw) > MESSAGE_BYTES and other_bytes(raw) > MESSAGE_BYTES + self._owner.limits.header_bytes:
-            raise Refused(self._too_long())
+            raise Refused(too_long(self._owner.limits))
         try:
             message: ProcessingRequest = ProcessingRequest.FromString(raw)
         except DecodeError:
             raise ProtocolFault("send messages of ext_proc v3") from None
         return message
-
-    def _too_long(self) -> HttpError:
-        limits = self._owner.limits
-        return HttpError(
-            431, f"the request's headers exceed {limits.header_bytes} bytes or {limits.header_count} lines"
-        )
 
     def _answer(self, answer: Pick | ProcessingResponse) -> None:
         if not self._answered.done():
@@ -231,9 +231,10 @@ class ProcessingStream:
             self._task.cancel()
 
     async def _write(self, reply: ProcessingResponse) -> None:
-        """Send one message. An interruption waits for its end: gRPC sends one message at a time, and no status
-        meanwhile."""
+        """Send one message within the time for a reader that stalls. An interruption waits for its end: gRPC sends one
+        message at a time, and no status meanwhile."""
         self._writing = True
+        self.deadline_s = self._now() + self._owner.limits.stall_s
         try:
             await self._context.write(reply)
         finally:
@@ -250,7 +251,7 @@ class ProcessingStream:
         if first.HasField("protocol_config"):
             self._mode = first.protocol_config.request_body_mode
             self._response_mode = first.protocol_config.response_body_mode
-        pseudo, headers = self._headers(first)
+        pseudo, headers = checked_headers(first.request_headers, self._owner.limits)
         self._path, _, query = pseudo.get(b":path", b"/").partition(b"?")
         self._headers_read = headers
         self._peer = next((value for name, value in headers if name == b"x-forwarded-for"), b"").decode("latin-1")
@@ -272,26 +273,6 @@ class ProcessingStream:
             wanted = [value.decode("latin-1") for name, value in headers if name == _WANTED]
             subsets += [frozenset(split_names(value)) for value in wanted]
         return PickRequest(pseudo.get(b":method", b"GET"), self._path, query, headers, body, self._peer, tuple(subsets))
-
-    def _headers(self, first: ProcessingRequest) -> tuple[dict[bytes, bytes], Headers]:
-        """Return pseudo-headers and headers. Raises Refused: they exceed the limits, or cannot be sent on."""
-        limits = self._owner.limits
-        if len(first.request_headers.headers.headers) > limits.header_count + _ENVOYS_OWN:
-            raise Refused(self._too_long())
-        pseudo: dict[bytes, bytes] = {}
-        headers: Headers = []
-        size = 0
-        for name, value in headers_of(first.request_headers):
-            size += len(name) + len(value) + _LINE_BYTES
-            if _UNSAFE.search(name) or _UNSAFE.search(value):
-                raise Refused(_UNSENDABLE)
-            if name.startswith(b":"):
-                pseudo[name] = value
-            else:
-                headers.append((name, value))
-        if size > limits.header_bytes + _ENVOYS_OWN * _LINE_BYTES:
-            raise Refused(self._too_long())
-        return pseudo, headers
 
     async def _body(self) -> bytes | None:
         parts: list[bytes] = []
@@ -328,14 +309,18 @@ class ProcessingStream:
 
     # The response
 
-    async def _follow(self, exchange: PickExchange | None, message: ProcessingRequest | None = None) -> None:
-        """Report the response, and return every message of it unchanged.
+    async def _follow(
+        self, exchange: PickExchange | None, message: ProcessingRequest | None = None, *, wait_s: float = 0.0
+    ) -> None:
+        """Report the response, and return every message of it unchanged. The deadline is that of its first message.
 
         Args:
             exchange: of the request; None: the picker has not seen it.
             message: the first one; None: it is not read yet.
+            wait_s: time limit for the next part of a body that Envoy sends, in seconds.
         """
         message = message or await self._read()
+        due_s = self.deadline_s
         while message is not None:
             match message.WhichOneof("request"):
                 case "response_headers":
@@ -345,18 +330,30 @@ class ProcessingStream:
                     await self._write(ProcessingResponse(response_headers=self._shown(served)))
                     if exchange is not None and message.response_headers.end_of_stream:
                         exchange.closed()
+                    due_s = self._due_s(wait_s, ends=exchange is None or message.response_headers.end_of_stream)
                 case "response_body":
                     for piece in self._unchanged(message.response_body):
                         await self._write(ProcessingResponse(response_body=piece))
+                    due_s = self._due_s(wait_s, ends=message.response_body.end_of_stream)
                 case "response_trailers":
                     if exchange is not None:
                         exchange.closed()
                     await self._write(ProcessingResponse(response_trailers=TrailersResponse()))
+                    due_s = self._due_s(wait_s, ends=True)
                 case "request_trailers":
                     await self._write(ProcessingResponse(request_trailers=TrailersResponse()))
                 case _:
                     raise ProtocolFault("the request is over after the choice of its endpoint")
+            self.deadline_s = due_s
             message = await self._read()
+
+    def _due_s(self, wait_s: float, *, ends: bool) -> float:
+        """Return the deadline of the next message of a response that has begun. Args: `ends`: nothing but the end of
+        the stream can follow."""
+        self._expired = self._leave if ends else self._abort
+        if ends:
+            return self._now() + self._owner.limits.body_s
+        return NEVER_S if self._response_mode == NONE else self._now() + wait_s
 
     def _shown(self, served: str) -> HeadersResponse:
         if not self._conformance:

@@ -160,7 +160,7 @@ class DecodeLeg(Leg):
             if computed or self.early:
                 self.transfer_started(now)
             body = protocol.decode_body(completion, prefill.handshake, prefill.transfer_params)
-        wait_s = timeouts.first_token_s if self.streams else timeouts.answer_s
+        wait_s = timeouts.first_token_s if completion.stream else timeouts.answer_s
         self.send(body, wait_s + timeouts.prefill_s if self.early else wait_s, now)
         if self.streams and self.call is not None:
             self.call.events = self.call.waits = True

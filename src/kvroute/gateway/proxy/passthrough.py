@@ -17,6 +17,7 @@ from kvroute.gateway.proxy.leg import FAILURE_STATUS, FULL, blame_engine
 from kvroute.gateway.proxy.retry import EndStream, LegFailure, Progress, Retry, decide
 
 if TYPE_CHECKING:
+    from kvroute.gateway.config.settings import TimeoutSettings
     from kvroute.gateway.engines.breaker import Attempt
     from kvroute.gateway.engines.client import EngineClient
     from kvroute.gateway.http.call import Call, Failure
@@ -51,6 +52,14 @@ def answerers(
             best = min(up, key=lambda engine: engine.in_flight)
             untried.remove(best)
             yield best
+
+
+def first_byte_s(content: PassthroughBody, timeouts: TimeoutSettings) -> float:
+    """Return the timeout for the first byte of the response's body, in seconds. Without streaming it comes after the
+    last token."""
+    if not content.generates:
+        return timeouts.prefill_s
+    return timeouts.first_token_s if content.streams else timeouts.answer_s
 
 
 class PassthroughRequest:
@@ -133,15 +142,8 @@ class PassthroughRequest:
         start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, engine.pool.host)
         request = b"".join((start, head, length, b"\r\n", body))
         idle_s = runtime.timeouts.between_tokens_s
-        self._call = engine.pool.send(request, self, first_byte_s=self._first_byte_s(), idle_s=idle_s)
-
-    def _first_byte_s(self) -> float:
-        """Return the timeout for the first byte of the response's body, in seconds. Without streaming it comes after
-        the last token."""
-        timeouts, content = self._runtime.timeouts, self._content
-        if not content.generates:
-            return timeouts.prefill_s
-        return timeouts.first_token_s if content.streams else timeouts.answer_s
+        wait_s = first_byte_s(self._content, runtime.timeouts)
+        self._call = engine.pool.send(request, self, first_byte_s=wait_s, idle_s=idle_s)
 
     def _may_try(self) -> bool:
         runtime = self._runtime
