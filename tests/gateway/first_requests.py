@@ -1,5 +1,5 @@
-"""Usage: python -m tests.gateway.first_requests POLICY; prints the modules that are imported and the kernels that are
-compiled, or loaded from the cache, during the first requests to a gateway, as JSON.
+"""Usage: python -m tests.gateway.first_requests POLICY VARIANT; prints the modules that are imported and the kernels
+that are compiled, or loaded from the cache, during the first requests to a gateway, as JSON.
 
 Client and engines are in processes of their own, so that all that is imported here belongs to the gateway.
 """
@@ -17,6 +17,7 @@ from tests.control.first_requests import signatures
 from tests.waiting import until
 
 from kvroute.gateway.gateway import Deployment, Gateway
+from kvroute.gateway.openai_api.api_keys import hash_text
 from kvroute.types import Endpoint
 
 EXAMPLE = Path(__file__).parents[2] / "examples/small.yaml"
@@ -28,43 +29,95 @@ class Ready(msgspec.Struct):
     instances: dict[str, Endpoint]
 
 
+SECTIONS = {
+    "policy": "",
+    "tenants": """
+  keys: {known: {one: KEY}}
+  cache_salt: per-key
+  classes: {default: {requests_per_minute: 20, slo: {ttft: 2 s, header: true}}}
+  fair_queue: {work: 1 s}
+  retries: {continue_streams: true}
+  prompt: {without_tokenizer: engine}
+  oracle: {source: push}
+""",
+}
+"""Further settings by the name of a variant."""
+
 CLIENT = """
-import json, sys, urllib.error, urllib.request
+import gzip, json, socket, sys, urllib.error, urllib.request
 url, admin = sys.argv[1:]
+JSON, MODEL = {"content-type": "application/json"}, "llama-3-70b"
 MESSAGES = [{"role": "user", "content": "What is a KV cache? " * 20}]
 PARTS = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}}}
+CHAT, LONG = "/v1/chat/completions", {"prompt": "What is a KV cache? " * 20, "max_tokens": 20}
 BODIES = [
-    ("/v1/completions", {"prompt": "What is a KV cache? " * 20, "max_tokens": 4}),
-    ("/v1/completions", {"prompt": "What is a KV cache? " * 20, "max_tokens": 20, "stream": True}),
-    ("/v1/completions", {"prompt": [1, 2, 3] * 20, "max_tokens": 4, "n": 2}),
+    ("/v1/completions", LONG),
+    ("/v1/completions", LONG | {"stream": True}),
+    ("/v1/completions", {"prompt": [1, 2, 3] * 20, "max_tokens": 4, "n": 2, "logprobs": 2, "echo": True}),
     ("/v1/completions", {"prompt": "a" * 400_000, "max_tokens": 4}),
-    ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4, "tools": []}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": PARTS}], "max_tokens": 4, "stream": True}),
-    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
-    ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
-    ("/v1/embeddings", {"input": "hi"}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 4, "tools": TOOLS, "tool_choice": "required"}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 40, "response_format": SCHEMA, "stream": True}),
+    (CHAT, {"messages": [{"role": "user", "content": PARTS}], "max_tokens": 4, "stream": True}),
+    *(("/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "stream": stream}) for stream in (False, True)),
+    *(("/v1/responses", {"input": "hi", "max_output_tokens": 4, "stream": stream}) for stream in (False, True)),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+    ("/v1/embeddings", {"input": "hi", "encoding_format": "base64"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ("/tokenize", {"prompt": "hi"}),
     ("/v1/completions", {"prompt": {}}),
+    ("/v1/completions", {"model": "absent", "prompt": "hi"}),
     ("/v1/completions", b"not json"),
+    ("/v1/messages", b"[" * 100_000),
+    ("/v1/completions", b"a" * 64_000_001),
     ("/nowhere", {}),
 ]
-for path, body in BODIES:
-    data = body if isinstance(body, bytes) else json.dumps({"model": "llama-3-70b"} | body).encode()
+REQUEST = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 2}).encode()
+CODED = [("gzip", gzip.compress(REQUEST)), ("zstd", REQUEST), ("deflate", REQUEST), ("br", REQUEST)]
+FORM = b'--x\\r\\nContent-Disposition: form-data; name="model"\\r\\n\\r\\nllama-3-70b\\r\\n--x--\\r\\n'
+
+
+def ask(address, data=None, **headers):
+    key = {"authorization": "Bearer one", "x-session-id": "a", "x-slo-ttft-ms": "5000"}
     try:
-        urllib.request.urlopen(urllib.request.Request(url + path, data, {"content-type": "application/json"})).read()
+        urllib.request.urlopen(urllib.request.Request(address, data, key | headers)).read()
     except urllib.error.HTTPError as error:
-        error.read()
-for page in (url + "/v1/models", url + "/health", admin + "/metrics"):
-    urllib.request.urlopen(page).read()
+        assert error.read() is not None and error.code != 500, (address, data[:100])
+
+
+for path, body in BODIES:
+    ask(url + path, body if isinstance(body, bytes) else json.dumps({"model": MODEL} | body).encode(), **JSON)
+for coding, body in CODED:
+    ask(url + "/v1/completions", body, **JSON, **{"content-encoding": coding})
+ask(url + "/v1/audio/transcriptions", FORM, **{"content-type": "multipart/form-data; boundary=x"})
+ask(url + "/v1/completions", REQUEST, **JSON, origin="http://other")
+for _ in range(10):
+    ask(url + "/v1/completions", REQUEST, **JSON)
+for page in ("/v1/models", "/v1/models/" + MODEL, "/v1/models/x", "/v1/completions", "/health", "/openapi.json"):
+    ask(url + page)
+for page in ("/", "/metrics", "/state", "/config", "/ready", "/version", "/nowhere"):
+    ask(admin + page)
+ask(admin + "/metrics", accept="application/openmetrics-text")
+ask(admin + "/telemetry", b'{"per_tier": {"rack": 0.3}}', **JSON)
+ask(admin + "/telemetry", b'{"x": 1}', **JSON)
+LONG_LINE = b"GET /" + b"a" * 100_000 + b" HTTP/1.1"
+for line in (b"GET / HTTP/9", b"\\x16\\x03\\x01\\0", b"PRI * HTTP/2.0\\r\\n\\r\\nSM", LONG_LINE):
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+        client.sendall(line + b"\\r\\n\\r\\n")
+        client.recv(1000)
+with socket.create_connection(("127.0.0.1", int(admin.rpartition(":")[2]))) as client:
+    client.sendall(b"GET /events HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+    client.recv(1000)
 """
 
 
-async def first_requests(policy: str, folder: Path) -> dict[str, list[str]]:
+async def first_requests(policy: str, variant: str, folder: Path) -> dict[str, list[str]]:
     """Return the imported modules, and the compiled kernels."""
     file, ready = folder / "cluster.yaml", folder / "ready"
-    gateway_section = (
-        f"gateway: {{listen: {{port: 0}}, admin: {{port: 0}}, policy: {policy}, log: {{events: events.log}}}}"
-    )
-    file.write_text(f"{EXAMPLE.read_text()}\n{gateway_section}\n")
+    rest = SECTIONS[variant].replace("KEY", hash_text("one"))
+    section = f"  policy: {policy}\n  listen: {{port: 0}}\n  admin: {{port: 0}}\n  log: {{events: events.log}}\n{rest}"
+    file.write_text(f"{EXAMPLE.read_text()}\ngateway:\n{section}")
     program = str(Path(sys.executable).with_name("kvroute"))
     command = (program, "emulate", str(file), "--until-eof", "--ready-file", str(ready))
     engines = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
@@ -96,7 +149,7 @@ async def first_requests(policy: str, folder: Path) -> dict[str, list[str]]:
 def main() -> None:
     """Print the result."""
     with tempfile.TemporaryDirectory() as folder:
-        sys.stdout.write(json.dumps(asyncio.run(first_requests(sys.argv[1], Path(folder)))) + "\n")
+        sys.stdout.write(json.dumps(asyncio.run(first_requests(sys.argv[1], sys.argv[2], Path(folder)))) + "\n")
 
 
 if __name__ == "__main__":
