@@ -13,6 +13,7 @@ from tests.control.live_rig import request
 from tests.control.replica_rig import CLUSTER, LEASE_S, NAMES, SPEC, Gateways, counts, expected, least
 
 from kvroute.control import Control, LogHashing
+from kvroute.control.peers import BOOKINGS_MAX
 from kvroute.types import (
     Arrived,
     ClusterChanged,
@@ -262,6 +263,39 @@ def test_a_report_with_an_impossible_number_changes_nothing() -> None:
     control = SPEC.build(CLUSTER)
     with pytest.raises(InputError, match="gateway other reports nan for request 7"):
         reported(control, 1, PeerBooking(7, prefill="vp0", prefill_s=float("nan")), whole=True)
+    assert counts(control, 1.0) == IDLE
+
+
+def free_bytes(control: Control) -> dict[str, float]:
+    """Return the KV memory that a core counts as free, by instance."""
+    names = [instance.name for instance in control.cluster.instances]
+    pools = control.parts.view.decode.values()
+    return {names[index]: float(pool.free_kv_bytes[at]) for pool in pools for index, at in pool.position.items()}
+
+
+def test_a_booking_counts_for_no_more_than_its_instance_holds() -> None:
+    """Its release gives back the same, also after a change of the cluster."""
+    control = SPEC.build(base())
+    join(control, 1.0, engine("p0", "prefill"), engine("d0", "decode", 1))
+    before = free_bytes(control)
+    reported(control, 1, PeerBooking(1, target="d0", need_bytes=1e18, source="p0", kv_bytes=1e18), whole=True)
+    assert (before["d0"] > 0, free_bytes(control)["d0"]) == (True, 0.0)
+    control.handle(ClusterChanged(2.0, joining(control, [engine("d1", "decode", 2)]), ()))
+    assert free_bytes(control)["d0"] == 0.0
+    reported(control, 2, PeerBooking(1), at=3.0)
+    assert free_bytes(control) == before | {"d1": before["d0"]}
+    assert least(control) == 0
+
+
+def test_the_bookings_of_one_gateway_are_bounded() -> None:
+    """Further ones count nowhere until others have ended."""
+    control = SPEC.build(CLUSTER)
+    for sequence in range(1, 4):
+        first = sequence * BOOKINGS_MAX // 2
+        some = [PeerBooking(number, "vp0", 1.0) for number in range(first, first + BOOKINGS_MAX // 2)]
+        reported(control, sequence, *some, whole=sequence == 1)
+    assert control.loads(1.0)["vp0"].queued == BOOKINGS_MAX
+    reported(control, 4, whole=True)
     assert counts(control, 1.0) == IDLE
 
 

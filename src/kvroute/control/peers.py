@@ -17,6 +17,8 @@ from kvroute.types import InputError, PeerBooking, PeerEvent, PeerReport, Role, 
 
 _NUMBERS_FROM = 1 << 62
 """First number of a foreign transfer, above the ids of own requests."""
+BOOKINGS_MAX = 1 << 16
+"""Bookings that are counted for one gateway; its limits of admission allow far fewer."""
 _LOST_MAX = 256
 """Number of lost gateways whose last sequence number is kept, so that late reports are recognised."""
 
@@ -30,6 +32,8 @@ class _Placed:
     prompt: tuple[DecodePool, int] | None = None
     """The prefill, if the decode instance computes the prompt itself."""
     decode: tuple[DecodePool, int] | None = None
+    decode_bytes: float = 0.0
+    """KV memory that is counted there."""
     transfer: tuple[int, int, int] | None = None
     """Number, source and target."""
 
@@ -171,7 +175,7 @@ class Peers:
     def _apply(self, at: float, peer: Peer, booking: PeerBooking) -> None:
         placed = peer.placed.get(booking.request_id)
         if placed is None:
-            if booking.empty:
+            if booking.empty or len(peer.placed) >= BOOKINGS_MAX:
                 return
             placed = peer.placed[booking.request_id] = _Placed(PeerBooking(booking.request_id))
         self._update(at, placed, booking)
@@ -188,10 +192,11 @@ class Peers:
         same = (old.target, old.need_bytes) == (new.target, new.need_bytes) and old.admitted <= new.admitted
         if placed.decode is not None and not same:
             takers, position = placed.decode
-            takers.release(position, old.need_bytes, admitted=old.admitted)
+            takers.release(position, placed.decode_bytes, admitted=old.admitted)
             placed.decode = None
         if placed.decode is None and new.target:
-            placed.decode = self._book_decode(at, new)
+            placed.decode_bytes = self._held_bytes(new.target, new.need_bytes)
+            placed.decode = self._book_decode(at, new, placed.decode_bytes)
         elif placed.decode is not None and new.admitted and not old.admitted:
             takers, position = placed.decode
             takers.admit(position)
@@ -244,7 +249,8 @@ class Peers:
             source_index, target_index = _index(self._parts, new.source), _index(self._parts, new.target)
             if source_index is not None and target_index is not None:
                 placed.transfer = next(self._numbers), source_index, target_index
-                dispatcher.transfer_started(at, *placed.transfer, new.kv_bytes)
+                kv_bytes = self._held_bytes(new.target, new.kv_bytes)
+                dispatcher.transfer_started(at, *placed.transfer, kv_bytes)
 
     def _book_prefill(self, at: float, booking: PeerBooking) -> tuple[PrefillPool, int] | None:
         index = _index(self._parts, booking.prefill)
@@ -267,12 +273,18 @@ class Peers:
         pool = self._parts.view.decode_pool_of(index)
         return None if pool is None else (pool, pool.position[index])
 
-    def _book_decode(self, at: float, booking: PeerBooking) -> tuple[DecodePool, int] | None:
+    def _held_bytes(self, name: str, nbytes: float) -> float:
+        """Return the part of a booking that an instance can hold: another gateway books more for a request that is too
+        large, and a faulty writer any number."""
+        index = _index(self._parts, name)
+        return nbytes if index is None else min(nbytes, self._parts.cluster.instances[index].kv_capacity_bytes)
+
+    def _book_decode(self, at: float, booking: PeerBooking, need_bytes: float) -> tuple[DecodePool, int] | None:
         found = self._decode_position(booking.target)
         if found is None:
             return None
         pool, position = found
-        pool.book(position, booking.need_bytes)
+        pool.book(position, need_bytes)
         if pool.slow_start.started:
             pool.slow_start.booked(position, at, int(pool.up.sum()))
         if booking.admitted:

@@ -25,6 +25,8 @@ from kvroute.types import (
 
 SECONDS_MAX = 1e10
 """Largest duration, and largest absolute time; seconds since 1970 have a fifth of it."""
+PREFILL_S_MAX = 86_400.0
+"""Longest prefill of one request."""
 BYTES_MAX = 1e18
 """Largest number of bytes of one request or of all transfers of a measurement."""
 COUNT_MAX = 1 << 53
@@ -49,7 +51,7 @@ def check_counts(report: PeerReport) -> None:
 def check_report(report: PeerReport) -> None:
     """Raise InputError if a booking or an event of a report has an impossible number."""
     for booking in report.bookings:
-        values = ((booking.prefill_s, SECONDS_MAX), (booking.need_bytes, BYTES_MAX), (booking.kv_bytes, BYTES_MAX))
+        values = ((booking.prefill_s, PREFILL_S_MAX), (booking.need_bytes, BYTES_MAX), (booking.kv_bytes, BYTES_MAX))
         for value, most in values:
             if not 0.0 <= value <= most:
                 raise _impossible(report, f"for request {booking.request_id}", value, 0, most)
