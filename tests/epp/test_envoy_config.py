@@ -78,6 +78,12 @@ def test_every_instance_is_an_endpoint_and_prefill_instances_serve_nothing_in_tu
     assert endpoint["endpoint"]["address"]["socket_address"] == {"address": "10.0.0.9", "port_value": 9002}
 
 
+def test_the_listener_faces_clients() -> None:
+    """Envoy appends their addresses to `x-forwarded-for` and does not trust headers of its own from them."""
+    manager = config_of()["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    assert manager["use_remote_address"] is True
+
+
 def test_retries_and_timeouts_are_those_of_the_gateway() -> None:
     """A change of the file changes both."""
     config = config_of("  retries: {attempts: 5, share: 0.5, floor_per_s: 3}\n  timeouts: {connect: 7 s}\n")

@@ -1,10 +1,12 @@
-"""The event log of a picker: restricted and moved requests replay like all others, and `explain` says what moved."""
+"""The logs of a picker: restricted and moved requests replay like all others, and `explain` says what moved. The
+client of a request is the one that Envoy sees."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.epp.envoy_rig import address, completion_body, picker
+import pytest
+from tests.epp.envoy_rig import address, alone, completion_body, picker
 from tests.gateway.stub_engines import engines_of, run
 from typer.testing import CliRunner
 
@@ -51,3 +53,23 @@ def test_a_log_of_subsets_sidecars_and_moved_decodes_replays(tmp_path: Path) -> 
     explained = CliRunner().invoke(app, ["explain", str(log), "0"], env={"COLUMNS": "200"})
     assert explained.exit_code == 0, explained.output
     assert "instead" in explained.stdout
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere", "/tokenize"])
+def test_the_client_of_a_request_is_the_last_address(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Envoy appends it; those before are what the client claims."""
+
+    async def main() -> None:
+        async with picker(alone(1), "  log: {access: true}\n") as rig:
+            claims = [("x-forwarded-for", "198.51.100.7"), ("x-forwarded-for", "192.0.2.1, 192.0.2.9")]
+            stream = rig.stream()
+            answer = await stream.ask(completion_body(), path=path, headers=claims)
+            if answer.destination:
+                await stream.respond(200, answer.endpoints[0], ends=True)
+                await stream.end()
+            assert await rig.becomes_idle()
+            lines = [record.__dict__["fields"] for record in caplog.records if record.getMessage() == "request"]
+            assert [line["client"] for line in lines] == ["192.0.2.9"]
+
+    with caplog.at_level("INFO"):
+        run(main())

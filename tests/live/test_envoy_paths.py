@@ -128,3 +128,19 @@ def test_too_many_headers_and_a_slow_body_are_refused(tmp_path: Path) -> None:
             )
 
     run(main())
+
+
+def test_the_log_has_the_client_that_envoy_sees(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not the address that the client claims."""
+
+    async def main() -> None:
+        async with envoy_rig(alone(1), tmp_path, "  log: {access: true}\n") as rig:
+            claim = {"x-forwarded-for": "198.51.100.7"}
+            assert (await rig.post(json.loads(completion_body()), headers=claim)).status == 200
+            assert await released(rig)
+            lines = [record.__dict__["fields"] for record in caplog.records if record.getMessage() == "request"]
+            (client,) = [line["client"] for line in lines]
+            assert client not in ("", "198.51.100.7")
+
+    with caplog.at_level("INFO"):
+        run(main())

@@ -96,6 +96,7 @@ def _listener(settings: GatewaySettings, options: EnvoyOptions) -> dict[str, Any
     manager = {
         "@type": TYPE + "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "kvroute",
+        "use_remote_address": True,  # clients connect here: x-forwarded-for ends with their address
         "generate_request_id": True,
         "preserve_external_request_id": True,
         **_limits(settings),

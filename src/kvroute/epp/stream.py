@@ -254,7 +254,8 @@ class ProcessingStream:
         pseudo, headers = checked_headers(first.request_headers, self._owner.limits)
         self._path, _, query = pseudo.get(b":path", b"/").partition(b"?")
         self._headers_read = headers
-        self._peer = next((value for name, value in headers if name == b"x-forwarded-for"), b"").decode("latin-1")
+        via = b",".join(value for name, value in headers if name == b"x-forwarded-for")
+        self._peer = via.rpartition(b",")[2].strip().decode("latin-1")  # Envoy appends its client; others are claims
         body: bytes | None = b""
         self._has_body = not first.request_headers.end_of_stream
         if self._has_body:
