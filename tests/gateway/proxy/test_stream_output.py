@@ -132,6 +132,28 @@ def test_a_stream_without_a_token_is_a_failure(kind: str, sent: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("empty", [b":\n\n", b":\r\n\r\n", b"data:\n\n", b"event: ping\n\n"], ids=str)
+@pytest.mark.parametrize(("count", "status"), [(10_000, 200), (20_000, 502)])
+def test_events_before_the_first_token_are_bounded(empty: bytes, count: int, status: int) -> None:
+    """Each of them takes time on the event loop, however small it is."""
+
+    async def main() -> None:
+        prefill, decode = engines_of("vllm")
+        rest = [event("a"), DONE]
+        for engine in decode:
+            engine.serve = sending([*[empty * 1000] * (count // 1000), *rest])
+        async with stub_rig(prefill + decode, "  retries: {attempts: 1}\n") as front:
+            response = await front.post(completion(stream=True))
+            assert response.status == status
+            if status == 200:
+                assert response.body == empty * count + b"".join(rest)
+            else:
+                assert "sent too much before its first token" in response.json["error"]["message"]
+            assert await front.becomes_idle(), front.held_resources()
+
+    run(main())
+
+
 @pytest.mark.parametrize("sent", [COMMENT, b'data: {"choices": []}\n\n'], ids=["comments", "events"])
 def test_what_has_no_token_does_not_end_the_wait_for_the_first_one(sent: bytes) -> None:
     async def serve(_: Engine, request: web.BaseRequest, __: ReceivedRequest) -> web.StreamResponse:
@@ -197,10 +219,10 @@ def test_the_first_token_is_the_first_event_with_one() -> None:
         for engine in decode:
             engine.serve = serve
         async with stub_rig(prefill + decode) as front:
-            asked_s = front.gateway.now()
             task = asyncio.create_task(front.post(completion(stream=True)))
             await gate.entered.wait()
-            await until(lambda: front.gateway.now() > asked_s + 0.3)
+            entered_s = front.gateway.now()
+            await until(lambda: front.gateway.now() > entered_s + 0.3)
             assert await counted(front, "kvroute_ttft_seconds_count") == 0
             gate.open.set()
             assert (await task).body == COMMENT + event("a") + DONE

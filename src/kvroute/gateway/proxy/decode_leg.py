@@ -32,7 +32,7 @@ _MEASURABLE_BYTES = 1 << 20
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _HELD_BYTES_MAX = 1 << 20
 """Longest part of an event that is held back; a longer event is relayed in pieces."""
-_PREAMBLE_BYTES_MAX, _PREAMBLE_PIECES_MAX = 4 << 20, 1 << 14
+_PREAMBLE_BYTES_MAX, _PREAMBLE_EVENTS_MAX = 4 << 20, 1 << 14
 """Most bytes before the first token, and most pieces in which they arrive."""
 
 
@@ -80,6 +80,7 @@ class DecodeLeg(Leg):
         "_held",
         "_preamble",
         "_preamble_bytes",
+        "_preamble_events",
         "_prefill",
         "_torn",
         "aggregated",
@@ -121,7 +122,7 @@ class DecodeLeg(Leg):
         """Beginning of an event whose end has not arrived yet."""
         self._preamble: list[bytes] = []
         """Events before the first token."""
-        self._preamble_bytes = 0
+        self._preamble_bytes = self._preamble_events = 0
 
     @property
     def waits(self) -> bool:
@@ -241,11 +242,11 @@ class DecodeLeg(Leg):
         that the leg can be retried until then."""
         start = 0
         if self.first:
+            if self._waits_too_long(data):
+                return
             start, role = self._format.first(data)
             self._preamble.append(data)
-            self._preamble_bytes += len(data)
             if role == "preamble":
-                self._check_preamble()
                 return
             start += self._preamble_bytes - len(data)
             data = b"".join(self._preamble)
@@ -260,10 +261,14 @@ class DecodeLeg(Leg):
         self.size += len(data)
         self.state.exchange.write(data)
 
-    def _check_preamble(self) -> None:
-        """Fail the leg if it has sent too much without a token."""
-        if self._preamble_bytes > _PREAMBLE_BYTES_MAX or len(self._preamble) > _PREAMBLE_PIECES_MAX:
-            self._abandon_stream("malformed", "sent too much before its first token")
+    def _waits_too_long(self, data: bytes) -> bool:
+        """Fail the leg if it sends too much before its first token; each event costs time. Return whether it does."""
+        self._preamble_bytes += len(data)
+        self._preamble_events += data.count(b"\n\n") + data.count(b"\n\r\n")
+        if self._preamble_bytes <= _PREAMBLE_BYTES_MAX and self._preamble_events <= _PREAMBLE_EVENTS_MAX:
+            return False
+        self._abandon_stream("malformed", "sent too much before its first token")
+        return True
 
     def _abandon_stream(self, kind: str, why: str) -> None:
         """End the call and report its failure."""
