@@ -57,7 +57,12 @@ class Seen:
 
 
 async def _send(session: aiohttp.ClientSession, url: str, number: int, statuses: Counter[int]) -> None:
-    body = {"model": "llama-3-70b", "prompt": f"{number} What goes up must come down.", "max_tokens": 8}
+    body = {
+        "model": "llama-3-70b",
+        "prompt": f"{number} What goes up must come down.",
+        "max_tokens": 8,
+        "ignore_eos": True,
+    }
     async with session.post(url, json=body) as response:
         await response.read()
         statuses[response.status] += 1

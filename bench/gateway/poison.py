@@ -67,7 +67,13 @@ def requests(mix: Mix) -> Iterator[tuple[TimedRequest, bool]]:
         due += [(second + number / mix.poison_per_s if mix.spread else float(second), True) for number in poison]
         for at_s, poisoned in sorted(due):
             text = f"{MARKER if poisoned else 'plain'} {at_s} " + "What is a KV cache? " * 10
-            fields = {"model": "llama-3-70b", "prompt": text, "max_tokens": TOKENS, "stream": mix.stream}
+            fields = {
+                "model": "llama-3-70b",
+                "prompt": text,
+                "max_tokens": TOKENS,
+                "ignore_eos": True,
+                "stream": mix.stream,
+            }
             yield TimedRequest(at_s, msgspec.json.encode(fields)), poisoned
 
 

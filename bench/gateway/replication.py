@@ -136,7 +136,7 @@ async def in_sync(session: aiohttp.ClientSession, found: Sequence[Served], other
 def body(number: int, prompt_tokens: int = Load.prompt_tokens) -> dict[str, Any]:
     """The request of this number; no two have equal prompts."""
     prompt = f"{number:08} " + "what is a KV cache? " * (TOKEN_CHARS * prompt_tokens // 20)
-    return {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "stream": True}
+    return {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "stream": True}
 
 
 async def ttft_s(session: aiohttp.ClientSession, url: str, number: int, prompt_tokens: int) -> float:

@@ -66,7 +66,13 @@ class Load:
             group = number * 7 % GROUPS
             shared = [(group * 131 + place * 17) % 32_000 for place in range(SHARED_TOKENS)]
             own = [(number * 101 + place * 13 + 7) % 32_000 for place in range(OWN_TOKENS)]
-            body = {"model": MODEL, "prompt": shared + own, "max_tokens": OUTPUT_TOKENS, "stream": True}
+            body = {
+                "model": MODEL,
+                "prompt": shared + own,
+                "max_tokens": OUTPUT_TOKENS,
+                "ignore_eos": True,
+                "stream": True,
+            }
             yield TimedRequest(number / self.rate_per_s, msgspec.json.encode(body))
 
 

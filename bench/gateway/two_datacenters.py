@@ -121,7 +121,7 @@ def requests(course: Course) -> Iterator[TimedRequest]:
         prompt = (f"{number:07} " + "lorem ipsum dolor sit amet " * (kinds[number % GROUP] // 6))[
             : 4 * kinds[number % GROUP]
         ]
-        body = {"model": "prfaas-1t-hybrid", "prompt": prompt, "max_tokens": TOKENS, "stream": True}
+        body = {"model": "prfaas-1t-hybrid", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
         yield TimedRequest(at_s, msgspec.json.encode(body))
         number += 1
 

@@ -30,7 +30,7 @@ _REASONS = {
     404: "The path or model does not exist.",
     408: "The request arrived too slowly.",
     413: "The body is too large.",
-    415: "The engine accepts JSON only.",
+    415: "The Content-Encoding or Content-Type is not supported, or a form could be read in several ways.",
     422: "The engine rejects a field.",
     429: "This key has too many requests in progress, or has used its rate.",
     431: "The headers are too large.",
