@@ -347,22 +347,26 @@ def test_a_key_pays_for_the_tokens_that_engines_report() -> None:
     run(main())
 
 
-def test_a_client_that_leaves_pays_for_what_earlier_streams_make_likely() -> None:
-    """The engine has sent 64 tokens or more with each event."""
+@pytest.mark.parametrize("reports", [False, True], ids=["usual", "reported"])
+def test_a_client_that_leaves_pays_for_what_is_known_of_its_tokens(reports: bool) -> None:
+    """What the engine has reported within the stream; else one earlier stream, with 64 tokens or more in each event, is
+    enough to know better than the number of events."""
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
         [engine] = decode[:1]
         engine.serve = sending([*EIGHT, usage_event(200), DONE])
         async with stub_rig([*prefill, engine], RATED) as front:
-            for _ in range(5):
+            if not reports:
                 assert (await ask(front, "bob", stream=True)).status == 200
             source = source_of([engine])
-            source.events.put_nowait(event("a") * 10)
+            sent = usage_event(400, '{"index":0,"text":"a"}') if reports else event("a") * 10
+            source.events.put_nowait(sent)
             headers = {"Authorization": f"Bearer {KEYS['alice']}"}
-            request = completion(stream=True)
+            options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}} if reports else {}
+            request = completion(stream=True, **options)
             async with front.session.post(front.url + COMPLETIONS, json=request, headers=headers) as response:
-                await response.content.readexactly(len(event("a")) * 10)
+                await response.content.readexactly(len(sent))
             while front.requests:
                 source.events.put_nowait(event("a"))
                 await asyncio.sleep(0.001)

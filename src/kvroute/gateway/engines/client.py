@@ -18,7 +18,7 @@ RANK_HEADER = b"x-data-parallel-rank"
 _COPY_MAX = 64 * 1024
 """Larger bodies are sent separately from their head, to avoid a copy."""
 _TOKENS_PER_EVENT_MAX, _TOKENS_PER_EVENT_WEIGHT = 64.0, 0.1
-"""Largest value of `tokens_per_event`, and the weight of one stream in it."""
+"""Largest value of `tokens_per_event`, and the weight of one stream in it; the first streams have equal weights."""
 
 
 class EngineClient:
@@ -70,6 +70,7 @@ class EngineClient:
         """Callbacks that wait for the engine's id."""
         self._host = pool.host
         self.tokens_per_event = 1.0
+        self._streams_counted = 0
         """Mean number of tokens in one event of its streams: more than one with speculative decoding."""
 
     def send(
@@ -119,7 +120,9 @@ class EngineClient:
     def learn_tokens_per_event(self, tokens: int, events: int) -> None:
         """Learn from a stream that has reported its number of tokens."""
         seen = min(max(tokens / max(events, 1), 1.0), _TOKENS_PER_EVENT_MAX)
-        self.tokens_per_event += (seen - self.tokens_per_event) * _TOKENS_PER_EVENT_WEIGHT
+        self._streams_counted += 1
+        weight = max(1.0 / self._streams_counted, _TOKENS_PER_EVENT_WEIGHT)
+        self.tokens_per_event += (seen - self.tokens_per_event) * weight
 
     def leg_closed(self) -> None:
         """Count a finished call."""
