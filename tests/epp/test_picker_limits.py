@@ -354,6 +354,27 @@ def test_a_long_message_of_the_access_log_is_skipped() -> None:
     run(main())
 
 
+def test_streams_of_access_logs_are_bounded() -> None:
+    """By the number of streams; each Envoy has one for each of its threads."""
+
+    async def main() -> None:
+        async with picker(alone(1), "  limits: {connections: 3}\n") as rig:
+            method = rig.channel.stream_unary(ACCESS_LOGS)
+            calls = [method() for _ in range(3)]
+            for call in calls:
+                await call.write(StreamAccessLogsMessage().SerializeToString())
+
+            assert await method().code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            calls[0].cancel()
+            while True:
+                another = method()
+                await another.done_writing()
+                if await another.code() == grpc.StatusCode.OK:
+                    break
+
+    run(main())
+
+
 BODIES = st.builds(HttpBody, body=st.binary(max_size=300), end_of_stream=st.booleans())
 MESSAGES = st.one_of(
     st.builds(ProcessingRequest, request_body=BODIES),

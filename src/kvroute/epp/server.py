@@ -67,8 +67,9 @@ class PickerServer:
         """Those that count; one that was refused for another one does not."""
         self._arriving: dict[ProcessingStream, None] = {}
         """Those of them whose request is not complete, oldest first."""
-        self._bodies_bytes = self._refused = 0
-        """`_refused`: number of streams that were refused for another one and have not ended yet."""
+        self._bodies_bytes = self._refused = self._logging = 0
+        """`_refused`: number of streams that were refused for another one and have not ended yet; `_logging`: number of
+        streams of access logs."""
         self.access_log = AccessLog(lambda: parts.endpoints.serving)
         self._draining = asyncio.Event()
         self._closed = False
@@ -125,7 +126,9 @@ class PickerServer:
         return HealthCheckResponse(status=status)
 
     async def _logs(self, _: Any, context: Any) -> StreamAccessLogsResponse:
-        """Serve one Envoy's stream, which lasts as long as that Envoy or the picker."""
+        """Serve one stream of an Envoy, which lasts as long as that Envoy or the picker."""
+        if self._logging >= self.limits.connections:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the picker has reached its limit of access logs")
 
         async def read() -> None:
             while (raw := await context.read()) is not grpc.aio.EOF:
@@ -137,9 +140,11 @@ class PickerServer:
                         await asyncio.sleep(0)
 
         waits = [asyncio.ensure_future(read()), asyncio.ensure_future(self._draining.wait())]
+        self._logging += 1
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._logging -= 1
             for task in waits:
                 task.cancel()
         return StreamAccessLogsResponse()
