@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import subprocess
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -526,6 +527,39 @@ def test_other_work_runs_between_parts_of_a_stream_of_tiny_chunks_and_the_stream
         turns = Counter(turn for turn, _ in response.parts)
         assert max(turns.values()) <= 2, "one of what was received before, one of what is received"
         assert len(response.body) < 2**18
+
+    run(main())
+
+
+def test_other_work_runs_between_parts_of_a_body_whose_handling_takes_long() -> None:
+    """However much has arrived: one turn of the loop handles little of it. What is handled quickly comes in larger
+    parts."""
+    whole = b"%x\r\n%b\r\n" % (60_000, b"a" * 60_000) * 100
+    reply = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + whole + b"0\r\n\r\n"
+
+    class Counted(RecordedResponse):
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.turns, self.seconds, self.parts = 0, seconds, Counter[int]()
+
+        def on_body(self, data: bytes) -> None:
+            self.parts[self.turns] += len(data)
+            until_s = time.perf_counter() + self.seconds
+            while time.perf_counter() < until_s:
+                pass
+
+    async def main() -> None:
+        async with engine(replies(reply)) as url:
+            pool, slow, fast = UpstreamPool(url), Counted(0.004), Counted(0.0)
+            for response in (slow, fast):
+                send(pool, response)
+                while not response.ended.is_set():
+                    response.turns += 1
+                    await asyncio.sleep(0)
+            await closed(pool)
+        assert (slow.failure, fast.failure) == (None, None)
+        assert (slow.parts.total(), fast.parts.total()) == (6_000_000, 6_000_000)
+        assert max(slow.parts.values()) <= 2**16 < max(fast.parts.values())
 
     run(main())
 

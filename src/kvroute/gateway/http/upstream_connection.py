@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -11,6 +12,7 @@ import httptools
 from kvroute.gateway.http.call import Call, ChunkHandler, Failure, Phase
 from kvroute.gateway.http.deadlines import NEVER_S
 from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.slices import SLICE_BYTES, TurnBudget
 from kvroute.gateway.http.stream_forwarder import Forwarded, ForwardedStream
 from kvroute.gateway.http.turn_writes import TurnTransport
 
@@ -18,9 +20,6 @@ HEAD_BYTES_MAX = 256 * 1024
 """Maximum consecutive bytes without a byte of the body: the longest head, trailer section and chunk extension."""
 HEAD_LINES_MAX = 256
 """Maximum header lines of one response."""
-
-_SLICE_BYTES = 16 * 1024
-"""Bytes that are parsed at once."""
 _PIECES_MAX = 1024
 """Pieces of the body, or header lines, in one turn of the loop; what follows is parsed in the next one."""
 _PIECE_BYTES, _EXCESS_MAX = 16, 1 << 20
@@ -31,8 +30,7 @@ _COLON, _DATA = 58, b"data:"
 """First byte of a comment, which keeps a connection alive, and part of every event."""
 _SIZE_LINE_MAX = 10
 """Longest size line that is compared, its line end included."""
-_SIZES = 2048
-_SIZE_LINES = tuple([b"%x\r\n" % size for size in range(_SIZES)])
+_SIZE_LINES = tuple([b"%x\r\n" % size for size in range(2048)])
 """Size lines of the chunks of a stream, most of which are short."""
 _CHUNKS_BEFORE = 4
 """Chunks in a row that arrive alone before a thread forwards those that follow: short streams are not worth it."""
@@ -100,6 +98,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Cost of the pieces of the body beyond their bytes."""
         self._rest = b""
         """Bytes that were received and are parsed in the next turn of the loop; reading is paused meanwhile."""
+        self._budget = TurnBudget()
 
     @property
     def usable(self) -> bool:
@@ -189,7 +188,7 @@ class UpstreamConnection(asyncio.Protocol):
         if chunks is not None and self._between_chunks and data.endswith(_EVENT_CHUNK_END):
             # Without a call of the parser, if the data is exactly one chunk as the gateway itself would write it.
             data_bytes = len(data) - data.find(b"\r\n", 0, _SIZE_LINE_MAX) - 4
-            if data.startswith(_SIZE_LINES[data_bytes] if data_bytes < _SIZES else b"%x\r\n" % data_bytes):
+            if data.startswith(_SIZE_LINES[data_bytes] if data_bytes < len(_SIZE_LINES) else b"%x\r\n" % data_bytes):
                 if data[-2 - data_bytes] != _COLON or _DATA in data:
                     self._alone += 1
                     if not call.paused:
@@ -202,7 +201,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._rest += data
             return
         self._alone = 0
-        error = self._feed(data) if len(data) <= _SLICE_BYTES else self._feed_slices(data)
+        error = self._feed(data) if len(data) <= SLICE_BYTES else self._feed_slices(data)
         if self._status and not self._head_told:
             self._head_told = True
             if len(self._headers) > HEAD_LINES_MAX:
@@ -216,7 +215,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._parts.clear()
             self._body_begun = True
             comment = call.events and body[0] == _COLON and _DATA not in body
+            started_s = time.perf_counter()
             call.handler.on_body(body)
+            self._budget.handled(len(body), time.perf_counter() - started_s)
         if call.over:  # aborted by the sink
             return
         if self._complete:
@@ -306,15 +307,15 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _feed_slices(self, data: bytes) -> str:
         """Parse data as far as one turn of the loop may go; return an error text, or an empty string."""
-        for at in range(0, len(data), _SLICE_BYTES):
-            end = at + _SLICE_BYTES
+        for at in range(0, len(data), SLICE_BYTES):
+            end = at + SLICE_BYTES
             error = self._feed(data[at:end])
             if error or end >= len(data):
                 return error
             if self._complete:
                 self._surplus = True
                 return ""
-            if len(self._parts) + len(self._headers) > _PIECES_MAX:
+            if end >= self._budget.nbytes or len(self._parts) + len(self._headers) > _PIECES_MAX:
                 self._rest, self._between_chunks = data[end:], False
                 assert self._transport is not None
                 self._transport.pause_reading()
@@ -337,8 +338,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _forget(self) -> None:
-        """Drop the parser, which references this connection, and the received data: memory is freed without a
-        collection."""
+        """Drop the parser, which references this connection, and the received data."""
         self._parser = _SPENT
         self._parts = []
         self._rest = b""
