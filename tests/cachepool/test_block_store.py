@@ -321,3 +321,14 @@ def test_only_the_users_of_the_folder_may_read_blocks(tmp_path: Path, folder_mod
         file_mode | file_mode >> 2 & 0o110
     }
     assert place.stat().st_mode & 0o7777 == (0o700 if folder_mode is None else folder_mode)
+
+
+def test_files_that_a_store_makes_anew_are_private_too(tmp_path: Path) -> None:
+    """Somebody has removed the counter and the lock while the store was open."""
+    store = opened(tmp_path / "store")
+    names = ("used_bytes", "lock")
+    for name in names:
+        (tmp_path / "store" / name).unlink()
+    assert write_chain(store, CHAINS["a"]) == len(CHAINS["a"])
+    store.close()
+    assert [(tmp_path / "store" / name).stat().st_mode & 0o777 for name in names] == [0o600, 0o600]

@@ -272,6 +272,24 @@ def test_failures_open_the_breaker_as_in_the_gateway(status: int, served: bool) 
     run(main())
 
 
+@pytest.mark.parametrize(("status", "up"), [(404, True), (403, True), (503, False)])
+def test_a_response_of_envoy_itself_blames_an_engine_only_if_it_reached_none(status: int, up: bool) -> None:
+    """Its routes may lack the path, or a filter of its own may refuse the request."""
+
+    async def main() -> None:
+        async with picker(alone(1), "  breaker: {failures: 1}\n  health: {panic: 0}\n") as rig:
+            for _ in range(4):
+                stream = rig.stream()
+                if (await stream.ask(completion_body(), path="/tokenize")).status:
+                    break
+                await stream.respond(status, ends=True)
+                await stream.end()
+                assert await rig.becomes_idle(), rig.held_resources()
+            assert rig.gateway.runtime.engines["engine0"].availability.up == up
+
+    run(main())
+
+
 def test_health_is_that_of_the_picker_and_liveness_always_serves() -> None:
     """A picker without an instance that is up, or one that drains, is not ready."""
 

@@ -98,6 +98,7 @@ def test_streams_are_bounded() -> None:
             refused = await answer_of(rig.stream())
             assert (refused.status, refused.headers["retry-after"]) == (429, "1")
             assert b"the picker has reached its limit of requests" in refused.body
+            assert 'kvroute_rejects_total{reason="connection_limit"} 1' in await rig.metrics()
             streams[0].call.cancel()
             assert await becomes_true(lambda: connections(rig) == 2)
             assert (await rig.stream().ask(completion_body())).destination
@@ -312,9 +313,13 @@ def test_a_response_of_envoy_to_a_request_that_no_filter_has_seen_is_unchanged()
 
     async def main() -> None:
         async with picker(alone(1)) as rig:
-            stream = rig.stream()
-            assert (await stream.respond(431)).HasField("response_headers")
-            await stream.end()
+            for trailers in (False, True):
+                stream = rig.stream()
+                assert (await stream.respond(431)).HasField("response_headers")
+                if trailers:
+                    await stream.send(response_trailers=HttpTrailers())
+                    assert (await stream.read()).HasField("response_trailers")
+                await stream.end()
 
     run(main())
 
