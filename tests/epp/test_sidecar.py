@@ -44,6 +44,21 @@ def test_both_instances_are_named_and_the_picker_sends_no_prefill() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_a_sidecar_gets_no_prefill_to_order_for_other_apis(path: str) -> None:
+    """It knows completions and chats only; one instance serves others alone."""
+
+    async def main() -> None:
+        prefill, decode = engines_of("vllm")
+        async with picker(prefill + decode, settings=SIDECAR) as rig:
+            turns = [{"role": "user", "content": "What is a KV cache? " * 20}]
+            body = msgspec.json.encode({"model": MODEL, "max_tokens": 3, "input": turns, "messages": turns})
+            answer = await rig.stream().ask(body, path=path)
+            assert (bool(answer.destination), HEADER in answer.added) == (True, False)
+
+    run(main())
+
+
 @pytest.mark.parametrize("ends", ["cancelled", "failed"])
 def test_everything_is_released_whatever_happens(ends: str) -> None:
     """Also before the prefill is expected to end."""
