@@ -249,9 +249,9 @@ def test_delays_beyond_the_share_have_a_price() -> None:
     assert decode.terms.feasible.all()
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.05, Prefill), (None, Prefill), (1e9, Decode)])
+@pytest.mark.parametrize(("share", "expected"), [(0.05, Prefill), (1e9, Decode)])
 def test_a_high_price_keeps_requests_away_from_instances_with_many_prompts(
-    share: float | None, expected: type[Decision]
+    share: float, expected: type[Decision]
 ) -> None:
     """Both decode instances are idle again, but have spent a part of their time on prompts, so that later ones are
     expected."""

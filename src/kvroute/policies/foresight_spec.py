@@ -60,7 +60,7 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What one instance alone may add to the time between tokens without a further price, as a share of it: its prompt
     may delay a response in progress by this share of a mean response, and later prompts may delay its own response by
     as much."""
-    token_delay_price: float = 1.0
+    token_delay_price: float = 0.25
     """Price of each second of delay beyond `token_delay_max`, in seconds: one instance alone may exceed that share by
     the seconds that it is cheaper than the pair, divided by this price. 0: no price. It does not count if there is no
     pair."""
