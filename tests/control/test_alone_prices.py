@@ -123,8 +123,7 @@ def missed_by(spec: ForesightSpec, member: Instance, load: Load, index: int, sta
     steps_s = 0.0 if stays or not member.batch else member.chunks * (0.01 + 0.0005 * member.batch)
     ttft_s = max(float(load.wait_s[index]), member.prompts_s) + member.prefill_s + steps_s
     tpot_s = float(load.response_s[index]) / OUTPUT_TOKENS / (1 - member.share)
-    later_s = min(member.prefill_s, 5 * float(load.response_s[index]) * member.share)
-    tpot_s += (member.prefill_s if member.delayed else later_s) / 20.0
+    tpot_s += member.prefill_s / 20.0
     return (tpot_s > (spec.tpot or math.inf)) + (ttft_s > (spec.ttft or math.inf))
 
 

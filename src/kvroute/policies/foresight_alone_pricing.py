@@ -15,8 +15,6 @@ WAIT_S, PREFILL_S, TRANSFER_S, STEPS_S, SLOT_S, DELAY_S, LATER_S, RESERVE_S, BAT
 HIT_TOKENS, SESSION_S, MISSES, COST = range(BEYOND_S + 1, BEYOND_S + 5)
 ROWS = COST + 1
 NO_CANDIDATE = -1
-_LATER_PROMPTS = 5.0
-"""Mean number of prompts during a response, inverted, at which a response is taken to wait for one."""
 
 
 @compiled_in_place
@@ -43,24 +41,16 @@ def beyond_s(delay_max: float, response_s: float, prompt_s: float, own_s: float)
 
 
 @compiled_in_place
-def misses(
-    ttft_s: float, step_s: float, response_s: float, share: float, prefill_s: float, delays: bool, targets: FloatArray
-) -> int:
-    """Return the number of targets that one more request would miss, of its own or of the responses that it delays.
-
-    A response is taken to wait for one prompt: for this one if it delays responses, else for a later one if a fifth of
-    the responses on the instance, or more, wait for one.
+def misses(ttft_s: float, step_s: float, share: float, prompt_s: float, targets: FloatArray) -> int:
+    """Return the number of targets that one more request would miss, of its own or of the responses beside its prompt.
 
     Args:
         ttft_s: its predicted time to the first token.
         step_s: decode step of its batch.
-        response_s: duration of a mean response.
-        share: of the time that the instance spends on prompts, which come on top of the steps.
-        prefill_s: time of its prompt.
-        delays: whether the prompt delays responses in progress.
+        share: of the time that its instance spends on prompts, which come on top of the steps.
+        prompt_s: time for which its prompt delays one response; 0: it delays none.
         targets: TPOT, TTFT (inf: none), and the length of a short response, in which a prompt's time counts most.
     """
-    prompt_s = prefill_s if delays else min(prefill_s, _LATER_PROMPTS * response_s * share)
     tpot_s = step_s / (1.0 - share) + prompt_s / targets[2]
     return int(tpot_s > targets[0]) + int(ttft_s > targets[1])
 
@@ -152,7 +142,8 @@ def price_alone(
         terms[COST, i] = cost_s + terms[SESSION_S, i]
         ttft_s = terms[WAIT_S, i] + prefill_s[i] + terms[STEPS_S, i]
         step_s = response_s[i] / output_tokens
-        terms[MISSES, i] = misses(ttft_s, step_s, response_s[i], share[i], prefill_s[i], delayed[i] > 0, targets)
+        # Where nothing decodes now, the prompt or a later one will delay the responses that come to this instance.
+        terms[MISSES, i] = misses(ttft_s, step_s, share[i], prefill_s[i], targets)
         if not feasible[i]:
             continue
         fewer = best == NO_CANDIDATE or terms[MISSES, i] < terms[MISSES, best]

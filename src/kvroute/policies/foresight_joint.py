@@ -152,7 +152,9 @@ class ForesightJoint:
         alone = None
         if offer is not None and offer.pools:
             alone, pair = self._against(pair, offer, prefill, starts, found)
-        if alone is not None:
+        # A decode instance may have room later. A target for TPOT alone is worth that wait.
+        waits = pair is None and refused is not None and self.spec.tpot and not self.spec.ttft
+        if alone is not None and not (waits and _misses(alone)):
             return alone
         nothing = Reject(request.id, "no prefill instance can transfer its KV cache to a decode instance")
         return pair or refused or nothing
@@ -183,23 +185,16 @@ class ForesightJoint:
         if starts.session_s is not None:
             price = price._replace(session_s=float(starts.session_s[pair.prefill.index]))
         if self.spec.has_targets:
-            missed = misses(
-                price.ttft_s,
-                float(load.step_s[target]),
-                float(load.response_s[target]),
-                float(share[target]),
-                price.prefill_s,
-                bool(offer.decoding[pair.prefill.index]),
-                targets_of(self.spec, offer),
-            )
+            # Prompts beside this response do not count: a target keeps later ones away from its decode instance.
+            prompt_s = price.prefill_s if offer.decoding[pair.prefill.index] else 0.0
+            targets = targets_of(self.spec, offer)
+            missed = misses(price.ttft_s, float(load.step_s[target]), 0.0, prompt_s, targets)
             price = price._replace(misses=missed)
         alone, compared = cheapest_alone(self.spec, offer, loads, price)
         if alone is None:
             return None, replace(pair, alone=compared)
-        alone_s, alone_misses = _paid(alone.decode), 0.0
-        if self.spec.has_targets:
-            alone_misses = float(alone.decode.terms.parts["misses"][alone.decode.index])
-        if (alone_misses, alone_s) < (price.misses, price.cost):
+        alone_s = _paid(alone.decode)
+        if (_misses(alone), alone_s) < (price.misses, price.cost):
             return alone, pair
         terms, count = pair.prefill.terms, len(prefill.names)
         pair_s, each_alone_s = np.zeros(count), np.empty(count)
@@ -324,6 +319,12 @@ class PairingForesight(Foresight):
     def pair_policy(self, constraint: TopologyConstraint | None) -> ForesightJoint:
         """See PairingPolicy."""
         return ForesightJoint(self.spec, constraint)
+
+
+def _misses(alone: Alone) -> int:
+    """Return the number of targets that an instance alone would miss; 0 without targets."""
+    parts = alone.decode.terms.parts
+    return int(parts["misses"][alone.decode.index]) if "misses" in parts else 0
 
 
 def _paid(choice: Choice) -> float:

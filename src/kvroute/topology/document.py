@@ -68,8 +68,11 @@ def read_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T, Li
     return section, lines
 
 
-def salvage_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T, Lines, list[FileError]]:
-    """Read as `read_section` does, as far as possible; return also every fault of the section's form.
+def salvage_section(
+    text: str, source: str, key: str, kind: type[T], short: Callable[[object], object] = lambda value: value
+) -> tuple[T, Lines, list[FileError]]:
+    """Read as `read_section` does, as far as possible; return also every fault of the section's form. Args: `short`
+    replaces short forms of the section's plain value.
 
     Raises:
         InputErrors: the text is no YAML mapping.
@@ -78,7 +81,7 @@ def salvage_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T,
     inside = [fault for fault in found if fault.field == key or fault.field.startswith((f"{key}.", f"{key}["))]
     if key not in value and not inside:
         return kind(), lines, []
-    return _salvaged(value.get(key), kind, (key,), lines, inside)
+    return _salvaged(short(value.get(key)), kind, (key,), lines, inside)
 
 
 def read_mapping(text: str, source: str, kind: type[T], begin: str) -> tuple[T, Lines]:

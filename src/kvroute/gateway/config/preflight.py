@@ -99,12 +99,26 @@ def settings_of(text: str, source: str, environ: Mapping[str, str] | None = os.e
     return settings
 
 
+def _with_policy_name(section: object) -> object:
+    """Return the section with its policy as a name: `policy: {tpot: 50 ms}` gives parameters to the default policy, or
+    to the one that `name` names. A parameter may not be given at both places; then the section stays as it is."""
+    policy = section.get("policy") if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not isinstance(policy, dict):
+        return section
+    own = {key: value for key, value in policy.items() if key != "name"}
+    given = section.get("parameters") or {}
+    if not isinstance(given, dict) or own.keys() & given.keys():
+        return section
+    name = policy.get("name", GatewaySettings().policy)
+    return section | {"policy": name, "parameters": {**given, **own}}
+
+
 def _examined(
     text: str, source: str, environ: Mapping[str, str] | None
 ) -> tuple[GatewaySettings, Lines, list[InputError]]:
     """Return the section, with defaults for parts that cannot be read, and every fault of it."""
     try:
-        written, lines, faults = salvage_section(text, source, SECTION, GatewaySettings)
+        written, lines, faults = salvage_section(text, source, SECTION, GatewaySettings, _with_policy_name)
     except InputErrors as errors:
         return GatewaySettings(), Lines(source, doubts={(SECTION,)}), list(errors.problems)
     doubts = {str(doubt[1]) if len(doubt) > 1 else "*" for doubt in lines.doubts}
