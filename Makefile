@@ -85,7 +85,7 @@ vllm:  ## real vLLM for CPUs with the packages of its KV connectors, in an envir
 clients: $(DEV_STAMP)  ## clients of other projects that the live tests run, in an environment of their own
 	tests/live/clients/install.sh
 
-# From apt: python3-simgrid, chromium, chromium-driver, prometheus, systemd, libnuma1, libibverbs1, redis-server, clang, libbpf-dev.
+# From apt: python3-simgrid, chromium, chromium-driver, prometheus, systemd, libnuma1, libibverbs1, redis-server, clang, libbpf-dev, curl, openssl.
 live: $(DEV_STAMP) requirements/live.txt vllm clients  ## tests against real components
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/live.txt
 	$(BIN)/pytest -m "live and not alone" -n 2 --dist loadscope --durations 30 \

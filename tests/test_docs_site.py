@@ -5,18 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 from docs.generate.pages import page_markdown, write_pages
-from typer.core import TyperGroup
 
 from kvroute import __version__
-from kvroute.cli.app import COMMANDS, app
+from kvroute.cli.app import COMMANDS
 from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.gateway.openai_api.openapi import document
 from kvroute.planner.placement.schema import PlacementEntry
@@ -130,34 +126,6 @@ def test_links_between_repository_files_become_links_between_pages() -> None:
     assert deep == "[a](../cluster-file.md) [b](#here)"
     code = "```yaml\na: [b](../bench/README.md)\n```"
     assert page_markdown(code, "docs/a.md", "a.md") == code
-
-
-def _printed_commands() -> Iterator[tuple[str, list[str]]]:
-    """Yield each `kvroute ...` line of a code block in the docs with its page; a trailing backslash joins lines."""
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        text = page.read_text().replace("\\\n", " ")
-        for line in re.findall(r"^(?: {4}|)(?:\$ |sudo )?(kvroute .*)$", text, re.MULTILINE):
-            arguments = line.split("  #")[0].split()
-            if len(arguments) > 1 and arguments[1] in COMMANDS:
-                yield page.name, arguments[1:]
-
-
-def test_every_option_that_a_page_prints_exists() -> None:
-    """Only arguments that look like options are checked; other text after a command is ignored."""
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    commands = list(_printed_commands())
-    assert len(commands) > 60
-    context = typer.Context(group)
-    for page, arguments in commands:
-        command: Any = group.get_command(context, arguments[0])
-        rest = arguments[1:]
-        while isinstance(command, TyperGroup) and rest and rest[0] in command.commands:
-            command, rest = command.commands[rest[0]], rest[1:]
-        known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
-        for argument in rest:
-            option = argument.strip("[],`").split("=")[0]
-            assert option in known or not re.fullmatch(r"--[a-z][a-z-]+", option), (page, " ".join(arguments))
 
 
 def test_the_glossary_is_in_alphabetical_order() -> None:

@@ -1,0 +1,59 @@
+"""Replaces outputs in pages by those of their commands: `python -m tests.pages.write [--long] PAGE...`."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.pages.page_blocks import ROOT
+from tests.pages.page_check import Outcome, commands_of, outcomes, prepared
+from tests.pages.page_commands import Run
+
+
+def new_lines(outcome: Outcome) -> list[str] | None:
+    """Return the lines that replace an output, with the page's indentation; None if the output is right, or is to be
+    shortened by hand: JSON, a part, or lines with `...`."""
+    output = outcome.command.output
+    if not outcome.fault or outcome.failed or output is None or output.language == "json":
+        return None
+    if (isinstance(outcome.how, Run) and outcome.how.part) or any("..." in line for line in output.lines):
+        return None
+    lines = [line.rstrip() for line in outcome.printed.strip("\n").splitlines()]
+    while not lines[0]:
+        lines.pop(0)
+    return [f"{' ' * output.indent}{line}".rstrip() for line in lines]
+
+
+def rewritten(text: str, ran: Iterable[Outcome]) -> str:
+    """Return the text of a page with new outputs."""
+    lines = text.split("\n")
+    for outcome in sorted(ran, key=lambda each: -each.command.line):
+        replacement, output = new_lines(outcome), outcome.command.output
+        if replacement is not None and output is not None:
+            lines[output.line - 1 : output.line - 1 + len(output.lines)] = replacement
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the commands of each page and write the page; print what is left to do."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pages", nargs="+", metavar="PAGE", help="path from the root of the repository")
+    parser.add_argument("--long", action="store_true", help="commands that `make live` runs, instead of the others")
+    parser.add_argument("--alone", action="store_true", help="commands that measure, instead of the others")
+    given = parser.parse_args()
+    for page in given.pages:
+        path = ROOT / page
+        text = path.read_text(encoding="utf-8")
+        with tempfile.TemporaryDirectory() as folder:
+            commands = commands_of(page, text)
+            ran = list(outcomes(commands, prepared(page, text, Path(folder)), given.long or given.alone, given.alone))
+        path.write_text(rewritten(text, ran), encoding="utf-8")
+        for outcome in ran:
+            if outcome.fault:
+                parser._print_message(f"{'by hand' if new_lines(outcome) is None else 'written'}: {outcome.fault}\n")
+
+
+if __name__ == "__main__":
+    main()
