@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from matplotlib.image import imread
 from tests.pages.page_blocks import ROOT, Command, Output, mentions, read_page, shown_file
 from tests.pages.page_commands import (
     BEFORE,
@@ -40,18 +41,38 @@ class Outcome:
     how: Run | Service
     printed: str = ""
     failed: str = ""
+    drawn: Path | None = None
 
     @property
     def fault(self) -> str:
         """The difference from the page with its place, or an empty text."""
         if self.failed:
             return f"{self.command.place}: `{self.command.text}` {self.failed}"
+        return self.difference or self.other_picture
+
+    @property
+    def other_picture(self) -> str:
+        """The picture of the page that is not the one that the command has drawn, with the place."""
+        if self.drawn is None or not isinstance(self.how, Run) or self.how.picture is None:
+            return ""
+        shown = self.how.picture[1]
+        return "" if _same_picture(self.drawn, ROOT / shown) else f"{self.command.place}: {shown} is another picture"
+
+    @property
+    def difference(self) -> str:
+        """The first line of the page that differs from the output, with its place."""
         output = self.command.output
         if output is None or (isinstance(self.how, Run) and not self.how.printed):
             return ""
         shown = _part(output) if isinstance(self.how, Service) or self.how.part else output
         found = difference(shown, self.printed, self.how.tolerance)
         return f"{self.command.page}:{found.line}: {found}" if found else ""
+
+
+def _same_picture(one: Path, other: Path) -> bool:
+    """Return whether two pictures have the same size and, but for rounding, the same colours."""
+    first, second = (imread(path) for path in (one, other))
+    return first.shape == second.shape and float(abs(first - second).mean()) < 1e-5
 
 
 def commands_of(page: str, text: str) -> list[Command]:
@@ -151,4 +172,4 @@ def _ran(command: Command, how: Run, folder: PageFolder) -> Outcome:
         (folder.path / how.new).unlink(missing_ok=True)
     ended = folder.run(replace(command, text=how.instead) if how.instead else command, how.options)
     failed = f"ended with {ended.code}: {ended.err.strip()[-600:]}" if ended.code else ""
-    return Outcome(command, how, ended.out, failed)
+    return Outcome(command, how, ended.out, failed, folder.path / how.picture[0] if how.picture else None)

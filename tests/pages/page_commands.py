@@ -31,6 +31,8 @@ class Run:
     """A file that must not exist."""
     instead: str = ""
     """The command that runs."""
+    picture: tuple[str, str] | None = None
+    """A file that it draws, and the picture of docs/ that is to be equal."""
     live: bool = False
     """`make live` runs it, because it takes more than a few seconds or needs a running gateway."""
     alone: bool = False
@@ -140,7 +142,9 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
     "docs/discovery.md": {"mv": Run(live=True)},
     "docs/dualpath.md": {
         "kvroute plan dualpath": Run(columns=120, part=True),
-        "kvroute plan dualpath examples/dualpath-660b.yaml --out": Run(columns=120),
+        "kvroute plan dualpath examples/dualpath-660b.yaml --out": Run(
+            picture=("plan/figures/rates.png", "docs/images/dualpath.png")
+        ),
         "kvroute buffer": Elsewhere("cli/test_cli_buffer.py::test_it_is_ready_answers_and_ends"),
     },
     "docs/emulate.md": {"kvroute emulate": Service('"instances"', "", tolerance=inf)},
@@ -188,7 +192,11 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
     },
     "docs/kubernetes-operator.md": {".venv/bin/python -m tests.kube.conformance": _CLUSTER},
     "docs/metrics.md": {"curl": Run(live=True)},
-    "docs/placement.md": {"kvroute plan placement": Run(columns=120, part=True)},
+    "docs/placement.md": {
+        "kvroute plan placement": Run(
+            columns=120, part=True, picture=("placement/figures/placement.png", "docs/images/placement.png")
+        ),
+    },
     "docs/plan.md": {"kvroute plan prfaas": Run(columns=120, part=True)},
     "docs/prefix-cache.md": {"kvroute simulate": _SHORT},
     "docs/qos.md": {"kvroute plan qos examples/superpod.yaml --link": Run(part=True)},
@@ -213,7 +221,13 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
     },
     "docs/simulate.md": {
         "kvroute simulate my-cluster.yaml --trace": Run("--seeds 1"),
-        "kvroute simulate examples/fat-tree-64gpu.yaml": Run(columns=104, live=True),
+        "kvroute simulate examples/fat-tree-64gpu.yaml": Run(
+            columns=104, live=True, picture=("results/figures/ttft-breakdown.png", "docs/images/ttft-breakdown.png")
+        ),
+        "kvroute topology show": Run(
+            instead="kvroute topology show examples/fat-tree-64gpu.yaml --png fat-tree.png",
+            picture=("fat-tree.png", "docs/images/fat-tree-64gpu.png"),
+        ),
         "kvroute simulate examples/dualpath.yaml": Run("--seeds 1"),
         "kvroute simulate examples/two-datacenters.yaml": _SHORT,
     },

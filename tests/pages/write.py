@@ -1,8 +1,10 @@
-"""Replaces outputs in pages by those of their commands: `python -m tests.pages.write [--long] PAGE...`."""
+"""Replaces outputs and pictures in pages by those of their commands: `python -m tests.pages.write [--long] PAGE...`."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +18,7 @@ def new_lines(outcome: Outcome) -> list[str] | None:
     """Return the lines that replace an output, with the page's indentation; None if the output is right, or is to be
     shortened by hand: JSON, a part, or lines with `...`."""
     output = outcome.command.output
-    if not outcome.fault or outcome.failed or output is None or output.language == "json":
+    if not outcome.difference or outcome.failed or output is None or output.language == "json":
         return None
     if (isinstance(outcome.how, Run) and outcome.how.part) or any("..." in line for line in output.lines):
         return None
@@ -49,10 +51,19 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             commands = commands_of(page, text)
             ran = list(outcomes(commands, prepared(page, text, Path(folder)), given.long or given.alone, given.alone))
+            for outcome in ran:
+                _draw(outcome)
         path.write_text(rewritten(text, ran), encoding="utf-8")
         for outcome in ran:
-            if outcome.fault:
-                parser._print_message(f"{'by hand' if new_lines(outcome) is None else 'written'}: {outcome.fault}\n")
+            if outcome.difference or outcome.failed:
+                sys.stdout.write(f"{'by hand' if new_lines(outcome) is None else 'written'}: {outcome.fault}\n")
+
+
+def _draw(outcome: Outcome) -> None:
+    """Replace the picture of the page, unless the command has failed."""
+    if outcome.other_picture and outcome.drawn and isinstance(outcome.how, Run) and outcome.how.picture:
+        shutil.copy(outcome.drawn, ROOT / outcome.how.picture[1])
+        sys.stdout.write(f"drawn: {outcome.how.picture[1]}\n")
 
 
 if __name__ == "__main__":
