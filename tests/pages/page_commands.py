@@ -111,7 +111,11 @@ ANYWHERE: dict[str, Treatment] = {
 BY_PAGE: dict[str, dict[str, Treatment]] = {
     "README.md": {
         "make demo": Run(
-            instead="kvroute demo examples/fat-tree-64gpu.yaml --out demo-results", tolerance=0.1, live=True, alone=True
+            instead="kvroute demo examples/fat-tree-64gpu.yaml --out demo-results",
+            tolerance=0.1,
+            part=True,
+            live=True,
+            alone=True,
         ),
         "kvroute simulate": Run(live=True),
         "kvroute topology expand": Run(new="my-cluster.yaml"),
@@ -130,7 +134,7 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
         "kvroute plan replicas": Run(columns=120, part=True),
         "#!/bin/sh": _CLUSTER,
     },
-    "docs/data-parallel.md": {"kvroute simulate": _SHORT},
+    "docs/data-parallel.md": {"kvroute simulate": Run(live=True)},
     "docs/deploy.md": {
         "/opt/kvroute/bin/": _PACKAGES,
         "groupadd": _PACKAGES,

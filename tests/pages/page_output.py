@@ -29,7 +29,7 @@ def difference(output: Output, printed: str, tolerance: float = 0.0) -> Differen
     """Return the first difference, or None. In a page, `...` stands for any text in a line, or for any lines.
 
     Spaces count as one, because columns are as wide as their numbers. In JSON a page may leave out keys. `tolerance` is
-    a share of the larger number; 0: the same digits."""
+    a share of the larger number, or of 10 if both are smaller; 0: the same digits."""
     if output.language == "json":
         return _json_difference(output, printed, tolerance)
     lines = [_folded(line) for line in printed.splitlines() if line.strip()]
@@ -97,7 +97,7 @@ def _value(number: str) -> float:
 
 
 def _near(one: float, other: float, tolerance: float) -> bool:
-    return abs(one - other) <= tolerance * max(abs(one), abs(other))
+    return abs(one - other) <= tolerance * max(abs(one), abs(other), 10.0)
 
 
 def _json_difference(output: Output, printed: str, tolerance: float) -> Difference | None:
