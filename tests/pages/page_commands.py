@@ -76,16 +76,14 @@ _GPU = Needs(
 )
 _HOURS = Needs("minutes to hours of CPU")
 _PEER = Elsewhere("live/test_peer_options.py::test_each_option_of_the_peer_has_a_row")
-_AGENTS = Elsewhere("cli/test_cli_agents.py::test_a_scheduler_that_is_killed_and_starts_again")
+_AGENTS = Elsewhere("pages/test_rig_outputs.py::test_the_table_of_an_agent")
 _DOCTOR = Elsewhere("doctor/test_doctor_cli.py::test_a_healthy_cluster_exits_with_0_and_fits_80_columns")
 _EXTENDING = "test_extending.py::"
 _ENVOY = Elsewhere("live/test_envoy.py::test_whole_and_streamed_responses_and_long_bodies", "envoy")
 _PICKER = Elsewhere("epp/test_epp_command.py::test_the_command_serves_emulated_engines_until_sigterm")
-_CHECK = Elsewhere("cli/test_cli_kube.py::test_check_shows_engines_and_levels")
+_CHECK = Elsewhere("pages/test_rig_outputs.py::test_the_check_of_a_kubernetes_cluster")
 _TIMES = Elsewhere("cli/test_timing_measure.py::test_it_prints_a_block_of_a_cluster_file")
-_SWITCH = Elsewhere(
-    "switch/test_switch_status.py::test_the_command_writes_its_free_slots_and_removes_the_file_at_its_end"
-)
+_SWITCH = Elsewhere("pages/test_rig_outputs.py::test_the_first_line_and_the_status_of_a_switch")
 _SHORT = Run("--requests 60 --seeds 1")
 
 ANYWHERE: dict[str, Treatment] = {
@@ -144,6 +142,9 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
     },
     "docs/development.md": {".venv/bin/pytest": Needs("this suite")},
     "docs/discovery.md": {"mv": Run(live=True)},
+    "docs/doctor.md": {
+        "kvroute doctor": Elsewhere("pages/test_rig_outputs.py::test_the_doctor_on_emulated_engines"),
+    },
     "docs/dualpath.md": {
         "kvroute plan dualpath": Run(columns=120, part=True),
         "kvroute plan dualpath examples/dualpath-660b.yaml --out": Run(
@@ -167,6 +168,11 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
             "kube/deploy/test_picker_rights.py::test_a_picker_uses_exactly_the_rights_of_its_roles", "kvroute-picker"
         ),
     },
+    "docs/experiments.md": {
+        "kvroute experiment netkv-load --cell": Run(),
+        "kvroute experiment never-worse-matrix --cell": Run(),
+        "kvroute experiment prfaas-case-study --cell": Run(live=True),
+    },
     "docs/extending.md": {
         "kvroute simulate examples/small.yaml --policy most-room": Elsewhere(
             f"{_EXTENDING}test_a_new_policy_routes_a_simulated_cluster"
@@ -180,6 +186,16 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
         "python -m bench": _HOURS,
         "python bench/fidelity/gpu_steps.py": Needs("a GPU"),
     },
+    "docs/heroserve.md": {
+        "kvroute experiment heroserve-latency --cell": Run(live=True),
+        "kvroute experiment heroserve-ina-throughput": Run(
+            live=True,
+            picture=(
+                "results/paper/generated/heroserve-ina-throughput/figures/ina-throughput.png",
+                "docs/images/heroserve-ina-throughput.png",
+            ),
+        ),
+    },
     "docs/http-api.md": {"curl": Run(live=True)},
     "docs/install.md": {
         "git clone": _PACKAGES,
@@ -190,9 +206,6 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
     },
     "docs/kubernetes.md": {
         "kvroute serve live.yaml --kubernetes": Elsewhere("live/test_kubernetes.py::test_pods_come_and_go_under_load"),
-        "kvroute kube check --pool": Elsewhere(
-            "cli/test_kube_check_pool.py::test_the_report_has_the_engines_that_a_picker_discovers"
-        ),
     },
     "docs/kubernetes-operator.md": {".venv/bin/python -m tests.kube.conformance": _CLUSTER},
     "docs/metrics.md": {"curl": Run(live=True)},
@@ -309,7 +322,7 @@ NOT_PRINTED: dict[tuple[str, str], str] = {
         "my-cluster.yaml:4: racks",
     ): "errors in a file that is not shown: tests/test_topology_check.py",
     ("docs/cluster-file.md", "my-cluster.yaml:16: defaults"): "the same of tests/test_plausibility.py",
-    ("docs/doctor.md", " engine"): "findings on broken engines: tests/doctor/test_doctor_cli.py",
+    ("docs/doctor.md", " engine"): "tests/pages/test_rig_outputs.py compares it",
     ("docs/policies.md", "transfer_s"): _FORMULA,
     ("docs/policies.md", "gateway: {"): _FILE_LINE,
     ("docs/policies.md", "beyond_s"): _FORMULA,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
@@ -22,9 +23,8 @@ def new_lines(outcome: Outcome) -> list[str] | None:
         return None
     if (isinstance(outcome.how, Run) and outcome.how.part) or any("..." in line for line in output.lines):
         return None
-    lines = [line.rstrip() for line in outcome.printed.strip("\n").splitlines()]
-    while not lines[0]:
-        lines.pop(0)
+    lines = [line.rstrip() for line in outcome.printed.splitlines()]
+    lines = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n").split("\n")
     return [f"{' ' * output.indent}{line}".rstrip() for line in lines]
 
 
