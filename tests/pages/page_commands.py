@@ -84,7 +84,7 @@ _PICKER = Elsewhere("epp/test_epp_command.py::test_the_command_serves_emulated_e
 _CHECK = Elsewhere("pages/test_rig_outputs.py::test_the_check_of_a_kubernetes_cluster")
 _TIMES = Elsewhere("cli/test_timing_measure.py::test_it_prints_a_block_of_a_cluster_file")
 _SWITCH = Elsewhere("pages/test_rig_outputs.py::test_the_first_line_and_the_status_of_a_switch")
-_SHORT = Run("--requests 60 --seeds 1")
+_SHORT = Run("--requests 60 --seeds 1 --workers 1")
 
 ANYWHERE: dict[str, Treatment] = {
     "make ": Needs("this suite, or minutes; tests/test_project.py compares the targets"),
@@ -234,10 +234,10 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
         ),
         "kvroute topology": Run(new="my-cluster.yaml"),
         "while": Needs("the user to end it"),
-        "kvroute simulate": Run("--seeds 1"),
+        "kvroute simulate": Run("--seeds 1 --workers 1"),
     },
     "docs/simulate.md": {
-        "kvroute simulate my-cluster.yaml --trace": Run("--seeds 1"),
+        "kvroute simulate my-cluster.yaml --trace": Run("--seeds 1 --workers 1"),
         "kvroute simulate examples/fat-tree-64gpu.yaml": Run(
             columns=104, live=True, picture=("results/figures/ttft-breakdown.png", "docs/images/ttft-breakdown.png")
         ),
@@ -245,7 +245,7 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
             instead="kvroute topology show examples/fat-tree-64gpu.yaml --png fat-tree.png",
             picture=("fat-tree.png", "docs/images/fat-tree-64gpu.png"),
         ),
-        "kvroute simulate examples/dualpath.yaml": Run("--seeds 1"),
+        "kvroute simulate examples/dualpath.yaml": Run("--seeds 1 --workers 1"),
         "kvroute simulate examples/two-datacenters.yaml": _SHORT,
     },
     "docs/switch.md": {
@@ -273,7 +273,7 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
         ),
     },
     "docs/workloads.md": {
-        "kvroute simulate my-cluster.yaml --trace": Run("--seeds 1", printed=False),
+        "kvroute simulate my-cluster.yaml --trace": Run("--seeds 1 --workers 1", printed=False),
     },
 }
 
