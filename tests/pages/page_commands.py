@@ -223,9 +223,7 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
             "gateway/workers/test_workers.py::test_requests_go_to_all_workers_and_are_counted_once"
         ),
         "kvroute simulate": _SHORT,
-        "curl": Elsewhere(
-            "live/test_replicated_gateways.py::test_no_request_is_lost_and_no_booking_stays", "kvroute_replication"
-        ),
+        "curl": Elsewhere("pages/test_rig_outputs.py::test_the_exchange_of_a_gateway"),
     },
     "docs/serve.md": {
         "curl http://127.0.0.1:8080": Run(live=True),

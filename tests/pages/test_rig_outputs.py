@@ -20,11 +20,14 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import yaml
 from tests.gateway.discovery.kubernetes_rig import Rig, created, play
 from tests.kube.inference_pool import POOLS, install, pool_document
 from tests.kube.manifests import node_document
-from tests.pages.page_blocks import ROOT, Output, read_page
+from tests.live.services import free_port, required
+from tests.pages.page_blocks import ROOT, Command, Output, read_page
 from tests.pages.page_output import difference
+from tests.pages.page_runs import PageFolder
 from tests.waiting import PATIENCE_S, until
 
 from kvroute import topology
@@ -210,3 +213,37 @@ def test_the_table_of_an_agent(tmp_path: Path) -> None:
         asyncio.run(until(lambda: table.exists() and '"ina"' in table.read_text(encoding="utf-8")))
         command = "kvroute agent --scheduler 127.0.0.1:7400 --node a0 --folder /tmp/a0"
         _same_document("docs/agents.md", command, table.read_text(encoding="utf-8"))
+
+
+def test_the_columns_of_a_custom_resource() -> None:
+    """`kubectl get` shows the columns of priority 0 between the name and the age."""
+    definition = yaml.safe_load((ROOT / "deploy" / "crds" / "kvrouters.kvroute.io.yaml").read_text(encoding="utf-8"))
+    [version] = definition["spec"]["versions"]
+    columns = [each["name"].upper() for each in version["additionalPrinterColumns"] if not each.get("priority")]
+    output = shown("docs/kubernetes-operator.md", "kubectl --namespace serving get kvrouters")
+    assert output.lines[0].split() == ["NAME", *columns]
+
+
+@pytest.mark.live
+def test_the_exchange_of_a_gateway(tmp_path: Path) -> None:
+    """The metrics of one gateway with a Redis: those of the page, with other numbers."""
+    port = free_port()
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
+    section = f'\ngateway: {{replication: {{redis: "redis://127.0.0.1:{port}/0"}}}}\n'
+    text = (ROOT / "examples" / "small.yaml").read_text(encoding="utf-8")
+    (tmp_path / "cluster.yaml").write_text(text + section, encoding="utf-8")
+    folder = PageFolder(tmp_path)
+    page = "docs/scale.md"
+    command = "curl -s http://localhost:9090/metrics | grep -E '^kvroute_replication_(state|gateways)'"
+    with subprocess.Popen([required("redis-server", "redis-server"), *options], stdout=subprocess.DEVNULL) as redis:
+        try:
+            serve = Command(page, 0, "kvroute serve --embedded cluster.yaml")
+            with folder.service(serve, "--port 0 --admin-port 0", "dashboard and metrics: "):
+
+                def printed() -> str:
+                    return folder.run(Command(page, 0, command)).out
+
+                asyncio.run(until(lambda: 'state="in_sync"} 1' in printed(), poll_s=0.2))
+                assert difference(shown(page, command), printed(), tolerance=inf) is None
+        finally:
+            redis.terminate()
