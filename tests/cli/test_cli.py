@@ -10,7 +10,7 @@ import pytest
 from tests.cli.cli_rig import CLUSTER, EXAMPLES, Ended, Kvroute, document
 
 from kvroute import __version__
-from kvroute.cli.experiment import FAMILIES
+from kvroute.cli.experiment import families
 
 COMMANDS = (
     "simulate", "experiment", "llm", "flows", "replay", "explain",
@@ -122,7 +122,7 @@ def test_results_in_another_format_are_not_truncated(kvroute: Kvroute) -> None:
 def test_experiment_without_arguments_lists_all_experiments(kvroute: Kvroute, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every experiment is listed, as a table and as JSON; a narrow terminal cuts no name."""
     listed = document(kvroute("experiment", "--json"))["experiments"]
-    names = [name for family in FAMILIES.values() for name in family.experiments]
+    names = [name for family in families().values() for name in family.experiments]
     assert [one["name"] for one in listed] == names
     monkeypatch.setenv("COLUMNS", "80")
     table = kvroute("experiment").out

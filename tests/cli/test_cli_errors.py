@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cli.cli_rig import CLUSTER, EXAMPLES, Ended, Kvroute, document
 
-from kvroute.cli.experiment import FAMILIES
+from kvroute.cli.experiment import families
 
 FLOWS, PLAN = EXAMPLES / "flows-classes.json", EXAMPLES / "prfaas-case-study.yaml"
 CUT = EXAMPLES / "scenarios" / "wan-cut.yaml"
@@ -140,7 +140,7 @@ def test_a_port_in_use_is_reported_before_engines_start(kvroute: Kvroute, option
     assert ended.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families())
 def test_an_unknown_executor_leaves_no_folder(kvroute: Kvroute, name: str) -> None:
     """`--on` is checked first, for every publication."""
     ended = kvroute("experiment", name, "--on", "mars", "--out", "made")

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from kvroute.cachepool.store.location import StoreLocation
 from kvroute.cli.output import check_writable, remarks, write_whole
 from kvroute.cli.quantities import DURATION, SIZE, byte_count, seconds
-from kvroute.connector.options import Options, read_options
 from kvroute.origins import is_loopback
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
     from kvroute.connector.buffer import BufferSettings
+    from kvroute.connector.options import Options
 
 STORE, PLACE, PROTECTION = "Store", "Addresses", "Protection"
 
@@ -110,6 +109,9 @@ def buffer(
 
     Example: [bold]kvroute buffer /var/lib/kvroute/blocks --quota 64GB[/bold]
     """
+    from kvroute.cachepool.store.location import StoreLocation
+    from kvroute.connector.options import read_options
+
     try:
         import uvloop
 

@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from kvroute.cli.choices import DEFAULT_DECODE_POLICY
 from kvroute.cli.output import make_folder, own_command, remarks, tell
 from kvroute.cli.quantities import DURATION, RATE, listed, per_second
 from kvroute.cli.quantities import seconds as seconds_option
-from kvroute.control import ControlSpec
-from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.types import TIER_COUNT, InputError
 
 if TYPE_CHECKING:
@@ -65,6 +64,8 @@ def demo(
 
     Example: [bold]kvroute demo examples/fat-tree-64gpu.yaml[/bold]
     """
+    from kvroute.control import ControlSpec
+
     try:
         from kvroute.experiments.live import Question, playable
     except ImportError as error:

@@ -14,8 +14,6 @@ import typer
 from rich.table import Table
 
 from kvroute.cli.output import console, print_json, remarks, tell, thin_table
-from kvroute.topology.assembly import NO_INSTANCES
-from kvroute.topology.units import duration_s
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -64,6 +62,8 @@ def doctor(
 
     Example: [bold]kvroute doctor my-cluster.yaml --timeout 30s[/bold]
     """
+    from kvroute.topology.assembly import NO_INSTANCES
+
     try:
         import uvloop
 
@@ -99,6 +99,8 @@ def _pairs(text: str) -> int | None:
 
 
 def _timeout_s(text: str) -> float:
+    from kvroute.topology.units import duration_s
+
     try:
         seconds = duration_s(text)
     except InputError as error:

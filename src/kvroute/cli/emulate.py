@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from kvroute import topology
-from kvroute.cachepool.store.location import StoreLocation
 from kvroute.cli.output import check_writable, remarks, write_whole
 from kvroute.cli.quantities import DURATION, listed, seconds
 from kvroute.origins import is_loopback
-from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, InputError
 
 if TYPE_CHECKING:
     from kvroute.emulator import EmulatedClusterSettings
+    from kvroute.topology import Cluster
 
 STORE_BYTES = 100_000_000_000
 """Capacity of a store in a folder."""
@@ -96,6 +94,9 @@ def emulate(
 
     Example: [bold]kvroute emulate examples/small.yaml[/bold]
     """
+    from kvroute import topology
+    from kvroute.cachepool.store.location import StoreLocation
+
     try:
         import uvloop
 

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvroute.cli.emulate import shares_by_tier
-from kvroute.cli.serving import emulated_engines
-from kvroute.topology.kubernetes_overlay import KubernetesOverlay, kubernetes_file
 from kvroute.types import Endpoint, InputError
 
 if TYPE_CHECKING:
     from kvroute.gateway.config.settings import GatewaySettings
     from kvroute.gateway.lifecycle.deployment import Deployment
+    from kvroute.topology.kubernetes_overlay import KubernetesOverlay
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,7 @@ class EngineSource:
             InputError: the file has errors.
         """
         from kvroute.gateway.lifecycle.deployment import Deployment
+        from kvroute.topology.kubernetes_overlay import kubernetes_file
 
         if self.cluster is None:
             return Deployment.of(kubernetes_file().to_yaml(), "--kubernetes", adjust, overlay=self.overlay)
@@ -72,6 +71,9 @@ class EngineSource:
         Raises:
             InputError: the file or an option has errors.
         """
+        from kvroute.cli.emulate import shares_by_tier
+        from kvroute.cli.serving import emulated_engines
+
         if not self.embedded or self.cluster is None:
             yield None
             return

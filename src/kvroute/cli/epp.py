@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from kvroute.cli.engine_source import EngineSource, measured_by_engines
 from kvroute.cli.epp_envoy import (
     ENVOY,
     Body,
@@ -49,8 +48,6 @@ from kvroute.cli.serve_options import (
     check_log_format,
     ignore_reload_until_read,
 )
-from kvroute.cli.serve_overrides import Overrides
-from kvroute.cli.serving import admin_url, run_gateway, warn_of_exposures
 from kvroute.types import Endpoint, InputError
 
 if TYPE_CHECKING:
@@ -117,6 +114,10 @@ def epp(
     Example: [bold]kvroute epp cluster.yaml --print-envoy-config > envoy.json[/bold]
     or [bold]kvroute epp --kubernetes --pool llm/my-pool[/bold]
     """
+    from kvroute.cli.engine_source import EngineSource, measured_by_engines
+    from kvroute.cli.serve_overrides import Overrides
+    from kvroute.cli.serving import run_gateway
+
     ignore_reload_until_read()
     _check_installed()
     import uvloop
@@ -188,6 +189,8 @@ def _check_installed() -> None:
 
 
 def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None) -> None:
+    from kvroute.cli.serving import admin_url, warn_of_exposures
+
     settings, cluster = deployment.settings, deployment.cluster
     picker = reachable(settings.listen.host, gateway.port)
     admin = admin_url(gateway, deployment)

@@ -4,44 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvroute.cli import (
-    experiment_alone,
-    experiment_autoscaling,
-    experiment_copies,
-    experiment_dualpath,
-    experiment_heroserve,
-    experiment_netkv,
-    experiment_never_worse,
-    experiment_prfaas,
-)
-from kvroute.cli.experiment_family import Family, run_family
+from kvroute.cli.choices import READINGS
 from kvroute.cli.output import console, print_json, remarks
 from kvroute.cli.quantities import listed
-from kvroute.cli.sweeps import RunOptions
-from kvroute.comparison.parallel import check_where
-from kvroute.experiments.cells import Experiment
-from kvroute.experiments.readings import READINGS
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
 from kvroute.types import InputError
 
-FAMILIES: dict[str, Family[Any]] = {
-    "netkv": experiment_netkv.FAMILY,
-    "prfaas": experiment_prfaas.FAMILY,
-    "dualpath": experiment_dualpath.FAMILY,
-    "never-worse": experiment_never_worse.FAMILY,
-    "alone": experiment_alone.FAMILY,
-    "prefix-copies": experiment_copies.FAMILY,
-    "autoscaling": experiment_autoscaling.FAMILY,
-    "heroserve": experiment_heroserve.FAMILY,
-}
-"""Experiments by publication; never-worse, alone, prefix-copies and autoscaling are kvroute's own."""
-_ALL = [one for family in FAMILIES.values() for one in family.experiments.values()]
+if TYPE_CHECKING:
+    from kvroute.cli.experiment_family import Family
+    from kvroute.experiments.cells import Experiment
+
 _SEEDS = 5
+
+
+@cache
+def families() -> dict[str, Family[Any]]:
+    """Return the experiments by publication; never-worse, alone, prefix-copies and autoscaling are kvroute's own."""
+    from kvroute.cli import (
+        experiment_alone,
+        experiment_autoscaling,
+        experiment_copies,
+        experiment_dualpath,
+        experiment_heroserve,
+        experiment_netkv,
+        experiment_never_worse,
+        experiment_prfaas,
+    )
+
+    return {
+        "netkv": experiment_netkv.FAMILY,
+        "prfaas": experiment_prfaas.FAMILY,
+        "dualpath": experiment_dualpath.FAMILY,
+        "never-worse": experiment_never_worse.FAMILY,
+        "alone": experiment_alone.FAMILY,
+        "prefix-copies": experiment_copies.FAMILY,
+        "autoscaling": experiment_autoscaling.FAMILY,
+        "heroserve": experiment_heroserve.FAMILY,
+    }
 
 
 def experiment(
@@ -101,12 +105,16 @@ def experiment(
 
     [bold]kvroute experiment never-worse --seeds 8 --trace-dir traces[/bold]
     """
+    from kvroute.cli.experiment_family import run_family
+    from kvroute.cli.sweeps import RunOptions
+    from kvroute.comparison.parallel import check_where
+
     if not names:
         _list(as_json)
         return
     family, chosen = _chosen(names)
-    if trace_dir is not None and not FAMILIES[family].reads_trace_folder:
-        readers = " and ".join(name for name, one in FAMILIES.items() if one.reads_trace_folder)
+    if trace_dir is not None and not families()[family].reads_trace_folder:
+        readers = " and ".join(name for name, one in families().items() if one.reads_trace_folder)
         hint = f"omit it; only {readers} reads a folder of traces"
         raise InputError(f"{family} does not support this option", where="--trace-dir", hint=hint)
     check_where(on)
@@ -124,7 +132,7 @@ def experiment(
         trace_dir=trace_dir,
     )
     try:
-        run_family(FAMILIES[family], chosen, options)
+        run_family(families()[family], chosen, options)
     except KeyboardInterrupt:
         remarks().print(f"Stopped. Finished cells are kept in {out}; run the same command again to continue.")
         raise typer.Exit(130) from None
@@ -136,11 +144,14 @@ def _seeds_of(seed: int | None, seeds: int | None) -> tuple[int, ...]:
 
 
 def _list(as_json: bool) -> None:
+    from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
+
+    known = [one for family in families().values() for one in family.experiments.values()]
     if as_json:
-        print_json({"experiments": [{"name": one.name, "title": one.title, "source": one.source} for one in _ALL]})
+        print_json({"experiments": [{"name": one.name, "title": one.title, "source": one.source} for one in known]})
         return
     rows = []
-    for one in _ALL:
+    for one in known:
         axes = "; ".join(f"{name}: {', '.join(f'{value:,g}' for value in values)}" for name, values in one.axes.items())
         rows.append(tuple(map(Entry, (one.name, one.title, one.source, axes or UNKNOWN, ", ".join(one.policies)))))
     # Users type the names next, so other columns are dropped first.
@@ -155,9 +166,9 @@ def _list(as_json: bool) -> None:
 
 def _chosen(names: Sequence[str]) -> tuple[str, list[Experiment]]:
     """Return the publication of all names, and the experiments that they select."""
-    groups = {family: one.experiments for family, one in FAMILIES.items()}
+    groups = {family: one.experiments for family, one in families().items()}
     chosen: dict[str, Experiment] = {}
-    families: dict[str, None] = {}
+    selected: dict[str, None] = {}
     for name in names:
         family = next((family for family, known in groups.items() if name == family or name in known), None)
         if family is None:
@@ -165,9 +176,9 @@ def _chosen(names: Sequence[str]) -> tuple[str, list[Experiment]]:
             near = get_close_matches(name, known, 1)
             hint = (f"did you mean {near[0]}? " if near else "") + f"choose among {', '.join(known)}"
             raise InputError(f"there is no experiment {name!r}", hint=hint)
-        families[family] = None
+        selected[family] = None
         chosen |= groups[family] if name == family else {name: groups[family][name]}
-    if len(families) > 1:
-        what = f"{' and '.join(families)} are different publications"
+    if len(selected) > 1:
+        what = f"{' and '.join(selected)} are different publications"
         raise InputError(what, hint="run them one after the other; they have different profiles and settings")
-    return next(iter(families)), list(chosen.values())
+    return next(iter(selected)), list(chosen.values())

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from kvroute.cli.output import console
-from kvroute.flows import Scenario, completion_times, read_scenario
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
-from kvroute.topology.units import about_bandwidth, about_duration, about_size
+
+if TYPE_CHECKING:
+    from kvroute.flows import Scenario
+    from kvroute.report.grid import Grid
 
 app = typer.Typer()
 
@@ -34,6 +35,9 @@ def flows(
 
     Example: [bold]kvroute flows examples/flows-shared-uplink.json[/bold]
     """
+    from kvroute.flows import completion_times, read_scenario
+    from kvroute.report.grid import rich_table
+
     scenario = read_scenario(file)
     ends_s = completion_times(scenario)
     if table and not json:
@@ -44,6 +48,9 @@ def flows(
 
 
 def _grid(scenario: Scenario, ends_s: list[float]) -> Grid:
+    from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+    from kvroute.topology.units import about_bandwidth, about_duration, about_size
+
     rows = []
     for flow, end_s in zip(scenario.flows, ends_s, strict=True):
         taken_s = end_s - flow.start_s

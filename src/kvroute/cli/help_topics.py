@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,8 +13,10 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from kvroute.cli.output import console
-from kvroute.cli.topics import Topic, topics
 from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    from kvroute.cli.topics import Topic
 
 _PAGE_WIDTH = 100
 _TERM_WIDTH = 24
@@ -29,6 +31,8 @@ def help_topic(
 
     Example: [bold]kvroute help units[/bold]
     """
+    from kvroute.cli.topics import topics
+
     group = context.find_root().command
     assert isinstance(group, TyperGroup)
     known, commands = topics(), group.list_commands(context)
@@ -49,10 +53,14 @@ def help_topic(
 
 def topics_markdown() -> str:
     """Return all topics as sections of a Markdown page."""
+    from kvroute.cli.topics import topics
+
     return "\n\n".join(_markdown(name, make()) for name, make in topics().items())
 
 
 def _print_list(page: Console, context: typer.Context, group: TyperGroup) -> None:
+    from kvroute.cli.topics import topics
+
     page.print(Text("Topics: kvroute help TOPIC", style="bold"))
     _print_rows(page, [(name, make().title) for name, make in topics().items()])
     page.print(Text("\nCommands: kvroute help COMMAND", style="bold"))

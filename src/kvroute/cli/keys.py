@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from kvroute.cli.output import print_json
-from kvroute.gateway.openai_api.api_keys import new_key
-from kvroute.topology.schema import Name
 from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    pass
 
 app = typer.Typer(help="Create API keys of the gateway.", no_args_is_help=True)
 
@@ -25,6 +26,9 @@ def key_new(
 
     Example: [bold]kvroute key new alice[/bold]
     """
+    from kvroute.gateway.openai_api.api_keys import new_key
+    from kvroute.topology.schema import Name
+
     try:
         msgspec.convert(name, Name)
     except msgspec.ValidationError as error:

@@ -11,7 +11,6 @@ import msgspec
 import typer
 
 from kvroute.cli.kube_operator import operator
-from kvroute.cli.kube_pool import envoy_reachable, print_pool
 from kvroute.cli.kubernetes_options import pool_fields
 from kvroute.cli.output import console, print_json, tell, thin_table
 from kvroute.types import InputError
@@ -67,6 +66,8 @@ def check(
     Example: [bold]kvroute kube check --namespace llm --constraint rack:required[/bold]
     or [bold]kvroute kube check --pool llm/my-pool[/bold]
     """
+    from kvroute.cli.kube_pool import envoy_reachable
+
     try:
         from kvroute.kube.client import Access
         from kvroute.kube.discovery import DiscoveryOptions, read_once
@@ -152,6 +153,8 @@ def _become(command: list[str], environment: dict[str, str]) -> None:
 
 
 def _print(report: CheckReport) -> None:
+    from kvroute.cli.kube_pool import print_pool
+
     out = console()
     if report.pool is not None:
         print_pool(out, report.pool, report.engines)

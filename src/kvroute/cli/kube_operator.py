@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from kvroute.topology import parse
 from kvroute.types import InputError
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -90,6 +89,8 @@ def operator(
 def _check_file(text: str) -> None:
     """Raise InputErrors for what a gateway refuses of a cluster file; its settings are checked if `serve` is
     installed."""
+    from kvroute.topology import parse
+
     try:
         from kvroute.gateway.config.preflight import deployment_of
     except ImportError:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvroute.epp.addresses import address_fault
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
 
 def envoy_reachable(reading: Reading) -> Reading:
     """Return the reading with a finding in place of each engine that `kvroute epp` leaves out."""
+    from kvroute.epp.addresses import address_fault
     from kvroute.kube.pods import Finding
 
     hint = "start it without TLS; Envoy adds TLS to engines itself"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
 import typer
 
-from kvroute.topology.kubernetes_overlay import KubernetesOverlay
-from kvroute.topology.label_selector import SELECTOR_HINT, selector_fault
-from kvroute.topology.schema import NAMESPACE_NAME, OBJECT_NAME, KubernetesEntry
 from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    from kvroute.topology.kubernetes_overlay import KubernetesOverlay
 
 KUBERNETES = "Kubernetes"
 FromKubernetes: TypeAlias = Annotated[
@@ -69,6 +69,10 @@ def kubernetes_overlay(
     Raises:
         InputError: an option has no meaning without --kubernetes, or its value is invalid.
     """
+    from kvroute.topology.kubernetes_overlay import KubernetesOverlay
+    from kvroute.topology.label_selector import SELECTOR_HINT, selector_fault
+    from kvroute.topology.schema import KubernetesEntry
+
     options = {
         "namespace": namespace,
         "selector": selector,
@@ -101,6 +105,8 @@ def pool_fields(pool: str, namespace: str | None, selector: str | None) -> dict[
     Raises:
         InputError: it is no name of a pool, or the other options contradict it.
     """
+    from kvroute.topology.schema import NAMESPACE_NAME, OBJECT_NAME
+
     own, slash, name = pool.rpartition("/")
     if not re.fullmatch(OBJECT_NAME, name) or (slash and not re.fullmatch(NAMESPACE_NAME, own)):
         hint = "write NAME or NAMESPACE/NAME, in lower-case letters, digits and `-`"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvroute.cli.output import console, print_json, remarks
 from kvroute.cli.quantities import TOKENS, token_count
-from kvroute.llm import MODELS, Model, model
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
+
+if TYPE_CHECKING:
+    from kvroute.llm import Model
+    from kvroute.report.grid import Grid
 
 
 def llm(
@@ -28,6 +30,9 @@ def llm(
 
     Example: [bold]kvroute llm llama-3-70b --tp 4 --tokens 131072[/bold]
     """
+    from kvroute.llm import MODELS, model
+    from kvroute.report.grid import rich_table
+
     models = list(MODELS.values()) if name is None else [model(name)]
     if as_json:
         documents = [_plain(each, tp, tokens) for each in models]
@@ -56,6 +61,8 @@ def _plain(each: Model, tp: int, tokens: int) -> dict[str, Any]:
 
 
 def _sizes(models: list[Model], tp: int, tokens: int) -> Grid:
+    from kvroute.report.grid import Entry, Grid, Heading
+
     headings = (
         Heading("model"),
         Heading("layers", drop=1),
@@ -81,6 +88,8 @@ def _sizes(models: list[Model], tp: int, tokens: int) -> Grid:
 
 
 def _geometry(each: Model) -> Grid:
+    from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+
     titles = ("count", "KV heads", "key dim", "value dim", "B/number", "window tokens", "B/token", "state B")
     rows = []
     for group in each.layers:

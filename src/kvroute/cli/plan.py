@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import msgspec
 import typer
@@ -14,24 +14,11 @@ from kvroute.cli.output import console, make_folder, print_json, remarks
 from kvroute.cli.plan_placement import placement
 from kvroute.cli.plan_replicas import replicas
 from kvroute.cli.quantities import TOKENS, token_count
-from kvroute.llm import model as find_model
-from kvroute.planner.cache_compute import cache_compute
-from kvroute.planner.dualpath import plan_dualpath
-from kvroute.planner.dualpath_problem import read_dualpath
-from kvroute.planner.kv_throughput import PUBLISHED_GBPS, egress_bytes_per_s, published_kv_bytes_per_s
-from kvroute.planner.plan import Plan, make_plan
-from kvroute.planner.problem import read_problem
-from kvroute.planner.qos import plan_qos
-from kvroute.planner.qos_schema import LinkType
-from kvroute.planner.search import KINDS, deployment, find, find_home
-from kvroute.report.dualpath_tables import dualpath_verdict, utilisation_grid
-from kvroute.report.grid import Entry, Grid, Heading, rich_table
-from kvroute.report.plan_tables import grids, verdict
-from kvroute.report.qos_config import configurations
-from kvroute.report.qos_tables import qos_grid, qos_verdict
-from kvroute.report.ratio_tables import ratio_grid
-from kvroute.topology import duration_s
 from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    from kvroute.planner.plan import Plan
+    from kvroute.planner.qos_schema import LinkType
 
 _TOKENS = re.compile(r"(\d{1,9})([Kk]?)", re.ASCII)
 
@@ -61,6 +48,10 @@ def prfaas(
 
     Example: [bold]kvroute plan prfaas examples/prfaas-case-study.yaml --out plan[/bold]
     """
+    from kvroute.planner.plan import make_plan
+    from kvroute.planner.problem import read_problem
+    from kvroute.planner.search import KINDS, deployment, find, find_home
+
     problem = read_problem(spec)
     if as_json and out is None:
         found = {kind: deployment(find(problem, kind), kind) for kind in KINDS}
@@ -82,6 +73,9 @@ def prfaas(
 
 
 def _print(plan: Plan) -> None:
+    from kvroute.report.grid import rich_table
+    from kvroute.report.plan_tables import grids, verdict
+
     shown = console()
     shown.print(verdict(plan.report), highlight=False, markup=False)
     for grid in grids(plan.report):
@@ -107,6 +101,11 @@ def dualpath(
 
     Example: [bold]kvroute plan dualpath examples/dualpath-660b.yaml --out plan[/bold]
     """
+    from kvroute.planner.dualpath import plan_dualpath
+    from kvroute.planner.dualpath_problem import read_dualpath
+    from kvroute.report.dualpath_tables import dualpath_verdict, utilisation_grid
+    from kvroute.report.grid import rich_table
+
     problem = read_dualpath(spec)
     if out is not None:
         make_folder(out, "--out")
@@ -158,6 +157,11 @@ def ratio(
 
     Example: [bold]kvroute plan ratio deepseek-v3.2 qwen3-235b --kv-number 1[/bold]
     """
+    from kvroute.llm import model as find_model
+    from kvroute.planner.cache_compute import cache_compute
+    from kvroute.report.grid import rich_table
+    from kvroute.report.ratio_tables import ratio_grid
+
     found = [find_model(name) for name in models]
     if kv_number is not None:
         found = [each.with_kv_numbers(kv_number) for each in found]
@@ -185,6 +189,12 @@ def qos(
 
     Example: [bold]kvroute plan qos examples/superpod.yaml --link roce[/bold]
     """
+    from kvroute.planner.qos import plan_qos
+    from kvroute.planner.qos_schema import LinkType
+    from kvroute.report.grid import rich_table
+    from kvroute.report.qos_config import configurations
+    from kvroute.report.qos_tables import qos_grid, qos_verdict
+
     if link not in (None, *get_args(LinkType)):
         hint = f"choose one of {', '.join(get_args(LinkType))}"
         raise InputError(f"there is no link type {link!r}", where="--link", hint=hint)
@@ -222,6 +232,9 @@ def egress(
 
     Example: [bold]kvroute plan egress --gpus 512 --model minimax-m2.5 --tokens 32K[/bold]
     """
+    from kvroute.planner.kv_throughput import PUBLISHED_GBPS
+    from kvroute.report.grid import Entry, Grid, Heading, rich_table
+
     if gpus % gpus_per_instance:
         what = f"{gpus} GPUs cannot be divided into instances of {gpus_per_instance}"
         raise InputError(what, where="--gpus", hint=f"use a multiple of {gpus_per_instance}")
@@ -251,6 +264,9 @@ def egress(
 
 
 def _egress_row(name: str, tokens: int, gpus: int, gpus_per_instance: int, prefill: str) -> dict[str, Any]:
+    from kvroute.llm import model as find_model
+    from kvroute.planner.kv_throughput import egress_bytes_per_s, published_kv_bytes_per_s
+
     key = name.strip().rpartition("/")[2].lower()
     if prefill:
         found, seconds = find_model(name), _prefill_s(prefill)
@@ -267,6 +283,8 @@ def _egress_row(name: str, tokens: int, gpus: int, gpus_per_instance: int, prefi
 
 def _prefill_s(text: str) -> float:
     """Parse a time such as "1.84", "1.84s" or "184 ms" into seconds."""
+    from kvroute.topology import duration_s
+
     try:
         return duration_s(f"{float(text)} s")
     except ValueError:

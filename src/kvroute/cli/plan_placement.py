@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from kvroute.cli.choices import GROUPINGS
 from kvroute.cli.output import console, make_folder, print_json, remarks
 from kvroute.cli.quantities import DURATION, seconds
-from kvroute.control import ControlSpec
-from kvroute.gateway.config.modelled import simulated_spec
-from kvroute.gateway.config.preflight import settings_of
-from kvroute.planner.placement.grouping import Method
-from kvroute.planner.placement.plan import Planned, plan_placement
-from kvroute.planner.placement.problem import Objective, read_placement
-from kvroute.planner.placement.simulation import PAIRS
-from kvroute.report.grid import rich_table
-from kvroute.report.placement_tables import (
-    alternatives_grid,
-    bounds_grid,
-    phases_grid,
-    placement_verdict,
-    simulation_grid,
-)
-from kvroute.topology import ClusterFile
-from kvroute.topology.assembly import read_text
 from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    from kvroute.control import ControlSpec
+    from kvroute.planner.placement.grouping import Method
+    from kvroute.planner.placement.plan import Planned
+    from kvroute.topology import ClusterFile
 
 EQUATIONS = ("corrected", "literal")
 
@@ -48,7 +38,7 @@ def placement(
         ),
     ],
     grouping: Annotated[
-        str, typer.Option("--grouping", help=f"How GPUs are grouped: {', '.join(get_args(Method))}.")
+        str, typer.Option("--grouping", help=f"How GPUs are grouped: {', '.join(GROUPINGS)}.")
     ] = "milp",
     equations: Annotated[
         str, typer.Option("--equations", help="`literal` also evaluates the equations of HeroServe as published.")
@@ -70,7 +60,10 @@ def placement(
 
     Example: [bold]kvroute plan placement examples/heroserve-testbed.yaml --model opt-66b --ttft 2.5s --tpot 0.1s[/bold]
     """
-    _one_of(grouping, get_args(Method), "--grouping")
+    from kvroute.planner.placement.plan import plan_placement
+    from kvroute.planner.placement.problem import Objective, read_placement
+
+    _one_of(grouping, GROUPINGS, "--grouping")
     _one_of(equations, EQUATIONS, "--equations")
     for name, limit_s in (("--ttft", ttft), ("--tpot", tpot)):
         if not limit_s > 0.0:
@@ -99,6 +92,11 @@ def placement(
 
 def _spec(file: ClusterFile, source: str) -> ControlSpec:
     """Return the configuration of the core that the file's `gateway` section gives; without one, that for pairs."""
+    from kvroute.gateway.config.modelled import simulated_spec
+    from kvroute.gateway.config.preflight import settings_of
+    from kvroute.planner.placement.simulation import PAIRS
+    from kvroute.topology.assembly import read_text
+
     if not file.gateway:
         return PAIRS
     return simulated_spec(settings_of(read_text(source), source, None))
@@ -110,6 +108,15 @@ def _one_of(value: str, known: tuple[str, ...], option: str) -> None:
 
 
 def _print(planned: Planned) -> None:
+    from kvroute.report.grid import rich_table
+    from kvroute.report.placement_tables import (
+        alternatives_grid,
+        bounds_grid,
+        phases_grid,
+        placement_verdict,
+        simulation_grid,
+    )
+
     plan, shown = planned.report, console()
     shown.print(placement_verdict(plan), highlight=False, markup=False)
     for grid in (phases_grid(plan), bounds_grid(plan), alternatives_grid(plan), simulation_grid(plan)):

@@ -5,23 +5,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from kvroute.cli.output import console, make_folder, print_json, remarks, tell
 from kvroute.cli.quantities import DURATION, RATE, per_second, seconds
-from kvroute.comparison.served import ServedFile, served_file
-from kvroute.gateway.config.settings import SECTION
-from kvroute.planner.replicas import HOURS, ReplicaPlan, plan_replicas
-from kvroute.policies.replicas import ReplicaTarget
-from kvroute.report.grid import rich_table
-from kvroute.report.replica_tables import day_grid, rates_grid, replica_choices, replica_verdict
-from kvroute.sim.workload import generate, read
-from kvroute.sim.workload.diurnal import DIURNAL, shape_of
-from kvroute.topology import duration_text
 from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    from kvroute.comparison.served import ServedFile
+    from kvroute.planner.replicas import ReplicaPlan
+    from kvroute.policies.replicas import ReplicaTarget
 
 SCALING = "autoscaling"
 _OF_FILE = "default: as `gateway.autoscaling` of the file says"
@@ -90,6 +86,11 @@ def replicas(
 
     Example: [bold]kvroute plan replicas examples/fat-tree-64gpu.yaml --rate 6/s --ttft 5s --tpot 30ms[/bold]
     """
+    from kvroute.comparison.served import served_file
+    from kvroute.planner.replicas import plan_replicas
+    from kvroute.sim.workload import generate, read
+    from kvroute.sim.workload.diurnal import shape_of
+
     served = served_file(str(cluster))
     options = {"ttft_s": ttft, "tpot_s": tpot, "attainment": attainment, "utilisation_max": utilisation}
     target = _target(served, options)
@@ -118,6 +119,10 @@ def replicas(
 def _target(served: ServedFile, options: Mapping[str, float | None]) -> ReplicaTarget:
     """Return the target of the file's section `gateway.autoscaling`, with the options, and print which of its values
     these replace."""
+    from kvroute.gateway.config.settings import SECTION
+    from kvroute.policies.replicas import ReplicaTarget
+    from kvroute.topology import duration_text
+
     section = served.gateway.autoscaling
     target = section.spec().target if section is not None else ReplicaTarget()
     given = {name: value for name, value in options.items() if value is not None}
@@ -133,6 +138,9 @@ def _target(served: ServedFile, options: Mapping[str, float | None]) -> ReplicaT
 
 
 def _shape(text: str) -> tuple[float, ...]:
+    from kvroute.planner.replicas import HOURS
+    from kvroute.sim.workload.diurnal import DIURNAL
+
     if not text:
         return DIURNAL
     try:
@@ -146,6 +154,9 @@ def _shape(text: str) -> tuple[float, ...]:
 
 
 def _print(plan: ReplicaPlan) -> None:
+    from kvroute.report.grid import rich_table
+    from kvroute.report.replica_tables import day_grid, rates_grid, replica_choices, replica_verdict
+
     shown = console()
     shown.print(replica_verdict(plan), highlight=False, markup=False)
     for grid in (rates_grid(plan), day_grid(plan)):

@@ -9,7 +9,6 @@ from typing import Any
 
 import typer
 
-from kvroute.topology.units import about_duration, duration_s, size_bytes
 from kvroute.types import InputError
 
 DURATION, RATE, TOKENS, SIZE = "<duration>", "<rate>", "<tokens>", "<size>"
@@ -32,11 +31,15 @@ def seconds(least: float = 0.0, most: float = 1e15) -> Callable[[Any], float]:
     def parse(text: Any) -> float:
         number = _number(text)
         if number is None:
+            from kvroute.topology.units import duration_s
+
             try:
                 number = duration_s(str(text))
             except InputError:
                 raise _wrong(text, "a duration", write) from None
         if not least <= number <= most:
+            from kvroute.topology.units import about_duration
+
             high = "" if number < least else f" and at most {about_duration(most)}"
             raise _wrong(text, f"{about_duration(least)} or more{high}", write)
         return number
@@ -82,6 +85,8 @@ def byte_count(least: int = 0) -> Callable[[Any], int]:
     write = "write a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 64GB"
 
     def parse(text: Any) -> int:
+        from kvroute.topology.units import size_bytes
+
         try:
             nbytes = int(text) if isinstance(text, int) else int(size_bytes(str(text)))
         except InputError:

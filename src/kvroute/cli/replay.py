@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from kvroute.cli.output import console, print_json, remarks
-from kvroute.control import ShadowTally, decisions_equal, replay
-from kvroute.event_log import check_whole, is_truncated, read_log
-from kvroute.topology import parse
-from kvroute.types import Decision, Decode, InputError
+from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    from kvroute.control import ShadowTally
+    from kvroute.types import Decision
 
 _LOG_HELP = "A log that `kvroute serve --log` or `kvroute simulate --log` wrote."
 LogFile = Annotated[Path, typer.Argument(help=_LOG_HELP, show_default=False)]
@@ -32,6 +33,11 @@ def replay_log(
 
     Example: [bold]kvroute replay run.log --shadow foresight[/bold]
     """
+    from kvroute.control import ShadowTally, decisions_equal, replay
+    from kvroute.event_log import check_whole, is_truncated, read_log
+    from kvroute.topology import parse
+    from kvroute.types import Decode
+
     header, records = read_log(log)
     check_whole(log, header)
     if is_truncated(log):
@@ -79,6 +85,8 @@ def replay_log(
 
 def _as_recorded(again: tuple[Decision, ...], recorded: tuple[Decision, ...]) -> tuple[Decision, ...]:
     """Replace the shadows of decisions by the recorded ones, pair by pair, so that a comparison ignores them."""
+    from kvroute.types import Decode
+
     return tuple(
         msgspec.structs.replace(now, shadow=then.shadow)
         if isinstance(now, Decode) and isinstance(then, Decode)

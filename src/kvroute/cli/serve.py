@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvroute.cli.engine_source import EngineSource, measured_by_engines
 from kvroute.cli.kubernetes_options import (
     Context,
     FromKubernetes,
@@ -36,9 +35,6 @@ from kvroute.cli.serve_options import (
     check_log_format,
     ignore_reload_until_read,
 )
-from kvroute.cli.serve_overrides import Overrides
-from kvroute.cli.serve_workers import read_spec, run_worker, run_workers
-from kvroute.cli.serving import run_gateway
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -93,6 +89,11 @@ def serve(
     Example: [bold]kvroute serve --embedded examples/small.yaml[/bold]
     or [bold]kvroute serve --kubernetes --namespace llm[/bold]
     """
+    from kvroute.cli.engine_source import EngineSource, measured_by_engines
+    from kvroute.cli.serve_overrides import Overrides
+    from kvroute.cli.serve_workers import read_spec, run_worker, run_workers
+    from kvroute.cli.serving import run_gateway
+
     ignore_reload_until_read()
     try:
         import uvloop

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvroute.policies import known_parameters
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ class Overrides:
         Raises:
             InputError: a policy does not exist, or both ports are the same.
         """
+        from kvroute.policies import known_parameters
+
         replace = msgspec.structs.replace
         listen, admin, logs = settings.listen, settings.admin, settings.log
         listen = replace(listen, host=self.host or listen.host, port=listen.port if self.port is None else self.port)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvroute.cli.serving import Signals, announce_gateway, check_discovery, check_files, run_gateway, until_signalled
 from kvroute.types import Endpoint, InputError
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ def read_spec(path: Path) -> WorkerSpec:
 
 async def run_worker(read: Callable[[], Deployment], spec: WorkerSpec, seed: int | None) -> None:
     """Run one worker until its parent process ends it or has ended."""
+    from kvroute.cli.serving import run_gateway
     from kvroute.gateway.proxy.frontend import HttpFrontend
 
     # A process group of its own keeps Ctrl-C from the worker, which would be a second signal beside the parent's.
@@ -65,6 +65,7 @@ async def run_workers(
         seed: random seed; None: the system's randomness.
         until_eof: whether the end of standard input ends all workers.
     """
+    from kvroute.cli.serving import Signals, announce_gateway, check_discovery, check_files, until_signalled
     from kvroute.gateway.config.preflight import check_places
     from kvroute.gateway.observe.logs import Logs
     from kvroute.gateway.workers.supervisor import Supervisor

@@ -11,25 +11,9 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
+from kvroute.cli.choices import DECODE_POLICIES, PREFILL_POLICIES, PROFILES, THINK_MAX_S
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks, tell
 from kvroute.cli.quantities import DURATION, RATE, TOKENS, listed, per_second, seconds, token_count
-from kvroute.cli.scenario import Scenario, read_scenario
-from kvroute.cli.simulate_options import FileOptions, file_remarks, sync_s, weights
-from kvroute.comparison.cells import encode
-from kvroute.comparison.parallel import check_where
-from kvroute.comparison.question import Question, compare
-from kvroute.comparison.served import served_file
-from kvroute.comparison.workload import Workload
-from kvroute.control import LogHeader
-from kvroute.event_log import EventLog, check_can_create
-from kvroute.gateway.config.settings import GatewaySettings
-from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
-from kvroute.report.compare import verdict
-from kvroute.report.tables import comparison_table
-from kvroute.sim.settings import Background, Telemetry
-from kvroute.sim.workload import PROFILES, THINK_MAX_S
-from kvroute.sim.workload.octets import written_whole
-from kvroute.topology.units import about_duration
 from kvroute.types import InputError
 
 SEED_MAX, PROMPT_MAX, AGENTS_MAX, WORKERS_MAX = 2**31 - 1, 10_000_000, 1_000_000, 1024
@@ -104,7 +88,7 @@ def simulate(
             parser=seconds(),
             metavar=DURATION,
             help="Maximum pause of agents between turns; 0: no pauses.",
-            show_default=about_duration(THINK_MAX_S),
+            show_default=f"{THINK_MAX_S:g} s",
             rich_help_panel=WORKLOAD,
         ),
     ] = THINK_MAX_S,
@@ -172,7 +156,7 @@ def simulate(
         ),
     ] = None,
     telemetry: Annotated[
-        Telemetry | None,
+        Literal["tier", "link", "none"] | None,
         typer.Option(help=f"Detail of the telemetry on other traffic; {_OF_FILE} (none).", rich_help_panel=NETWORK),
     ] = None,
     prediction: Annotated[
@@ -295,6 +279,19 @@ def simulate(
 
     [bold]kvroute simulate my.yaml --trace sessions.jsonl.zst --agents 50 --requests 5000[/bold]
     """
+    from kvroute.cli.scenario import Scenario, read_scenario
+    from kvroute.cli.simulate_options import FileOptions, check_log, file_remarks, record_run, sync_s, weights
+    from kvroute.comparison.cells import encode
+    from kvroute.comparison.parallel import check_where
+    from kvroute.comparison.question import Question, compare
+    from kvroute.comparison.served import served_file
+    from kvroute.comparison.workload import Workload
+    from kvroute.gateway.config.settings import GatewaySettings
+    from kvroute.report.compare import verdict
+    from kvroute.report.tables import comparison_table
+    from kvroute.sim.settings import Background
+    from kvroute.sim.workload.octets import written_whole
+
     if profile and profile not in PROFILES:
         raise InputError(
             f"there is no profile {profile!r}", where="--profile", hint=f"choose one of {_names(PROFILES)}"
@@ -351,7 +348,7 @@ def simulate(
     if len(policies) < len(named):
         remarks().print("Duplicate policies run only once.")
     if log is not None:
-        _check_log(question, policies, seeds, log)
+        check_log(question, policies, seeds, log)
     if out is not None:
         question.check(policies, seed)  # before a folder is created for nothing
         make_folder(out, "--out")
@@ -362,7 +359,7 @@ def simulate(
     tell(options.replaced(file, played))
     tell(f"{trace or 'generated trace'}: {remark}" for remark in question.workload.remarks(seed))
     if log is not None:
-        _record(question, policies[0], seed, log)
+        record_run(question, policies[0], seed, log)
     with progress_bar("Simulating") as progress:
         records = compare(question, policies, range(seed, seed + seeds), on=on, workers=workers, progress=progress)
     runs = [record.summary for record in records]
@@ -383,22 +380,3 @@ def simulate(
     console().print(found.sentence)
     for remark in found.remarks:
         console().print(remark)
-
-
-def _check_log(question: Question, policies: list[str], seeds: int, log: Path) -> None:
-    if question.settings.gateways > 1:
-        raise InputError("a log has the decisions of one gateway", where="--log", hint="leave --gateways out")
-    if len(policies) != 1 or seeds != 1:
-        raise InputError("a log can hold only one run", where="--log", hint="use one --policy and --seeds 1")
-    if question.workload.trace and log.exists() and log.samefile(question.workload.trace):
-        raise InputError("the log would overwrite the trace", where="--log", hint="give another file")
-    check_can_create(log)
-
-
-def _record(question: Question, policy: str, seed: int, log: Path) -> None:
-    question.check([policy], seed)
-    text = Path(question.cluster).read_text(encoding="utf-8")
-    header = LogHeader(cluster=text, spec=question.spec_of(policy))
-    with written_whole(log) as part, EventLog(part, header) as records:
-        question.run(policy, seed, records)
-    remarks().print(f"Log: {log}")

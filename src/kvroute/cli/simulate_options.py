@@ -1,4 +1,4 @@
-"""Options of `kvroute simulate` that replace settings of the cluster file's `gateway` section."""
+"""Options of `kvroute simulate` that replace settings of the file's `gateway` section, and the log of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from kvroute.cli.output import remarks
 from kvroute.cli.scenario import Scenario
+from kvroute.comparison.question import Question
 from kvroute.comparison.served import ServedFile
+from kvroute.control import LogHeader
+from kvroute.event_log import EventLog, check_can_create
 from kvroute.gateway.config.field_types import Wait
 from kvroute.gateway.config.service_classes import DEFAULT_CLASS, ServiceClass, SloSettings
 from kvroute.gateway.config.settings import SECTION, GatewaySettings, OracleSection
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.sim.settings import SimSettings, Slo, Telemetry
+from kvroute.sim.workload.octets import written_whole
 from kvroute.topology import duration_text
 from kvroute.types import InputError
 
@@ -166,3 +171,24 @@ def weights(text: str) -> dict[str, float]:
             f"{text!r} is not a pair of weights", where="--cla-weights", hint="write cache,load, e.g. 1,0.7"
         ) from None
     return {"cache_weight": cache, "load_weight": load}
+
+
+def check_log(question: Question, policies: list[str], seeds: int, log: Path) -> None:
+    """Raise an InputError if --log cannot record these runs in this file."""
+    if question.settings.gateways > 1:
+        raise InputError("a log has the decisions of one gateway", where="--log", hint="leave --gateways out")
+    if len(policies) != 1 or seeds != 1:
+        raise InputError("a log can hold only one run", where="--log", hint="use one --policy and --seeds 1")
+    if question.workload.trace and log.exists() and log.samefile(question.workload.trace):
+        raise InputError("the log would overwrite the trace", where="--log", hint="give another file")
+    check_can_create(log)
+
+
+def record_run(question: Question, policy: str, seed: int, log: Path) -> None:
+    """Run one policy with one seed, and record its events and decisions."""
+    question.check([policy], seed)
+    text = Path(question.cluster).read_text(encoding="utf-8")
+    header = LogHeader(cluster=text, spec=question.spec_of(policy))
+    with written_whole(log) as part, EventLog(part, header) as records:
+        question.run(policy, seed, records)
+    remarks().print(f"Log: {log}")

@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from kvroute import topology
-from kvroute.cli.emulate import shares_by_tier
+from kvroute.cli.choices import DEFAULT_DECODE_POLICY
 from kvroute.cli.output import console, own_command, print_json, progress_bar, remarks
 from kvroute.cli.quantities import RATE, listed, per_second
-from kvroute.policies import DEFAULT_DECODE_POLICY
-from kvroute.report.grid import Entry, Grid, Heading, rich_table
-from kvroute.testbed import Build, Run, Testbed, known, namespaces
-from kvroute.testbed.queues import Discipline
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
     from kvroute.experiments.testbed import Round
+    from kvroute.report.grid import Grid
+    from kvroute.testbed import Build, Run
 
 app = typer.Typer(
     name="testbed",
@@ -61,7 +58,9 @@ def up(
 
     Example: [bold]sudo kvroute testbed up examples/testbed-literal.yaml[/bold]
     """
+    from kvroute import topology
     from kvroute.control import ControlSpec
+    from kvroute.testbed import Testbed
 
     cluster, build = topology.load(file), _build(scale, queues, background, seed)
     ControlSpec(decode=policy, prefill=prefill).check()
@@ -110,6 +109,9 @@ def run(
 
     Example: [bold]sudo kvroute testbed run examples/testbed-literal.yaml --requests 100[/bold]
     """
+    from kvroute import topology
+    from kvroute.report.grid import rich_table
+
     try:
         from kvroute.experiments.live import playable
     except ImportError as error:
@@ -156,6 +158,9 @@ def down(
 
     Example: [bold]sudo kvroute testbed down examples/testbed-literal.yaml[/bold]
     """
+    from kvroute import topology
+    from kvroute.testbed import known, namespaces
+
     if not everything and name is None and file is None:
         raise InputError(
             "no testbed is selected", where="testbed down", hint="give its cluster file, --name NAME or --all"
@@ -179,10 +184,16 @@ def down(
 
 
 def _run(name: str | None, cluster: str) -> Run:
+    from kvroute.testbed import Run
+
     return Run.of(cluster) if name is None else Run(name)
 
 
 def _build(scale: float, queues: str, background: str, seed: int) -> Build:
+    from kvroute.cli.emulate import shares_by_tier
+    from kvroute.testbed import Build
+    from kvroute.testbed.queues import Discipline
+
     for known_one in get_args(Discipline):
         if queues == known_one:
             return Build(scale=scale, queues=known_one, background=shares_by_tier(background), seed=seed)
@@ -216,6 +227,8 @@ def _counting(tell: Callable[[int, int], None], total: int) -> Callable[[], None
 
 
 def _grid(found: Sequence[Round]) -> Grid:
+    from kvroute.report.grid import Entry, Grid, Heading
+
     headings = (
         Heading("policy"),
         Heading("p50"),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from kvroute.cli.output import print_json, remarks, tell
 from kvroute.cli.timing_measure import measure
-from kvroute.cli.timing_text import check_name, plain, sentence, timing_yaml
-from kvroute.timing import Fit, fit_profile, read_profile
-from kvroute.timing.fit import PrefillKind
 from kvroute.types import DecodeSpec, InputError, PrefillSpec
+
+if TYPE_CHECKING:
+    from kvroute.timing import Fit
+    from kvroute.timing.fit import PrefillKind
 
 app = typer.Typer(help="Measure prefill and decode times, or fit them to measured profiles.", no_args_is_help=True)
 
@@ -43,6 +44,8 @@ def fit(
 
     Example: [bold]kvroute timing fit perf_model.csv --model llama2-70b --hardware h100-80gb --tp 4[/bold]
     """
+    from kvroute.cli.timing_text import check_name, plain, sentence, timing_yaml
+
     check_name(name)
     prefill, decode = _fit_all(files, model, hardware, tp, kind)
     if as_json:
@@ -56,6 +59,8 @@ def fit(
 def _fit_all(
     files: list[Path], model: str | None, hardware: str | None, tp: int | None, kind: PrefillKind
 ) -> tuple[Fit[PrefillSpec] | None, Fit[DecodeSpec] | None]:
+    from kvroute.timing import fit_profile, read_profile
+
     prefill: Fit[PrefillSpec] | None = None
     decode: Fit[DecodeSpec] | None = None
     for file in files:

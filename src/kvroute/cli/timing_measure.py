@@ -13,13 +13,12 @@ import msgspec
 import typer
 
 from kvroute.cli.output import print_json, tell
-from kvroute.cli.timing_text import check_name, plain, sentence, timing_yaml
-from kvroute.timing import Fit, prefill_time
-from kvroute.timing.fit import PrefillKind
 from kvroute.types import InputError, PrefillSpec
 
 if TYPE_CHECKING:
     from kvroute.engine_timing import FittedEngine, Limits, Measured, PrefixCheck
+    from kvroute.timing import Fit
+    from kvroute.timing.fit import PrefillKind
 
 
 def measure(
@@ -63,6 +62,8 @@ def measure(
 
     Example: [bold]kvroute timing measure http://10.0.0.1:8000 --max-batch 64[/bold]
     """
+    from kvroute.cli.timing_text import check_name
+
     check_name(name)
     try:
         from kvroute.engine_timing import Limits, fit_engine
@@ -79,6 +80,8 @@ def measure(
 
 
 def _show(name: str, kind: PrefillKind, fitted: FittedEngine, found: Measured, as_json: bool) -> None:
+    from kvroute.cli.timing_text import plain, sentence, timing_yaml
+
     prefill, decode, scheduler = fitted.prefill, fitted.decode, fitted.scheduler
     checks = _checks(prefill, found.prefixes)
     if as_json:
@@ -118,6 +121,8 @@ def _show(name: str, kind: PrefillKind, fitted: FittedEngine, found: Measured, a
 
 def _checks(fit: Fit[PrefillSpec] | None, prefixes: list[PrefixCheck]) -> list[dict[str, Any]]:
     """Return measured and predicted times of prompts that were partly cached: the fit has not seen them."""
+    from kvroute.timing import prefill_time
+
     if fit is None:
         return []
     time = prefill_time(fit.spec)

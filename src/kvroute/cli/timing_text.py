@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvroute.timing import Fit
-from kvroute.topology.units import duration_text
 from kvroute.types import (
     DecodeSpec,
     InputError,
@@ -19,6 +17,9 @@ from kvroute.types import (
     QuadraticPrefill,
     SchedulerSpec,
 )
+
+if TYPE_CHECKING:
+    from kvroute.timing import Fit
 
 PLAIN = SchedulerSpec()
 """The scheduler of a timing that has none."""
@@ -90,4 +91,6 @@ def _decode(spec: DecodeSpec) -> str:
 
 def _text(seconds: float) -> str:
     """Format seconds with six digits, more than any profile has; values below a femtosecond become zero."""
+    from kvroute.topology.units import duration_text
+
     return f'"{duration_text(float(f"{seconds:.6g}"))}"' if seconds >= 1e-15 else '"0 s"'

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from rich.tree import Tree
 
 from kvroute.cli.kubernetes_options import (
     KUBERNETES,
@@ -23,23 +19,10 @@ from kvroute.cli.kubernetes_options import (
 from kvroute.cli.output import check_writable, console, own_command, print_json, tell
 from kvroute.cli.quantities import listed
 from kvroute.cli.topology_expand import expand_file
-from kvroute.cli.topology_kubernetes import kubernetes_draft
-from kvroute.collectives import instance_traffic
-from kvroute.llm import model as find_model
-from kvroute.planner.placement.schema import PlacementEntry
-from kvroute.planner.qos import read_qos
-from kvroute.planner.qos_schema import QosEntry
-from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, parse, size_text
-from kvroute.topology.assembly import NO_INSTANCES, read_text
-from kvroute.topology.document import read_section
-from kvroute.topology.draft import draft
-from kvroute.topology.json_schema import cluster_json_schema
-from kvroute.topology.tree import ROLE_COLOURS, TIER_NAMES, Domain, domain_tree, tier_rows, uplinks_text
-from kvroute.topology.units import about_bandwidth, about_size, bandwidth_bytes_per_s
 from kvroute.types import TRAITS, InputError, InputErrors, KvProtocol
 
-_SECTIONS: dict[str, type[msgspec.Struct]] = {"qos": QosEntry, "placement": PlacementEntry}
-"""Sections that the planner reads."""
+if TYPE_CHECKING:
+    from kvroute.topology import Cluster
 
 app = typer.Typer(
     name="topology", help="Write, check and show a cluster file.", no_args_is_help=True, rich_markup_mode="rich"
@@ -47,14 +30,7 @@ app = typer.Typer(
 
 app.command("expand")(expand_file)
 
-_SHOWN_CHILDREN = 8
-"""Number of children listed for a domain with more children; the rest is counted."""
-_SHOWN_NODES = 64
-"""Maximum number of nodes for which the tree is complete."""
-_MATRIX = (40, 64)
-"""Largest tier matrix printed: rows (prefill), columns (decode)."""
 _SEVERAL = "several: repeat the option, or separate them by commas"
-_TIER_STYLES = ("green", "cyan", "yellow", "dark_orange", "red")
 
 File = Annotated[Path, typer.Argument(help="The cluster file (YAML).", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else to stdout.")]
@@ -70,6 +46,9 @@ def check(file: File, as_json: AsJson = False) -> None:
 
     Example: [bold]kvroute topology check examples/fat-tree-64gpu.yaml[/bold]
     """
+    from kvroute.cli.topology_shown import counts
+    from kvroute.topology.assembly import NO_INSTANCES
+
     try:
         cluster, here = _checked(file)
     except InputError as error:
@@ -82,12 +61,12 @@ def check(file: File, as_json: AsJson = False) -> None:
         raise typer.Exit(2) from None
     tell(cluster.remarks)
     tell(f"on this machine `kvroute serve` would refuse the file: {fault}" for fault in here)
-    counts = _counts(cluster)
+    found = counts(cluster)
     if as_json:
         refused = [_fault(fault) for fault in here]
-        print_json({"file": str(file), "ok": True, "faults": [], "counts": counts, "refused_here": refused})
+        print_json({"file": str(file), "ok": True, "faults": [], "counts": found, "refused_here": refused})
         return
-    words = (f"{count} {noun[:-1] if count == 1 and noun.endswith('s') else noun}" for noun, count in counts.items())
+    words = (f"{count} {noun[:-1] if count == 1 and noun.endswith('s') else noun}" for noun, count in found.items())
     if not cluster.instances:
         typer.echo(f"OK: {cluster.name}: {NO_INSTANCES}")
         return
@@ -130,6 +109,12 @@ def new(
     Example: [bold]kvroute topology new --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000[/bold]
     or [bold]kvroute topology new --kubernetes --namespace llm --out cluster.yaml[/bold]
     """
+    from kvroute.cli.topology_kubernetes import kubernetes_draft
+    from kvroute.llm import model as find_model
+    from kvroute.topology import parse
+    from kvroute.topology.draft import draft
+    from kvroute.topology.units import bandwidth_bytes_per_s
+
     overlay = kubernetes_overlay(namespace, selector, kubeconfig, context, asked=kubernetes)
     if overlay is not None and (prefill or decode or both):
         what = "--kubernetes finds the engines itself"
@@ -191,8 +176,16 @@ def schema() -> None:
     Example: [bold]kvroute topology schema > cluster.schema.json[/bold]
     """
     from kvroute.gateway.config.settings import GatewaySettings  # its import takes a third of a second
+    from kvroute.planner.placement.schema import PlacementEntry
+    from kvroute.planner.qos_schema import QosEntry
+    from kvroute.topology.json_schema import cluster_json_schema
 
-    print_json(cluster_json_schema(_SECTIONS | {"gateway": GatewaySettings}))
+    sections: dict[str, type[msgspec.Struct]] = {
+        "qos": QosEntry,
+        "placement": PlacementEntry,
+        "gateway": GatewaySettings,
+    }
+    print_json(cluster_json_schema(sections))
 
 
 @app.command()
@@ -206,7 +199,10 @@ def show(
 
     Example: [bold]kvroute topology show examples/fat-tree-64gpu.yaml --png cluster.png[/bold]
     """
+    from kvroute.cli.topology_shown import document, print_cluster
     from kvroute.report.topology_figure import draw_topology  # its import of plots takes a second
+    from kvroute.topology import parse
+    from kvroute.topology.assembly import NO_INSTANCES, read_text
 
     cluster = parse(read_text(file), str(file))
     tell(cluster.remarks)
@@ -220,20 +216,17 @@ def show(
         draw_topology(cluster, path)
         typer.echo(f"drew {path}", err=True)
     if as_json:
-        print_json(_document(cluster))
+        print_json(document(cluster))
         return
-    out = console()
-    out.print(_tree(cluster))
-    out.print(_tier_table(cluster))
-    if cluster.instances:
-        _print_matrix(out, cluster)
-    else:
-        out.print(f"\n{NO_INSTANCES[0].upper()}{NO_INSTANCES[1:]}.", soft_wrap=True)
+    print_cluster(console(), cluster)
 
 
 def _checked(file: Path) -> tuple[Cluster, tuple[InputError, ...]]:
     """Return the cluster, and why a gateway on this machine would refuse the file all the same."""
+    from kvroute.collectives import instance_traffic
     from kvroute.gateway.config.preflight import deployment_of, faults_here  # their import takes a third of a second
+    from kvroute.planner.qos import read_qos
+    from kvroute.topology.assembly import read_text
 
     text = read_text(file)
     faults: tuple[InputError, ...] = ()
@@ -254,6 +247,9 @@ def _checked(file: Path) -> tuple[Cluster, tuple[InputError, ...]]:
 
 
 def _read_placement(text: str, source: str) -> None:
+    from kvroute.planner.placement.schema import PlacementEntry
+    from kvroute.topology.document import read_section
+
     read_section(text, source, "placement", PlacementEntry)
 
 
@@ -265,124 +261,13 @@ def _check_picture(path: Path, ending: str) -> None:
 
 def _option(fault: InputError) -> str:
     """Return the option of `new` that causes an error in the draft; empty if no single one does."""
+    from kvroute.topology import FileError
+
     return "--name" if isinstance(fault, FileError) and fault.field == "name" else ""
 
 
 def _fault(problem: InputError) -> dict[str, Any]:
+    from kvroute.topology import FileError
+
     line, field = (problem.line, problem.field) if isinstance(problem, FileError) else (0, "")
     return {"line": line, "field": field, "what": problem.what, "hint": problem.hint}
-
-
-def _counts(cluster: Cluster) -> dict[str, int]:
-    roles = [instance.role for instance in cluster.instances]
-    counts = {
-        "datacenters": len(set(cluster.places.datacenters)),
-        "pods": len(cluster.file.pods),
-        "racks": len(cluster.file.racks),
-        "nodes": len(cluster.places.nodes),
-        "GPUs": sum(node.gpus for node in cluster.places.nodes),
-        "links": len(cluster.links),
-        "instances": len(roles),
-    }
-    return counts | {role: roles.count(role) for role in ROLE_COLOURS if role in roles}
-
-
-def _document(cluster: Cluster) -> dict[str, Any]:
-    prefill, decode = _sides(cluster)
-    tiers = [
-        {"tier": tier, "name": name, "bytes_per_s": bytes_per_s, "latency_s": latency_s, "pairs": pairs}
-        for tier, (name, pairs, bytes_per_s, latency_s) in enumerate(tier_rows(cluster))
-    ]
-    return {
-        "name": cluster.name,
-        "counts": _counts(cluster),
-        "ecmp": cluster.ecmp,
-        "tiers": tiers,
-        "instances": msgspec.to_builtins(cluster.instances),
-        "links": msgspec.to_builtins(cluster.links),
-        "tier_matrix": {
-            "prefill": [cluster.instances[i].name for i in prefill],
-            "decode": [cluster.instances[i].name for i in decode],
-            "tier": cluster.tier[prefill][:, decode].tolist(),
-        },
-    }
-
-
-def _sides(cluster: Cluster) -> tuple[list[int], list[int]]:
-    prefill = [i for i, instance in enumerate(cluster.instances) if instance.role != "decode"]
-    decode = [i for i, instance in enumerate(cluster.instances) if instance.role != "prefill"]
-    return prefill, decode
-
-
-def _tree(cluster: Cluster) -> Tree:
-    root = domain_tree(cluster)
-    tree = Tree(Text(cluster.name, style="bold"), guide_style="dim")
-    _grow(tree, root, whole=len(cluster.places.nodes) <= _SHOWN_NODES)
-    for wan in cluster.file.wan:
-        capacity = (
-            bandwidth_text(wan.bytes_per_s) if wan.count == 1 else f"{wan.count} x {bandwidth_text(wan.bytes_per_s)}"
-        )
-        tree.add(Text(f"{wan.source} - {wan.target}: {capacity}, {duration_text(wan.latency_s)}"))
-    return tree
-
-
-def _grow(tree: Tree, domain: Domain, whole: bool) -> None:
-    shown = domain.children if whole else domain.children[:_SHOWN_CHILDREN]
-    for child in shown:
-        _grow(tree.add(_label(child)) if child.name else tree, child, whole)
-    rest = domain.children[len(shown) :]
-    if rest:
-        instances = sum(1 for child in rest for _ in child.all_instances())
-        tree.add(Text(f"... and {len(rest)} more {rest[0].kind}s with {instances} instances", style="dim"))
-
-
-def _label(domain: Domain) -> Text:
-    text = Text(domain.name, style="" if domain.kind == "node" else "bold")
-    if domain.uplinks:
-        text.append(f"  up {uplinks_text(domain.uplinks)}", style="dim")
-    for instance in domain.instances:
-        gpus = instance.gpus[0].rpartition("/")[2], instance.gpus[-1].rpartition("/")[2]
-        span = gpus[0] if len(instance.gpus) == 1 else f"{gpus[0]}-{gpus[1]}"
-        text.append("  ")
-        text.append(instance.name, style=ROLE_COLOURS[instance.role])
-        text.append(f" [{span}]", style="dim")
-        text.append(f" {size_text(instance.kv_capacity_bytes)}", style="dim")
-    return text
-
-
-def _tier_table(cluster: Cluster) -> Table:
-    headings = ("tier", "prefill to decode", "bandwidth", "in bytes", "latency", "pairs")
-    table = Table(*headings, box=None, header_style="bold")
-    for tier, (name, pairs, bytes_per_s, latency_s) in enumerate(tier_rows(cluster)):
-        bandwidth = (about_bandwidth(bytes_per_s), f"{about_size(bytes_per_s)}/s")
-        table.add_row(
-            str(tier),
-            name,
-            *bandwidth,
-            duration_text(latency_s),
-            str(pairs),
-            style=_TIER_STYLES[tier] if pairs else "dim",
-        )
-    return table
-
-
-def _print_matrix(out: Console, cluster: Cluster) -> None:
-    prefill, decode = _sides(cluster)
-    names = [cluster.instances[i].name for i in prefill]
-    width = max(map(len, names))
-    too_wide = width + 1 + 2 * len(decode) > out.width
-    if len(prefill) > _MATRIX[0] or len(decode) > _MATRIX[1] or too_wide:
-        out.print(f"\nThe tier matrix ({len(prefill)} x {len(decode)}) is in --json.", style="dim")
-        return
-    out.print(f"\nTier of each prefill (row) and decode (column) instance: {', '.join(_legend(cluster))}")
-    for row, name in zip(cluster.tier[prefill][:, decode].tolist(), names, strict=True):
-        line = Text(f"{name:<{width}} ")
-        for tier in row:
-            line.append(f" {tier}", style=_TIER_STYLES[tier])
-        out.print(line, soft_wrap=True)
-    columns = f"{cluster.instances[decode[0]].name} ... {cluster.instances[decode[-1]].name}"
-    out.print(Text(f"{'':<{width}}  {columns if len(decode) > 1 else columns.split()[0]}", style="dim"))
-
-
-def _legend(cluster: Cluster) -> list[str]:
-    return [f"{tier} {name}" for tier, name in enumerate(TIER_NAMES) if tier_rows(cluster)[tier][1]]

@@ -8,9 +8,6 @@ from typing import Annotated, cast, get_args
 import typer
 
 from kvroute.cli.output import own_command, tell
-from kvroute.topology import parse
-from kvroute.topology.assembly import read_text
-from kvroute.topology.expansion import with_endpoints
 from kvroute.types import TRAITS, InputError, InputErrors, KvProtocol
 
 
@@ -33,6 +30,10 @@ def expand_file(
 
     Example: [bold]kvroute topology expand examples/small.yaml --endpoints prefill0=http://10.0.0.1:8000[/bold]
     """
+    from kvroute.topology import parse
+    from kvroute.topology.assembly import read_text
+    from kvroute.topology.expansion import with_endpoints
+
     if protocol not in get_args(KvProtocol):
         hint = f"choose one of {', '.join(get_args(KvProtocol))}"
         raise InputError(f"there is no protocol {protocol!r}", where="--protocol", hint=hint)
@@ -67,6 +68,8 @@ def expand_file(
 
 def _addresses(options: list[str]) -> list[str]:
     """Return the addresses in all options; an option that names a file stands for the file's lines."""
+    from kvroute.topology.assembly import read_text
+
     found: list[str] = []
     for option in options:
         path = Path(option)

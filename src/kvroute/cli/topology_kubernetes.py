@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvroute.cli.output import tell
-from kvroute.topology.draft_discovered import draft_discovered
-from kvroute.topology.kubernetes_overlay import KubernetesOverlay
 from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    from kvroute.topology.kubernetes_overlay import KubernetesOverlay
 
 
 def kubernetes_draft(
@@ -20,6 +22,8 @@ def kubernetes_draft(
         InputError: the extra `kube` is not installed, the API server is not reachable or refuses, or no engine can be
             used.
     """
+    from kvroute.topology.draft_discovered import draft_discovered
+
     try:
         from kvroute.kube.client import Access
         from kvroute.kube.discovery import DiscoveryOptions, read_once

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
+from kvroute.cli import choices
 from kvroute.cli.output import console, print_json, remarks, tell, thin_table
 from kvroute.cli.quantities import RATE, per_second
-from kvroute.sim.workload import (
-    MOONCAKE_CONVERSATION,
-    PROFILES,
-    LengthStatistics,
-    Profile,
-    Trace,
-    TraceStatistics,
-    apply_profile,
-    generate,
-    read,
-    rescale_if_spread,
-    share_prefixes,
-    take,
-    write,
-)
 from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    from kvroute.sim.workload import Profile, Trace, TraceStatistics
 
 app = typer.Typer(
     name="trace", help="Show and generate traces of requests.", no_args_is_help=True, rich_markup_mode="rich"
@@ -35,7 +24,7 @@ DEFAULT_REQUESTS = 2_000
 _GENERATED_MAX = 5_000_000
 _SHOWN_SKIPS = 10
 
-Profiled = Annotated[str, typer.Option(help=f"Use only requests of this profile: {', '.join(PROFILES)}.")]
+Profiled = Annotated[str, typer.Option(help=f"Use only requests of this profile: {', '.join(choices.PROFILES)}.")]
 Rate = Annotated[
     float | None,
     typer.Option(
@@ -76,6 +65,8 @@ def show(
 
     [bold]kvroute trace show --generate --requests 12000 --json[/bold]
     """
+    from kvroute.sim.workload import apply_profile, rescale_if_spread, share_prefixes, take
+
     if (file is None) != generated:
         raise InputError("give either a FILE or --generate", where="kvroute trace show")
     if file is not None and seed is not None and p_share is None:
@@ -117,6 +108,8 @@ def generate_file(
 
     Example: [bold]kvroute trace generate rag.jsonl.zst --requests 5000 --rate 6 --profile rag --seed 1[/bold]
     """
+    from kvroute.sim.workload import share_prefixes, write
+
     trace = _generated(requests, rate, seed, profile)
     trace = trace if p_share is None else share_prefixes(trace, p_share, seed=seed)
     _tell(trace, trace.name)
@@ -128,6 +121,8 @@ def generate_file(
 
 def _generated(requests: int, rate_per_s: float | None, seed: int, profile: str) -> Trace:
     """Generate exactly `requests` that fit the profile, at exactly the requested rate."""
+    from kvroute.sim.workload import MOONCAKE_CONVERSATION, apply_profile, generate, rescale_if_spread, take
+
     rate = MOONCAKE_CONVERSATION.rate_per_s if rate_per_s is None else rate_per_s
     if not profile:
         trace = generate(requests, rate_per_s=rate, seed=seed)
@@ -141,6 +136,8 @@ def _generated(requests: int, rate_per_s: float | None, seed: int, profile: str)
 
 
 def _profile(name: str) -> Profile:
+    from kvroute.sim.workload import PROFILES
+
     if name not in PROFILES:
         raise InputError(
             f"there is no profile {name!r}", where="--profile", hint=f"choose one of {', '.join(PROFILES)}"
@@ -149,6 +146,8 @@ def _profile(name: str) -> Profile:
 
 
 def _read(file: Path, skip_bad: bool) -> Trace:
+    from kvroute.sim.workload import read
+
     skipped: list[InputError] = []
     trace = read(file, skip_bad=skip_bad, on_skip=skipped.append)
     for fault in skipped[:_SHOWN_SKIPS]:
@@ -161,6 +160,8 @@ def _tell(trace: Trace, name: str) -> None:
 
 
 def _print(statistics: TraceStatistics) -> None:
+    from kvroute.sim.workload import LengthStatistics
+
     out = console()
     lengths = thin_table("tokens", title=statistics.name)
     lengths.add_column("prompt", justify="right")

@@ -3,22 +3,11 @@
 Units are seconds and bytes. msgspec Structs are sent, logged or read from a file; frozen dataclasses are internal.
 """
 
-from kvroute.types.arrays import BoolArray, FloatArray, IntArray, TierArray
-from kvroute.types.decisions import (
-    CopyPrefix,
-    Decision,
-    Decode,
-    FleetDecision,
-    Offload,
-    Prefill,
-    ReadKv,
-    Reject,
-    Replicas,
-    ScaleIn,
-    ScaleOut,
-    Shadowed,
-    SwitchRole,
-)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from kvroute.types.discovered import Discovered, DiscoverySource, Joined, OwnPicker, Place, Reporter
 from kvroute.types.errors import InputError, InputErrors, cannot_listen
 from kvroute.types.events import (
@@ -84,7 +73,35 @@ from kvroute.types.instances import (
 from kvroute.types.peers import AdmissionCounts, PeerBooking, UsageCounts
 from kvroute.types.protocols import TRAITS, KvProtocol, ProtocolTraits
 from kvroute.types.requests import Request
-from kvroute.types.snapshots import Candidates, Choice, NetworkCosts, Terms
+
+if TYPE_CHECKING:
+    from kvroute.types.arrays import BoolArray, FloatArray, IntArray, TierArray
+    from kvroute.types.decisions import (
+        CopyPrefix,
+        Decision,
+        Decode,
+        FleetDecision,
+        Offload,
+        Prefill,
+        ReadKv,
+        Reject,
+        Replicas,
+        ScaleIn,
+        ScaleOut,
+        Shadowed,
+        SwitchRole,
+    )
+    from kvroute.types.snapshots import Candidates, Choice, NetworkCosts, Terms
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import a name of the modules that import numpy, which help pages do without."""
+        for module in ("arrays", "decisions", "snapshots") if name in __all__ else ():
+            names = vars(import_module(f"{__name__}.{module}"))
+            if name in names:
+                return globals().setdefault(name, names[name])
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CROSS_DATACENTER",
