@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import ndtr, pdtr
 
-from kvroute.timing.queueing import DecodeLoad, highest_rate, token_s, waiting
+from kvroute.timing.queueing import DecodeLoad, highest_rate, normal_share, poisson_share, token_s, waiting
 
 LOAD = DecodeLoad(
     base_s=0.02,
@@ -21,6 +22,13 @@ LOAD = DecodeLoad(
     request_tokens=600,
     request_tokens2=600.0**2,
 )
+
+
+@given(st.integers(0, 20_000), st.floats(1e-9, 1e4), st.floats(-40, 40))
+def test_distributions_are_those_of_scipy(count: int, mean: float, deviations: float) -> None:
+    """The gateway computes them without scipy, which takes 15 MB."""
+    assert poisson_share(count, mean) == pytest.approx(float(pdtr(count, mean)), rel=1e-9, abs=1e-300)
+    assert normal_share(deviations) == pytest.approx(float(ndtr(deviations)), rel=1e-12, abs=1e-300)
 
 
 @pytest.mark.parametrize("utilisation", [0.3, 0.7, 0.9])

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr, pdtr
 
 from kvroute.types import FloatArray
 
@@ -118,11 +117,11 @@ class DecodeLoad:
         if batch < 1e-9:
             return 1.0 if spare >= 0.0 else 0.0
         if self.peakedness == 1.0:
-            slots = float(pdtr(self.batch_max - 1, batch))
+            slots = poisson_share(self.batch_max - 1, batch)
         else:
-            slots = float(ndtr((self.batch_max - 0.5 - batch) / math.sqrt(self.peakedness * batch)))
+            slots = normal_share((self.batch_max - 0.5 - batch) / math.sqrt(self.peakedness * batch))
         bursts2 = (self.peakedness - 1.0) * self.request_tokens**2
-        return slots * float(ndtr(spare / math.sqrt(batch * (self.request_tokens2 + bursts2))))
+        return slots * normal_share(spare / math.sqrt(batch * (self.request_tokens2 + bursts2)))
 
     def tpot_attainment(self, rate_per_s: float, tpot_s: float) -> float:
         """Return the share of requests whose mean iteration takes at most `tpot_s`.
@@ -136,13 +135,41 @@ class DecodeLoad:
         if self.per_request_s == 0.0 or batch < 1e-9:
             return 1.0
         others = (tpot_s - self.base_s) / self.per_request_s - 1.0
-        return float(ndtr((others - batch) / math.sqrt(2.0 / 3.0 * self.peakedness * batch)))
+        return normal_share((others - batch) / math.sqrt(2.0 / 3.0 * self.peakedness * batch))
 
     def rate_bound_per_s(self, tpot_s: float) -> float:
         """Return the rate at which a constant batch is as large as TPOT and room allow."""
         allowed = (tpot_s - self.base_s) / self.per_request_s if self.per_request_s else math.inf
         batch = min(self.batch_max, self.kv_tokens / self.request_tokens, allowed)
         return batch / (self.output_tokens * self.step_s(batch)) if batch > 0.0 else 0.0
+
+
+def normal_share(deviations: float) -> float:
+    """Return the share of a normal distribution below its mean plus this many standard deviations."""
+    return 0.5 * math.erfc(-deviations / math.sqrt(2.0))
+
+
+def poisson_share(count: int, mean: float) -> float:
+    """Return the probability that a Poisson number is at most `count`, 0 or more. Args: `mean` above 0.
+
+    The probabilities are added from `count` away from the mean, so that they fall and the sum converges.
+    """
+    likely = math.exp(count * math.log(mean) - mean - math.lgamma(count + 1.0))
+    total, term = 0.0, likely
+    if count < mean:
+        for number in range(count, -1, -1):
+            total += term
+            term *= number / mean
+            if term <= total * 1e-17:
+                break
+        return total
+    number = count + 1
+    term *= mean / number
+    while term > total * 1e-17:
+        total += term
+        number += 1
+        term *= mean / number
+    return 1.0 - total
 
 
 def token_s(step_s: float, once_s: float, output_tokens: int) -> float:

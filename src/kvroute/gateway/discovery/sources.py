@@ -6,7 +6,6 @@ import asyncio
 import os
 from pathlib import Path
 
-from kvroute.gateway.discovery.dns_records import DnsRecords
 from kvroute.gateway.discovery.engines_file import EnginesFile
 from kvroute.topology.schema import Discovery
 from kvroute.types import DiscoverySource, InputError, OwnPicker
@@ -23,6 +22,8 @@ def source_of(section: Discovery, folder: Path, picker: OwnPicker | None = None)
         InputError: a package that the source needs is not installed, or there is no usable kubeconfig.
     """
     if section.dns is not None:
+        from kvroute.gateway.discovery.dns_records import DnsRecords
+
         return DnsRecords(section.dns)
     if section.kubernetes is not None:
         try:
@@ -43,6 +44,8 @@ def check_source(section: Discovery, folder: Path) -> None:
         InputError: a package is not installed, there is no usable kubeconfig, or the API server refuses what the
             section says.
     """
+    if section.dns is not None:
+        import kvroute.gateway.discovery.dns_records  # noqa: F401  # here, because it takes a third of a second
     if section.kubernetes is None:
         return
     try:

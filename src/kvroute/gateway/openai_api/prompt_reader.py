@@ -10,16 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import tokenizers
 import xxhash
 
-from kvroute.gateway.openai_api.chat_template import ChatTemplate
 from kvroute.gateway.openai_api.conversation import Span
 from kvroute.gateway.openai_api.prompt_bounds import MEMORY_BYTES, PromptBounds, context_of, longest_token_bytes
 from kvroute.gateway.openai_api.requests import CONVERSATIONS, Completion
 from kvroute.prefix import block_hashes, prompt_seed
 from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from kvroute.gateway.openai_api.chat_template import ChatTemplate
 
 TEXT_INLINE_BYTES = 256 * 1024
 TOKENIZER_INLINE_BYTES = 4 * 1024
@@ -60,7 +64,7 @@ class PromptReader:
         default = TOKENIZER_INLINE_BYTES if self.exact else TEXT_INLINE_BYTES
         self._inline_bytes = default if inline_bytes is None else inline_bytes
         self._tokenizer = _load(tokenizer) if tokenizer else None
-        self._template = ChatTemplate.load(_folder(tokenizer), clock) if tokenizer else None
+        self._template = _template(_folder(tokenizer), clock) if tokenizer else None
         if tokenizer is not None:
             context_tokens = context_tokens or context_of(_folder(tokenizer))
         longest = longest_token_bytes(_file(tokenizer)) if tokenizer is not None and context_tokens else None
@@ -196,7 +200,15 @@ def _file(tokenizer: Path) -> Path:
     return tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
 
 
+def _template(folder: Path, clock: Callable[[], datetime]) -> ChatTemplate | None:
+    from kvroute.gateway.openai_api.chat_template import ChatTemplate  # jinja2 takes 5 MB
+
+    return ChatTemplate.load(folder, clock)
+
+
 def _load(tokenizer: Path) -> tokenizers.Tokenizer:
+    import tokenizers  # 4 MB
+
     path = _file(tokenizer)
     hint = "give the model's tokenizer.json or the folder that contains it"
     if not path.is_file():
