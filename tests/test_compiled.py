@@ -141,6 +141,32 @@ def test_a_read_only_cache_causes_one_warning(tmp_path: Path) -> None:
     assert "NUMBA_CACHE_DIR" in warning
 
 
+STEPS = """
+import sys
+from of_callee import scaled
+from kvroute.compiled import NotCached, only_cached, release_compiler
+
+try:
+    with only_cached():
+        scaled(2.0)
+except NotCached as missing:
+    print("not cached")
+release_compiler()
+print("numba.np.linalg" in sys.modules, scaled(2.0), scaled(1), scaled.stats.cache_misses != {})
+"""
+
+
+def test_a_cached_kernel_loads_no_compiler(tmp_path: Path) -> None:
+    """Within `only_cached` a kernel without machine code is not compiled. A process that compiled nothing has not
+    loaded what compiling needs, and can still compile, also after LLVM's pages went back to the system."""
+    written(tmp_path, "callee")
+    (tmp_path / "of_steps.py").write_text(STEPS, encoding="utf-8")
+    assert run_script(tmp_path, "steps")[0] == ["2004 0", "not cached", "True 4.0 2 True"]
+    assert run_script(tmp_path, "steps")[0] == ["2004 1", "False 4.0 2 False"]
+    (tmp_path / "of_more.py").write_text(f"{STEPS}\nprint(scaled(1j))", encoding="utf-8")
+    assert run_script(tmp_path, "more")[0] == ["2004 1", "False 4.0 2 False", "2j"]
+
+
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The path of the fallback folder; the system's temporary folder is replaced by one of the test meanwhile."""

@@ -11,27 +11,60 @@ kernels that it calls and the constants that it imports, because numba compiles 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import mmap
 import os
+import re
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-import numba
-from numba.core import caching
+_absent = {"scipy", "coverage"} - sys.modules.keys()
+"""numba imports these to know their versions, if they are installed; they take 10 MB."""
+sys.modules.update(dict.fromkeys(_absent, cast(ModuleType, None)))
+import numba  # noqa: E402
+from numba.core import caching  # noqa: E402
+from numba.core.runtime.nrt import rtsys  # noqa: E402
+
+for _name in _absent:
+    del sys.modules[_name]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _HINT = "set NUMBA_CACHE_DIR to a writable, permanent folder"
 _WARNED = "KVROUTE_WARNED_OF_KERNEL_CACHE"
 """Environment variable that is set after the user has been warned; child processes inherit it."""
+_MAPPING = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) r-[x-]p .*/libllvmlite\S*\n(?:\w+: .*\n)*?Private_Dirty: +0 kB\n", re.MULTILINE
+)
+"""A part of LLVM's library, in smaps, whose pages are equal to those of the file."""
 _stamps: dict[str, str] = {}
 """Digest of each module with kernels, by module name."""
+
+
+class NotCached(Exception):
+    """A kernel is not in the cache; the argument is its name there."""
+
+
+_only_cached: ContextVar[bool] = ContextVar("only_cached", default=False)
+
+
+@contextmanager
+def only_cached() -> Iterator[None]:
+    """Raise NotCached in place of compiling a kernel in this thread, if there is a folder for the cache."""
+    token = _only_cached.set(True)
+    try:
+        yield
+    finally:
+        _only_cached.reset(token)
 
 
 def compiled(function: Function) -> Function:
@@ -78,6 +111,21 @@ def _stamp(module: str, namespace: Mapping[str, Any]) -> str:
                 digest.update(f"{name}:{_stamps[other]}\n".encode())
         _stamps[module] = digest.hexdigest()
     return _stamps[module]
+
+
+def release_compiler() -> None:
+    """Return the pages of LLVM's library that this process has read, about 60 MB, to the system.
+
+    It reads them again if a kernel is compiled later. Without smaps, which only Linux has, this does nothing.
+    """
+    try:
+        mappings = _MAPPING.findall(Path("/proc/self/smaps").read_text())
+    except OSError:
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for start, end in mappings:
+        madvise(int(start, 16), int(end, 16) - int(start, 16), mmap.MADV_DONTNEED)
 
 
 class _TemporaryLocator(caching.UserWideCacheLocator):
@@ -146,12 +194,23 @@ class _KernelCache(caching.FunctionCache):
             )
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return the cached machine code, or None."""
+        """Return the cached machine code, or None.
+
+        numba's own function imports first what only compiling needs (20 MB, scipy among it); compiling does so, too.
+
+        Raises:
+            NotCached: there is none, within `only_cached`.
+        """
+        found = None
+        rtsys.initialize(context)
         try:
-            return super().load_overload(signature, context)
+            with self._guard_against_spurious_io_errors():
+                found = self._load_overload(signature, context)
         except OSError as error:
             _warn(f"cached kernels cannot be read from {self.cache_path} ({error.strerror}) and are compiled again")
-            return None
+        if found is None and _only_cached.get():
+            raise NotCached(self._impl.filename_base)
+        return found
 
     def save_overload(self, signature: Any, result: Any) -> None:
         """Cache the machine code if the folder can be written."""

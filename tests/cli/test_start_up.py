@@ -1,15 +1,19 @@
-"""What a process imports before it has work to do: nothing heavy for a help page."""
+"""What a process imports before it has work to do: nothing heavy for a help page, no plots or scipy for a gateway."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
 import typer
+from tests.cli.cli_rig import CLUSTER
+from tests.waiting import until
 from typer.core import TyperGroup
 
 from kvroute.cli import choices
@@ -58,3 +62,33 @@ def test_names_in_help_pages_are_those_of_the_code() -> None:
     assert tuple(READINGS) == choices.READINGS
     assert get_args(Method) == choices.GROUPINGS
     assert choices.THINK_MAX_S == THINK_MAX_S
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+@pytest.mark.parametrize("command", ["serve --embedded", "serve --embedded --workers 2", "epp --embedded"])
+def test_a_gateway_loads_neither_scipy_nor_matplotlib(command: str, tmp_path: Path) -> None:
+    """Each process of it that serves has no extension module of them in its memory, and a package of theirs that is
+    imported has one."""
+    ready = tmp_path / "ready"
+    arguments = [*command.split(), CLUSTER, "--port", "0", "--admin-port", "0", "--ready-file", str(ready)]
+    program = [sys.executable, "-m", "kvroute.cli.app", *arguments]
+    with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            asyncio.run(until(lambda: ready.exists() or process.poll() is not None, poll_s=0.1))
+            assert process.poll() is None
+            children = [pid for pid in _children(process.pid) if "emulate" not in _arguments(pid)]
+            assert len(children) == (2 if "--workers" in command else 0)
+            for pid in (process.pid, *children):
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                assert "/numba/" in maps
+                assert [name for name in ("/scipy/", "/scipy.libs/", "/matplotlib/") if name in maps] == []
+        finally:
+            process.terminate()
+
+
+def _arguments(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")

@@ -69,6 +69,7 @@ async def run_gateway(
         worker: input of a worker process; None: this gateway is no worker. The parent process of workers checks the
             addresses and prints them.
     """
+    from kvroute.compiled import release_compiler
     from kvroute.gateway.config.preflight import check_places
     from kvroute.gateway.gateway import Gateway
     from kvroute.gateway.http.open_files import raise_limit
@@ -100,6 +101,7 @@ async def run_gateway(
 
     try:
         await gateway.start()
+        release_compiler()
         # Existing objects live as long as the gateway: exclude them from collection, and collect new ones less often.
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)

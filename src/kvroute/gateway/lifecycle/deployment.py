@@ -13,6 +13,7 @@ from kvroute.gateway.config.offload import EMULATED_HOOK, RoleSwitchSection
 from kvroute.gateway.config.preflight import check_places, deployment_of
 from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.gateway.http.request_parser import Limits
+from kvroute.gateway.lifecycle.compilation import rehearse
 from kvroute.gateway.observe.event_log import LogBounds
 from kvroute.gateway.observe.redaction import redacted_file
 from kvroute.gateway.openai_api.prompt import Prompts
@@ -118,7 +119,7 @@ class Deployment:
     def core(self) -> Control:
         """Return a new control core; a rehearsal ensures that its first decision takes no longer than later ones."""
         spec = self.control_spec
-        spec.rehearse(self.cluster)
+        rehearse(spec, self.cluster, self.text)
         return spec.build(self.cluster)
 
     @property
