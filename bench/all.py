@@ -19,6 +19,7 @@ BENCHES = (
     *("storage", "switch", "gateways", "tenants"),
     *(
         "gateway.routers",
+        "gateway.start_up",
         "gateway.workers",
         "gateway.chaos",
         "gateway.poison",
@@ -42,7 +43,15 @@ BENCHES = (
     "data_planes",
     *("fidelity.vllm", "fidelity.gpu", "fidelity.published"),
 )
-PEERED = ("simulate", "decision", "gateway.routers", "gateway.workers", "placement", "kube.discovery")
+PEERED = (
+    "simulate",
+    "decision",
+    "gateway.routers",
+    "gateway.start_up",
+    "gateway.workers",
+    "placement",
+    "kube.discovery",
+)
 MAYBE_PLAIN = ("flows", "prefix", "evaluation")
 """Benches that run again without --json if they fail with it."""
 QUICK = {
@@ -52,6 +61,7 @@ QUICK = {
     "placement": ["--repeats", "1"],
     "switch": ["--repeats", "1"],
     "storage": ["--repeats", "1"],
+    "gateway.start_up": ["--rounds", "1"],
     "gateway.routers": ["--rounds", "1", "--seconds", "2"],
     "gateway.workers": ["--rounds", "1", "--seconds", "2"],
     "gateway.chaos": ["--requests", "1000", "--calm-s", "0"],
