@@ -66,6 +66,7 @@ async def run_workers(
         until_eof: whether the end of standard input ends all workers.
     """
     from kvroute.cli.serving import Signals, announce_gateway, check_discovery, check_files, until_signalled
+    from kvroute.compiled import release_compiler
     from kvroute.gateway.config.preflight import check_places
     from kvroute.gateway.observe.logs import Logs
     from kvroute.gateway.workers.supervisor import Supervisor
@@ -94,6 +95,7 @@ async def run_workers(
         supervisor = Supervisor(deployment, command, Path(folder), workers=workers, endpoints=endpoints, logs=logs)
         try:
             await supervisor.start()
+            release_compiler()
             announce_gateway(supervisor, deployment, ready_file)
             await until_signalled(supervisor, read_again, signals)
         finally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeAlias
+
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -13,10 +16,12 @@ from opentelemetry.trace import Tracer as _OtelTracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvroute.gateway.http.headers import Headers
-from kvroute.gateway.observe.tracing import NOTHING, Attributes, RequestTrace
 
 __all__ = ["OTLPSpanExporter", "SpanTracer"]
 
+_Attributes: TypeAlias = Mapping[str, str | int | float | bool]
+
+_NOTHING: _Attributes = {}
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 _W3C = TraceContextTextMapPropagator()
 
@@ -27,7 +32,7 @@ class _UnsampledLeg:
     def __init__(self, head: bytes) -> None:
         self.head = head
 
-    def end(self, error: str = "", attributes: Attributes = NOTHING) -> None:
+    def end(self, error: str = "", attributes: _Attributes = _NOTHING) -> None:
         """Do nothing: there is no span."""
 
 
@@ -40,11 +45,11 @@ class _Unsampled:
     def __init__(self, context: Context) -> None:
         self._leg = _UnsampledLeg(_head_of(context))
 
-    def leg(self, name: str, attributes: Attributes = NOTHING) -> _UnsampledLeg:
-        """See `RequestTrace`."""
+    def leg(self, name: str, attributes: _Attributes = _NOTHING) -> _UnsampledLeg:
+        """See `tracing.RequestTrace`."""
         return self._leg
 
-    def end(self, code: int, error: str = "", attributes: Attributes = NOTHING) -> None:
+    def end(self, code: int, error: str = "", attributes: _Attributes = _NOTHING) -> None:
         """Do nothing: there is no span."""
 
 
@@ -63,8 +68,8 @@ class SpanTracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("kvroute.gateway", version)
 
-    def request(self, headers: Headers, name: str, attributes: Attributes = NOTHING) -> RequestTrace:
-        """See `Tracer`."""
+    def request(self, headers: Headers, name: str, attributes: _Attributes = _NOTHING) -> _RequestSpan | _Unsampled:
+        """See `tracing.Tracer`."""
         carrier = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name in _CONTEXT_HEADERS
         }
@@ -76,7 +81,7 @@ class SpanTracer:
         return _RequestSpan(self._tracer, span)
 
     def close(self) -> None:
-        """See `Tracer`."""
+        """See `tracing.Tracer`."""
         self._provider.shutdown()
 
 
@@ -87,8 +92,8 @@ class _LegSpan:
         self._span = span
         self.head = _head_of(context)
 
-    def end(self, error: str = "", attributes: Attributes = NOTHING) -> None:
-        """See `LegTrace`."""
+    def end(self, error: str = "", attributes: _Attributes = _NOTHING) -> None:
+        """See `tracing.LegTrace`."""
         _end(self._span, error, attributes)
 
 
@@ -100,13 +105,13 @@ class _RequestSpan:
         self._context = set_span_in_context(span, Context())
         self.trace_id = format_trace_id(span.get_span_context().trace_id)
 
-    def leg(self, name: str, attributes: Attributes = NOTHING) -> _LegSpan:
-        """See `RequestTrace`."""
+    def leg(self, name: str, attributes: _Attributes = _NOTHING) -> _LegSpan:
+        """See `tracing.RequestTrace`."""
         span = self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes)
         return _LegSpan(span, set_span_in_context(span, Context()))
 
-    def end(self, code: int, error: str = "", attributes: Attributes = NOTHING) -> None:
-        """See `RequestTrace`."""
+    def end(self, code: int, error: str = "", attributes: _Attributes = _NOTHING) -> None:
+        """See `tracing.RequestTrace`."""
         self._span.set_attribute("http.response.status_code", code)
         _end(self._span, error, attributes)
 
@@ -117,7 +122,7 @@ def _head_of(context: Context) -> bytes:
     return "".join(f"{name}: {value}\r\n" for name, value in carrier.items()).encode("latin-1")
 
 
-def _end(span: Span, error: str, attributes: Attributes) -> None:
+def _end(span: Span, error: str, attributes: _Attributes) -> None:
     if attributes:
         span.set_attributes(attributes)
     if error:

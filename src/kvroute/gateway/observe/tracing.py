@@ -13,7 +13,7 @@ from kvroute.types import InputError
 
 Attributes: TypeAlias = Mapping[str, str | int | float | bool]
 
-NOTHING: Attributes = {}
+_NOTHING: Attributes = {}
 
 
 class LegTrace(Protocol):
@@ -22,7 +22,7 @@ class LegTrace(Protocol):
     head: bytes
     """Header lines for the engine."""
 
-    def end(self, error: str = "", attributes: Attributes = NOTHING) -> None:
+    def end(self, error: str = "", attributes: Attributes = _NOTHING) -> None:
         """End the leg; `error` is empty if it succeeded."""
         ...
 
@@ -33,11 +33,11 @@ class RequestTrace(Protocol):
     trace_id: str
     """32 hex digits, for exemplars and logs; empty if the trace is not exported."""
 
-    def leg(self, name: str, attributes: Attributes = NOTHING) -> LegTrace:
+    def leg(self, name: str, attributes: Attributes = _NOTHING) -> LegTrace:
         """Start a leg."""
         ...
 
-    def end(self, code: int, error: str = "", attributes: Attributes = NOTHING) -> None:
+    def end(self, code: int, error: str = "", attributes: Attributes = _NOTHING) -> None:
         """End the request."""
         ...
 
@@ -48,7 +48,7 @@ class Tracer(Protocol):
     replaced: frozenset[bytes]
     """Headers of the client that trace headers replace."""
 
-    def request(self, headers: Headers, name: str, attributes: Attributes = NOTHING) -> RequestTrace | None:
+    def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> RequestTrace | None:
         """Start the trace of a request with these headers; None: it is not traced here."""
         ...
 
@@ -62,7 +62,7 @@ class PassingTracer:
 
     replaced: frozenset[bytes] = frozenset()
 
-    def request(self, headers: Headers, name: str, attributes: Attributes = NOTHING) -> None:
+    def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> None:
         """See `Tracer`."""
 
     def close(self) -> None:
