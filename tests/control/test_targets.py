@@ -58,13 +58,18 @@ def test_a_target_decides_which_choice_is_preferred(parameters: dict[str, float]
     assert ("misses" in terms.parts or "alone_s" in terms.parts) or not parameters
 
 
-def test_an_instance_that_delays_no_response_keeps_the_target() -> None:
-    """One of two decode instances has a response in progress: the other one may compute the prompt."""
-    (decision,) = arrive(running(core(2.0, tpot=0.06), "decode0"))
-    assert isinstance(decision, Decode)
-    assert decision.target == decision.source == "decode1"
-    assert decision.terms is not None
-    assert decision.terms.parts["misses"].tolist() == [1.0, 0.0, 0.0]
+@pytest.mark.parametrize("ttft", [0.0, 1.5])
+def test_an_idle_instance_misses_the_target_too(ttft: float) -> None:
+    """One of two decode instances has a response in progress. The other one would compute the prompt while responses
+    come to it, unless the pair misses a target for TTFT."""
+    (decision, *_) = arrive(running(core(2.0, tpot=0.06, ttft=ttft), "decode0"))
+    if ttft:
+        assert isinstance(decision, Decode)
+        assert decision.target == decision.source == "decode1"
+        assert decision.terms is not None
+        assert decision.terms.parts["misses"].tolist() == [1.0, 1.0, 1.0]
+    else:
+        assert isinstance(decision, Prefill)
 
 
 @pytest.mark.parametrize(("tpot", "expected"), [(0.0, "decode0"), (0.0503, "decode1"), (0.040, "decode0")])

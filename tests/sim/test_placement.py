@@ -69,7 +69,7 @@ def test_a_small_tenant_waits_for_its_turn_and_not_for_the_flood() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "flood_per_s", "gain"), [(PAIRS, 6.0, 3.0), (CHOICE, 14.0, 1.1)], ids=["pairs", "choice"]
+    ("spec", "flood_per_s", "gain"), [(PAIRS, 6.0, 3.0), (CHOICE, 18.0, 1.5)], ids=["pairs", "choice"]
 )
 def test_requests_that_would_be_late_are_refused_and_the_others_are_in_time(
     tmp_path: Path, spec: ControlSpec, flood_per_s: float, gain: float
