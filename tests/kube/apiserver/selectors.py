@@ -113,8 +113,9 @@ class _Parser:
         return _checked(key, names.get(operator, operator), (value,))
 
     def _values(self) -> tuple[str, ...]:
-        if self.take() != "(":
-            raise bad_request(f"unable to parse requirement: found '{self.tokens[self.at - 1]}' expected: '('")
+        begin = self.take()
+        if begin != "(":
+            raise bad_request(f"unable to parse requirement: found '{begin}' expected: '('")
         found: list[str] = []
         if self.peek() == ")":
             self.take()
