@@ -16,14 +16,14 @@ from tests.gateway.every_setting import every_setting, leaves
 
 from kvroute.comparison.served import GatewayAdmission, ServedFile, Service, served_file
 from kvroute.control import ControlSpec
-from kvroute.gateway.config.modelled import effect_of, not_modelled
+from kvroute.gateway.config.modelled import effect_of, not_modelled, simulated_spec
 from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.proxy.admission import AdmissionLimits
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Trace, TracedRequest
-from kvroute.topology import load
+from kvroute.topology import load, parse
 
 SMALL = (EXAMPLES / "small.yaml").read_text()
 SECTIONS: dict[str, Any] = {
@@ -46,8 +46,8 @@ SECTIONS: dict[str, Any] = {
     "health": {"health": {"slow_start": "3 s"}},
     "autoscaling": {"autoscaling": {"ttft": "3 s", "hook": {"url": "http://h:1/scale"}}},
 }
-OF_SIMULATED_ENGINES = {"cache_block_tokens": 0}
-"""They report the blocks that they store and evict."""
+OF_SIMULATED_ENGINES: dict[str, Any] = {"cache_block_tokens": 0, "overcommit": False}
+"""They report the blocks that they store and evict, and have no queue for memory."""
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -159,3 +159,13 @@ def test_the_admission_is_the_gateways() -> None:
     assert [admission.arrive(number, 1.0) for number in range(3)] == [None, 6.0, "the gateway is full"]
     assert admission.leave(0, 2.0) == [1]
     assert admission.expire(9.0)[0] == []
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "foresight", "foresight-joint"])
+def test_a_prompt_that_no_instance_can_hold_is_rejected(policy: str) -> None:
+    """KV memory for 30,512 tokens holds 30,000 of a prompt with its output, and not 40,000."""
+    text = (EXAMPLES / "small.yaml").read_text().replace("180 GB", "10 GB")
+    spec = msgspec.structs.replace(simulated_spec(GatewaySettings()), decode=policy)
+    rows = tuple(TracedRequest(10.0 * index, tokens, 10, (), 16) for index, tokens in enumerate((30_000, 40_000)))
+    requests = simulate(parse(text), Trace("two", rows), spec, SimSettings()).summary.requests
+    assert (requests.finished, requests.rejected) == (1, 1)

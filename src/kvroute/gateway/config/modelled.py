@@ -87,9 +87,12 @@ _MODELLED_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def simulated_spec(settings: GatewaySettings) -> ControlSpec:
-    """Return the configuration of the core that serves these settings, in front of simulated engines: they report the
-    blocks that they store and evict, so the core does not estimate their caches."""
-    return msgspec.structs.replace(settings.control_spec(), cache_block_tokens=0)
+    """Return the configuration of the core that serves these settings, in front of simulated engines.
+
+    They report the blocks that they store and evict, so the core does not estimate their caches. They have no queue for
+    KV memory, so a request for which no instance has room is rejected; a gateway lets it wait in an engine.
+    """
+    return msgspec.structs.replace(settings.control_spec(), cache_block_tokens=0, overcommit=False)
 
 
 def default_ttft_s(settings: GatewaySettings) -> float | None:
