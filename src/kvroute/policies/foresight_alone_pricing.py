@@ -15,6 +15,8 @@ WAIT_S, PREFILL_S, TRANSFER_S, STEPS_S, SLOT_S, DELAY_S, LATER_S, RESERVE_S, BAT
 HIT_TOKENS, SESSION_S, MISSES, COST = range(BEYOND_S + 1, BEYOND_S + 5)
 ROWS = COST + 1
 NO_CANDIDATE = -1
+_FEW = 0.2
+"""Expected number of responses that a prompt may delay while none is there, at which it counts as delaying none."""
 
 
 @compiled_in_place
@@ -114,7 +116,9 @@ def price_alone(
         feasible: whether a candidate has room.
         terms: the parts of the price.
     """
-    best = NO_CANDIDATE
+    best, others = NO_CANDIDATE, 0.0
+    for i in range(len(batch)):
+        others += delayed[i] / len(batch)
     for i in range(len(batch)):
         feasible[i] = need_bytes[i] <= free_kv_bytes[i]
         terms[WAIT_S, i] = max(wait_s[i], prompts_s[i])
@@ -142,8 +146,11 @@ def price_alone(
         terms[COST, i] = cost_s + terms[SESSION_S, i]
         ttft_s = terms[WAIT_S, i] + prefill_s[i] + terms[STEPS_S, i]
         step_s = response_s[i] / output_tokens
-        # Where nothing decodes now, the prompt or a later one will delay the responses that come to this instance.
-        terms[MISSES, i] = misses(ttft_s, step_s, share[i], prefill_s[i], targets)
+        # Responses that come to an idle instance during its prompt are delayed, too: by Little's law, the mean number
+        # of responses on an instance, times the prompt's time over that of a response. If only TPOT has a target, one
+        # is expected in all cases, because the first prompts arrive before any response is there.
+        delays = delayed[i] > 0 or targets[1] == np.inf or others * prefill_s[i] > _FEW * response_s[i]
+        terms[MISSES, i] = misses(ttft_s, step_s, share[i], prefill_s[i] if delays else 0.0, targets)
         if not feasible[i]:
             continue
         fewer = best == NO_CANDIDATE or terms[MISSES, i] < terms[MISSES, best]
