@@ -61,7 +61,7 @@ class Command:
 
     @property
     def needs_shell(self) -> bool:
-        """Whether it has pipes, redirections or variables."""
+        """Return whether the command needs a shell, for a pipe, a redirection or a variable."""
         return bool(re.search(r"[|<>$&;`]", re.sub(r"'[^']*'", "", self.text)))
 
 

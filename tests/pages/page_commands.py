@@ -22,7 +22,7 @@ class Run:
     columns: int = 80
     """Width of the terminal."""
     tolerance: float = 0.0
-    """Of the output's numbers, as a share; 0: the same digits."""
+    """Largest relative difference between a number of the page and of the output; 0: both have the same digits."""
     part: bool = False
     """The page shows some of the lines."""
     printed: bool = True

@@ -27,7 +27,7 @@ def ran(text: str, folder: Path) -> list[Outcome]:
     [(" 98           98        1        1   high", " 97           98        1        1   high"), ("is shared", "are")],
 )
 def test_a_wrong_output_is_found_with_page_and_line_and_can_be_written(old: str, new: str, tmp_path: Path) -> None:
-    """Of a number and of a text; the written page is the right one again."""
+    """A number or a text of the page is wrong. Writing the page restores it."""
     old = old if old in QOS else "A class that sends alone"
     wrong = QOS.replace(old, new, 1)
     assert wrong != QOS
