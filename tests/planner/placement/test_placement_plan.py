@@ -174,10 +174,10 @@ def test_a_plan_without_simulation_has_none(tmp_path: Path) -> None:
 
 
 def test_the_simulation_uses_the_policies_of_the_files_gateway(tmp_path: Path) -> None:
-    """A section that a gateway would refuse is an error, and another policy gives other times."""
+    """A section that a gateway would refuse is an error, and another price gives other times."""
     file = tmp_path / "mine.yaml"
     command = ["plan", "placement", str(file), *COMMAND[3:], "--json"]
-    file.write_text(TESTBED.read_text() + "gateway: {policy: round-robin, prefill: round-robin}\n")
+    file.write_text(TESTBED.read_text() + "gateway: {policy: {token_delay_price: 0}}\n")
     plain, own = (json.loads(run(*each).stdout) for each in ([*COMMAND, "--json"], command))
     assert own["phases"] == plain["phases"]
     assert own["simulated"]["ttft_s"] != plain["simulated"]["ttft_s"]

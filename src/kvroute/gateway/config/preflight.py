@@ -101,9 +101,10 @@ def settings_of(text: str, source: str, environ: Mapping[str, str] | None = os.e
 
 def _with_policy_name(section: object) -> object:
     """Return the section with its policy as a name: `policy: {tpot: 50 ms}` gives parameters to the default policy, or
-    to the one that `name` names. A parameter may not be given at both places; then the section stays as it is."""
+    to the one that `name` names. A parameter may not be given at both places and the mapping may not be empty; then the
+    section stays as it is."""
     policy = section.get("policy") if isinstance(section, dict) else None
-    if not isinstance(section, dict) or not isinstance(policy, dict):
+    if not isinstance(section, dict) or not isinstance(policy, dict) or not policy:
         return section
     own = {key: value for key, value in policy.items() if key != "name"}
     given = section.get("parameters") or {}
