@@ -32,9 +32,9 @@ $(BIN)/uv: requirements/uv.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
 	@touch $(BIN)/uv
 
-$(STAMP): $(BIN)/uv requirements/serve.txt pyproject.toml
+$(STAMP): $(BIN)/uv requirements/serve.txt pyproject.toml engine/pyproject.toml studies/pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/serve.txt -r requirements/build.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable ./engine --editable . --editable ./studies
 	@touch $(STAMP)
 
 $(DEV_STAMP): $(STAMP) requirements/dev.txt
@@ -77,7 +77,8 @@ docs: $(DOCS_STAMP)  ## the documentation as a site in build/site; warnings are 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 protos: $(DEV_STAMP)  ## Python code of agents/agents.proto and epp/envoy.proto, after a change of them
-	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/kvroute/agents/agents.proto src/kvroute/epp/envoy.proto
+	$(BIN)/python -m grpc_tools.protoc -I engine/src --python_out=engine/src --pyi_out=engine/src engine/src/kvroute_engine/agent/agents.proto
+	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/kvroute/epp/envoy.proto
 
 vllm:  ## real vLLM for CPUs with the packages of its KV connectors, in an environment of its own
 	tests/live/vllm/install.sh

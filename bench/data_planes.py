@@ -19,14 +19,14 @@ from multiprocessing.connection import Connection
 import numpy as np
 from bench.measurement import ROOT, Failed, Row, fresh, show
 
-from kvroute.connector.blocks import HostRegion, Layout
-from kvroute.connector.client import Client
-from kvroute.connector.nixl_agent import nixl_agent
-from kvroute.connector.options import Options
-from kvroute.connector.pool import Peer
-from kvroute.connector.remote_memory import SharedMemory
-from kvroute.connector.server import Server
-from kvroute.connector.transfer_lanes import Transfer
+from kvroute_engine.connector.blocks import HostRegion, Layout
+from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.transfer.client import Client
+from kvroute_engine.connector.transfer.nixl_agent import nixl_agent
+from kvroute_engine.connector.transfer.pool import Peer
+from kvroute_engine.connector.transfer.remote_memory import SharedMemory
+from kvroute_engine.connector.transfer.server import Server
+from kvroute_engine.connector.transfer.transfer_lanes import Transfer
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 PLANES = ("tcp", "nixl")

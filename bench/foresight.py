@@ -33,9 +33,9 @@ class Driver:
     """Keeps a table at a number of transfers and makes decisions over it; its clock is a counter."""
 
     def __init__(self, decode: int, in_flight: int) -> None:
-        from kvroute.control.transfer_table import InFlight
+        from kvroute.control.state.transfer_table import InFlight
         from kvroute.oracle import NetworkOracle
-        from kvroute.policies.foresight_links import LinkModel
+        from kvroute.policies.foresight.links import LinkModel
         from kvroute.topology import InstanceCounts, build, fat_tree
 
         prefill, pods, nodes_per_rack = max(4, min(decode // 3, 256)), 8, 8
@@ -153,7 +153,7 @@ def arrivals(decode: int, in_flight: int, calls: int) -> dict[str, object]:
 def _plain_us(driver: Driver) -> float:
     """Return the median microseconds of a what-if for every candidate in a network of all transfers."""
     from kvroute.flows import FlowNetwork
-    from kvroute.policies.foresight_paths import HOPS_MAX, path_of
+    from kvroute.policies.foresight.paths import HOPS_MAX, path_of
 
     links, scratch = driver.links, np.zeros(HOPS_MAX, dtype=np.int64)
     network = FlowNetwork(links.capacity_bytes_per_s)

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 from bench.measurement import ROOT, Row, show
 
-from kvroute.comparison.workload import Workload
 from kvroute.control import ControlSpec
+from kvroute.planner.comparison.requests import Workload
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload.trace import Trace

@@ -20,15 +20,15 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch  # type: ignore[import-not-found]
 
-from kvroute.connector.blocks import HostRegion, Layout, Region
-from kvroute.connector.client import Client
-from kvroute.connector.device import StagedRegion
-from kvroute.connector.nixl_agent import nixl_agent
-from kvroute.connector.options import Options
-from kvroute.connector.pool import Peer
-from kvroute.connector.remote_memory import SharedMemory
-from kvroute.connector.server import Server
-from kvroute.connector.transfer_lanes import Transfer
+from kvroute_engine.connector.blocks import HostRegion, Layout, Region
+from kvroute_engine.connector.device import StagedRegion
+from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.transfer.client import Client
+from kvroute_engine.connector.transfer.nixl_agent import nixl_agent
+from kvroute_engine.connector.transfer.pool import Peer
+from kvroute_engine.connector.transfer.remote_memory import SharedMemory
+from kvroute_engine.connector.transfer.server import Server
+from kvroute_engine.connector.transfer.transfer_lanes import Transfer
 
 BLOCKS, BLOCK_BYTES = 4096, 65_536
 """Keys and values of 16 tokens in one layer of Llama-3.1-8B."""

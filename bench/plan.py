@@ -19,9 +19,9 @@ BOUND_S = 1.0
 
 def figures() -> dict[str, float]:
     """Make one plan in this process; return wall seconds of the optimum and of all, and the process's CPU seconds."""
-    from kvroute.planner.plan import make_plan
-    from kvroute.planner.problem import read_problem
-    from kvroute.planner.search import KINDS, deployment, find
+    from kvroute.planner.throughput.plan import make_plan
+    from kvroute.planner.throughput.problem import read_problem
+    from kvroute.planner.throughput.search import KINDS, deployment, find
 
     start_s = time.perf_counter()
     problem = read_problem(SPEC)

@@ -21,9 +21,9 @@ WALL_MAX_S, RSS_MAX_MB = 180.0, 2_000.0
 
 def run_once(prefill: int) -> dict[str, float]:
     """Return the figures of one run in this process, after a short one that loads compiled code."""
-    from kvroute.comparison.cells import Cell
-    from kvroute.experiments.dualpath import run_of
+    from kvroute.planner.comparison.cells import Cell
     from kvroute.sim.storage.run import run_agents
+    from kvroute_studies.dualpath.run import run_of
 
     def cell(**settings: float) -> Cell:
         return Cell(
@@ -51,10 +51,10 @@ def run_once(prefill: int) -> dict[str, float]:
 
 def compare_modes(agents: int) -> dict[str, float]:
     """Return time and job completion time of both modes for 27B agents on one prefill and one decode node."""
-    from kvroute.comparison.cells import Cell
-    from kvroute.experiments.dualpath import run_of
+    from kvroute.planner.comparison.cells import Cell
     from kvroute.sim.storage.max_min import run_max_min
     from kvroute.sim.storage.run import run_agents
+    from kvroute_studies.dualpath.run import run_of
 
     def cell(count: int) -> Cell:
         settings = {"length": 32.0, "agents": float(count)}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.measurement import Row, show
 
-from kvroute.cachepool.store import BlockFormat, PosixSettings, PosixStore
+from kvroute_engine.block_store import BlockFormat, PosixSettings, PosixStore
 
 FORMAT = BlockFormat("bench", layers=32, block_tokens=64, layer_bytes=128 * 1024)
 BLOCKS, ROUNDS = 128, 5

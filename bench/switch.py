@@ -45,7 +45,7 @@ while True:
 
 def switch_figures(ranks: int, rounds: int) -> dict[str, float]:
     """Reduce `rounds` tensors on `ranks` threads; return packets per second and CPU per packet of the switch."""
-    from kvroute.switch import AggregationClient
+    from kvroute_engine.switch import AggregationClient
 
     command = [sys.executable, "-m", "kvroute.cli.app", "switch", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -93,9 +93,9 @@ def echo_figures(packets: int) -> dict[str, float]:
 
 def kernel_figures(ranks: int, chunks: int) -> dict[str, float]:
     """Run the XDP program on the packets of `chunks` chunks; return its mean CPU time per packet."""
-    from kvroute.switch.wire import CHUNK_VALUES, Data, Kind, Reduction, encode
-    from kvroute.switch.xdp import XdpOffload
     from kvroute.testbed import namespaces
+    from kvroute_engine.switch.wire import CHUNK_VALUES, Data, Kind, Reduction, encode
+    from kvroute_engine.switch.xdp import XdpOffload
 
     slots, values = 128, np.ones(CHUNK_VALUES, np.int32)
     with namespaces.nameless():
@@ -129,7 +129,7 @@ def plane_figures(ranks: int, rounds: int, in_kernel: bool) -> dict[str, float]:
 
 def rank_seconds(switch_address: str, rank: int, ranks: int, rounds: int) -> dict[str, float]:
     """Reduce `rounds` tensors after a first one, and return the time."""
-    from kvroute.switch import AggregationClient
+    from kvroute_engine.switch import AggregationClient
 
     host, _, port = switch_address.rpartition(":")
     tensor = np.full(VALUES, rank, np.int32)

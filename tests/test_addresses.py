@@ -18,14 +18,14 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL
-from tests.gateway.stub_engines import completion, engines_of, run, stub_rig
+from tests.serve.rig import CLUSTER, COMPLETIONS, MODEL
+from tests.serve.stub_engines import completion, engines_of, run, stub_rig
 from tests.waiting import PATIENCE_S, becomes_true
 
 from kvroute import topology
-from kvroute.addresses import bound, host_port
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
-from kvroute.gateway.gateway import Deployment, Gateway
+from kvroute.serve.assembly import Deployment, Gateway
+from kvroute_engine.addresses import bound, host_port
 
 
 def has_ipv6() -> bool:

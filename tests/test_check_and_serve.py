@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from tests.examples import EXAMPLES
-from tests.gateway.config.settings_rig import LIVE, MACHINES
-from tests.gateway.config.test_preflight import SERVING_ERRORS
+from tests.serve.config.settings_rig import LIVE, MACHINES
+from tests.serve.config.test_preflight import SERVING_ERRORS
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app as kvroute
-from kvroute.cli.topology import app
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.cli.topology.command import app
+from kvroute.serve.lifecycle.deployment import Deployment
 from kvroute.types import InputErrors
 
 SMALL = (EXAMPLES / "small.yaml").read_text(encoding="utf-8")

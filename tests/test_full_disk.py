@@ -19,9 +19,9 @@ from tests.examples import EXAMPLES
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app
-from kvroute.cli.demo import save
+from kvroute.cli.trial.demo import save
+from kvroute.files.compressed_lines import written_whole
 from kvroute.report import drawing
-from kvroute.sim.workload.octets import written_whole
 from kvroute.types import InputError
 
 CLUSTER = str(EXAMPLES / "small.yaml")

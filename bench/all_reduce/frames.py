@@ -7,8 +7,8 @@ import struct
 
 from bench.all_reduce.star import PORT
 
-from kvroute.switch.xdp import Peer
 from kvroute.testbed import namespaces
+from kvroute_engine.switch.xdp import Peer
 
 _HEADERS = struct.Struct("!6s6sHBBHHHBBH4s4sHHHH")
 

@@ -13,7 +13,7 @@ import time
 import torch  # type: ignore[import-not-found]
 import torch.distributed as dist  # type: ignore[import-not-found]
 
-import kvroute.connector.all_reduce.backend
+import kvroute_engine.all_reduce.backend
 
 PORT = "29500"
 
@@ -23,7 +23,7 @@ def main() -> None:
     rank, ranks, rounds = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
     os.environ |= {"MASTER_ADDR": sys.argv[3], "MASTER_PORT": PORT}
     torch.set_num_threads(1)
-    dist.init_process_group(kvroute.connector.all_reduce.backend.NAME, rank=rank, world_size=ranks)
+    dist.init_process_group(kvroute_engine.all_reduce.backend.NAME, rank=rank, world_size=ranks)
     found = {}
     for nbytes in map(int, sys.argv[5:]):
         tensor = torch.ones(nbytes // 4)

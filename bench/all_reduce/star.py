@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from kvroute.switch.xdp.libbpf import Map, Program
 from kvroute.testbed import namespaces
 from kvroute.testbed.queues import FRAME_BYTES, QUEUE_BYTES
+from kvroute_engine.switch.xdp.libbpf import Map, Program
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

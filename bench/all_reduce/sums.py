@@ -15,8 +15,8 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from kvroute.switch import AggregationClient, AggregationError
-from kvroute.switch.fixed_point import exponents, merge, split, to_fixed, to_float
+from kvroute_engine.switch import AggregationClient, AggregationError
+from kvroute_engine.switch.fixed_point import exponents, merge, split, to_fixed, to_float
 
 
 def tensor(number: int, worker: int, values: int, dtype: str) -> npt.NDArray[np.generic]:

@@ -30,8 +30,8 @@ from kvroute.timing import (
     tokens_of_step_s,
 )
 from kvroute.timing.fit import PrefillKind
-from kvroute.topology.units import Bandwidth, Size
 from kvroute.types import FloatArray
+from kvroute_engine.files.units import Bandwidth, Size
 
 DATA = Path(__file__).parent / "h100"
 KINDS: tuple[PrefillKind, ...] = ("linear", "quadratic", "piecewise")

@@ -32,8 +32,8 @@ from bench.measurement import Failed, Row, show
 
 from kvroute.control import decisions_equal
 from kvroute.control import replay as replayed
-from kvroute.event_log import read_log
-from kvroute.load_generator import Client
+from kvroute.control.log import read_log
+from kvroute.load import Client
 from kvroute.topology import parse
 
 CHAT = "/v1/chat/completions"

@@ -11,8 +11,8 @@ from bench.gateway.mock_worker import MODEL
 
 from kvroute.topology import ClusterFile, InstanceCounts, InstanceDefaults, InstanceEntry, expand, fat_tree
 from kvroute.topology.schema import EndpointEntry
-from kvroute.topology.units import Size
 from kvroute.types import KvProtocol
+from kvroute_engine.files.units import Size
 
 GPUS_PER_INSTANCE, GPUS_PER_NODE, NODES_PER_RACK = 4, 8, 4
 KV_CAPACITY = Size(180e9)

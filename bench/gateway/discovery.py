@@ -27,10 +27,10 @@ import uvloop
 from bench.measurement import Failed, Row, show
 
 from kvroute.control import ControlSpec
-from kvroute.gateway.gateway import Deployment, Gateway
 from kvroute.oracle import OracleSettings
+from kvroute.serve.assembly import Deployment, Gateway
 from kvroute.topology import parse
-from kvroute.topology.discovery import admitted
+from kvroute.topology.reading.discovery import admitted
 from kvroute.types import (
     Admitted,
     Arrived,

@@ -22,9 +22,9 @@ from bench.gateway.two_datacenters import faster
 from bench.measurement import Failed, Row, show
 
 from kvroute import topology
-from kvroute.experiments.live import Comparison, Question, playable
 from kvroute.sim.workload import Trace, TracedRequest
-from kvroute.topology.units import Bandwidth
+from kvroute.testbed.live import Comparison, Question, playable
+from kvroute_engine.files.units import Bandwidth
 
 Mode = Literal["serial", "layerwise"]
 MODES: tuple[Mode, ...] = ("serial", "layerwise")

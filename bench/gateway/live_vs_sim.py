@@ -16,8 +16,16 @@ from pathlib import Path
 import msgspec
 from bench.measurement import ROOT, Failed, Row, show
 
-from kvroute.comparison.workload import Workload
-from kvroute.experiments.live import Comparison, Question, embedded, observed, playable, played, predict
+from kvroute.planner.comparison.requests import Workload
+from kvroute.testbed.live import (
+    Comparison,
+    Question,
+    embedded,
+    observed,
+    playable,
+    played,
+    predict,
+)
 from kvroute.types import InputError
 
 CLUSTER = ROOT / "examples" / "fat-tree-64gpu.yaml"

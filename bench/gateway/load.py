@@ -21,7 +21,7 @@ import uvloop
 from bench.gateway.mock_worker import MODEL
 from bench.gateway.program import session_cpu_s
 
-from kvroute.load_generator import Client
+from kvroute.load import Client
 
 CHAT = "/v1/chat/completions"
 WARMUP_S = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.measurement import Failed, Row
 
-from kvroute.experiments.live import Comparison, Question, embedded, observed, played, predict
+from kvroute.testbed.live import Comparison, Question, embedded, observed, played, predict
 from kvroute.types import InputError
 
 

@@ -19,7 +19,7 @@ import uvloop
 from bench.measurement import Row, show
 
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
-from kvroute.gateway.gateway import Deployment, Gateway
+from kvroute.serve.assembly import Deployment, Gateway
 from kvroute.topology import parse
 
 CLUSTER = """

@@ -22,7 +22,7 @@ import uvloop
 from bench.gateway.program import Program, served
 from bench.measurement import ROOT, Failed, Row, show
 
-from kvroute.load_generator import Answer, TimedRequest, replay_trace
+from kvroute.load import Answer, TimedRequest, replay_trace
 
 EXAMPLE = ROOT / "examples" / "small.yaml"
 MARKER = "POISON"

@@ -23,8 +23,8 @@ from bench.gateway.two_datacenters import faster
 from bench.measurement import Failed, Row, show
 
 from kvroute import topology
-from kvroute.experiments.live import Comparison, Question, playable
 from kvroute.sim.workload import Trace, TracedRequest
+from kvroute.testbed.live import Comparison, Question, playable
 
 Mode = Literal["computed", "copied"]
 MODES: tuple[Mode, ...] = ("computed", "copied")

@@ -24,7 +24,7 @@ from bench.gateway.load import Loop, Plan, Tally, bodies
 from bench.gateway.program import Program
 from bench.measurement import Failed, Row, show
 
-from kvroute.load_generator import Client
+from kvroute.load import Client
 from kvroute.types import InputError
 
 CLUSTER = """\

@@ -33,7 +33,7 @@ from bench.measurement import Failed, Row, show
 
 from kvroute.topology import TimingEntry
 from kvroute.topology.schema import DecodeEntry, EndpointEntry, InstanceEntry, LinearPrefillEntry
-from kvroute.topology.units import Duration
+from kvroute_engine.files.units import Duration
 
 PREFILL, DECODE = 6, 10
 OUTPUT_TOKENS, TOKEN_CHARS = 8, 4

@@ -27,10 +27,10 @@ from bench.gateway.mock_worker import MODEL
 from bench.gateway.program import Program, free_ports
 from bench.measurement import Failed, Row, show
 
-from kvroute.load_generator import Answer, TimedRequest, replay_trace
+from kvroute.load import Answer, TimedRequest, replay_trace
 from kvroute.topology import ClusterFile, TimingEntry
 from kvroute.topology.schema import DecodeEntry, EndpointEntry, InstanceEntry, LinearPrefillEntry
-from kvroute.topology.units import Duration
+from kvroute_engine.files.units import Duration
 
 KVROUTE = str(Path(sys.executable).with_name("kvroute"))
 TARGET_US = 300.0

@@ -28,9 +28,9 @@ from bench.gateway.program import Program, served
 from bench.measurement import ROOT, Failed, Row, show
 
 from kvroute import topology
-from kvroute.load_generator import Answer, TimedRequest, replay_trace
+from kvroute.load import Answer, TimedRequest, replay_trace
 from kvroute.topology.schema import PiecewisePrefillEntry
-from kvroute.topology.units import Bandwidth, Duration
+from kvroute_engine.files.units import Bandwidth, Duration
 
 EXAMPLE = ROOT / "examples" / "two-datacenters.yaml"
 MU, SIGMA, LEAST, MOST = 9.90, 1.00, 128, 131_072

@@ -10,8 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvroute.kube.client import Access
-from kvroute.kube.discovery import DiscoveryOptions, KubernetesDiscovery
+from kvroute.kube.api.client import Access
+from kvroute.kube.discovery.engines import DiscoveryOptions, KubernetesDiscovery
 from kvroute.types import Discovered
 
 

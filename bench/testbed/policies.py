@@ -23,12 +23,12 @@ import msgspec
 import numpy as np
 from bench.measurement import ROOT, Failed, Row, fresh, show
 
-from kvroute.comparison.workload import Workload
-from kvroute.experiments.live import Half, Question, playable
-from kvroute.experiments.testbed import POLICIES, Round, course, predict
+from kvroute.planner.comparison.requests import Workload
 from kvroute.testbed import Build, Run, namespaces
+from kvroute.testbed.live import Half, Question, playable
 from kvroute.testbed.namespaces import Unavailable
 from kvroute.testbed.queues import Discipline
+from kvroute.testbed.rounds import POLICIES, Round, course, predict
 from kvroute.types import InputError
 
 READINGS = {name: ROOT / "examples" / f"testbed-{name}.yaml" for name in ("literal", "paper")}

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from bench.wan.network import LEFT, Network
 
-from kvroute.connector.blocks import ByteArray, HostRegion, Layout
-from kvroute.connector.client import Client, Result
-from kvroute.connector.options import Options
-from kvroute.connector.pool import Peer
-from kvroute.connector.server import Server
-from kvroute.connector.transfer_lanes import Transfer
+from kvroute_engine.connector.blocks import ByteArray, HostRegion, Layout
+from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.transfer.client import Client, Result
+from kvroute_engine.connector.transfer.pool import Peer
+from kvroute_engine.connector.transfer.server import Server
+from kvroute_engine.connector.transfer.transfer_lanes import Transfer
 
 LAYERS = 32
 BLOCK_BYTES = 32 << 10

@@ -16,7 +16,7 @@ from bench.measurement import Failed, Row, fresh, show
 from bench.wan.ends import LAYERS, Ends, ends
 from bench.wan.network import Network, Unavailable, Wan
 
-from kvroute.connector.block_leases import Computing
+from kvroute_engine.connector.transfer.block_leases import Computing
 
 CHUNKS = 4
 

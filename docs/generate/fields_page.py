@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.files.json_schema import Schema
 from kvroute.planner.placement.schema import PlacementEntry
-from kvroute.planner.qos_schema import QosEntry
-from kvroute.topology.json_schema import Schema, cluster_json_schema
+from kvroute.planner.qos.schema import QosEntry
+from kvroute.serve.config.settings import GatewaySettings
+from kvroute.topology.json_schema import cluster_json_schema
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "qos": QosEntry,

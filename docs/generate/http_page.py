@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from kvroute import __version__
-from kvroute.gateway.openai_api.openapi import Schema, document
+from kvroute.serve.api.openapi import Schema, document
 
 _SHOWN_BODIES = ("CompletionRequest", "ChatRequest", "Model", "Error")
 

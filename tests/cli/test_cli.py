@@ -10,7 +10,7 @@ import pytest
 from tests.cli.cli_rig import CLUSTER, EXAMPLES, Ended, Kvroute, document
 
 from kvroute import __version__
-from kvroute.cli.experiment import families
+from kvroute_studies.command import families
 
 COMMANDS = (
     "simulate", "experiment", "llm", "flows", "replay", "explain",

@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.agents.agent_clusters import write_cluster
 from tests.cli.cli_rig import Kvroute
+from tests.collectives.scheduler.agent_clusters import write_cluster
 from tests.waiting import PATIENCE_S
 
-from kvroute.agents.files import TABLE, TableFile, read_file
+from kvroute_engine.agent.files import TABLE, TableFile, read_file
 
 COMMAND = [sys.executable, "-m", "kvroute.cli.app"]
 
@@ -238,6 +238,6 @@ def test_without_the_extra_the_command_says_how_to_install_it(module: str, comma
 def test_the_core_of_the_scheduler_needs_no_extra() -> None:
     """The simulator uses it."""
     absent = "for name in ('grpc', 'google.protobuf', 'prometheus_client'): sys.modules[name] = None"
-    code = f"import sys\n{absent}\nimport kvroute.agents.table, kvroute.agents.files, kvroute.sim.periodic_table"
+    code = f"import sys\n{absent}\nimport kvroute.collectives.scheduler.tables, kvroute.sim.groups.periodic_table"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cli.cli_rig import CLUSTER, EXAMPLES, Ended, Kvroute, document
 
-from kvroute.cli.experiment import families
+from kvroute_studies.command import families
 
 FLOWS, PLAN = EXAMPLES / "flows-classes.json", EXAMPLES / "prfaas-case-study.yaml"
 CUT = EXAMPLES / "scenarios" / "wan-cut.yaml"

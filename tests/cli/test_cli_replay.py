@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from tests.cli.cli_rig import CLUSTER, Kvroute, document
 
-from kvroute.event_log import read_log
+from kvroute.control.log import read_log
 from kvroute.types import Decode, Terms
 
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.gateway.rig import rig
-from tests.gateway.stub_engines import run
+from tests.serve.rig import rig
+from tests.serve.stub_engines import run
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app

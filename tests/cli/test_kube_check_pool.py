@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.gateway.discovery.kubernetes_rig import Rig, created, play
 from tests.kube.inference_pool import POOLS, install, pool_document
 from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.manifests import node_document
+from tests.serve.discovery.kubernetes_rig import Rig, created, play
 from tests.waiting import until
 
-from kvroute.kube.client import Access
-from kvroute.kube.discovery import DiscoveryOptions
-from kvroute.kube.pool_discovery import PoolDiscovery
+from kvroute.kube.api.client import Access
+from kvroute.kube.discovery.engines import DiscoveryOptions
+from kvroute.kube.discovery.pool_discovery import PoolDiscovery
 
 SERVICES = "/api/v1/namespaces/llm/services"
 CHECK = ("kube", "check", "--kubeconfig", "kubeconfig", "--pool", "llm/a")

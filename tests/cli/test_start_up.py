@@ -18,10 +18,10 @@ from typer.core import TyperGroup
 
 from kvroute.cli import choices
 from kvroute.cli.app import app
-from kvroute.experiments.readings import READINGS
 from kvroute.planner.placement.grouping import Method
 from kvroute.policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY, PREFILL_POLICIES
 from kvroute.sim.workload import PROFILES, THINK_MAX_S
+from kvroute_studies.netkv.readings import READINGS
 
 _HEAVY = {"numpy", "numba", "llvmlite", "scipy", "matplotlib", "jinja2", "yaml", "aiohttp", "kvroute.topology"}
 _HELP = """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from tests.cli.cli_rig import Kvroute, document
-from tests.gateway.rig import CLUSTER
+from tests.serve.rig import CLUSTER
 
 from kvroute import topology
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.gateway.discovery.kubernetes_rig import Rig, created, play
 from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.manifests import node_document
+from tests.serve.discovery.kubernetes_rig import Rig, created, play
 
-from kvroute.gateway.config.preflight import deployment_of
+from kvroute.serve.config.preflight import deployment_of
 
 
 def test_a_file_from_a_cluster(tmp_path: Path) -> None:

@@ -8,13 +8,12 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
 
 from kvroute.collectives import (
-    SCHEMES,
     Aggregation,
     AllReduce,
     CollectiveFlow,
-    Scheme,
     all_reduce,
     all_seconds,
     bound_s,

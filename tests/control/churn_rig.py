@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvroute.control import Control
 from kvroute.topology import Cluster, parse
-from kvroute.topology.discovery import admitted
+from kvroute.topology.reading.discovery import admitted
 from kvroute.types import ClusterChanged, Discovered, Endpoint, InstanceUp, Joined, Place, Role
 
 BASE = """

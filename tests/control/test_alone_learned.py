@@ -9,7 +9,7 @@ import pytest
 
 from kvroute.control import Control, ControlSpec
 from kvroute.topology import parse
-from kvroute.topology.draft import draft
+from kvroute.topology.drafts.draft import draft
 from kvroute.types import (
     Admitted,
     Arrived,

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.policies.foresight_alone import (
+from kvroute.policies.foresight.aggregated import (
     PARTS,
     AloneCandidates,
     AloneOffer,
@@ -20,7 +20,7 @@ from kvroute.policies.foresight_alone import (
     cheapest_alone,
     load_of,
 )
-from kvroute.policies.foresight_spec import NO_BOUND, ForesightSpec
+from kvroute.policies.foresight.spec import NO_BOUND, ForesightSpec
 from kvroute.types import Candidates
 
 OUTPUT_TOKENS = 200.0

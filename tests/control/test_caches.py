@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.control.test_alone import TEXT
 
 from kvroute import llm
-from kvroute.control.caches import Caches
+from kvroute.control.state.caches import Caches
 from kvroute.topology import parse
 from kvroute.types import Request
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvroute.control import Control, ControlSpec, LogHeader, decisions_equal, replay
-from kvroute.event_log import EventLog, read_log
+from kvroute.control.log import EventLog, read_log
 from kvroute.topology import parse
 from kvroute.types import (
     Admitted,

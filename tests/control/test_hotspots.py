@@ -1,4 +1,4 @@
-"""Tests of `kvroute.control.hotspots`."""
+"""Tests of `kvroute.control.state.hotspots`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.control.hotspots import CacheLocation, Hotspots, HotspotSpec, PlannedCopy
+from kvroute.control.state.hotspots import CacheLocation, Hotspots, HotspotSpec, PlannedCopy
 from kvroute.types import InputError
 
 Chain = tuple[int, ...]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.rig import CLUSTER as TEXT
+from tests.serve.rig import CLUSTER as TEXT
 
 from kvroute.control import ControlSpec
-from kvroute.control.learned_capacity import Answers, Learned
+from kvroute.control.learning.learned_capacity import Answers, Learned
 from kvroute.oracle import NetworkOracle, OracleSettings
-from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.topology import parse
 from kvroute.types import (
     TIER_COUNT,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.control.observed_delays import ObservedDelays
+from kvroute.control.learning.observed_delays import ObservedDelays
 
 LEAST, MOST = 0.5, 20.0
 

@@ -14,10 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvroute.control import Control, ControlSpec
 from kvroute.oracle import OracleSettings
-from kvroute.policies.offload import OffloadSpec
-from kvroute.policies.role_switch import LongTerm
+from kvroute.policies.fleet.offload import OffloadSpec
+from kvroute.policies.fleet.role_switch import LongTerm
 from kvroute.topology import Cluster, InstanceDefaults, build, parse, two_datacenters
-from kvroute.topology.units import Size
 from kvroute.types import (
     Admitted,
     Arrived,
@@ -41,6 +40,7 @@ from kvroute.types import (
     SwitchRole,
     TransferFinished,
 )
+from kvroute_engine.files.units import Size
 
 AWAY, HOME = "prefill-site", "local-site"
 CUT = (0.0, 0.0, 0.0, 0.0, 0.99)

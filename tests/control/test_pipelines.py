@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.control.pool import PrefillPool
+from kvroute.control.state.pool import PrefillPool
 from kvroute.timing import prefill_time
 from kvroute.types import Instance, LinearPrefill
 

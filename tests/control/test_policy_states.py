@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.control.policy_states import PolicyStates
-from kvroute.control.transfer_tracker import TransferTracker
+from kvroute.control.state.policy_states import PolicyStates
+from kvroute.control.state.transfer_tracker import TransferTracker
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import DECODE_POLICIES, FORESIGHT_POLICIES, decode_policy
 from kvroute.topology import load

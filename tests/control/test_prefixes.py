@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvroute.control import Control, ControlSpec
-from kvroute.control.hotspots import CopySpec, HotspotSpec
-from kvroute.policies.offload import OffloadSpec
+from kvroute.control.state.hotspots import CopySpec, HotspotSpec
+from kvroute.policies.fleet.offload import OffloadSpec
 from kvroute.topology import Cluster, parse
 from kvroute.types import (
     Arrived,

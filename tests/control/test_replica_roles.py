@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.control.test_offloading import AWAY, arrive, cluster, core, site
 
 from kvroute.control import Control, Replica
-from kvroute.policies.role_switch import LongTerm
+from kvroute.policies.fleet.role_switch import LongTerm
 from kvroute.types import (
     PeerBooking,
     PeerEvent,

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.control.live_rig import cluster_of, request
 
 from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal, replay
-from kvroute.control.demand import DemandWindow
-from kvroute.control.log import decode_record, encode
-from kvroute.policies.autoscaling import Manages, ScalingSpec
-from kvroute.policies.replicas import ReplicaBounds, ReplicaTarget
+from kvroute.control.log.entries import decode_record, encode
+from kvroute.control.scaling.demand import DemandWindow
+from kvroute.policies.fleet.autoscaling import Manages, ScalingSpec
+from kvroute.policies.fleet.replicas import ReplicaBounds, ReplicaTarget
 from kvroute.types import (
     Admitted,
     Arrived,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.control import Control, ControlSpec, LogHeader, decisions_equal, replay
-from kvroute.event_log import EventLog, read_log
+from kvroute.control.log import EventLog, read_log
 from kvroute.policies import DECODE_POLICIES
 from kvroute.topology import parse
 from kvroute.types import (

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.control import Control, ControlSpec
-from kvroute.control.slow_start import LEAST, SlowStart
+from kvroute.control.state.slow_start import LEAST, SlowStart
 from kvroute.topology import parse
 from kvroute.types import (
     Arrived,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.control.storage_reads import ReadRange, StorageReads
+from kvroute.control.state.storage_reads import ReadRange, StorageReads
 from kvroute.topology import Cluster, parse
 from kvroute.types import ReadKv, Request, Side
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvroute.control import Control, ControlSpec
-from kvroute.control.learned_capacity import Answers
-from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.control.learning.learned_capacity import Answers
+from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.topology import parse
-from kvroute.topology.draft import draft
+from kvroute.topology.drafts.draft import draft
 from kvroute.types import Admitted, Arrived, Decision, Decode, Finished, Prefill, PrefillFinished, Request
 
 TOKENS = 2_000

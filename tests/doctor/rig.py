@@ -12,7 +12,7 @@ import msgspec
 from kvroute import topology
 from kvroute.doctor import Options, Report, examine
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.serve.lifecycle.deployment import Deployment
 from kvroute.types import Endpoint, KvProtocol
 
 HEAD = """

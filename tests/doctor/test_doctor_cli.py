@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.doctor.rig import TOKENS, DoctorRig, cluster_text, running_rig
-from tests.gateway.stub_engines import run
+from tests.serve.stub_engines import run
 from tests.waiting import until
 
 COMMAND = (sys.executable, "-m", "kvroute.cli.app", "doctor")

@@ -8,7 +8,7 @@ from tests.doctor.rig import HEAD, OPTIONS
 from kvroute import topology
 from kvroute.doctor import examine
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.serve.lifecycle.deployment import Deployment
 
 TEXT = (
     HEAD

@@ -13,12 +13,12 @@ import pytest
 import zmq
 from aiohttp import web
 from tests.doctor.rig import HEAD, MODEL, OPTIONS, TOKENS, DoctorRig, cluster_text, running_rig
-from tests.gateway.stub_engines import Engine, Gate, ReceivedRequest, listening, run, tokens
+from tests.serve.stub_engines import Engine, Gate, ReceivedRequest, listening, run, tokens
 from tests.waiting import until
 
 from kvroute.doctor import Options, Report, examine
 from kvroute.emulator import EmulatedClusterSettings
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.serve.lifecycle.deployment import Deployment
 from kvroute.types import Endpoint, KvProtocol
 
 PAIR = ("prefill0", "decode0")

@@ -18,8 +18,8 @@ from kvroute.doctor.pairs import chosen_pairs, possible_pairs
 from kvroute.doctor.probe import Outcome
 from kvroute.doctor.report import ClockReport, EngineReport, PairReport
 from kvroute.doctor.verdict import bytes_text, engine_findings, judge, pair_findings, rates_text, seconds_text
-from kvroute.gateway.config.settings import GatewaySettings
-from kvroute.gateway.telemetry.metrics_page import series_missing
+from kvroute.serve.config.settings import GatewaySettings
+from kvroute.serve.telemetry.metrics_page import series_missing
 from kvroute.topology import Cluster
 from kvroute.types import Endpoint
 

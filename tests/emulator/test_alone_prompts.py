@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.emulator.virtual_engine import DECODE, SPEC, VirtualClock, engine_on, prompt_of, timed
 from tests.sim.single_token_model import Arrival, arrivals, modelled
 
-from kvroute.emulator.engine import Engine
-from kvroute.emulator.sequence import EngineSequence
+from kvroute.emulator.engine.engine import Engine
+from kvroute.emulator.engine.sequence import EngineSequence
 from kvroute.timing import IterationTime, prefill_time
 
 CHUNK_TOKENS = 64

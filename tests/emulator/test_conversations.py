@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.gateway.rig import MODEL, GatewayResponse, Rig, rig
-from tests.gateway.stub_engines import run
+from tests.serve.rig import MODEL, GatewayResponse, Rig, rig
+from tests.serve.stub_engines import run
 from tests.waiting import until
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

@@ -20,7 +20,7 @@ from tests.waiting import until
 
 from kvroute import llm
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
-from kvroute.emulator.fabric import Fabric
+from kvroute.emulator.kv.fabric import Fabric
 from kvroute.types import DecodeSpec, LinearPrefill, TimingSpec
 
 CAPACITY = 12.5e9

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 import zmq
 import zmq.asyncio
-from tests.gateway.rig import CLUSTER, MODEL
+from tests.serve.rig import CLUSTER, MODEL
 from tests.waiting import becomes_true
 
 from kvroute import topology

@@ -463,7 +463,7 @@ def test_invalid_settings_and_addresses_are_named() -> None:
 
 def test_the_command_prints_its_addresses_and_ends_on_sigterm() -> None:
     """The command prints one line of JSON on stdout, runs only the requested instance and exits with code 0."""
-    code = "import typer; from kvroute.cli.emulate import emulate; typer.run(emulate)"
+    code = "import typer; from kvroute.cli.trial.emulate import emulate; typer.run(emulate)"
     command = [sys.executable, "-c", code, str(EXAMPLE), "--instance", "decode1", "--no-kv-events"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from tests.emulator.virtual_engine import BLOCK_TOKENS, DECODE, VirtualClock, engine_on, prompt_of, timed
 
 from kvroute import topology
-from kvroute.emulator.counters import Histogram
-from kvroute.emulator.engine import Engine
-from kvroute.emulator.fabric import Fabric
-from kvroute.emulator.kv_events import BlockRemoved, BlockStored, changes
+from kvroute.emulator.engine.counters import Histogram
+from kvroute.emulator.engine.engine import Engine
+from kvroute.emulator.engine.sequence import EngineSequence
+from kvroute.emulator.kv.fabric import Fabric
+from kvroute.emulator.kv.kv_events import BlockRemoved, BlockStored, changes
 from kvroute.emulator.prompt import Prompt
-from kvroute.emulator.sequence import EngineSequence
 from kvroute.flows import FlowNetwork
 from kvroute.prefix import Evicted, block_hashes
-from kvroute.sim import network as sim_network
-from kvroute.sim.capacity import Capacity
+from kvroute.sim.network import transfers as sim_network
+from kvroute.sim.network.capacity import Capacity
 from kvroute.sim.settings import Background
 from kvroute.timing import IterationTime
 

@@ -13,8 +13,8 @@ from tests.emulator.test_early import PROMPT, Sites, on_sites
 from tests.emulator.test_wan import AWAY, Hand
 from tests.waiting import until
 
-from kvroute.emulator.kv_arrivals import Arrivals
-from kvroute.emulator.kv_wire import (
+from kvroute.emulator.kv.kv_arrivals import Arrivals
+from kvroute.emulator.kv.kv_wire import (
     LINE_BYTES_MAX,
     PullFailed,
     PullHeader,

@@ -15,15 +15,15 @@ import pytest
 from tests.waiting import until
 from typer.testing import CliRunner
 
-from kvroute.cachepool.keys import block_keys
-from kvroute.cachepool.store.location import StoreLocation
 from kvroute.cli.app import app
 from kvroute.emulator.clock import WallClock
+from kvroute.emulator.kv.real_store import RealStore
+from kvroute.emulator.kv.storage import StorageNode
+from kvroute.emulator.kv.storage_tier import StorageTier
 from kvroute.emulator.prompt import Prompt
-from kvroute.emulator.real_store import RealStore
-from kvroute.emulator.storage import StorageNode
-from kvroute.emulator.storage_tier import StorageTier
 from kvroute.types import InputError
+from kvroute_engine.block_store.keys import block_keys
+from kvroute_engine.block_store.location import StoreLocation
 
 MODEL, BLOCK, BLOCK_BYTES, SCALE = "a/model", 16, 1e7, 1e-3
 TOKENS = np.arange(10 * BLOCK)

@@ -13,11 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.cachepool.keys import block_keys
 from kvroute.emulator.errors import ApiError
+from kvroute.emulator.kv.storage import (
+    HOLD_S,
+    BufferedRead,
+    ModelledNic,
+    StorageNode,
+    StoredBlocks,
+)
+from kvroute.emulator.kv.storage_tier import StorageTier
 from kvroute.emulator.prompt import Prompt
-from kvroute.emulator.storage import HOLD_S, BufferedRead, ModelledNic, StorageNode, StoredBlocks
-from kvroute.emulator.storage_tier import StorageTier
+from kvroute_engine.block_store.keys import block_keys
 
 MODEL, BLOCK_BYTES, RATE = "m", 10.0, 100.0
 KEYS = [bytes([number]) for number in range(100)]

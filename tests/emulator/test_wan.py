@@ -18,7 +18,7 @@ from tests.waiting import until
 
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.emulator.clock import Alarm
-from kvroute.emulator.fabric import Fabric, Transfer
+from kvroute.emulator.kv.fabric import Fabric, Transfer
 from kvroute.topology import Cluster, build, two_datacenters
 from kvroute.types import DecodeSpec, InputError, LinearPrefill, TimingSpec
 

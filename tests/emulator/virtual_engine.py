@@ -10,9 +10,9 @@ from itertools import count, cycle
 import numpy as np
 
 from kvroute import llm
-from kvroute.emulator.engine import Engine
+from kvroute.emulator.engine.engine import Engine
+from kvroute.emulator.engine.sequence import EngineSequence, Stage
 from kvroute.emulator.prompt import Prompt
-from kvroute.emulator.sequence import EngineSequence, Stage
 from kvroute.types import DecodeSpec, Instance, LinearPrefill, Role, TimingSpec
 
 MODEL = llm.model("llama-3-70b")

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import grpc
 import msgspec
-from tests.gateway.rig import COMPLETIONS, MODEL, RunningGateway
-from tests.gateway.stub_engines import Engine, deployment, listening
+from tests.serve.rig import COMPLETIONS, MODEL, RunningGateway
+from tests.serve.stub_engines import Engine, deployment, listening
 
 from kvroute.epp.envoy_pb2 import (
     FULL_DUPLEX_STREAMED,
@@ -33,8 +33,8 @@ from kvroute.epp.envoy_pb2 import (
 from kvroute.epp.frontend import PickerFrontend
 from kvroute.epp.messages import DESTINATION, HEALTH, NAMESPACE, PROCESS, SERVED, SUBSET, SUBSET_NAMESPACE
 from kvroute.epp.server import PickerSettings
-from kvroute.gateway.gateway import Gateway
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.serve.assembly import Gateway
+from kvroute.serve.lifecycle.deployment import Deployment
 
 PIECE_BYTES = 60_000
 

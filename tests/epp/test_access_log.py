@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.epp.envoy_rig import PickerRig, address, alone, metadata_of, picker
-from tests.gateway.stub_engines import run
+from tests.serve.stub_engines import run
 from tests.waiting import until
 
 from kvroute.epp.access_log import address_text

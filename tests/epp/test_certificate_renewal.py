@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import pytest
 from tests.epp.envoy_rig import EnvoyStream, PickerRig, alone, completion_body, picking
-from tests.gateway.stub_engines import Engine, deployment, listening, run
+from tests.serve.stub_engines import Engine, deployment, listening, run
 from tests.waiting import until
 
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.serve.lifecycle.deployment import Deployment
 
 PARTS = ("cert.pem", "key.pem")
 

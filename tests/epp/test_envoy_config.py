@@ -11,14 +11,14 @@ import pytest
 from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.lifecycle.membership_rig import DISCOVERY
-from tests.gateway.rig import CLUSTER
+from tests.serve.lifecycle.membership_rig import DISCOVERY
+from tests.serve.rig import CLUSTER
 
 from kvroute.cli.app import main
 from kvroute.epp.envoy_config import EnvoyOptions, envoy_config
 from kvroute.epp.messages import ATTEMPTS, DESTINATION, metadata_of
-from kvroute.gateway.lifecycle.deployment import Deployment
-from kvroute.gateway.openai_api.passthrough_paths import BUILT_IN, COMPLETIONS, OWN, READ, PassthroughPaths
+from kvroute.serve.api.passthrough_paths import BUILT_IN, COMPLETIONS, OWN, READ, PassthroughPaths
+from kvroute.serve.lifecycle.deployment import Deployment
 from kvroute.types import InputError
 
 KNOWN = {path.decode() for path in (*BUILT_IN, *COMPLETIONS, *OWN)}

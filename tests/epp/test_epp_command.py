@@ -12,12 +12,12 @@ from pathlib import Path
 import grpc
 import pytest
 from tests.epp.envoy_rig import EnvoyStream, address, alone, completion_body, picking
-from tests.gateway.lifecycle.membership_rig import DISCOVERY, write
-from tests.gateway.rig import CLUSTER
-from tests.gateway.stub_engines import deployment, listening, run
+from tests.serve.lifecycle.membership_rig import DISCOVERY, write
+from tests.serve.rig import CLUSTER
+from tests.serve.stub_engines import deployment, listening, run
 from tests.waiting import becomes_true, until
 
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.serve.lifecycle.deployment import Deployment
 
 
 def test_the_command_serves_emulated_engines_until_sigterm(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from kvroute.epp.messages import (
     served_of,
     subset_of,
 )
-from kvroute.gateway.http.headers import Headers, header_lines
+from kvroute.http.headers import Headers, header_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = st.text("abc0123456789.:[]", min_size=1, max_size=8)

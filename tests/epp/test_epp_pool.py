@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 from tests.epp.envoy_rig import PickerRig, address, alone, completion_body, picking
-from tests.gateway.discovery.kubernetes_rig import Rig, play
-from tests.gateway.stub_engines import Engine, Gate, listening, tokens
 from tests.kube.client import MERGE
 from tests.kube.inference_pool import POOLS, install, pool_document
 from tests.kube.kubeconfigs import kubeconfig
+from tests.serve.discovery.kubernetes_rig import Rig, play
+from tests.serve.stub_engines import Engine, Gate, listening, tokens
 from tests.waiting import until
 
 from kvroute.epp.server import PickerSettings
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.serve.lifecycle.deployment import Deployment
 
 CLUSTER = """
 name: live

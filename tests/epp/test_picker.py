@@ -21,8 +21,8 @@ from tests.epp.envoy_rig import (
     message_headers,
     picker,
 )
-from tests.gateway.rig import MODEL
-from tests.gateway.stub_engines import failing, run
+from tests.serve.rig import MODEL
+from tests.serve.stub_engines import failing, run
 from tests.waiting import until
 
 from kvroute.epp.envoy_pb2 import (
@@ -37,7 +37,7 @@ from kvroute.epp.envoy_pb2 import (
 )
 from kvroute.epp.messages import DESTINATION, NAMESPACE
 from kvroute.epp.server import PickerSettings
-from kvroute.gateway.openai_api.api_keys import hash_text
+from kvroute.serve.api.api_keys import hash_text
 
 NOT_SERVING, SERVING, UNKNOWN = 2, 1, 3
 READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")

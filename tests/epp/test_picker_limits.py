@@ -12,8 +12,8 @@ from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.epp.envoy_rig import Answer, EnvoyStream, PickerRig, alone, completion_body, message_headers, picker
-from tests.gateway.rig import COMPLETIONS
-from tests.gateway.stub_engines import run
+from tests.serve.rig import COMPLETIONS
+from tests.serve.stub_engines import run
 from tests.waiting import becomes_true
 
 from kvroute.epp.envoy_pb2 import (

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from tests.epp.envoy_rig import address, alone, completion_body, picker
-from tests.gateway.stub_engines import engines_of, run
+from tests.serve.stub_engines import engines_of, run
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app
+from kvroute.control.log import read_log
 from kvroute.epp.server import PickerSettings
-from kvroute.event_log import read_log
 from kvroute.types import Arrived, Decode, Served
 
 

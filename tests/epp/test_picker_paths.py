@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.epp.envoy_rig import Answer, PickerRig, alone, completion_body, picker, picking
-from tests.gateway.rig import COMPLETIONS, RunningGateway
-from tests.gateway.stub_engines import deployment, listening, run, serving
+from tests.serve.rig import COMPLETIONS, RunningGateway
+from tests.serve.stub_engines import deployment, listening, run, serving
 
 from kvroute.epp.server import PickerSettings
-from kvroute.gateway.openai_api.api_keys import hash_text
-from kvroute.gateway.openai_api.passthrough_paths import PassthroughPaths
+from kvroute.serve.api.api_keys import hash_text
+from kvroute.serve.api.passthrough_paths import PassthroughPaths
 
 TRANSFER = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "192.0.2.1", "remote_port": 80}}
 UNLISTED = [

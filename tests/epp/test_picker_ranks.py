@@ -7,9 +7,9 @@ import asyncio
 import msgspec
 import pytest
 from tests.epp.envoy_rig import address, completion_body, picking
-from tests.gateway.proxy.test_rank_legs import HEADER, IN_TURN, pair, ranked, ranks_in
-from tests.gateway.rig import MODEL
-from tests.gateway.stub_engines import Engine, listening, run
+from tests.serve.proxy.test_rank_legs import HEADER, IN_TURN, pair, ranked, ranks_in
+from tests.serve.rig import MODEL
+from tests.serve.stub_engines import Engine, listening, run
 
 from kvroute.epp.addresses import check_addresses
 from kvroute.types import InputError

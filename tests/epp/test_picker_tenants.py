@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from tests.epp.envoy_rig import alone, completion_body, picker
-from tests.gateway.stub_engines import run
+from tests.serve.stub_engines import run
 from tests.waiting import becomes_true
 
-from kvroute.gateway.openai_api.api_keys import hash_text
+from kvroute.serve.api.api_keys import hash_text
 
 
 def test_rejections_are_429_with_the_time_to_wait() -> None:

@@ -8,8 +8,8 @@ import grpc
 import msgspec
 import pytest
 from tests.epp.envoy_rig import EnvoyStream, address, completion_body, picker
-from tests.gateway.rig import MODEL
-from tests.gateway.stub_engines import Gate, engines_of, failing, run, tokens
+from tests.serve.rig import MODEL
+from tests.serve.stub_engines import Gate, engines_of, failing, run, tokens
 from tests.waiting import until
 
 PARAMS = b'{"do_remote_prefill": true, "remote_block_ids":[[1, 2]],  "new":{"of": 2027}}'

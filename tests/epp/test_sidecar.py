@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from tests.epp.envoy_rig import PickerRig, address, completion_body, picker, picking
 from tests.epp.sidecar import HEADER, Sidecar, sidecar
-from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL
-from tests.gateway.stub_engines import engines_of, run
+from tests.serve.rig import CLUSTER, COMPLETIONS, MODEL
+from tests.serve.stub_engines import engines_of, run
 from tests.waiting import until
 
 from kvroute import topology
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.epp.server import PickerSettings
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.serve.lifecycle.deployment import Deployment
 
 SIDECAR = PickerSettings(sidecar=True)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.fuzz.cuts import bounded, pieces
 
-from kvroute.gateway.http.headers import forwarded
-from kvroute.gateway.http.pool import request_bytes
-from kvroute.gateway.http.request_parser import Limits, ParsedRequest, RequestParser
+from kvroute.http.client.pool import request_bytes
+from kvroute.http.headers import forwarded
+from kvroute.http.server.request_parser import Limits, ParsedRequest, RequestParser
 
-INSTRUMENTED = ("kvroute.gateway.http.request_parser", "kvroute.gateway.http.headers")
+INSTRUMENTED = ("kvroute.http.server.request_parser", "kvroute.http.headers")
 RUNS = 60_000
 LIMITS = Limits(header_bytes=512, body_bytes=2048, header_count=16)
 STATUSES = {0, 400, 413, 431, 501, 505}

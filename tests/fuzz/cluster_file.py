@@ -7,16 +7,21 @@ import re
 import msgspec
 from tests.fuzz.targets import CORPUS
 
-from kvroute.gateway.config.preflight import deployment_of, settings_of
-from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.serve.config.preflight import deployment_of, settings_of
+from kvroute.serve.config.settings import GatewaySettings
 from kvroute.topology import Cluster, FileError, parse
 from kvroute.types import InputError, InputErrors
 
 INSTRUMENTED = (
-    *("kvroute.topology.document", "kvroute.topology.form", "kvroute.topology.units", "kvroute.topology.place"),
-    *("kvroute.topology.expansion", "kvroute.topology.assembly", "kvroute.topology.check"),
     *(
-        f"kvroute.gateway.config.{name}"
+        "kvroute_engine.files.document",
+        "kvroute_engine.files.form",
+        "kvroute_engine.files.units",
+        "kvroute.topology.place",
+    ),
+    *("kvroute.topology.reading.expansion", "kvroute.topology.reading.assembly", "kvroute.topology.reading.check"),
+    *(
+        f"kvroute.serve.config.{name}"
         for name in ("preflight", "settings_checks", "instance_checks", "field_types", "offload_checks")
     ),
 )

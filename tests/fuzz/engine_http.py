@@ -10,19 +10,19 @@ from typing import cast
 
 from tests.fuzz.cuts import bounded, pieces
 
-from kvroute.gateway.engines.protocols import PROTOCOLS, ProtocolError, engine_id
-from kvroute.gateway.http.call import Failure
-from kvroute.gateway.http.headers import Headers, answered
-from kvroute.gateway.http.pool import UpstreamPool
-from kvroute.gateway.http.upstream_connection import HEAD_LINES_MAX, UpstreamConnection
-from kvroute.gateway.openai_api.responses import cached_tokens, sse_events, usage_of
-from kvroute.gateway.openai_api.streams import STREAMS, reported
+from kvroute.http.client.call import Failure
+from kvroute.http.client.pool import UpstreamPool
+from kvroute.http.client.upstream_connection import HEAD_LINES_MAX, UpstreamConnection
+from kvroute.http.headers import Headers, answered
+from kvroute.serve.api.responses import cached_tokens, sse_events, usage_of
+from kvroute.serve.api.streams import STREAMS, reported
+from kvroute.serve.engines.protocols import PROTOCOLS, ProtocolError, engine_id
 
 INSTRUMENTED = (
-    "kvroute.gateway.http.upstream_connection",
-    "kvroute.gateway.openai_api.responses",
-    "kvroute.gateway.openai_api.streams",
-    "kvroute.gateway.engines.protocols",
+    "kvroute.http.client.upstream_connection",
+    "kvroute.serve.api.responses",
+    "kvroute.serve.api.streams",
+    "kvroute.serve.engines.protocols",
 )
 RUNS = 25_000
 TOKENS_MAX = 2**31 - 1

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from tests.fuzz.cuts import bounded
-from tests.gateway.telemetry.kv_rig import BLOCK_TOKENS, Engine, batch, feed, stored
+from tests.serve.telemetry.kv_rig import BLOCK_TOKENS, Engine, batch, feed, stored
 
-from kvroute.gateway.telemetry.engine_blocks import SLICE_UNITS
-from kvroute.gateway.telemetry.kv_batch import BATCH_BLOCKS_MAX, BatchError, BlockEvent, read_batch
-from kvroute.gateway.telemetry.kv_stream import KvStream
 from kvroute.prefix import PrefixIndex
+from kvroute.serve.telemetry.engine_blocks import SLICE_UNITS
+from kvroute.serve.telemetry.kv_batch import BATCH_BLOCKS_MAX, BatchError, BlockEvent, read_batch
+from kvroute.serve.telemetry.kv_stream import KvStream
 from kvroute.types import Event, KvCleared, KvEvicted, KvStored
 
 INSTRUMENTED = (
-    "kvroute.gateway.telemetry.kv_batch",
-    "kvroute.gateway.telemetry.kv_stream",
-    "kvroute.gateway.telemetry.engine_blocks",
+    "kvroute.serve.telemetry.kv_batch",
+    "kvroute.serve.telemetry.kv_stream",
+    "kvroute.serve.telemetry.engine_blocks",
 )
 RUNS = 4_000
 

@@ -7,8 +7,9 @@ import socket
 import msgspec
 from tests.fuzz.cuts import bounded
 
-from kvroute.connector.channel import FramedSocket
-from kvroute.connector.wire import (
+from kvroute.emulator.kv.kv_wire import LINE_BYTES_MAX, is_complete, read_order, read_pull_header
+from kvroute_engine.connector.transfer.channel import FramedSocket
+from kvroute_engine.connector.transfer.wire import (
     HANDSHAKE_BYTES_MAX,
     LENGTH_BYTES,
     Message,
@@ -18,9 +19,12 @@ from kvroute.connector.wire import (
     encode,
     encode_length,
 )
-from kvroute.emulator.kv_wire import LINE_BYTES_MAX, is_complete, read_order, read_pull_header
 
-INSTRUMENTED = ("kvroute.connector.wire", "kvroute.connector.channel", "kvroute.emulator.kv_wire")
+INSTRUMENTED = (
+    "kvroute_engine.connector.transfer.wire",
+    "kvroute_engine.connector.transfer.channel",
+    "kvroute.emulator.kv.kv_wire",
+)
 RUNS = 60_000
 
 

@@ -9,18 +9,18 @@ from tests.examples import EXAMPLES
 from tests.fuzz.cuts import bounded
 
 from kvroute.control import ControlSpec
-from kvroute.gateway.proxy.own_transfers import Counted, OwnTransfers
-from kvroute.gateway.telemetry.metrics_page import EngineMetrics, read_metrics
-from kvroute.gateway.telemetry.scrape import TransferCounters
-from kvroute.gateway.wan.tcp_links import TcpDelta
+from kvroute.serve.proxy.own_transfers import Counted, OwnTransfers
+from kvroute.serve.telemetry.metrics_page import EngineMetrics, read_metrics
+from kvroute.serve.telemetry.scrape import TransferCounters
+from kvroute.serve.wan.tcp_links import TcpDelta
 from kvroute.topology import load
 from kvroute.types import Decode, InstanceMeasured, TransferMeasured
 
 INSTRUMENTED = (
-    "kvroute.gateway.observe.prometheus_text",
-    "kvroute.gateway.telemetry.connector_counters",
-    "kvroute.gateway.telemetry.metrics_page",
-    "kvroute.gateway.wan.tcp_links",
+    "kvroute.serve.observe.metrics.prometheus_text",
+    "kvroute.serve.telemetry.connector_counters",
+    "kvroute.serve.telemetry.metrics_page",
+    "kvroute.serve.wan.tcp_links",
 )
 RUNS = 20_000
 _SEPARATOR = b"\n\n--\n\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.connector.all_reduce import VARIABLE
+from kvroute_engine.all_reduce import VARIABLE
 
 PROGRAM = Path(__file__).parents[1] / "live/vllm/reduce_tensors.py"
 RANKS = 4

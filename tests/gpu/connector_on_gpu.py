@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import pytest
 import torch  # type: ignore[import-not-found]
 from bench.fidelity import gpu_steps
-from tests.connector.loopback import BLOCKS, Cache, ends, pull
+from engine.tests.connector.loopback import BLOCKS, Cache, ends, pull
 from tests.live.vllm import check_regions
 
-from kvroute.connector.block_leases import Computing
-from kvroute.connector.blocks import Layout
-from kvroute.connector.device import fence_of, regions_of
-from kvroute.connector.options import Options
-from kvroute.connector.transfer_lanes import Transfer
+from kvroute_engine.connector.blocks import Layout
+from kvroute_engine.connector.device import fence_of, regions_of
+from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.transfer.block_leases import Computing
+from kvroute_engine.connector.transfer.transfer_lanes import Transfer
 
 ALL = tuple(range(BLOCKS))
 LONG = 4_000_000_000

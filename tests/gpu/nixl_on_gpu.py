@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 import torch  # type: ignore[import-not-found]
-from tests.connector.loopback import BLOCKS
+from engine.tests.connector.loopback import BLOCKS
 from tests.gpu.connector_on_gpu import ALL, GpuCache, busy_model
 
-from kvroute.connector.block_leases import Computing
-from kvroute.connector.client import Client, Result
-from kvroute.connector.device import fence_of
-from kvroute.connector.nixl_agent import nixl_agent
-from kvroute.connector.options import Options
-from kvroute.connector.pool import Peer
-from kvroute.connector.remote_memory import SharedMemory
-from kvroute.connector.server import Server
-from kvroute.connector.transfer_lanes import Transfer
+from kvroute_engine.connector.device import fence_of
+from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.transfer.block_leases import Computing
+from kvroute_engine.connector.transfer.client import Client, Result
+from kvroute_engine.connector.transfer.nixl_agent import nixl_agent
+from kvroute_engine.connector.transfer.pool import Peer
+from kvroute_engine.connector.transfer.remote_memory import SharedMemory
+from kvroute_engine.connector.transfer.server import Server
+from kvroute_engine.connector.transfer.transfer_lanes import Transfer
 
 LAYERS, SEED = 3, 1
 OPTIONS = Options(timeout_s=30.0)

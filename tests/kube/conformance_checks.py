@@ -25,9 +25,9 @@ from tests.kube.operator.cluster_examples import node
 from tests.kube.remote_cluster import DEFINITIONS, Failed, RemoteCluster
 from tests.kube.resources.router_examples import Manifest, constrained, router, topology
 
-from kvroute.kube.api_requests import Refused
-from kvroute.kube.client import Access
-from kvroute.kube.discovery import DiscoveryOptions, KubernetesDiscovery
+from kvroute.kube.api.client import Access
+from kvroute.kube.api.requests import Refused
+from kvroute.kube.discovery.engines import DiscoveryOptions, KubernetesDiscovery
 from kvroute.kube.operator.api_calls import ApiCalls
 from kvroute.kube.operator.rights import NAMED, PODS, RIGHTS, ROUTERS
 from kvroute.types import Discovered

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvroute.kube.objects import Node, Pod
+from kvroute.kube.api.objects import Node, Pod
 
 NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 

@@ -17,7 +17,7 @@ from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.kubelet import running
 from tests.kube.resources.router_examples import Manifest
 
-from kvroute.kube.informer import Timing
+from kvroute.kube.api.informer import Timing
 from kvroute.kube.operator.driver import DriverSettings, OperatorDriver
 from kvroute.kube.operator.observed import OperatorSettings
 from kvroute.kube.operator.rights import (

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.kube.check import CheckReport, LevelReport, check_report
-from kvroute.kube.places import DEFAULT_LEVELS
-from kvroute.kube.pods import Finding, Reading
+from kvroute.kube.discovery.places import DEFAULT_LEVELS
+from kvroute.kube.discovery.pods import Finding, Reading
+from kvroute.kube.preflight.check import CheckReport, LevelReport, check_report
 from kvroute.policies import Level, TopologyConstraint, prefill_mask
 from kvroute.topology import parse
 from kvroute.types import Endpoint, KvProtocol, Role

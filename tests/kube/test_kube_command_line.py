@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.kube.command_line import EngineCommand, engine_command
-from kvroute.kube.objects import Container, EnvironmentVariable
+from kvroute.kube.api.command_line import EngineCommand, engine_command
+from kvroute.kube.api.objects import Container, EnvironmentVariable
 
 WORDS = st.text(alphabet="ab-=$(){}'\"#;&\\\n _./", max_size=12)
 

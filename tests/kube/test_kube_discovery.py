@@ -14,10 +14,10 @@ from tests.kube.manifests import node_document, pod_document
 from tests.kube.scripted_api import ScriptedApi, answer, status
 from tests.waiting import HANGS_S, until
 
-from kvroute.kube.client import Access
-from kvroute.kube.discovery import DiscoveryOptions, KubernetesDiscovery
-from kvroute.kube.informer import Timing
-from kvroute.kube.pods import Finding
+from kvroute.kube.api.client import Access
+from kvroute.kube.api.informer import Timing
+from kvroute.kube.discovery.engines import DiscoveryOptions, KubernetesDiscovery
+from kvroute.kube.discovery.pods import Finding
 from kvroute.types.discovered import Discovered
 
 FAST = Timing(watch_s=2.0, silence_s=1.0, retry_first_s=0.01, retry_max_s=0.05, short_watch_s=0.0)

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from tests.kube.inference_pool import pool_document
 from tests.kube.manifests import node, pod
 
-from kvroute.kube.inference_pool import InferencePool, Members, Service, members_of, reference_faults
-from kvroute.kube.pods import Reading, ReadOptions, read_pod
+from kvroute.kube.api.inference_pool import (
+    InferencePool,
+    Members,
+    Service,
+    members_of,
+    reference_faults,
+)
+from kvroute.kube.discovery.pods import Reading, ReadOptions, read_pod
 from kvroute.topology.label_selector import selector_fault
 from kvroute.types import InputError, OwnPicker
 

@@ -15,11 +15,11 @@ from tests.kube.manifests import node_document, pod_document
 from tests.kube.scripted_api import ScriptedApi, answer, status
 from tests.waiting import HANGS_S, until
 
-from kvroute.kube.api_requests import PODS, Selection
-from kvroute.kube.client import Access
-from kvroute.kube.informer import Informer, Timing
-from kvroute.kube.objects import Pod
-from kvroute.kube.store import Key, Store
+from kvroute.kube.api.client import Access
+from kvroute.kube.api.informer import Informer, Timing
+from kvroute.kube.api.objects import Pod
+from kvroute.kube.api.requests import PODS, Selection
+from kvroute.kube.api.store import Key, Store
 from kvroute.types import InputError
 
 FAST = Timing(watch_s=2.0, silence_s=1.0, retry_first_s=0.01, retry_max_s=0.05, short_watch_s=0.0, page=2)

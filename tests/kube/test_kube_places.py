@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.kube.places import DEFAULT_LEVELS, NAME_MAX, place_of
+from kvroute.kube.discovery.places import DEFAULT_LEVELS, NAME_MAX, place_of
 from kvroute.types import InputError
 from kvroute.types.discovered import Place
 

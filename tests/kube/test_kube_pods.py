@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.kube.manifests import NIXL, node, pod, pod_document
 
-from kvroute.kube.labels import OWN_KEYS, ROLE_ALIASES
-from kvroute.kube.objects import Node, Pod
-from kvroute.kube.pods import Finding, Reading, ReadOptions, read_pods
+from kvroute.kube.api.objects import Node, Pod
+from kvroute.kube.discovery.labels import OWN_KEYS, ROLE_ALIASES
+from kvroute.kube.discovery.pods import Finding, Reading, ReadOptions, read_pods
 from kvroute.types import TRAITS, Endpoint
 from kvroute.types.discovered import Discovered, Place
 

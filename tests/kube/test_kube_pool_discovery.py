@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gateway.discovery.kubernetes_rig import PODS, Rig, play
 from tests.kube.client import MERGE
 from tests.kube.inference_pool import DEFINITIONS, NAME, POOLS, install, pool_document
+from tests.serve.discovery.kubernetes_rig import PODS, Rig, play
 from tests.waiting import until
 
-from kvroute.gateway.discovery.kubernetes_pods import KubernetesPods
-from kvroute.gateway.discovery.sources import check_source
-from kvroute.kube.client import Access
-from kvroute.kube.discovery import DiscoveryOptions
-from kvroute.kube.pool_discovery import PoolDiscovery
+from kvroute.kube.api.client import Access
+from kvroute.kube.discovery.engines import DiscoveryOptions
+from kvroute.kube.discovery.pool_discovery import PoolDiscovery
+from kvroute.serve.discovery.kubernetes_pods import KubernetesPods
+from kvroute.serve.discovery.sources import check_source
 from kvroute.topology.schema import Discovery, KubernetesEntry
 from kvroute.types import InputError, OwnPicker
 

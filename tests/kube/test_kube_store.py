@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.kube.manifests import pod_document
 
-from kvroute.kube.objects import Pod
-from kvroute.kube.store import EventKind, Key, Store
+from kvroute.kube.api.objects import Pod
+from kvroute.kube.api.store import EventKind, Key, Store
 
 NAMES = st.sampled_from(["a", "b", "c"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.kube.label_volume import Volume
 
-from kvroute.kube.topology import read_labels
+from kvroute_engine.topology_labels import read_labels
 
 
 def test_files_and_versions(tmp_path: Path) -> None:

@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.kube.topology import MissingTopology, WorkerSettings, engine_environment, wait_for_labels
-from kvroute.kube.topology.worker import DEFAULT_FOLDERS, ENABLED, LEVEL, MOUNT_PATH, POLICY, WAIT_S
 from kvroute.types import InputError
+from kvroute_engine.topology_labels import (
+    MissingTopology,
+    WorkerSettings,
+    engine_environment,
+    wait_for_labels,
+)
+from kvroute_engine.topology_labels.worker import DEFAULT_FOLDERS, ENABLED, LEVEL, MOUNT_PATH, POLICY, WAIT_S
 
 ON = {"KVROUTE_TOPOLOGY_ENABLED": "true"}
 

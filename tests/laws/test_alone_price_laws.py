@@ -9,11 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec
-from kvroute.policies.foresight_alone import PARTS as PRICED
-from kvroute.policies.foresight_alone import AloneCandidates, AloneOffer, PairPrice, cheapest_alone, load_of
-from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.foresight.aggregated import PARTS as PRICED
+from kvroute.policies.foresight.aggregated import (
+    AloneCandidates,
+    AloneOffer,
+    PairPrice,
+    cheapest_alone,
+    load_of,
+)
+from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.topology import Cluster, parse
-from kvroute.topology.draft import draft
+from kvroute.topology.drafts.draft import draft
 from kvroute.types import Admitted, Arrived, Candidates, Decode, Prefill, Request, Terms
 
 OUTPUT_TOKENS = 256.0

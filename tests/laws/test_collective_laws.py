@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.collectives import Aggregation, AllReduce, all_reduce
-from kvroute.policies.collective import (
+from kvroute.collectives.policy import (
     COLLECTIVE_POLICIES,
     CollectiveScheduler,
     CorrectedTable,

@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec, LogHeader, LogRecord, decisions_equal, replay
-from kvroute.control.hotspots import CopySpec, HotspotSpec
-from kvroute.event_log import EventLog, read_log
-from kvroute.policies.offload import OffloadSpec
-from kvroute.policies.role_switch import LongTerm
+from kvroute.control.log import EventLog, read_log
+from kvroute.control.state.hotspots import CopySpec, HotspotSpec
+from kvroute.policies.fleet.offload import OffloadSpec
+from kvroute.policies.fleet.role_switch import LongTerm
 from kvroute.prefix import PrefixIndex
-from kvroute.sim.capacity import Capacity
 from kvroute.sim.metrics import FINISHED, REJECTED, Summary
-from kvroute.sim.network import Fabric
+from kvroute.sim.network.capacity import Capacity
+from kvroute.sim.network.transfers import Fabric
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import Background, CapacityChange, SimSettings, WanTransport
 from kvroute.sim.workload import Trace, TracedRequest

@@ -13,16 +13,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import fields, replace
 
-from kvroute.control.learned_capacity import Learned
-from kvroute.control.transfer_table import InFlight
+from kvroute.control.learning.learned_capacity import Learned
+from kvroute.control.state.transfer_table import InFlight
 from kvroute.flows import fill_to_the_end, max_min_rates
 from kvroute.flows.state import CAPACITY
 from kvroute.policies import CacheAndLoadAware
-from kvroute.policies.foresight import Foresight
-from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
-from kvroute.policies.foresight_links import LinkModel
-from kvroute.policies.foresight_paths import collided
-from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.foresight.joint import ForesightJoint, JointPath, Pair
+from kvroute.policies.foresight.links import LinkModel
+from kvroute.policies.foresight.paths import collided
+from kvroute.policies.foresight.policy import Foresight
+from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
 from kvroute.types import Candidates, Choice, FloatArray, IntArray, NetworkCosts, Reject, Request, TierArray
 

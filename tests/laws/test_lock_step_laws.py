@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec
 from kvroute.sim.agenda import Agenda
+from kvroute.sim.groups.lock_step import DecodeRanks
 from kvroute.sim.instances import DecodeInstance, Step
-from kvroute.sim.lock_step import DecodeRanks
 from kvroute.sim.metrics import FINISHED
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings

@@ -12,13 +12,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.control.allocation import Allocation, Capacity, Review
-from kvroute.control.threshold import Scarcity, Threshold
-from kvroute.control.traffic import Tally, Traffic
-from kvroute.policies.offload import HOME, OffloadSpec, SiteCandidates, choose_site, longest
-from kvroute.policies.role_switch import STAGES, Home, LongTerm, Stage, StageLoad, judge
-from kvroute.policies.short_term import ShortTerm
-from kvroute.policies.throughput import (
+from kvroute.control.offload.allocation import Allocation, Capacity, Review
+from kvroute.control.offload.threshold import Scarcity, Threshold
+from kvroute.control.state.traffic import Tally, Traffic
+from kvroute.policies.fleet.offload import HOME, OffloadSpec, SiteCandidates, choose_site, longest
+from kvroute.policies.fleet.role_switch import STAGES, Home, LongTerm, Stage, StageLoad, judge
+from kvroute.policies.fleet.short_term import ShortTerm
+from kvroute.policies.fleet.throughput import (
     Mix,
     PdCluster,
     PrfaasCluster,

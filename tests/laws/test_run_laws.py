@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec, LogHeader, decisions_equal, replay
-from kvroute.event_log import EventLog, read_log
+from kvroute.control.log import EventLog, read_log
 from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, NOT_ARRIVED, REJECTED
 from kvroute.sim.run import Run, simulate

@@ -13,10 +13,18 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvroute_engine.agent.schemes import Scheme
 
-from kvroute.collectives import Aggregation, AllReduce, Collective, Scheme, all_reduce, instance_traffic, link_bytes
+from kvroute.collectives import (
+    Aggregation,
+    AllReduce,
+    Collective,
+    all_reduce,
+    instance_traffic,
+    link_bytes,
+)
 from kvroute.control import ControlSpec, LogHeader
-from kvroute.event_log import EventLog, read_log
+from kvroute.control.log import EventLog, read_log
 from kvroute.flows import FlowNetwork
 from kvroute.policies import NO_BOUND
 from kvroute.sim.metrics import FINISHED

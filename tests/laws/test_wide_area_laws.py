@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec, LogHeader, LogRecord, decisions_equal, replay
-from kvroute.event_log import EventLog, read_log
-from kvroute.policies.offload import OffloadSpec
-from kvroute.policies.role_switch import LongTerm
+from kvroute.control.log import EventLog, read_log
+from kvroute.policies.fleet.offload import OffloadSpec
+from kvroute.policies.fleet.role_switch import LongTerm
 from kvroute.sim.metrics import FINISHED, REJECTED
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import CapacityChange, Fluctuation, SimSettings, WanTransport

@@ -18,10 +18,11 @@ from functools import partial
 import msgspec
 
 from kvroute.control import ControlSpec
-from kvroute.gateway.observe.admin import Admin, AdminParts
-from kvroute.gateway.observe.metrics import Metrics
-from kvroute.gateway.observe.state import DashboardState
-from kvroute.gateway.observe.view import (
+from kvroute.policies.fleet.offload import OffloadSpec
+from kvroute.serve.observe.admin.server import Admin, AdminParts
+from kvroute.serve.observe.admin.state import DashboardState
+from kvroute.serve.observe.metrics.metrics import Metrics
+from kvroute.serve.observe.view import (
     BreakerState,
     ForesightLoad,
     GatewayStatus,
@@ -34,7 +35,6 @@ from kvroute.gateway.observe.view import (
     SiteLoad,
     Ttft,
 )
-from kvroute.policies.offload import OffloadSpec
 from kvroute.topology import ClusterFile, InstanceCounts, build, fat_tree, two_datacenters
 from kvroute.types import (
     CROSS_DATACENTER,

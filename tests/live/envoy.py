@@ -15,15 +15,15 @@ from typing import Any
 
 import aiohttp
 from tests.epp.envoy_rig import PickerRig, picking
-from tests.gateway.rig import CLUSTER, COMPLETIONS, GatewayResponse
-from tests.gateway.stub_engines import Engine, deployment, listening
 from tests.live.services import free_port, missing
+from tests.serve.rig import CLUSTER, COMPLETIONS, GatewayResponse
+from tests.serve.stub_engines import Engine, deployment, listening
 from tests.waiting import becomes_true, until
 
 from kvroute import topology
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.epp.envoy_config import EnvoyOptions, envoy_config
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.serve.lifecycle.deployment import Deployment
 
 SUBSET_HEADER = "x-test-subset"
 PICKER = "kvroute_picker"

@@ -26,7 +26,7 @@ from tests.waiting import until
 
 from kvroute import topology
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
-from kvroute.emulator.server import InstanceServer
+from kvroute.emulator.api.server import InstanceServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PODS, NODES = "/api/v1/namespaces/llm/pods", "/api/v1/nodes"

@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 import uvloop
-from tests.gateway.rig import Rig, rig
 from tests.live.services import prometheus, required
+from tests.serve.rig import Rig, rig
 
 PAGE = Path(__file__).parents[2] / "docs" / "autoscaling.md"
 CONFIG = """\

@@ -13,11 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from tests.cachepool.blocks import ALL, FORMAT, chain, content
+from engine.tests.block_store.blocks import ALL, FORMAT, chain, content
 from tests.live.services import free_port, missing, required, started
 from tests.waiting import until
 
-from kvroute.cachepool.store import BlockFormat, BlockStore, StoreError
+from kvroute_engine.block_store import BlockFormat, BlockStore, StoreError
 
 pytestmark = pytest.mark.live
 Opened = Callable[[BlockFormat], BlockStore]
@@ -40,7 +40,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def redis_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     """Run Debian's Redis on a Unix socket."""
     needs("redis")
-    from kvroute.cachepool.store.redis_backend import redis_store
+    from kvroute_engine.block_store.redis_backend import redis_store
 
     socket = folder / "socket"
     program = required("redis-server", "redis-server")
@@ -54,7 +54,7 @@ def s3_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]
     """Run moto's S3 server with an empty bucket."""
     needs("obstore")
     needs("moto")
-    from kvroute.cachepool.store.s3_backend import s3_store
+    from kvroute_engine.block_store.s3_backend import s3_store
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")

@@ -13,19 +13,6 @@ from aiohttp import web
 from msgspec.structs import replace
 from tests.epp.envoy_rig import PickerRig, address, alone, picking
 from tests.epp.sidecar import sidecar
-from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL
-from tests.gateway.stub_engines import (
-    Engine,
-    Gate,
-    ReceivedRequest,
-    deployment,
-    engines_of,
-    event,
-    listening,
-    run,
-    start_stream,
-    tokens,
-)
 from tests.live.envoy import (
     SUBSET_HEADER,
     EnvoyRig,
@@ -37,14 +24,27 @@ from tests.live.envoy import (
     with_subset_header,
     without_instance,
 )
+from tests.serve.rig import CLUSTER, COMPLETIONS, MODEL
+from tests.serve.stub_engines import (
+    Engine,
+    Gate,
+    ReceivedRequest,
+    deployment,
+    engines_of,
+    event,
+    listening,
+    run,
+    start_stream,
+    tokens,
+)
 from tests.waiting import until
 
 from kvroute import topology
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.epp.envoy_config import EnvoyOptions
 from kvroute.epp.server import PickerSettings
-from kvroute.gateway.lifecycle.deployment import Deployment
-from kvroute.gateway.openai_api.api_keys import hash_text
+from kvroute.serve.api.api_keys import hash_text
+from kvroute.serve.lifecycle.deployment import Deployment
 
 pytestmark = pytest.mark.live
 BODY = {"model": MODEL, "prompt": "What is a KV cache? " * 20, "max_tokens": 3}

@@ -12,15 +12,23 @@ from typing import Any
 import pytest
 from aiohttp import web
 from tests.epp.envoy_rig import PickerRig, address, alone, picking
-from tests.gateway.discovery.dns_server import dns_server
-from tests.gateway.lifecycle.membership_rig import DISCOVERY, write
-from tests.gateway.rig import MODEL
-from tests.gateway.stub_engines import Engine, Gate, ReceivedRequest, failing, listening, run, tokens
 from tests.live.envoy import PICKER, EnvoyRig, check_configuration, envoy, released
+from tests.serve.discovery.dns_server import dns_server
+from tests.serve.lifecycle.membership_rig import DISCOVERY, write
+from tests.serve.rig import MODEL
+from tests.serve.stub_engines import (
+    Engine,
+    Gate,
+    ReceivedRequest,
+    failing,
+    listening,
+    run,
+    tokens,
+)
 from tests.waiting import until
 
 from kvroute.epp.envoy_config import EnvoyOptions
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.serve.lifecycle.deployment import Deployment
 
 pytestmark = pytest.mark.live
 BODY = {"model": MODEL, "prompt": "What is a KV cache? " * 20, "max_tokens": 3}

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.gateway.rig import MODEL
-from tests.gateway.stub_engines import Gate, engines_of, failing, run, tokens
 from tests.live.envoy import envoy_rig, released
+from tests.serve.rig import MODEL
+from tests.serve.stub_engines import Gate, engines_of, failing, run, tokens
 
 pytestmark = pytest.mark.live
 BODY = {"model": MODEL, "prompt": "What is a KV cache? " * 20, "max_tokens": 3}

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from tests.epp.envoy_rig import alone, completion_body
 from tests.epp.test_picker_paths import TRANSFER, UNLISTED
-from tests.gateway.stub_engines import Engine, run
 from tests.live.envoy import EnvoyRig, envoy_rig, released
+from tests.serve.stub_engines import Engine, run
 from tests.waiting import becomes_true
 
 pytestmark = pytest.mark.live

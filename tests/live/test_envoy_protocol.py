@@ -12,8 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 from tests.epp.envoy_rig import address, alone, picking
-from tests.gateway.rig import COMPLETIONS, MODEL
-from tests.gateway.stub_engines import (
+from tests.live.envoy import envoy, envoy_rig, released
+from tests.serve.rig import COMPLETIONS, MODEL
+from tests.serve.stub_engines import (
     Engine,
     Gate,
     ReceivedRequest,
@@ -25,7 +26,6 @@ from tests.gateway.stub_engines import (
     run,
     start_stream,
 )
-from tests.live.envoy import envoy, envoy_rig, released
 from tests.waiting import until
 
 from kvroute.epp.messages import DESTINATION

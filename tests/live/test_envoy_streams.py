@@ -8,15 +8,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.gateway.rig import COMPLETIONS, MODEL, GatewayResponse
-from tests.gateway.stub_engines import run
 from tests.live.envoy import EnvoyRig, emulated_rig, released, with_patient_health_check
+from tests.serve.rig import COMPLETIONS, MODEL, GatewayResponse
+from tests.serve.stub_engines import run
 from tests.waiting import until
 
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.emulator.generation.words import generated_tokens
 from kvroute.emulator.prompt import Prompt, value_tokens
-from kvroute.gateway.openai_api.api_keys import hash_text
+from kvroute.serve.api.api_keys import hash_text
 from kvroute.types import TIER_COUNT
 
 pytestmark = pytest.mark.live

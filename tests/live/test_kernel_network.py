@@ -22,7 +22,7 @@ from bench.testbed.kernel_paths import KernelPaths
 from tests.examples import EXAMPLES
 
 from kvroute import topology
-from kvroute.load_generator import TimedRequest, replay_trace
+from kvroute.load import TimedRequest, replay_trace
 from kvroute.testbed import Build, Run, namespaces, processes
 from kvroute.testbed import Testbed as Bed
 from kvroute.testbed.namespaces import Unavailable, inside

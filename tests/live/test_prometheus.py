@@ -13,9 +13,9 @@ import uvloop
 from aiohttp import web
 from tests.live.services import prometheus, required
 
-from kvroute.gateway.config.field_types import Wait
-from kvroute.gateway.config.settings import LinkQuery, PrometheusSettings
-from kvroute.gateway.telemetry.prometheus import PrometheusSource
+from kvroute.serve.config.field_types import Wait
+from kvroute.serve.config.settings import LinkQuery, PrometheusSettings
+from kvroute.serve.telemetry.prometheus import PrometheusSource
 from kvroute.topology import load
 from kvroute.types import CongestionMeasured, Event, LinksMeasured
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvroute.comparison.cells import Record
-from kvroute.experiments.cells import cells
-from kvroute.experiments.netkv import EXPERIMENTS
-from kvroute.experiments.readings import reading
-from kvroute.experiments.runner import run_cells
-from kvroute.experiments.setup import Study, run_cell
+from kvroute.planner.comparison.cells import Record
+from kvroute_studies.netkv.cases import EXPERIMENTS
+from kvroute_studies.netkv.readings import reading
+from kvroute_studies.netkv.setup import Study, run_cell
+from kvroute_studies.shared.cells import cells
+from kvroute_studies.shared.runner import run_cells
 
 if not os.environ.get("KVROUTE_REQUIRE_LIVE"):
     pytest.importorskip("ray", reason="Ray is not installed: uv pip install -r requirements/live.txt")

@@ -19,7 +19,7 @@ from bench.gateway.replication import Engines, Served, body, engines, gateways, 
 from tests.live.services import extent, required
 
 from kvroute.control import decisions_equal, replay
-from kvroute.event_log import read_log
+from kvroute.control.log import read_log
 from kvroute.topology import parse
 from kvroute.types import PeerReported
 

@@ -12,8 +12,9 @@ import pytest
 from aiohttp import web
 from bench.measurement import Failed
 from bench.peers.routers import sglang_router, vllm_router
-from tests.gateway.rig import COMPLETIONS, MODEL
-from tests.gateway.stub_engines import (
+from tests.live.services import free_port, missing
+from tests.serve.rig import COMPLETIONS, MODEL
+from tests.serve.stub_engines import (
     Engine,
     ReceivedRequest,
     completion,
@@ -23,7 +24,6 @@ from tests.gateway.stub_engines import (
     serving,
     tokens,
 )
-from tests.live.services import free_port, missing
 
 from kvroute.types import KvProtocol
 

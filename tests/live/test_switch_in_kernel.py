@@ -19,12 +19,12 @@ from bench.all_reduce.frames import frame, veth_peers
 from bench.all_reduce.star import PORT, Star, star, start, switch, xdp
 from tests.live.services import as_service, missing
 
-from kvroute.switch.aggregator import Aggregator
-from kvroute.switch.wire import CHUNK_VALUES, DATA_BYTES, Kind, Reduction, decode
-from kvroute.switch.worker import Worker
-from kvroute.switch.xdp import Peer, XdpOffload, XdpUnavailable
-from kvroute.switch.xdp.libbpf import Program
 from kvroute.testbed import namespaces
+from kvroute_engine.switch.aggregator import Aggregator
+from kvroute_engine.switch.wire import CHUNK_VALUES, DATA_BYTES, Kind, Reduction, decode
+from kvroute_engine.switch.worker import Worker
+from kvroute_engine.switch.xdp import Peer, XdpOffload, XdpUnavailable
+from kvroute_engine.switch.xdp.libbpf import Program
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 PROGRAM = Path(sys.executable).with_name("kvroute")

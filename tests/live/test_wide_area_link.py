@@ -16,9 +16,9 @@ from bench.wan.ends import Ends, ends
 from bench.wan.layerwise import prefill
 from bench.wan.network import Network, Unavailable, Wan
 
-from kvroute.connector.congestion import Gauges, Sent
-from kvroute.connector.worker import CHECK_S
-from kvroute.gateway.wan.tcp_links import TcpCounters, TcpDelta, TcpSample
+from kvroute.serve.wan.tcp_links import TcpCounters, TcpDelta, TcpSample
+from kvroute_engine.connector.transfer.congestion import Gauges, Sent
+from kvroute_engine.connector.worker import CHECK_S
 
 pytestmark = pytest.mark.live
 ROOT = Path(__file__).parents[2]

@@ -71,9 +71,7 @@ _PACKAGES = Needs("packages from an index, and root or the user's own folders")
 _CLUSTER = Needs(
     "a Kubernetes cluster with a Helm release of this chart, whose objects tests/kube/deploy renders and checks"
 )
-_GPU = Needs(
-    "vLLM on a GPU; tests/test_vllm_page.py compares the addresses, tests/live/vllm starts vLLM with these options"
-)
+_GPU = Needs("vLLM on a GPU; test_vllm_page.py compares the addresses, tests/live/vllm starts vLLM with these options")
 _HOURS = Needs("minutes to hours of CPU")
 _PEER = Elsewhere("live/test_peer_options.py::test_each_option_of_the_peer_has_a_row")
 _AGENTS = Elsewhere("pages/test_rig_outputs.py::test_the_table_of_an_agent")
@@ -311,15 +309,15 @@ PRINTED_BY: dict[tuple[str, str], str] = {
 
 _FORMULA = "a formula"
 _FILE_LINE = "a line of a cluster file"
-_LAYERS = "an order of packages, which tests/test_structure_page.py compares"
+_LAYERS = "an order of packages, which tests/pages/test_structure_page.py compares"
 NOT_PRINTED: dict[tuple[str, str], str] = {
     ("README.md", "                      which instances?"): "a drawing",
     ("docs/agents.md", "no scheduler at"): "log lines at a failure: tests/cli/test_cli_agents.py",
     (
         "docs/cluster-file.md",
         "my-cluster.yaml:4: racks",
-    ): "errors in a file that is not shown: tests/test_topology_check.py",
-    ("docs/cluster-file.md", "my-cluster.yaml:16: defaults"): "the same of tests/test_plausibility.py",
+    ): "errors in a file that is not shown: tests/topology/test_topology_check.py",
+    ("docs/cluster-file.md", "my-cluster.yaml:16: defaults"): "the same of tests/timing/test_plausibility.py",
     ("docs/doctor.md", " engine"): "tests/pages/test_rig_outputs.py compares it",
     ("docs/policies.md", "transfer_s"): _FORMULA,
     ("docs/policies.md", "gateway: {"): _FILE_LINE,

@@ -21,13 +21,13 @@ import aiohttp
 import msgspec
 import pytest
 import yaml
-from tests.gateway.discovery.kubernetes_rig import Rig, created, play
 from tests.kube.inference_pool import POOLS, install, pool_document
 from tests.kube.manifests import node_document
 from tests.live.services import free_port, required
 from tests.pages.page_blocks import ROOT, Command, Output, read_page
 from tests.pages.page_output import difference
 from tests.pages.page_runs import PageFolder
+from tests.serve.discovery.kubernetes_rig import Rig, created, play
 from tests.waiting import PATIENCE_S, until
 
 from kvroute import topology

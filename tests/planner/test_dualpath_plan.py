@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvroute.planner.dualpath import DualPathPlan, over_ratios, plan_dualpath
-from kvroute.planner.dualpath_problem import read_dualpath
+from kvroute.planner.dualpath.plan import DualPathPlan, over_ratios, plan_dualpath
+from kvroute.planner.dualpath.problem import read_dualpath
 from kvroute.types import InputError, InputErrors
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dualpath-660b.yaml"

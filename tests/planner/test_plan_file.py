@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvroute.llm import model
-from kvroute.planner.problem import Problem, read_problem
-from kvroute.planner.search import deployment, find
+from kvroute.planner.throughput.problem import Problem, read_problem
+from kvroute.planner.throughput.search import deployment, find
 from kvroute.sim.workload import generate, write
 from kvroute.types import InputError
 

@@ -14,19 +14,25 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from kvroute.planner.kv_throughput import (
+from kvroute.planner.throughput.kv_throughput import (
     PUBLISHED_TOKENS,
     egress_bytes_per_s,
     kv_bytes_per_s,
     mean_kv_bytes_per_s,
     published_kv_bytes_per_s,
 )
-from kvroute.planner.lengths import Lengths, grouped, incremental, log_normal
-from kvroute.planner.plan import make_plan, over_splits, over_thresholds
-from kvroute.planner.problem import Hardware, Problem, Site, read_problem
-from kvroute.planner.search import KINDS, deployment, find, kept
-from kvroute.planner.sensitivity import LENGTH_FACTORS, price_point, with_egress, with_lengths, with_spread
-from kvroute.policies.throughput import splits, stage_rates
+from kvroute.planner.throughput.lengths import Lengths, grouped, incremental, log_normal
+from kvroute.planner.throughput.plan import make_plan, over_splits, over_thresholds
+from kvroute.planner.throughput.problem import Hardware, Problem, Site, read_problem
+from kvroute.planner.throughput.search import KINDS, deployment, find, kept
+from kvroute.planner.throughput.sensitivity import (
+    LENGTH_FACTORS,
+    price_point,
+    with_egress,
+    with_lengths,
+    with_spread,
+)
+from kvroute.policies.fleet.throughput import splits, stage_rates
 from kvroute.sim.workload import generate
 from kvroute.sim.workload.trace import Trace, TracedRequest
 from kvroute.types import FloatArray, InputError

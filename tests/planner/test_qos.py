@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.cli.app import main
-from kvroute.planner.qos import QosPlan, plan_qos, qos_plan
-from kvroute.planner.qos_schema import QosEntry, TrafficClassEntry
-from kvroute.planner.vl_arbitration import Arbitration, Table, arbitration, guaranteed_shares
-from kvroute.report.qos_config import configurations
-from kvroute.topology.form import Lines
+from kvroute.planner.qos.plan import QosPlan, plan_qos, qos_plan
+from kvroute.planner.qos.schema import QosEntry, TrafficClassEntry
+from kvroute.planner.qos.vl_arbitration import Arbitration, Table, arbitration, guaranteed_shares
+from kvroute.report.plans.qos_config import configurations
 from kvroute.types import InputErrors
+from kvroute_engine.files.form import Lines
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "superpod.yaml"
 LINK = "qos: {link: infiniband}"

@@ -12,7 +12,7 @@ import pytest
 
 from kvroute.cli.app import main
 from kvroute.planner.replicas import FACTORS, ReplicaPlan, plan_replicas
-from kvroute.policies.replicas import ReplicaTarget
+from kvroute.policies.fleet.replicas import ReplicaTarget
 from kvroute.sim.workload import generate
 from kvroute.sim.workload.diurnal import DIURNAL, hourly_rates, shape_of, with_rates
 from kvroute.topology import load

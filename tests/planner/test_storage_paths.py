@@ -9,7 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvroute.planner.storage_paths import KvRatios, NodeBandwidth, ResourceLoad, best_reads, loads, saturation
+from kvroute.planner.dualpath.storage_paths import (
+    KvRatios,
+    NodeBandwidth,
+    ResourceLoad,
+    best_reads,
+    loads,
+    saturation,
+)
 
 NIC = 50e9
 PUBLISHED = KvRatios(persisted=False)

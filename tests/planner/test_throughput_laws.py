@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.llm import model
-from kvroute.policies.throughput import (
+from kvroute.policies.fleet.throughput import (
     BINDINGS,
     Mix,
     PdCluster,

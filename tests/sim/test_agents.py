@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app
-from kvroute.comparison.workload import Workload
 from kvroute.control import ControlSpec
+from kvroute.planner.comparison.requests import Workload
 from kvroute.sim.metrics import FINISHED, NOT_ARRIVED, REJECTED
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvroute.collectives import CollectiveFlow
-from kvroute.policies.collective import CollectiveScheduler
-from kvroute.sim.all_reduces import AllReduceSimulation, Reduced, Replicas, Traffic, Way
+from kvroute.collectives.policy import CollectiveScheduler
+from kvroute.sim.groups.all_reduces import AllReduceSimulation, Reduced, Replicas, Traffic, Way
 
 CAPACITY = np.full(2, 1e10)
 QUIET = Traffic(large_bytes=1e6, small_bytes=1e6, large_pause_s=1e-4, small_pause_s=1e-4)

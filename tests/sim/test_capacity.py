@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.sim.capacity import Capacity, links_named
-from kvroute.sim.network import Fabric
+from kvroute.sim.network.capacity import Capacity, links_named
+from kvroute.sim.network.transfers import Fabric
 from kvroute.sim.settings import Background, CapacityChange, Fluctuation, SimSettings, WanTransport
 from kvroute.topology import parse
 from kvroute.types import CROSS_DATACENTER, InputError

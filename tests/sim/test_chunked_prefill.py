@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec
 from kvroute.sim.agenda import Agenda
-from kvroute.sim.chunked_prefill import ChunkedPrefill
+from kvroute.sim.groups.chunked_prefill import ChunkedPrefill
+from kvroute.sim.groups.pipelines import Prompt
 from kvroute.sim.metrics import FINISHED
-from kvroute.sim.pipelines import Prompt
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Trace, TracedRequest, generate
 from kvroute.timing import PrefillTime, prefill_time
 from kvroute.topology import Cluster, load
-from kvroute.topology.assembly import parse
+from kvroute.topology.reading.assembly import parse
 from kvroute.types import InputError, LinearPrefill, PiecewisePrefill, PrefillSpec, QuadraticPrefill
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fat-tree-64gpu.yaml"

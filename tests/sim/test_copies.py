@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvroute.control import ControlSpec, LogHeader, LogRecord
-from kvroute.control.hotspots import CopySpec, HotspotSpec
-from kvroute.event_log import EventLog, read_log
+from kvroute.control.log import EventLog, read_log
+from kvroute.control.state.hotspots import CopySpec, HotspotSpec
 from kvroute.prefix import PrefixIndex
 from kvroute.sim.instances import KvMemory
 from kvroute.sim.run import Run, simulate

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.cli.cli_rig import CLUSTER, EXAMPLES
 
 from kvroute.control import ControlSpec
-from kvroute.control.hotspots import CopySpec
+from kvroute.control.state.hotspots import CopySpec
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Trace, TracedRequest

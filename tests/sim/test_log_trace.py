@@ -15,11 +15,11 @@ import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gateway.rig import CLUSTER, rig
+from tests.serve.rig import CLUSTER, rig
 
 from kvroute.cli.app import main
 from kvroute.control import ControlSpec, LogHeader
-from kvroute.event_log import EventLog, read_log
+from kvroute.control.log import EventLog, read_log
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Trace, TracedRequest, read, write

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.sim.capacity import Capacity
-from kvroute.sim.network import Fabric
+from kvroute.sim.network.capacity import Capacity
+from kvroute.sim.network.transfers import Fabric
 from kvroute.sim.settings import Background
 from kvroute.topology import Cluster, parse
 from kvroute.types import SAME_NODE, TIER_COUNT

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvroute.policies.collective import Option
-from kvroute.sim.periodic_table import PeriodicTable
+from kvroute.collectives.policy import Option
+from kvroute.sim.groups.periodic_table import PeriodicTable
 
 PERIOD_S = 0.01
 OPTIONS = [[Option(f"link {link}", np.array([link]), np.array([1.0])) for link in (0, 1)] for _ in range(2)]

@@ -9,7 +9,7 @@ import pytest
 from tests.examples import EXAMPLES
 
 from kvroute.control import ControlSpec, LogHeader, decisions_equal, replay
-from kvroute.event_log import EventLog, read_log
+from kvroute.control.log import EventLog, read_log
 from kvroute.sim.placement import Tenancy, Tenant
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec, LogHeader, decisions_equal, replay
-from kvroute.event_log import EventLog, read_log
-from kvroute.policies.autoscaling import ScalingSpec
-from kvroute.policies.replicas import ReplicaBounds, ReplicaTarget
+from kvroute.control.log import EventLog, read_log
+from kvroute.policies.fleet.autoscaling import ScalingSpec
+from kvroute.policies.fleet.replicas import ReplicaBounds, ReplicaTarget
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.scaling import QueueScaler
 from kvroute.sim.settings import QueueRule, ScalingRun, SimSettings, Slo

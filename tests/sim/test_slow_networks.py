@@ -8,7 +8,7 @@ from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import PROFILES, apply_profile, generate, rescale, take
 from kvroute.topology import parse
-from kvroute.topology.draft import draft
+from kvroute.topology.drafts.draft import draft
 
 
 def mean_ttft_s(**parameters: float) -> float:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sim.test_storage_run import CLUSTER, MODEL, TURNS, agents, trajectories
 
-from kvroute.policies.dualpath import ABLATION
+from kvroute.policies.storage.dualpath import ABLATION
 from kvroute.sim.storage.max_min import run_max_min
 from kvroute.sim.storage.run import run_agents
 from kvroute.sim.storage.spec import AgentRun

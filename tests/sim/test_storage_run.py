@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.policies.dualpath import ABLATION, DualPathSpec
-from kvroute.policies.dualpath_kernels import AttentionCost, attention_s
+from kvroute.policies.storage.dualpath import ABLATION, DualPathSpec
+from kvroute.policies.storage.dualpath_kernels import AttentionCost, attention_s
 from kvroute.sim.storage.run import StorageResult, run_agents
 from kvroute.sim.storage.spec import AgentRun, ServedModel, StorageCluster
 from kvroute.sim.workload.trajectories import Trajectories

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvroute.control import ControlSpec, LogHeader, decisions_equal, replay
-from kvroute.event_log import EventLog, read_log
+from kvroute.control.log import EventLog, read_log
 from kvroute.llm import model
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings

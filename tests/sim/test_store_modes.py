@@ -11,8 +11,8 @@ import pytest
 
 from kvroute.control import ControlSpec
 from kvroute.llm import model
-from kvroute.policies.dualpath import ABLATION
-from kvroute.policies.dualpath_kernels import AttentionCost
+from kvroute.policies.storage.dualpath import ABLATION
+from kvroute.policies.storage.dualpath_kernels import AttentionCost
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.storage.run import run_agents

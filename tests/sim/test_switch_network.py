@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.sim.switch_network import SwitchLinks, SwitchNetwork, SwitchRun, random_values
+from kvroute.sim.groups.switch_network import SwitchLinks, SwitchNetwork, SwitchRun, random_values
 
 PACKET_BYTES = 1000.0
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvroute.control import ControlSpec
-from kvroute.experiments.network_cases import NETWORK_CASES, network_cluster, network_trace
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings
+from kvroute_studies.aggregated.network_cases import NETWORK_CASES, network_cluster, network_trace
 
 TPOT_S = 0.05
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from kvroute.control import ControlSpec, LogHeader
-from kvroute.event_log import EventLog, read_log
-from kvroute.policies.offload import OffloadSpec
-from kvroute.sim.capacity import Capacity
-from kvroute.sim.network import Fabric
+from kvroute.control.log import EventLog, read_log
+from kvroute.policies.fleet.offload import OffloadSpec
+from kvroute.sim.network.capacity import Capacity
+from kvroute.sim.network.transfers import Fabric
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import Background, CapacityChange, SimSettings, WanTransport
 from kvroute.sim.workload import Trace, TracedRequest

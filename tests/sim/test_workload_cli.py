@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvroute.cli.workload import app
+from kvroute.cli.trace.command import app
 from kvroute.sim.workload import read
 from kvroute.types import InputError
 

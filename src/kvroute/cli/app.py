@@ -11,6 +11,7 @@ import os
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
 import typer
@@ -24,31 +25,33 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UsageError: Any = typer.BadParameter.__base__
 """Exception of a wrong command line; typer exports only this subclass."""
 COMMANDS = {
-    "simulate": "simulate:simulate",
-    "serve": "serve:serve",
-    "epp": "epp:epp",
-    "doctor": "doctor:doctor",
-    "kube": "kube:app",
-    "buffer": "buffer:buffer",
-    "switch": "switch:switch",
-    "scheduler": "scheduler:scheduler",
-    "agent": "agent:agent",
-    "emulate": "emulate:emulate",
-    "demo": "demo:demo",
-    "testbed": "testbed:app",
-    "experiment": "experiment:experiment",
-    "plan": "plan:app",
-    "topology": "topology:app",
-    "trace": "workload:app",
-    "timing": "timing:app",
-    "key": "keys:app",
-    "llm": "llm:llm",
-    "flows": "flows:flows",
-    "replay": "replay:replay_log",
-    "explain": "explain:explain",
+    "simulate": "simulate.command:simulate",
+    "serve": "serve.command:serve",
+    "epp": "serve.epp:epp",
+    "doctor": "inspect.doctor:doctor",
+    "kube": "kube.command:app",
+    "buffer": "engines.buffer:buffer",
+    "switch": "engines.switch:switch",
+    "scheduler": "engines.scheduler:scheduler",
+    "agent": "engines.agent:agent",
+    "emulate": "trial.emulate:emulate",
+    "demo": "trial.demo:demo",
+    "testbed": "trial.testbed:app",
+    "experiment": "studies:experiment",
+    "plan": "plan.command:app",
+    "topology": "topology.command:app",
+    "trace": "trace.command:app",
+    "timing": "timing.command:app",
+    "key": "inspect.keys:app",
+    "llm": "inspect.llm:llm",
+    "flows": "inspect.flows:flows",
+    "replay": "inspect.replay:replay_log",
+    "explain": "inspect.explain:explain",
     "help": "help_topics:help_topic",
 }
 """Location of each command as `module:name` in this package: a function, or a Typer app with several commands."""
+STUDIES = "experiment"
+"""The command that another distribution, kvroute-studies, brings by an entry point of the group `kvroute.commands`."""
 
 
 class Commands(TyperGroup):
@@ -63,8 +66,10 @@ class Commands(TyperGroup):
         place = COMMANDS.get(cmd_name)
         if place is None:
             return None
-        module, _, attribute = place.partition(":")
-        found = getattr(import_module(f"kvroute.cli.{module}"), attribute)
+        found = _brought(cmd_name) if cmd_name == STUDIES else None
+        if found is None:
+            module, _, attribute = place.partition(":")
+            found = getattr(import_module(f"kvroute.cli.{module}"), attribute)
         alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
         if isinstance(found, typer.Typer):
             for registered in found.registered_commands:
@@ -84,6 +89,12 @@ class Commands(TyperGroup):
                 suggested = " or ".join(repr(name) for name in near)
                 error.message = f"{error.message.rstrip('.')}. Did you mean {suggested}?"
             raise
+
+
+def _brought(name: str) -> Any:
+    """Return a command of another distribution; None if that is not installed."""
+    entries = tuple(entry_points(group="kvroute.commands", name=name))
+    return entries[0].load() if entries else None
 
 
 class ClosedOutput(OSError):

@@ -31,14 +31,14 @@ def seconds(least: float = 0.0, most: float = 1e15) -> Callable[[Any], float]:
     def parse(text: Any) -> float:
         number = _number(text)
         if number is None:
-            from kvroute.topology.units import duration_s
+            from kvroute_engine.files.units import duration_s
 
             try:
                 number = duration_s(str(text))
             except InputError:
                 raise _wrong(text, "a duration", write) from None
         if not least <= number <= most:
-            from kvroute.topology.units import about_duration
+            from kvroute_engine.files.units import about_duration
 
             high = "" if number < least else f" and at most {about_duration(most)}"
             raise _wrong(text, f"{about_duration(least)} or more{high}", write)
@@ -85,7 +85,7 @@ def byte_count(least: int = 0) -> Callable[[Any], int]:
     write = "write a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 64GB"
 
     def parse(text: Any) -> int:
-        from kvroute.topology.units import size_bytes
+        from kvroute_engine.files.units import size_bytes
 
         try:
             nbytes = int(text) if isinstance(text, int) else int(size_bytes(str(text)))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvroute.policies import DECODE_USES, DEFAULT_DECODE_POLICY
-from kvroute.topology.units import Bandwidth, Duration, Latency, Quantity, Size
+from kvroute_engine.files.units import Bandwidth, Duration, Latency, Quantity, Size
 
 
 @dataclass(frozen=True, slots=True)

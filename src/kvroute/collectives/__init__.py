@@ -1,17 +1,17 @@
 """All-reduce schemes (rings, hierarchical rings, in-network aggregation) as sets of flows, and their costs."""
 
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
+
 from kvroute.collectives.costs import all_seconds, bound_s, link_bytes, seconds
 from kvroute.collectives.iterations import InstanceTraffic, IterationTraffic, instance_traffic, unshared_links
 from kvroute.collectives.schemes import (
     INA_SCHEMES,
-    SCHEMES,
     Aggregation,
     AllReduce,
     Collective,
     CollectiveFlow,
     all_reduce,
 )
-from kvroute.topology.schema import Scheme
 
 __all__ = [
     "INA_SCHEMES",

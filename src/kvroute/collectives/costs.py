@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvroute.collectives.schemes import SCHEMES, Aggregation, AllReduce, Collective, CollectiveFlow, all_reduce
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
+
+from kvroute.collectives.schemes import (
+    Aggregation,
+    AllReduce,
+    Collective,
+    CollectiveFlow,
+    all_reduce,
+)
 from kvroute.flows import FlowNetwork
 from kvroute.topology.cluster import Cluster
-from kvroute.topology.schema import Scheme
 from kvroute.types import FloatArray
 
 

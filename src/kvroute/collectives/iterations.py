@@ -12,9 +12,9 @@ from kvroute.collectives.costs import link_bytes, seconds
 from kvroute.collectives.schemes import Aggregation, AllReduce, Collective, CollectiveFlow, all_reduce
 from kvroute.timing import IterationTime, prefill_time
 from kvroute.topology import Cluster, InstanceEntry
-from kvroute.topology.form import FileError, Key
 from kvroute.topology.place import Shards
 from kvroute.types import FloatArray, InputError, InputErrors, IntArray, TimingSpec
+from kvroute_engine.files.form import FileError, Key
 
 _PROMPTS = tuple(2**power for power in range(21))
 """Prompt lengths at which the time of the all-reduces is compared with the timing model."""

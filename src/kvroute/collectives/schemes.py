@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from kvroute.topology.cluster import Cluster
 from kvroute.topology.gpu_paths import Gpu, GpuPaths, Links
 from kvroute.topology.place import Shards
-from kvroute.topology.schema import AggregationEntry, Scheme, SwitchLevel, WireType
+from kvroute.topology.schema import AggregationEntry, SwitchLevel, WireType
 from kvroute.types import SAME_DATACENTER, SAME_NODE, SAME_POD, SAME_RACK, InputError
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
 
 WIRE_BYTES: dict[WireType, int] = {"int32": 4, "fp16": 2}
 _LEVEL: dict[SwitchLevel, int] = {"rack": SAME_RACK, "pod": SAME_POD, "core": SAME_DATACENTER}
@@ -294,4 +295,3 @@ _INA: dict[Scheme, Callable[[_Group, AllReduce, Aggregation], Collective]] = {
 }
 INA_SCHEMES: tuple[Scheme, ...] = tuple(_INA)
 """Schemes that need a switch that aggregates."""
-SCHEMES: tuple[Scheme, ...] = (*_RINGS, *_INA)

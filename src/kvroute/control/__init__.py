@@ -1,14 +1,12 @@
 """The control core, which turns events into decisions; the simulator and the gateway call the same core."""
 
-from kvroute.control.admissions import Admissions
-from kvroute.control.calibration import Calibration, CalibrationRow
-from kvroute.control.calibration import deciles as calibration_deciles
-from kvroute.control.calibration import joined as joined_calibration
 from kvroute.control.cluster_change import NextCluster
 from kvroute.control.core import Control
-from kvroute.control.fair_queue import FairQueue, Waiting
 from kvroute.control.forecast import Backlog
-from kvroute.control.log import (
+from kvroute.control.learning.calibration import Calibration, CalibrationRow
+from kvroute.control.learning.calibration import deciles as calibration_deciles
+from kvroute.control.learning.calibration import joined as joined_calibration
+from kvroute.control.log.entries import (
     LogHeader,
     LogRecord,
     TermsKept,
@@ -16,13 +14,15 @@ from kvroute.control.log import (
     is_log,
     replay,
 )
-from kvroute.control.log_hashing import LogHashing
-from kvroute.control.replica import Replica, SyncState
-from kvroute.control.request_queue import QueuedRequest, RequestQueue
+from kvroute.control.log.hashing import LogHashing
+from kvroute.control.queueing.fair_queue import FairQueue, Waiting
+from kvroute.control.queueing.request_queue import QueuedRequest, RequestQueue
+from kvroute.control.replication.admissions import Admissions
+from kvroute.control.replication.replica import Replica, SyncState
+from kvroute.control.replication.usage import Usage
 from kvroute.control.settings import ControlSettings
 from kvroute.control.shadow_policy import ShadowTally
 from kvroute.control.spec import ControlSpec
-from kvroute.control.usage import Usage
 from kvroute.control.view import Load
 
 __all__ = [

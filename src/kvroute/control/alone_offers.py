@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from kvroute.control.pool import DecodePool
+from kvroute.control.state.pool import DecodePool
 from kvroute.control.view import Avoided, ClusterView, PoolKey
 from kvroute.policies import AloneCandidates, AloneOffer, PrefillCandidates
 from kvroute.timing import PrefillTime, prefill_each_s, prefill_time, step_base_s

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvroute.control.dispatcher import Booking, Dispatcher
-from kvroute.control.offloader import Offloader
-from kvroute.control.prefix_copies import PrefixCopies
+from kvroute.control.offload.offloader import Offloader
+from kvroute.control.prefix_copies.source import PrefixCopies
 from kvroute.control.settings import ControlSettings
 from kvroute.control.view import ClusterView
 from kvroute.oracle import NetworkOracle
 from kvroute.topology import Cluster
-from kvroute.topology.discovery import grown
+from kvroute.topology.reading.discovery import grown
 from kvroute.types import ClusterChanged, InputError, IntArray, Joined
 
 GONE = -1

@@ -8,13 +8,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvroute.control.caches import Caches
 from kvroute.control.cluster_change import GONE, NextCluster, Parts, carry_over, next_cluster, refuse_in_use
 from kvroute.control.dispatcher import Booking
 from kvroute.control.forecast import Backlog
 from kvroute.control.peers import Peers
-from kvroute.control.scaling import Scaling
+from kvroute.control.scaling.scaler import Scaling
 from kvroute.control.settings import ControlSettings
+from kvroute.control.state.caches import Caches
 from kvroute.control.view import NOTHING_AVOIDED, Load
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import TierLearned

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvroute.control.datacenters import Egress
 from kvroute.control.forecast import Forecast, Forecaster
 from kvroute.control.kv_loads import KvLoads
-from kvroute.control.offloader import Offloader
+from kvroute.control.offload.offloader import Offloader
 from kvroute.control.pairing import AlonePick, Pairing
-from kvroute.control.pool import DecodePool
-from kvroute.control.prefix_copies import PrefixCopies
+from kvroute.control.prefix_copies.source import PrefixCopies
 from kvroute.control.shadow_policy import ShadowPolicy
-from kvroute.control.storage_reads import ReadRange, StorageReads
+from kvroute.control.state.datacenters import Egress
+from kvroute.control.state.pool import DecodePool
+from kvroute.control.state.storage_reads import ReadRange, StorageReads
 from kvroute.control.view import NOTHING_AVOIDED, Avoided, ClusterView, DecodePick, PoolKey
 from kvroute.policies import PrefillCandidates
 from kvroute.types import (

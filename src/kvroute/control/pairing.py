@@ -8,8 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvroute.control.alone_offers import AloneOffers
-from kvroute.control.pool import DecodePool
-from kvroute.control.transfer_tracker import TransferTracker
+from kvroute.control.state.pool import DecodePool
+from kvroute.control.state.transfer_tracker import TransferTracker
 from kvroute.control.view import Avoided, ClusterView, DecodePick
 from kvroute.policies import Alone, AloneOffer, JointPath, PairingPolicy, PairPolicy, PrefillCandidates
 from kvroute.types import SAME_NODE, Candidates, Choice, Reject, Request, Terms

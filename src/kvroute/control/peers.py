@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from kvroute.control.cluster_change import Parts
-from kvroute.control.pool import DecodePool, PrefillPool
-from kvroute.control.report_checks import check_report
+from kvroute.control.state.pool import DecodePool, PrefillPool
+from kvroute.control.state.report_checks import check_report
 from kvroute.types import InputError, PeerBooking, PeerEvent, PeerReport, Role, RoleDraining, RoleSwitched
 
 _NUMBERS_FROM = 1 << 62

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvroute.control.hotspots import CopySpec
+from kvroute.control.state.hotspots import CopySpec
 from kvroute.policies import DecodePolicy, PrefillPolicy, TopologyConstraint
-from kvroute.policies.autoscaling import ScalingSpec
-from kvroute.policies.offload import OffloadSpec
+from kvroute.policies.fleet.autoscaling import ScalingSpec
+from kvroute.policies.fleet.offload import OffloadSpec
 
 
 class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from kvroute.policies import (
     prefill_policy,
 )
 from kvroute.topology import Cluster
-from kvroute.topology.discovery import specimen
+from kvroute.topology.reading.discovery import specimen
 
 
 class ControlSpec(ControlOptions, frozen=True, kw_only=True):

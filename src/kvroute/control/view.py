@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 
 from kvroute import llm
-from kvroute.control.adapters import LoadedAdapters
-from kvroute.control.caches import Caches
-from kvroute.control.policy_states import PolicyStates
-from kvroute.control.pool import DecodePool, PrefillPool
-from kvroute.control.sessions import Sessions
 from kvroute.control.settings import ControlSettings
-from kvroute.control.storage_reads import StorageReads
+from kvroute.control.state.adapters import LoadedAdapters
+from kvroute.control.state.caches import Caches
+from kvroute.control.state.policy_states import PolicyStates
+from kvroute.control.state.pool import DecodePool, PrefillPool
+from kvroute.control.state.sessions import Sessions
+from kvroute.control.state.storage_reads import StorageReads
 from kvroute.llm import Model
 from kvroute.oracle import NetworkOracle, at_home
 from kvroute.policies import (

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvroute.gateway.http.slices import whole
-from kvroute.gateway.observe.prometheus_text import Budget, PageError, labels_of, samples, values
-from kvroute.gateway.telemetry.connector_counters import SERIES, TransferTotals, histogram_totals
-from kvroute.gateway.telemetry.metrics_page import read_metrics
+from kvroute.http.slices import whole
+from kvroute.serve.observe.metrics.prometheus_text import Budget, PageError, labels_of, samples, values
+from kvroute.serve.telemetry.connector_counters import SERIES, TransferTotals, histogram_totals
+from kvroute.serve.telemetry.metrics_page import read_metrics
 
 _KVROUTE = b"kvroute:kv_transfer"
 _KVROUTE_FAILURES = b"kvroute:kv_transfer_failures_total"

@@ -12,13 +12,13 @@ from kvroute.doctor.clock import Offset, from_date
 from kvroute.doctor.counters import read_counters
 from kvroute.doctor.fetch import Fetched, fetch
 from kvroute.doctor.report import EngineReport, MetricsReport
-from kvroute.gateway.config.settings import GatewaySettings
-from kvroute.gateway.engines.client import EngineClient
-from kvroute.gateway.http.headers import Headers
-from kvroute.gateway.http.slices import whole
-from kvroute.gateway.observe.prometheus_text import PageError
-from kvroute.gateway.telemetry.metrics_page import read_metrics, series_missing
-from kvroute.gateway.telemetry.rank_pages import pages_by_rank
+from kvroute.http.headers import Headers
+from kvroute.http.slices import whole
+from kvroute.serve.config.settings import GatewaySettings
+from kvroute.serve.engines.client import EngineClient
+from kvroute.serve.observe.metrics.prometheus_text import PageError
+from kvroute.serve.telemetry.metrics_page import read_metrics, series_missing
+from kvroute.serve.telemetry.rank_pages import pages_by_rank
 from kvroute.types import TRAITS, Instance
 
 MODELS_PATH = b"/v1/models"

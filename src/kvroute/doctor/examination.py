@@ -30,10 +30,10 @@ from kvroute.doctor.probe import (
 )
 from kvroute.doctor.report import Finding, PairReport, Report
 from kvroute.doctor.verdict import engine_findings, judge, pair_findings, silent_events_finding, slow
-from kvroute.gateway.engines.factory import engine_clients
-from kvroute.gateway.http.deadlines import Deadlines
-from kvroute.gateway.http.headers import Headers
-from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.http.deadlines import Deadlines
+from kvroute.http.headers import Headers
+from kvroute.serve.engines.factory import engine_clients
+from kvroute.serve.lifecycle.deployment import Deployment
 
 ENGINE_WAIT_S = 5.0
 """Time limit for one page of an engine, in seconds."""

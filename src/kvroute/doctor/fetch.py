@@ -6,9 +6,9 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from kvroute.gateway.http.call import Failure, ResponseHandler
-from kvroute.gateway.http.headers import Headers
-from kvroute.gateway.http.pool import UpstreamPool, request_bytes
+from kvroute.http.client.call import Failure, ResponseHandler
+from kvroute.http.client.pool import UpstreamPool, request_bytes
+from kvroute.http.headers import Headers
 
 BODY_BYTES_MAX = 8 << 20
 LATE = "no complete response"

@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvroute.doctor.clock import Offset, from_timestamp
 from kvroute.doctor.report import EventsReport
-from kvroute.gateway.telemetry.kv_batch import BATCH_BYTES_MAX, Batch, BatchError, read_batch
+from kvroute.serve.telemetry.kv_batch import BATCH_BYTES_MAX, Batch, BatchError, read_batch
 from kvroute.types import Endpoint
 
 _SEQUENCE_BYTES = 8

@@ -14,10 +14,10 @@ from kvroute.doctor.counters import Counters, Movement, external_tokens, failure
 from kvroute.doctor.engine import Examined
 from kvroute.doctor.fetch import Fetched, fetch
 from kvroute.doctor.report import PairReport
-from kvroute.gateway.engines.protocols import ROOM_LIMIT, KvHandshake, ProtocolError
-from kvroute.gateway.http.pool import UpstreamPool
-from kvroute.gateway.openai_api.requests import Completion, read_completion
+from kvroute.http.client.pool import UpstreamPool
 from kvroute.llm import Model
+from kvroute.serve.api.requests import Completion, read_completion
+from kvroute.serve.engines.protocols import ROOM_LIMIT, KvHandshake, ProtocolError
 
 COMPLETIONS_PATH = b"/v1/completions"
 ANSWER_TOKENS = 8

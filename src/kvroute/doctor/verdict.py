@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from kvroute.doctor.clock import wrong
 from kvroute.doctor.probe import Outcome
 from kvroute.doctor.report import EngineReport, EventsReport, Finding, MetricsReport, PairReport
-from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.llm import Model
+from kvroute.serve.config.settings import GatewaySettings
 from kvroute.types import TRAITS
 
 SLOW_FACTOR = 3.0

@@ -17,25 +17,25 @@ import msgspec
 import zmq.asyncio
 
 from kvroute import llm
-from kvroute.addresses import host_port
-from kvroute.cachepool.store.location import StoreLocation
-from kvroute.emulator.adapters import LoraSlots
+from kvroute.emulator.api.routes import answer
+from kvroute.emulator.api.server import InstanceServer
 from kvroute.emulator.clock import WallClock
-from kvroute.emulator.engine import Engine
-from kvroute.emulator.fabric import Fabric
-from kvroute.emulator.faults import Faults
-from kvroute.emulator.kv_events import KvPublisher, changes
+from kvroute.emulator.engine.adapters import LoraSlots
+from kvroute.emulator.engine.engine import Engine
+from kvroute.emulator.engine.faults import Faults
+from kvroute.emulator.kv.fabric import Fabric
+from kvroute.emulator.kv.kv_events import KvPublisher, changes
+from kvroute.emulator.kv.real_store import RealStore
+from kvroute.emulator.kv.storage import Medium, ModelledNic, StorageNode, StoredBlocks
+from kvroute.emulator.kv.storage_tier import StorageTier
 from kvroute.emulator.kv_server import KvServer, KvSource
 from kvroute.emulator.prompt import Prompt
-from kvroute.emulator.real_store import RealStore
-from kvroute.emulator.routes import answer
-from kvroute.emulator.server import InstanceServer
-from kvroute.emulator.storage import Medium, ModelledNic, StorageNode, StoredBlocks
-from kvroute.emulator.storage_tier import StorageTier
 from kvroute.prefix import Evicted
 from kvroute.topology import Cluster
-from kvroute.topology.units import Duration, quantity
 from kvroute.types import TIER_COUNT, Endpoint, InputError, Instance
+from kvroute_engine.addresses import host_port
+from kvroute_engine.block_store.location import StoreLocation
+from kvroute_engine.files.units import Duration, quantity
 
 SOCKETS_EACH = 16
 """Approximate number of file descriptors per instance, connections included."""

@@ -16,11 +16,12 @@ from typing import cast
 import msgspec
 
 from kvroute.emulator.clock import Alarm, Clock
-from kvroute.emulator.counters import Link
-from kvroute.emulator.engine import Engine
-from kvroute.emulator.fabric import Fabric, Transfer
-from kvroute.emulator.kv_arrivals import Arrivals
-from kvroute.emulator.kv_wire import (
+from kvroute.emulator.engine.counters import Link
+from kvroute.emulator.engine.engine import Engine
+from kvroute.emulator.engine.sequence import EngineSequence
+from kvroute.emulator.kv.fabric import Fabric, Transfer
+from kvroute.emulator.kv.kv_arrivals import Arrivals
+from kvroute.emulator.kv.kv_wire import (
     LINE_BYTES_MAX,
     QUERY,
     STAGED_PREFIX,
@@ -29,8 +30,7 @@ from kvroute.emulator.kv_wire import (
     is_complete,
     read_order,
 )
-from kvroute.emulator.sequence import EngineSequence
-from kvroute.emulator.storage import StorageNode
+from kvroute.emulator.kv.storage import StorageNode
 from kvroute.topology import Cluster
 from kvroute.types import InputError
 

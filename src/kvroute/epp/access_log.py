@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvroute.addresses import host_port
 from kvroute.epp.decode_leg import engine_at
 from kvroute.epp.envoy_pb2 import HttpAccessLogEntry, ResponseFlags, SocketAddress
 from kvroute.epp.messages import DESTINATION, NAMESPACE
-from kvroute.gateway.observe.logs import log_event
+from kvroute.serve.observe.logs import log_event
+from kvroute_engine.addresses import host_port
 
 if TYPE_CHECKING:
-    from kvroute.gateway.proxy.runtime import ClusterRuntime
+    from kvroute.serve.proxy.runtime import ClusterRuntime
 
 
 class AccessLog:

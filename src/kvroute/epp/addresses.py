@@ -7,8 +7,8 @@ from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from kvroute.addresses import host_port
 from kvroute.types import InputError, Instance
+from kvroute_engine.addresses import host_port
 
 SIDECAR_RANKS = "a sidecar cannot tell the prefill engine its data-parallel rank"
 

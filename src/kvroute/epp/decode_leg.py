@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 from kvroute.epp.addresses import address_of, host_of
 from kvroute.epp.exchange import Pick, PickExchange
-from kvroute.gateway.engines.breaker import is_failure
-from kvroute.gateway.http.headers import Headers
-from kvroute.gateway.observe.logs import log_event
-from kvroute.gateway.proxy.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
-from kvroute.gateway.proxy.leg import FULL, blame_engine
-from kvroute.gateway.proxy.prefill_leg import PrefillLeg
-from kvroute.gateway.proxy.request_state import RequestState
-from kvroute.gateway.proxy.retry import LegFailure
+from kvroute.http.headers import Headers
+from kvroute.serve.engines.breaker import is_failure
+from kvroute.serve.observe.logs import log_event
+from kvroute.serve.proxy.legs.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
+from kvroute.serve.proxy.legs.leg import FULL, blame_engine
+from kvroute.serve.proxy.legs.prefill_leg import PrefillLeg
+from kvroute.serve.proxy.request_state import RequestState
+from kvroute.serve.proxy.retry import LegFailure
 from kvroute.types import Decode
 
 if TYPE_CHECKING:
-    from kvroute.gateway.engines.client import EngineClient
-    from kvroute.gateway.proxy.runtime import ClusterRuntime
+    from kvroute.serve.engines.client import EngineClient
+    from kvroute.serve.proxy.runtime import ClusterRuntime
 
 _NOT_OBSERVED = TransferTimes()
 _KEPT_PREFIXES = (b"x-envoy-", b"x-forwarded-", b"x-request-id")

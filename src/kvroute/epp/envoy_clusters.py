@@ -7,7 +7,7 @@ from typing import Any
 
 from kvroute.epp.addresses import address_of, host_of, port_of
 from kvroute.epp.messages import ATTEMPTS, DESTINATION, NAMESPACE
-from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.serve.config.settings import GatewaySettings
 from kvroute.topology import Cluster
 from kvroute.types import Instance
 

@@ -18,8 +18,8 @@ from kvroute.epp.envoy_clusters import (
 )
 from kvroute.epp.envoy_routes import routes
 from kvroute.epp.messages import DESTINATION, NAMESPACE, SERVED
-from kvroute.gateway.config.settings import GatewaySettings
-from kvroute.gateway.http.request_parser import Limits
+from kvroute.http.server.request_parser import Limits
+from kvroute.serve.config.settings import GatewaySettings
 from kvroute.topology import Cluster
 from kvroute.types import InputError
 

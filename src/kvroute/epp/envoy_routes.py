@@ -6,9 +6,9 @@ from typing import Any
 
 from kvroute.epp.envoy_clusters import FALLBACK, POOL, seconds
 from kvroute.epp.messages import DESTINATION, NAMESPACE
-from kvroute.gateway.config.settings import GatewaySettings
-from kvroute.gateway.openai_api.passthrough_paths import NOT_IN_WILDCARDS, READ, PassthroughPaths, PathPattern
-from kvroute.gateway.openai_api.responses import error_body
+from kvroute.serve.api.passthrough_paths import NOT_IN_WILDCARDS, READ, PassthroughPaths, PathPattern
+from kvroute.serve.api.responses import error_body
+from kvroute.serve.config.settings import GatewaySettings
 
 _WHAT = "the path or method is not served; `gateway: {passthrough: [PATH]}` forwards further paths to an engine"
 _NOT_FOUND = error_body(_WHAT, "invalid_request_error", code="not_found")

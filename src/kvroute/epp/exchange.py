@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvroute.epp.envoy_pb2 import ProcessingResponse
 from kvroute.epp.messages import immediate_reply
-from kvroute.gateway.http.headers import Headers, request_id_of
-from kvroute.gateway.openai_api.anthropic_errors import in_format_of, is_anthropic
+from kvroute.http.headers import Headers, request_id_of
+from kvroute.serve.api.anthropic.errors import in_format_of, is_anthropic
 
 
 @dataclass(frozen=True, slots=True)

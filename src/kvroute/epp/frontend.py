@@ -10,20 +10,20 @@ from kvroute.epp.exchange import PickExchange
 from kvroute.epp.passthrough import PassthroughPick
 from kvroute.epp.server import PickerServer, PickerSettings
 from kvroute.epp.sidecar_leg import SidecarDecodeLeg
-from kvroute.gateway.openai_api.passthrough_paths import COMPLETIONS, OPENAI_COMPLETIONS
-from kvroute.gateway.proxy.endpoints import MakePassthrough
-from kvroute.gateway.proxy.frontend import Server, ServerParts
-from kvroute.gateway.proxy.request import ProxiedRequest
+from kvroute.serve.api.passthrough_paths import COMPLETIONS, OPENAI_COMPLETIONS
+from kvroute.serve.proxy.endpoints import MakePassthrough
+from kvroute.serve.proxy.frontend import Server, ServerParts
+from kvroute.serve.proxy.request import ProxiedRequest
 from kvroute.types import Discovered, OwnPicker
 
 if TYPE_CHECKING:
-    from kvroute.gateway.http.exchange import ClientExchange
-    from kvroute.gateway.openai_api.requests import Completion
-    from kvroute.gateway.proxy.runtime import ClusterRuntime
+    from kvroute.http.server.exchange import ClientExchange
+    from kvroute.serve.api.requests import Completion
+    from kvroute.serve.proxy.runtime import ClusterRuntime
 
 
 class PickerFrontend:
-    """See `kvroute.gateway.proxy.frontend.Frontend`."""
+    """See `kvroute.serve.proxy.frontend.Frontend`."""
 
     relayed: MakePassthrough = PassthroughPick
     metrics = False

@@ -22,8 +22,8 @@ from kvroute.epp.envoy_pb2 import (
     ProcessingResponse,
     StreamedBodyResponse,
 )
-from kvroute.gateway.http.headers import Headers
-from kvroute.gateway.http.request_parser import HttpError, Limits
+from kvroute.http.headers import Headers
+from kvroute.http.server.request_parser import HttpError, Limits
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 ACCESS_LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 
 from kvroute.epp.decode_leg import connects_s, engine_address, engine_at, header_changes, instances_in
 from kvroute.epp.exchange import Pick, PickExchange
-from kvroute.gateway.engines.breaker import is_failure
-from kvroute.gateway.engines.fault_attribution import FaultAttribution
-from kvroute.gateway.http.headers import forwarded, header_lines
-from kvroute.gateway.openai_api.json_fields import RequestError
-from kvroute.gateway.openai_api.passthrough_paths import READ
-from kvroute.gateway.openai_api.responses import error_body
-from kvroute.gateway.proxy.leg import blame_engine
-from kvroute.gateway.proxy.passthrough import answerers, first_byte_s
+from kvroute.http.headers import forwarded, header_lines
+from kvroute.serve.api.json_fields import RequestError
+from kvroute.serve.api.passthrough_paths import READ
+from kvroute.serve.api.responses import error_body
+from kvroute.serve.engines.breaker import is_failure
+from kvroute.serve.engines.fault_attribution import FaultAttribution
+from kvroute.serve.proxy.legs.leg import blame_engine
+from kvroute.serve.proxy.legs.passthrough import answerers, first_byte_s
 
 if TYPE_CHECKING:
-    from kvroute.gateway.engines.breaker import Attempt
-    from kvroute.gateway.engines.client import EngineClient
-    from kvroute.gateway.http.exchange import ClientExchange
-    from kvroute.gateway.openai_api.passthrough_body import PassthroughBody
-    from kvroute.gateway.proxy.runtime import ClusterRuntime
+    from kvroute.http.server.exchange import ClientExchange
+    from kvroute.serve.api.passthrough_body import PassthroughBody
+    from kvroute.serve.engines.breaker import Attempt
+    from kvroute.serve.engines.client import EngineClient
+    from kvroute.serve.proxy.runtime import ClusterRuntime
 
 _GONE = 499
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 
-from kvroute.addresses import host_port
 from kvroute.epp.access_log import AccessLog
 from kvroute.epp.envoy_pb2 import (
     HealthCheckRequest,
@@ -21,11 +20,12 @@ from kvroute.epp.envoy_pb2 import (
 from kvroute.epp.exchange import PickExchange, id_headers
 from kvroute.epp.messages import ACCESS_LOGS, HEALTH, MESSAGE_BYTES, PROCESS, Refused, immediate_reply
 from kvroute.epp.stream import ProcessingStream, ProtocolFault
-from kvroute.gateway.http.headers import request_id_of
-from kvroute.gateway.http.request_parser import LIGHT_BYTES, HttpError
-from kvroute.gateway.observe.logs import log_event
-from kvroute.gateway.openai_api.responses import error_body
-from kvroute.gateway.proxy.frontend import ServerParts
+from kvroute.http.headers import request_id_of
+from kvroute.http.server.request_parser import LIGHT_BYTES, HttpError
+from kvroute.serve.api.responses import error_body
+from kvroute.serve.observe.logs import log_event
+from kvroute.serve.proxy.frontend import ServerParts
+from kvroute_engine.addresses import host_port
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second picker on the same port is an error
@@ -56,7 +56,7 @@ class PickerSettings:
 
 
 class PickerServer:
-    """See `kvroute.gateway.proxy.frontend.Server`."""
+    """See `kvroute.serve.proxy.frontend.Server`."""
 
     def __init__(self, parts: ServerParts, settings: PickerSettings) -> None:
         self.limits = parts.limits

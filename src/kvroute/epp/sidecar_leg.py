@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvroute.epp.decode_leg import EnvoyDecodeLeg, engine_address
 
 if TYPE_CHECKING:
-    from kvroute.gateway.engines.client import EngineClient
+    from kvroute.serve.engines.client import EngineClient
 
 PREFILLER = b"x-prefiller-host-port"
 

@@ -40,11 +40,11 @@ from kvroute.epp.messages import (
     subset_of,
     too_long,
 )
-from kvroute.gateway.http.deadlines import NEVER_S
-from kvroute.gateway.http.headers import Headers, request_id_of
-from kvroute.gateway.http.request_parser import HttpError, Limits
-from kvroute.gateway.openai_api.anthropic_errors import in_format_of
-from kvroute.gateway.openai_api.responses import error_body
+from kvroute.http.deadlines import NEVER_S
+from kvroute.http.headers import Headers, request_id_of
+from kvroute.http.server.request_parser import HttpError, Limits
+from kvroute.serve.api.anthropic.errors import in_format_of
+from kvroute.serve.api.responses import error_body
 
 _WANTED, _ECHO, _SHOWN = b"test-epp-endpoint-selection", b"x-echo-set-header", b"x-conformance-test-served-endpoint"
 """Headers of the conformance tests of the Gateway API inference extension."""

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from kvroute.flows.network import WEIGHT_MAX, WEIGHT_MIN, FlowNetwork
-from kvroute.topology.document import other_kind
-from kvroute.topology.form import nearest
 from kvroute.types import InputError, InputErrors
+from kvroute_engine.files.document import other_kind
+from kvroute_engine.files.form import nearest
 
 _SCENARIO_HINT = "give a JSON object with `links` and `flows`"
 

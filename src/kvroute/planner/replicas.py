@@ -9,9 +9,16 @@ import msgspec
 import numpy as np
 
 from kvroute import llm
-from kvroute.control.scaled_fleet import replica_model
-from kvroute.planner.lengths import incremental
-from kvroute.policies.replicas import Demand, ReplicaModel, ReplicaNeed, ReplicaTarget, demand_of, needed_replicas
+from kvroute.control.scaling.scaled_fleet import replica_model
+from kvroute.planner.throughput.lengths import incremental
+from kvroute.policies.fleet.replicas import (
+    Demand,
+    ReplicaModel,
+    ReplicaNeed,
+    ReplicaTarget,
+    demand_of,
+    needed_replicas,
+)
 from kvroute.sim.workload import Trace
 from kvroute.timing import prefill_time
 from kvroute.topology import Cluster

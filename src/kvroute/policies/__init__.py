@@ -10,12 +10,12 @@ from kvroute.policies.decode import (
     RoundRobin,
     queue_and_decode_s,
 )
-from kvroute.policies.foresight import Foresight
-from kvroute.policies.foresight_alone import Alone, AloneCandidates, AloneOffer
-from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
-from kvroute.policies.foresight_links import LinkModel
-from kvroute.policies.foresight_sight import Sight, TierLearned
-from kvroute.policies.foresight_spec import NO_BOUND, ForesightSpec
+from kvroute.policies.foresight.aggregated import Alone, AloneCandidates, AloneOffer
+from kvroute.policies.foresight.joint import ForesightJoint, JointPath, Pair
+from kvroute.policies.foresight.links import LinkModel
+from kvroute.policies.foresight.policy import Foresight
+from kvroute.policies.foresight.sight import Sight, TierLearned
+from kvroute.policies.foresight.spec import NO_BOUND, ForesightSpec
 from kvroute.policies.names import (
     DECODE_POLICIES,
     DECODE_USES,

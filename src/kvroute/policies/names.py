@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import msgspec
 
-from kvroute.policies.balanced import BalancedTokens
 from kvroute.policies.decode import (
     CacheAndLoadAware,
     CacheAware,
@@ -21,10 +20,11 @@ from kvroute.policies.decode import (
     netkv_topo,
     policy_of,
 )
-from kvroute.policies.foresight import Foresight
-from kvroute.policies.foresight_joint import PairingForesight
-from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.foresight.joint import PairingForesight
+from kvroute.policies.foresight.policy import Foresight
+from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.policies.soft_topology import SoftTopology
+from kvroute.policies.storage.balanced import BalancedTokens
 
 Value = TypeVar("Value")
 

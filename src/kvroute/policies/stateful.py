@@ -10,10 +10,10 @@ from typing import Protocol, runtime_checkable
 
 from kvroute.policies.constraint import TopologyConstraint
 from kvroute.policies.decode import DecodePolicy
-from kvroute.policies.foresight_alone import Alone, AloneOffer
-from kvroute.policies.foresight_joint import JointPath, Pair
-from kvroute.policies.foresight_sight import Sight, TierLearned
-from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.foresight.aggregated import Alone, AloneOffer
+from kvroute.policies.foresight.joint import JointPath, Pair
+from kvroute.policies.foresight.sight import Sight, TierLearned
+from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
 from kvroute.types import CapacityLearned, FloatArray, IntArray, NetworkCosts, Reject, Request, Role
 

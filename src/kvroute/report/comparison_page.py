@@ -9,17 +9,17 @@ from typing import Any
 
 import msgspec
 
-from kvroute.comparison.cells import Record
-from kvroute.comparison.served import service_of, settings_of
-from kvroute.comparison.workload import Workload
-from kvroute.gateway.config.modelled import simulated_spec
-from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.planner.comparison.cells import Record
+from kvroute.planner.comparison.requests import Workload
+from kvroute.planner.comparison.served import service_of, settings_of
 from kvroute.report.compare import Difference, Metric, difference, verdict
 from kvroute.report.figures import link_utilisation, threshold_over_time, tier_split, ttft_breakdown
 from kvroute.report.grid import Entry, Grid, Heading
 from kvroute.report.page import parameters, picture, write_page
 from kvroute.report.series import policies_of, relative_half_width, summaries
 from kvroute.report.tables import comparison_grid
+from kvroute.serve.config.modelled import simulated_spec
+from kvroute.serve.config.settings import GatewaySettings
 from kvroute.sim.metrics import Summary, Timeline
 from kvroute.types import InputError
 

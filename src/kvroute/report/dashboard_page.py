@@ -16,7 +16,7 @@ def dashboard_page(state: bytes, others: Sequence[bytes] = ()) -> str:
         state: the response of the admin port at `/state`.
         others: states of other runs on the same cluster; the page shows their figures by policy, in their order.
     """
-    assets = files("kvroute.gateway.observe").joinpath("dashboard")
+    assets = files("kvroute.serve.observe").joinpath("dashboard")
     texts = {entry.name: entry.read_text(encoding="utf-8") for entry in assets.iterdir() if entry.is_file()}
     page = texts["index.html"]
     scripts = {name: text for name, text in texts.items() if name.endswith(".js")}

@@ -23,7 +23,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from kvroute.sim.workload.octets import written_whole
+from kvroute.files.compressed_lines import written_whole
 from kvroute.types import InputError
 
 INK, PAPER, FAINT, GRID = "#26323d", "#ffffff", "#7b8894", "#d5dce2"

@@ -8,13 +8,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from kvroute import __version__
+from kvroute.files.compressed_lines import written_whole
 from kvroute.report.drawing import inline, save
-from kvroute.sim.workload.octets import written_whole
 from kvroute.types import InputError
 
 
@@ -33,14 +33,14 @@ def picture(figure: Figure, out: Path, name: str, caption: str) -> Picture:
     return Picture(name, caption, Markup(inline(text, name, escape(caption))))  # our own SVG with an escaped label
 
 
-def write_page(template: str, path: Path, **values: Any) -> Path:
-    """Render a template of this package into `path`.
+def write_page(template: str, path: Path, *, package: str = "kvroute.report", **values: Any) -> Path:
+    """Render a template of a package into `path`; it may extend those of this package.
 
     Raises:
         InputError: the path cannot be written.
     """
     environment = Environment(
-        loader=PackageLoader("kvroute.report"),
+        loader=ChoiceLoader([PackageLoader(name) for name in dict.fromkeys((package, "kvroute.report"))]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

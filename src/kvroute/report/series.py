@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvroute.comparison.cells import Record
+from kvroute.planner.comparison.cells import Record
 from kvroute.report.compare import Difference, Metric, difference, mean_ttft_s
 from kvroute.report.estimate import Estimate, estimate
 from kvroute.sim.metrics import Summary

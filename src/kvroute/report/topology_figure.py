@@ -15,8 +15,8 @@ from matplotlib.patches import FancyBboxPatch
 from kvroute.topology import Cluster, duration_text
 from kvroute.topology.schema import Uplinks
 from kvroute.topology.tree import ROLE_COLOURS, Domain, domain_tree, tier_rows, uplinks_text
-from kvroute.topology.units import about_bandwidth
 from kvroute.types import TIER_COUNT, InputError, Instance
+from kvroute_engine.files.units import about_bandwidth
 
 _FILL = {"datacenter": "#ffffff", "pod": "#eef2f6", "rack": "#dfe6ed", "node": "#ffffff"}
 _EDGE = {"datacenter": "#8796a5", "pod": "#a9b6c3", "rack": "#a9b6c3", "node": "#b9c4cf"}

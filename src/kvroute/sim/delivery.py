@@ -12,7 +12,7 @@ import numpy as np
 from kvroute.prefix import Evicted
 from kvroute.sim.fleet import Fleet
 from kvroute.sim.metrics import Outcomes
-from kvroute.sim.network import UNBOUNDED, Fabric, Transfer
+from kvroute.sim.network.transfers import UNBOUNDED, Fabric, Transfer
 from kvroute.sim.workload import TracedRequest
 from kvroute.topology import Cluster
 from kvroute.types import Decode

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvroute.sim.link_load import LinkLoad, LinkShare
-from kvroute.sim.network import Moved
+from kvroute.sim.network.link_load import LinkLoad, LinkShare
+from kvroute.sim.network.transfers import Moved
 from kvroute.sim.settings import SimSettings
 from kvroute.types import TIER_COUNT, FloatArray, IntArray
 

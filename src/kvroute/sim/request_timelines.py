@@ -10,24 +10,24 @@ from functools import partial
 from kvroute import llm
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.arrivals import Arrivals
-from kvroute.sim.chunked_prefill import chunked_prefills
 from kvroute.sim.chunked_prompts import WaitingPrompt
 from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
+from kvroute.sim.groups.chunked_prefill import chunked_prefills
+from kvroute.sim.groups.iterations import Iterations
+from kvroute.sim.groups.lock_step import DecodeRanks, PrefillRanks, RankQueue, lock_step_groups
+from kvroute.sim.groups.pipelines import PrefillPipeline, Prompt, PromptQueue
+from kvroute.sim.groups.streams import Streams
+from kvroute.sim.groups.tensor_groups import TensorGroups
 from kvroute.sim.instances import Step
-from kvroute.sim.iterations import Iterations
-from kvroute.sim.lock_step import DecodeRanks, PrefillRanks, RankQueue, lock_step_groups
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
-from kvroute.sim.network import Kind
-from kvroute.sim.pipelines import PrefillPipeline, Prompt, PromptQueue
+from kvroute.sim.network.transfers import Kind
 from kvroute.sim.placement import Placement
 from kvroute.sim.router import Router
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.store import Store, continued_blocks
-from kvroute.sim.streams import Streams
 from kvroute.sim.telemetry import Telemetry
-from kvroute.sim.tensor_groups import TensorGroups
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster
 from kvroute.types import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvroute.control.offloader import Offloader
-from kvroute.event_log import EventLog
+from kvroute.control.log import EventLog
+from kvroute.control.offload.offloader import Offloader
 from kvroute.prefix import Evicted
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.fleet import Fleet

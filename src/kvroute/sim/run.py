@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvroute.control import Control, ControlSpec
-from kvroute.event_log import EventLog
+from kvroute.control.log import EventLog
 from kvroute.sim.agenda import FOREVER, Agenda
 from kvroute.sim.arrivals import Arrivals
-from kvroute.sim.capacity import Capacity
 from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
 from kvroute.sim.gateways import GatewayCores, refuse_features
-from kvroute.sim.link_load import busiest_links, link_load
+from kvroute.sim.groups.tensor_groups import TensorGroups
 from kvroute.sim.metrics import Outcomes, Summary, Timeline, summarise
-from kvroute.sim.network import Fabric
+from kvroute.sim.network.capacity import Capacity
+from kvroute.sim.network.link_load import busiest_links, link_load
+from kvroute.sim.network.transfers import Fabric
 from kvroute.sim.placement import Placement, Tenancy
 from kvroute.sim.request_timelines import RequestTimelines
 from kvroute.sim.router import Core, Router
@@ -26,7 +27,6 @@ from kvroute.sim.scaling import FleetScaling
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.store import Store
 from kvroute.sim.telemetry import Telemetry
-from kvroute.sim.tensor_groups import TensorGroups
 from kvroute.sim.workload import Trace
 from kvroute.topology import Cluster
 from kvroute.types import CopyPrefix, FloatArray, InputError, ReviewDue

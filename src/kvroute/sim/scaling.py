@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from kvroute.policies.replicas import SCALED_ROLES, ScaledRole
+from kvroute.policies.fleet.replicas import SCALED_ROLES, ScaledRole
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.fleet import Fleet
 from kvroute.sim.router import Router

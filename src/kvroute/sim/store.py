@@ -17,7 +17,7 @@ from kvroute.prefix import PrefixIndex
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.metrics import StoreTotals
-from kvroute.sim.network import Fabric
+from kvroute.sim.network.transfers import Fabric
 from kvroute.sim.router import Router
 from kvroute.sim.workload import Trace
 from kvroute.topology import Cluster

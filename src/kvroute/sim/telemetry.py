@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvroute.sim.metrics import Outcomes, Timeline
-from kvroute.sim.network import Fabric
+from kvroute.sim.network.transfers import Fabric
 from kvroute.sim.settings import SimSettings
 from kvroute.types import TIER_COUNT, CongestionMeasured, Event, FloatArray, LinksMeasured, TransferMeasured
 

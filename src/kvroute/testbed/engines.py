@@ -18,8 +18,8 @@ from kvroute.topology.schema import (
     Rack,
     TierLatency,
 )
-from kvroute.topology.units import Bandwidth, Latency
 from kvroute.types import Endpoint
+from kvroute_engine.files.units import Bandwidth, Latency
 
 UNBOUND = Bandwidth(12.5e12)
 """The fastest link that a cluster file may have, 100 Tbps: emulated engines then send all bytes at once."""

@@ -1,12 +1,18 @@
 """Nodes, links, paths and tiers of a cluster, from a checked cluster file or a builder. It simulates no transfers."""
 
-from kvroute.topology.assembly import build, load, load_network, parse
-from kvroute.topology.builders import H100_LLAMA_70B_TP4, LLAMA_70B_TP4, fat_tree, superpod, two_datacenters
 from kvroute.topology.cluster import STORAGE, Cluster, Link
-from kvroute.topology.expansion import expand
-from kvroute.topology.form import FileError
+from kvroute.topology.drafts.builders import (
+    H100_LLAMA_70B_TP4,
+    LLAMA_70B_TP4,
+    fat_tree,
+    superpod,
+    two_datacenters,
+)
+from kvroute.topology.reading.assembly import build, load, load_network, parse
+from kvroute.topology.reading.expansion import expand
 from kvroute.topology.schema import ClusterFile, InstanceCounts, InstanceDefaults, InstanceEntry, Network, TimingEntry
-from kvroute.topology.units import (
+from kvroute_engine.files.form import FileError
+from kvroute_engine.files.units import (
     bandwidth_bytes_per_s,
     bandwidth_text,
     duration_s,

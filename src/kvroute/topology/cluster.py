@@ -12,7 +12,6 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from kvroute.topology.form import Lines
 from kvroute.topology.place import Places, Route, Shards, card_of
 from kvroute.topology.schema import ClusterFile, Ecmp
 from kvroute.types import (
@@ -25,6 +24,7 @@ from kvroute.types import (
     TierArray,
     TimingSpec,
 )
+from kvroute_engine.files.form import Lines
 
 Group: TypeAlias = tuple[int, ...]
 Path: TypeAlias = tuple[Group, ...]

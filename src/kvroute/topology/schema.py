@@ -12,7 +12,6 @@ import yaml
 from msgspec import Meta, Struct, field
 
 from kvroute.topology.label_selector import LABEL_KEY
-from kvroute.topology.units import Bandwidth, Duration, Latency, Size, quantity, quantity_text
 from kvroute.types import (
     DecodeSpec,
     Endpoint,
@@ -26,6 +25,8 @@ from kvroute.types import (
     TimingSpec,
     TransferStart,
 )
+from kvroute_engine.agent.schemes import Scheme
+from kvroute_engine.files.units import Bandwidth, Duration, Latency, Size, quantity_text
 
 Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z", max_length=200)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
@@ -38,8 +39,6 @@ Ecmp: TypeAlias = Literal["flow", "transfer"]
 Placement: TypeAlias = Literal["rack", "spread", "packed"]
 SwitchLevel: TypeAlias = Literal["rack", "pod", "core"]
 WireType: TypeAlias = Literal["int32", "fp16"]
-Scheme: TypeAlias = Literal["ring", "multi-rail-ring", "hierarchical-ring", "ina", "hierarchical-ina"]
-"""All-reduce schemes; `kvroute.collectives.schemes` defines them."""
 ReadPath: TypeAlias = Literal["prefill", "alternating", "shorter", "split"]
 _HOST_PORT = r"(\[[0-9A-Fa-f:.]+\]|[^\s/:@\[\]*]+):[0-9]{1,5}"
 ZmqEndpoint: TypeAlias = Annotated[
@@ -561,8 +560,3 @@ def yaml_text(plain: Any) -> str:
     """Return plain values as YAML, in their order."""
     text: str = yaml.dump(plain, Dumper=yaml.CSafeDumper, sort_keys=False, default_flow_style=None, width=160)
     return text
-
-
-def read_quantity(kind: type[Any], value: object) -> object:
-    """Decode hook of msgspec for the types of `units`."""
-    return quantity(kind, value)

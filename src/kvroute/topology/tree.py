@@ -10,8 +10,8 @@ import numpy as np
 
 from kvroute.topology.cluster import Cluster
 from kvroute.topology.schema import Uplinks
-from kvroute.topology.units import bandwidth_text
 from kvroute.types import TIER_COUNT, Instance, Role
+from kvroute_engine.files.units import bandwidth_text
 
 Kind: TypeAlias = Literal["cluster", "datacenter", "pod", "rack", "node"]
 TIER_NAMES = ("same node", "same rack", "same pod", "same datacenter", "across datacenters")

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvroute.types.discovered import Discovered, DiscoverySource, Joined, OwnPicker, Place, Reporter
-from kvroute.types.errors import InputError, InputErrors, cannot_listen
 from kvroute.types.events import (
     AdaptersMeasured,
     Admitted,
@@ -73,9 +72,9 @@ from kvroute.types.instances import (
 from kvroute.types.peers import AdmissionCounts, PeerBooking, UsageCounts
 from kvroute.types.protocols import TRAITS, KvProtocol, ProtocolTraits
 from kvroute.types.requests import Request
+from kvroute_engine.errors import InputError, InputErrors, cannot_listen
 
 if TYPE_CHECKING:
-    from kvroute.types.arrays import BoolArray, FloatArray, IntArray, TierArray
     from kvroute.types.decisions import (
         CopyPrefix,
         Decision,
@@ -92,12 +91,14 @@ if TYPE_CHECKING:
         SwitchRole,
     )
     from kvroute.types.snapshots import Candidates, Choice, NetworkCosts, Terms
+    from kvroute_engine.arrays import BoolArray, FloatArray, IntArray, TierArray
 else:
 
     def __getattr__(name: str) -> object:
         """Import a name of the modules that import numpy, which help pages do without."""
-        for module in ("arrays", "decisions", "snapshots") if name in __all__ else ():
-            names = vars(import_module(f"{__name__}.{module}"))
+        modules = ("kvroute_engine.arrays", f"{__name__}.decisions", f"{__name__}.snapshots")
+        for module in modules if name in __all__ else ():
+            names = vars(import_module(module))
             if name in names:
                 return globals().setdefault(name, names[name])
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

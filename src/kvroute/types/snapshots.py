@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvroute.types.arrays import FloatArray, IntArray, TierArray
+from kvroute_engine.arrays import FloatArray, IntArray, TierArray
 
 
 class Candidates(msgspec.Struct, frozen=True, gc=False):

@@ -10,10 +10,10 @@ import pytest
 from tests.kube.admission.reviews import answers, engine_pod, message, review
 from tests.kube.resources.router_examples import Manifest, constrained, router, topology
 
-from kvroute.gateway.config.preflight import deployment_of
 from kvroute.kube.admission.validation import CONSTRAINT_ANNOTATION, ClusterView
 from kvroute.kube.resources import ClusterTopologySpec, read_grove_levels, read_spec
 from kvroute.kube.resources.resolution import Catalog
+from kvroute.serve.config.preflight import deployment_of
 
 CLUSTER = read_spec(topology(), ClusterTopologySpec)
 OWN = ClusterView(Catalog(own={"cluster": CLUSTER}))

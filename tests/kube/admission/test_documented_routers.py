@@ -13,10 +13,10 @@ import yaml
 from tests.kube.admission.reviews import answers, review
 from tests.kube.resources.router_examples import topology
 
-from kvroute.gateway.config.preflight import deployment_of
 from kvroute.kube.admission.validation import ClusterView
 from kvroute.kube.resources import ClusterTopologySpec, read_spec
 from kvroute.kube.resources.resolution import Catalog
+from kvroute.serve.config.preflight import deployment_of
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -16,7 +16,7 @@ from kvroute.kube.admission.review import AdmissionRequest, GroupVersionKind
 from kvroute.kube.admission.validation import ClusterView
 from kvroute.kube.resources import ClusterTopologySpec, read_spec
 from kvroute.kube.resources.resolution import Catalog
-from kvroute.kube.topology import WorkerSettings
+from kvroute_engine.topology_labels import WorkerSettings
 
 CATALOG = Catalog(own={"cluster": read_spec(topology(), ClusterTopologySpec)})
 VIEW = ClusterView(CATALOG, (constrained("rack", mismatchPolicy="fallback"),))

@@ -25,8 +25,8 @@ from kvroute.kube.admission.server import WebhookServer
 from kvroute.kube.admission.validation import ClusterView, validate
 from kvroute.kube.resources import ClusterTopologySpec, read_spec
 from kvroute.kube.resources.resolution import Catalog
-from kvroute.timed_connection import ConnectionLimits
 from kvroute.types import InputError
+from kvroute_engine.timed_connection import ConnectionLimits
 
 VIEW = ClusterView(Catalog(own={"cluster": read_spec(topology(), ClusterTopologySpec)}), (constrained("rack"),))
 BODY = json.dumps(review("CREATE", constrained())).encode()

@@ -16,7 +16,7 @@ from tests.kube.resources.router_examples import Manifest
 from kvroute.kube.admission.injection import VOLUME, inject
 from kvroute.kube.admission.review import read_review
 from kvroute.kube.admission.validation import CONSTRAINT_ANNOTATION, ClusterView, validate
-from kvroute.kube.labels import ROLE, ROLE_ALIASES
+from kvroute.kube.discovery.labels import ROLE, ROLE_ALIASES
 from kvroute.kube.operator.gateway_objects import wanted_objects
 from kvroute.kube.operator.observed import Observed, OperatorSettings
 from kvroute.kube.operator.rights import IMPLIED, NAMED, RIGHTS

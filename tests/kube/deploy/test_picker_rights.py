@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.gateway.discovery.kubernetes_rig import Rig, play
 from tests.kube.deploy.deployed import DEPLOY, read
 from tests.kube.inference_pool import POOLS, install, pool_document
 from tests.kube.kubeconfigs import kubeconfig
+from tests.serve.discovery.kubernetes_rig import Rig, play
 from tests.waiting import until
 
-from kvroute.gateway.discovery.kubernetes_pods import KubernetesPods
-from kvroute.gateway.discovery.sources import check_source
+from kvroute.serve.discovery.kubernetes_pods import KubernetesPods
+from kvroute.serve.discovery.sources import check_source
 from kvroute.topology.schema import Discovery, KubernetesEntry
 from kvroute.types import OwnPicker
 

@@ -14,18 +14,18 @@ from typing import Any
 
 import yaml
 from aiohttp import web
-from tests.gateway.rig import RunningGateway
-from tests.gateway.stub_engines import Engine, serving
 from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.kubelet import running
 from tests.kube.label_volume import Volume
 from tests.kube.operator.cluster_examples import node
 from tests.kube.operator.operator_rig import GATEWAY_TOKEN, Rig, add_webhooks, installed, plain
 from tests.kube.resources.router_examples import Manifest, topology
+from tests.serve.rig import RunningGateway
+from tests.serve.stub_engines import Engine, serving
 
-from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.kube.admission.injection import MOUNTED_AT, VOLUME
-from kvroute.kube.topology.worker import WAIT_S
+from kvroute.serve.lifecycle.deployment import Deployment
+from kvroute_engine.topology_labels.worker import WAIT_S
 
 KVROUTE = str(Path(sys.executable).with_name("kvroute"))
 NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'

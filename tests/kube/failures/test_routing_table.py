@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.gateway.rig import GatewayResponse, RunningGateway
 from tests.kube.event_loop import scenario
 from tests.kube.failures.chain_rig import Chain, chain
 from tests.kube.resources.router_examples import Manifest, constrained, router, topology
+from tests.serve.rig import GatewayResponse, RunningGateway
 from tests.waiting import until
 
 RACKS = {"n1": "r1", "n2": "r2", "n3": "r3", "n4": ""}

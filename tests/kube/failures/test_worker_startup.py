@@ -14,7 +14,7 @@ from tests.kube.failures.chain_rig import KVROUTE, Chain, chain
 from tests.kube.label_volume import Volume
 from tests.kube.resources.router_examples import constrained
 
-from kvroute.kube.topology.worker import ENABLED, LEVEL, MOUNT_PATH, POLICY
+from kvroute_engine.topology_labels.worker import ENABLED, LEVEL, MOUNT_PATH, POLICY
 
 
 def test_the_labels_of_the_node_reach_the_engine(tmp_path: Path) -> None:

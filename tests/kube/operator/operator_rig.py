@@ -16,7 +16,7 @@ from tests.kube.deploy.deployed import DEPLOY, read
 from tests.kube.resources.router_examples import Manifest
 from tests.waiting import PATIENCE_S
 
-from kvroute.kube.informer import Timing
+from kvroute.kube.api.informer import Timing
 from kvroute.kube.operator.driver import DriverSettings, OperatorDriver
 from kvroute.kube.operator.observed import OperatorSettings
 from kvroute.kube.operator.rights import (

@@ -18,8 +18,9 @@ from kvroute.kube.operator.observed import Observed, Ref, ref_of
 from kvroute.kube.operator.reconcile import FINALIZER, reconcile
 from kvroute.kube.resources import ClusterTopologySpec, read_spec
 from kvroute.policies.names import decode_policy
-from kvroute.topology.schema import Network, read_quantity
+from kvroute.topology.schema import Network
 from kvroute.types import InputError
+from kvroute_engine.files.units import read_quantity
 
 ROUTER = Ref("kvroute.io/v1alpha1", "KvRouter", "serving", "chat")
 

@@ -13,7 +13,7 @@ from tests.kube.operator.cluster_examples import node, pod
 from tests.kube.operator.cluster_model import ClusterModel
 from tests.kube.resources.router_examples import Manifest, constrained, router, topology
 
-from kvroute.kube.labels import ROLE, TOPOLOGY_PREFIX
+from kvroute.kube.discovery.labels import ROLE, TOPOLOGY_PREFIX
 from kvroute.kube.operator.actions import PatchMetadata
 from kvroute.kube.operator.observed import Ref, ref_of
 from kvroute.kube.operator.pod_labels import WRITTEN

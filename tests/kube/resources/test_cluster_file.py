@@ -15,14 +15,14 @@ from tests.kube.resources.router_examples import Manifest, constrained, router, 
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app
-from kvroute.gateway.config.preflight import deployment_of
-from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.kube.resources import ClusterTopologySpec, KvRouterSpec, read_spec
 from kvroute.kube.resources.cluster_file import cluster_file
 from kvroute.kube.resources.fields import plain_values
 from kvroute.kube.resources.resolution import Catalog, resolve
 from kvroute.policies.constraint import TopologyConstraint
-from kvroute.topology.discovery import specimen
+from kvroute.serve.config.preflight import deployment_of
+from kvroute.serve.lifecycle.deployment import Deployment
+from kvroute.topology.reading.discovery import specimen
 
 EXAMPLES = sorted(path for path in (DEPLOY / "examples").glob("*.yaml") if path.name != "topology.yaml")
 [TOPOLOGY] = read(DEPLOY / "examples/topology.yaml")

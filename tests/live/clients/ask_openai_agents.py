@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from openai import AsyncOpenAI
-from pydantic import BaseModel
-
 from agents import (
     Agent,
     ModelSettings,
@@ -17,6 +14,8 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from openai import AsyncOpenAI
+from pydantic import BaseModel
 
 
 class Forecast(BaseModel):

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import torch  # type: ignore[import-not-found]
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # type: ignore[import-not-found]
 
-from kvroute.connector import amx
-from kvroute.connector.vllm import KvrouteConnector
+from kvroute_engine.connector import amx
+from kvroute_engine.connector.vllm import KvrouteConnector
 
 BLOCKS = 4
 

@@ -23,9 +23,9 @@ from bench.all_reduce.star import star
 from tests.live.services import missing
 from tests.live.vllm.starter import Preloaded, Started
 
-from kvroute.switch.xdp import XdpUnavailable
 from kvroute.testbed import namespaces
 from kvroute.types import KvProtocol
+from kvroute_engine.switch.xdp import XdpUnavailable
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -224,7 +224,7 @@ def start_member(
     ports = ports or free_ports(4)
     connector = {
         "kv_connector": "KvrouteConnector",
-        "kv_connector_module_path": "kvroute.connector.vllm",
+        "kv_connector_module_path": "kvroute_engine.connector.vllm",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {

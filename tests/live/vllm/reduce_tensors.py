@@ -16,7 +16,7 @@ from pathlib import Path
 import torch  # type: ignore[import-not-found]
 import torch.distributed as dist  # type: ignore[import-not-found]
 
-import kvroute.connector.all_reduce.backend
+import kvroute_engine.all_reduce.backend
 
 SIZES = (1, 7, 256, 3_000, 70_000)
 DEVICE = os.environ.get("KVROUTE_TEST_DEVICE", "cpu")
@@ -35,7 +35,7 @@ def main() -> None:
     rank, ranks = int(sys.argv[1]), int(sys.argv[2])
     os.environ |= {"MASTER_ADDR": sys.argv[3], "MASTER_PORT": sys.argv[4]}
     torch.set_num_threads(1)
-    dist.init_process_group(kvroute.connector.all_reduce.backend.NAME, rank=rank, world_size=ranks)
+    dist.init_process_group(kvroute_engine.all_reduce.backend.NAME, rank=rank, world_size=ranks)
     digest, largest = hashlib.sha256(), 0.0
     for number in range(int(sys.argv[5])):
         kind = TYPES[number % len(TYPES)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvroute.agents.files import (
+from kvroute_engine.agent.schemes import Scheme
+
+from kvroute_engine.agent.files import (
     TABLE,
     GroupEntry,
     GroupTraffic,
@@ -14,7 +16,6 @@ from kvroute.agents.files import (
     replace_file,
     traffic_path,
 )
-from kvroute.topology.schema import Scheme
 
 GROUP = "decode-0"
 

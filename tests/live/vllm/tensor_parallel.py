@@ -21,7 +21,7 @@ HELD_SUM = 200
 
 def corrupt(number: int) -> None:
     """Let the switch's sum with this number be wrong."""
-    from kvroute.connector.all_reduce.switched import SwitchedSums
+    from kvroute_engine.all_reduce.switched import SwitchedSums
 
     correct, calls = SwitchedSums.all_reduce, 0
 
@@ -36,7 +36,7 @@ def corrupt(number: int) -> None:
 
 def hold(path: Path) -> None:
     """Wait in the middle of the generation until this file exists."""
-    from kvroute.connector.all_reduce.switched import SwitchedSums
+    from kvroute_engine.all_reduce.switched import SwitchedSums
 
     correct, calls = SwitchedSums.all_reduce, 0
 

@@ -12,7 +12,7 @@ import pytest
 from tests.live.vllm.conftest import BLOCK_TOKENS, LAYER_BYTES, MODEL, start_member, wait_ready
 from tests.live.vllm.test_vllm_pair import REMOTE_DECODE, prompt, pulled
 
-from kvroute.connector.amx import CPUINFO, cpu_flags, request_permission
+from kvroute_engine.connector.amx import CPUINFO, cpu_flags, request_permission
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server

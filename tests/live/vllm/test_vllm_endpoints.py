@@ -27,8 +27,8 @@ from tests.live.vllm.gateway_rig import (
     wait_until_idle,
 )
 
-from kvroute.gateway.openai_api.prompt import Prompts
-from kvroute.gateway.openai_api.requests import read_completion
+from kvroute.serve.api.prompt import Prompts
+from kvroute.serve.api.requests import read_completion
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair

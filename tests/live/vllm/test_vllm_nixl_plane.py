@@ -43,7 +43,7 @@ class NixlPlane(StockConnector):
 NIXL_PLANE = NixlPlane(
     name="KvrouteConnector",
     package="nixl._api",
-    module="kvroute.connector.vllm",
+    module="kvroute_engine.connector.vllm",
     protocol="vllm",
     mover="decode",
     moved_bytes=lambda server: server.metric("kvroute:kv_nixl_bytes_total", source="prefill0"),

@@ -32,7 +32,7 @@ from tests.live.vllm.gateway_rig import (
     wait_until_idle,
 )
 
-from kvroute.gateway.openai_api.api_keys import hash_text
+from kvroute.serve.api.api_keys import hash_text
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server

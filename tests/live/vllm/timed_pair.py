@@ -26,13 +26,13 @@ import yaml
 from tests.live.vllm.conftest import BLOCK_TOKENS, ROOT, Server, start_member, wait_ready
 from tests.live.vllm.gateway_rig import prompt, running, until
 
-from kvroute.gateway.config.preflight import deployment_of
-from kvroute.load_generator import TimedRequest, replay_trace
+from kvroute.load import TimedRequest, replay_trace
+from kvroute.serve.config.preflight import deployment_of
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Trace, TracedRequest
-from kvroute.topology.units import duration_s
 from kvroute.types import FloatArray
+from kvroute_engine.files.units import duration_s
 
 Timing: TypeAlias = dict[str, Any]
 """A timing of a cluster file."""

@@ -16,9 +16,9 @@ from kvroute.planner.placement.grouping import Grouper, Method, Pool, greedy_chu
 from kvroute.planner.placement.paper_grouping import kmeans_groups, latencies, perturbed
 from kvroute.planner.placement.swaps import Price, Swaps
 from kvroute.topology import Cluster
-from kvroute.topology.assembly import load_network
 from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.place import Shards
+from kvroute.topology.reading.assembly import load_network
 from kvroute.types import InputError
 
 NBYTES = 8e6

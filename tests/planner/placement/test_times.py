@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvroute_engine.agent.schemes import SCHEMES
 from tests.planner.placement_files import cluster_text, problem_of
 
-from kvroute.collectives import SCHEMES, Aggregation, AllReduce, all_reduce, seconds
+from kvroute.collectives import Aggregation, AllReduce, all_reduce, seconds
 from kvroute.planner.placement.all_reduce_times import NO_TIME, Affine, AllReduceTimes
 from kvroute.planner.placement.compute import Communication, Parallelism, Roofline
 from kvroute.planner.placement.instances import Builder, PlacedInstance

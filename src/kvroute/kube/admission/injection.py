@@ -8,12 +8,12 @@ from typing import Any
 
 from kvroute.kube.admission.review import AdmissionRequest, Verdict
 from kvroute.kube.admission.validation import ClusterView
-from kvroute.kube.labels import CONTAINER, TOPOLOGY_PREFIX
+from kvroute.kube.discovery.labels import CONTAINER, TOPOLOGY_PREFIX
 from kvroute.kube.resources import KvRouterSpec, Object, TransferTopology, name_of, read_spec
 from kvroute.kube.resources.engines import role_of, selecting_routers
 from kvroute.kube.resources.resolution import ResolvedTopology, resolve
-from kvroute.kube.topology.worker import ENABLED, LEVEL, MOUNT_PATH, POLICIES, POLICY, WAIT_S
 from kvroute.types import InputError
+from kvroute_engine.topology_labels.worker import ENABLED, LEVEL, MOUNT_PATH, POLICIES, POLICY, WAIT_S
 
 VOLUME = "kvroute-topology"
 INIT_CONTAINER = "kvroute-topology"

@@ -13,8 +13,8 @@ from kvroute.kube.resources.resolution import FIELD, Catalog, resolve
 from kvroute.kube.resources.router import SOFT_POLICY
 from kvroute.policies.names import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 from kvroute.topology import FileError
-from kvroute.topology.form import nearest
 from kvroute.types import InputError, InputErrors
+from kvroute_engine.files.form import nearest
 
 FileCheck: TypeAlias = Callable[[str], object]
 """Reads the text of a cluster file, and raises InputErrors for what a gateway would refuse."""

@@ -12,13 +12,13 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvroute.addresses import host_port
 from kvroute.kube.admission.certificates import Pair
 from kvroute.kube.admission.injection import InjectionSettings, inject
 from kvroute.kube.admission.review import AdmissionRequest, Verdict, read_review, response_body
 from kvroute.kube.admission.validation import ClusterView, validate
-from kvroute.timed_connection import ConnectionLimits, answer_whole, listen
 from kvroute.types import InputError, cannot_listen
+from kvroute_engine.addresses import host_port
+from kvroute_engine.timed_connection import ConnectionLimits, answer_whole, listen
 
 _LONGEST_BODY = 8 * 2**20
 """The API server accepts objects of 3 MiB; a review has two of them."""

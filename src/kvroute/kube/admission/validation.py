@@ -8,13 +8,13 @@ from typing import Any
 
 from kvroute.kube.admission.review import AdmissionRequest, Verdict, rejection, subject
 from kvroute.kube.admission.router_checks import FileCheck, router_problems
-from kvroute.kube.labels import PREFIX, ROLE
+from kvroute.kube.discovery.labels import PREFIX, ROLE
 from kvroute.kube.resources import GROUP, ClusterTopologySpec, Object, name_of, read_spec
 from kvroute.kube.resources.engines import ROLES
 from kvroute.kube.resources.resolution import FIELD, Catalog
 from kvroute.topology import parse
-from kvroute.topology.form import nearest
 from kvroute.types import InputError, InputErrors
+from kvroute_engine.files.form import nearest
 
 CONSTRAINT_ANNOTATION = f"{PREFIX}kv-cache-transfer-topology"
 """Reserved: a constraint belongs to a KvRouter, and an engine that carries one is rejected."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from kvroute.kube.labels import PREFIX
+from kvroute.kube.discovery.labels import PREFIX
 from kvroute.kube.operator.observed import Ref, annotations_of
 from kvroute.kube.resources import Object
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import msgspec
 
-from kvroute.kube.api_requests import close_client, refusal_of
+from kvroute.kube.api.requests import close_client, refusal_of
 from kvroute.kube.operator.observed import MANAGED_BY
 from kvroute.kube.operator.rights import RIGHTS, Kind
 from kvroute.kube.resources import Object

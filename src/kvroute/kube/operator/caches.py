@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import httpx2
 
 from kvroute.kube.admission.validation import ClusterView
-from kvroute.kube.api_requests import Selection
-from kvroute.kube.informer import ABSENT, DEFAULT_TIMING, Informer, Timing
+from kvroute.kube.api.informer import ABSENT, DEFAULT_TIMING, Informer, Timing
+from kvroute.kube.api.requests import Selection
+from kvroute.kube.api.store import Store
 from kvroute.kube.operator.api_calls import ApiCalls
 from kvroute.kube.operator.gateway_workload import GATEWAY_LABEL
 from kvroute.kube.operator.observed import Observed, OperatorSettings
@@ -20,7 +21,6 @@ from kvroute.kube.operator.routers import read_catalog
 from kvroute.kube.operator.watched import WATCHED, WatchedObject, as_json, resource_of
 from kvroute.kube.resources import Object
 from kvroute.kube.resources.engines import selects
-from kvroute.kube.store import Store
 
 _PARALLEL_READS = 8
 ABSENT_S = 60.0

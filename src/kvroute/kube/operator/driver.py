@@ -17,8 +17,8 @@ from kvroute.kube.admission.injection import InjectionSettings
 from kvroute.kube.admission.router_checks import FileCheck
 from kvroute.kube.admission.server import WebhookServer
 from kvroute.kube.admission.validation import ClusterView
-from kvroute.kube.api_requests import Refused
-from kvroute.kube.informer import DEFAULT_TIMING, Timing
+from kvroute.kube.api.informer import DEFAULT_TIMING, Timing
+from kvroute.kube.api.requests import Refused
 from kvroute.kube.operator.api_calls import ApiCalls
 from kvroute.kube.operator.caches import ABSENT_S, Caches
 from kvroute.kube.operator.election import GIVE_UP_S, RENEW_S, Candidate, Create, Update

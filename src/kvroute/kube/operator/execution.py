@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 
-from kvroute.kube.api_requests import Refused
+from kvroute.kube.api.requests import Refused
 from kvroute.kube.operator.actions import Action, Apply, Delete, Emit, PatchMetadata, SetStatus
 from kvroute.kube.operator.api_calls import ApiCalls
 from kvroute.kube.operator.election import micro_time

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from kvroute.kube.labels import PREFIX
+from kvroute.kube.discovery.labels import PREFIX
 from kvroute.kube.operator.observed import MANAGED_BY, MANAGED_BY_LABEL, OperatorSettings
 from kvroute.kube.resources import KvRouterSpec, Object
 from kvroute.kube.resources.cluster_file import KEYS_FOLDER

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvroute.kube.labels import PREFIX, TOPOLOGY_PREFIX
+from kvroute.kube.discovery.labels import PREFIX, TOPOLOGY_PREFIX
 from kvroute.kube.operator.actions import PatchMetadata
 from kvroute.kube.operator.observed import annotations_of, labels_of, ref_of
 from kvroute.kube.resources import Object, TopologyLevel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvroute.kube.labels import PREFIX
+from kvroute.kube.discovery.labels import PREFIX
 from kvroute.kube.operator.actions import Action, Apply, Delete, PatchMetadata, up_to_date
 from kvroute.kube.operator.conditions import Counts, engine_counts, gateway_pods, status_changes
 from kvroute.kube.operator.findings import labelling, resolution, router_readiness

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kvroute.kube.labels import NOT_AN_ENGINE, PREFIX, ROLE
+from kvroute.kube.discovery.labels import NOT_AN_ENGINE, PREFIX, ROLE
 from kvroute.kube.operator.actions import Action, Emit, PatchMetadata
 from kvroute.kube.operator.observed import annotations_of, is_ready, labels_of, ref_of
 from kvroute.kube.resources import Object

@@ -9,9 +9,9 @@ import msgspec
 from msgspec.structs import replace
 
 from kvroute.kube.admission.injection import INIT_CONTAINER
-from kvroute.kube.api_requests import Resource
-from kvroute.kube.labels import CONTAINER, PREFIX
-from kvroute.kube.objects import ObjectMeta
+from kvroute.kube.api.objects import ObjectMeta
+from kvroute.kube.api.requests import Resource
+from kvroute.kube.discovery.labels import CONTAINER, PREFIX
 from kvroute.kube.operator.gateway_workload import GATEWAY_CONTAINER
 from kvroute.kube.operator.observed import NOT_PULLED, lacks_image
 from kvroute.kube.operator.rights import GROVE, NODES, PODS, ROUTERS, TOPOLOGIES, Kind

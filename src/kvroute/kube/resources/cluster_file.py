@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvroute.kube.labels import TOPOLOGY_PREFIX
+from kvroute.kube.discovery.labels import TOPOLOGY_PREFIX
 from kvroute.kube.resources import KvRouterSpec, place_of
 from kvroute.kube.resources.fields import plain_values
 from kvroute.kube.resources.resolution import ResolvedTopology
 from kvroute.kube.resources.router import SOFT_POLICY
 from kvroute.kube.resources.timing import EngineTiming
 from kvroute.topology.schema import yaml_text
-from kvroute.topology.units import quantity_text
+from kvroute_engine.files.units import quantity_text
 
 KEYS_FOLDER = "/etc/kvroute-keys"
 _PREFILL_FIELDS = {

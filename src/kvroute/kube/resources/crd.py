@@ -10,12 +10,12 @@ import yaml
 from msgspec import NODEFAULT
 from msgspec import inspect as types
 
+from kvroute.files.json_schema import attribute_docstrings, quantity_schema
 from kvroute.kube.resources.fields import GROUP, VERSION, plain_values
 from kvroute.kube.resources.router import KvRouterSpec
 from kvroute.kube.resources.status import KvRouterStatus
 from kvroute.kube.resources.topology import ClusterTopologySpec
-from kvroute.topology.json_schema import attribute_docstrings, quantity_schema
-from kvroute.topology.units import Quantity
+from kvroute_engine.files.units import Quantity
 
 Schema: TypeAlias = dict[str, Any]
 

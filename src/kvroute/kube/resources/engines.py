@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast, get_args
 
-from kvroute.kube.labels import NOT_AN_ENGINE, ROLE, ROLE_ALIASES
+from kvroute.kube.discovery.labels import NOT_AN_ENGINE, ROLE, ROLE_ALIASES
 from kvroute.kube.resources.fields import Object, name_of
 from kvroute.types import Role
 

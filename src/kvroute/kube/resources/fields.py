@@ -8,10 +8,9 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from kvroute.topology.form import Lines, form_faults
-from kvroute.topology.schema import read_quantity
-from kvroute.topology.units import Quantity, quantity_text
 from kvroute.types import InputError, InputErrors
+from kvroute_engine.files.form import Lines, form_faults
+from kvroute_engine.files.units import Quantity, quantity_text, read_quantity
 
 GROUP = "kvroute.io"
 VERSION = "v1alpha1"

@@ -8,7 +8,7 @@ from msgspec import Meta, field
 
 from kvroute.kube.resources.fields import Part
 from kvroute.topology.schema import Count, NicScope
-from kvroute.topology.units import Bandwidth, Latency
+from kvroute_engine.files.units import Bandwidth, Latency
 
 Share: TypeAlias = Annotated[float, Meta(ge=0.001, le=1)]
 

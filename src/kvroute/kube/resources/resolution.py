@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from kvroute.kube.resources.router import TransferTopology
 from kvroute.kube.resources.topology import ClusterTopologySpec, TopologyLevel, place_of
 from kvroute.policies.constraint import Level
-from kvroute.topology.form import nearest
 from kvroute.types import InputError
+from kvroute_engine.files.form import nearest
 
 FIELD = "spec.kvCacheTransferTopology"
 

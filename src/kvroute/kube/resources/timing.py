@@ -8,7 +8,7 @@ from msgspec import Meta, field
 
 from kvroute.kube.resources.fields import Part
 from kvroute.topology.schema import Count
-from kvroute.topology.units import Bandwidth, Duration, Size
+from kvroute_engine.files.units import Bandwidth, Duration, Size
 
 TimingName: TypeAlias = Annotated[
     str, Meta(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?\Z", max_length=63, examples=["default"])

@@ -11,8 +11,8 @@ from msgspec import Meta, field
 
 from kvroute.kube.resources.fields import DomainName, LabelKey, Object, Part
 from kvroute.policies.constraint import Level
-from kvroute.topology.units import Bandwidth, Latency
 from kvroute.types import InputError
+from kvroute_engine.files.units import Bandwidth, Latency
 
 _PLACES: dict[str, Level] = {
     **dict.fromkeys(("zone", "datacenter", "site"), "datacenter"),

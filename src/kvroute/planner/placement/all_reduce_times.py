@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvroute.collectives import SCHEMES, Aggregation, AllReduce, Collective, CollectiveFlow, Scheme, all_reduce, seconds
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
+
+from kvroute.collectives import (
+    Aggregation,
+    AllReduce,
+    Collective,
+    CollectiveFlow,
+    all_reduce,
+    seconds,
+)
 from kvroute.topology import Cluster
 from kvroute.topology.gpu_paths import Gpu, GpuPaths
 from kvroute.topology.place import Shards, card_of

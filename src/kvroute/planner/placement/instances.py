@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kvroute.collectives import Scheme
+from kvroute_engine.agent.schemes import Scheme
+
 from kvroute.planner.placement.all_reduce_times import NO_TIME, AllReduceTimes, gpus_of
 from kvroute.planner.placement.compute import Communication, Parallelism, Roofline, Times
 from kvroute.planner.placement.problem import GpuKind, PlacementProblem

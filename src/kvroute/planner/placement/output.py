@@ -15,7 +15,7 @@ from kvroute.planner.placement.schema import Phase
 from kvroute.topology import ClusterFile, InstanceEntry, TimingEntry
 from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.schema import AllReduceEntry, DecodeEntry, QuadraticPrefillEntry
-from kvroute.topology.units import Duration, Size
+from kvroute_engine.files.units import Duration, Size
 
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 

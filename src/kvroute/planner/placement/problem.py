@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from kvroute.collectives import SCHEMES, Aggregation, Scheme
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
+
+from kvroute.collectives import Aggregation
 from kvroute.llm import Model, Shape, model
-from kvroute.planner.lengths import Lengths
 from kvroute.planner.placement.schema import GpuKindEntry, KindRole, PlacementEntry, PlacementTraffic
-from kvroute.planner.traffic_lengths import traffic_lengths
+from kvroute.planner.throughput.lengths import Lengths
+from kvroute.planner.throughput.traffic_lengths import traffic_lengths
 from kvroute.topology import Cluster, load_network
-from kvroute.topology.assembly import read_text
-from kvroute.topology.document import read_section
-from kvroute.topology.form import Lines
 from kvroute.topology.gpu_paths import Gpu
+from kvroute.topology.reading.assembly import read_text
 from kvroute.types import InputError
+from kvroute_engine.files.document import read_section
+from kvroute_engine.files.form import Lines
 
 SECTION = "placement"
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, field
 
-from kvroute.planner.schema import LengthsEntry
+from kvroute.planner.throughput.schema import LengthsEntry
 from kvroute.topology.schema import Count, Entry
-from kvroute.topology.units import Bandwidth, Duration, Size
+from kvroute_engine.files.units import Bandwidth, Duration, Size
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 KindRole: TypeAlias = Literal["both", "prefill", "decode"]

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from kvroute.comparison.cells import Record
+from kvroute.planner.comparison.cells import Record
 from kvroute.report.compare import Difference, Metric, mean_ttft_s
 from kvroute.report.drawing import (
     AXIS_LABELS,

@@ -8,7 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from kvroute.compiled import compiled_in_place
-from kvroute.policies.dualpath_kernels import NO_ENGINE, NO_READS, decode_engine, fitting_requests, least, token_limit
+from kvroute.policies.storage.dualpath_kernels import (
+    NO_ENGINE,
+    NO_READS,
+    decode_engine,
+    fitting_requests,
+    least,
+    token_limit,
+)
 from kvroute.sim.storage import reads
 from kvroute.sim.storage.events import LANDED, push
 from kvroute.sim.storage.queues import put, take

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from kvroute.policies.dualpath_kernels import (
+from kvroute.policies.storage.dualpath_kernels import (
     NO_ENGINE,
     NO_READS,
     attention_s,

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from kvroute.compiled import compiled_in_place
-from kvroute.policies.dualpath_kernels import NO_ENGINE, NO_READS, attention_s, prefill_engine, quota_tokens
+from kvroute.policies.storage.dualpath_kernels import (
+    NO_ENGINE,
+    NO_READS,
+    attention_s,
+    prefill_engine,
+    quota_tokens,
+)
 from kvroute.sim.storage import reads
 from kvroute.sim.storage.events import FORWARD, push
 from kvroute.sim.storage.queues import put, take

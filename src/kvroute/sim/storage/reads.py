@@ -7,7 +7,7 @@ buffer need no further buffer, so requests cannot wait for each other in a circl
 from __future__ import annotations
 
 from kvroute.compiled import compiled_in_place
-from kvroute.policies.dualpath_kernels import NO_READS, prefill_read_tokens
+from kvroute.policies.storage.dualpath_kernels import NO_READS, prefill_read_tokens
 from kvroute.sim.storage.events import READ, push
 from kvroute.sim.storage.queues import put, take
 from kvroute.sim.storage.state import (

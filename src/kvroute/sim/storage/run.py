@@ -1,7 +1,7 @@
 """Runs agents that read their cached KV from storage, on thousands of GPUs (fast mode).
 
 Storage NICs serve first in, first out; the compute network is not a bottleneck (see docs/fidelity.md). The policy
-functions are those of `kvroute.policies.dualpath_kernels`.
+functions are those of `kvroute.policies.storage.dualpath_kernels`.
 """
 
 from __future__ import annotations

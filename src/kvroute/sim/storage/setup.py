@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from kvroute.policies.dualpath_kernels import READS
+from kvroute.policies.storage.dualpath_kernels import READS
 from kvroute.sim.storage.events import ARRIVAL, FETCH_DECODE, FETCH_PREFILL, Agenda, push
 from kvroute.sim.storage.spec import AgentRun
 from kvroute.sim.storage.state import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from kvroute.policies.dualpath import DualPathSpec
-from kvroute.policies.dualpath_kernels import AttentionCost
+from kvroute.policies.storage.dualpath import DualPathSpec
+from kvroute.policies.storage.dualpath_kernels import AttentionCost
 from kvroute.sim.workload.trajectories import Trajectories
 from kvroute.types import FloatArray, InputError, IntArray
 

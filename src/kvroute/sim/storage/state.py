@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvroute.policies.dualpath_kernels import AttentionCost
+from kvroute.policies.storage.dualpath_kernels import AttentionCost
 from kvroute.sim.storage.events import Agenda
 from kvroute.types import FloatArray, IntArray
 

@@ -1,8 +1,8 @@
 """Workload traces: read, written, changed and generated. This package does not depend on clusters or policies."""
 
+from kvroute.files.compressed_lines import fingerprint
 from kvroute.sim.workload.agents import THINK_MAX_S, Agents, Session, Turn, User
 from kvroute.sim.workload.generator import MOONCAKE_CONVERSATION, Shape, generate
-from kvroute.sim.workload.octets import fingerprint
 from kvroute.sim.workload.profiles import PROFILES, Profile, apply_profile
 from kvroute.sim.workload.readers import read, read_any, write
 from kvroute.sim.workload.shaping import (

@@ -17,12 +17,12 @@ import msgspec
 
 from kvroute import plausibility
 from kvroute.control import is_log
-from kvroute.control.log import HEADER_START as _LOG_START
-from kvroute.event_log import parts_of
+from kvroute.control.log import parts_of
+from kvroute.control.log.entries import HEADER_START as _LOG_START
+from kvroute.files.compressed_lines import lines_of, write_octets
 from kvroute.sim.workload.agent_lines import is_session, session
 from kvroute.sim.workload.agents import Agents, Session
 from kvroute.sim.workload.event_log import RecordedRequests
-from kvroute.sim.workload.octets import lines_of, write_octets
 from kvroute.sim.workload.trace import Trace, TracedRequest
 from kvroute.timing.reports import load_generator_of
 from kvroute.types import InputError, InputErrors

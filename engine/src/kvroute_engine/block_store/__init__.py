@@ -1,0 +1,10 @@
+"""The storage tier for KV blocks: full blocks of [layer, tokens, bytes] as extents, readable by layers.
+
+`PosixStore` keeps them as files. `redis_backend` and `s3_backend` need the extra `store`.
+"""
+
+from kvroute_engine.block_store.format import BlockFormat
+from kvroute_engine.block_store.interface import BlockStore, StoreError
+from kvroute_engine.block_store.posix import PosixSettings, PosixStore
+
+__all__ = ["BlockFormat", "BlockStore", "PosixSettings", "PosixStore", "StoreError"]

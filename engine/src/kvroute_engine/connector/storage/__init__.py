@@ -1,0 +1,1 @@
+"""KV blocks between an engine and the store, through the buffer server of its node."""

@@ -1,1 +1,0 @@
-"""Central scheduler of all-reduce schemes, and the agents that connect it to servers and switches."""

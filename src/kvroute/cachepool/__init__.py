@@ -1,1 +1,0 @@
-"""Where KV caches are kept outside the engines."""

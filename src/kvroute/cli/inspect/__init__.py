@@ -1,0 +1,1 @@
+"""Commands that show why: `explain`, `replay`, `doctor`, `flows`, `llm`, `key`."""

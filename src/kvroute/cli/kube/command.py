@@ -1,0 +1,204 @@
+"""`kvroute kube`: what Kubernetes discovery would find, and the start of an engine with its topology labels."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from kvroute.cli.kube.operator import operator
+from kvroute.cli.kube.options import pool_fields
+from kvroute.cli.output import console, print_json, tell, thin_table
+from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvroute.kube.preflight.check import CheckReport
+    from kvroute.types.discovered import Discovered
+
+app = typer.Typer(no_args_is_help=True, help="Kubernetes: check discovery, and start engines with topology labels.")
+
+app.command("operator")(operator)
+
+
+@app.command()
+def check(
+    namespace: Annotated[
+        str | None, typer.Option(help="Namespace of the engines; default: that of the kubeconfig.")
+    ] = None,
+    all_namespaces: Annotated[bool, typer.Option("--all-namespaces", help="Engines of all namespaces.")] = False,
+    selector: Annotated[
+        str | None, typer.Option(help="Label selector, such as app=vllm; default: all pods.", show_default=False)
+    ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[NAMESPACE/]NAME",
+            help="InferencePool whose pods and ports are the engines, as for `kvroute epp`.",
+        ),
+    ] = None,
+    constraint: Annotated[
+        str, typer.Option(help="Topology constraint to check, such as rack:required.", metavar="LEVEL[:ENFORCEMENT]")
+    ] = "",
+    level: Annotated[
+        list[str] | None,
+        typer.Option(help="Node labels of a level, instead of the default ones. Repeat.", metavar="LEVEL=LABEL,..."),
+    ] = None,
+    kubeconfig: Annotated[
+        Path | None, typer.Option(help="Kubeconfig; default: the pod's service account, KUBECONFIG, ~/.kube/config.")
+    ] = None,
+    context: Annotated[str | None, typer.Option(help="Context of the kubeconfig; default: the current one.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else to stdout.")
+    ] = False,
+) -> None:
+    """Show which engines a gateway would discover, which labels are missing, and whom a constraint would exclude.
+
+    It reads pods and nodes once, with --pool the pool and the Service of its endpoint picker too, and changes nothing.
+
+    Exit code: 0 no findings, 1 there are findings, 2 an option is wrong or the API server does not answer.
+
+    Example: [bold]kvroute kube check --namespace llm --constraint rack:required[/bold]
+    or [bold]kvroute kube check --pool llm/my-pool[/bold]
+    """
+    from kvroute.cli.kube.pool import envoy_reachable
+
+    try:
+        from kvroute.kube.api.client import Access
+        from kvroute.kube.discovery.engines import DiscoveryOptions, read_once
+        from kvroute.kube.preflight.gateway import check_access
+        from kvroute.kube.preflight.pool_check import read_pool_once
+    except ImportError as error:
+        raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[kube]'") from None
+    from kvroute.kube.discovery.places import DEFAULT_LEVELS
+    from kvroute.kube.preflight.check import check_report
+    from kvroute.policies import TopologyConstraint
+
+    if all_namespaces and namespace is not None:
+        raise InputError("--namespace and --all-namespaces exclude each other", where="--all-namespaces")
+    if all_namespaces and pool is not None:
+        raise InputError("an InferencePool is in one namespace", where="--all-namespaces", hint="leave it out")
+    of_pool = {} if pool is None else pool_fields(pool, namespace, selector)
+    wanted = TopologyConstraint.parse(constraint) if constraint else None
+    levels = DEFAULT_LEVELS
+    for each in level or ():
+        levels = levels.with_keys(each)
+    in_namespace = "" if all_namespaces else of_pool.get("namespace", namespace)
+    options = DiscoveryOptions(in_namespace, selector or "", levels)
+    access = Access(kubeconfig, context)
+    asyncio.run(check_access(access, options))
+    level_wanted = wanted.level if wanted else None
+    if of_pool:
+        found = asyncio.run(read_pool_once(access, options, of_pool["pool"]))
+        reading = envoy_reachable(found.reading)
+        report = check_report(reading, levels, level_wanted, found.nodes_failure, found.report)
+    else:
+        listing = asyncio.run(read_once(access, options))
+        report = check_report(listing.reading, levels, level_wanted, listing.nodes_failure)
+    if as_json:
+        print_json({"ok": not report.faults, "faults": report.faults, **msgspec.to_builtins(report)})
+    else:
+        _print(report)
+    raise typer.Exit(1 if report.faults else 0)
+
+
+@app.command("run-worker", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run_worker(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="The engine and its options, after `--`.", metavar="COMMAND...", show_default=False),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Only wait for the labels, as an init container, and start nothing.")
+    ] = False,
+) -> None:
+    """Wait for the topology labels of this pod, then become the engine.
+
+    Reads the files of a Downward API volume. If the level in KVROUTE_KV_TRANSFER_TOPOLOGY_LEVEL has no value within
+    KVROUTE_TOPOLOGY_WAIT_S (30) seconds, the engine is not started. It does nothing unless KVROUTE_TOPOLOGY_ENABLED is
+    true. The names of Dynamo (DYN_TOPOLOGY_ENABLED, ...) work as well.
+
+    Exit code: that of the engine; 1 the level has no value, 2 a variable is wrong, 127 the engine cannot be started.
+
+    Example: [bold]kvroute kube run-worker -- vllm serve my-model[/bold]
+    """
+    from kvroute_engine.topology_labels import (
+        MissingTopology,
+        WorkerSettings,
+        engine_environment,
+        wait_for_labels,
+    )
+
+    if bool(command) == wait:
+        raise InputError("give either a command or --wait", where="kvroute kube run-worker", hint="put it after `--`")
+    settings = WorkerSettings.read(os.environ)
+    try:
+        labels = wait_for_labels(settings)
+    except MissingTopology as missing:
+        tell([f"kvroute: {missing}"])
+        raise typer.Exit(1) from None
+    except OSError as error:
+        raise InputError(str(error), where=str(settings.folder), hint="mount a Downward API volume there") from None
+    if command:
+        _become(command, engine_environment(os.environ, labels))
+
+
+def _become(command: list[str], environment: dict[str, str]) -> None:
+    """Replace this process by the engine, so that it gets the pod's signals itself."""
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        tell([f"kvroute: {command[0]} cannot be started ({error.strerror}); check the command after `--`"])
+        raise typer.Exit(127) from None
+
+
+def _print(report: CheckReport) -> None:
+    from kvroute.cli.kube.pool import print_pool
+
+    out = console()
+    if report.pool is not None:
+        print_pool(out, report.pool, report.engines)
+    if report.engines:
+        out.print(_engine_table(report))
+        out.print(_level_table(report))
+    for finding in report.findings:
+        if finding.effect == "waiting":
+            out.print(finding.sentence, style="dim", markup=False, highlight=False)
+    if not report.faults:
+        out.print("No findings.", style="green")
+        return
+    out.print(f"{len(report.faults)} finding{'s' if len(report.faults) > 1 else ''}:", style="bold red")
+    for number, sentence in enumerate(report.faults, start=1):
+        out.print(f"{number}. {sentence}", markup=False, highlight=False)
+
+
+def _engine_table(report: CheckReport) -> Table:
+    table = thin_table()
+    table.add_column("engine", overflow="fold", min_width=8)
+    for heading in ("role", "ready", "url", "protocol", "model", "tp", "node", "rack", "pod", "datacenter"):
+        table.add_column(heading, overflow="fold")
+    for engine in report.engines:
+        table.add_row(engine.name, *_cells(engine), style=None if engine.ready else "dim")
+    return table
+
+
+def _cells(engine: Discovered) -> tuple[str, ...]:
+    place = engine.place
+    tp = "-" if engine.tp is None else str(engine.tp)
+    places = (place.node, place.rack, place.pod, place.datacenter)
+    url, protocol = engine.endpoint.url, engine.endpoint.protocol
+    ready = "yes" if engine.ready else "no"
+    return engine.role, ready, url, protocol, engine.model or "-", tp, *(each or "-" for each in places)
+
+
+def _level_table(report: CheckReport) -> Table:
+    table = thin_table("level", "domains", "nodes without", "prefill without decode", "decode without prefill")
+    for each in report.levels:
+        lists = (each.unlabelled, each.stranded, each.unreached)
+        table.add_row(each.level, str(each.domains), *(str(len(names)) for names in lists))
+    return table

@@ -1,0 +1,1 @@
+"""`kvroute serve` and `kvroute epp`."""

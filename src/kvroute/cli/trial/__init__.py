@@ -1,0 +1,1 @@
+"""Commands that try kvroute on one machine: `demo`, `emulate`, `testbed`."""

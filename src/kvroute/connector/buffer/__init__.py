@@ -1,6 +1,0 @@
-"""The buffer server of a node: reads KV blocks from the store into host memory, from which engines fetch them, and
-writes the blocks that engines send to the store."""
-
-from kvroute.connector.buffer.server import BufferServer, BufferSettings
-
-__all__ = ["BufferServer", "BufferSettings"]

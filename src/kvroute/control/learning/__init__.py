@@ -1,0 +1,1 @@
+"""What the core learns from what has finished."""

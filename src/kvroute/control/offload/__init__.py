@@ -1,0 +1,1 @@
+"""Prefill in another datacenter: thresholds, sites and allocation."""

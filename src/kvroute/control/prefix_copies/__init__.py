@@ -1,0 +1,1 @@
+"""Copies of cached prefixes between instances."""

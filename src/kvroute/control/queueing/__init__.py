@@ -1,0 +1,1 @@
+"""Requests that wait before they are placed."""

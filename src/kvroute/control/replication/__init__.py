@@ -1,0 +1,1 @@
+"""What several gateways in front of one cluster tell each other."""

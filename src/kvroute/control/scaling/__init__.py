@@ -1,0 +1,1 @@
+"""How many instances each model needs."""

@@ -1,0 +1,1 @@
+"""What the core knows of the cluster: pools, caches, transfers, sessions, reads."""

@@ -1,0 +1,1 @@
+"""One emulated engine: batch, sequences, caches."""

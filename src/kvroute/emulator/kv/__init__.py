@@ -1,0 +1,1 @@
+"""KV transfers, events and storage of emulated engines."""

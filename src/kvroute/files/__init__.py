@@ -1,0 +1,1 @@
+"""Reading and writing files beyond what kvroute_engine has: compressed lines, JSON schemas."""

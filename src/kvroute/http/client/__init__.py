@@ -1,0 +1,1 @@
+"""Connections to engines: a pool, calls, and regular polls."""

@@ -1,0 +1,1 @@
+"""The thread that forwards streams from engines to clients."""

@@ -1,0 +1,1 @@
+"""Engines found as pods: their addresses, roles, models and places."""

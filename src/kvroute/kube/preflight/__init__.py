@@ -1,0 +1,1 @@
+"""Checks of a Kubernetes cluster before a gateway serves it."""

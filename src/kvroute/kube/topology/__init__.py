@@ -1,9 +1,0 @@
-"""Topology labels in a worker's container: read from a Downward API volume before the engine starts.
-
-It needs no Kubernetes client and no access to the API server.
-"""
-
-from kvroute.kube.topology.files import read_labels
-from kvroute.kube.topology.worker import MissingTopology, WorkerSettings, engine_environment, wait_for_labels
-
-__all__ = ["MissingTopology", "WorkerSettings", "engine_environment", "read_labels", "wait_for_labels"]

@@ -1,0 +1,25 @@
+"""A load generator: sends the requests of a trace to a live server and measures the times of its responses."""
+
+from kvroute.load.client import Client
+from kvroute.load.replay import (
+    LEAD_S,
+    VOCABULARY,
+    Answer,
+    Events,
+    TimedRequest,
+    prompt_tokens,
+    replay_trace,
+    timed_requests,
+)
+
+__all__ = [
+    "LEAD_S",
+    "VOCABULARY",
+    "Answer",
+    "Client",
+    "Events",
+    "TimedRequest",
+    "prompt_tokens",
+    "replay_trace",
+    "timed_requests",
+]

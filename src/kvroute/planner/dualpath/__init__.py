@@ -1,0 +1,1 @@
+"""DualPath's plan: bandwidth of storage and networks."""

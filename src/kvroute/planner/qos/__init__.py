@@ -1,0 +1,1 @@
+"""Traffic classes of a network that carries KV transfers."""

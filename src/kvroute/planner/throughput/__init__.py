@@ -1,0 +1,1 @@
+"""PrfaaS's throughput plan: instances, offloading, bandwidth."""

@@ -1,0 +1,1 @@
+"""Choices about the fleet: throughput, replicas, role switches, offloading."""

@@ -1,0 +1,1 @@
+"""foresight: choices by the predicted end of every transfer."""

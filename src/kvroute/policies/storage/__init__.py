@@ -1,0 +1,1 @@
+"""Choices of read paths from the store (DualPath)."""

@@ -1,0 +1,1 @@
+"""Before a request is placed: limits, tenants, queues."""

@@ -1,0 +1,451 @@
+"""One loaded cluster: the control core on the wall clock, its engine clients, and the receivers of its events.
+
+A reload of the cluster file creates a new one; the old one lives until its last request has finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+
+from kvroute.control import Control, NextCluster
+from kvroute.http.client.callbacks import weakly
+from kvroute.http.deadlines import Deadlines
+from kvroute.http.forwarding.stream_forwarder import StreamForwarder
+from kvroute.http.headers import FORWARDED
+from kvroute.http.loop_lag import LoopLag
+from kvroute.serve.api.cache_salt import CacheSalts
+from kvroute.serve.api.passthrough_paths import PassthroughPaths
+from kvroute.serve.api.prompt import Prompts
+from kvroute.serve.engines.client import RANK_HEADER, EngineClient
+from kvroute.serve.engines.factory import EngineFactory
+from kvroute.serve.engines.panic import Panics, PanicSet
+from kvroute.serve.engines.retry_budget import RetryBudget
+from kvroute.serve.observe.admin.state import DashboardState
+from kvroute.serve.observe.file_descriptors import OpenFiles
+from kvroute.serve.observe.logs import access, log_event
+from kvroute.serve.observe.metrics.metrics import Leg, Metrics
+from kvroute.serve.observe.tracing import Tracer
+from kvroute.serve.observe.view import Ttft
+from kvroute.serve.proxy.admission.placement_queue import PlacementQueue
+from kvroute.serve.proxy.admission.tenancy import Tenancy
+from kvroute.serve.proxy.constraint_log import ConstraintFallbackLog
+from kvroute.serve.proxy.expected_transfers import ExpectedTransfers
+from kvroute.serve.proxy.own_transfers import OwnTransfers
+from kvroute.serve.proxy.request_events import Caller, RequestEvents, Sharing
+from kvroute.serve.proxy.request_ids import RequestIds
+from kvroute.serve.proxy.served_models import ServedModels, UnsplitKinds
+from kvroute.serve.wan.paths import WanPaths
+from kvroute.topology import Cluster
+from kvroute.types import (
+    ClusterChanged,
+    CongestionMeasured,
+    Decision,
+    Decode,
+    Discovered,
+    Event,
+    InstanceDown,
+    InstanceMeasured,
+    InstanceUp,
+    KvCleared,
+    LinksMeasured,
+    TransferMeasured,
+)
+
+if TYPE_CHECKING:
+    from kvroute.serve.config.settings import GatewaySettings
+    from kvroute.serve.observe.event_log import EventLogWriter
+
+
+class RequestInProgress(Protocol):
+    """A proxied request that has not ended."""
+
+    def stop(self) -> None:
+        """Abort the request because the gateway shuts down."""
+
+    def uses(self, name: str) -> bool:
+        """Return whether the request is in progress on the instance, or needs the KV cache that it holds."""
+
+    def transfers(self, source: str, target: str) -> bool:
+        """Return whether the KV cache of the request crosses from one instance to the other."""
+
+    def on_process_ended(self, name: str) -> None:
+        """Send the request again if a decode engine waits for what this instance was to write."""
+
+
+class EndedRequest(msgspec.Struct, frozen=True, gc=False):
+    """A proxied request that has ended."""
+
+    number: int
+    """Its id in the event log."""
+    ticket: int
+    """Ticket of its admission."""
+    kind: str
+    """Kind of the completion."""
+    status: int
+    """Status of the response."""
+    seconds: float
+    """Time since it was received."""
+    relayed_bytes: int
+    """Size of the relayed response body."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedServices:
+    """Services that consecutive clusters share."""
+
+    now: Callable[[], float]
+    metrics: Metrics
+    state: DashboardState
+    tracer: Tracer
+    budget: RetryBudget
+    rooms: random.Random
+    """Random generator for SGLang's bootstrap rooms and for request ids."""
+    jitter: random.Random
+    """Random generator for the jitter of health checks and circuit breakers."""
+    deadlines: Deadlines
+    lag: LoopLag
+    forwarder: StreamForwarder
+    salt_secret: bytes
+    """The secret of cache salts if the settings give none."""
+    on_end: Callable[[int], None]
+    """Called with the ticket of each request that ends."""
+    tenancy: Tenancy
+    request_ids: RequestIds
+    sharing: Sharing | None = None
+    """Tells the other gateways of the cluster; None: there are none."""
+    engine_fault: Callable[[Discovered], str] = lambda engine: ""
+    """Returns why the protocol of clients excludes a discovered engine; empty if it does not."""
+
+
+class Secrets(NamedTuple):
+    """Secrets from the environment, which the settings name."""
+
+    engine_key: bytes | None
+    """Key for all engines; empty: none is sent. None: the client's own key is forwarded."""
+    cache_salt: bytes
+
+
+class ClusterRuntime:
+    """What a request needs: decisions, engine clients and receivers of reports. Nothing here blocks."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        control: Control,
+        settings: GatewaySettings,
+        shared: SharedServices,
+        *,
+        prompts: Prompts,
+        events: EventLogWriter | None,
+        secrets: Secrets,
+        first_number: int = 0,
+    ) -> None:
+        """
+        Args:
+            cluster: of the file.
+            control: the core that decides for it.
+            settings: of its `gateway` section.
+            shared: services that it shares with the clusters before and after it.
+            prompts: reads prompts as the settings say.
+            events: the event log; None: events are not logged.
+            secrets: what the settings refer to and do not contain.
+            first_number: of its first request.
+        """
+        self.cluster, self.settings, self.now = cluster, settings, shared.now
+        self.prompts, self.budget, self.metrics, self.state = prompts, shared.budget, shared.metrics, shared.state
+        self.tracer, self.events, self.lag, self.jitter = shared.tracer, events, shared.lag, shared.jitter
+        self.forwarder = shared.forwarder
+        self._factory = EngineFactory(
+            settings,
+            weakly(self.on_availability),
+            shared.deadlines,
+            exact=prompts.exact,
+            draw=shared.jitter.random,
+        )
+        self.engines = {instance.name: self._factory.client(instance) for instance in cluster.instances}
+        self.uids: dict[str, str] = {}
+        """Discovered engines: the uid of each, by name."""
+        self.panics = Panics(self.engines, settings.health.panic, weakly(self.panicked))
+        """Panic state of each model and role; in a panic, health checks and breakers are ignored."""
+        self.wan_paths: WanPaths | None = None
+        """WAN paths of prefills; None: the settings have no `offload` section."""
+        if settings.offload is not None:
+            scrape_s = float(settings.scrape.interval_s)
+            self.wan_paths = WanPaths(cluster, self.engines, settings.offload.wan_path, scrape_s=scrape_s)
+        self.salts = CacheSalts.of(settings.cache_salt, settings.keys, secrets.cache_salt)
+        """Salts by client key; None: clients share the engines' prefix caches."""
+        self.requests: dict[int, RequestInProgress] = {}
+        self.callers: dict[int, Caller] = {}
+        """Client of each request, by number; filled only if a log uses it."""
+        self.measured: dict[str, InstanceMeasured] = {}
+        """Last load measurement of each engine."""
+        self.telemetry: CongestionMeasured | LinksMeasured | None = None
+        """Last measurement of the network."""
+        self.open_files = OpenFiles(shared.metrics)
+        self.expected_transfers = ExpectedTransfers(cluster)
+        self.own_transfers = OwnTransfers(self.expected_transfers.alone_s, partial(_ranks_of, self.engines))
+        """Own transfers by pair, for engines whose counters do not name the other instance."""
+        self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
+        self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
+        """Time limit for an instance to offer a cached prefix; 0: no copies."""
+        self.reads_storage = cluster.file.storage is not None
+        """Whether cached KV may be read from a store."""
+        engine_key = secrets.engine_key
+        own = shared.tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
+        if cluster.file.discovery is not None or any(instance.engine for instance in cluster.instances):
+            own |= {RANK_HEADER}
+        self.forward_headers = FORWARDED.union(name.lower().encode() for name in settings.forward_headers) - own
+        """Request headers forwarded to engines. The client's key is not forwarded if the engines have their own key."""
+        affinity = settings.session_affinity
+        self.session_header = affinity.header.lower().encode() if affinity is not None else b""
+        """Request header that names the client's session; empty: sessions are not distinguished."""
+        self.added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""
+        """Additional header lines for engines."""
+        self.control = control
+        """The core; only `report` changes it."""
+        self._rooms, self._on_end = shared.rooms, shared.on_end
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = first_number - 1
+        fallbacks = ConstraintFallbackLog(settings.constraint) if settings.constraint else None
+        self.sharing, self.request_ids = shared.sharing, shared.request_ids
+        self.report = RequestEvents(control, shared.metrics, events, self.callers, fallbacks, shared.sharing)
+        """Passes the steps of requests to the core."""
+        self.tenancy = shared.tenancy
+        self.placement: PlacementQueue | None = None
+        """When requests are placed; None: at once."""
+        if settings.classes or settings.fair_queue is not None:
+            wait_s = float(settings.limits.queue_wait_s)
+            section, metrics = settings.fair_queue, shared.metrics
+            self.placement = PlacementQueue(control, shared.tenancy, section, metrics, shared.now, wait_max_s=wait_s)
+        self.models = ServedModels(cluster, settings.models, settings.adapters)
+        self.unsplit = UnsplitKinds()
+        self.passthrough = PassthroughPaths(settings.passthrough)
+        """Paths of requests that one engine serves alone."""
+
+    # Changes of the cluster
+
+    def change(self, following: NextCluster) -> None:
+        """Add the engines that join and remove those that leave. Engines that join are down until a health check
+        succeeds. Nothing uses those that leave any more.
+
+        Raises:
+            InputError: a request is in progress on an engine that leaves. Nothing has changed.
+        """
+        now = self.now()
+        self.control.expect(following)
+        self.notify(ClusterChanged(now, following.joined, following.left))
+        self.cluster = self.control.cluster
+        for name in following.left:
+            engine = self.engines.pop(name)
+            self.panics.remove(engine, now)
+            engine.close()
+            self.measured.pop(name, None)
+            self.own_transfers.forget(name)
+            del self.uids[name]
+            self.metrics.forget(name)
+        for each in following.joined:
+            name = each.engine.name
+            instance = self.cluster.instances[self.cluster.index(name)]
+            self.uids[name] = each.engine.uid
+            self.engines[name] = self._factory.client(instance, up=False)
+            self.panics.add(self.engines[name])
+        self.expected_transfers.change(self.cluster)
+        self.models = ServedModels(self.cluster, self.settings.models, self.settings.adapters)
+
+    def needs(self, name: str) -> bool:
+        """Whether any request is in flight on the instance, or needs the KV cache that it holds."""
+        engine = self.engines.get(name)
+        if engine is not None and engine.in_flight:
+            return True
+        return any(request.uses(name) for request in self.requests.values())
+
+    def process_ended(self, name: str) -> None:
+        """Record that the process of an instance has ended: no process listens at its address any more."""
+        self.engines[name].forget_engine_id()
+        for request in tuple(self.requests.values()):
+            request.on_process_ended(name)
+
+    # Decisions
+
+    def decide(self, event: Event) -> tuple[Decision, ...]:
+        """See `RequestEvents`."""
+        return self.report.decide(event)
+
+    def notify(self, event: Event) -> None:
+        """See `RequestEvents`."""
+        self.report.notify(event)
+
+    def on_availability(self, name: str, up: bool, now: float) -> None:
+        """Report a change of availability."""
+        if self.wan_paths is None or not self.wan_paths.changing:  # the path logs one line for all instances behind it
+            reason = {} if up else {"reason": self.engines[name].availability.reason or "breaker"}
+            log_event("info" if up else "warning", "instance_up" if up else "instance_down", instance=name, **reason)
+        # No slow start for an instance whose checks are merely ignored, or whose path is open again.
+        crowd = self.engines[name].availability.ignored or (self.wan_paths is not None and self.wan_paths.changing)
+        self.notify(InstanceUp(now, name, returned=not crowd) if up else InstanceDown(now, name))
+
+    def panicked(self, panicking: PanicSet) -> None:
+        """Report the start or end of a panic."""
+        state, model, role = panicking.state, panicking.model, panicking.role
+        figures = {"available": state.available, "instances": state.instances}
+        if state.active:
+            self.metrics.panicked(model, role)
+            log_event("warning", "panic_started", model=model, role=role, **figures)
+        else:
+            log_event("info", "panic_ended", model=model, role=role, **figures)
+
+    def on_telemetry(self, event: Event) -> None:
+        """Process an event of a collector: load, caches and transfers of engines, congestion of the network."""
+        match event:
+            case TransferMeasured(target=target):
+                if self.settings.measure == "first-byte":
+                    return
+                # The engine measures its transfers more accurately than the gateway can from outside.
+                self.engines[target].measures = False
+                self.state.transfer_measured(event)
+            case InstanceMeasured(instance=name):
+                self.measured[name] = event
+            case CongestionMeasured() | LinksMeasured():
+                self.telemetry = event
+            case KvCleared(instance=name):
+                # It may be a different engine now, which does not report its transfers.
+                self.engines[name].measures = self.settings.measure != "engine"
+                self.engines[name].forget_engine_id()
+        self.notify(event)
+
+    # Called by requests
+
+    def next_number(self) -> int:
+        """Return the next request's id in the event log."""
+        self._numbers += 1
+        return self._numbers
+
+    @property
+    def last_number(self) -> int:
+        """The last value of `next_number`."""
+        return self._numbers
+
+    def draw(self) -> int:
+        """Return 63 random bits."""
+        return self._rooms.getrandbits(63)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task and reference it until it is done."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def prefills_elsewhere(self, engine: EngineClient) -> bool:
+        """Whether another instance is up that could prefill instead of this one."""
+        model, protocol = engine.instance.model, engine.instance.protocol
+        return any(
+            other is not engine
+            and other.availability.up
+            and other.role != "decode"
+            and (other.instance.model, other.instance.protocol) == (model, protocol)
+            for other in self.engines.values()
+        )
+
+    # Reports of requests
+
+    def transfer_started(self, decision: Decode, now: float, expected_s: float) -> None:
+        """Report that a decode leg that fetches KV was sent."""
+        self.metrics.transfer_started(decision.tier)
+        self.state.transfer_started(decision, now, expected_s)
+        self.own_transfers.started(decision)
+
+    def transfer_ended(self, decision: Decode, now: float, landed: bool, seconds: float | None) -> None:
+        """Report the end of a transfer: complete (with the duration, if it was observed) or failed."""
+        self.metrics.transfer_ended(decision.tier, decision.kv_bytes, landed, seconds)
+        self.state.transfer_ended(decision.request_id, now, landed=landed)
+        self.own_transfers.ended(decision, seconds, now)
+
+    def transfer_observed(self, decision: Decode, seconds: float, now: float) -> None:
+        """Report the duration of a transfer that the gateway has observed by the first byte of the response."""
+        ends = decision.source, decision.target
+        event = TransferMeasured(now, *ends, decision.kv_bytes, seconds, measured_by="first-byte")
+        self.report.transfer_measured(event)
+        self.state.transfer_measured(event)
+
+    def kv_lost(self, instance: str, failed: int, expired: int) -> None:
+        """Report transfers that have failed, and requests whose KV no engine has fetched in time, as an engine's
+        connector has counted them since its last page."""
+        self.metrics.kv_lost(instance, failed, expired)
+        counts = {"failed": failed} if failed else {}
+        log_event("warning", "kv_lost", instance=instance, **counts, **({"expired": expired} if expired else {}))
+
+    def first_token(self, decision: Decode, ttft: Ttft, now: float, exemplar: tuple[str, str] | None) -> None:
+        """Report that the client has the first byte of its stream."""
+        alone = decision.source == decision.target
+        protocol = self.engines[decision.target].instance.protocol
+        self.metrics.first_token("aggregated" if alone else protocol, ttft, exemplar)
+        self.state.first_token(ttft, now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
+
+    def whole_answer(self, decision: Decode, now: float) -> None:
+        """Report that the client has its complete, unstreamed response, whose first token cannot be observed."""
+        alone = decision.source == decision.target
+        self.state.whole_answer(now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
+
+    def leg_failed(self, leg: Leg, instance: str, kind: str, why: str, request_id: bytes) -> None:
+        """Report the failure of a leg."""
+        self.metrics.leg_failed(leg, instance, kind)
+        if kind == "out_of_files":  # many requests may fail at once: limit the log lines
+            self.open_files.report("engine", self.now())
+            return
+        name = request_id.decode("latin-1")
+        log_event("warning", "leg_failed", request_id=name, instance=instance, leg=leg, kind=kind, reason=why)
+
+    def ended(self, ended: EndedRequest, now: float) -> None:
+        """Report the end of a request."""
+        number, kind, status, seconds = ended.number, ended.kind, ended.status, ended.seconds
+        try:
+            self.metrics.finished(kind, status, seconds, ended.relayed_bytes)
+            self.state.finished(now, status)
+            if self.callers and (caller := self.callers.pop(number, None)) is not None:
+                name, client, key = caller
+                access(name, kind, status, seconds, number=number, client=client, key_name=key)
+        finally:
+            self.requests.pop(number, None)
+            self._on_end(ended.ticket)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is in progress, including passthrough requests."""
+        return not self.requests and not any(engine.in_flight for engine in self.engines.values())
+
+    def close(self) -> None:
+        """Release all resources; no more requests follow."""
+        if self.placement is not None:
+            self.placement.close()
+        self.expected_transfers.close()
+        self.panics.close()
+        for task in self._tasks:
+            task.cancel()
+        for engine in self.engines.values():
+            engine.close()
+        if self.events is not None:
+            self.events.close()
+
+
+def same_engine(name: str, old: ClusterRuntime, new: ClusterRuntime) -> bool:
+    """Whether an instance is in both clusters and is the same engine."""
+    if old.uids.get(name) != new.uids.get(name):
+        return False
+    before, after = old.engines.get(name), new.engines.get(name)
+    if before is None or after is None:
+        return False
+    return (before.instance.endpoint, before.instance.model) == (after.instance.endpoint, after.instance.model)
+
+
+def _ranks_of(engines: Mapping[str, EngineClient], name: str) -> int:
+    """Return the tensor-parallel ranks of an engine. A method of the runtime would be a reference cycle."""
+    engine = engines.get(name)
+    return engine.instance.tp if engine is not None else 1

@@ -1,0 +1,1 @@
+"""Bytes on links in virtual time."""

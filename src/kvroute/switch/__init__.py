@@ -1,7 +1,0 @@
-"""In-network aggregation in software: an all-reduce whose sums a switch computes, over UDP (SwitchML's protocol)."""
-
-from kvroute.switch.aggregator import Aggregator
-from kvroute.switch.client import AggregationClient, AggregationError, is_answering
-from kvroute.switch.worker import Worker
-
-__all__ = ["AggregationClient", "AggregationError", "Aggregator", "Worker", "is_answering"]

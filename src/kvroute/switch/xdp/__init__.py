@@ -1,6 +1,0 @@
-"""The switch's data plane in the kernel: an XDP program that sums packets before they reach the network stack."""
-
-from kvroute.switch.xdp.libbpf import XdpUnavailable
-from kvroute.switch.xdp.offload import Peer, XdpOffload
-
-__all__ = ["Peer", "XdpOffload", "XdpUnavailable"]

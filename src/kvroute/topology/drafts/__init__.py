@@ -1,0 +1,1 @@
+"""Cluster files that are made: by template, from discovered engines, from node labels."""

@@ -1,0 +1,208 @@
+"""Expands a cluster file's shorthands: a fabric to pods, racks and nodes, counts to placed instances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+import msgspec
+
+from kvroute.topology.reading.data_parallel import rank_entries
+from kvroute.topology.schema import (
+    ClusterFile,
+    EndpointEntry,
+    FatTree,
+    InstanceCounts,
+    InstanceDefaults,
+    InstanceEntry,
+    Nic,
+    Nics,
+    Node,
+    Oversubscription,
+    Pod,
+    Rack,
+    SuperPod,
+    Uplinks,
+)
+from kvroute.types import InputError, KvProtocol, Role
+from kvroute_engine.files.units import Bandwidth
+
+
+def expand(file: ClusterFile) -> ClusterFile:
+    """Return the same cluster without shorthands: fabric as pods, racks and nodes, counts as instances, engines as
+    their data-parallel ranks.
+
+    Raises:
+        InputError: the counts do not fit the nodes (`what` has the numbers).
+    """
+    match file.fabric:
+        case FatTree() as tree:
+            pods, racks, nodes = _fat_tree_lists(tree)
+        case SuperPod() as pod:
+            pods, racks, nodes = _superpod_lists(pod)
+        case None:
+            pods, racks, nodes = file.pods, file.racks, file.nodes
+    instances = file.instances
+    if isinstance(instances, InstanceCounts):
+        instances = _placed(instances, file.defaults, nodes)
+    instances = [rank for entry in instances for rank in rank_entries(entry, file.defaults)]
+    return msgspec.structs.replace(file, fabric=None, pods=pods, racks=racks, nodes=nodes, instances=instances)
+
+
+def written_at(file: ClusterFile) -> tuple[int, ...]:
+    """Return the index in the file of each instance of the expanded file; empty if the file lists none."""
+    if not isinstance(file.instances, list):
+        return ()
+    return tuple(index for index, entry in enumerate(file.instances) for _ in rank_entries(entry, file.defaults))
+
+
+def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProtocol) -> ClusterFile:
+    """Return the expanded cluster with engine endpoints; instances that are not named keep theirs.
+
+    Args:
+        file: a cluster with or without shorthands.
+        addresses: a URL for each engine, in the file's order, or `NAME=URL` for some. Data-parallel ranks have that of
+            their engine.
+        protocol: KV transfer protocol of all these engines.
+
+    Raises:
+        InputError: the numbers of URLs and instances differ, a name is unknown, or an address is given twice.
+    """
+    flat = expand(file)
+    assert isinstance(flat.instances, list)
+    names = list(dict.fromkeys(entry.engine or entry.name for entry in flat.instances))
+    named = [(name, url) for name, equals, url in (each.partition("=") for each in addresses) if _is_name(name, equals)]
+    if named and len(named) < len(addresses):
+        raise InputError("some addresses have a name and others do not", hint="write NAME=URL for all or for none")
+    if addresses and not named and len(addresses) != len(names):
+        what = f"{len(names)} instances but {len(addresses)} address{'' if len(addresses) == 1 else 'es'}"
+        raise InputError(what, hint=f"give one for each, in this order: {', '.join(names)}; or NAME=URL for some")
+    pairs = named or list(zip(names, addresses, strict=False))
+    for name, _ in pairs:
+        if name not in names:
+            raise InputError(f"there is no instance {name!r}", hint=f"its instances are {', '.join(names)}")
+    urls = dict(pairs)
+    if len(urls) < len(pairs) or len({url.rstrip("/") for url in urls.values()}) < len(urls):
+        raise InputError("an instance or an address is given twice", hint="give each instance its own address")
+    instances = [
+        entry
+        if (url := urls.get(entry.engine or entry.name)) is None
+        else msgspec.structs.replace(entry, endpoint=EndpointEntry(url=url.rstrip("/"), protocol=protocol))
+        for entry in flat.instances
+    ]
+    return msgspec.structs.replace(flat, instances=instances)
+
+
+def _is_name(text: str, equals: str) -> bool:
+    return bool(equals) and "://" not in text
+
+
+def numbered(stem: str, count: int) -> list[str]:
+    """Return `stem0`, ... with leading zeros, so that the order of names is the order of numbers."""
+    width = len(str(count - 1))
+    return [f"{stem}{index:0{width}}" for index in range(count)]
+
+
+def fabric_uplinks(nodes: int, nics: Nics, ratio: float = 1.0) -> Uplinks | None:
+    """Return as many uplinks as NICs below, with their capacity (the line rate) divided by `ratio`."""
+    nic = nics.compute
+    if nic is None:
+        return None
+    per_node = 1 if nic.scope == "server" else nic.count
+    bytes_per_s = nic.bytes_per_s * (nic.count / per_node) / ratio
+    return Uplinks(count=min(nodes * per_node, 65_536), bytes_per_s=Bandwidth(bytes_per_s))
+
+
+def _fat_tree_lists(tree: FatTree) -> tuple[list[Pod], list[Rack], list[Node]]:
+    ratio = tree.oversubscription or Oversubscription()
+    rack_uplinks = tree.rack_uplinks or fabric_uplinks(tree.nodes_per_rack, tree.nics, ratio.rack)
+    per_pod = tree.racks_per_pod * tree.nodes_per_rack
+    pod_uplinks = tree.pod_uplinks or fabric_uplinks(per_pod, tree.nics, ratio.pod)
+    pods = [Pod(name=name, uplinks=pod_uplinks) for name in numbered("pod", tree.pods)]
+    rack_names = numbered("rack", tree.pods * tree.racks_per_pod)
+    racks = [
+        Rack(name=name, pod=pods[index // tree.racks_per_pod].name, uplinks=rack_uplinks)
+        for index, name in enumerate(rack_names)
+    ]
+    nodes = [
+        Node(
+            name=name,
+            rack=rack_names[index // tree.nodes_per_rack],
+            gpus=tree.gpus_per_node,
+            nvlink_bytes_per_s=tree.nvlink_bytes_per_s,
+            nics=tree.nics,
+        )
+        for index, name in enumerate(numbered("node", len(racks) * tree.nodes_per_rack))
+    ]
+    return pods, racks, nodes
+
+
+def _superpod_lists(pod: SuperPod) -> tuple[list[Pod], list[Rack], list[Node]]:
+    nics = Nics(
+        compute=Nic(count=pod.gpus_per_node, bytes_per_s=pod.compute_bytes_per_s, efficiency=pod.efficiency),
+        storage=Nic(count=1, bytes_per_s=pod.storage_bytes_per_s, scope="server"),
+    )
+    uplinks = fabric_uplinks(pod.nodes_per_unit, nics, pod.oversubscription)
+    units = [Rack(name=name, pod="spine", uplinks=uplinks) for name in numbered("unit", pod.units)]
+    nodes = [
+        Node(
+            name=name,
+            rack=units[index // pod.nodes_per_unit].name,
+            gpus=pod.gpus_per_node,
+            nvlink_bytes_per_s=pod.nvlink_bytes_per_s,
+            nics=nics,
+        )
+        for index, name in enumerate(numbered("node", pod.units * pod.nodes_per_unit))
+    ]
+    return [Pod(name="spine")], units, nodes
+
+
+def _placed(counts: InstanceCounts, defaults: InstanceDefaults, nodes: Sequence[Node]) -> list[InstanceEntry]:
+    size = (counts.tp or defaults.tp) * (counts.pp or defaults.pp) * (counts.dp or 1)
+    racks: dict[str, list[Node]] = {}
+    for node in nodes:
+        racks.setdefault(node.rack or f"{node.name} alone", []).append(node)
+    by_rack = [list(_slots(members, size)) for members in racks.values()]
+    prefill, decode = _choose_slots(counts, by_rack, size)
+    keys = ("model", "tp", "pp", "dp", "batch_max", "kv_capacity_bytes", "timing", "all_reduce")
+    shared = {key: getattr(counts, key) for key in keys}
+    entries = []
+    roles: tuple[tuple[Role, list[str]], ...] = (("prefill", prefill), ("decode", decode))
+    for role, slots in roles:
+        named = zip(numbered(role, len(slots)), slots, strict=True)
+        entries += [InstanceEntry(name=name, role=role, gpus=gpus, **shared) for name, gpus in named]
+    return entries
+
+
+def _slots(nodes: Sequence[Node], size: int) -> Iterator[str]:
+    """Yield slots for instances of `size` GPUs in one rack: several in a node, or one over whole neighbouring nodes."""
+    pending: list[Node] = []
+    for node in nodes:
+        if size <= node.gpus:
+            yield from (f"{node.name}:{first}-{first + size - 1}" for first in range(0, node.gpus - size + 1, size))
+        elif node.gpus:
+            pending.append(node)
+            if sum(member.gpus for member in pending) >= size:
+                rest = size - sum(member.gpus for member in pending[:-1])
+                parts = [*((member, member.gpus) for member in pending[:-1]), (node, rest)]
+                yield ",".join(f"{member.name}:0-{count - 1}" for member, count in parts)
+                pending = []
+
+
+def _choose_slots(counts: InstanceCounts, by_rack: list[list[str]], size: int) -> tuple[list[str], list[str]]:
+    flat = [slot for rack in by_rack for slot in rack]
+    wanted = counts.prefill + counts.decode
+    if counts.placement == "spread":
+        flat = [slot for level in zip_longest(*by_rack) for slot in level if slot is not None]
+    prefill = flat[: counts.prefill]
+    decode = flat[counts.prefill :]
+    where = ""
+    if counts.placement == "rack":
+        taken = set(prefill)
+        decode = [slot for rack in by_rack if taken.isdisjoint(rack) for slot in rack]
+        where = " outside the prefill racks"
+    if len(prefill) < counts.prefill or len(decode) < counts.decode:
+        what = f"{wanted} instances of {size} GPUs do not fit: the nodes have room for {len(flat)} in total"
+        rest = f", {len(decode)} for decode{where}" if len(prefill) == counts.prefill else ""
+        raise InputError(what + rest, hint="use fewer or smaller instances, add nodes or change `placement`")
+    return prefill, decode[: counts.decode]

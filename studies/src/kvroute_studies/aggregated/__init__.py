@@ -1,0 +1,1 @@
+"""The default policy against pairs only and aggregated serving, on many networks."""

@@ -1,0 +1,1 @@
+"""Instances that follow a day's load against a fixed number of them."""

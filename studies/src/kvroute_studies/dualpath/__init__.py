@@ -1,0 +1,1 @@
+"""DualPath's evaluation."""

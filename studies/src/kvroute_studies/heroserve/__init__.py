@@ -1,0 +1,1 @@
+"""HeroServe's evaluation."""

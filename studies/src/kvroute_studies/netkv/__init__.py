@@ -1,0 +1,1 @@
+"""NetKV's evaluation."""

@@ -1,0 +1,1 @@
+"""foresight against every other policy, cell by cell."""

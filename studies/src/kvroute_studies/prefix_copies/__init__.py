@@ -1,0 +1,1 @@
+"""Copies of cached prefixes ahead of demand, and on demand."""

@@ -1,0 +1,1 @@
+"""PrfaaS's evaluation."""

@@ -1,0 +1,1 @@
+"""What all studies share: cells, their runs and records, findings, pages."""

@@ -1,0 +1,119 @@
+"""Identifies the code behind a result: a digest of the modules that decide and simulate, without comments and layout.
+
+Version numbers are not used: between two releases a policy changes more often than the version.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path
+
+import xxhash
+
+import kvroute
+import kvroute_engine
+import kvroute_studies
+from kvroute.policies import DECODE_POLICIES, FORESIGHT_POLICIES
+from kvroute_studies.shared.heroserve_baselines import BASELINES, RETRY_S
+
+MODULES = (
+    "kvroute/compiled.py",
+    "kvroute/types",
+    "kvroute/llm",
+    "kvroute/topology",
+    "kvroute/flows",
+    "kvroute/timing",
+    "kvroute/oracle",
+    "kvroute/prefix",
+    "kvroute/policies",
+    "kvroute/control",
+    "kvroute/sim",
+    "kvroute/collectives",
+    "kvroute/planner/placement",
+    "kvroute_engine/arrays.py",
+    "kvroute_engine/files",
+    "kvroute_engine/switch",
+    "kvroute_studies/netkv/setup.py",
+    "kvroute_studies/netkv/readings.py",
+    "kvroute_studies/dualpath/setup.py",
+    "kvroute_studies/never_worse/clairvoyant.py",
+    "kvroute_studies/heroserve/run.py",
+    "kvroute_studies/heroserve/serving.py",
+    "kvroute_studies/heroserve/setup.py",
+    "kvroute_studies/heroserve/throughput.py",
+    "kvroute_studies/shared/heroserve_baselines.py",
+)
+"""Folders and files of the packages. Further settings of a family of experiments are in the config of its records."""
+FORESIGHT = (
+    "kvroute/policies/foresight/*",
+    "kvroute/control/alone_offers.py",
+    "kvroute/control/learning/learned_capacity.py",
+    "kvroute/control/pairing.py",
+    "kvroute/control/state/transfer_table.py",
+    "kvroute/control/state/transfer_tracker.py",
+)
+"""Modules without effect on the decisions of other policies than foresight's."""
+PLACEMENT = (
+    "kvroute/collectives/*",
+    "kvroute_engine/switch/*",
+    "kvroute/planner/placement/*",
+    "kvroute_studies/heroserve/*",
+    "kvroute_studies/shared/heroserve_baselines.py",
+)
+"""Modules with an effect on HeroServe's experiments alone."""
+PACKAGES = {
+    package.__name__: Path(str(package.__file__)).parent for package in (kvroute, kvroute_engine, kvroute_studies)
+}
+"""Folder of each package."""
+_PLACED = BASELINES.keys() | RETRY_S.keys()
+_BASELINES = DECODE_POLICIES.keys() - FORESIGHT_POLICIES.keys()
+
+
+@lru_cache(maxsize=256)
+def code_of(policy: str) -> str:
+    """Return the digest of the code behind a cell of that policy, 16 hexadecimal digits; computed once per process."""
+    without = FORESIGHT if policy in _BASELINES else ()
+    return digest(_here(), without if policy in _PLACED else (*without, *PLACEMENT))
+
+
+@lru_cache(maxsize=1)
+def _here() -> dict[str, str]:
+    return meanings(PACKAGES)
+
+
+def meanings(packages: Mapping[str, Path]) -> dict[str, str]:
+    """Return the digest of each module of `MODULES`, by its path from the parent of its package.
+
+    Args:
+        packages: the folder of each package.
+    """
+    found = {}
+    for entry in MODULES:
+        package = packages[entry.partition("/")[0]]
+        place = package.parent / entry
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            text = meaning(path.read_text(encoding="utf-8"))
+            found[path.relative_to(package.parent).as_posix()] = xxhash.xxh64_hexdigest(text.encode())
+    return found
+
+
+def digest(modules: Mapping[str, str], without: Sequence[str] = ()) -> str:
+    """Return one digest of all modules by name and digest, without those that match a pattern."""
+    parts = (f"{name} {of}\n" for name, of in modules.items() if not any(fnmatch(name, each) for each in without))
+    return xxhash.xxh64_hexdigest("".join(parts).encode())
+
+
+def meaning(source: str) -> str:
+    """Return a module's syntax tree as text, without comments, layout and standalone constants (docstrings)."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            body[:] = [each for each in body if not _is_docstring(each)]
+    return ast.dump(tree)
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

@@ -1,0 +1,122 @@
+"""The retry table: what follows from each failure, and that docs/serve.md lists the same cases."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.serve.proxy.retry import (
+    UNAVAILABLE,
+    UPSTREAM,
+    Action,
+    DecodeWithoutPrefill,
+    EndStream,
+    Fail,
+    Ignore,
+    LegFailure,
+    LegKind,
+    PrefillWithoutCopy,
+    Progress,
+    Retry,
+    Step,
+    decide,
+)
+
+SERVE = (Path(__file__).resolve().parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
+KINDS = ("refused", "reset", "timeout", "malformed", "status", "out_of_files", "process_ended")
+
+
+def failure(kind: str = "reset", *, sent: bool = True) -> LegFailure:
+    return LegFailure(kind, "it failed", 502, sent)
+
+
+CASES: dict[str, tuple[Step, LegFailure, Progress, Action]] = {
+    "no file descriptor": ("decode", failure("out_of_files", sent=False), Progress(), Fail(UNAVAILABLE)),
+    "no file descriptor, the KV cache is complete": (
+        "prefill", failure("out_of_files", sent=False), Progress(prefill_done=True), Ignore(),
+    ),
+    "copy leg": ("copy", failure(), Progress(), PrefillWithoutCopy()),
+    "prefill leg": ("prefill", failure(), Progress(), Retry("prefill")),
+    "prefill leg, the KV cache is complete": ("prefill", failure(), Progress(prefill_done=True), Ignore()),
+    "prefill leg, the response has ended": ("prefill", failure(), Progress(over=True), Ignore()),
+    "prefill leg, a decode engine waits": ("prefill", failure(), Progress(decode_waits=True), Retry("prefill")),
+    "prefill leg, a decode engine waits, no other instance can prefill": (
+        "prefill", failure(), Progress(decode_waits=True, other_prefill=False), DecodeWithoutPrefill(),
+    ),
+    "prefill leg, a decode leg is sent and no other one can be": (
+        "prefill", failure(), Progress(decode_waits=True, decode_final=True), Fail(UPSTREAM),
+    ),
+    "write of the KV cache, the prefill engine's process has ended": (
+        "write", failure("process_ended"), Progress(prefill_done=True), Retry("decode", kv_lost=True),
+    ),
+    "write of the KV cache for the rest of a stream": (
+        "write", failure("process_ended"), Progress(prefill_done=True, response_started=True),
+        Retry("decode", kv_lost=True),
+    ),
+    "write of the KV cache, no other decode leg can be sent": (
+        "write", failure("process_ended"), Progress(prefill_done=True, decode_final=True), Ignore(),
+    ),
+    "decode leg, one is sent and no other one can be": (
+        "decode", failure(), Progress(decode_final=True), Fail(UPSTREAM),
+    ),
+    "decode leg, not sent": (
+        "decode", failure("refused", sent=False), Progress(prefill_done=True), Retry("decode"),
+    ),
+    "decode leg, sent": (
+        "decode", failure("timeout"), Progress(prefill_done=True), Retry("decode", kv_lost=True),
+    ),
+    "decode leg, sent, connection reset, the KV cache can be fetched again": (
+        "decode", failure(), Progress(prefill_done=True, kv_refetchable=True), Retry("decode"),
+    ),
+    "decode leg before the KV cache is complete, not sent": (
+        "decode", failure("refused", sent=False), Progress(decode_waits=True), Retry("decode"),
+    ),
+    "decode leg before the KV cache is complete, sent": (
+        "decode", failure("timeout"), Progress(decode_waits=True), Retry("decode", kv_lost=True, abort_prefill=True),
+    ),
+    "decode leg of a protocol with concurrent legs": (
+        "decode", failure("refused", sent=False), Progress(), Retry("decode", abort_prefill=True),
+    ),
+    "decode leg, the response has begun": ("decode", failure(), Progress(response_started=True), EndStream()),
+    "passthrough": ("passthrough", failure(), Progress(), Retry("passthrough")),
+    "passthrough, the response has begun": ("passthrough", failure(), Progress(response_started=True), EndStream()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_case_of_the_table(case: str) -> None:
+    step, failed, progress, action = CASES[case]
+    assert decide(step, failed, progress) == action
+
+
+def test_the_documented_table_is_this_one() -> None:
+    text = SERVE.partition("### What is retried")[2].partition("\n#")[0]
+    rows = dict(re.findall(r"^\| ([^|]+?) \| `(\w+)[^`]*`", text, re.M))
+    assert rows == {case: type(action).__name__ for case, (_, _, _, action) in CASES.items()}
+
+
+@given(
+    step=st.sampled_from((*get_args(LegKind), "write")),
+    kind=st.sampled_from(KINDS),
+    sent=st.booleans(),
+    flags=st.lists(st.booleans(), min_size=len(fields(Progress)), max_size=len(fields(Progress))),
+)
+def test_laws_of_the_table(step: Step, kind: str, sent: bool, flags: list[bool]) -> None:
+    """Nothing is sent again once the client has bytes, unless another engine goes on with the stream, once it has its
+    response, or without a file descriptor; the KV cache is lost only if the engine may have fetched it."""
+    progress = Progress(*flags)
+    action = decide(step, failure(kind, sent=sent), progress)
+    if isinstance(action, Retry):
+        assert not progress.over
+        assert kind != "out_of_files"
+        assert step in ("prefill", "write") or not progress.response_started
+        assert sent or not action.kv_lost
+        assert not (action.abort_prefill and progress.prefill_done)
+        assert action.leg == ("decode" if step == "write" else step)
+        assert step == "passthrough" or not progress.decode_final
