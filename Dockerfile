@@ -11,7 +11,8 @@ RUN python -m venv --without-pip /opt/kvroute \
       --no-cache-dir --only-binary :all: --require-hashes -r requirements/kube.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
-RUN tools/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist . \
+COPY engine engine
+RUN tools/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist ./engine . \
  && tools/bin/pip --python /opt/kvroute/bin/python install --no-cache-dir --no-deps --no-index dist/*.whl
 
 FROM python:3.11-slim-bookworm@sha256:d29f48a31a8b408ed19272ca1e7b10ebae13b240a27e862d3d4217c528e2e0c3

@@ -18,6 +18,8 @@ FUZZ_SEED ?= 0
 # What failed beside the tests of another worker runs once more, alone.
 AGAIN := --last-failed --last-failed-no-failures none
 SOAK_RUNS := 10
+# The members of the workspace are installed from their folders and have no hash.
+NO_MEMBERS := --no-emit-package kvroute-engine --no-emit-package kvroute
 # Of src/kvroute, in percent of its lines and branches; `make coverage` fails below it.
 COVERAGE_MIN := 90
 
@@ -95,14 +97,17 @@ live: $(DEV_STAMP) requirements/live.txt vllm clients  ## tests against real com
 
 # Not in .ci/run, which has no GPU. GPU_PYTHON needs PyTorch for CUDA, pytest and kvroute's dependencies.
 gpu:  ## tests on a machine with a GPU, with GPU_PYTHON
-	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest --noconftest tests/gpu/connector_on_gpu.py tests/gpu/nixl_on_gpu.py tests/gpu/all_reduce_on_gpu.py
+	PYTHONPATH=engine/src:src:. $(GPU_PYTHON) -m pytest --noconftest tests/gpu/connector_on_gpu.py tests/gpu/nixl_on_gpu.py tests/gpu/all_reduce_on_gpu.py
 
 bench: $(DEV_STAMP)  ## every measurement, beside its peer or bound
 	$(BIN)/python -m bench.all
 
 requirements: $(BIN)/uv  ## requirements/*.txt anew, after a change of dependencies in pyproject.toml
+	for set in engine studies; do \
+		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate $(NO_MEMBERS) --all-extras \
+			$$set/pyproject.toml --output-file requirements/$$set.txt; done
 	for set in core: serve:--extra=serve docs:--group=docs,--extra=serve kube:--extra=epp,--extra=kube,--extra=serve dev:--group=dev,--extra=agents,--extra=epp,--extra=kube,--extra=serve,--extra=paper live:--group=dev,--group=live,--extra=agents,--extra=epp,--extra=kube,--extra=serve,--extra=paper,--extra=ray,--extra=store; do \
-		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate pyproject.toml \
+		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate $(NO_MEMBERS) pyproject.toml \
 			$$(echo $${set#*:} | tr , ' ') --output-file requirements/$${set%%:*}.txt; done
 	$(BIN)/uv pip compile --quiet --universal --no-deps --generate-hashes --no-header --no-annotate --python-version 3.11 \
 		requirements/connectors.in --output-file requirements/connectors.txt

@@ -102,7 +102,7 @@ def main() -> None:
     if not PYTHON.exists():
         sys.exit(f"{PYTHON} is missing: run `make vllm`")
     figures: dict[str, list[dict[str, float]]] = {plane: [] for plane in PLANES}
-    variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "UCX_TLS": "tcp,self"}
+    variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'engine/src'}", "UCX_TLS": "tcp,self"}
     for number in range(arguments.rounds):
         for plane in PLANES if number % 2 else reversed(PLANES):
             figures[plane].append(fresh("bench.data_planes", "--plane", plane, python=str(PYTHON), env=variables))

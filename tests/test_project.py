@@ -8,9 +8,11 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
 import yaml
 
 from kvroute import __version__
@@ -139,10 +141,10 @@ def test_issue_forms_have_fields_with_distinct_names_and_parts_that_exist() -> N
         assert any(field.get("validations", {}).get("required") for field in fields)
 
 
-def _imported() -> dict[str, Path]:
-    """Return the top-level name of each import of the package from outside, with a module that has it."""
+def _imported(folder: Path, own: str) -> dict[str, Path]:
+    """Return the top-level name of each import of a package from outside, with a module that has it."""
     found: dict[str, Path] = {}
-    for path in sorted((ROOT / "src/kvroute").rglob("*.py")):
+    for path in sorted((folder / "src" / own).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -150,21 +152,40 @@ def _imported() -> dict[str, Path]:
                 names = [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
             for name in names:
                 found.setdefault(name.partition(".")[0], path)
-    return {name: path for name, path in found.items() if name not in {*sys.stdlib_module_names, "kvroute"}}
+    return {name: path for name, path in found.items() if name not in {*sys.stdlib_module_names, own}}
 
 
-def test_every_imported_package_is_declared() -> None:
+def _named(groups: Iterable[list[str]]) -> set[str]:
+    return {re.split(r"[<>=\[ ;~]", line, maxsplit=1)[0].lower() for group in groups for line in group}
+
+
+@pytest.mark.parametrize(
+    ("folder", "own", "least"),
+    [("engine", "kvroute_engine", 10), (".", "kvroute", 20), ("studies", "kvroute_studies", 5)],
+)
+def test_every_imported_package_is_declared(folder: str, own: str, least: int) -> None:
     """A package that only another one brings along can disappear with that one's next version. Packages that this
     environment lacks are those of vLLM and of extras without tests here; they count by their own name."""
-    groups = [METADATA["dependencies"], *METADATA["optional-dependencies"].values()]
-    declared = {re.split(r"[<>=\[ ;~]", line, maxsplit=1)[0].lower() for group in groups for line in group}
+    metadata = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    declared = _named([metadata["dependencies"], *metadata["optional-dependencies"].values()])
+    engine = tomllib.loads((ROOT / "engine/pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in (line for lines in metadata["optional-dependencies"].values() for line in lines):
+        if match := re.fullmatch(r"kvroute-engine\[(\w+)\]", extra):
+            declared |= _named([engine[match[1]]])
     distributions = packages_distributions()
-    imported = _imported()
-    assert len(imported) > 20
+    imported = _imported(ROOT / folder, own)
+    assert len(imported) >= least
     for name, path in imported.items():
         names = {each.lower().replace("_", "-") for each in distributions.get(name, [name])}
         assert names & (declared | _BESIDE_AN_ENGINE), f"{path.relative_to(ROOT)} imports {name}"
 
 
-_BESIDE_AN_ENGINE = {"nixl", "torch", "vllm"}
+def test_the_members_of_the_workspace_have_one_version() -> None:
+    for folder in ("engine", "studies"):
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        assert project["version"] == METADATA["version"]
+        assert (ROOT / folder / project["readme"]).read_text().startswith("# ")
+
+
+_BESIDE_AN_ENGINE = {"nixl", "torch", "uvloop", "vllm"}
 """Packages of the engine's environment, in which the connector runs."""

@@ -172,7 +172,7 @@ def start_rank(
     on the worker's wire. `log`: where stderr goes; None: a pipe.
     """
     settings.write_text(text.replace("SWITCH", f"{found.switch_address(worker)}:{PORT}"), encoding="utf-8")
-    own = {"KVROUTE_ALL_REDUCE": str(settings), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT / "src")}
+    own = {"KVROUTE_ALL_REDUCE": str(settings), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT / "engine/src")}
     return _popen(found.host(worker), [str(word) for word in command], os.environ | own | dict(environment or {}), log)
 
 

@@ -232,7 +232,7 @@ def test_without_the_extra_the_command_says_how_to_install_it(module: str, comma
     code = f"import sys; sys.modules[{module!r}] = None; from kvroute.cli.app import main; main()"
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
-    assert done.stderr == f"kvroute: {module} is not installed; pip install 'kvroute[agents]'\n"
+    assert done.stderr == f"kvroute: {module} is not installed; pip install 'kvroute-engine[agents]'\n"
 
 
 def test_the_core_of_the_scheduler_needs_no_extra() -> None:

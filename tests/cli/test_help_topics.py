@@ -21,7 +21,7 @@ from kvroute.topology import ClusterFile
 from kvroute_engine.files.units import Bandwidth, Duration, Latency, Size
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
+SOURCES = sorted(path for folder in ("src", "engine/src", "studies/src") for path in (ROOT / folder).rglob("*.py"))
 _INTERNAL = {"KVROUTE_WARNED_OF_KERNEL_CACHE", "KVROUTE_TESTBED"}
 """Variables that kvroute sets for its own child processes."""
 
@@ -167,7 +167,7 @@ def _environment_keys(node: ast.AST) -> list[ast.expr]:
 
 def test_every_fixed_exit_code_is_in_the_list() -> None:
     """Codes above 128 are those of signals."""
-    cli = [path for path in SOURCES if path.parent.name == "cli"]
+    cli = [path for path in SOURCES if {"cli", "command"} & set(path.parts)]
     codes = {int(code) for path in cli for code in re.findall(r"(?:\bExit|sys\.exit)\((\d+)", path.read_text())}
     assert {1, 2, 130} <= codes
     listed = {int(code) for code, _ in topics()["exit-codes"]().rows if code.isdecimal()}

@@ -132,7 +132,7 @@ def test_a_kill_leaves_no_namespaces_or_processes() -> None:
     with network():
         pass
     code = "from bench.wan.network import Network, Wan\nwith Network(Wan(1e7, 0.02)): print('up', flush=True); input()"
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}{os.pathsep}{ROOT / 'engine/src'}"}
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     ) as holder:

@@ -142,7 +142,8 @@ def test_the_glossary_is_in_alphabetical_order() -> None:
 def test_every_rfc_that_the_code_names_is_in_the_references() -> None:
     """The docstrings and pages name them."""
     listed = (ROOT / "docs" / "references.md").read_text()
-    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    code = [path for folder in ("src", "engine/src", "studies/src") for path in (ROOT / folder).rglob("*.py")]
+    sources = [*code, *(ROOT / "docs").rglob("*.md")]
     named = {number for path in sources for number in re.findall(r"RFC (\d{3,5})", path.read_text())}
     assert len(named) > 5
     assert [number for number in sorted(named) if f"[RFC {number}]" not in listed] == []

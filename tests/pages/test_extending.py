@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+SOURCES = ("src", "engine/src", "studies/src")
 BLOCK = re.compile(r'^```(python|diff) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 PROTOCOL = """
@@ -106,7 +107,8 @@ def _edit(path: Path, diff: str) -> None:
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a copy of the sources and all examples of the page."""
     folder = tmp_path_factory.mktemp("extended")
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for sources in SOURCES:
+        shutil.copytree(ROOT / sources, folder / sources, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     shutil.copytree(ROOT / "examples", folder / "examples")
     blocks = BLOCK.findall(PAGE)
     assert len(blocks) > 10
@@ -121,7 +123,8 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _python(folder: Path, *arguments: str) -> str:
     """Run Python with the copy; kernels are not compiled, because that would take a minute in a new folder."""
-    environment = os.environ | {"PYTHONPATH": f"{folder / 'src'}:{ROOT}", "NUMBA_DISABLE_JIT": "1"}
+    environment = os.environ | {"PYTHONPATH": ":".join(map(str, [*(folder / name for name in SOURCES), ROOT]))}
+    environment["NUMBA_DISABLE_JIT"] = "1"
     out = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=environment)
     assert out.returncode == 0, out.stderr
     return out.stdout
@@ -138,7 +141,7 @@ def test_each_example_touches_as_many_files_as_the_table_says() -> None:
     for count, anchor in table:
         files = {name for _, name, _ in BLOCK.findall(by_anchor[anchor])}
         assert len(files) == int(count), (anchor, files)
-        assert all(name.startswith("src/kvroute/") for name in files)
+        assert all(name.startswith(SOURCES) for name in files)
 
 
 def test_a_new_policy_routes_a_simulated_cluster(extended: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvroute.types import InputError
+from kvroute_engine.command.output import check_writable, make_folder, tell, write_whole
+
+__all__ = [
+    "PAPER_WIDTH",
+    "check_writable",
+    "console",
+    "make_folder",
+    "own_command",
+    "print_json",
+    "progress_bar",
+    "remarks",
+    "tell",
+    "thin_table",
+    "write_whole",
+]
 
 PAPER_WIDTH = 200
 """Width in columns if stdout is a file or a pipe; wide, because the reader cannot restore a truncated table."""
@@ -38,12 +52,6 @@ def remarks() -> Console:
     return Console(stderr=True)
 
 
-def tell(sentences: Iterable[str]) -> None:
-    """Print each sentence as a line on stderr."""
-    for sentence in sentences:
-        sys.stderr.write(f"{sentence}\n")
-
-
 def print_json(document: Any) -> None:
     """Print the document and a newline on stdout, nothing else; a NaN is a bug of kvroute."""
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
@@ -59,37 +67,6 @@ def own_command() -> str:
         return "kvroute"
     near = installed.is_relative_to(Path.cwd())
     return shlex.quote(str(installed.relative_to(Path.cwd()) if near else installed))
-
-
-def make_folder(path: Path, where: str) -> None:
-    """Create a folder if needed; raises an InputError that names the option `where` on failure."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"{path} is not a writable folder ({error.strerror})", where=where, hint="give another folder"
-        ) from None
-
-
-def check_writable(path: Path, where: str) -> None:
-    """Raise an InputError that names the option `where` if a file cannot be written there; called before long work."""
-    if path.is_dir() or not (os.access(path if path.exists() else path.parent, os.W_OK)):
-        why = (
-            "it is a folder" if path.is_dir() else "no such folder" if not path.parent.is_dir() else "permission denied"
-        )
-        raise InputError(f"{path} cannot be written ({why})", where=where, hint="give another file")
-
-
-def write_whole(path: Path, text: str, where: str) -> None:
-    """Write a file atomically, because readers may wait for it. An InputError names the option `where`."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written ({error.strerror})", where=where, hint="give another file"
-        ) from None
 
 
 def _plain_progress(title: str) -> Iterator[Callable[[int, int], None]]:

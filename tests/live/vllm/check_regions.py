@@ -10,8 +10,8 @@ from typing import Any
 
 import torch  # type: ignore[import-not-found]
 
-from kvroute.types import InputError
 from kvroute_engine.connector.device import regions_of
+from kvroute_engine.errors import InputError
 
 BLOCKS = 6
 

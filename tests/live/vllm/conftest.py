@@ -306,7 +306,7 @@ def environment() -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "KVROUTE_TEST_TOKEN": "a secret of the tests",
     }
-    return os.environ | quiet | {"PYTHONPATH": str(ROOT / "src")}
+    return os.environ | quiet | {"PYTHONPATH": str(ROOT / "engine/src")}
 
 
 def wait_ready(servers: list[Server]) -> None:

@@ -104,7 +104,7 @@ class StockConnector:
             **self.settings,
         }
         variables = {
-            "PYTHONPATH": f"{ROOT / 'src'}:{HERE}",
+            "PYTHONPATH": f"{ROOT / 'engine/src'}:{HERE}",
             "VLLM_LOG_STATS_INTERVAL": "1",
             **self.variables(ports),
         }

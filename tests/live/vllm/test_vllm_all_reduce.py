@@ -29,7 +29,7 @@ class Generation:
     def __init__(self, folder: Path) -> None:
         self.folder, self.model = folder, make_model(folder)
         _install_plug_in(folder)
-        quiet = {"PYTHONPATH": f"{ROOT / 'src'}:{folder}", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        quiet = {"PYTHONPATH": f"{ROOT / 'engine/src'}:{folder}", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         self.environment = environment() | quiet
         done = subprocess.run(
             self._command(1, MANY_TOKENS), env=self.environment, capture_output=True, text=True, timeout=400

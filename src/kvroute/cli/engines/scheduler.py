@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from kvroute.cli.engines.agents_extra import check_installed, run_until_signal, say
 from kvroute.cli.quantities import DURATION, seconds
 from kvroute.types import InputError
+from kvroute_engine.command.agent import check_installed, run_until_signal, say
 from kvroute_engine.origins import is_loopback
 
 if TYPE_CHECKING:

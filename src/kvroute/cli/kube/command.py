@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ import typer
 
 from kvroute.cli.kube.operator import operator
 from kvroute.cli.kube.options import pool_fields
-from kvroute.cli.output import console, print_json, tell, thin_table
+from kvroute.cli.output import console, print_json, thin_table
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -127,34 +126,9 @@ def run_worker(
 
     Example: [bold]kvroute kube run-worker -- vllm serve my-model[/bold]
     """
-    from kvroute_engine.topology_labels import (
-        MissingTopology,
-        WorkerSettings,
-        engine_environment,
-        wait_for_labels,
-    )
+    from kvroute_engine.command.run_worker import run_worker as run
 
-    if bool(command) == wait:
-        raise InputError("give either a command or --wait", where="kvroute kube run-worker", hint="put it after `--`")
-    settings = WorkerSettings.read(os.environ)
-    try:
-        labels = wait_for_labels(settings)
-    except MissingTopology as missing:
-        tell([f"kvroute: {missing}"])
-        raise typer.Exit(1) from None
-    except OSError as error:
-        raise InputError(str(error), where=str(settings.folder), hint="mount a Downward API volume there") from None
-    if command:
-        _become(command, engine_environment(os.environ, labels))
-
-
-def _become(command: list[str], environment: dict[str, str]) -> None:
-    """Replace this process by the engine, so that it gets the pod's signals itself."""
-    try:
-        os.execvpe(command[0], command, environment)
-    except OSError as error:
-        tell([f"kvroute: {command[0]} cannot be started ({error.strerror}); check the command after `--`"])
-        raise typer.Exit(127) from None
+    raise typer.Exit(run(command or (), wait=wait, name="kvroute kube run-worker"))
 
 
 def _print(report: CheckReport) -> None:
