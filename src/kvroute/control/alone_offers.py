@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
+from kvroute.control.booking import Avoided
 from kvroute.control.state.pool import DecodePool
-from kvroute.control.view import Avoided, ClusterView, PoolKey
+from kvroute.control.view import ClusterView, PoolKey
 from kvroute.policies import AloneCandidates, AloneOffer, PrefillCandidates
 from kvroute.timing import PrefillTime, prefill_each_s, prefill_time, step_base_s
 from kvroute.types import TRAITS, BoolArray, Candidates, FloatArray, IntArray, Request, Role

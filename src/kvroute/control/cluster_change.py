@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvroute.control.dispatcher import Booking, Dispatcher
+from kvroute.control.booking import Booking
+from kvroute.control.dispatcher import Dispatcher
 from kvroute.control.offload.offloader import Offloader
 from kvroute.control.prefix_copies.source import PrefixCopies
+from kvroute.control.reservations import Reservations
 from kvroute.control.settings import ControlSettings
 from kvroute.control.view import ClusterView
 from kvroute.oracle import NetworkOracle
@@ -30,6 +32,7 @@ class Parts:
     view: ClusterView
     offloading: Offloader | None
     prefixes: PrefixCopies
+    reservations: Reservations
     dispatcher: Dispatcher
 
     @classmethod
@@ -41,7 +44,9 @@ class Parts:
         offload = settings.options.offload
         offloading = Offloader(offload, view) if offload else None
         prefixes = PrefixCopies(view, offloading)
-        return cls(cluster, oracle, view, offloading, prefixes, Dispatcher(view, offloading, prefixes))
+        reservations = Reservations(view, offloading, prefixes)
+        dispatcher = Dispatcher(view, offloading, prefixes, reservations)
+        return cls(cluster, oracle, view, offloading, prefixes, reservations, dispatcher)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,7 @@ def carry_over(old: Parts, following: NextCluster, bookings: Mapping[int, Bookin
     after = following.after.tolist()
     for booking in bookings.values():
         if booking.source >= 0 and after[booking.source] < 0:
-            old.dispatcher.end_transfer(booking, at)
+            old.reservations.end_transfer(booking, at)
     new = following.parts
     moved = new.view.take_over(old.view, following.before)
     prefill = {name: positions.tolist() for name, positions in moved.prefill.items()}

@@ -8,14 +8,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from kvroute.control.booking import NOTHING_AVOIDED, Booking
 from kvroute.control.cluster_change import GONE, NextCluster, Parts, carry_over, next_cluster, refuse_in_use
-from kvroute.control.dispatcher import Booking
 from kvroute.control.forecast import Backlog
 from kvroute.control.peers import Peers
 from kvroute.control.scaling.scaler import Scaling
 from kvroute.control.settings import ControlSettings
 from kvroute.control.state.caches import Caches
-from kvroute.control.view import NOTHING_AVOIDED, Load
+from kvroute.control.view import Load
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import TierLearned
 from kvroute.prefix import PrefixIndex
@@ -96,6 +96,7 @@ class Control:
     def _adopt(self, parts: Parts) -> None:
         self._parts, self._cluster, self._view = parts, parts.cluster, parts.view
         self._prefixes, self._dispatcher, self.oracle = parts.prefixes, parts.dispatcher, parts.oracle
+        self._reservations = parts.reservations
         self.offloading = parts.offloading
         """Sites, thresholds and traffic, if prefills may be offloaded to another datacenter; read by displays."""
 
@@ -168,20 +169,7 @@ class Control:
         booking = self._bookings.get(request_id)
         if booking is None:
             return PeerBooking(request_id)
-        instances, decodes = self._cluster.instances, booking.pool is not None and booking.position >= 0
-        sends, alone = booking.in_transfer and booking.source >= 0, booking.prompt_s > 0.0
-        prefills, prefill_s = booking.prefill >= 0 or alone, booking.prompt_s if alone else booking.prefill_s
-        return PeerBooking(
-            request_id,
-            prefill=instances[booking.source].name if prefills else "",
-            prefill_s=prefill_s if prefills else 0.0,
-            target=instances[booking.target].name if decodes else "",
-            need_bytes=booking.need_bytes if decodes else 0.0,
-            admitted=decodes and booking.admitted,
-            source=instances[booking.source].name if decodes and sends else "",
-            kv_bytes=booking.kv_bytes if decodes and sends else 0.0,
-            session=booking.request.session if self._view.sessions.bonus_s else 0,
-        )
+        return booking.for_peers(self._cluster.instances, sessions=bool(self._view.sessions.bonus_s))
 
     def prefilling(self, request_id: int) -> bool:
         """Whether the prefill of a request is in progress on an instance."""
@@ -297,7 +285,7 @@ class Control:
             else self._dispatcher.route(booking, at)
         )
         if isinstance(decisions[-1], Reject):
-            self._dispatcher.release_prefill(booking, at)
+            self._reservations.release_prefill(booking, at)
             self._bookings.pop(booking.request.id, None)
             return (_restricted(decisions[-1], booking),)
         self._bookings[booking.request.id] = booking
@@ -307,14 +295,14 @@ class Control:
         booking = self._booking(event.request_id)
         if booking.prefill < 0:
             raise InputError(f"prefill of request {event.request_id} has already finished", hint=_ONCE)
-        self._dispatcher.end_prefill(booking, event.at)
+        self._reservations.end_prefill(booking, event.at)
         planned = self._dispatcher.take_planned(booking, event.at, event.kept_tokens)
         if planned is not None:
             return (planned,)
         if booking.position < 0:
             return (self._decode(booking, event.at),)
         if booking.source != booking.target and not booking.early:
-            self._dispatcher.start_transfer(booking, event.at)
+            self._reservations.start_transfer(booking, event.at)
         return ()
 
     def _prefill_failed(self, event: PrefillFailed) -> tuple[Decision, ...]:
@@ -331,12 +319,12 @@ class Control:
             return self._again(booking, booking.target, event.at)
         alone = booking.source == booking.target
         joint = booking.joint or self._cluster.instances[booking.source].traits.concurrent_legs
-        if event.kv_lost and self._dispatcher.is_offloaded(booking):
+        if event.kv_lost and self._reservations.is_offloaded(booking):
             booking.at_home = True  # the WAN path failed, neither of the two instances
             return self._again(booking, None, event.at)
         if event.kv_lost or alone or joint:
             return self._again(booking, booking.target, event.at)
-        self._dispatcher.release_decode(booking, event.at)
+        self._reservations.release_decode(booking, event.at)
         booking.exclude(booking.target)
         return (self._decode(booking, event.at),)
 
@@ -362,8 +350,8 @@ class Control:
 
     def _again(self, booking: Booking, failed: int | None, at: float) -> tuple[Decision, ...]:
         """Restart the request from the beginning without the instance that failed."""
-        self._dispatcher.release_prefill(booking, at)
-        self._dispatcher.release_decode(booking, at)
+        self._reservations.release_prefill(booking, at)
+        self._reservations.release_decode(booking, at)
         booking.early = False
         if failed is not None:
             booking.exclude(failed)
@@ -375,7 +363,7 @@ class Control:
             return ()  # the transfer has ended with its source, as far as this core knows
         if not booking.in_transfer:
             raise InputError(f"request {event.request_id} has no transfer in progress", hint=_ONCE)
-        self._dispatcher.end_transfer(booking, event.at, landed=True)
+        self._reservations.end_transfer(booking, event.at, landed=True)
         if event.free_kv_bytes is not None and booking.pool is not None:
             booking.pool.free_kv_bytes[booking.position] = event.free_kv_bytes
         return ()
@@ -386,15 +374,15 @@ class Control:
             raise InputError(f"request {event.request_id} does not wait for a decode slot", hint=_ONCE)
         booking.pool.admit(booking.position)
         booking.admitted = True
-        self._dispatcher.release_prompt(booking, event.at)
+        self._reservations.release_prompt(booking, event.at)
         return ()
 
     def _finished(self, event: Finished) -> tuple[Decision, ...]:
         booking = self._booking(event.request_id)
         del self._bookings[event.request_id]
-        self._dispatcher.release_prefill(booking, event.at)
+        self._reservations.release_prefill(booking, event.at)
         pool, position = booking.pool, booking.position
-        self._dispatcher.release_decode(booking, event.at)
+        self._reservations.release_decode(booking, event.at)
         if event.output_tokens:
             if self.offloading is not None:
                 self.offloading.answered(event.at, event.output_tokens)

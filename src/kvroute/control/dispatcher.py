@@ -1,34 +1,30 @@
-"""Booking and release of resources for each decision on a request; chooses by the view and does not handle events."""
+"""Sends requests to instances: the choice of each leg, its booking and the decision about it. It handles no events."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from kvroute.control.booking import Booking
+from kvroute.control.decode_choice import DecodeChoice, DecodePick
 from kvroute.control.forecast import Forecast, Forecaster
 from kvroute.control.kv_loads import KvLoads
 from kvroute.control.offload.offloader import Offloader
 from kvroute.control.pairing import AlonePick, Pairing
 from kvroute.control.prefix_copies.source import PrefixCopies
+from kvroute.control.reservations import Reservations
 from kvroute.control.shadow_policy import ShadowPolicy
-from kvroute.control.state.datacenters import Egress
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.state.storage_reads import ReadRange, StorageReads
-from kvroute.control.view import NOTHING_AVOIDED, Avoided, ClusterView, DecodePick, PoolKey
+from kvroute.control.view import ClusterView, PoolKey
 from kvroute.policies import PrefillCandidates
 from kvroute.types import (
-    CROSS_DATACENTER,
     Candidates,
     Choice,
     Decision,
     Decode,
-    Instance,
     Prefill,
     Reject,
-    Request,
     Shadowed,
     Terms,
 )
@@ -37,81 +33,20 @@ _JOINT_WIDTH = 4
 """Number of prefill instances whose decode instances are priced when both legs are chosen at once."""
 
 
-@dataclass(slots=True)
-class Booking:
-    """What is booked for a request and must be released when it leaves."""
-
-    request: Request
-    model: str
-    prefill: int = -1
-    """Position in the prefill pool, -1 once prefill is over."""
-    prefill_s: float = 0.0
-    """Prefill time booked there."""
-    wait_s: float = 0.0
-    """Predicted wait for the start of the prefill of a pair."""
-    transfer_s: float = 0.0
-    """Transfer time predicted at arrival; 0: none was predicted."""
-    began_s: float = 0.0
-    """Time at which the prefill was booked, and then at which the transfer started."""
-    source: int = -1
-    target: int = -1
-    """`source` and `target` are indices in the cluster."""
-    pool: DecodePool | None = None
-    position: int = -1
-    """Position in the decode pool, -1 before the decision."""
-    need_bytes: float = 0.0
-    prompt_s: float = 0.0
-    """Time of the prompt that is booked on the decode instance, which computes it itself; 0: nothing is booked."""
-    in_transfer: bool = False
-    admitted: bool = False
-    kv_bytes: float = 0.0
-    """KV bytes that cross the network for the request."""
-    copy_id: int = 0
-    """Number of the copy that brings a cached prefix to the prefill instance; 0: there is none."""
-    early: bool = False
-    """True if its KV cache is sent layer by layer while the prefill runs."""
-    read_id: int = 0
-    """Id of the read from the store; 0: there is none."""
-    decode_read_at: int = 0
-    """Position of the first token that the decode node reads."""
-    planned: Decode | None = None
-    """Decode decision that was made on arrival, because the read path depends on it, and is due after the prefill."""
-    at_home: bool = False
-    """True if the transfer from another datacenter failed: the request is not offloaded again."""
-    joint: bool = False
-    """True if both legs must be chosen on arrival."""
-    only: tuple[str, ...] | None = None
-    """Names of the instances that may serve it; None: all."""
-    avoid: Avoided = NOTHING_AVOIDED
-    """Instances that have failed this request or must not serve it."""
-    ttft_max_s: float | None = None
-    """See `Arrived`; None once the request is placed."""
-    ttft_s: float | None = None
-    """Predicted time to the first token; None: not predicted."""
-
-    def exclude(self, index: int) -> None:
-        """Record that this instance has failed the request."""
-        failed = [each for each in self.avoid.failed if each != index]
-        self.avoid = self.avoid._replace(failed=[*failed, index])
-
-    def bar_others(self, instances: Sequence[Instance]) -> None:
-        """Exclude the instances of the cluster that are not in `only`."""
-        if self.only is not None:
-            others = [index for index, instance in enumerate(instances) if instance.name not in self.only]
-            self.avoid = self.avoid._replace(barred=others)
-
-
 class Dispatcher:
     """Sends requests to instances of a view. The caller stores the bookings and reports when their steps are over."""
 
-    def __init__(self, view: ClusterView, offloader: Offloader | None, prefixes: PrefixCopies) -> None:
+    def __init__(
+        self, view: ClusterView, offloader: Offloader | None, prefixes: PrefixCopies, reservations: Reservations
+    ) -> None:
         self._view, self._offloader, self._prefixes = view, offloader, prefixes
+        self._reservations, self._decodes = reservations, DecodeChoice(view)
         self.pairing = Pairing(view)
         self._loads = KvLoads(view)
         self.forecaster = Forecaster(view)
         """Predicts times to the first token; it books nothing."""
         shadow = view.settings.shadow_policy
-        self._shadow = ShadowPolicy(view, shadow) if shadow is not None else None
+        self._shadow = ShadowPolicy(self._decodes, shadow) if shadow is not None else None
 
     def route(self, booking: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the prefill, and the decode if both legs start at once or on one instance; or only the decode, on an
@@ -142,14 +77,9 @@ class Dispatcher:
             forecast = self.forecaster.pair(candidates, choice.index, partner, early=early)
             if (late := self._foreseen(booking, forecast)) is not None:
                 return (late,)
-        pool.decisions += 1
         index = int(pool.ids[choice.index])
-        booking.prefill, booking.source = choice.index, index
-        booking.prefill_s = float(candidates.prefill_s[choice.index])
         booking.wait_s, booking.began_s = float(candidates.pending_s[choice.index]), at
-        pool.book(choice.index, at, booking.prefill_s)
-        if pool.slow_start.started:
-            pool.slow_start.booked(choice.index, at, int(pool.up.sum()))
+        self._reservations.book_prefill(booking, at, choice.index, float(candidates.prefill_s[choice.index]))
         terms = choice.terms
         if adapter_s is not None and len(terms.names) == len(adapter_s):
             terms = msgspec.structs.replace(terms, parts=terms.parts | {"adapter_s": adapter_s})
@@ -282,11 +212,11 @@ class Dispatcher:
         if instance.role == "both" or not (instance.traits.concurrent_legs or booking.joint or early):
             return None
         key = (booking.model, instance.protocol)
-        return self._view.choose_decode(booking.request, key, index, at, booking.avoid)
+        return self._decodes.choose(booking.request, key, index, at, booking.avoid)
 
     def place_single(self, booking: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the one instance for a request of one leg, or return a Reject."""
-        found = self._view.choose_alone(booking.request, booking.model, at, booking.avoid)
+        found = self._decodes.choose_aggregated(booking.request, booking.model, at, booking.avoid)
         if isinstance(found, Reject):
             return (found,)
         key, pick = found
@@ -316,24 +246,14 @@ class Dispatcher:
         booking.source = index
         if not alone.stays:
             decode = self._book(booking, at, pool, choice.index, candidates, tier, terms)
-            self._book_prompt(booking, at, alone.prompt_s)
+            self._reservations.book_prompt(booking, at, alone.prompt_s)
             return (_with_forecast(decode, booking),)
-        prefill = self._view.prefill[booking.model]
-        prefill.decisions += 1
-        booking.prefill, booking.prefill_s = prefill.position[index], alone.prompt_s
-        prefill.book(booking.prefill, at, alone.prompt_s)
-        if prefill.slow_start.started:
-            prefill.slow_start.booked(booking.prefill, at, int(prefill.up.sum()))
+        position = self._view.prefill[booking.model].position[index]
+        self._reservations.book_prefill(booking, at, position, alone.prompt_s)
         self._view.sessions.served(booking.request.session, "prefill", pool.names[choice.index])
         hit_tokens = int(candidates.hit_tokens[choice.index])
         decision = Prefill(booking.request.id, pool.names[choice.index], hit_tokens, terms, ttft_s=booking.ttft_s)
         return decision, self._book(booking, at, pool, choice.index, candidates, tier, None)
-
-    def _book_prompt(self, booking: Booking, at: float, prompt_s: float) -> None:
-        """Book a prompt on the decode instance of the request, unless it takes no time."""
-        if prompt_s and booking.pool is not None:
-            booking.prompt_s = prompt_s
-            booking.pool.book_prompt(booking.position, at, prompt_s)
 
     def _stay(self, booking: Booking, at: float, key: PoolKey, index: int) -> Decode:
         """Decode on the prefill instance."""
@@ -363,22 +283,13 @@ class Dispatcher:
         terms: Terms | None,
         shadow: Shadowed | None = None,
     ) -> Decode:
-        pool.decisions += 1
-        booking.pool, booking.position, booking.target = pool, position, int(pool.ids[position])
-        reserve_bytes = self._view.options.reserve_bytes
-        booking.need_bytes = float(candidates.need_bytes[position]) - reserve_bytes
-        booking.kv_bytes = float(candidates.kv_bytes[position])
-        pool.book(position, booking.need_bytes)
+        self._reservations.book_decode(booking, at, pool, position, candidates)
         if booking.request.adapter:
             self._view.adapters.used(pool.names[position], booking.request.adapter)
         self._view.sessions.served(booking.request.session, "decode", pool.names[position])
-        if pool.slow_start.started:
-            pool.slow_start.booked(position, at, int(pool.up.sum()))
         if self._offloader is not None:
             hit_tokens = int(candidates.hit_tokens[position])
             self._offloader.decodes(at, position, booking.request, hit_tokens, tier)
-        if (booking.prefill < 0 or booking.early) and booking.source != booking.target:
-            self.start_transfer(booking, at)
         return Decode(
             request_id=booking.request.id,
             source=self._view.cluster.instances[booking.source].name,
@@ -391,104 +302,34 @@ class Dispatcher:
             shadow=shadow,
         )
 
-    def is_offloaded(self, booking: Booking) -> bool:
-        """Whether the prefill and the decode are in different datacenters."""
-        return self._egress(booking) is not None
-
     def choose_decode(self, booking: Booking, at: float) -> Decision:
         """Choose the decode instance for a request whose prefill is complete on its source, or return a Reject."""
         request, instance = booking.request, self._view.cluster.instances[booking.source]
         key = (booking.model, instance.protocol)
-        pick = self._view.choose_decode(request, key, booking.source, at, booking.avoid)
+        pick = self._decodes.choose(request, key, booking.source, at, booking.avoid)
         return pick if isinstance(pick, Reject) else self._go(booking, at, pick)
-
-    def start_transfer(self, booking: Booking, at: float) -> None:
-        """Record that the KV cache leaves its source. Does nothing if the transfer has already started."""
-        if booking.in_transfer:
-            return
-        booking.in_transfer, booking.began_s = True, at
-        if booking.early:
-            booking.transfer_s = 0.0  # it lasts as long as the prefill, which was not predicted
-        self._view.prefill[booking.model].transfers.begin(at, booking.transfer_s)
-        self.transfer_started(at, booking.request.id, booking.source, booking.target, booking.kv_bytes)
-
-    def end_transfer(self, booking: Booking, at: float, *, landed: bool = False) -> None:
-        """Record that the transfer is complete (`landed`) or has failed. Does nothing if none is in progress."""
-        if booking.in_transfer:
-            booking.in_transfer = False
-            transfers = self._view.prefill[booking.model].transfers
-            if landed:
-                transfers.end(at, booking.began_s, booking.transfer_s)
-            else:
-                transfers.drop(booking.began_s, booking.transfer_s)
-            booking.transfer_s = 0.0
-            self.transfer_ended(at, booking.request.id, booking.source, booking.target, landed=landed)
-
-    def transfer_started(self, at: float, number: int, source: int, target: int, kv_bytes: float) -> None:
-        """Count a transfer. Args: `number`: identifies it; `source` and `target`: indices in the cluster."""
-        self._view.oracle.transfer_started(source, target)
-        for state in self._view.states.all:
-            state.started(at, number, source, target, kv_bytes)
-        egress = self._egress_between(source, target)
-        if egress is not None:
-            egress.started(number, kv_bytes)
-
-    def transfer_ended(self, at: float, number: int, source: int, target: int, *, landed: bool) -> None:
-        """Count the end of a transfer that was started. Args: see `transfer_started`."""
-        self._view.oracle.transfer_finished(source, target)
-        for state in self._view.states.all:
-            state.finished(at, number, landed=landed)
-        egress = self._egress_between(source, target)
-        if egress is not None:
-            egress.ended(at, number, landed=landed)
-
-    def _egress(self, booking: Booking) -> Egress | None:
-        """The link between datacenters that the KV cache takes, or None."""
-        return self._egress_between(booking.source, booking.target)
-
-    def _egress_between(self, source: int, target: int) -> Egress | None:
-        if self._offloader is None or self._view.cluster.tier[source, target] < CROSS_DATACENTER:
-            return None
-        return self._offloader.egress.get(self._offloader.site_of(source))
-
-    def end_copy(self, booking: Booking, at: float) -> None:
-        """End the copy of a cached prefix that the request waits for. Does nothing if there is none."""
-        if booking.copy_id:
-            self._prefixes.ended(at, booking.copy_id, landed=False)
-            booking.copy_id = 0
 
     def move(self, booking: Booking, pool: DecodePool, position: int, at: float) -> Decode:
         """Book the decode on another instance, which serves it already. The transfer starts again."""
         admitted, request, prompt_s = booking.admitted, booking.request, booking.prompt_s
-        self.release_decode(booking, at)
+        self._reservations.release_decode(booking, at)
         hit_tokens = self._view.caches.hit_tokens(request, pool.ids, request.input_tokens)
         model, options = self._view.models[booking.model], self._view.options
         candidates = pool.candidates(request, model, hit_tokens, options.reserve_bytes, None)
         index = int(pool.ids[position])
         if booking.source == booking.target:
-            self._move_prefill(booking, index, at)
+            self._reservations.move_prefill(booking, index, at)
             booking.source = index
         if booking.source == index:
             candidates.kv_bytes[:] = 0.0
         tier = int(self._view.cluster.tier[booking.source, index])
         decode = self._book(booking, at, pool, position, candidates, tier, None)
-        self._book_prompt(booking, at, prompt_s)
+        self._reservations.book_prompt(booking, at, prompt_s)
         if admitted:
-            self.end_transfer(booking, at, landed=True)
+            self._reservations.end_transfer(booking, at, landed=True)
             pool.admit(position)
             booking.admitted = True
         return decode
-
-    def _move_prefill(self, booking: Booking, index: int, at: float) -> None:
-        """Book the unfinished prefill of a request that one instance serves on another one, if that prefills."""
-        if booking.prefill < 0:
-            return
-        pool, prefill_s = self._view.prefill[booking.model], booking.prefill_s
-        self.release_prefill(booking, at)
-        position = pool.position.get(index, -1)
-        if position >= 0:
-            pool.book(position, at, prefill_s)
-            booking.prefill = position
 
     def take_planned(self, booking: Booking, at: float, kept_tokens: int) -> Decode | None:
         """Return the decode decision that was made on arrival, and start its transfer. Only the KV that the instance
@@ -504,61 +345,15 @@ class Dispatcher:
         if planned is None or booking.pool is None:
             return None
         if not booking.pool.up[booking.position]:
-            self.release_decode(booking, at)
+            self._reservations.release_decode(booking, at)
             return None
         request, ids = booking.request, booking.pool.ids[booking.position : booking.position + 1]
         hit_tokens = int(self._view.caches.hit_tokens(request, ids, request.input_tokens)[0])
         model, kept_end = self._view.models[booking.model], booking.decode_read_at + kept_tokens
         kept_bytes = model.kv_bytes(kept_end) - model.kv_bytes(min(max(booking.decode_read_at, hit_tokens), kept_end))
         booking.kv_bytes = float(model.kv_bytes(request.input_tokens, hit_tokens) - kept_bytes)
-        self.start_transfer(booking, at)
+        self._reservations.start_transfer(booking, at)
         return msgspec.structs.replace(planned, hit_tokens=hit_tokens, kv_bytes=booking.kv_bytes)
-
-    def end_read(self, booking: Booking) -> None:
-        """End the read from the store that the request waits for. Does nothing if there is none."""
-        if booking.read_id and self._view.reads is not None:
-            self._view.reads.end(booking.read_id)
-            booking.read_id = 0
-
-    def end_prefill(self, booking: Booking, at: float) -> None:
-        """Release a prefill that has finished, and learn how long it waited, unless a copy or a read delayed it."""
-        pool = self._view.prefill[booking.model]
-        if not (booking.copy_id or booking.read_id):
-            pool.waits.learn(at - booking.began_s - booking.prefill_s, booking.wait_s)
-        pool.release(booking.prefill, at)
-        booking.prefill, booking.wait_s = -1, 0.0
-        self.end_copy(booking, at)
-        self.end_read(booking)
-
-    def release_prefill(self, booking: Booking, at: float) -> None:
-        """Release a prefill that has not finished."""
-        self.end_copy(booking, at)
-        self.end_read(booking)
-        if booking.prefill >= 0:
-            self._view.prefill[booking.model].release(booking.prefill, at, booking.prefill_s)
-            booking.prefill = -1
-
-    def release_prompt(self, booking: Booking, at: float, unfinished_s: float = 0.0) -> None:
-        """Release the prompt that a decode instance computes itself. Does nothing if there is none.
-
-        Args:
-            booking: the request.
-            at: time in seconds.
-            unfinished_s: the part of its time that is not computed.
-        """
-        if booking.prompt_s and booking.pool is not None:
-            booking.pool.release_prompt(booking.position, at, unfinished_s)
-            booking.prompt_s = 0.0
-
-    def release_decode(self, booking: Booking, at: float) -> None:
-        """Release the slot and the memory on the decode instance."""
-        if booking.pool is None or booking.position < 0:
-            return
-        self.end_transfer(booking, at)
-        self.release_prompt(booking, at, booking.prompt_s)
-        booking.planned = None
-        booking.pool.release(booking.position, booking.need_bytes, admitted=booking.admitted)
-        booking.position, booking.admitted = -1, False
 
 
 def _with_forecast(decode: Decode, booking: Booking) -> Decode:

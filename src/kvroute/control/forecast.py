@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvroute.control.decode_choice import DecodePick
 from kvroute.control.pairing import AlonePick
-from kvroute.control.view import ClusterView, DecodePick, PoolKey
+from kvroute.control.view import ClusterView, PoolKey
 from kvroute.policies import PrefillCandidates, queue_and_decode_s
 from kvroute.timing import prefill_each_s, prefill_time
 from kvroute.types import Reject, Request

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import msgspec
 
 from kvroute.control.alone_offers import AloneOffers
+from kvroute.control.booking import Avoided
+from kvroute.control.decode_choice import DecodePick
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.state.transfer_tracker import TransferTracker
-from kvroute.control.view import Avoided, ClusterView, DecodePick
+from kvroute.control.view import ClusterView
 from kvroute.policies import Alone, AloneOffer, JointPath, PairingPolicy, PairPolicy, PrefillCandidates
 from kvroute.types import SAME_NODE, Candidates, Choice, Reject, Request, Terms
 

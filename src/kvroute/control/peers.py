@@ -237,20 +237,20 @@ class Peers:
         return found
 
     def _move_transfer(self, at: float, placed: _Placed, new: PeerBooking) -> None:
-        old, dispatcher = placed.booking, self._parts.dispatcher
+        old, reservations = placed.booking, self._parts.reservations
         same = (old.source, old.target, old.kv_bytes) == (new.source, new.target, new.kv_bytes)
         if placed.transfer is not None and not (same and new.source):
             # The transfer has arrived if the request stays on its decode instance without it.
             landed = not new.source and new.target == old.target
             number, source, target = placed.transfer
-            dispatcher.transfer_ended(at, number, source, target, landed=landed)
+            reservations.transfer_ended(at, number, source, target, landed=landed)
             placed.transfer = None
         if placed.transfer is None and new.source and new.target:
             source_index, target_index = _index(self._parts, new.source), _index(self._parts, new.target)
             if source_index is not None and target_index is not None:
                 placed.transfer = next(self._numbers), source_index, target_index
                 kv_bytes = self._held_bytes(new.target, new.kv_bytes)
-                dispatcher.transfer_started(at, *placed.transfer, kv_bytes)
+                reservations.transfer_started(at, *placed.transfer, kv_bytes)
 
     def _book_prefill(self, at: float, booking: PeerBooking) -> tuple[PrefillPool, int] | None:
         index = _index(self._parts, booking.prefill)

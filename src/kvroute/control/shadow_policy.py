@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvroute.control.view import ClusterView, DecodePick, PoolKey
+from kvroute.control.decode_choice import DecodeChoice, DecodePick
+from kvroute.control.view import PoolKey
 from kvroute.policies import DecodePolicy
 from kvroute.types import Choice, Decode, Reject, Request, Shadowed, Terms
 
@@ -15,12 +16,12 @@ from kvroute.types import Choice, Decode, Reject, Request, Shadowed, Terms
 class ShadowPolicy:
     """Evaluates the shadow policy for every decode decision of the acting policy."""
 
-    def __init__(self, view: ClusterView, policy: DecodePolicy) -> None:
-        self._view, self._policy = view, policy
+    def __init__(self, choice: DecodeChoice, policy: DecodePolicy) -> None:
+        self._choice, self._policy = choice, policy
 
     def evaluate(self, request: Request, key: PoolKey, source: int, pick: DecodePick, at: float) -> Shadowed:
         """Return the shadow policy's choice at the moment of `pick`. Call it before that choice is booked."""
-        choice = self._view.decode_choice(self._policy, request, key, source, pick.candidates, at, pick.usable)
+        choice = self._choice.by_policy(self._policy, request, key, source, pick.candidates, at, pick.usable)
         if isinstance(choice, Reject):
             return Shadowed("")
         acting = pick.choice

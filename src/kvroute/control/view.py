@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import msgspec
 import numpy as np
 
 from kvroute import llm
+from kvroute.control.booking import Avoided
 from kvroute.control.settings import ControlSettings
 from kvroute.control.state.adapters import LoadedAdapters
 from kvroute.control.state.caches import Caches
@@ -18,27 +18,17 @@ from kvroute.control.state.pool import DecodePool, PrefillPool
 from kvroute.control.state.sessions import Sessions
 from kvroute.control.state.storage_reads import StorageReads
 from kvroute.llm import Model
-from kvroute.oracle import NetworkOracle, at_home
-from kvroute.policies import (
-    DecodePolicy,
-    PrefillCandidates,
-    constrain,
-    preferred,
-    prefill_mask,
-)
+from kvroute.oracle import NetworkOracle
+from kvroute.policies import PrefillCandidates, preferred, prefill_mask
 from kvroute.timing import prefill_time
 from kvroute.topology import Cluster
 from kvroute.types import (
-    SAME_NODE,
-    TRAITS,
     BoolArray,
-    Candidates,
     Choice,
     FloatArray,
     InstanceMeasured,
     IntArray,
     KvProtocol,
-    NetworkCosts,
     Reject,
     Request,
     Role,
@@ -60,43 +50,12 @@ class Load:
     """Reads in the storage queue of its node, in seconds; None: the cluster has no store."""
 
 
-class DecodePick(msgspec.Struct, frozen=True, gc=False):
-    """A chosen decode instance, and the candidates it was chosen from."""
-
-    choice: Choice
-    candidates: Candidates
-    tier: int
-    usable: BoolArray | None = None
-    """Instances that were up and not to be avoided; None: all."""
-
-
 class Moved(NamedTuple):
     """Position of each earlier pool member in the pools of the next cluster; -1: it has left."""
 
     prefill: dict[str, IntArray]
     decode: dict[PoolKey, IntArray]
     stays: dict[PoolKey, IntArray]
-
-
-class Avoided(NamedTuple):
-    """Indices of the instances that a request should not or must not use."""
-
-    failed: Sequence[int] = ()
-    """They have failed the request, the latest last."""
-    barred: Sequence[int] = ()
-    """They must not serve it (`Arrived.only`)."""
-
-    def __bool__(self) -> bool:
-        return bool(self.failed or self.barred)
-
-    def rounds(self) -> Iterator[Sequence[int]]:
-        """Instances to exclude in each round: all, then all but the one that failed first, and so on; those that must
-        not serve it in each. An instance that is dead but not detected as down has no load, so it would otherwise be
-        chosen again and again."""
-        return ([*self.failed[first:], *self.barred] for first in range(len(self.failed) + 1))
-
-
-NOTHING_AVOIDED = Avoided()
 
 
 class ClusterView:
@@ -337,175 +296,9 @@ class ClusterView:
             return Reject(request.id, f"no {who if len(pool.ids) else 'prefill instance exists'}")
         return self.settings.prefill_policy.choose(request, candidates, pool.decisions)
 
-    def choose_decode(
-        self, request: Request, key: PoolKey, source: int, at: float, avoid: Avoided
-    ) -> DecodePick | Reject:
-        """Choose the decode instance for a request whose KV is (or will be) on instance `source`."""
-        pool = self.decode[key]
-        usable = None if pool.open and not avoid else self._usable(pool, source, avoid)
-        if usable is not None and not usable.any():
-            return Reject(request.id, "no decode instance is up")
-        hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
-        reserve_bytes = self.options.reserve_bytes
-        refused: Reject | None = None
-        outside: DecodePick | None = None
-        for mask in self._slowly(pool, usable, at) if pool.slow_start.started else (usable,):
-            candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, mask)
-            candidates = pool.with_prompts(candidates, at)
-            if mask is not usable and not (candidates.need_bytes <= candidates.free_kv_bytes).any():
-                continue
-            choice = self.decode_choice(self.settings.decode_policy, request, key, source, candidates, at, mask)
-            if isinstance(choice, Reject):
-                refused = choice
-                continue
-            tier = int(self.cluster.tier[source, pool.ids[choice.index]])
-            pick = DecodePick(choice, candidates, tier, mask)
-            if not self._falls_back(tier):
-                return pick
-            outside = outside or pick
-        if outside is not None:
-            return outside
-        assert refused is not None
-        return refused
-
-    def _falls_back(self, tier: int) -> bool:
-        """Whether a transfer of this tier leaves the domain under `fallback`: slow start is no reason for that."""
-        constraint = self.settings.constraint
-        return (
-            constraint is not None
-            and (constraint.enforcement, constraint.weight) == ("preferred", None)
-            and tier > constraint.tier_max
-        )
-
-    def _slowly(self, pool: DecodePool, usable: BoolArray | None, at: float) -> tuple[BoolArray | None, ...]:
-        """The masks to try in order: usable instances without those that slow start excludes, then all usable
-        instances. Slow start therefore never causes a rejection."""
-        if not pool.slow_start.started:
-            return (usable,)
-        rest = pool.slow_start.without_limited(pool.up & pool.partner if usable is None else usable, pool.sites, at)
-        return (usable,) if rest is None else (rest, usable)
-
-    def decode_choice(
-        self,
-        policy: DecodePolicy,
-        request: Request,
-        key: PoolKey,
-        source: int,
-        candidates: Candidates,
-        at: float,
-        usable: BoolArray | None,
-    ) -> Choice | Reject:
-        """The choice of a policy among these candidates of a pool now. `policy`: the acting or the shadow policy;
-        `usable` None: all candidates may be chosen."""
-        pool = self.decode[key]
-        state = self.states.acting if policy is self.settings.decode_policy else self.states.shadow
-        costs = self.oracle.costs(source, pool.ids, at, own_transfers=state is None)
-        if state is not None:
-            policy = state.policy(source, pool.ids, costs, at)
-        choice = self._constrained(policy, request, candidates, costs, pool.decisions, usable)
-        return self._preferred(choice, request, pool)
-
-    def _preferred(self, choice: Choice | Reject, request: Request, pool: DecodePool) -> Choice | Reject:
-        """The choice with the terms of a decode that no policy has: the time to load the request's adapter, and the
-        bonus of its session."""
-        if isinstance(choice, Reject) or not (request.adapter or request.session):
-            return choice
-        terms = {
-            "adapter_s": self.adapters.load_s(request.adapter, pool.names),
-            "session_s": self.sessions.term_s(request.session, "decode", pool.names),
-        }
-        further_s = {name: term_s for name, term_s in terms.items() if term_s is not None}
-        return preferred(choice, further_s) if further_s else choice
-
     def prefill_of_session(self, choice: Choice, request: Request) -> Choice:
         """The choice of a prefill instance with the bonus of the request's session, unless it has the bonus already."""
         if not request.session or "session_s" in choice.terms.parts:
             return choice
         term_s = self.sessions.term_s(request.session, "prefill", choice.terms.names)
         return choice if term_s is None else preferred(choice, {"session_s": term_s})
-
-    def choose_alone(
-        self, request: Request, model: str, at: float, avoid: Avoided
-    ) -> tuple[PoolKey, DecodePick] | Reject:
-        """Choose the instance that prefills and decodes a request alone, without a KV transfer. The instances of a
-        protocol are tried if those of the protocols before are down or full. Those that have failed it come last."""
-        refused = Reject(request.id, "no decode instance is up")
-        keys = [key for key in self.decode if key[0] == model]
-        for key, shunned in [(key, shunned) for shunned in avoid.rounds() for key in keys]:
-            pool = self.decode[key]
-            usable = pool.up & ~np.isin(pool.ids, shunned)
-            if not TRAITS[key[1]].decode_prefills:
-                usable &= ~pool.partner
-            if not usable.any():
-                continue
-            hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
-            for mask in self._slowly(pool, usable, at) if pool.slow_start.started else (usable,):
-                candidates = pool.candidates(request, self.models[model], hit_tokens, self.options.reserve_bytes, mask)
-                if mask is not usable and not (candidates.need_bytes <= candidates.free_kv_bytes).any():
-                    continue
-                candidates = msgspec.structs.replace(candidates, kv_bytes=np.zeros(len(pool.ids)))
-                policy = self.settings.decode_policy
-                choice = self._roomy(policy, request, candidates, at_home(len(pool.ids)), pool.decisions, mask)
-                choice = self._preferred(choice, request, pool)
-                if not isinstance(choice, Reject):
-                    return key, DecodePick(choice, candidates, SAME_NODE)
-                refused = choice
-        return refused
-
-    def _usable(self, pool: DecodePool, source: int, avoid: Avoided) -> BoolArray:
-        """Mask of the instances that are up and take KV. Those that have failed the request are a last resort."""
-        usable: BoolArray = pool.up & pool.partner
-        constraint = self.settings.constraint
-        fresh = usable
-        for shunned in avoid.rounds() if avoid else ():
-            fresh = eligible = usable & ~np.isin(pool.ids, shunned)
-            if constraint is not None and constraint.enforcement == "required":
-                eligible = fresh & (self.cluster.tier[source].take(pool.ids) <= constraint.tier_max)
-            if eligible.any():
-                break
-        return fresh
-
-    def _constrained(
-        self,
-        policy: DecodePolicy,
-        request: Request,
-        candidates: Candidates,
-        costs: NetworkCosts,
-        turn: int,
-        usable: BoolArray | None,
-    ) -> Choice | Reject:
-        constraint = self.settings.constraint
-        if constraint is None:
-            return self._roomy(policy, request, candidates, costs, turn, usable)
-        choice = constrain(policy, constraint, request, candidates, costs, turn)
-        if not isinstance(choice, Reject):
-            return choice
-        inside = costs.tier <= constraint.tier_max
-        required = constraint.enforcement == "required"
-        if required and inside.any() and usable is not None and not (inside & usable).any():
-            where = f"in the prefill instance's {constraint.level}"
-            return Reject(request.id, f"no decode instance {where} is up, and {constraint} allows no other")
-        if not self.options.overcommit:
-            return choice
-        room = _with_room(candidates, usable)
-        return constrain(policy, constraint, request, room, costs, turn)
-
-    def _roomy(
-        self,
-        policy: DecodePolicy,
-        request: Request,
-        candidates: Candidates,
-        costs: NetworkCosts,
-        turn: int,
-        usable: BoolArray | None,
-    ) -> Choice | Reject:
-        choice = policy.choose(request, candidates, costs, turn)
-        if not isinstance(choice, Reject) or not self.options.overcommit:
-            return choice
-        return policy.choose(request, _with_room(candidates, usable), costs, turn)
-
-
-def _with_room(candidates: Candidates, usable: BoolArray | None) -> Candidates:
-    """The candidates as if every usable instance had room."""
-    needs = np.minimum(candidates.need_bytes, candidates.free_kv_bytes)
-    return msgspec.structs.replace(candidates, need_bytes=needs if usable is None else np.where(usable, needs, np.inf))
