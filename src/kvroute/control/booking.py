@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from kvroute.control.state.pool import DecodePool
 from kvroute.types import Decode, Instance, PeerBooking, Request
@@ -31,8 +32,7 @@ class Avoided(NamedTuple):
 NOTHING_AVOIDED = Avoided()
 
 
-@dataclass(slots=True)
-class Booking:
+class Booking(msgspec.Struct, gc=False):
     """What is booked for a request and must be released when it leaves."""
 
     request: Request

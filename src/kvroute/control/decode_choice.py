@@ -9,21 +9,12 @@ import msgspec
 import numpy as np
 
 from kvroute.control.booking import Avoided
+from kvroute.control.offers import DecodePick
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.view import ClusterView, PoolKey
 from kvroute.oracle import at_home
 from kvroute.policies import DecodePolicy, constrain, preferred
 from kvroute.types import SAME_NODE, TRAITS, BoolArray, Candidates, Choice, NetworkCosts, Reject, Request
-
-
-class DecodePick(msgspec.Struct, frozen=True, gc=False):
-    """A chosen decode instance, and the candidates it was chosen from."""
-
-    choice: Choice
-    candidates: Candidates
-    tier: int
-    usable: BoolArray | None = None
-    """Instances that were up and not to be avoided; None: all."""
 
 
 class DecodeChoice:

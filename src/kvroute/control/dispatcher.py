@@ -6,31 +6,19 @@ import msgspec
 import numpy as np
 
 from kvroute.control.booking import Booking
-from kvroute.control.decode_choice import DecodeChoice, DecodePick
-from kvroute.control.forecast import Forecast, Forecaster
-from kvroute.control.kv_loads import KvLoads
+from kvroute.control.decode_choice import DecodeChoice
+from kvroute.control.features import features_of
+from kvroute.control.forecast import Forecaster
+from kvroute.control.offers import DecodePick, Offer, Placed
 from kvroute.control.offload.offloader import Offloader
 from kvroute.control.pairing import AlonePick, Pairing
+from kvroute.control.partners import Partners
 from kvroute.control.prefix_copies.source import PrefixCopies
 from kvroute.control.reservations import Reservations
 from kvroute.control.shadow_policy import ShadowPolicy
 from kvroute.control.state.pool import DecodePool
-from kvroute.control.state.storage_reads import ReadRange, StorageReads
 from kvroute.control.view import ClusterView, PoolKey
-from kvroute.policies import PrefillCandidates
-from kvroute.types import (
-    Candidates,
-    Choice,
-    Decision,
-    Decode,
-    Prefill,
-    Reject,
-    Shadowed,
-    Terms,
-)
-
-_JOINT_WIDTH = 4
-"""Number of prefill instances whose decode instances are priced when both legs are chosen at once."""
+from kvroute.types import Candidates, Decision, Decode, Prefill, Reject, Shadowed, Terms
 
 
 class Dispatcher:
@@ -39,180 +27,65 @@ class Dispatcher:
     def __init__(
         self, view: ClusterView, offloader: Offloader | None, prefixes: PrefixCopies, reservations: Reservations
     ) -> None:
-        self._view, self._offloader, self._prefixes = view, offloader, prefixes
-        self._reservations, self._decodes = reservations, DecodeChoice(view)
+        self._view, self._reservations = view, reservations
+        self._decodes = DecodeChoice(view)
+        self._partners = Partners(view, self._decodes)
         self.pairing = Pairing(view)
-        self._loads = KvLoads(view)
-        self.forecaster = Forecaster(view)
+        self.forecaster = Forecaster(view, self._partners)
         """Predicts times to the first token; it books nothing."""
+        self._features = features_of(view, offloader, prefixes, self._partners, self.forecaster)
+        self._attached = self._features[::-1]
+        """The features in the order in which they are attached to a prefill."""
+        self._attached_to_decode = [feature for feature in self._attached if "decode" in feature.legs]
         shadow = view.settings.shadow_policy
         self._shadow = ShadowPolicy(self._decodes, shadow) if shadow is not None else None
 
     def route(self, booking: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the prefill, and the decode if both legs start at once or on one instance; or only the decode, on an
         instance that computes the prompt itself. A Reject comes last."""
-        request, model, view = booking.request, booking.model, self._view
-        candidates = view.prefill_candidates(request, model, at, booking.avoid)
-        candidates, loads = self._loads.offer(request, model, candidates)
-        cached = candidates
-        candidates, fetches = self._prefixes.with_fetches(request, model, candidates, at)
-        candidates, adapter_s = view.with_adapter(request, candidates)
-        placement = self._offloader.place(request, candidates, at, booking.at_home) if self._offloader else None
-        candidates = placement.candidates if placement else candidates
-        chosen = self.pairing.choose(request, model, candidates, cached, at, booking.avoid)
+        request, view = booking.request, self._view
+        candidates = view.prefill_candidates(request, booking.model, at, booking.avoid)
+        offer = Offer(booking, at, candidates, view.options.layerwise)
+        offered = [feature.offer(offer) for feature in self._features]
+        chosen = self.pairing.choose(offer)
         if isinstance(chosen, Reject):
             return (chosen,)
-        predicts = view.options.predicts or booking.ttft_max_s is not None
         if isinstance(chosen, AlonePick):
-            late = self._foreseen(booking, self.forecaster.alone(chosen)) if predicts else None
-            return (late,) if late is not None else self._alone(booking, at, chosen)
+            return self._serve_aggregated(booking, at, chosen)
         booking.transfer_s = chosen.transfer_s
-        choice, pool = view.prefill_of_session(chosen.prefill, request), view.prefill[model]
+        pool, choice = view.prefill[booking.model], chosen.prefill
+        if offer.further_s:
+            choice = offer.preferred(choice)
         pick: DecodePick | Reject | None = None
-        if booking.joint or self._view.cluster.instances[int(pool.ids[choice.index])].traits.concurrent_legs:
-            choice, pick = self._jointly(booking, at, candidates, choice)
-        if predicts:
-            early = self._leaves_early(placement is not None and placement.away)
-            partner = pick or self._partner(booking, at, choice.index, early=True)
-            forecast = self.forecaster.pair(candidates, choice.index, partner, early=early)
-            if (late := self._foreseen(booking, forecast)) is not None:
-                return (late,)
         index = int(pool.ids[choice.index])
-        booking.wait_s, booking.began_s = float(candidates.pending_s[choice.index]), at
-        self._reservations.book_prefill(booking, at, choice.index, float(candidates.prefill_s[choice.index]))
-        terms = choice.terms
-        if adapter_s is not None and len(terms.names) == len(adapter_s):
-            terms = msgspec.structs.replace(terms, parts=terms.parts | {"adapter_s": adapter_s})
-        if request.adapter:
-            view.adapters.used(pool.names[choice.index], request.adapter)
-        view.sessions.served(request.session, "prefill", pool.names[choice.index])
-        hit_tokens = int(candidates.hit_tokens[choice.index])
-        name, ttft_s = pool.names[choice.index], booking.ttft_s
-        prefill = Prefill(request.id, name, hit_tokens, terms, ttft_s=ttft_s, alone=chosen.alone)
-        if self._offloader is not None:
-            self._offloader.prefills(at, choice.index, request, hit_tokens)
-        prefill = self._prefixes.attach(prefill, request, model, placement, fetches, at)
-        booking.copy_id = prefill.copy_id
-        if loads is not None:
-            prefill = loads.attach(prefill, choice.index)
-        if placement is not None:
-            prefill = msgspec.structs.replace(prefill, offload=placement.offload)
-        if self._leaves_early(placement is not None and placement.away):
-            booking.early = True
-            pick = self._partner(booking, at, choice.index, early=True)
-            if isinstance(pick, Reject):
-                pick = None  # No instance has room now; one may have room when the prefill is over.
-        instance = self._view.cluster.instances[index]
+        if booking.joint or view.cluster.instances[index].traits.concurrent_legs:
+            choice, pick = self._partners.choose_both(offer, choice)
+            index = int(pool.ids[choice.index])
+        position, candidates = choice.index, offer.candidates
+        name, hit_tokens = pool.names[position], int(candidates.hit_tokens[position])
+        prefill = Prefill(request.id, name, hit_tokens, choice.terms, alone=chosen.alone)
+        placed = Placed(at, "prefill", position, name, hit_tokens, prefill, offer, pick)
+        for feature in self._attached:
+            refused = feature.attach(booking, placed, offered.pop())
+            if refused is not None:
+                return (refused,)
+        booking.source, booking.wait_s, booking.began_s = index, float(candidates.pending_s[position]), at
+        self._reservations.book_prefill(booking, at, position, float(candidates.prefill_s[position]))
+        return (placed.decision, *self._book_pick(booking, placed))
+
+    def _book_pick(self, booking: Booking, placed: Placed) -> tuple[Decision, ...]:
+        """Book the decode instance that was chosen with a prefill; return the decisions that follow the prefill's."""
+        instance = self._view.cluster.instances[booking.source]
         if instance.role == "both":
-            return (prefill, self._stay(booking, at, (model, instance.protocol), index))
-        if pick is None:
-            if loads is None or prefill.copy_from or not loads.stored_tokens[choice.index]:
-                return (prefill,)
-            return self._with_read(booking, at, prefill, choice.index)
-        return (prefill, pick if isinstance(pick, Reject) else self._go(booking, at, pick))
-
-    def _with_read(self, booking: Booking, at: float, prefill: Prefill, position: int) -> tuple[Decision, ...]:
-        """Return the prefill decision, followed by the read of its cached tokens from the store that it waits for.
-
-        If the read path depends on the decode instance, that is chosen and booked now. Its decision is due after the
-        prefill.
-        """
-        reads, model = self._view.reads, self._view.models[booking.model]
-        assert reads is not None, "without a store nothing is read"
-        target = None
-        read = ReadRange(0, prefill.cached_tokens, float(model.kv_bytes(prefill.cached_tokens)))
-        if reads.needs_decode_instance:
-            pick = self._partner(booking, at, position, early=True)
-            if isinstance(pick, DecodePick):
-                booking.planned = self._go(booking, at, self._reads_soonest(booking, pick, reads, read.kv_bytes))
-                target = booking.target
-        if not reads.bytes_per_s[[booking.source, booking.source if target is None else target]].any():
-            return (prefill,)  # the decode instance with a storage NIC is full or down
-        decision = reads.begin(booking.request, booking.source, target, read)
-        booking.read_id = decision.read_id
-        booking.decode_read_at = decision.first_token + decision.prefill_tokens
-        return (prefill, decision)
-
-    def _reads_soonest(self, booking: Booking, pick: DecodePick, reads: StorageReads, kv_bytes: float) -> DecodePick:
-        """Return the decode instance with the lowest cost if the time to read from the store counts, too. A policy that
-        does not use seconds keeps its choice."""
-        terms = pick.choice.terms
-        if terms.unit != "s":
-            return pick
-        pool = self._view.decode[booking.model, self._view.cluster.instances[booking.source].protocol]
-        read_s = reads.finish_s(booking.source, pool.ids, kv_bytes)
-        able = terms.feasible & np.isfinite(read_s)
-        if not able.any():
-            return pick
-        read_s = np.where(np.isfinite(read_s), read_s, 0.0)
-        cost = terms.cost + read_s
-        index = int(np.where(able, cost, np.inf).argmin())
-        priced = Terms(terms.names, cost, able, terms.parts | {"read_s": read_s})
-        tier = int(self._view.cluster.tier[booking.source, pool.ids[index]])
-        return msgspec.structs.replace(pick, choice=Choice(index, priced), tier=tier)
-
-    def _leaves_early(self, away: bool) -> bool:
-        """Whether the KV cache is sent layer by layer during the prefill. Args: `away`: another datacenter prefills."""
-        offloads_so = away and self._offloader is not None and self._offloader.spec.layerwise
-        return self._view.options.layerwise or offloads_so
-
-    def _jointly(
-        self, booking: Booking, at: float, candidates: PrefillCandidates, choice: Choice
-    ) -> tuple[Choice, DecodePick | Reject | None]:
-        """Choose both legs at once.
-
-        If both policies price in seconds, the choice is, of the few cheapest prefill instances, the one with the
-        shortest total time. Otherwise it is the cheapest prefill instance with its best decode instance. A prefill
-        instance is skipped if no decode instance has room for its request. One whose decode leg is decided later has no
-        total price, so it is taken only if no other one can be.
-        """
-        pool, terms = self._view.prefill[booking.model], choice.terms
-        usable: list[tuple[int, DecodePick]] = []
-        later: Choice | None = None
-        refused: Reject | None = None
-        in_seconds = terms.unit == "s"
-        for i in terms.cost.argsort(kind="stable").tolist():
-            if not terms.feasible[i]:
-                continue
-            pick = self._partner(booking, at, i)
-            if isinstance(pick, Reject):
-                refused = refused or pick
-                continue
-            if pick is None:
-                later = later or Choice(i, terms)
-                continue
-            usable.append((i, pick))
-            in_seconds = in_seconds and pick.choice.terms.unit == "s"
-            if len(usable) == (_JOINT_WIDTH if in_seconds else 1):
-                break
-        if not usable:
-            return (later, None) if later else (choice, refused)
-        if not in_seconds:
-            return Choice(usable[0][0], terms), usable[0][1]
-        decode_s = [float(pick.choice.terms.cost[pick.choice.index]) for _, pick in usable]
-        prefill_s = [float(candidates.pending_s[i] + candidates.prefill_s[i]) for i, _ in usable]
-        if "session_s" in terms.parts:
-            prefill_s = [
-                seconds + float(terms.parts["session_s"][i]) for seconds, (i, _) in zip(prefill_s, usable, strict=True)
-            ]
-        whole_s = np.array(prefill_s) + np.array(decode_s)
-        best = int(whole_s.argmin())
-        parts = {"finish_s": np.array(prefill_s), "decode_path_s": np.array(decode_s)}
-        names = tuple(pool.names[i] for i, _ in usable)
-        joint = Terms(names, whole_s, np.ones(len(usable), dtype=np.bool_), parts)
-        return Choice(usable[best][0], joint), usable[best][1]
-
-    def _partner(
-        self, booking: Booking, at: float, position: int, *, early: bool = False
-    ) -> DecodePick | Reject | None:
-        """The decode instance for this prefill instance. None if it decodes itself, or if the decode leg is decided
-        later and not `early`."""
-        index = int(self._view.prefill[booking.model].ids[position])
-        instance = self._view.cluster.instances[index]
-        if instance.role == "both" or not (instance.traits.concurrent_legs or booking.joint or early):
-            return None
-        key = (booking.model, instance.protocol)
-        return self._decodes.choose(booking.request, key, index, at, booking.avoid)
+            return (self._book_local(booking, placed.at, (booking.model, instance.protocol)),)
+        if isinstance(placed.pick, Reject):
+            return (placed.pick,)
+        if placed.pick is not None:
+            decode = self._book_remote(booking, placed.at, placed.pick)
+            if not placed.due_later:
+                return (decode, *placed.further)
+            booking.planned = decode
+        return placed.further
 
     def place_single(self, booking: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the one instance for a request of one leg, or return a Reject."""
@@ -220,8 +93,8 @@ class Dispatcher:
         if isinstance(found, Reject):
             return (found,)
         key, pick = found
-        if self._view.options.predicts or booking.ttft_max_s is not None:
-            late = self._foreseen(booking, self.forecaster.single(booking.request, key, pick, at))
+        if self.forecaster.predicts(booking):
+            late = self.forecaster.foreseen(booking, self.forecaster.single(booking.request, key, pick, at))
             if late is not None:
                 return (late,)
         pool = self._view.decode[key]
@@ -229,45 +102,40 @@ class Dispatcher:
         decode = self._book(booking, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms)
         return (_with_forecast(decode, booking),)
 
-    def _foreseen(self, booking: Booking, forecast: Forecast) -> Reject | None:
-        """Store the prediction for a request that is not booked yet; return a Reject if it would be too late."""
-        most_s = booking.ttft_max_s
-        if most_s is not None and forecast.ttft_s > most_s:
-            reason = f"the first token is expected in {forecast.ttft_s:.3g} s, and {max(most_s, 0.0):.3g} s are left"
-            return Reject(booking.request.id, reason, ttft_s=forecast.ttft_s, least_s=forecast.least_s)
-        booking.ttft_s, booking.ttft_max_s = forecast.ttft_s, None
-        return None
-
-    def _alone(self, booking: Booking, at: float, alone: AlonePick) -> tuple[Decision, ...]:
+    def _serve_aggregated(self, booking: Booking, at: float, chosen: AlonePick) -> tuple[Decision, ...]:
         """Prefill and decode on one instance. On a prefill instance the prompt is booked as any other prefill."""
-        pool, choice, terms = alone.pool, alone.pick.choice, alone.compared
-        candidates, tier = alone.pick.candidates, alone.pick.tier
-        index = int(pool.ids[choice.index])
-        booking.source = index
-        if not alone.stays:
+        if self.forecaster.predicts(booking):
+            late = self.forecaster.foreseen(booking, self.forecaster.alone(chosen))
+            if late is not None:
+                return (late,)
+        pool, choice, terms = chosen.pool, chosen.pick.choice, chosen.compared
+        candidates, tier = chosen.pick.candidates, chosen.pick.tier
+        booking.source = int(pool.ids[choice.index])
+        if not chosen.stays:
             decode = self._book(booking, at, pool, choice.index, candidates, tier, terms)
-            self._reservations.book_prompt(booking, at, alone.prompt_s)
+            self._reservations.book_prompt(booking, at, chosen.prompt_s)
             return (_with_forecast(decode, booking),)
-        position = self._view.prefill[booking.model].position[index]
-        self._reservations.book_prefill(booking, at, position, alone.prompt_s)
-        self._view.sessions.served(booking.request.session, "prefill", pool.names[choice.index])
-        hit_tokens = int(candidates.hit_tokens[choice.index])
-        decision = Prefill(booking.request.id, pool.names[choice.index], hit_tokens, terms, ttft_s=booking.ttft_s)
-        return decision, self._book(booking, at, pool, choice.index, candidates, tier, None)
+        position = self._view.prefill[booking.model].position[booking.source]
+        name, hit_tokens = pool.names[choice.index], int(candidates.hit_tokens[choice.index])
+        prefill = Prefill(booking.request.id, name, hit_tokens, terms)
+        placed = Placed(at, "prefill", position, name, hit_tokens, prefill)
+        for feature in self._attached:
+            feature.attach(booking, placed, None)
+        self._reservations.book_prefill(booking, at, position, chosen.prompt_s)
+        return placed.decision, self._book(booking, at, pool, choice.index, candidates, tier, None)
 
-    def _stay(self, booking: Booking, at: float, key: PoolKey, index: int) -> Decode:
+    def _book_local(self, booking: Booking, at: float, key: PoolKey) -> Decode:
         """Decode on the prefill instance."""
         pool, request = self._view.decode[key], booking.request
         hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
         model = self._view.models[booking.model]
         candidates = pool.candidates(request, model, hit_tokens, self._view.options.reserve_bytes, None)
         candidates.kv_bytes[:] = 0.0
-        return self._book(booking, at, pool, pool.position[index], candidates, 0, None)
+        return self._book(booking, at, pool, pool.position[booking.source], candidates, 0, None)
 
-    def _go(self, booking: Booking, at: float, pick: DecodePick) -> Decode:
+    def _book_remote(self, booking: Booking, at: float, pick: DecodePick) -> Decode:
         """Decode on another instance than the prefill instance."""
-        instance = self._view.cluster.instances[booking.source]
-        key = (booking.model, instance.protocol)
+        key = (booking.model, self._view.cluster.instances[booking.source].protocol)
         shadow = self._shadow.evaluate(booking.request, key, booking.source, pick, at) if self._shadow else None
         pool = self._view.decode[key]
         return self._book(booking, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms, shadow)
@@ -283,31 +151,31 @@ class Dispatcher:
         terms: Terms | None,
         shadow: Shadowed | None = None,
     ) -> Decode:
+        """Book a decode leg and attach the features to it."""
         self._reservations.book_decode(booking, at, pool, position, candidates)
-        if booking.request.adapter:
-            self._view.adapters.used(pool.names[position], booking.request.adapter)
-        self._view.sessions.served(booking.request.session, "decode", pool.names[position])
-        if self._offloader is not None:
-            hit_tokens = int(candidates.hit_tokens[position])
-            self._offloader.decodes(at, position, booking.request, hit_tokens, tier)
-        return Decode(
+        name, hit_tokens = pool.names[position], int(candidates.hit_tokens[position])
+        decode = Decode(
             request_id=booking.request.id,
             source=self._view.cluster.instances[booking.source].name,
-            target=pool.names[position],
+            target=name,
             tier=tier,
             kv_bytes=booking.kv_bytes,
             need_bytes=booking.need_bytes,
-            hit_tokens=int(candidates.hit_tokens[position]),
+            hit_tokens=hit_tokens,
             terms=terms,
             shadow=shadow,
         )
+        placed = Placed(at, "decode", position, name, hit_tokens, decode)
+        for feature in self._attached_to_decode:
+            feature.attach(booking, placed, None)
+        assert isinstance(placed.decision, Decode), "features complete a decision, they do not replace it"
+        return placed.decision
 
     def choose_decode(self, booking: Booking, at: float) -> Decision:
         """Choose the decode instance for a request whose prefill is complete on its source, or return a Reject."""
-        request, instance = booking.request, self._view.cluster.instances[booking.source]
-        key = (booking.model, instance.protocol)
-        pick = self._decodes.choose(request, key, booking.source, at, booking.avoid)
-        return pick if isinstance(pick, Reject) else self._go(booking, at, pick)
+        key = (booking.model, self._view.cluster.instances[booking.source].protocol)
+        pick = self._decodes.choose(booking.request, key, booking.source, at, booking.avoid)
+        return pick if isinstance(pick, Reject) else self._book_remote(booking, at, pick)
 
     def move(self, booking: Booking, pool: DecodePool, position: int, at: float) -> Decode:
         """Book the decode on another instance, which serves it already. The transfer starts again."""

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from kvroute.control.decode_choice import DecodePick
+from kvroute.control.booking import Booking
+from kvroute.control.offers import PREFILL, DecodePick, Offer, Placed
 from kvroute.control.pairing import AlonePick
+from kvroute.control.partners import Partners
 from kvroute.control.view import ClusterView, PoolKey
 from kvroute.policies import PrefillCandidates, queue_and_decode_s
 from kvroute.timing import prefill_each_s, prefill_time
@@ -41,8 +44,38 @@ class Backlog(NamedTuple):
 class Forecaster:
     """Predicts by a view, which it does not change."""
 
-    def __init__(self, view: ClusterView) -> None:
-        self._view = view
+    legs = PREFILL
+
+    def __init__(self, view: ClusterView, partners: Partners) -> None:
+        self._view, self._partners = view, partners
+
+    def offer(self, offer: Offer) -> None:
+        """See Feature."""
+
+    def attach(self, booking: Booking, placed: Placed, offered: None) -> Reject | None:
+        """Predict a request that has been offered prefill instances; return a Reject if it would be too late."""
+        offer = placed.offer
+        if offer is not None and self.predicts(booking):
+            pick = placed.pick or self._partners.partner(booking, placed.at, placed.position, early=True)
+            late = self.foreseen(booking, self.pair(offer.candidates, placed.position, pick, early=offer.layerwise))
+            if late is not None:
+                return late
+        if booking.ttft_s is not None:
+            placed.decision = msgspec.structs.replace(placed.decision, ttft_s=booking.ttft_s)
+        return None
+
+    def predicts(self, booking: Booking) -> bool:
+        """Whether the time to the first token of a request is to be predicted."""
+        return self._view.options.predicts or booking.ttft_max_s is not None
+
+    def foreseen(self, booking: Booking, forecast: Forecast) -> Reject | None:
+        """Store the prediction for a request that is not booked yet; return a Reject if it would be too late."""
+        most_s = booking.ttft_max_s
+        if most_s is not None and forecast.ttft_s > most_s:
+            reason = f"the first token is expected in {forecast.ttft_s:.3g} s, and {max(most_s, 0.0):.3g} s are left"
+            return Reject(booking.request.id, reason, ttft_s=forecast.ttft_s, least_s=forecast.least_s)
+        booking.ttft_s, booking.ttft_max_s = forecast.ttft_s, None
+        return None
 
     def pair(
         self, candidates: PrefillCandidates, position: int, pick: DecodePick | Reject | None, *, early: bool

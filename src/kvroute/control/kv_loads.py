@@ -5,37 +5,19 @@ This module books nothing; `StorageReads` has the read queues.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 import numpy as np
 
+from kvroute.control.booking import Booking
+from kvroute.control.offers import PREFILL, Offer, Placed
 from kvroute.control.view import ClusterView
-from kvroute.policies import PrefillCandidates
-from kvroute.types import BoolArray, FloatArray, IntArray, Prefill, Request
-
-
-@dataclass(frozen=True, slots=True)
-class Loads:
-    """What each prefill candidate would load, by position in the pool."""
-
-    load_s: FloatArray
-    """Seconds until the loaded prefix is available; 0 if nothing is loaded."""
-    stored_tokens: IntArray
-    """Tokens that are read from the store: all of the candidate's cached tokens, or 0."""
-
-    def attach(self, prefill: Prefill, position: int) -> Prefill:
-        """Add the load times to the terms of a prefill decision. Args: `position` of its instance in the pool."""
-        terms = prefill.terms
-        if terms is None:
-            return prefill
-        return msgspec.structs.replace(
-            prefill, terms=msgspec.structs.replace(terms, parts=terms.parts | {"load_s": self.load_s})
-        )
+from kvroute.types import BoolArray, FloatArray, IntArray, Request
 
 
 class KvLoads:
     """Prefixes in CPU memory, on disks and in the store as hits that cost time."""
+
+    legs = PREFILL
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
@@ -46,10 +28,9 @@ class KvLoads:
         self._reader = np.array([i.role == "prefill" and i.traits.storage_reads for i in instances], dtype=np.bool_)
         """Instances whose prefill can begin with blocks from the store."""
 
-    def offer(
-        self, request: Request, model: str, candidates: PrefillCandidates
-    ) -> tuple[PrefillCandidates, Loads | None]:
-        """Return the candidates with what each would load, and None if no instance has anything to load.
+    def offer(self, offer: Offer) -> FloatArray | None:
+        """Let each candidate load what makes it faster. Return the seconds until the loaded prefix of each is
+        available, 0 if it loads nothing; None if no instance has anything to load.
 
         A candidate has four options: to use the prefix in GPU memory only, to load the longer prefix from CPU memory
         as well, to load the longer one from its disks as well, or to read the whole prefix from the store. A read does
@@ -59,16 +40,18 @@ class KvLoads:
         each request whose read is in progress: that request finds the instance busy when its read ends. The part of a
         load that is spent in the queue anyway costs nothing.
         """
-        caches, pool = self._view.caches, self._view.prefill[model]
+        caches, request = self._view.caches, offer.booking.request
         if not (caches.tiered and self._view.options.prefill_cache and request.blocks):
-            return candidates, None
+            return None
+        model, candidates = offer.booking.model, offer.candidates
+        pool = self._view.prefill[model]
         most = max(request.input_tokens - 1, 0) // request.block_tokens * request.block_tokens
         own = candidates.hit_tokens
         in_cpu = np.maximum(own, caches.tier_tokens("cpu", request, model, pool.ids, most))
         on_disk = np.maximum(in_cpu, caches.tier_tokens("disk", request, model, pool.ids, most))
         in_store = np.maximum(in_cpu, self._stored_tokens(request, model, pool.ids, most))
         if (in_store == own).all() and (on_disk == own).all():
-            return candidates, None
+            return None
         kv_bytes = self._view.models[model].kv_bytes
         cpu_s = kv_bytes(in_cpu, own) / self._cpu_bytes_per_s[pool.ids]
         disk_s = cpu_s + kv_bytes(on_disk, in_cpu) / self._disk_bytes_per_s[pool.ids]
@@ -84,8 +67,14 @@ class KvLoads:
             better = (end > (in_cpu if reads else own)) & (whole_s < cost_s)
             tokens[better], cost_s[better], load_s[better] = end[better], whole_s[better], seconds[better]
             prefill_s[better], stored[better] = (compute_s + late_s)[better], end[better] * reads
-        changed = msgspec.structs.replace(candidates, hit_tokens=tokens, prefill_s=prefill_s)
-        return changed, Loads(load_s, stored)
+        offer.candidates = msgspec.structs.replace(candidates, hit_tokens=tokens, prefill_s=prefill_s)
+        offer.stored_tokens = stored
+        return load_s
+
+    def attach(self, booking: Booking, placed: Placed, load_s: FloatArray | None) -> None:
+        """See Feature."""
+        if load_s is not None:
+            placed.add_term("load_s", load_s)
 
     def _stored_tokens(self, request: Request, model: str, ids: IntArray, most: int) -> IntArray:
         """Longest prefix in the store for each of `ids`, at most `most` tokens; 0 where it cannot be read."""

@@ -9,7 +9,7 @@ import msgspec
 
 from kvroute.control.alone_offers import AloneOffers
 from kvroute.control.booking import Avoided
-from kvroute.control.decode_choice import DecodePick
+from kvroute.control.offers import DecodePick, Offer
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.state.transfer_tracker import TransferTracker
 from kvroute.control.view import ClusterView
@@ -69,38 +69,31 @@ class Pairing:
         ids = self._offers.ids if self._offers is not None else []
         return [index for index in ids if self._separable[instances[index].model]]
 
-    def choose(
-        self,
-        request: Request,
-        model: str,
-        candidates: PrefillCandidates,
-        cached: PrefillCandidates,
-        at: float,
-        avoid: Avoided,
-    ) -> PairPick | AlonePick | Reject:
+    def choose(self, offered: Offer) -> PairPick | AlonePick | Reject:
         """Return the prefill instance, or an instance that serves the request alone.
 
-        `cached` are the same prefill instances, without the prefixes that they would fetch from others. Waits for
-        prefill and transfers are compared as long as recent ones of the model were, relative to their predictions.
+        Waits for prefill and transfers are compared as long as recent ones of the model were, relative to their
+        predictions.
 
         The prefill policy chooses if instances both prefill and decode, if they receive both legs at once, or if no
         decode instance has room for the KV cache now: one may have room when the prefill has ended.
         """
+        request, model, candidates, at = offered.booking.request, offered.booking.model, offered.candidates, offered.at
         if self._policy is None or not self._separable[model]:
             return self._by_prefill_policy(request, model, candidates)
+        cached = offered.without_fetches or candidates
         waits_factor = self._view.prefill[model].waits.factor(at)
         if waits_factor != 1.0:
             same = cached is candidates
             candidates = msgspec.structs.replace(candidates, pending_s=waits_factor * candidates.pending_s)
             cached = candidates if same else msgspec.structs.replace(cached, pending_s=candidates.pending_s)
-        pools, offer = self._offer(request, model, cached, at, avoid, waits_factor)
+        pools, offer = self._offer(request, model, cached, at, offered.booking.avoid, waits_factor)
         turn, by_protocol = self._view.prefill[model].decisions, dict[str, Candidates]()
-        session_s = self._view.sessions.term_s(request.session, "prefill", candidates.names)
 
         def joint_path(position: int) -> JointPath | None:
             return self._joint_path(request, model, candidates, position, at, by_protocol)
 
-        chosen = self._policy.choose(request, candidates, joint_path, turn, offer, session_s)
+        chosen = self._policy.choose(request, candidates, joint_path, turn, offer, offered.further_s.get("session_s"))
         if isinstance(chosen, Reject):
             return self._by_prefill_policy(request, model, candidates)
         if offer is not None and isinstance(chosen, Alone):

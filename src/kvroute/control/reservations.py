@@ -21,7 +21,7 @@ class Reservations:
         """Book a prefill of this time, in seconds. Args: `position`: of its instance in the prefill pool."""
         pool = self._view.prefill[booking.model]
         pool.decisions += 1
-        booking.prefill, booking.source, booking.prefill_s = position, int(pool.ids[position]), prefill_s
+        booking.prefill, booking.prefill_s = position, prefill_s
         pool.book(position, at, prefill_s)
         if pool.slow_start.started:
             pool.slow_start.booked(position, at, int(pool.up.sum()))

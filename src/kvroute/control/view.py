@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from kvroute import llm
@@ -19,13 +18,12 @@ from kvroute.control.state.sessions import Sessions
 from kvroute.control.state.storage_reads import StorageReads
 from kvroute.llm import Model
 from kvroute.oracle import NetworkOracle
-from kvroute.policies import PrefillCandidates, preferred, prefill_mask
+from kvroute.policies import PrefillCandidates, prefill_mask
 from kvroute.timing import prefill_time
 from kvroute.topology import Cluster
 from kvroute.types import (
     BoolArray,
     Choice,
-    FloatArray,
     InstanceMeasured,
     IntArray,
     KvProtocol,
@@ -138,8 +136,9 @@ class ClusterView:
             before: [n] earlier index of each instance; -1: it is new, and therefore down.
         """
         self.caches.change(self.cluster.instances, self.models, before)
-        self.adapters, self.sessions = old.adapters, old.sessions
-        self.adapters.keep({i.name for i, index in zip(self.cluster.instances, before, strict=True) if index >= 0})
+        stay = {i.name for i, index in zip(self.cluster.instances, before, strict=True) if index >= 0}
+        self.adapters.take_over(old.adapters, stay)
+        self.sessions.take_over(old.sessions)
         healthy = [*old._healthy, False]
         self._healthy = [healthy[index] for index in before.tolist()]
         prefill, decode, stays = dict[str, IntArray](), dict[PoolKey, IntArray](), dict[PoolKey, IntArray]()
@@ -278,16 +277,6 @@ class ClusterView:
         queue_s = self.reads.queue_s()[pool.ids] if self.reads is not None else None
         return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed, queue_s)
 
-    def with_adapter(
-        self, request: Request, candidates: PrefillCandidates
-    ) -> tuple[PrefillCandidates, FloatArray | None]:
-        """Return the candidates with the time to load the request's adapter in their prefill times, and that time; None
-        if nothing is to be loaded."""
-        load_s = self.adapters.load_s(request.adapter, candidates.names) if request.adapter else None
-        if load_s is None:
-            return candidates, None
-        return msgspec.structs.replace(candidates, prefill_s=candidates.prefill_s + load_s), load_s
-
     def choose_prefill(self, request: Request, model: str, candidates: PrefillCandidates) -> Choice | Reject:
         """Let the policy choose, or return a Reject with the reason why no instance can be chosen."""
         pool = self.prefill[model]
@@ -295,10 +284,3 @@ class ClusterView:
             who = "prefill instance is up" if not pool.up.any() else "decode instance is up"
             return Reject(request.id, f"no {who if len(pool.ids) else 'prefill instance exists'}")
         return self.settings.prefill_policy.choose(request, candidates, pool.decisions)
-
-    def prefill_of_session(self, choice: Choice, request: Request) -> Choice:
-        """The choice of a prefill instance with the bonus of the request's session, unless it has the bonus already."""
-        if not request.session or "session_s" in choice.terms.parts:
-            return choice
-        term_s = self.sessions.term_s(request.session, "prefill", choice.terms.names)
-        return choice if term_s is None else preferred(choice, {"session_s": term_s})

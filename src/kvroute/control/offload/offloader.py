@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from kvroute.control.booking import Booking
+from kvroute.control.offers import BOTH_LEGS, Offer, Placed
 from kvroute.control.offload.allocation import Allocation, Capacity, Review
 from kvroute.control.offload.stages import Stages
 from kvroute.control.offload.threshold import scarcity_of, threshold_of
@@ -25,6 +26,7 @@ from kvroute.policies.fleet.role_switch import PlannedSwitch
 from kvroute.types import (
     CROSS_DATACENTER,
     BoolArray,
+    Decode,
     FloatArray,
     InputError,
     IntArray,
@@ -37,22 +39,10 @@ _DOWN_SHARE = 0.985
 _RATE_MEMORY_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A site for one request, and the copy of a prefix that its prefill instance needs."""
-
-    offload: Offload
-    away: bool
-    candidates: PrefillCandidates
-    """Only candidates of the site are allowed; their times include a copied prefix."""
-    copy_source: int = -1
-    """Index in the cluster of the instance whose longer prefix is copied; -1: no copy."""
-    prefix_tokens: int = 0
-    """Tokens that are cached once the copy is complete."""
-
-
 class Offloader:
     """Thresholds and traffic of one model's requests over several datacenters."""
+
+    legs = BOTH_LEGS
 
     def __init__(self, spec: OffloadSpec, view: ClusterView) -> None:
         """Raises InputError if the cluster serves several models or KV protocols, or has no site to offload to."""
@@ -153,9 +143,11 @@ class Offloader:
         up = members[self._pool.up[members]]
         return float(pending_s[up].min()) if len(up) else 0.0
 
-    def place(self, request: Request, candidates: PrefillCandidates, at: float, at_home: bool) -> Placement | None:
-        """Choose the site for a request and return its candidates; None if no instance is up at any site. Args:
-        `at_home`: the request's offload has failed once over the WAN path, so it stays at home."""
+    def offer(self, offer: Offer) -> Offload | None:
+        """Choose the site for a request, whose instances are then the only candidates; their times include a copied
+        prefix. Return the reason; None if no instance is up at any site. A request stays at home if its offload has
+        failed once over the WAN path."""
+        at, at_home, request, candidates = offer.at, offer.booking.at_home, offer.booking.request, offer.candidates
         self.observe(at)
         allowed = np.ones(len(candidates.names), dtype=np.bool_) if candidates.allowed is None else candidates.allowed
         home = self._home(candidates, allowed)
@@ -171,13 +163,27 @@ class Offloader:
         chosen = order[choice.index]
         members = np.zeros(len(candidates.names), dtype=np.bool_)
         members[self._members[chosen]] = True
-        narrowed = msgspec.structs.replace(candidates, allowed=members & allowed)
-        if choice.copy_from is None:
-            return Placement(choice.offload(), chosen != home, narrowed)
-        copies = np.maximum(candidates.hit_tokens, choice.cached_tokens)
-        warm_s = self._pool.prefill_s(request.input_tokens, copies)
-        narrowed = msgspec.structs.replace(narrowed, prefill_s=warm_s)
-        return Placement(choice.offload(), chosen != home, narrowed, holders[choice.copy_from], choice.cached_tokens)
+        offer.candidates = msgspec.structs.replace(candidates, allowed=members & allowed)
+        if choice.copy_from is not None:
+            copies = np.maximum(candidates.hit_tokens, choice.cached_tokens)
+            warm_s = self._pool.prefill_s(request.input_tokens, copies)
+            offer.candidates = msgspec.structs.replace(offer.candidates, prefill_s=warm_s)
+            offer.copy_source, offer.prefix_tokens = holders[choice.copy_from], choice.cached_tokens
+        offer.layerwise = offer.layerwise or (chosen != home and self.spec.layerwise)
+        return choice.offload()
+
+    def attach(self, booking: Booking, placed: Placed, offload: Offload | None) -> None:
+        """See Feature. Count the time that cached tokens save where the leg is computed."""
+        request, position, hit_tokens = booking.request, placed.position, placed.hit_tokens
+        if isinstance(placed.decision, Decode):
+            if hit_tokens:
+                whole, rest = (self._model.kv_bytes(request.input_tokens, hit) for hit in (0, hit_tokens))
+                saved_s = float(whole - rest) / float(self._view.cluster.tier_bytes_per_s[placed.decision.tier])
+                self._stages.decoded(placed.at, position, request, hit_tokens, saved_s)
+            return
+        self._stages.prefilled(placed.at, position, request, hit_tokens)
+        if offload is not None:
+            placed.decision = msgspec.structs.replace(placed.decision, offload=offload)
 
     def _home(self, candidates: PrefillCandidates, allowed: BoolArray) -> int:
         """The PD site that would finish the prefill first without offloading; ties by name."""
@@ -274,17 +280,6 @@ class Offloader:
     def copy_bytes(self, prefix_tokens: int, hit_tokens: int) -> float:
         """KV bytes of a prefix beyond `hit_tokens`."""
         return float(self._model.kv_bytes(prefix_tokens, hit_tokens))
-
-    def prefills(self, at: float, position: int, request: Request, hit_tokens: int) -> None:
-        """Record where a prompt is prefilled (position in the pool) and how many of its tokens are cached there."""
-        self._stages.prefilled(at, position, request, hit_tokens)
-
-    def decodes(self, at: float, position: int, request: Request, hit_tokens: int, tier: int) -> None:
-        """Record where a request decodes (position in the pool), its cached tokens there, and the transfer's tier."""
-        if hit_tokens:
-            whole, rest = (self._model.kv_bytes(request.input_tokens, hit) for hit in (0, hit_tokens))
-            saved_s = float(whole - rest) / float(self._view.cluster.tier_bytes_per_s[tier])
-            self._stages.decoded(at, position, request, hit_tokens, saved_s)
 
     def answered(self, at: float, output_tokens: int) -> None:
         """Record the length of a response for the reviews."""

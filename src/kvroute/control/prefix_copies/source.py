@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import msgspec
 
-from kvroute.control.offload.offloader import Offloader, Placement
+from kvroute.control.booking import Booking
+from kvroute.control.offers import PREFILL, Offer, Placed
+from kvroute.control.offload.offloader import Offloader
 from kvroute.control.prefix_copies.copies import Copies
 from kvroute.control.prefix_copies.rebalancing import Rebalancing
 from kvroute.control.prefix_copies.sibling_fetches import SiblingCaches, SiblingFetches
 from kvroute.control.view import ClusterView
-from kvroute.policies import PrefillCandidates
-from kvroute.types import CopyPrefix, Prefill, Request
+from kvroute.types import CopyPrefix
 
 
 class PrefixCopies:
     """Copies of cached prefixes: for a request from another site or from a sibling, and ahead of demand."""
+
+    legs = PREFILL
 
     def __init__(self, view: ClusterView, offloader: Offloader | None) -> None:
         options = view.options
@@ -28,47 +31,43 @@ class PrefixCopies:
             Rebalancing(options.copies, view, offloader, self._copies) if options.copies is not None else None
         )
 
-    def with_fetches(
-        self, request: Request, model: str, candidates: PrefillCandidates, at: float
-    ) -> tuple[PrefillCandidates, SiblingFetches | None]:
-        """Return the candidates with what each could fetch from a sibling."""
-        if self._pool is None or not candidates.hit_tokens.any():
-            return candidates, None
-        return self._pool.offer(request, model, candidates, at)
+    def offer(self, offer: Offer) -> SiblingFetches | None:
+        """Let each candidate fetch a prefix from a sibling, if that makes it faster; return what they fetch."""
+        if self._pool is None or not offer.candidates.hit_tokens.any():
+            return None
+        offer.without_fetches = offer.candidates
+        booking = offer.booking
+        offer.candidates, fetches = self._pool.offer(booking.request, booking.model, offer.candidates, offer.at)
+        return fetches
 
-    def attach(
-        self,
-        prefill: Prefill,
-        request: Request,
-        model: str,
-        placement: Placement | None,
-        fetches: SiblingFetches | None,
-        at: float,
-    ) -> Prefill:
-        """Attach to a prefill decision the copy that it waits for, book the copy, and count the read for hotspots."""
-        index = self._view.cluster.index(prefill.instance)
-        position_of = self._view.prefill[model].position
-        own = int(fetches.own_tokens[position_of[index]]) if fetches else prefill.cached_tokens
-        holder, tokens = index, prefill.cached_tokens
-        if placement is not None and placement.copy_source >= 0 and placement.prefix_tokens > tokens:
-            holder, tokens = placement.copy_source, placement.prefix_tokens
+    def attach(self, booking: Booking, placed: Placed, fetches: SiblingFetches | None) -> None:
+        """Attach to a prefill the copy that it waits for, book the copy, and count the read for hotspots."""
+        offer = placed.offer
+        if offer is None:
+            return
+        request, pool = booking.request, self._view.prefill[booking.model]
+        index = int(pool.ids[placed.position])
+        own = int(fetches.own_tokens[placed.position]) if fetches else placed.hit_tokens
+        holder, tokens = index, placed.hit_tokens
+        if offer.copy_source >= 0 and offer.prefix_tokens > tokens:
+            holder, tokens = offer.copy_source, offer.prefix_tokens
         if fetches is not None:
-            holder = fetches.source_of(position_of[holder], holder)
+            holder = fetches.source_of(pool.position[holder], holder)
         if self._rebalancing is not None and tokens >= request.block_tokens:
-            self._rebalancing.read(model, holder, request, tokens)
-        if fetches is not None and prefill.terms is not None:
-            parts = prefill.terms.parts | {"fetch_s": fetches.fetch_s}
-            prefill = msgspec.structs.replace(prefill, terms=msgspec.structs.replace(prefill.terms, parts=parts))
+            self._rebalancing.read(booking.model, holder, request, tokens)
+        if fetches is not None:
+            placed.add_term("fetch_s", fetches.fetch_s)
         if holder == index:
-            return prefill
-        nbytes = float(self._view.models[model].kv_bytes(tokens, own))
-        return msgspec.structs.replace(
-            prefill,
+            return
+        nbytes = float(self._view.models[booking.model].kv_bytes(tokens, own))
+        booking.copy_id = self._copies.begin(placed.at, holder, index, nbytes)
+        placed.decision = msgspec.structs.replace(
+            placed.decision,
             cached_tokens=tokens,
             copy_from=self._view.cluster.instances[holder].name,
             copy_tokens=tokens - own,
             copy_bytes=nbytes,
-            copy_id=self._copies.begin(at, holder, index, nbytes),
+            copy_id=booking.copy_id,
         )
 
     def ended(self, at: float, copy_id: int, *, landed: bool) -> bool:

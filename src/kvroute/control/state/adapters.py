@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 
+from kvroute.control.booking import Booking
+from kvroute.control.offers import BOTH_LEGS, Offer, Placed
 from kvroute.types import FloatArray
 
 KNOWN_MAX = 1024
@@ -17,6 +20,7 @@ class LoadedAdapters:
     engine reports as in use. An engine that needs room drops the one that was used longest ago (vLLM: `--max-loras`).
     """
 
+    legs = BOTH_LEGS
     __slots__ = ("_load_s", "_loaded", "_slots")
 
     def __init__(self, load_s: Mapping[str, float]) -> None:
@@ -31,6 +35,29 @@ class LoadedAdapters:
         if not seconds:
             return None
         return np.array([0.0 if adapter in self._loaded.get(name, ()) else seconds for name in names])
+
+    def offer(self, offer: Offer) -> FloatArray | None:
+        """Add the time to load the request's adapter to each prefill, and return it; None: nothing is to be loaded."""
+        adapter = offer.booking.request.adapter
+        load_s = self.load_s(adapter, offer.candidates.names) if adapter else None
+        if load_s is not None:
+            prefill_s = offer.candidates.prefill_s + load_s
+            offer.candidates = msgspec.structs.replace(offer.candidates, prefill_s=prefill_s)
+        return load_s
+
+    def attach(self, booking: Booking, placed: Placed, load_s: FloatArray | None) -> None:
+        """See Feature."""
+        if booking.request.adapter:
+            self.used(placed.instance, booking.request.adapter)
+        if load_s is not None:
+            terms = placed.decision.terms
+            if terms is not None and len(terms.names) == len(load_s):
+                placed.add_term("adapter_s", load_s)
+
+    def take_over(self, old: LoadedAdapters, instances: Collection[str]) -> None:
+        """Continue with what is known of these instances. Args: `old`: of the cluster before, not used any more."""
+        self._loaded = {name: loaded for name, loaded in old._loaded.items() if name in instances}
+        self._slots = {name: slots for name, slots in old._slots.items() if name in instances}
 
     def used(self, instance: str, adapter: str) -> None:
         """Record that a request for an adapter was sent to an instance, which loads it."""
@@ -53,12 +80,6 @@ class LoadedAdapters:
     def forget(self, instance: str) -> None:
         """Record that an instance has restarted."""
         self._loaded.pop(instance, None)
-
-    def keep(self, instances: Collection[str]) -> None:
-        """Forget all other instances."""
-        for known in (self._loaded, self._slots):
-            for name in [name for name in known if name not in instances]:
-                del known[name]
 
     def known(self) -> dict[str, tuple[tuple[str, ...], int]]:
         """The adapters of each instance, the last used one at the end, and for how many it has room (0: not known)."""

@@ -51,6 +51,8 @@ class DecodePool:
     """Time at which each instance has computed these prompts."""
     share: PromptShare
     """Share of the time spent on such prompts."""
+    has_prompts: bool = False
+    """Whether any of `prompts` is above 0."""
     slow_start: SlowStart = field(default_factory=SlowStart)
     sites: tuple[str, ...] = ()
     """Datacenter of each instance."""
@@ -130,6 +132,7 @@ class DecodePool:
         arrays = ("batch", "queued", "free_kv_bytes", "others_batch", "others_queued", "others_bytes")
         for name in (*arrays, "prompts", "prompts_until_s"):
             getattr(self, name)[here] = getattr(old, name)[there]
+        self.has_prompts = bool(self.prompts.any())
         self.share.take_over(old.share, here, there)
         self.up[:] = False
         self.up[here] = old.up[there]
@@ -160,7 +163,7 @@ class DecodePool:
 
     def with_prompts(self, candidates: Candidates, at: float) -> Candidates:
         """Return candidates of this pool with the prompts that are booked on its instances, if there are any."""
-        if not self.prompts.any():
+        if not self.has_prompts:
             return candidates
         return msgspec.structs.replace(candidates, prompts_s=self.prompts_s(at))
 
@@ -172,6 +175,7 @@ class DecodePool:
         """Book the prompt of a request that this instance serves alone."""
         self.prompts_until_s[position] = max(float(self.prompts_until_s[position]), at) + seconds
         self.prompts[position] += 1
+        self.has_prompts = True
         self.share.add(position, at, seconds)
 
     def release_prompt(self, position: int, at: float, unfinished_s: float = 0.0) -> None:
@@ -180,6 +184,7 @@ class DecodePool:
         self.prompts[position] -= 1
         if self.prompts[position] == 0:
             self.prompts_until_s[position] = at
+            self.has_prompts = bool(self.prompts.any())
         elif unfinished_s:
             self.prompts_until_s[position] = max(float(self.prompts_until_s[position]) - unfinished_s, at)
 
