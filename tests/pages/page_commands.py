@@ -178,6 +178,9 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
         "kvroute simulate examples/small.yaml --policy fewest": Elsewhere(
             f"{_EXTENDING}test_a_new_policy_with_state_sees_its_state"
         ),
+        "kvroute simulate examples/small.yaml --policy netkv --prefill-policy": Elsewhere(
+            f"{_EXTENDING}test_a_new_feature_is_offered_and_attached_as_the_core_calls_it"
+        ),
         "kvroute experiment": Elsewhere(f"{_EXTENDING}test_a_new_experiment_is_listed_and_its_axis_is_applied"),
     },
     "docs/fidelity.md": {

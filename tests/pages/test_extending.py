@@ -46,6 +46,29 @@ async def main():
 
 asyncio.run(main())
 """
+FEATURE = """
+from pathlib import Path
+from kvroute.control import ControlSpec
+from kvroute.topology import load
+from kvroute.types import Arrived, PrefillFinished, Reject, Request
+
+control = ControlSpec(decode="netkv", prefill="cache-aware").build(load(Path("examples/small.yaml")))
+
+def arrive(number, ttft_max_s=None):
+    (decision,) = control.handle(Arrived(0.0, Request(id=number, input_tokens=100), ttft_max_s=ttft_max_s))
+    return decision
+
+late = arrive(1, ttft_max_s=1.0)
+assert isinstance(late, Reject) and late.ttft_s > 2.0
+first, second, third = arrive(2), arrive(3), arrive(4)
+assert first.terms.parts["cold_s"].tolist() == [2.0, 2.0], "a rejected request is not recorded"
+assert second.terms.parts["cold_s"].tolist() == [0.0, 2.0]
+assert (first.instance, second.instance) == ("prefill0", "prefill1"), "the added time is booked"
+assert first.terms.parts["prefill_s"].min() > 2.0 > third.terms.parts["prefill_s"].max()
+assert "cold_s" not in third.terms.parts
+(decode,) = control.handle(PrefillFinished(3.0, 2))
+assert "cold_s" not in decode.terms.parts
+"""
 EVENT = """
 from pathlib import Path
 from kvroute.control import ControlSpec, LogRecord
@@ -136,7 +159,7 @@ def _commands(section: str) -> list[list[str]]:
 
 def test_each_example_touches_as_many_files_as_the_table_says() -> None:
     table = re.findall(r"^\| an? .+ \| (\d) \| \[.+\]\(#([\w-]+)\) \|$", PAGE, re.MULTILINE)
-    assert len(table) == 5
+    assert len(table) == 6
     by_anchor = {re.sub(r"[^\w ]", "", name).lower().replace(" ", "-"): text for name, text in _sections().items()}
     for count, anchor in table:
         files = {name for _, name, _ in BLOCK.findall(by_anchor[anchor])}
@@ -166,6 +189,16 @@ def test_a_new_policy_with_state_sees_its_state(extended: Path) -> None:
     assert len(counts) == 30
     assert max(max(each) for each in counts) >= 1.0
     assert min(max(each) for each in counts) == 0.0
+
+
+def test_a_new_feature_is_offered_and_attached_as_the_core_calls_it(extended: Path) -> None:
+    """It changes candidates and terms, is attached after the forecast, and is in the log of the printed command."""
+    _python(extended, "-c", FEATURE)
+    (command,) = _commands("A feature of the dispatcher")
+    _python(extended, "-m", "kvroute.cli.app", *command)
+    lines = (extended / "cold.log").read_text().splitlines()
+    assert '"cold_s":[2.0,2.0]' in next(line for line in lines if '"type":"prefill"' in line)
+    assert sum('"cold_s"' in line for line in lines) == 2
 
 
 def test_a_new_protocol_is_valid_and_makes_both_bodies(extended: Path) -> None:
