@@ -5,31 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from functools import partial
 
-from kvroute import llm
-from kvroute.sim.agenda import Agenda
 from kvroute.sim.arrivals import Arrivals
-from kvroute.sim.chunked_prompts import WaitingPrompt
-from kvroute.sim.copies import Copies
-from kvroute.sim.delivery import Delivery
-from kvroute.sim.fleet import Fleet
-from kvroute.sim.groups.chunked_prefill import chunked_prefills
+from kvroute.sim.awaited_prefixes import AwaitedPrefixes
+from kvroute.sim.decode_steps import DecodeSteps
 from kvroute.sim.groups.iterations import Iterations
-from kvroute.sim.groups.lock_step import DecodeRanks, PrefillRanks, RankQueue, lock_step_groups
-from kvroute.sim.groups.pipelines import PrefillPipeline, Prompt, PromptQueue
-from kvroute.sim.groups.streams import Streams
-from kvroute.sim.groups.tensor_groups import TensorGroups
-from kvroute.sim.instances import Step
-from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
+from kvroute.sim.groups.lock_step import lock_step_groups
+from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED
 from kvroute.sim.network.transfers import Kind
 from kvroute.sim.placement import Placement
-from kvroute.sim.router import Router
-from kvroute.sim.settings import SimSettings
-from kvroute.sim.store import Store, continued_blocks
+from kvroute.sim.prefills import Prefills
+from kvroute.sim.run_parts import RunParts
+from kvroute.sim.store import continued_blocks
 from kvroute.sim.telemetry import Telemetry
-from kvroute.sim.workload import Trace, TracedRequest
-from kvroute.topology import Cluster
+from kvroute.sim.workload import TracedRequest
 from kvroute.types import (
     Admitted,
     Arrived,
@@ -51,90 +40,74 @@ class RequestTimelines:
 
     def __init__(
         self,
-        cluster: Cluster,
-        trace: Trace,
-        settings: SimSettings,
-        *,
-        agenda: Agenda,
-        router: Router,
-        fleet: Fleet,
-        delivery: Delivery,
-        copies: Copies,
+        parts: RunParts,
         telemetry: Telemetry,
-        outcomes: Outcomes,
         arrivals: Arrivals,
-        groups: TensorGroups,
+        *,
         prefill_cache: bool,
         copy_queues: bool = False,
-        store: Store | None = None,
     ) -> None:
-        """Args that are not parts of the run:
+        """Start without requests.
 
-        prefill_cache: prefill instances keep the KV of their prompts.
-        copy_queues: a request for a cached prefix takes a place in the prefill queue of the instance that has it, as
-            a prompt does.
-        store: None without one.
+        Args:
+            parts: the run.
+            telemetry: gets the times of transfers.
+            arrivals: gets the ends of requests.
+            prefill_cache: prefill instances keep the KV of their prompts.
+            copy_queues: a request for a cached prefix takes a place in the prefill queue of the instance that has it,
+                as a prompt does.
         """
-        self._cluster, self._trace, self._settings = cluster, trace.requests, settings
-        self._agenda, self._router, self._fleet = agenda, router, fleet
-        self._delivery, self._copies = delivery, copies
-        self._telemetry, self._outcomes = telemetry, outcomes
-        self._arrivals, self._prefill_cache, self._copy_queues = arrivals, prefill_cache, copy_queues
+        cluster, settings = parts.cluster, parts.settings
+        self._cluster, self._trace, self._settings = cluster, parts.trace.requests, settings
+        self._agenda, self._router, self._fleet = parts.agenda, parts.router, parts.fleet
+        self._delivery, self._copies, self._outcomes = parts.delivery, parts.copies, parts.outcomes
+        self._telemetry, self._arrivals, self._prefill_cache = telemetry, arrivals, prefill_cache
         self._booked: set[int] = set()
         """Requests whose target is already known while they are in prefill."""
         self._staying: set[int] = set()
         """Requests in prefill whose prefill instance will go on to decode them."""
-        self._paused_s: dict[int, float] = {}
-        """Time for which the next iteration of an instance waits, because it computes prompts first; only where
-        all-reduces share links."""
-        self._produced_bytes_per_s: dict[int, float] = {}
-        """Production rate of requests whose KV will be sent while it is computed, until their first layer is
-        computed."""
-        self._awaiting_copy: dict[int, Prefill] = {}
-        self._store = store
-        self._continued = continued_blocks(trace) if store is not None else ()
-        self._computed: set[int] = set()
-        """Requests whose prompt is computed, but for blocks of the store that are still being fetched."""
+        self._store = parts.store
+        self._continued = continued_blocks(parts.trace) if parts.store is not None else ()
+        self.iterations = Iterations(
+            parts.agenda, parts.delivery, self.advance, settings.all_reduce_slice_s, parts.groups.carried_bytes
+        )
+        self._decodes = DecodeSteps(parts, self.iterations, answered=self._end_answered, pulled=self._send)
+        self._prefills = Prefills(
+            parts,
+            self.iterations,
+            self._decodes,
+            advance=self.advance,
+            watch_stalls=self.watch_stalls,
+            ended=self._prefilled,
+        )
+        self._prefixes = AwaitedPrefixes(
+            parts,
+            self._prefills,
+            copy_queues=copy_queues,
+            advance=self.advance,
+            watch_stalls=self.watch_stalls,
+            arrived=self._submit,
+            computed=self._prefilled,
+        )
         self._steps: dict[Kind, Callable[[int, int], None]] = {
             "kv": self._landed,
-            "copy": self._copied,
-            "ahead": copies.landed_ahead,
-            "storage": self._store_landed,
+            "copy": self._prefixes.copied,
+            "ahead": parts.copies.landed_ahead,
+            "storage": self._prefixes.store_landed,
         }
         """What follows a transfer, by its kind."""
-        self._shared = groups.traffic
-        slice_s = settings.all_reduce_slice_s
-        self.iterations = Iterations(agenda, delivery, self.advance, slice_s, groups.carried_bytes)
-        self._streams = Streams(agenda, delivery, self.advance, self.watch_stalls)
         self._schedulers = [cluster.timing[instance.timing].scheduler for instance in cluster.instances]
-        self._prompts: dict[int, PromptQueue] = {}
-        """By instance, for those whose prompts have no known end when they are submitted."""
-        if settings.prefill_queueing:
-            self._prompts.update(chunked_prefills(cluster, agenda, groups.traffic))
-        for index, traffic in groups.traffic.items():
-            self._prompts[index] = PrefillPipeline(traffic.stages, self.iterations, settings.prefill_queueing)
-        self._ranks: dict[int, DecodeRanks] = {}
-        """Decode instances that step together with others, by index."""
         if settings.lock_step:
-            self._lock_steps()
+            layerwise = settings.transfer == "layerwise"
+            for members in lock_step_groups(cluster, all_reducing=parts.groups.traffic, layerwise=layerwise):
+                self._decodes.lock_step(members)
+                self._prefills.lock_step(members)
         self.placement: Placement | None = None
         """When requests are placed; None: as they arrive."""
         self.reject_reason: str | None = None
         """Reason for the first rejection of the run."""
         self.decisions_s: list[float] = []
         """Wall time of every decode decision, in seconds."""
-
-    def _lock_steps(self) -> None:
-        """Let the data-parallel ranks of each engine step together. Prefill without queueing is a pure delay."""
-        layerwise = self._settings.transfer == "layerwise"
-        for members in lock_step_groups(self._cluster, all_reducing=self._shared, layerwise=layerwise):
-            decodes = self._fleet.decode
-            ranks = DecodeRanks(members, decodes, self._agenda, self._boundary, self._record_first_tokens)
-            prefills = PrefillRanks.of(self._agenda, self._settings.lock_step_tokens, len(members))
-            for rank, index in enumerate(members):
-                self._ranks[index] = ranks
-                if self._settings.prefill_queueing:
-                    self._prompts[index] = RankQueue(prefills, rank)
 
     def arrive(self, request: int) -> None:
         """Process the arrival of a request now."""
@@ -187,7 +160,7 @@ class RequestTimelines:
         self._fleet.take(source)
         for decision in others:
             if isinstance(decision, ReadKv):
-                self._read(request, decision)
+                self._prefixes.read(request, decision)
                 return
             assert isinstance(decision, Decode)
             self._router.evicted(self._delivery.book(request, decision))
@@ -195,184 +168,32 @@ class RequestTimelines:
             if decision.source == decision.target:
                 self._staying.add(request)
                 self._fleet.decoding(source)
-        if not prefill.copy_from:
+        if prefill.copy_from:
+            self._prefixes.copy(request, prefill)
+        else:
             self._submit(request)
-            return
-        traced, holder = self._trace[request], self._cluster.index(prefill.copy_from)
-        blocks = traced.blocks[: prefill.cached_tokens // traced.block_tokens]
-        begun = self._copies.hold(request, prefill.copy_id, holder, source, blocks)
-        self._awaiting_copy[request] = prefill
-        if begun == "refused":
-            self._go_without(request)
-        if begun == "held" and self._copy_queues:
-            self._hold_out(request, holder, prefill.cached_tokens)
-        elif begun == "held":
-            self._held_out(request, 0)
 
     def _serve_alone(self, request: int, decision: Decode) -> None:
         """Let a decode instance compute the prompt itself."""
-        traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
+        outcomes = self._outcomes
         self._router.evicted(self._delivery.book(request, decision))
         target = int(outcomes.target[request])
         outcomes.source[request], outcomes.cached_tokens[request] = target, decision.hit_tokens
-        prompt = WaitingPrompt(request, traced.input_tokens, traced.output_tokens, decision.hit_tokens)
-        self._plan_step(target, self._fleet.decode[target].prompt_arrived(now, prompt))
-
-    def _plan_step(self, target: int, wake_s: float | None) -> None:
-        """Schedule the next step of a decode instance if it has changed. Where all-reduces share links, the end of each
-        iteration is the next step."""
-        decode = self._fleet.decode[target]
-        if wake_s is not None and (not decode.running or target not in self._shared):
-            self._agenda.at(wake_s, self._step, target, decode.version)
-
-    def _prompts_stepped(self, target: int, step: Step) -> None:
-        """Record the prompts that a decode instance begins and completes; their first token is there at once."""
-        now, outcomes = self._agenda.now, self._outcomes
-        for request in step.computed:
-            outcomes.prefill_finished_s[request] = outcomes.landed_s[request] = outcomes.admitted_s[request] = now
-            evicted = self._delivery.transfer_done(request)
-            self._router.handle(Admitted(now, request))
-            if self._delivery.cached(request):
-                self._router.stored(target, self._delivery.cached(request), evicted)
-            if self._trace[request].output_tokens:
-                self._record_first_tokens((request,), now, step.iteration_s or math.nan)
-        for request in step.began:
-            outcomes.prefill_started_s[request] = now
-
-    def _read(self, request: int, decision: ReadKv) -> None:
-        """Begin to read the cached prefix from the store."""
-        assert self._store is not None, "only a cluster with a store has reads"
-        traced = self._trace[request]
-        if decision.decode_instance:
-            target = self._cluster.index(decision.decode_instance)
-            model = llm.model(self._cluster.instances[target].model)
-            need_bytes = float(model.kv_bytes(traced.input_tokens + traced.output_tokens))
-            self._router.evicted(self._delivery.plan(request, target, need_bytes))
-        self.advance()
-        self._store.begin(request, decision)
-        self.watch_stalls()
-
-    def _store_landed(self, number: int, _: int) -> None:
-        """Complete a transfer from or to the store; a request may go on."""
-        assert self._store is not None
-        self.advance()
-        found = self._store.landed(number)
-        if found is not None:
-            request, is_read = found
-            if is_read:
-                self._store.fetch(request, int(self._outcomes.source[request]))
-                self._submit(request)
-            elif request in self._computed:
-                self._computed.remove(request)
-                self._prefilled(request, 0)
-        self.watch_stalls()
-
-    def _hold_out(self, request: int, holder: int, tokens: int) -> None:
-        """Add a request for a cached prefix to the queue of the prefill instance that has it."""
-        prefill = self._fleet.prefill[holder]
-        if holder in self._prompts:
-            seconds = prefill.time.seconds(tokens, tokens)
-            prompt = Prompt(request, 0, seconds, lambda _, __: None, lambda number: self._held_out(number, 0))
-            self._prompts[holder].submit(prompt)
-            return
-        _, held_s = prefill.submit(self._agenda.now, tokens, tokens)
-        self._agenda.at(held_s, self._held_out, request)
-
-    def _held_out(self, request: int, _: int) -> None:
-        """Start the transfer of a prefix from its source."""
-        prefill = self._awaiting_copy[request]
-        ends = self._cluster.index(prefill.copy_from), self._cluster.index(prefill.instance)
-        self.advance()
-        self._delivery.copy(request, *ends, prefill.copy_bytes)
-        self.watch_stalls()
-
-    def _copied(self, request: int, _: int) -> None:
-        """Complete a prefix copy: the prefix is cached, and the rest of the prompt can be computed."""
-        for each in self._copies.landed(request):
-            del self._awaiting_copy[each]
-            self._submit(each)
-
-    def _go_without(self, request: int) -> None:
-        """Compute the tokens that would have been copied."""
-        self._outcomes.cached_tokens[request] -= self._awaiting_copy.pop(request).copy_tokens
-        self._submit(request)
+        self._decodes.add_prompt(target, request, decision.hit_tokens)
 
     def _submit(self, request: int) -> None:
         """Add the request to the queue of its prefill instance."""
-        traced, outcomes, source = self._trace[request], self._outcomes, int(self._outcomes.source[request])
-        cached_tokens = int(outcomes.cached_tokens[request])
-        if source in self._prompts:
-            self._submit_prompt(request, source, cached_tokens)
-            return
-        start, finish = self._fleet.prefill[source].submit(self._agenda.now, traced.input_tokens, cached_tokens)
-        outcomes.prefill_started_s[request] = start
-        if source in self._fleet.decode:
-            self._agenda.at(start, self._computing, request)
-        if self._streams_kv(request):
-            self._plan_stream(request, start, finish, self._fleet.layers[source])
-        self._agenda.at(finish, self._prefilled, request)
-
-    def _computing(self, request: int, _: int) -> None:
-        """Begin a prompt on a prefill instance that also decodes: its batch waits until the prompt is complete."""
-        source = int(self._outcomes.source[request])
-        cached_tokens = int(self._outcomes.cached_tokens[request])
-        prefill, decode = self._fleet.prefill[source], self._fleet.decode[source]
-        seconds = prefill.time.seconds(self._trace[request].input_tokens, cached_tokens) / prefill.stages
-        if source in self._shared:
-            self._paused_s[source] = self._paused_s.get(source, 0.0) + seconds
-            return
-        wake_s = decode.pause(self._agenda.now, seconds)
-        if wake_s is not None:
-            self._agenda.at(wake_s, self._step, source, decode.version)
-
-    def _submit_prompt(self, request: int, source: int, cached_tokens: int) -> None:
-        """Add the request to the queue of a prefill instance whose prompts have no known end."""
-        input_tokens, queue = self._trace[request].input_tokens, self._prompts[source]
-        seconds = self._fleet.prefill[source].time.seconds(input_tokens, cached_tokens)
-        tokens, streams = max(input_tokens - cached_tokens, 0), self._streams_kv(request)
-
-        def begun(number: int, slices: int) -> None:
-            self._outcomes.prefill_started_s[number] = self._agenda.now
-            if source in self._fleet.decode:
-                self._computing(number, 0)
-            if streams:
-                kv_bytes = float(self._outcomes.kv_bytes[number])
-                self._streams.plan(number, kv_bytes, seconds, self._fleet.layers[source], slices)
-
-        def ended(number: int) -> None:
-            self._streams.end(number)
-            self._prefilled(number, 0)
-
-        progressed = self._streams.progressed if streams else None
-        queue.submit(Prompt(request, tokens, seconds, begun, ended, progressed, min(cached_tokens, input_tokens)))
+        self._prefills.submit(request, streams=self._streams_kv(request))
 
     def _streams_kv(self, request: int) -> bool:
         """Return True if the request's KV cache is sent while it is computed."""
         layerwise = self._settings.transfer == "layerwise" and request not in self._staying
         return layerwise and request in self._booked and self._trace[request].output_tokens > 0
 
-    def _plan_stream(self, request: int, start: float, finish: float, layers: int) -> None:
-        """Schedule the streamed transfer from the end of the first layer on, if there are several layers and bytes to
-        send."""
-        kv_bytes = float(self._outcomes.kv_bytes[request])
-        if layers > 1 and finish > start and kv_bytes > 0:
-            self._produced_bytes_per_s[request] = kv_bytes / (finish - start)
-            self._agenda.at(start + (finish - start) / layers, self._stream, request)
-
-    def _stream(self, request: int, _: int) -> None:
-        """Start to stream: the first layer's KV is complete, and the others follow at an even rate."""
-        self.advance()
-        self._delivery.send(request, produced_bytes_per_s=self._produced_bytes_per_s.pop(request))
-        self.watch_stalls()
-
     def _prefilled(self, request: int, _: int) -> None:
-        kept_tokens = 0
-        if self._store is not None:
-            if self._store.is_fetching(request):
-                self._computed.add(request)
-                return
-            self.advance()
-            kept_tokens = self._store.prefilled(request)
+        kept_tokens = self._prefixes.prefilled(request)
+        if kept_tokens is None:
+            return
         traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
         outcomes.prefill_finished_s[request] = now
         source = int(outcomes.source[request])
@@ -421,9 +242,7 @@ class RequestTimelines:
             self._router.handle(Admitted(now, request))
             self._end_answered(request, source)
             return
-        decode = self._fleet.decode[source]
-        wake_s = decode.transfer_done(now, request, traced.input_tokens + 1, traced.output_tokens - 1)
-        self._plan_step(source, wake_s)
+        self._decodes.add_prefilled(source, request)
 
     def _cache_prompt(self, source: int, traced: TracedRequest) -> None:
         """Cache the blocks of a prompt.
@@ -482,8 +301,7 @@ class RequestTimelines:
         if self._schedulers[target].transfers == "at-once" or not self._outcomes.kv_bytes[request]:
             self._send(request)
             return
-        decode = self._fleet.decode[target]
-        self._plan_step(target, decode.pull(self._agenda.now, request))
+        self._decodes.pull(target, request)
 
     def _send(self, request: int) -> None:
         self.advance()
@@ -491,7 +309,7 @@ class RequestTimelines:
         self.watch_stalls()
 
     def _landed(self, request: int, _: int) -> None:
-        traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
+        outcomes, now = self._outcomes, self._agenda.now
         outcomes.landed_s[request] = now
         target = int(outcomes.target[request])
         self._telemetry.landed(request, self._delivery.transfers.pop(request).sent_s)
@@ -502,12 +320,7 @@ class RequestTimelines:
         if blocks:
             self._router.stored(target, blocks, evicted)
         self._router.give_back(int(outcomes.source[request]))
-        decode = self._fleet.decode[target]
-        wake_s = decode.transfer_done(now, request, traced.input_tokens, traced.output_tokens)
-        if target in self._ranks:
-            self._ranks[target].wake()
-        else:
-            self._plan_step(target, wake_s)
+        self._decodes.add_landed(target, request)
 
     def _stalled(self, request: int, _: int) -> None:
         """Fail a transfer that has had no usable path for `stall_s`: its request starts again.
@@ -524,7 +337,7 @@ class RequestTimelines:
         if transfer.is_copy:
             for each in self._copies.fail(request):
                 if transfer.kind == "copy":
-                    self._go_without(each)
+                    self._prefixes.go_without(each)
             return
         source, target = int(self._outcomes.source[request]), int(self._outcomes.target[request])
         self._router.evicted(self._delivery.give_up(request))
@@ -533,52 +346,6 @@ class RequestTimelines:
         self._router.give_back(source)
         self._router.give_back(target)
         self._begin(request, decisions)
-
-    def _step(self, target: int, version: int) -> None:
-        decode, now = self._fleet.decode[target], self._agenda.now
-        if version != decode.version:
-            return
-        step, wake_s = self._boundary(target)
-        if wake_s is None:
-            return
-        if target in self._shared:
-            ended = partial(self._iterated, target, step.admitted, now)
-            traffic = self._shared[target].together
-            seconds = step.iteration_s + self._paused_s.pop(target, 0.0)
-            self.iterations.start("decode", traffic, step.tokens, seconds, ended)
-            return
-        self._record_first_tokens(step.admitted, step.first_token_s, step.iteration_s)
-        self._agenda.at(wake_s, self._step, target, decode.version)
-
-    def _boundary(self, target: int) -> tuple[Step, float | None]:
-        """Process an iteration boundary of a decode instance now: requests leave and join. Return the changes and the
-        time of its next boundary with a change, if it iterates on its own; None: it is idle."""
-        now, outcomes = self._agenda.now, self._outcomes
-        step, wake_s = self._fleet.decode[target].step(now)
-        if step.began or step.computed:
-            self._prompts_stepped(target, step)
-        for request in step.finished:
-            self._end_answered(request, target)
-        for request in step.admitted:
-            if math.isnan(outcomes.first_token_s[request]) or math.isnan(outcomes.admitted_s[request]):
-                outcomes.admitted_s[request] = now
-            self._router.handle(Admitted(now, request))
-        for request in step.pulls:
-            self._send(request)
-        return step, wake_s
-
-    def _iterated(self, target: int, admitted: tuple[int, ...], began_s: float) -> None:
-        """End an iteration whose all-reduces share links; the next one begins."""
-        decode, now = self._fleet.decode[target], self._agenda.now
-        self._record_first_tokens(admitted, now, now - began_s)
-        decode.planned_steps = 1
-        self._step(target, decode.version)
-
-    def _record_first_tokens(self, admitted: tuple[int, ...], at: float, iteration_s: float) -> None:
-        for request in admitted:
-            if math.isnan(self._outcomes.first_token_s[request]):  # the end of a prompt may have given it
-                self._outcomes.first_token_s[request] = at
-            self._outcomes.entry_iteration_s[request] = iteration_s
 
     def _finish(self, request: int, free_kv_bytes: float | None) -> None:
         now = self._agenda.now

@@ -23,6 +23,7 @@ from kvroute.sim.network.transfers import Fabric
 from kvroute.sim.placement import Placement, Tenancy
 from kvroute.sim.request_timelines import RequestTimelines
 from kvroute.sim.router import Core, Router
+from kvroute.sim.run_parts import RunParts
 from kvroute.sim.scaling import FleetScaling
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.store import Store
@@ -150,21 +151,23 @@ class Simulation:
             self._fabric, settings, self._outcomes, self._router.threshold_tokens, reduced_bytes
         )
         self._timelines = RequestTimelines(
-            cluster,
-            trace,
-            settings,
-            agenda=self._agenda,
-            router=self._router,
-            fleet=self._fleet,
-            delivery=self._delivery,
-            copies=self._copies,
-            telemetry=self._telemetry,
-            outcomes=self._outcomes,
-            arrivals=self._arrivals,
-            groups=self._groups,
+            RunParts(
+                cluster=cluster,
+                trace=trace,
+                settings=settings,
+                agenda=self._agenda,
+                router=self._router,
+                fleet=self._fleet,
+                delivery=self._delivery,
+                copies=self._copies,
+                outcomes=self._outcomes,
+                groups=self._groups,
+                store=self._store,
+            ),
+            self._telemetry,
+            self._arrivals,
             prefill_cache=spec.prefill_cache,
             copy_queues=spec.offload is not None and spec.offload.copy_queues,
-            store=self._store,
         )
         if tenancy is not None:
             if not isinstance(core, Control):
