@@ -391,8 +391,7 @@ class _MaxMin:
         self._next_turn(request)
 
     def _next_turn(self, request: _Request) -> None:
-        made = self.run.trajectories
-        following = request.turn + 1
+        made, following = self.run.trajectories, request.turn + 1
         if following < made.start[self.run.trajectory[request.agent] + 1]:
             self.events.at(
                 self.events.now + float(made.think_s[following]), partial(self._arrive, request.agent, following)
