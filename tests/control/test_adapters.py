@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.control.live_rig import cluster_of, request
 
 from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal, replay
+from kvroute.control.affinity.adapters import LoadedAdapters
 from kvroute.control.log.entries import decode_record, encode
-from kvroute.control.state.adapters import LoadedAdapters
 from kvroute.types import (
     AdaptersMeasured,
     Arrived,

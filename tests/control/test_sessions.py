@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.control.live_rig import cluster_of, request
 
 from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal, replay
+from kvroute.control.affinity.sessions import SESSIONS_MAX, Sessions
 from kvroute.control.log.entries import decode_record, encode
 from kvroute.control.log.hashing import LogHashing
-from kvroute.control.state.sessions import SESSIONS_MAX, Sessions
 from kvroute.types import Arrived, Decode, DecodeFailed, Event, Finished, Prefill, PrefillFailed, PrefillFinished
 
 NAMES = ("vp0a", "vp1a", "vd0b", "vd1b")

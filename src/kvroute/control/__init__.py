@@ -1,8 +1,9 @@
 """The control core, which turns events into decisions; the simulator and the gateway call the same core."""
 
+from kvroute.control.choice.forecast import Backlog
+from kvroute.control.choice.shadow_policy import ShadowTally
 from kvroute.control.cluster_change import NextCluster
 from kvroute.control.core import Control
-from kvroute.control.forecast import Backlog
 from kvroute.control.learning.calibration import Calibration, CalibrationRow
 from kvroute.control.learning.calibration import deciles as calibration_deciles
 from kvroute.control.learning.calibration import joined as joined_calibration
@@ -21,7 +22,6 @@ from kvroute.control.replication.admissions import Admissions
 from kvroute.control.replication.replica import Replica, SyncState
 from kvroute.control.replication.usage import Usage
 from kvroute.control.settings import ControlSettings
-from kvroute.control.shadow_policy import ShadowTally
 from kvroute.control.spec import ControlSpec
 from kvroute.control.view import Load
 

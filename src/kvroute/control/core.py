@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kvroute.control.booking import NOTHING_AVOIDED
+from kvroute.control.choice.forecast import Backlog
 from kvroute.control.cluster_change import NextCluster, Parts
-from kvroute.control.core_state import CoreState, Handler
-from kvroute.control.fleet_events import FLEET_HANDLERS
-from kvroute.control.forecast import Backlog
-from kvroute.control.kv_events import KV_HANDLERS
-from kvroute.control.measurement_events import MEASUREMENT_HANDLERS
+from kvroute.control.events.fleet import FLEET_HANDLERS
+from kvroute.control.events.kv import KV_HANDLERS
+from kvroute.control.events.measurements import MEASUREMENT_HANDLERS
+from kvroute.control.events.peers import PEER_HANDLERS
+from kvroute.control.events.requests import REQUEST_HANDLERS
+from kvroute.control.events.state import CoreState, Handler
 from kvroute.control.offload.offloader import Offloader
-from kvroute.control.peer_events import PEER_HANDLERS
 from kvroute.control.peers import Peers
-from kvroute.control.request_events import REQUEST_HANDLERS
 from kvroute.control.scaling.scaler import Scaling
 from kvroute.control.settings import ControlSettings
 from kvroute.control.state.caches import Caches

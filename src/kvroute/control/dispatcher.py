@@ -6,16 +6,16 @@ import msgspec
 import numpy as np
 
 from kvroute.control.booking import Booking
-from kvroute.control.decode_choice import DecodeChoice
+from kvroute.control.choice.decode_choice import DecodeChoice
+from kvroute.control.choice.forecast import Forecaster
+from kvroute.control.choice.pairing import AlonePick, Pairing
+from kvroute.control.choice.partners import Partners
+from kvroute.control.choice.shadow_policy import ShadowPolicy
 from kvroute.control.features import features_of
-from kvroute.control.forecast import Forecaster
 from kvroute.control.offers import DecodePick, Offer, Placed
 from kvroute.control.offload.offloader import Offloader
-from kvroute.control.pairing import AlonePick, Pairing
-from kvroute.control.partners import Partners
 from kvroute.control.prefix_copies.source import PrefixCopies
 from kvroute.control.reservations import Reservations
-from kvroute.control.shadow_policy import ShadowPolicy
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.view import ClusterView, PoolKey
 from kvroute.types import Candidates, Decision, Decode, Prefill, Reject, Shadowed, Terms

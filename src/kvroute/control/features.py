@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvroute.control.forecast import Forecaster
-from kvroute.control.kv_loads import KvLoads
+from kvroute.control.choice.forecast import Forecaster
+from kvroute.control.choice.kv_loads import KvLoads
+from kvroute.control.choice.partners import LayerwiseTransfers, Partners
+from kvroute.control.choice.read_paths import ReadPaths
 from kvroute.control.offers import Feature
 from kvroute.control.offload.offloader import Offloader
-from kvroute.control.partners import LayerwiseTransfers, Partners
 from kvroute.control.prefix_copies.source import PrefixCopies
-from kvroute.control.read_paths import ReadPaths
 from kvroute.control.view import ClusterView
 
 

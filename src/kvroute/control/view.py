@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from kvroute import llm
+from kvroute.control.affinity.adapters import LoadedAdapters
+from kvroute.control.affinity.sessions import Sessions
 from kvroute.control.booking import Avoided
 from kvroute.control.settings import ControlSettings
-from kvroute.control.state.adapters import LoadedAdapters
 from kvroute.control.state.caches import Caches
 from kvroute.control.state.policy_states import PolicyStates
 from kvroute.control.state.pool import DecodePool, PrefillPool
-from kvroute.control.state.sessions import Sessions
 from kvroute.control.state.storage_reads import StorageReads
 from kvroute.llm import Model
 from kvroute.oracle import NetworkOracle

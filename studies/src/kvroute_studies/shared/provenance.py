@@ -49,9 +49,9 @@ MODULES = (
 """Folders and files of the packages. Further settings of a family of experiments are in the config of its records."""
 FORESIGHT = (
     "kvroute/policies/foresight/*",
-    "kvroute/control/alone_offers.py",
+    "kvroute/control/choice/alone_offers.py",
     "kvroute/control/learning/learned_capacity.py",
-    "kvroute/control/pairing.py",
+    "kvroute/control/choice/pairing.py",
     "kvroute/control/state/transfer_table.py",
     "kvroute/control/state/transfer_tracker.py",
 )

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 
 from kvroute.control.booking import Booking
+from kvroute.control.choice.partners import Partners
 from kvroute.control.offers import PREFILL, DecodePick, Offer, Placed
-from kvroute.control.partners import Partners
 from kvroute.control.state.storage_reads import ReadRange
 from kvroute.control.view import ClusterView
 from kvroute.types import Choice, IntArray, Terms

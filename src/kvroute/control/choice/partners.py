@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvroute.control.booking import Booking
-from kvroute.control.decode_choice import DecodeChoice
+from kvroute.control.choice.decode_choice import DecodeChoice
 from kvroute.control.offers import PREFILL, DecodePick, Offer, Placed
 from kvroute.control.view import ClusterView
 from kvroute.types import Choice, Reject, Terms

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvroute.control.alone_offers import AloneOffers
 from kvroute.control.booking import Avoided
+from kvroute.control.choice.alone_offers import AloneOffers
 from kvroute.control.offers import DecodePick, Offer
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.state.transfer_tracker import TransferTracker

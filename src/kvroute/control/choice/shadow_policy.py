@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvroute.control.decode_choice import DecodeChoice
+from kvroute.control.choice.decode_choice import DecodeChoice
 from kvroute.control.offers import DecodePick
 from kvroute.control.view import PoolKey
 from kvroute.policies import DecodePolicy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvroute.control.core_state import CoreState, Handler
+from kvroute.control.events.state import CoreState, Handler
 from kvroute.types import (
     AdaptersMeasured,
     BandwidthLearned,

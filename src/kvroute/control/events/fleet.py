@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvroute.control.cluster_change import carry_over, refuse_in_use
-from kvroute.control.core_state import CoreState, Handler
+from kvroute.control.events.state import CoreState, Handler
 from kvroute.types import (
     ClusterChanged,
     Decision,

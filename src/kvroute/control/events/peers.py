@@ -6,10 +6,10 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from kvroute.control.core_state import CoreState, Handler
-from kvroute.control.fleet_events import FLEET_HANDLERS
-from kvroute.control.kv_events import KV_HANDLERS
-from kvroute.control.measurement_events import MEASUREMENT_HANDLERS
+from kvroute.control.events.fleet import FLEET_HANDLERS
+from kvroute.control.events.kv import KV_HANDLERS
+from kvroute.control.events.measurements import MEASUREMENT_HANDLERS
+from kvroute.control.events.state import CoreState, Handler
 from kvroute.types import (
     BandwidthLearned,
     Decision,

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from kvroute.control.booking import Booking
+from kvroute.control.choice.pairing import AlonePick
+from kvroute.control.choice.partners import Partners
 from kvroute.control.offers import PREFILL, DecodePick, Offer, Placed
-from kvroute.control.pairing import AlonePick
-from kvroute.control.partners import Partners
 from kvroute.control.view import ClusterView, PoolKey
 from kvroute.policies import PrefillCandidates, queue_and_decode_s
 from kvroute.timing import prefill_each_s, prefill_time

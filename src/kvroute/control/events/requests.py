@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from kvroute.control.booking import Booking
 from kvroute.control.cluster_change import GONE
-from kvroute.control.core_state import CoreState, Handler
+from kvroute.control.events.state import CoreState, Handler
 from kvroute.types import (
     Admitted,
     Arrived,

@@ -1,0 +1,1 @@
+"""Which instances have served a session, and which adapters each has loaded."""
