@@ -14,7 +14,7 @@ from tests.waiting import becomes_true
 from kvroute import topology
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.serve.assembly import Deployment, Gateway
-from kvroute.serve.proxy.request import ProxiedRequest
+from kvroute.serve.proxy.completion.request import ProxiedRequest
 
 CLUSTER = """
 name: test

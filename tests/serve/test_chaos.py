@@ -29,8 +29,8 @@ from kvroute.emulator.engine.faults import Fault, Where
 from kvroute.http.client.call import Call
 from kvroute.http.server.exchange import Exchange
 from kvroute.serve.assembly import Deployment
+from kvroute.serve.proxy.completion.request import ProxiedRequest
 from kvroute.serve.proxy.legs.leg import Leg
-from kvroute.serve.proxy.request import ProxiedRequest
 from kvroute.topology import parse
 from kvroute.types import Arrived, Decode, DecodeFailed, Prefill, PrefillFailed, PrefillFinished, Request
 

@@ -11,9 +11,9 @@ from kvroute.epp.passthrough import PassthroughPick
 from kvroute.epp.server import PickerServer, PickerSettings
 from kvroute.epp.sidecar_leg import SidecarDecodeLeg
 from kvroute.serve.api.passthrough_paths import COMPLETIONS, OPENAI_COMPLETIONS
+from kvroute.serve.proxy.completion.request import ProxiedRequest
 from kvroute.serve.proxy.endpoints import MakePassthrough
 from kvroute.serve.proxy.frontend import Server, ServerParts
-from kvroute.serve.proxy.request import ProxiedRequest
 from kvroute.types import Discovered, OwnPicker
 
 if TYPE_CHECKING:

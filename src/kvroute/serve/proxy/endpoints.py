@@ -38,9 +38,9 @@ from kvroute.serve.api.responses import error_body, model_body, models_body, no_
 from kvroute.serve.observe.logs import access, access_on, log_event
 from kvroute.serve.proxy.admission.queue import AdmissionQueue
 from kvroute.serve.proxy.admission.tenancy import Charge, Refusal
+from kvroute.serve.proxy.completion.request import ProxiedRequest
 from kvroute.serve.proxy.legs.passthrough import PassthroughRequest
 from kvroute.serve.proxy.model_cards import ModelCards
-from kvroute.serve.proxy.request import ProxiedRequest
 from kvroute.serve.proxy.request_events import Caller
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from kvroute.http.server.server import HttpServer, ServerHooks
 from kvroute.http.server.web_pages import WebPages
 from kvroute.serve.api.passthrough_paths import COMPLETIONS
 from kvroute.serve.observe.logs import log_accept_paused
+from kvroute.serve.proxy.completion.request import ProxiedRequest
 from kvroute.serve.proxy.endpoints import Endpoints, MakePassthrough, MakeRequest
 from kvroute.serve.proxy.legs.passthrough import PassthroughRequest
-from kvroute.serve.proxy.request import ProxiedRequest
 from kvroute.types import Discovered, OwnPicker
 
 

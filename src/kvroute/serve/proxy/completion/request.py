@@ -22,10 +22,10 @@ from kvroute.serve.api.stream_record import COMPLETIONS_PATH, StreamRecord, may_
 from kvroute.serve.engines.protocols import ProtocolError, with_one_token
 from kvroute.serve.observe.logs import log_event
 from kvroute.serve.proxy.admission.placement_queue import Arrival
+from kvroute.serve.proxy.completion.prompt import PromptReading, core_request
 from kvroute.serve.proxy.legs.abandoned import SETTLE_S, AbandonedLimit, strands_kv, waits_for_write
 from kvroute.serve.proxy.legs.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
 from kvroute.serve.proxy.legs.prefill_leg import PrefillLeg
-from kvroute.serve.proxy.request_prompt import PromptReading, core_request
 from kvroute.serve.proxy.request_state import RequestState
 from kvroute.serve.proxy.retry import (
     UNAVAILABLE,

@@ -1,0 +1,1 @@
+"""One completion from its prompt to its end: legs, failures, a client that leaves."""
