@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.epp.addresses import address_of, host_of, port_of
-from kvroute.epp.decode_leg import header_changes
+from kvroute.epp.envoy_call import header_changes
 from kvroute.epp.envoy_pb2 import Metadata, ProcessingRequest
 from kvroute.epp.messages import (
     NAMESPACE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvroute.epp.decode_leg import engine_at
+from kvroute.epp.envoy_call import engine_at
 from kvroute.epp.envoy_pb2 import HttpAccessLogEntry, ResponseFlags, SocketAddress
 from kvroute.epp.messages import DESTINATION, NAMESPACE
 from kvroute.serve.observe.logs import log_event

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvroute.epp.addresses import SIDECAR_RANKS, address_fault
-from kvroute.epp.decode_leg import EnvoyDecodeLeg, instances_in
+from kvroute.epp.decode_leg import EnvoyDecodeLeg
+from kvroute.epp.envoy_call import instances_in
 from kvroute.epp.exchange import PickExchange
 from kvroute.epp.passthrough import PassthroughPick
 from kvroute.epp.server import PickerServer, PickerSettings

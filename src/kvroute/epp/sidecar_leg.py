@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvroute.epp.decode_leg import EnvoyDecodeLeg, engine_address
+from kvroute.epp.decode_leg import EnvoyDecodeLeg
+from kvroute.epp.envoy_call import engine_address
 
 if TYPE_CHECKING:
     from kvroute.serve.engines.client import EngineClient

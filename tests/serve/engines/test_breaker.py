@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvroute.serve.engines.breaker import Attempt, Breaker, Cause, is_failure
+from kvroute.serve.engines.breaker import Attempt, Breaker, Cause
 
 FAILURES, WINDOW_S, OPEN_S, OPEN_MAX_S, PROBE_S = 3, 10.0, 4.0, 14.0, 6.0
 CAUSES: tuple[Cause, ...] = ("no_answer", "error", "unexplained")
@@ -313,11 +312,3 @@ def test_a_probe_by_a_poison_request_does_not_extend_the_open_time() -> None:
     assert breaker.allows(OPEN_S)
     report(breaker, breaker.started(OPEN_S), "unexplained", OPEN_S)
     assert breaker.refuses_until(OPEN_S) == 2 * OPEN_S
-
-
-@pytest.mark.parametrize(
-    ("status", "failure"),
-    [(200, False), (400, False), (404, False), (429, False), (500, True), (501, False), (503, True)],
-)
-def test_client_errors_do_not_count_against_the_instance(status: int, failure: bool) -> None:
-    assert is_failure(status) is failure

@@ -15,17 +15,25 @@ from kvroute.serve.proxy.retry import (
     UNAVAILABLE,
     UPSTREAM,
     Action,
+    Blame,
     DecodeWithoutPrefill,
     EndStream,
     Fail,
     Ignore,
     LegFailure,
     LegKind,
+    PassOn,
     PrefillWithoutCopy,
     Progress,
     Retry,
     Step,
+    blame,
+    call_failure,
     decide,
+    free_of_charge,
+    proxy_failure,
+    retry_after,
+    status_failure,
 )
 
 SERVE = (Path(__file__).resolve().parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
@@ -36,10 +44,19 @@ def failure(kind: str = "reset", *, sent: bool = True) -> LegFailure:
     return LegFailure(kind, "it failed", 502, sent)
 
 
+def answer(status: int, leg: LegKind = "decode", *, in_stream: bool = False) -> LegFailure:
+    """Return the failure of a leg whose engine has responded with an error."""
+    return status_failure(leg, "decode0", status, b"no", in_stream=in_stream)
+
+
 CASES: dict[str, tuple[Step, LegFailure, Progress, Action]] = {
     "no file descriptor": ("decode", failure("out_of_files", sent=False), Progress(), Fail(UNAVAILABLE)),
     "no file descriptor, the KV cache is complete": (
         "prefill", failure("out_of_files", sent=False), Progress(prefill_done=True), Ignore(),
+    ),
+    "client's error": ("prefill", answer(404), Progress(), PassOn()),
+    "client's error, the response has begun": (
+        "decode", answer(404), Progress(response_started=True), EndStream(),
     ),
     "copy leg": ("copy", failure(), Progress(), PrefillWithoutCopy()),
     "prefill leg": ("prefill", failure(), Progress(), Retry("prefill")),
@@ -120,3 +137,77 @@ def test_laws_of_the_table(step: Step, kind: str, sent: bool, flags: list[bool])
         assert not (action.abort_prefill and progress.prefill_done)
         assert action.leg == ("decode" if step == "write" else step)
         assert step == "passthrough" or not progress.decode_final
+
+
+ANSWERED, NOTHING = Blame("answered"), Blame("nothing")
+ERROR, LOST = Blame("instance", uncertain=True, proven="error"), Blame("instance")
+STATUSES: dict[int, tuple[bool, int, bool, Blame]] = {
+    # of an engine: whether the client gets it; else the status of the response and whether the engine may have acted;
+    # and what it counts
+    400: (True, 400, False, ANSWERED),
+    404: (True, 404, False, ANSWERED),
+    429: (False, 503, False, ANSWERED),
+    500: (False, 502, True, ERROR),
+    501: (True, 501, False, ANSWERED),
+    502: (False, 502, True, ERROR),
+    503: (False, 503, False, ERROR),
+    599: (False, 502, True, ERROR),
+}
+
+
+@pytest.mark.parametrize("leg", get_args(LegKind))
+@pytest.mark.parametrize("status", STATUSES)
+def test_each_status_of_an_engine_means_the_same_for_every_leg(status: int, leg: LegKind) -> None:
+    """But for a copy, which is a request of the gateway's own: its error is not for the client, and a client's error of
+    it says that the engine supports no copies. The first event of a stream may give the status, too."""
+    passed_on, response, _, counts = STATUSES[status]
+    failed = answer(status, leg)
+    if leg == "copy" and passed_on:
+        assert (failed.passed_on, failed.status, blame(leg, failed)) == (False, 502, NOTHING)
+        return
+    assert (failed.passed_on, failed.status, failed.sent, blame(leg, failed)) == STATUSES[status]
+    event = answer(status, leg, in_stream=True)
+    assert (event.passed_on, event.status, event.sent) == (passed_on, response, not passed_on)
+    assert blame(leg, event) == counts
+    assert retry_after(failed.status, 7) == ([(b"retry-after", b"7")] if status in (429, 503) else [])
+    assert free_of_charge(failed.status) is (status >= 429)
+
+
+@pytest.mark.parametrize(
+    ("failed", "counts"),
+    [
+        (call_failure("x", "refused", sent=False), LOST),
+        (call_failure("x", "timeout", sent=True), LOST),
+        (call_failure("x", "reset", sent=True), Blame("instance", uncertain=True)),
+        (call_failure("x", "malformed", sent=True), Blame("instance", uncertain=True)),
+        (call_failure("x", "out_of_files", sent=False), NOTHING),
+        (answer(0, in_stream=True), ERROR),
+        (proxy_failure("x", 503), LOST),
+        (proxy_failure("x", 404), NOTHING),
+        (proxy_failure("x", 429), NOTHING),
+    ],
+)
+def test_what_each_failure_counts(failed: LegFailure, counts: Blame) -> None:
+    assert blame("decode", failed) == counts
+    assert blame("prefill", failed, over_path=True) == counts
+
+
+@pytest.mark.parametrize(
+    ("failed", "counts"),
+    [
+        (answer(500), Blame("path", uncertain=True)),
+        (answer(503), ERROR),
+        (answer(429), ANSWERED),
+        (answer(400), ANSWERED),
+        (call_failure("x", "timeout", sent=True), Blame("path")),
+        (call_failure("x", "refused", sent=False), LOST),
+    ],
+)
+def test_a_decode_engine_that_waits_for_another_datacenter_is_not_blamed(failed: LegFailure, counts: Blame) -> None:
+    """The path between the datacenters is, unless the engine cannot be reached or is full."""
+    assert blame("decode", failed, over_path=True) == counts
+
+
+def test_a_copy_that_waits_too_long_counts_against_nothing() -> None:
+    assert blame("copy", call_failure("x", "timeout", sent=True)) == NOTHING
+    assert blame("copy", call_failure("x", "refused", sent=False)) == LOST

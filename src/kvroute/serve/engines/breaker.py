@@ -28,13 +28,6 @@ as much as `_VOLUME` errors, because a request that no engine can serve may also
 
 _GOOD, _BAD, _ACQUITTED = 1, 2, 3
 """Indices in a slice of the window."""
-_NOT_IMPLEMENTED = 501
-
-
-def is_failure(status: int) -> bool:
-    """Whether a response counts as a failure of the instance: a 5xx does, except 501, which reports a missing feature.
-    A 4xx is the client's error and counts as a success."""
-    return status >= 500 and status != _NOT_IMPLEMENTED
 
 
 def _no_jitter() -> float:

@@ -88,39 +88,40 @@ class EngineClient:
         body: bytes,
         *,
         first_byte_s: float,
-        now: float,
-        counted: bool,
-    ) -> tuple[Call, Attempt]:
-        """Start a call for a leg; `leg_closed` follows once the call is over.
+        method: bytes = b"POST",
+    ) -> Call:
+        """Start a call for a leg, after `started`.
 
         Args:
             sink: receives the response.
             path: of the request.
             head: header lines of the request.
-            body: of the request.
+            body: of the request; empty for GET.
             first_byte_s: timeout for the first byte of the response's body, in seconds.
-            now: current time.
-            counted: False if the circuit breaker must not count this attempt (see `NOT_COUNTED`).
-
-        Returns:
-            The call, and its attempt as `availability` counts it.
+            method: of the request.
         """
-        attempt = self.started(now, counted=counted)
         large = body if len(body) > _COPY_MAX else b""
-        request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%b%bcontent-length: %d\r\n\r\n%b" % (
+        request = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b%b\r\n%b" % (
+            method,
             path,
             self._host,
             head,
             self.rank_head,
-            len(body),
+            b"content-length: %d\r\n" % len(body) if method != b"GET" else b"",
             b"" if large else body,
         )
-        call = self.pool.send(request, sink, first_byte_s=first_byte_s, idle_s=self._between_s, body=large)
-        return call, attempt
+        return self.pool.send(request, sink, first_byte_s=first_byte_s, idle_s=self._between_s, body=large)
 
     def started(self, now: float, *, counted: bool) -> Attempt:
-        """Count a call that is being sent, here or by another proxy; `leg_closed` follows once it is over. Args: see
-        `send`."""
+        """Count a call that is being sent, here or by another proxy; `leg_closed` follows once it is over.
+
+        Args:
+            now: current time.
+            counted: False if the circuit breaker must not count this attempt (see `NOT_COUNTED`).
+
+        Returns:
+            The attempt as `availability` counts it.
+        """
         self.in_flight += 1
         return self.availability.started(now) if counted else NOT_COUNTED
 

@@ -42,6 +42,7 @@ from kvroute.serve.proxy.completion.request import ProxiedRequest
 from kvroute.serve.proxy.legs.passthrough import PassthroughRequest
 from kvroute.serve.proxy.model_cards import ModelCards
 from kvroute.serve.proxy.request_events import Caller
+from kvroute.serve.proxy.retry import free_of_charge
 
 if TYPE_CHECKING:
     from kvroute.http.headers import Headers
@@ -353,7 +354,7 @@ class Endpoints:
             runtime = self.serving
 
             def end(status: int) -> None:
-                if charge is not None and (status == 429 or status >= 500):
+                if charge is not None and free_of_charge(status):
                     charge.refund(runtime.now())
                 self._admission_queue.log_finished(exchange, endpoint.name, status, runtime.now() - received_at, key)
                 self._admission_queue.release(ticket)

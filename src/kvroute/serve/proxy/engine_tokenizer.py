@@ -81,8 +81,8 @@ def tokenize_body(completion: Completion) -> bytes:
 async def _asked(engine: EngineClient, state: RequestState, body: bytes) -> list[int] | str:
     """Return the tokens, or why there are none."""
     answer = _TokenizeResponse()
-    now = state.runtime.now()
-    call, _ = engine.send(answer, PATH, state.head, body, first_byte_s=_WAIT_S, now=now, counted=False)
+    engine.started(state.runtime.now(), counted=False)
+    call = engine.send(answer, PATH, state.head, body, first_byte_s=_WAIT_S)
     try:
         return await answer.done
     finally:

@@ -1,10 +1,10 @@
-"""Facts of one proxied request that its legs read. Only `ProxiedRequest` changes them."""
+"""Facts of one client request that its legs read. Only the request itself changes them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvroute.http.headers import header_lines
+from kvroute.http.headers import forwarded, header_lines
 from kvroute.serve.engines.fault_attribution import FaultAttribution
 
 if TYPE_CHECKING:
@@ -19,78 +19,53 @@ if TYPE_CHECKING:
     from kvroute.types import Request
 
 
-class RequestState:
-    """The client's side of a request, what the core knows of it, and what is shared by its legs."""
+class RequestContext:
+    """What the legs of every request share: the client's side, the header lines for engines, trace and failures."""
 
     __slots__ = (
-        "abandoned",
-        "alone",
-        "completion",
+        "_entered_id",
         "engine_id",
         "exchange",
         "faults",
         "head",
-        "kind",
-        "number",
         "over",
         "path",
-        "path_attempt",
-        "received_at",
-        "record",
-        "request",
         "request_id",
-        "response_headers",
         "runtime",
         "trace",
     )
     head: bytes
     """Header lines that engines receive."""
-    engine_id: bytes
-    """X-Request-Id among them, see `RequestIds`."""
 
-    def __init__(
-        self,
-        runtime: ClusterRuntime,
-        exchange: ClientExchange,
-        completion: Completion,
-        request_id: bytes,
-        received_at: float,
-    ) -> None:
-        self.runtime, self.exchange, self.completion, self.request_id = runtime, exchange, completion, request_id
-        self.engine_id = b""
-        self.number = runtime.next_number()
-        """Its id in the core and in the event log."""
-        self.received_at = received_at
-        self.kind = completion.kind
-        """Kind of the client's request; `completion` may be of another one when a stream is continued."""
+    def __init__(self, runtime: ClusterRuntime, exchange: ClientExchange, request_id: bytes) -> None:
+        self.runtime, self.exchange, self.request_id = runtime, exchange, request_id
+        self.engine_id = self._entered_id = b""
+        """X-Request-Id for engines, of this attempt and of the first one: see `RequestIds`."""
         self.path = exchange.path
         """Path of its legs."""
-        self.record: StreamRecord | None = None
-        """Tokens of the response, if another engine may continue it."""
-        self.request: Request | None = None
-        self.response_headers: Headers = []
-        """Headers that the gateway adds to the response."""
-        self.path_attempt: PathAttempt | None = None
-        """Its attempt to transfer the KV cache from another datacenter over a WAN path; None: there is none."""
         self.trace: RequestTrace | None = None
         self.faults: FaultAttribution | None = None
         """Attributes failed attempts to engines or to the request; None: no attempt has failed."""
-        self.abandoned = False
-        """The client has left, and the request goes on only until the prefill engine's KV cache is fetched."""
-        self.alone = False
-        """The decode instance computes the prompt, because the prefill instance has returned no transfer parameters."""
         self.over = False
         """The request has ended."""
 
-    def head_of(self, handshake: KvHandshake | None) -> bytes:
-        """Return the header lines that the engines of an attempt receive. Args: `handshake` of its legs; None: none."""
-        if handshake is None or not handshake.attempt:
-            return self.head
-        return self._head_with(b"%b-%b" % (self.request_id, handshake.attempt))
+    def enter(self, name: str) -> None:
+        """Begin the trace, and make the header lines for engines. Args: `name`: of the endpoint."""
+        runtime, exchange = self.runtime, self.exchange
+        self.trace = runtime.tracer.request(exchange.headers, name)
+        self.engine_id = self._entered_id = runtime.request_ids.enter(exchange)
+        self.head = header_lines(forwarded(exchange.headers, self.engine_id, runtime.forward_headers)) + runtime.added
 
-    def rename(self, engine_id: bytes) -> None:
+    def next_attempt(self) -> None:
         """Use another id for the next attempt."""
+        engine_id = self.runtime.request_ids.another(self.request_id)
         self.head, self.engine_id = self._head_with(engine_id), engine_id
+
+    def leave(self) -> None:
+        """End the request: it uses no id any more."""
+        assert not self.over
+        self.over = True
+        self.runtime.request_ids.leave(self._entered_id)
 
     def _head_with(self, engine_id: bytes) -> bytes:
         own = header_lines([(b"x-request-id", self.engine_id)])
@@ -102,6 +77,56 @@ class RequestState:
         if self.faults is None:
             self.faults = FaultAttribution()
         return self.faults
+
+
+class RequestState(RequestContext):
+    """The same of a completion: also what the core knows of it."""
+
+    __slots__ = (
+        "abandoned",
+        "alone",
+        "completion",
+        "kind",
+        "number",
+        "path_attempt",
+        "received_at",
+        "record",
+        "request",
+        "response_headers",
+    )
+
+    def __init__(
+        self,
+        runtime: ClusterRuntime,
+        exchange: ClientExchange,
+        completion: Completion,
+        request_id: bytes,
+        received_at: float,
+    ) -> None:
+        super().__init__(runtime, exchange, request_id)
+        self.completion = completion
+        self.number = runtime.next_number()
+        """Its id in the core and in the event log."""
+        self.received_at = received_at
+        self.kind = completion.kind
+        """Kind of the client's request; `completion` may be of another one when a stream is continued."""
+        self.record: StreamRecord | None = None
+        """Tokens of the response, if another engine may continue it."""
+        self.request: Request | None = None
+        self.response_headers: Headers = []
+        """Headers that the gateway adds to the response."""
+        self.path_attempt: PathAttempt | None = None
+        """Its attempt to transfer the KV cache from another datacenter over a WAN path; None: there is none."""
+        self.abandoned = False
+        """The client has left, and the request goes on only until the prefill engine's KV cache is fetched."""
+        self.alone = False
+        """The decode instance computes the prompt, because the prefill instance has returned no transfer parameters."""
+
+    def head_of(self, handshake: KvHandshake | None) -> bytes:
+        """Return the header lines that the engines of an attempt receive. Args: `handshake` of its legs; None: none."""
+        if handshake is None or not handshake.attempt:
+            return self.head
+        return self._head_with(b"%b-%b" % (self.request_id, handshake.attempt))
 
     @property
     def prefill_done(self) -> bool:

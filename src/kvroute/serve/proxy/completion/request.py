@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from msgspec import structs
 
-from kvroute.http.headers import answered, forwarded, header_lines
+from kvroute.http.headers import answered
 from kvroute.http.server.request_parser import LIGHT_BYTES
 from kvroute.serve.api.json_fields import RequestError
 from kvroute.serve.api.requests import Completion, without_body
@@ -30,16 +30,19 @@ from kvroute.serve.proxy.request_state import RequestState
 from kvroute.serve.proxy.retry import (
     UNAVAILABLE,
     UPSTREAM,
-    Action,
     DecodeWithoutPrefill,
     EndStream,
     Fail,
     Ignore,
     LegFailure,
+    PassOn,
     PrefillWithoutCopy,
     Progress,
     Retry,
+    Step,
     decide,
+    free_of_charge,
+    retry_after,
 )
 from kvroute.serve.proxy.runtime import EndedRequest
 from kvroute.types import Decision, Decode, Prefill, ReadKv, Reject
@@ -74,7 +77,6 @@ class ProxiedRequest:
         "_arrived_at",
         "_attempts",
         "_decode_leg",
-        "_entered_id",
         "_generated",
         "_ids",
         "_joint",
@@ -145,7 +147,6 @@ class ProxiedRequest:
         self._ids: list[int] | None = None
         """The prompt's tokens, if its prefix may be copied from another instance or read from the store."""
         self._attempts = 1
-        self._entered_id = b""
 
     # Arrival
 
@@ -155,11 +156,7 @@ class ProxiedRequest:
         exchange, completion = state.exchange, state.completion
         try:
             exchange.on_gone = self._client_gone
-            state.trace = runtime.tracer.request(exchange.headers, completion.kind)
-            state.engine_id = self._entered_id = runtime.request_ids.enter(exchange)
-            state.head = (
-                header_lines(forwarded(exchange.headers, state.engine_id, runtime.forward_headers)) + runtime.added
-            )
+            state.enter(completion.kind)
             if runtime.settings.retries.continue_streams and self._decode_leg is DecodeLeg and may_continue(completion):
                 state.record = StreamRecord(completion)
             self.model = runtime.models.name(completion.model)
@@ -404,17 +401,6 @@ class ProxiedRequest:
             self._prompt_tokens = usage.prompt_tokens
         self._end(leg.status, now, usage.output_tokens if usage is not None else None, relayed_bytes=leg.size)
 
-    def on_client_error(self, leg: Leg, now: float) -> None:
-        """See `LegOwner`: the client gets the engine's response."""
-        state = self.state
-        if state.over or (leg is self.prefill and state.prefill_done):
-            return  # the first token of the decode leg came earlier
-        self._drop_legs(now)
-        content_type, headers = answered(leg.headers)
-        headers += state.response_headers
-        state.exchange.respond(leg.status, with_text_code(leg.body()), content_type, headers)
-        self._end(leg.status, now)
-
     def on_served_elsewhere(self, instance: str, now: float) -> Decode | None:
         """See `DecodeOwner`."""
         for decision in self.runtime.report.served(self.state.number, instance, now):
@@ -427,11 +413,11 @@ class ProxiedRequest:
 
     def on_leg_failed(self, leg: Leg, failure: LegFailure, now: float) -> None:
         """See `LegOwner`: `retry.decide` says what follows."""
-        self._follow(decide(leg.kind, failure, self._progress(leg)), failure, now)
+        self._follow(leg.kind, leg, failure, now)
 
-    def _follow(self, action: Action, failure: LegFailure, now: float) -> None:
+    def _follow(self, step: Step, leg: Leg, failure: LegFailure, now: float) -> None:
         """Carry out what follows from a failure."""
-        match action:
+        match decide(step, failure, self._progress(leg)):
             case Ignore():
                 pass
             case PrefillWithoutCopy():
@@ -440,6 +426,8 @@ class ProxiedRequest:
                 self.prefill.copy.continue_without(now)
             case DecodeWithoutPrefill():
                 self._prefill_lost(now)
+            case PassOn():
+                self._pass_on(leg, now)
             case EndStream():
                 if not self._continue_stream(now):
                     self._end_stream(failure, now)
@@ -461,6 +449,15 @@ class ProxiedRequest:
         elif decode is not None and leg is decode:
             waits, refetchable = decode.early, decode.kv_refetchable()
         return Progress(state.over, state.exchange.started, state.prefill_done, waits, elsewhere, refetchable, final)
+
+    def _pass_on(self, leg: Leg, now: float) -> None:
+        """Respond with the engine's error response and end the request."""
+        state = self.state
+        self._drop_legs(now)
+        content_type, headers = answered(leg.headers)
+        headers += state.response_headers
+        state.exchange.respond(leg.status, with_text_code(leg.body()), content_type, headers)
+        self._end(leg.status, now)
 
     def _retry_prefill(self, failure: LegFailure, now: float) -> None:
         self.prefill = None
@@ -505,7 +502,7 @@ class ProxiedRequest:
             runtime.metrics.retry_refused(leg)
             return False
         self._attempts += 1
-        self.state.rename(runtime.request_ids.another(self.state.request_id))
+        self.state.next_attempt()
         runtime.metrics.retried(leg)
         return True
 
@@ -546,9 +543,7 @@ class ProxiedRequest:
         elif exchange.started:
             exchange.abort()
         else:
-            headers = [*self.state.response_headers]
-            if status in (429, 503):
-                headers.append((b"retry-after", b"%d" % retry_after_s))
+            headers = [*self.state.response_headers, *retry_after(status, retry_after_s)]
             exchange.respond(status, body, b"application/json", headers)
         self._end(status, now, error=why)
 
@@ -651,7 +646,7 @@ class ProxiedRequest:
         why = f"prefill instance {name} ended before it had written the KV cache"
         failure = LegFailure("process_ended", why, 502, sent=True)
         try:
-            self._follow(decide("write", failure, self._progress(decode)), failure, self.runtime.now())
+            self._follow("write", decode, failure, self.runtime.now())
         except Exception as error:
             self.internal_error(error)
 
@@ -700,9 +695,7 @@ class ProxiedRequest:
     ) -> None:
         """End the request and report it; the legs must be closed already."""
         runtime, state = self.runtime, self.state
-        assert not state.over
-        state.over = True
-        runtime.request_ids.leave(self._entered_id)
+        state.leave()
         if state.abandoned:
             status = _GONE
             runtime.metrics.abandoned(fetched=runtime.control.admitted(state.number))
@@ -738,7 +731,7 @@ class ProxiedRequest:
         if output_tokens is not None and status == 200:
             runtime.tenancy.answered(output_tokens)
         if self.charge is not None and request is not None:
-            if status == 429 or status >= 500:
+            if free_of_charge(status):
                 self.charge.refund(now)
             else:
                 prompt_tokens = request.input_tokens if self._prompt_tokens is None else self._prompt_tokens

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvroute.http.headers import answered
-from kvroute.serve.api.responses import Usage, error_status, error_text, usage_of
+from kvroute.serve.api.responses import Usage, error_status, usage_of
 from kvroute.serve.api.stream_record import UnexpectedEvent
 from kvroute.serve.api.streams import STREAMS, USAGE_MARK, event_data, with_usage
 from kvroute.serve.observe.view import Ttft
-from kvroute.serve.proxy.legs.leg import FULL, Leg, LegOwner
-from kvroute.serve.proxy.retry import UPSTREAM, LegFailure
+from kvroute.serve.proxy.legs.leg import Leg, LegOwner
+from kvroute.serve.proxy.retry import UPSTREAM, LegFailure, blame, status_failure
 from kvroute.serve.proxy.stream_output import StreamOutput
 from kvroute.types import Decode
 
@@ -96,6 +96,7 @@ class DecodeLeg(Leg):
     )
     kind = "decode"
     owner: DecodeOwner
+    state: RequestState
 
     def __init__(
         self, state: RequestState, owner: DecodeOwner, decision: Decode, prefill: PrefillLeg | None, now: float
@@ -274,7 +275,7 @@ class DecodeLeg(Leg):
         """End the call and report its failure."""
         if self.call is not None:
             self.call.abort()
-        self.on_failed(LegFailure(kind, f"decode instance {self.engine.name} {why}", 502, sent=True))
+        self.on_failed(LegFailure(kind, f"{self.who} {why}", 502, sent=True))
 
     def _recorded(self, data: bytes, record: StreamRecord) -> bytes:
         """Return whole events as the client gets them; the leg fails if they do not fit into the client's stream."""
@@ -367,14 +368,9 @@ class DecodeLeg(Leg):
 
     def _failed_at_once(self, error: bytes) -> None:
         """End the leg because its stream is an error, which may blame the client's request. Args: `error`: as JSON."""
-        status = error_status(error)
-        if 400 <= status < 500 and status not in FULL:
-            self.status, self._parts = status, [error]
-            self.headers = [(b"content-type", b"application/json")]
-            self.on_error_status()
-            return
-        why = f"decode instance {self.engine.name} failed before the first token"
-        self.on_failed(LegFailure("status", why, 502, True, error_text(error)))
+        self.status, self._parts = error_status(error), [error]
+        self.headers = [(b"content-type", b"application/json")]
+        self.on_failed(status_failure(self.kind, self.who, self.status, error, in_stream=True))
 
     def _answered(self, now: float) -> None:
         """Report success after the first token or the whole response."""
@@ -462,21 +458,19 @@ class DecodeLeg(Leg):
             return self.early and prefill is not None
         return self.engine.protocol.allows_refetch(prefill.transfer_params)
 
-    def blame(self, kind: str, now: float) -> None:
-        """See Leg. If the KV cache comes from another datacenter and a reachable engine does not respond, the KV cache
-        has most likely not arrived. The failure then counts against the WAN path, or against nothing if the prompt is
-        not computed yet. The request itself may also cause an error, so it is retried without the WAN path (see
+    def blame(self, failure: LegFailure, now: float) -> None:
+        """See Leg. A KV cache that does not arrive counts against its WAN path, or against nothing if the prompt is not
+        computed yet. The request itself may also cause an error, so it is retried without the WAN path (see
         `FaultAttribution`)."""
-        path_attempt = self.state.path_attempt
-        silent = kind == "timeout" or (kind == "status" and self.status not in FULL)
-        if path_attempt is None or not path_attempt.open or not silent:
-            super().blame(kind, now)
+        state, path = self.state, self.state.path_attempt
+        found = blame(self.kind, failure, over_path=path is not None and path.open)
+        self.count(found, self.engine.availability, self.attempt, now)
+        if found.verdict != "path" or path is None:
             return
-        self.engine.availability.cancelled(self.attempt, now)
-        if self.state.prefill_done:
-            path_attempt.lost(self.state.fault_attribution(), now, error=kind == "status")
+        if state.prefill_done:
+            path.lost(state.fault_attribution(), now, error=found.uncertain)
         else:
-            path_attempt.cancelled(now)
+            path.cancelled(now)
 
     def abort_stream(self, why: str, kind: str = UPSTREAM) -> None:
         """End the stream with an error event that gives the reason. The held-back part of an event is dropped."""

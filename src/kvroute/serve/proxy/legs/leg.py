@@ -5,80 +5,31 @@ The kinds of leg interpret the response; this module holds what they share.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kvroute.serve.api.responses import error_text
 from kvroute.serve.engines.availability import NOT_COUNTED
-from kvroute.serve.engines.breaker import is_failure
-from kvroute.serve.proxy.retry import LegFailure, LegKind
+from kvroute.serve.proxy.retry import LegFailure, blame, call_failure, status_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from kvroute.http.client.call import Call, Failure
     from kvroute.http.headers import Headers
-    from kvroute.serve.engines.breaker import Attempt, Cause
+    from kvroute.serve.engines.availability import Availability
+    from kvroute.serve.engines.breaker import Attempt
     from kvroute.serve.engines.client import EngineClient
-    from kvroute.serve.engines.fault_attribution import FaultAttribution
     from kvroute.serve.observe.tracing import LegTrace
-    from kvroute.serve.proxy.request_state import RequestState
+    from kvroute.serve.proxy.request_state import RequestContext
+    from kvroute.serve.proxy.retry import Blame, LegKind
 
 ANSWER_BYTES_MAX = 64 * 2**20
 """A longer collected response counts as a failure of its engine."""
-FAILURE_STATUS = {"timeout": 504, "out_of_files": 503}
-"""Status of the response by kind of failure; others: 502."""
-FULL = frozenset((429, 503))
-"""Statuses of an engine that is full or starting up; it has not touched the KV cache."""
-_PROVEN: Mapping[str, Cause] = {"status": "error", "reset": "no_answer", "malformed": "no_answer"}
-"""Kinds of failures that the request may have caused, and as what they count if another attempt succeeds."""
-_VERBS = {
-    "refused": "refused the connection",
-    "reset": "closed the connection",
-    "timeout": "did not respond in time",
-    "malformed": "sent an invalid HTTP response",
-}
-
-
-def blame_engine(
-    engine: EngineClient,
-    attempt: Attempt,
-    leg: LegKind,
-    failure: str,
-    status: int,
-    faults: Callable[[], FaultAttribution],
-    now: float,
-) -> None:
-    """Report a failed attempt to the availability of its instance. An instance that is full (429) has responded, and a
-    missing file descriptor is no fault of the engine.
-
-    Args:
-        engine: the instance.
-        attempt: as its availability counts it.
-        leg: kind of the call.
-        failure: kind of the failure, see `LegFailure`.
-        status: status of the response, for `failure` "status".
-        faults: returns the attribution of the request's failures.
-        now: time, gateway clock.
-    """
-    if failure == "out_of_files":
-        engine.availability.cancelled(attempt, now)
-    elif failure == "status" and status == 429:
-        engine.availability.succeeded(attempt, now)
-    else:
-        proven = _PROVEN.get(failure)
-        faults().failed(
-            engine.availability, attempt, leg, now, uncertain=proven is not None, proven=proven or "no_answer"
-        )
 
 
 class LegOwner(Protocol):
     """Receives the outcome of each leg and decides what follows."""
 
     def on_leg_failed(self, leg: Leg, failure: LegFailure, now: float) -> None:
-        """Handle a failure of the leg, which has ended and counted it."""
-
-    def on_client_error(self, leg: Leg, now: float) -> None:
-        """Handle an engine's response that blames the client's request; the leg has ended."""
+        """Handle a failure of the leg, or an engine's error response for the client. The leg has ended and counted
+        it."""
 
     def internal_error(self, error: Exception) -> None:
         """Handle a bug in the gateway."""
@@ -106,10 +57,10 @@ class Leg:
         "status",
         "trace",
     )
-    kind: Literal["copy", "prefill", "decode"] = "prefill"
+    kind: LegKind = "prefill"
     headers: Headers
 
-    def __init__(self, state: RequestState, owner: LegOwner, engine: EngineClient, now: float) -> None:
+    def __init__(self, state: RequestContext, owner: LegOwner, engine: EngineClient, now: float) -> None:
         self.state, self.owner, self.engine, self.sent_at = state, owner, engine, now
         self.call: Call | None = None
         self.trace: LegTrace | None = None
@@ -120,28 +71,31 @@ class Leg:
         not need the leg any more."""
         self._parts: list[bytes] = []
 
+    @property
+    def who(self) -> str:
+        """The instance, for the reason of a failure."""
+        return f"{self.kind} instance {self.engine.name}"
+
     def body(self) -> bytes:
         """Return the collected part of the response body."""
         parts = self._parts
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def send(self, body: bytes, first_byte_s: float, now: float, path: bytes = b"") -> None:
+    def send(self, body: bytes, first_byte_s: float, now: float, path: bytes = b"", method: bytes = b"POST") -> None:
         """Start the call; `path` defaults to that of the client's request."""
-        state = self.state
-        head = self.head()
+        head = self.begin_attempt(now)
+        path = path or self.state.path
+        self.call = self.engine.send(self, path, head, body, first_byte_s=first_byte_s, method=method)
+
+    def begin_attempt(self, now: float) -> bytes:
+        """Count the call, here or in another proxy, and begin its trace. Return the header lines for the engine."""
+        state, head = self.state, self.head()
         if state.trace is not None:
             self.trace = state.trace.leg(self.kind, {"kvroute.instance": self.engine.name})
             head += self.trace.head
         self.open = True
-        self.call, self.attempt = self.engine.send(
-            self,
-            path or state.path,
-            head,
-            body,
-            first_byte_s=first_byte_s,
-            now=now,
-            counted=state.faults is None,
-        )
+        self.attempt = self.engine.started(now, counted=state.faults is None)
+        return head
 
     def head(self) -> bytes:
         """Return the header lines for the engine, without those of traces and of its rank."""
@@ -152,10 +106,16 @@ class Leg:
         self.status, self.headers = status, headers
 
     def succeeded(self, now: float) -> None:
-        """Report that the engine has responded; a client error is also a success."""
+        """Report that the engine has responded."""
         if not self.outcome_reported:
             self.outcome_reported = True
             self.engine.availability.succeeded(self.attempt, now)
+
+    def cancelled(self, now: float) -> None:
+        """Report that the attempt ends as neither a success nor a failure."""
+        if not self.outcome_reported:
+            self.outcome_reported = True
+            self.engine.availability.cancelled(self.attempt, now)
 
     def close(self, error: str = "") -> None:
         """End the call."""
@@ -172,9 +132,7 @@ class Leg:
         if self.open:
             if self.call is not None:
                 self.call.abort()
-            if not self.outcome_reported:
-                self.outcome_reported = True
-                self.engine.availability.cancelled(self.attempt, now)
+            self.cancelled(now)
             self.close("cancelled")
 
     def on_failed(self, failure: LegFailure) -> None:
@@ -184,22 +142,34 @@ class Leg:
         self.owner.on_leg_failed(self, failure, now)
 
     def failed(self, failure: LegFailure, now: float) -> None:
-        """End the leg: the engine did not respond, stopped half-way, or (`kind` "status") responded with its own
-        error."""
+        """End the leg: the engine did not respond, stopped half-way, or (`kind` "status") responded with an error."""
         if self.outcome_reported:
             self.attempt = self.engine.availability.late_failure(now)
         self.outcome_reported = True
-        self.blame(failure.kind, now)
+        self.blame(failure, now)
+        faults = self.state.faults
+        if self.state.over and faults is not None:  # the client has its response
+            faults.ended(200, now)
+        if failure.passed_on:
+            self.close()
+            return
         self.close(failure.reason)
         runtime, request_id = self.state.runtime, self.state.request_id
         runtime.leg_failed(self.kind, self.engine.name, failure.kind, failure.reason, request_id)
 
-    def blame(self, kind: str, now: float) -> None:
-        """Report a failure, which ends the attempt."""
-        state = self.state
-        blame_engine(self.engine, self.attempt, self.kind, kind, self.status, state.fault_attribution, now)
-        if state.over and state.faults is not None:  # the client has its response
-            state.faults.ended(200, now)
+    def blame(self, failure: LegFailure, now: float) -> None:
+        """Report a failure, which ends the attempt, to what it counts against."""
+        self.count(blame(self.kind, failure), self.engine.availability, self.attempt, now)
+
+    def count(self, found: Blame, availability: Availability, attempt: Attempt, now: float) -> None:
+        """Report the end of an attempt to the availability of its instance."""
+        if found.verdict == "answered":
+            availability.succeeded(attempt, now)
+        elif found.verdict == "instance":
+            faults = self.state.fault_attribution()
+            faults.failed(availability, attempt, self.kind, now, uncertain=found.uncertain, proven=found.proven)
+        else:
+            availability.cancelled(attempt, now)
 
     def not_sent(self, now: float) -> None:
         """Start the attempt for a call that fails before it is sent; it will be reported as failed."""
@@ -209,21 +179,11 @@ class Leg:
         """Fail the leg because the response is too large."""
         if self.call is not None:
             self.call.abort()
-        why = f"{self.kind} instance {self.engine.name} sent a response that is too large"
-        self.on_failed(LegFailure("malformed", why, 502, sent=True))
+        self.on_failed(LegFailure("malformed", f"{self.who} sent a response that is too large", 502, sent=True))
 
     def on_error_status(self) -> None:
-        """Report an error status of the engine: a client error is for the client; anything else is a failure."""
-        status = self.status
-        if status == 429 or is_failure(status):
-            full = status in FULL
-            why = f"{self.kind} instance {self.engine.name} returned status {status}"
-            self.on_failed(LegFailure("status", why, 503 if full else 502, not full, error_text(self.body())))
-            return
-        now = self.state.runtime.now()
-        self.succeeded(now)
-        self.close()
-        self.owner.on_client_error(self, now)
+        """Report an error response of the engine."""
+        self.on_failed(status_failure(self.kind, self.who, self.status, self.body()))
 
     def on_body(self, data: bytes) -> None:
         """See `ResponseHandler`: collect the response, up to ANSWER_BYTES_MAX."""
@@ -242,24 +202,7 @@ class Leg:
     def on_failure(self, failure: Failure) -> None:
         """See `ResponseHandler`. A call that never reached the engine leaves the KV cache in place."""
         try:
-            if failure.kind == "out_of_files":
-                self.out_of_files()
-                return
-            why = f"{self.kind} instance {self.engine.name} {_VERBS[failure.kind]}"
-            if failure.kind == "malformed":
-                why += f": {failure.text}"
-            status = FAILURE_STATUS.get(failure.kind, 502)
-            self.on_failed(LegFailure(failure.kind, why, status, sent=failure.phase != "connect"))
+            sent = failure.phase != "connect"
+            self.on_failed(call_failure(self.who, failure.kind, sent=sent, text=failure.text))
         except Exception as error:
             self.owner.internal_error(error)
-
-    def out_of_files(self) -> None:
-        """Report that the gateway has no free file descriptor. This is no fault of the engine."""
-        now = self.state.runtime.now()
-        self.engine.availability.cancelled(self.attempt, now)
-        self.outcome_reported = True
-        why = f"the gateway has no file descriptor left to connect to {self.kind} instance {self.engine.name}"
-        failure = LegFailure("out_of_files", why, FAILURE_STATUS["out_of_files"], sent=False)
-        self.close(why)
-        self.state.runtime.leg_failed(self.kind, self.engine.name, failure.kind, why, self.state.request_id)
-        self.owner.on_leg_failed(self, failure, now)

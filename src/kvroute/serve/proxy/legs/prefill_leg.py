@@ -11,7 +11,7 @@ from kvroute.serve.engines.protocols import KvHandshake, NoTransferParams, Proto
 from kvroute.serve.proxy.legs.leg import Leg
 from kvroute.serve.proxy.legs.prefix_copy_leg import CopyOwner, PrefixCopyLeg
 from kvroute.serve.proxy.legs.storage_read import StorageRead
-from kvroute.serve.proxy.retry import LegFailure
+from kvroute.serve.proxy.retry import LegFailure, call_failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +39,7 @@ class PrefillLeg(Leg):
 
     __slots__ = ("_early", "copy", "handshake", "owner", "storage_read", "transfer_params")
     owner: PrefillOwner
+    state: RequestState
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class PrefillLeg(Leg):
             handshake = self.handshake = engine.handshake(runtime.draw)
             if handshake is None and engine.out_of_files:
                 self.not_sent(now)
-                self.out_of_files()
+                self.on_failed(call_failure(self.who, "out_of_files", sent=False))
             elif handshake is None:
                 self.not_sent(now)
                 why = f"the bootstrap server of prefill instance {engine.name} does not respond"
@@ -122,7 +123,7 @@ class PrefillLeg(Leg):
             body = self.engine.protocol.prefill_body(self.state.completion, handshake, prefix, storage)
         except ProtocolError as error:
             self.not_sent(now)
-            self.on_failed(LegFailure("malformed", f"prefill instance {self.engine.name} {error}", 502, sent=False))
+            self.on_failed(LegFailure("malformed", f"{self.who} {error}", 502, sent=False))
             return False
         self.sent_at = now
         self.send(body, self.state.runtime.timeouts.prefill_s, now)
@@ -151,11 +152,11 @@ class PrefillLeg(Leg):
             except NoTransferParams as odd:
                 # If the decode leg was sent early, its engine already waits for the KV cache.
                 if self._early or state.prefill_done or state.completion.kind not in LATER_SPLIT:
-                    self.on_failed(LegFailure("malformed", f"prefill instance {engine.name} {odd}", 502, sent=True))
+                    self.on_failed(LegFailure("malformed", f"{self.who} {odd}", 502, sent=True))
                     return
                 self.owner.on_no_transfer_params(self)
             except ProtocolError as odd:
-                self.on_failed(LegFailure("malformed", f"prefill instance {engine.name} {odd}", 502, sent=True))
+                self.on_failed(LegFailure("malformed", f"{self.who} {odd}", 502, sent=True))
                 return
             if self.storage_read is not None:
                 self.storage_read.prefilled(self.transfer_params)
@@ -202,6 +203,7 @@ class PrefillLeg(Leg):
 
     def failed(self, failure: LegFailure, now: float) -> None:
         """See Leg. The engine may have restarted, so its id is requested again."""
-        self.engine.forget_engine_id()
+        if not (failure.passed_on or failure.kind == "out_of_files"):
+            self.engine.forget_engine_id()
         super().failed(failure, now)
         self._abort_preparation(now)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from kvroute.serve.engines.breaker import is_failure
 from kvroute.serve.engines.protocols import ProtocolError
 from kvroute.serve.proxy.legs.leg import Leg, LegOwner
 from kvroute.serve.proxy.retry import LegFailure
@@ -47,6 +46,7 @@ class PrefixCopyLeg(Leg):
     __slots__ = ("_expected_end", "_on_end", "_over", "_sent", "decision", "owner", "prefix_tokens")
     kind = "copy"
     owner: CopyOwner
+    state: RequestState
 
     def __init__(
         self,
@@ -84,13 +84,12 @@ class PrefixCopyLeg(Leg):
         runtime, engine = self.state.runtime, self.engine
         try:
             if self.status >= 400:
-                why = f"prefix copy: instance {engine.name} returned status {self.status}"
-                self.on_failed(LegFailure("status", why, 502, sent=False))
+                self.on_error_status()
                 return
             try:
                 prefix = engine.protocol.transfer_params(self.body())
             except ProtocolError as odd:
-                self.on_failed(LegFailure("malformed", f"prefix copy: instance {engine.name} {odd}", 502, sent=False))
+                self.on_failed(LegFailure("malformed", f"{self.who} {odd}", 502, sent=False))
                 return
             now = runtime.now()
             self.succeeded(now)
@@ -106,20 +105,17 @@ class PrefixCopyLeg(Leg):
         """After a failure of the leg, let the prompt be computed without the copy."""
         self._without("failed", now)
 
-    def blame(self, kind: str, now: float) -> None:
-        """See Leg. A timeout (the queue is too long for a copy) and a 4xx or 501 (the engine does not support copies)
-        do not count as failures."""
-        if kind == "timeout" or (kind == "status" and not is_failure(self.status)):
-            self.engine.availability.cancelled(self.attempt, now)
-        else:
-            super().blame(kind, now)
-
     def abort(self, now: float) -> None:
         """See Leg: the copy is not needed any more. The event for the failed prefill or the request's end reports this
         to the core."""
         super().abort(now)
         self._on_end = None
         self._end("given_up", now)
+
+    @property
+    def who(self) -> str:
+        """See `Leg`."""
+        return f"prefix copy: instance {self.engine.name}"
 
     # The result of the copy
 
