@@ -12,6 +12,7 @@ import uvloop
 from tests.waiting import HANGS_S
 
 from kvroute.http.deadlines import Deadlines
+from kvroute.http.error_format import ErrorFormat
 from kvroute.http.server.exchange import Exchange
 from kvroute.http.server.server import HttpServer, Limits
 
@@ -43,9 +44,9 @@ def echo(exchange: Exchange) -> None:
 
 @asynccontextmanager
 async def run_server(
-    handler: Callable[[Exchange], None], limits: Limits | None = None
+    handler: Callable[[Exchange], None], limits: Limits | None = None, errors: ErrorFormat | None = None
 ) -> AsyncIterator[tuple[HttpServer, int]]:
-    http_server = HttpServer(handler, limits, deadlines=Deadlines(0.01))
+    http_server = HttpServer(handler, limits, errors=errors, deadlines=Deadlines(0.01))
     port = await http_server.listen("127.0.0.1", 0)
     try:
         yield http_server, port
@@ -72,9 +73,14 @@ async def send_and_read(port: int, data: bytes) -> bytes:
         return await reader.read()
 
 
-def exchange_bytes(data: bytes, handler: Callable[[Exchange], None] = echo, limits: Limits | None = None) -> bytes:
+def exchange_bytes(
+    data: bytes,
+    handler: Callable[[Exchange], None] = echo,
+    limits: Limits | None = None,
+    errors: ErrorFormat | None = None,
+) -> bytes:
     async def main() -> bytes:
-        async with run_server(handler, limits) as (_, port):
+        async with run_server(handler, limits, errors) as (_, port):
             return await send_and_read(port, data)
 
     return run(main())
@@ -94,11 +100,11 @@ def parse_responses(raw: bytes) -> list[tuple[int, dict[bytes, bytes], bytes]]:
 
 
 def only_error(raw: bytes) -> tuple[int, str]:
-    """Check that the only response is an error in OpenAI's JSON form with `connection: close`; return its status and
-    message."""
+    """Check that the only response is an error in the form of `PlainErrors` with `connection: close`; return its status
+    and message."""
     [(status, headers, body)] = parse_responses(raw)
     assert headers[b"connection"] == b"close"
     assert headers[b"content-type"] == b"application/json"
     error = json.loads(body)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) == {"message", "type", "code"}
     return status, error["message"]

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tests.serve.rig import CHAT, COMPLETIONS, GatewayResponse, RunningGateway
 from tests.serve.stub_engines import completion, engines_of, run, stub_rig
 
-from kvroute.http.server.content_coding import CODINGS_MAX, content_coding, decoded
-from kvroute.serve.api.json_fields import RequestError
+from kvroute.http.server.content_coding import CODINGS_MAX, CodingError, content_coding, decoded
 
 MB = 1024 * 1024
 
@@ -46,7 +45,7 @@ ENCODERS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 
 def status_of(coding: str, body: bytes, bytes_max: int = MB) -> int:
     """Return the status of the rejection of a body."""
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(CodingError) as refused:
         decoded(coding.encode(), body, bytes_max)
     return refused.value.status
 
@@ -65,7 +64,7 @@ def test_damaged_bodies_are_refused_or_decoded_within_the_limit(name: str, body:
     coding, encode = ENCODERS[name]
     sent = bytearray(encode(body))
     sent[data.draw(st.integers(0, len(sent) - 1))] ^= data.draw(st.integers(1, 255))
-    with suppress(RequestError):
+    with suppress(CodingError):
         assert len(decoded(coding.encode(), bytes(sent), 400)) <= 400
 
 
@@ -99,7 +98,7 @@ def test_a_bomb_of_several_codings_is_refused_too() -> None:
 
 @pytest.mark.parametrize("coding", ["br", "compress", "gzip, br", "aws-chunked", "\xff", "gzip;q=1"])
 def test_other_codings_are_refused_with_the_accepted_ones(coding: str) -> None:
-    with pytest.raises(RequestError, match="gzip, deflate, zstd") as refused:
+    with pytest.raises(CodingError, match="gzip, deflate, zstd") as refused:
         decoded(coding.encode("latin-1"), b"x", MB)
     assert (refused.value.status, refused.value.code) == (415, "unsupported_content_encoding")
 

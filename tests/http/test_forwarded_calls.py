@@ -14,6 +14,7 @@ from tests.http.upstream_rig import RecordedResponse, Wire, send
 from kvroute.http.client.call import Call
 from kvroute.http.client.pool import UpstreamPool
 from kvroute.http.client.upstream_connection import UpstreamConnection
+from kvroute.http.error_format import PlainErrors
 from kvroute.http.forwarding.stream_forwarder import Forwarded, ForwardedStream, StreamForwarder
 from kvroute.http.forwarding.turn_writes import TurnTransport
 from kvroute.http.server.exchange import Exchange
@@ -230,7 +231,19 @@ def test_only_a_chunked_response_of_which_all_is_sent_can_be_continued_on_the_so
     async def main() -> None:
         wire = ClientWire(unsent, tls)
         exchange = Exchange(
-            b"POST", b"/", b"", [], b"", http10, True, 0.0, "", TurnTransport(wire), b"", lambda exchange: None
+            b"POST",
+            b"/",
+            b"",
+            [],
+            b"",
+            http10,
+            True,
+            0.0,
+            "",
+            TurnTransport(wire),
+            b"",
+            PlainErrors(),
+            lambda exchange: None,
         )
         exchange.start(200, [], length)
         assert exchange.stream_socket() is None, "the head is not written yet"

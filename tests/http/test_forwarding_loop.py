@@ -38,6 +38,7 @@ from kvroute.serve.api.requests import Kind
 from kvroute.serve.api.streams import DONE_CHUNK, STREAMS, USAGE_MARK
 
 FORMATS = {each.token_line: each for each in STREAMS.values()}
+MARK = np.array(list(USAGE_MARK), np.uint8)
 SIZE_LINE = re.compile(rb"([1-9a-f][0-9a-f]{0,6})\r\n")
 
 
@@ -60,7 +61,7 @@ def counted(data: bytes, token_line: bytes, *, interpreted: bool) -> Counts:
     line[: len(token_line)] = np.frombuffer(token_line, np.uint8)
     line[TOKEN_LINE_BYTES_MAX] = len(token_line)
     buffer = np.frombuffer(data + b"\n\n\r\n5\r\n", np.uint8)  # what follows must not be read
-    whole = version(count_chunks, interpreted)(buffer, len(data), line, row)
+    whole = version(count_chunks, interpreted)(buffer, len(data), line, MARK, row)
     return Counts(whole, *(int(row[column]) for column in (DATA_BYTES, DATA_LINES, TOKEN_LINES, DONE)))
 
 
@@ -172,7 +173,7 @@ def test_a_late_command_or_event_does_not_concern_the_next_stream_of_its_row(lat
         kept, lines = np.zeros((4, READ_BYTES), np.uint8), np.zeros((1, TOKEN_LINE_BYTES_MAX + 1), np.uint8)
         events, buffer = np.zeros(EVENTS_MAX * EVENT_BYTES, np.uint8), np.zeros(READ_BYTES, np.uint8)
         run = version(forward, interpreted)
-        run(epoll.fileno(), ends[0], ends[3], rows, kept, lines, events, buffer, np.zeros(4, np.int64))
+        run(epoll.fileno(), ends[0], ends[3], rows, kept, lines, MARK, events, buffer, np.zeros(4, np.int64))
         assert rows[3, OWNER] == now
         assert source.recv(100) == b"not for the thread yet"
         os.set_blocking(ends[2], False)

@@ -12,6 +12,7 @@ from tests.serve.stub_engines import Engine, completion, engines_of, failing, ru
 
 from kvroute.http.server.exchange import Exchange
 from kvroute.http.server.request_parser import Limits
+from kvroute.serve.api.anthropic.errors import ApiErrors
 from kvroute.serve.api.api_keys import hash_text
 
 MINE = b"X-Request-Id: my-1\r\n"
@@ -50,7 +51,7 @@ def test_paths_of_anthropic_have_the_name_of_its_sdks_too(path: bytes) -> None:
     """Their SDKs read `request-id`; those of OpenAI `x-request-id`."""
     for sent, status in ((b"", 200), (b"transfer-encoding: x\r\n", 501)):
         head = b"GET %b HTTP/1.1\r\n" % path + MINE + HOST_AND_CLOSE + sent + b"\r\n"
-        [(got, headers, _)] = parse_responses(exchange_bytes(head))
+        [(got, headers, _)] = parse_responses(exchange_bytes(head, errors=ApiErrors()))
         assert (got, checked_id(headers)) == (status, b"my-1")
         anthropic = path.split(b"/")[:3] == [b"", b"v1", b"messages"]
         assert (headers.get(b"request-id") == b"my-1") == anthropic

@@ -9,16 +9,11 @@ from typing import TYPE_CHECKING
 
 from kvroute.epp.envoy_call import EnvoyCall, engine_address, instances_in
 from kvroute.epp.exchange import PickExchange
-from kvroute.serve.proxy.legs.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
-from kvroute.serve.proxy.legs.prefill_leg import PrefillLeg
-from kvroute.serve.proxy.request_state import RequestState
+from kvroute.serve.proxy.legs.decode_leg import NOT_OBSERVED, DecodeLeg
 from kvroute.serve.proxy.retry import LegFailure
-from kvroute.types import Decode
 
 if TYPE_CHECKING:
     from kvroute.serve.engines.client import EngineClient
-
-_NOT_OBSERVED = TransferTimes()
 
 
 class EnvoyDecodeLeg(DecodeLeg):
@@ -29,12 +24,6 @@ class EnvoyDecodeLeg(DecodeLeg):
     """
 
     __slots__ = ()
-
-    def __init__(
-        self, state: RequestState, owner: DecodeOwner, decision: Decode, prefill: PrefillLeg | None, now: float
-    ) -> None:
-        super().__init__(state, owner, decision, prefill, now)
-        self.streams = False
 
     def send(self, body: bytes, first_byte_s: float, now: float, path: bytes = b"", method: bytes = b"POST") -> None:
         """Let Envoy send the request; a second leg of a request fails."""
@@ -126,7 +115,7 @@ class EnvoyDecodeLeg(DecodeLeg):
     def on_answer_end(self, now: float) -> None:
         """Report the end of the request."""
         if self.open and self.status < 400:
-            self._transfer_done(_NOT_OBSERVED, now)
+            self._transfer_done(NOT_OBSERVED, now)
             self.state.runtime.whole_answer(self.decision, now)
         self.close()
         self.owner.on_response_end(self, None, now)

@@ -68,11 +68,8 @@ class PickExchange:
         "on_end",
         "on_gone",
         "on_late",
-        "on_pause",
         "on_response",
-        "on_resume",
         "path",
-        "paused",
         "peer",
         "picked",
         "query",
@@ -80,6 +77,7 @@ class PickExchange:
         "started",
         "subsets",
     )
+    writer = None
     full_status = 429  # the protocol of endpoint pickers: 503 means that there is no endpoint
 
     def __init__(
@@ -96,13 +94,11 @@ class PickExchange:
         """
         self.method, self.path, self.query = request.method, request.path, request.query
         self.headers, self.body, self.peer, self.subsets = request.headers, request.body, request.peer, request.subsets
-        self.started = self.finished = self.gone = self.paused = False
+        self.started = self.finished = self.gone = False
         self.picked = False
         """Envoy has the choice, which cannot be changed."""
         self.on_gone: Callable[[], None] | None = None
         self.on_late: Callable[[], None] | None = None
-        self.on_pause: Callable[[], None] | None = None
-        self.on_resume: Callable[[], None] | None = None
         self.on_response: Callable[[int, str], None] | None = None
         self.on_end: Callable[[], None] | None = None
         self._answer, self._reset = answer, reset
@@ -152,30 +148,6 @@ class PickExchange:
         self._forget()
         own = id_headers(self.path, self.request_id)
         self._answer(immediate_reply(status, in_format_of(self.path, status, body), content_type, [*own, *headers]))
-
-    def start(self, status: int, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> None:
-        """Not possible: Envoy relays the response."""
-        raise AssertionError("Envoy relays the response")
-
-    def write(self, data: bytes) -> None:
-        """Not possible: Envoy relays the response."""
-        raise AssertionError("Envoy relays the response")
-
-    def write_chunk(self, chunk: bytes, data_bytes: int) -> None:
-        """Not possible: Envoy relays the response."""
-        raise AssertionError("Envoy relays the response")
-
-    def stream_socket(self) -> int | None:
-        """Return None: Envoy relays the response."""
-        return None
-
-    def write_framed(self, chunks: bytes) -> None:
-        """Not possible: Envoy relays the response."""
-        raise AssertionError("Envoy relays the response")
-
-    def end(self) -> None:
-        """Not possible: Envoy relays the response."""
-        raise AssertionError("Envoy relays the response")
 
     def abort(self) -> None:
         """End the stream to Envoy with an error, so that the client sees a truncated response, or none."""

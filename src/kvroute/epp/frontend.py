@@ -18,7 +18,7 @@ from kvroute.serve.proxy.frontend import Server, ServerParts
 from kvroute.types import Discovered, OwnPicker
 
 if TYPE_CHECKING:
-    from kvroute.http.server.exchange import ClientExchange
+    from kvroute.http.client_exchange import ClientExchange
     from kvroute.serve.api.requests import Completion
     from kvroute.serve.proxy.runtime import ClusterRuntime
 

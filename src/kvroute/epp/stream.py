@@ -43,13 +43,13 @@ from kvroute.epp.messages import (
 from kvroute.http.deadlines import NEVER_S
 from kvroute.http.headers import Headers, request_id_of
 from kvroute.http.server.request_parser import HttpError, Limits
-from kvroute.serve.api.anthropic.errors import in_format_of
-from kvroute.serve.api.responses import error_body
+from kvroute.serve.api.anthropic.errors import ApiErrors
 
 _WANTED, _ECHO, _SHOWN = b"test-epp-endpoint-selection", b"x-echo-set-header", b"x-conformance-test-served-endpoint"
 """Headers of the conformance tests of the Gateway API inference extension."""
 
 
+_ERRORS = ApiErrors()
 _SLOW_HEAD = HttpError(408, "the request's headers did not arrive in time")
 _SLOW_BODY = HttpError(408, "the request's body did not arrive in time")
 
@@ -182,8 +182,7 @@ class ProcessingStream:
 
     async def _refuse(self, error: HttpError) -> None:
         """Let Envoy send an error response."""
-        kind = error.type or ("server_error" if error.status >= 500 else "invalid_request_error")
-        body = in_format_of(self._path, error.status, error_body(error.message, kind, code=error.code))
+        body = _ERRORS.body(self._path, error.status, error.message, error.type, error.code)
         request_id = request_id_of(self._headers_read)
         headers = id_headers(self._path, request_id)
         if error.status in (429, 503):

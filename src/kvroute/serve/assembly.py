@@ -20,6 +20,7 @@ from kvroute.http.loop_lag import LoopLag
 from kvroute.http.server.web_pages import WebPages
 from kvroute.serve.api import openapi
 from kvroute.serve.api.api_keys import Keys
+from kvroute.serve.api.streams import USAGE_MARK
 from kvroute.serve.engines.retry_budget import RetryBudget
 from kvroute.serve.lifecycle.certificates import PortCertificate, context_of, follow, port_certificate
 from kvroute.serve.lifecycle.deployment import Deployment
@@ -99,7 +100,7 @@ class Gateway:
         self.metrics = Metrics(self._status, roles, version=__version__, policy=settings.policy)
         self._lag = LoopLag(self.metrics.loop_lagged)
         self._deadlines = Deadlines(lag=self._lag)
-        self._forwarder = StreamForwarder()
+        self._forwarder = StreamForwarder(USAGE_MARK)
         self.state = DashboardState(
             deployment.cluster,
             self._status,

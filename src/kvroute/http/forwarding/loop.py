@@ -19,7 +19,6 @@ import numpy.typing as npt
 from numba.core import types
 
 from kvroute.compiled import compiled_without_gil
-from kvroute.serve.api.streams import USAGE_MARK
 
 OWNER, SOURCE, SINK, FORMAT, LAST_NS, DATA_BYTES, DATA_LINES, TOKEN_LINES, DONE, SENT, WHOLE, RECEIVED = range(12)
 """Columns of a stream's row: the key of the stream, 0 while the loop does not own it; the engine's and the client's
@@ -56,8 +55,6 @@ _SIZE_DIGITS_MAX = 7
 _CR, _LF, _SPACE = 13, 10, 32
 _DATA = np.frombuffer(b"data:", np.uint8)
 _DONE = np.frombuffer(b"[DONE]\n\n", np.uint8)
-_USAGE = np.frombuffer(USAGE_MARK, np.uint8)
-_USAGE_FIRST = USAGE_MARK[0]
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -98,6 +95,7 @@ def forward(
     streams: Numbers,
     kept: Bytes,
     token_lines: Bytes,
+    mark: Bytes,
     events: Bytes,
     buffer: Bytes,
     words: Numbers,
@@ -111,6 +109,7 @@ def forward(
         streams: one row for each stream, `COLUMNS` wide.
         kept: one row for each stream, `READ_BYTES` wide: the last bytes that were received, if the stream goes back.
         token_lines: one row for each format of events, `TOKEN_LINE_BYTES_MAX` + 1 wide.
+        mark: a chunk with these bytes goes back to the event loop; empty: none does for what it contains.
         events: memory for `EVENTS_MAX` events of `EVENT_BYTES` each.
         buffer: memory for `READ_BYTES`.
         words: memory for four numbers.
@@ -136,12 +135,12 @@ def forward(
             row = streams[stream]
             if row[OWNER] != key:
                 continue  # it has gone back already
-            if command or not forward_once(row, kept[stream], token_lines[row[FORMAT]], buffer, now_ns):
+            if command or not forward_once(row, kept[stream], token_lines[row[FORMAT]], mark, buffer, now_ns):
                 _give_back(epoll, returned, row, words)
 
 
 @compiled_without_gil
-def forward_once(row: Numbers, kept: Bytes, token_line: Bytes, buffer: Bytes, now_ns: int) -> bool:
+def forward_once(row: Numbers, kept: Bytes, token_line: Bytes, mark: Bytes, buffer: Bytes, now_ns: int) -> bool:
     """Read once from a stream's engine and send the whole chunks to its client.
 
     Return False if the stream is to go back: bytes remain, which are in `kept` then, or the connection has ended.
@@ -149,7 +148,7 @@ def forward_once(row: Numbers, kept: Bytes, token_line: Bytes, buffer: Bytes, no
     received = _recv(int(row[SOURCE]), buffer.ctypes.data, READ_BYTES, _DO_NOT_WAIT)
     received = max(received, 0)
     lines = row[DATA_LINES]
-    whole = count_chunks(buffer, received, token_line, row)
+    whole = count_chunks(buffer, received, token_line, mark, row)
     sent = 0
     if row[DATA_LINES] != lines or whole < received:  # otherwise only comments have arrived
         row[LAST_NS] = now_ns
@@ -164,12 +163,12 @@ def forward_once(row: Numbers, kept: Bytes, token_line: Bytes, buffer: Bytes, no
 
 
 @compiled_without_gil
-def count_chunks(data: Bytes, size: int, token_line: Bytes, row: Numbers) -> int:
+def count_chunks(data: Bytes, size: int, token_line: Bytes, mark: Bytes, row: Numbers) -> int:
     """Return how many of the first `size` bytes are whole chunks, and add what they contain to a stream's row.
 
     Only chunks as the gateway itself would write them count, and only if their data ends with an empty line: size line
     in lower-case hexadecimal digits without leading zeros and extensions, data, line end. The chunk of size zero, which
-    ends the body, does not count, nor does a chunk with `USAGE_MARK`, nor one without a token if its format has a token
+    ends the body, does not count, nor does a chunk with `mark`, nor one without a token if its format has a token
     line: it may be the end of the stream.
     """
     whole = 0
@@ -190,22 +189,23 @@ def count_chunks(data: Bytes, size: int, token_line: Bytes, row: Numbers) -> int
             return whole
         if data[end - 4] != _LF or data[end - 3] != _LF or data[end - 2] != _CR or data[end - 1] != _LF:
             return whole
-        if not _count_lines(data, at + 1, end - 2, token_line, row):
+        if not _count_lines(data, at + 1, end - 2, token_line, mark, row):
             return whole
         row[DATA_BYTES] += nbytes
         whole = end
 
 
 @compiled_without_gil
-def _count_lines(data: Bytes, start: int, end: int, token_line: Bytes, row: Numbers) -> bool:
+def _count_lines(data: Bytes, start: int, end: int, token_line: Bytes, mark: Bytes, row: Numbers) -> bool:
     """Count the lines of events from `start`, the line feed before them, to `end`. Return False, and count nothing, if
-    they contain `USAGE_MARK`, or lack the token line of their format."""
+    they contain `mark`, or lack the token line of their format."""
     length = int(token_line[TOKEN_LINE_BYTES_MAX])
+    marked = len(mark)
     last = end
     data_lines = token_lines = 0
     for at in range(start, end):
         byte = data[at]
-        if byte == _USAGE_FIRST and at + len(_USAGE) <= end and _begins(data, at, _USAGE, len(_USAGE)):
+        if marked and byte == mark[0] and at + marked <= end and _begins(data, at, mark, marked):
             return False
         if byte != _LF:
             continue

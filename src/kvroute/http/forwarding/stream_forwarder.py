@@ -102,7 +102,9 @@ class ForwardedStream:
 class StreamForwarder:
     """Starts the thread, and exchanges streams with it. All methods belong to the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: bytes = b"") -> None:
+        """Args: `mark`: the event loop handles chunks with these bytes; empty: the thread forwards all."""
+        self._mark = np.array(list(mark), np.uint8)
         self.streams_max = STREAMS_MAX
         """Maximum streams that the thread owns; each needs two more file descriptors."""
         self._thread: threading.Thread | None = None
@@ -220,7 +222,8 @@ class StreamForwarder:
         """Run the loop until the command STOP."""
         events, buffer = np.zeros(EVENTS_MAX * EVENT_BYTES, np.uint8), np.zeros(READ_BYTES, np.uint8)
         rows, kept, lines = self._rows, self._kept, self._token_lines
-        forward(self._epoll.fileno(), commands, results, rows, kept, lines, events, buffer, np.zeros(4, np.int64))
+        words = np.zeros(4, np.int64)
+        forward(self._epoll.fileno(), commands, results, rows, kept, lines, self._mark, events, buffer, words)
 
     def _command(self, command: int) -> None:
         os.write(self._commands, struct.pack("=q", command))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from kvroute.http.deadlines import NEVER_S
+from kvroute.http.error_format import ErrorFormat
 from kvroute.http.forwarding.turn_writes import TurnTransport
 from kvroute.http.headers import Headers, request_id_of
 from kvroute.http.server.connection_limits import BEGINNING, BUSY, UNREAD, Entry, network_of
@@ -26,8 +27,6 @@ from kvroute.http.server.request_parser import (
     RequestParser,
 )
 from kvroute.http.server.web_pages import WebPages
-from kvroute.serve.api.anthropic.errors import in_format_of
-from kvroute.serve.api.responses import error_body
 
 _HELD_BYTES = 64 * 1024
 """Limit on held bytes of pipelined requests. Above it, reading stops; below it, reading goes on to detect a close."""
@@ -79,6 +78,7 @@ class ServerCallbacks(Protocol):
 
     handler: Handler
     hooks: ServerHooks
+    errors: ErrorFormat
     limits: Limits
     pages: WebPages | None
     """Which web pages may send requests; None: all."""
@@ -273,6 +273,7 @@ class ClientConnection(asyncio.Protocol):
             self._peer,
             self._transport,
             server.server,
+            server.errors,
             self._answered,
             self._body_resized,
         )
@@ -290,7 +291,8 @@ class ClientConnection(asyncio.Protocol):
             if exchange.started:
                 exchange.abort()
             else:
-                exchange.respond(500, error_body("internal error in the gateway", "server_error"))
+                body = server.errors.body(b"", 500, "internal error in the gateway", "server_error", None)
+                exchange.respond(500, body)
 
     def _mourn(self, error: Exception) -> None:
         asyncio.get_running_loop().call_exception_handler(
@@ -375,10 +377,9 @@ class ClientConnection(asyncio.Protocol):
         shown, request_id = self._reader.path_so_far, request_id_of(headers)
         self._reader.forget()
         self._weigh(0)
-        kind = fault.type or ("server_error" if fault.status >= 500 else "invalid_request_error")
-        body = in_format_of(shown, fault.status, error_body(fault.message, kind, code=fault.code))
+        body = server.errors.body(shown, fault.status, fault.message, fault.type, fault.code)
         head = b"%b%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        own = own_lines(shown, request_id)
+        own = own_lines(server.errors.id_lines(shown, request_id))
         text = head % (status_line(fault.status), server.server, own, fault.headers, len(body))
         self._transport.write(_NO_HTTP2 if http2 else text if method == b"HEAD" else text + body)
         if server.hooks.refused is not None:

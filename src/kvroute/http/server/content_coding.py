@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 import zstandard
 
 from kvroute.http.headers import Headers
-from kvroute.serve.api.json_fields import RequestError
 
 CODINGS_MAX = 3
 """Largest number of codings of one body. Each costs as much as the size limit allows."""
@@ -17,6 +16,14 @@ _ZSTD_WINDOW_BYTES = 8 * 1024 * 1024
 _ZSTD_PIECE_BYTES = 128
 """Input that is decoded at once. A block of 4 bytes decodes to at most 128 KiB, so that the output exceeds the limit by
 at most 4 MiB."""
+
+
+class CodingError(Exception):
+    """A body that cannot be decoded: `status` and `code` are those of the error response, the text is its message."""
+
+    def __init__(self, message: str, code: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
 
 
 def content_coding(headers: Headers) -> bytes:
@@ -37,7 +44,7 @@ def decoded(coding: bytes, body: bytes, bytes_max: int) -> bytes:
         bytes_max: largest size after each decoding.
 
     Raises:
-        RequestError: 415, a coding is not supported or there are too many; 400, the body has another coding or is not
+        CodingError: 415, a coding is not supported or there are too many; 400, the body has another coding or is not
             complete; 413, it is larger than `bytes_max`.
     """
     names = [name for part in coding.lower().split(b",") if (name := part.strip()) not in (b"", b"identity")]
@@ -46,7 +53,7 @@ def decoded(coding: bytes, body: bytes, bytes_max: int) -> bytes:
         shown = unknown if unknown is not None else coding
         what = f"the content coding {shown[:40].decode('latin-1')!r} is not supported"
         hint = f"send {ACCEPTED.decode()}, or a body without Content-Encoding"
-        raise RequestError(f"{what}; {hint}", status=415, code="unsupported_content_encoding")
+        raise CodingError(f"{what}; {hint}", "unsupported_content_encoding", 415)
     for name in reversed(names):
         try:
             body = _DECODERS[name](body, bytes_max)
@@ -57,13 +64,13 @@ def decoded(coding: bytes, body: bytes, bytes_max: int) -> bytes:
         if len(body) > bytes_max:
             what = f"the request's body is larger than {bytes_max} bytes after it is decoded"
             hint = "send a shorter prompt, or ask the operator to raise `gateway.limits.body`"
-            raise RequestError(f"{what}; {hint}", status=413, code="body_too_large")
+            raise CodingError(f"{what}; {hint}", "body_too_large", 413)
     return body
 
 
-def _malformed(name: bytes, why: str) -> RequestError:
+def _malformed(name: bytes, why: str) -> CodingError:
     what = f"the body is not valid {name.decode()} ({why})"
-    return RequestError(f"{what}; send what Content-Encoding says", code="invalid_content_encoding")
+    return CodingError(f"{what}; send what Content-Encoding says", "invalid_content_encoding")
 
 
 def _inflated(body: bytes, bytes_max: int, window: int) -> bytes:

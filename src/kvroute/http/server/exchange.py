@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Iterable
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Protocol
 
+from kvroute.http.error_format import ErrorFormat
 from kvroute.http.forwarding.turn_writes import TurnTransport
 from kvroute.http.headers import Headers, request_id_of
-from kvroute.serve.api.anthropic.errors import in_format_of, is_anthropic
 
 _CHUNKED, _UNTIL_CLOSE, _NO_BODY = -1, -2, -3
 _COPY_MAX = 16 * 1024
@@ -37,98 +36,17 @@ class _DateLine:
     line = b""
 
 
-def own_lines(path: bytes, request_id: bytes) -> bytes:
-    """Return the header lines of every response beside Server: Date, and the request's id, under `/v1/messages` also
-    with the name by which Anthropic's SDKs read it. Args: `path` is empty if it is not known."""
+def own_lines(id_lines: bytes) -> bytes:
+    """Return the header lines of every response beside Server: Date, and the request's id. Args: `id_lines`: see
+    `ErrorFormat`."""
     second = int(time.time())
     if second != _DateLine.second:
         _DateLine.second, _DateLine.line = second, b"date: %b\r\n" % formatdate(second, usegmt=True).encode()
-    if is_anthropic(path):
-        return b"%bx-request-id: %b\r\nrequest-id: %b\r\n" % (_DateLine.line, request_id, request_id)
-    return b"%bx-request-id: %b\r\n" % (_DateLine.line, request_id)
-
-
-class ClientExchange(Protocol):
-    """One complete client request and its response, as the code that serves it sees them: an `Exchange`, or a request
-    whose response another proxy sends."""
-
-    method: bytes
-    path: bytes
-    query: bytes
-    headers: Headers
-    body: bytes
-    peer: str
-    full_status: int
-    """Status of the response to a request for which there is no room."""
-    started: bool
-    """The response has begun, so no other response can be sent."""
-    finished: bool
-    gone: bool
-    """The client has disconnected."""
-    paused: bool
-    """The client reads more slowly than the response is written."""
-    on_gone: Callable[[], None] | None
-    on_pause: Callable[[], None] | None
-    on_resume: Callable[[], None] | None
-
-    @property
-    def request_id(self) -> bytes:
-        """See `Exchange`."""
-        ...
-
-    def header(self, name: bytes) -> bytes | None:
-        """See `Exchange`."""
-        ...
-
-    def release_body(self) -> None:
-        """See `Exchange`."""
-        ...
-
-    def replace_body(self, body: bytes) -> bool:
-        """See `Exchange`."""
-        ...
-
-    def respond(
-        self,
-        status: int,
-        body: bytes,
-        content_type: bytes = b"application/json",
-        headers: Iterable[tuple[bytes, bytes]] = (),
-    ) -> None:
-        """See `Exchange`."""
-        ...
-
-    def start(self, status: int, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> None:
-        """See `Exchange`."""
-        ...
-
-    def write(self, data: bytes) -> None:
-        """See `Exchange`."""
-        ...
-
-    def write_chunk(self, chunk: bytes, data_bytes: int) -> None:
-        """See `Exchange`."""
-        ...
-
-    def stream_socket(self) -> int | None:
-        """See `Exchange`."""
-        ...
-
-    def write_framed(self, chunks: bytes) -> None:
-        """See `Exchange`."""
-        ...
-
-    def end(self) -> None:
-        """See `Exchange`."""
-        ...
-
-    def abort(self) -> None:
-        """See `Exchange`."""
-        ...
+    return _DateLine.line + id_lines
 
 
 class Exchange:
-    """One complete client request and its response: call `respond`, or `start`, `write`..., `end`.
+    """A `ClientExchange` and its `ResponseWriter`: call `respond`, or `start`, `write`..., `end`.
 
     Writes after the client has disconnected, or after `abort`, are dropped. `on_pause` may be called from inside
     `write`.
@@ -136,6 +54,7 @@ class Exchange:
 
     __slots__ = (
         "_answered",
+        "_errors",
         "_left",
         "_request_id",
         "_resized",
@@ -174,12 +93,13 @@ class Exchange:
         peer: str,
         transport: TurnTransport,
         server: bytes,
+        errors: ErrorFormat,
         answered: Callable[[Exchange], None],
         resized: Callable[[int], bool] | None = None,
     ) -> None:
-        """Args: `server` is a whole header line or empty; `answered` is called once, after `end` or `abort`; `resized`
-        is called with the size of the body when that changes before the end of the response, and returns whether there
-        is memory for it."""
+        """Args: `server` is a whole header line or empty; `errors` makes error responses; `answered` is called once,
+        after `end` or `abort`; `resized` is called with the size of the body when that changes before the end of the
+        response, and returns whether there is memory for it."""
         self.method = method
         self.path = path
         self.query = query
@@ -196,6 +116,7 @@ class Exchange:
         self.on_resume: Callable[[], None] | None = None
         self._transport = transport
         self._server = server
+        self._errors = errors
         self._answered = answered
         self._resized = resized
         self._request_id = b""
@@ -208,6 +129,11 @@ class Exchange:
         if not self._request_id:
             self._request_id = request_id_of(self.headers)
         return self._request_id
+
+    @property
+    def writer(self) -> Exchange:
+        """See `ClientExchange`."""
+        return self
 
     @property
     def unsent_bytes(self) -> int:
@@ -242,12 +168,12 @@ class Exchange:
         content_type: bytes = b"application/json",
         headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Send a whole response; for HEAD only its head. An error gets the format of its path (`in_format_of`)."""
+        """Send a whole response; for HEAD only its head. An error gets the format of its path (see `ErrorFormat`)."""
         if self.gone or self.finished:
             return
         assert not self.started, "an exchange has one response"
         self.started = True
-        body = in_format_of(self.path, status, body)
+        body = self._errors.of_path(self.path, status, body)
         if status == 204:
             head = self._head(status, headers, b"")
         else:
@@ -388,7 +314,7 @@ class Exchange:
             self.on_resume()
 
     def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]], framing: bytes) -> bytes:
-        lines = [status_line(status), self._server, own_lines(self.path, self.request_id)]
+        lines = [status_line(status), self._server, own_lines(self._errors.id_lines(self.path, self.request_id))]
         lines += [b"%b: %b\r\n" % header for header in headers]
         lines.append(framing)
         if not self.keep_alive:

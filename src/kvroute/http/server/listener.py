@@ -219,7 +219,7 @@ class _Arriving(asyncio.Protocol):
     def _refuse(self) -> None:
         """Respond without TLS, and discard input until the client has had time to read the response."""
         with suppress(OSError):
-            self._own.send(_PLAIN % own_lines(b"", request_id_of([])))
+            self._own.send(_PLAIN % own_lines(b"x-request-id: %b\r\n" % request_id_of([])))
             self._own.shutdown(socket.SHUT_WR)
         self._port.not_tls()
         self._waits_for = UNREAD

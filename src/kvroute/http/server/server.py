@@ -11,6 +11,7 @@ import struct
 from contextlib import suppress
 
 from kvroute.http.deadlines import Deadlines
+from kvroute.http.error_format import ErrorFormat, PlainErrors
 from kvroute.http.server.client_connection import ClientConnection, Handler, ServerHooks
 from kvroute.http.server.connection_limits import Connection, Connections, Entry
 from kvroute.http.server.listener import Listener
@@ -37,6 +38,7 @@ class HttpServer:
         limits: Limits | None = None,
         *,
         hooks: ServerHooks | None = None,
+        errors: ErrorFormat | None = None,
         server_name: bytes = b"kvroute",
         deadlines: Deadlines | None = None,
         pages: WebPages | None = None,
@@ -47,13 +49,14 @@ class HttpServer:
             handler: called with each `Exchange`.
             limits: limits for clients.
             hooks: called for what the handler does not see.
+            errors: makes error responses; None: `PlainErrors`.
             server_name: value of the Server header; empty: no such header.
             deadlines: shared with other components, so that one timer serves all; None: a new one.
             pages: the web pages that may send requests; None: all.
             shares_port: other processes of the same user listen at the same address (SO_REUSEPORT), and the system
                 distributes the connections.
         """
-        self.handler, self.hooks = handler, hooks or ServerHooks()
+        self.handler, self.hooks, self.errors = handler, hooks or ServerHooks(), errors or PlainErrors()
         self.limits = limits or Limits()
         self.server = b"server: %b\r\n" % server_name if server_name else b""
         self.draining = False

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import unquote
 
-from kvroute.http.server.content_coding import ACCEPTED, content_coding, decoded
+from kvroute.http.server.content_coding import ACCEPTED, CodingError, content_coding, decoded
 from kvroute.http.server.request_parser import HttpError
 from kvroute.http.server.web_pages import WebPages, answer_other_site
 from kvroute.serve.api.api_keys import Keys
@@ -45,8 +45,9 @@ from kvroute.serve.proxy.request_events import Caller
 from kvroute.serve.proxy.retry import free_of_charge
 
 if TYPE_CHECKING:
+    from kvroute.http.client_exchange import ClientExchange
     from kvroute.http.headers import Headers
-    from kvroute.http.server.exchange import ClientExchange, Exchange
+    from kvroute.http.server.exchange import Exchange
     from kvroute.serve.proxy.runtime import ClusterRuntime
 
 _NO_KEY = HttpError(
@@ -237,7 +238,11 @@ class Endpoints:
         body, bytes_max = exchange.body, int(self.serving.settings.limits.body_bytes)
         if not body:
             return
-        found = await asyncio.get_running_loop().run_in_executor(self._readers[1], decoded, coding, body, bytes_max)
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            found = await run(self._readers[1], decoded, coding, body, bytes_max)
+        except CodingError as error:
+            raise RequestError(str(error), status=error.status, code=error.code) from None
         if not (exchange.gone or exchange.replace_body(found)):
             exchange.release_body()
             what = "the gateway has reached its memory limit for request bodies; try again later"

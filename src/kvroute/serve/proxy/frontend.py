@@ -11,6 +11,7 @@ from kvroute.http.deadlines import Deadlines
 from kvroute.http.server.request_parser import Limits
 from kvroute.http.server.server import HttpServer, ServerHooks
 from kvroute.http.server.web_pages import WebPages
+from kvroute.serve.api.anthropic.errors import ApiErrors
 from kvroute.serve.api.passthrough_paths import COMPLETIONS
 from kvroute.serve.observe.logs import log_accept_paused
 from kvroute.serve.proxy.completion.request import ProxiedRequest
@@ -104,6 +105,7 @@ class HttpFrontend:
             parts.endpoints,
             parts.limits,
             hooks=hooks,
+            errors=ApiErrors(),
             deadlines=parts.deadlines,
             pages=parts.pages,
             shares_port=self._shares_port,

@@ -17,8 +17,8 @@ from kvroute.serve.api.passthrough_paths import MODELS
 from kvroute.serve.proxy.legs.passthrough import answerers
 
 if TYPE_CHECKING:
+    from kvroute.http.client_exchange import ClientExchange
     from kvroute.http.headers import Headers
-    from kvroute.http.server.exchange import ClientExchange
     from kvroute.serve.proxy.runtime import ClusterRuntime
 
 Card: TypeAlias = dict[str, Raw]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvroute.http.server.exchange import ClientExchange
+    from kvroute.http.client_exchange import ClientExchange
 
 
 class RequestIds:

@@ -8,8 +8,8 @@ from kvroute.http.headers import forwarded, header_lines
 from kvroute.serve.engines.fault_attribution import FaultAttribution
 
 if TYPE_CHECKING:
+    from kvroute.http.client_exchange import ClientExchange
     from kvroute.http.headers import Headers
-    from kvroute.http.server.exchange import ClientExchange
     from kvroute.serve.api.requests import Completion
     from kvroute.serve.api.stream_record import StreamRecord
     from kvroute.serve.engines.protocols import KvHandshake

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvroute.serve.api.responses import error_body
+
 _PREFIX = b"/v1/messages"
 _TYPES = {
     400: "invalid_request_error",
@@ -53,3 +55,23 @@ def in_format_of(path: bytes, status: int, body: bytes) -> bytes:
 def anthropic_error(kind: str, message: str) -> bytes:
     """Return Anthropic's error JSON: {"type", "error": {"type", "message"}}. Args: `kind`: type of the error."""
     return _encode({"type": "error", "error": {"type": kind, "message": message}})
+
+
+class ApiErrors:
+    """The error responses of an HTTP server in the format of OpenAI's API, or of Anthropic's under `/v1/messages`."""
+
+    def body(self, path: bytes, status: int, message: str, kind: str, code: str | None) -> bytes:
+        """Return the body of an error. Args: `kind`: its type; empty: derived from the status."""
+        kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
+        return in_format_of(path, status, error_body(message, kind, code=code))
+
+    def of_path(self, path: bytes, status: int, body: bytes) -> bytes:
+        """See `in_format_of`."""
+        return in_format_of(path, status, body)
+
+    def id_lines(self, path: bytes, request_id: bytes) -> bytes:
+        """Return the header lines with the id of a request: under `/v1/messages` also with the name by which
+        Anthropic's SDKs read it."""
+        if is_anthropic(path):
+            return b"x-request-id: %b\r\nrequest-id: %b\r\n" % (request_id, request_id)
+        return b"x-request-id: %b\r\n" % request_id

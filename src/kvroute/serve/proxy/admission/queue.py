@@ -19,7 +19,7 @@ from kvroute.serve.proxy.admission.admission import (
 )
 
 if TYPE_CHECKING:
-    from kvroute.http.server.exchange import ClientExchange
+    from kvroute.http.client_exchange import ClientExchange
     from kvroute.serve.observe.admin.state import DashboardState
     from kvroute.serve.observe.metrics.metrics import Metrics
 

@@ -26,6 +26,7 @@ from kvroute.serve.proxy.completion.prompt import PromptReading, core_request
 from kvroute.serve.proxy.legs.abandoned import SETTLE_S, AbandonedLimit, strands_kv, waits_for_write
 from kvroute.serve.proxy.legs.decode_leg import DecodeLeg, DecodeOwner, TransferTimes
 from kvroute.serve.proxy.legs.prefill_leg import PrefillLeg
+from kvroute.serve.proxy.legs.relayed_decode import RelayedDecodeLeg
 from kvroute.serve.proxy.request_state import RequestState
 from kvroute.serve.proxy.retry import (
     UNAVAILABLE,
@@ -48,7 +49,7 @@ from kvroute.serve.proxy.runtime import EndedRequest
 from kvroute.types import Decision, Decode, Prefill, ReadKv, Reject
 
 if TYPE_CHECKING:
-    from kvroute.http.server.exchange import ClientExchange
+    from kvroute.http.client_exchange import ClientExchange
     from kvroute.serve.api.prompt_queue import QueueFull
     from kvroute.serve.api.prompt_reader import Prompt
     from kvroute.serve.api.responses import Usage
@@ -104,7 +105,7 @@ class ProxiedRequest:
         request_id: bytes,
         received_at: float,
         *,
-        decode_leg: MakeDecodeLeg = DecodeLeg,
+        decode_leg: MakeDecodeLeg = RelayedDecodeLeg,
         only: tuple[str, ...] | None = None,
         joint: bool = False,
     ) -> None:
@@ -157,7 +158,11 @@ class ProxiedRequest:
         try:
             exchange.on_gone = self._client_gone
             state.enter(completion.kind)
-            if runtime.settings.retries.continue_streams and self._decode_leg is DecodeLeg and may_continue(completion):
+            if (
+                runtime.settings.retries.continue_streams
+                and self._decode_leg is RelayedDecodeLeg
+                and may_continue(completion)
+            ):
                 state.record = StreamRecord(completion)
             self.model = runtime.models.name(completion.model)
             if adapter := runtime.models.adapter(completion.model):
@@ -273,7 +278,7 @@ class ProxiedRequest:
         if self.state.alone:
             decision = structs.replace(decision, source=decision.target, tier=0, kv_bytes=0.0)
         self.runtime.state.decided(decision, now)
-        make = DecodeLeg if self.state.abandoned else self._decode_leg
+        make = RelayedDecodeLeg if self.state.abandoned else self._decode_leg
         leg = self.decode = make(self.state, self, decision, self.prefill, now)
         if leg.aggregated:
             self.prefill = None
@@ -538,8 +543,9 @@ class ProxiedRequest:
         self._drop_legs(now)
         exchange = self.state.exchange
         if exchange.started and self.state.record is not None:
-            exchange.write(error_event(why, UPSTREAM))
-            exchange.end()
+            assert exchange.writer is not None, "only a stream that is relayed here has a record"
+            exchange.writer.write(error_event(why, UPSTREAM))
+            exchange.writer.end()
         elif exchange.started:
             exchange.abort()
         else:
@@ -565,13 +571,13 @@ class ProxiedRequest:
     def _complete(self, now: float) -> bool:
         """End a request whose client has left with its whole response, as the end of a stream's body may come after it.
         Return whether it has ended."""
-        decode, exchange = self.decode, self.state.exchange
+        decode = self.decode
         if decode is None:
             return False
         decode.settle()
         if self.state.over:
             return True
-        if not decode.output.complete or exchange.paused:
+        if not decode.complete:
             return False
         if decode.call is not None:
             decode.call.abort()
@@ -588,7 +594,7 @@ class ProxiedRequest:
         if decode is None or decode.waits:
             self.state.completion = with_one_token(self.state.completion)
             if decode is not None:
-                self.decode = DecodeLeg(self.state, self, decode.decision, prefill, self.runtime.now())
+                self.decode = RelayedDecodeLeg(self.state, self, decode.decision, prefill, self.runtime.now())
         elif prefill is not None and not self.state.prefill_done and waits_for_write(prefill, decode):
             most_s += timeouts.prefill_s
         elif self.runtime.control.admitted(self.state.number):

@@ -27,7 +27,7 @@ from kvroute.serve.proxy.retry import (
 )
 
 if TYPE_CHECKING:
-    from kvroute.http.server.exchange import ClientExchange
+    from kvroute.http.client_exchange import ClientExchange, ResponseWriter
     from kvroute.serve.api.passthrough_body import PassthroughBody
     from kvroute.serve.config.settings import TimeoutSettings
     from kvroute.serve.engines.client import EngineClient
@@ -91,8 +91,7 @@ class PassthroughLeg(Leg):
                 if self.size <= _ERROR_BYTES_MAX or not passes_on(self.status):
                     return
                 data = self.body()
-            self._begin_response()
-            self.state.exchange.write(data)
+            self._begin_response().write(data)
         except Exception as error:
             self.owner.internal_error(error)
 
@@ -107,23 +106,25 @@ class PassthroughLeg(Leg):
             self.succeeded(now)
             if state.faults is not None and self.status < 400:
                 state.faults.answered(PASSTHROUGH, now)
-            self._begin_response()
-            exchange.end()
+            self._begin_response().end()
             self.close()
             self.owner.end(self.status)
         except Exception as error:
             self.owner.internal_error(error)
 
-    def _begin_response(self) -> None:
-        exchange, call = self.state.exchange, self.call
-        if exchange.started:
-            return
+    def _begin_response(self) -> ResponseWriter:
+        """Begin the response if it has not begun, and return what writes it."""
+        writer, call = self.state.exchange.writer, self.call
+        assert writer is not None, "another proxy makes the call if it relays the response"
+        if self.state.exchange.started:
+            return writer
         if call is not None:
-            exchange.on_pause, exchange.on_resume = call.pause, call.resume
+            writer.on_pause, writer.on_resume = call.pause, call.resume
         content_type, headers = answered(self.headers)
         length = next((value for name, value in self.headers if name == b"content-length"), None)
         headers.append((b"content-type", content_type))
-        exchange.start(self.status, headers, int(length) if length is not None else None)
+        writer.start(self.status, headers, int(length) if length is not None else None)
+        return writer
 
 
 class PassthroughRequest:
