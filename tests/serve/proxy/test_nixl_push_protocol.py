@@ -287,8 +287,8 @@ def test_a_continued_stream_survives_the_end_of_a_prefill_engine_before_its_writ
             (request,) = front.requests
             assert await becomes_true(lambda: request.state.prefill_done)
             assert request.state.exchange.started
-            assert request.prefill is not None
-            await running[request.prefill.engine.name].aclose()
+            assert request.legs.prefill is not None
+            await running[request.legs.prefill.engine.name].aclose()
             answer = await asked
             assert answer.status == 200
             assert [each["choices"][0]["text"] for each in answer.events] == ["t1 ", "t3 "]

@@ -235,7 +235,7 @@ def test_a_probe_request_whose_client_disconnects_allows_the_next_probe(caplog: 
             before = await _placed(gate, AWAY, "long")
             for n in itertools.count():
                 request = asyncio.create_task(gate.ask(f"{n} tries {LONG}", stream=True))
-                await until(lambda: bool(gate.requests) and all(each.decode is not None for each in gate.requests))
+                await until(lambda: bool(gate.requests) and all(each.legs.decode is not None for each in gate.requests))
                 if any(each.state.path_attempt is not None for each in gate.requests):
                     break
                 await request

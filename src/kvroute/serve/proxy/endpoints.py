@@ -281,7 +281,7 @@ class Endpoints:
         def start(ticket: int) -> None:
             runtime = self.serving
             proxied = self._proxied(runtime, exchange, completion, request_id, received_at)
-            proxied.ticket, proxied.key = ticket, key
+            proxied.account.ticket, proxied.account.key = ticket, key
             number = proxied.state.number
             runtime.requests[number] = proxied
             if runtime.events is not None or access_on():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvroute.control import Backlog, QueuedRequest, RequestQueue, Waiting
-from kvroute.serve.proxy.admission.tenancy import Charge, Entitlement, Refusal, Tenancy
+from kvroute.serve.proxy.admission.tenancy import Entitlement, Refusal, RequestAccount, Tenancy
 from kvroute.types import Reject, Request
 
 if TYPE_CHECKING:
@@ -34,10 +34,7 @@ RETRY_AFTER_MAX_S = 60
 class Placeable(Protocol):
     """A request that has been read and is not placed yet."""
 
-    charge: Charge | None
-    key: str | None
-    service_class: str
-    """Name of its class."""
+    account: RequestAccount
 
     def place(self, now: float, ttft_max_s: float | None) -> Reject | None:
         """Ask the core for a decision and carry it out. Return its Reject if the first token would come too late:
@@ -127,13 +124,13 @@ class PlacementQueue:
             RequestError: 400, its priority or its SLO is not a number.
         """
         request, tenancy = arrival.request, self._tenancy
-        granted = tenancy.entitlement(placeable.key, arrival.headers, arrival.fields)
-        placeable.service_class = granted.name
-        charged = tenancy.charge(placeable.key, request.input_tokens + arrival.reserve_tokens, now)
+        granted = tenancy.entitlement(placeable.account.key, arrival.headers, arrival.fields)
+        placeable.account.service_class = granted.name
+        charged = tenancy.charge(placeable.account.key, request.input_tokens + arrival.reserve_tokens, now)
         if isinstance(charged, Refusal):
             self._refuse(placeable, charged)
             return
-        placeable.charge = charged
+        placeable.account.charge = charged
         item = self._item(placeable, granted, arrival, now)
         queue = self._queues.get(item.model)
         if queue is None:
@@ -153,7 +150,7 @@ class PlacementQueue:
         request = arrival.request
         work_s = self._control.work_s(request, now, self._tenancy.output_tokens) if self._section is not None else 0.0
         deadline = math.inf if granted.slo_s is None else arrival.received_at + granted.slo_s
-        waiting = Waiting(request.id, placeable.key or "", granted.band, granted.weight, work_s)
+        waiting = Waiting(request.id, placeable.account.key or "", granted.band, granted.weight, work_s)
         entry = QueuedRequest(waiting, now + self._wait_max_s, deadline)
         return _Item(placeable, granted, entry, request.model, arrival.full_status, now)
 

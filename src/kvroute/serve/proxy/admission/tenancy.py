@@ -79,6 +79,38 @@ class Charge:
             self._limiter.refund(self.key, self.tokens, now)
 
 
+class RequestAccount:
+    """How long a request has waited, and what it has used: for the rates of its key and for metrics."""
+
+    __slots__ = (
+        "arrived_at",
+        "charge",
+        "key",
+        "predicted_s",
+        "prompt_tokens",
+        "service_class",
+        "ticket",
+        "ttft_s",
+    )
+
+    def __init__(self, received_at: float) -> None:
+        self.ticket = 0
+        """Ticket of its admission."""
+        self.key: str | None = None
+        """Name of its client's key, if keys are in use."""
+        self.charge: Charge | None = None
+        """What it counts against the rates of its key; None: they are not limited."""
+        self.service_class = ""
+        """Name of its class."""
+        self.arrived_at = received_at
+        self.predicted_s: float | None = None
+        """Time to its first token as the core has predicted it."""
+        self.ttft_s: float | None = None
+        """Time from its arrival at the core to its first token."""
+        self.prompt_tokens: int | None = None
+        """Tokens of its prompt, as an engine has reported them."""
+
+
 class Tenancy:
     """The service classes of the settings, and the buckets of the keys."""
 
