@@ -12,13 +12,16 @@ from tests.fuzz.cuts import bounded, pieces
 
 from kvroute.http.client.call import Failure
 from kvroute.http.client.pool import UpstreamPool
-from kvroute.http.client.upstream_connection import HEAD_LINES_MAX, UpstreamConnection
+from kvroute.http.client.response_parser import HEAD_LINES_MAX
+from kvroute.http.client.upstream_connection import UpstreamConnection
 from kvroute.http.headers import Headers, answered
 from kvroute.serve.api.responses import cached_tokens, sse_events, usage_of
 from kvroute.serve.api.streams import STREAMS, reported
-from kvroute.serve.engines.protocols import PROTOCOLS, ProtocolError, engine_id
+from kvroute.serve.engines.pd_protocol import ProtocolError
+from kvroute.serve.engines.protocols import PROTOCOLS, engine_id
 
 INSTRUMENTED = (
+    "kvroute.http.client.response_parser",
     "kvroute.http.client.upstream_connection",
     "kvroute.serve.api.responses",
     "kvroute.serve.api.streams",

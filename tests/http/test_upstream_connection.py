@@ -30,7 +30,8 @@ from tests.http.upstream_rig import (
 
 from kvroute.http.client.call import Call, Failure
 from kvroute.http.client.pool import UpstreamPool, request_bytes
-from kvroute.http.client.upstream_connection import HEAD_BYTES_MAX, HEAD_LINES_MAX, UpstreamConnection
+from kvroute.http.client.response_parser import HEAD_BYTES_MAX, HEAD_LINES_MAX
+from kvroute.http.client.upstream_connection import UpstreamConnection
 from kvroute.http.deadlines import Deadlines
 from kvroute.http.headers import Headers
 

@@ -19,7 +19,8 @@ BLOCK = re.compile(r'^```(python|diff) title="([^"]+)"\n(.*?)^```$', re.MULTILIN
 
 PROTOCOL = """
 from pathlib import Path
-from kvroute.serve.engines.protocols import PROTOCOLS, KvHandshake
+from kvroute.serve.engines.pd_protocol import KvHandshake
+from kvroute.serve.engines.protocols import PROTOCOLS
 from kvroute.serve.api.requests import read_completion
 from kvroute.topology import load
 

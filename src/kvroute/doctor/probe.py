@@ -17,7 +17,8 @@ from kvroute.doctor.report import PairReport
 from kvroute.http.client.pool import UpstreamPool
 from kvroute.llm import Model
 from kvroute.serve.api.requests import Completion, read_completion
-from kvroute.serve.engines.protocols import ROOM_LIMIT, KvHandshake, ProtocolError
+from kvroute.serve.engines.pd_protocol import KvHandshake, ProtocolError
+from kvroute.serve.engines.protocols import ROOM_LIMIT
 
 COMPLETIONS_PATH = b"/v1/completions"
 ANSWER_TOKENS = 8

@@ -55,7 +55,7 @@ class AccessLog:
         if engine is not None:
             engine.availability.failed(engine.availability.late_failure(now), now)
             reason = f"decode instance {engine.name} {why}"
-            runtime.leg_failed("decode", engine.name, "reset", reason, request_id.encode("latin-1", "replace"))
+            runtime.reports.leg_failed("decode", engine.name, "reset", reason, request_id.encode("latin-1", "replace"))
 
 
 def address_text(address: SocketAddress) -> str:

@@ -116,7 +116,7 @@ class EnvoyDecodeLeg(DecodeLeg):
         """Report the end of the request."""
         if self.open and self.status < 400:
             self._transfer_done(NOT_OBSERVED, now)
-            self.state.runtime.whole_answer(self.decision, now)
+            self.state.runtime.reports.whole_answer(self.decision, now)
         self.close()
         self.owner.on_response_end(self, None, now)
 

@@ -128,7 +128,7 @@ class EnvoyCall:
             why = f"{leg.kind} instance {engine.name} refused the connection or was full"
             found = blame(leg.kind, status_failure(leg.kind, why, SKIPPED, b""))
             leg.count(found, engine.availability, attempt, now)
-            leg.state.runtime.leg_failed(leg.kind, engine.name, "refused", why, leg.state.request_id)
+            leg.state.runtime.reports.leg_failed(leg.kind, engine.name, "refused", why, leg.state.request_id)
         leg.engine.leg_closed()
 
 

@@ -7,13 +7,11 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
 from kvroute import __version__
-from kvroute.control import Admissions, Control, Usage
 from kvroute.http.deadlines import Deadlines
 from kvroute.http.forwarding.stream_forwarder import StreamForwarder
 from kvroute.http.loop_lag import LoopLag
@@ -26,6 +24,7 @@ from kvroute.serve.lifecycle.certificates import PortCertificate, context_of, fo
 from kvroute.serve.lifecycle.deployment import Deployment
 from kvroute.serve.lifecycle.exposure import log_exposures
 from kvroute.serve.lifecycle.membership import Membership
+from kvroute.serve.lifecycle.peers import Peers, SharedByWorkers
 from kvroute.serve.lifecycle.reload import ClusterManager, MergedReloads, Prepared
 from kvroute.serve.lifecycle.snapshot import status_snapshot
 from kvroute.serve.observe.admin.server import Admin, AdminParts
@@ -35,41 +34,23 @@ from kvroute.serve.observe.logs import Logs, log_event
 from kvroute.serve.observe.metrics.metrics import Metrics
 from kvroute.serve.observe.tracing import tracer_of
 from kvroute.serve.observe.view import GatewayStatus
-from kvroute.serve.proxy.admission.admission import AdmissionController, Elsewhere
+from kvroute.serve.proxy.admission.admission import AdmissionController
 from kvroute.serve.proxy.admission.queue import AdmissionQueue
 from kvroute.serve.proxy.admission.tenancy import Tenancy
 from kvroute.serve.proxy.endpoints import Endpoints
 from kvroute.serve.proxy.frontend import Frontend, HttpFrontend, Server, ServerParts
+from kvroute.serve.proxy.own_pages import OwnPages
 from kvroute.serve.proxy.request_ids import RequestIds
 from kvroute.serve.proxy.runtime import ClusterRuntime, SharedServices
-from kvroute.serve.replication.common_limits import CommonLimits, CommonUsage
-from kvroute.serve.replication.driver import Replication, SharedStream
-from kvroute.serve.replication.stream import Stream
-from kvroute.types import Event, InputError, PeerReported, RoleSwitched, ScaleEnded, cannot_listen
+from kvroute.types import InputError, cannot_listen
 from kvroute_engine.addresses import host_port
 
 __all__ = ["Deployment", "Gateway"]
 
 _REFRESH_S = 0.25
 """Interval between checks of breakers, event log and other periodic work, in seconds."""
-_WORKER_LEASE_S, _WORKER_FLUSH_S = 5.0, 0.001
-"""Times of `Replication` between workers of one machine, in seconds."""
 _FINAL_DRAIN_S = 0.2
 """Time to send error responses to the requests that are aborted at shutdown, in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedByWorkers:
-    """What a worker shares with the other workers of its machine."""
-
-    salt_secret: bytes
-    """Secret from which cache salts are derived, unless the settings name another one."""
-    group: str
-    """Identifier of the workers of this machine together."""
-    counts: Elsewhere
-    """What the others count against the limits of admission."""
-    stream: Callable[[], SharedStream]
-    """Connects to the stream of their bookings, which is used unless the settings have the section `replication`."""
 
 
 class Gateway:
@@ -111,15 +92,12 @@ class Gateway:
         self._shadowed(settings.shadow)
         self._tracer = tracer_of(settings.tracing.otlp, settings.tracing.share, version=__version__)
         self._budget = RetryBudget(share=settings.retries.share, floor_per_s=settings.retries.floor_per_s)
-        self._usage = self._common_usage(shared)
-        self.replication, counts = self._replication(shared)
+        self.peers = Peers(settings.replication, deployment.cluster.name, shared, self.metrics, self.now)
+        self.replication = self.peers.replication
         """The connection to other gateways of the cluster; None: there are none."""
-        self._admission = AdmissionController(deployment.admission_limits, elsewhere=counts)
+        self._admission = AdmissionController(deployment.admission_limits, elsewhere=self.peers.counts)
         self._admission_queue = AdmissionQueue(self._admission, self.metrics, self.state, self.now)
-        usage = None
-        if self._usage is not None and self.replication is not None:
-            usage = CommonUsage(self._usage, self.replication.counted)
-        self._tenancy = Tenancy(settings, usage)
+        self._tenancy = Tenancy(settings, self.peers.usage)
         rooms = random.Random(seed)
         self._shared = SharedServices(
             now=self.now,
@@ -144,57 +122,14 @@ class Gateway:
         self._reloads: MergedReloads | None = None
         self._certificate: PortCertificate | None = None
         self._admin_certificate: PortCertificate | None = None
-        self._renewals: asyncio.Task[None] | None = None
         self._checked = self._draining = False
         self._clusters: ClusterManager | None = None
         self._membership: Membership | None = None
         self._admin: Admin | None = None
-        self._ticker: asyncio.Task[None] | None = None
+        self._periodic: list[asyncio.Task[None]] = []
         self._server: Server | None = None
         self._endpoints: Endpoints | None = None
         self.port = self.admin_port = 0
-
-    def _replication(self, shared: SharedByWorkers | None) -> tuple[Replication | None, Elsewhere | None]:
-        """Return the connection to the gateways of the section `replication`, workers of this machine among them; else
-        to the other workers. And what the same gateways count against the limits of admission."""
-        section, name = self._first.settings.replication, self._first.cluster.name
-        workers = shared.counts if shared is not None else None
-        if section is None and shared is None:
-            return None, None
-        if section is None:
-            assert shared is not None
-            replication = Replication(
-                shared.stream,
-                self,
-                self.metrics,
-                self.now,
-                lease_s=_WORKER_LEASE_S,
-                flush_s=_WORKER_FLUSH_S,
-                usage=self._usage,
-            )
-            return replication, workers
-        admissions = Admissions(shared.group if shared is not None else "") if section.limits == "common" else None
-        replication = Replication(
-            lambda: Stream(section, name),
-            self,
-            self.metrics,
-            self.now,
-            lease_s=float(section.lease_s),
-            flush_s=float(section.flush_s),
-            admissions=admissions,
-            usage=self._usage,
-        )
-        if admissions is None:
-            return replication, workers
-        return replication, CommonLimits(admissions, workers, replication.counted)
-
-    def _common_usage(self, shared: SharedByWorkers | None) -> Usage | None:
-        """Return what is charged to keys here and by the gateways with common rates; None: there are no others."""
-        section = self._first.settings.replication
-        if section is None and shared is None:
-            return None
-        own_only = section is not None and section.limits == "own"
-        return Usage(shared.group if shared is not None else "", within_group=own_only)
 
     def _shadowed(self, policy: str) -> None:
         self.metrics.shadow = policy
@@ -210,28 +145,6 @@ class Gateway:
         assert self._clusters is not None, "start first"
         return self._clusters.runtime
 
-    # What `Replication` needs
-
-    def cores(self) -> tuple[Control, ...]:
-        """Return the cores that have requests, the current one first."""
-        assert self._clusters is not None, "start first"
-        return tuple([each.control for each in self._clusters.clusters])
-
-    def notify(self, event: Event) -> None:
-        """Pass an event of another gateway to the current core."""
-        assert self._clusters is not None, "start first"
-        self.runtime.report.received(event)
-        if isinstance(event, PeerReported):
-            for each in event.report.events:
-                if isinstance(each, RoleSwitched):
-                    self._clusters.role_switches.followed(each)
-                elif isinstance(each, ScaleEnded):
-                    self._clusters.scaling.followed(each)
-
-    def approximate(self) -> frozenset[str]:
-        """Return the instances whose cached prefixes are known from requests alone."""
-        return frozenset([name for name, engine in self.runtime.engines.items() if engine.approximate])
-
     async def start(self) -> None:
         """Start to listen; sets `port` and `admin_port`.
 
@@ -241,18 +154,19 @@ class Gateway:
         self._lag.start()
         deployment = self._first
         settings, listen = deployment.settings, deployment.settings.listen
-        manager = self._clusters = ClusterManager(deployment, self._shared, lambda: self._admission.queued)
+        manager = self._clusters = self.peers.clusters = ClusterManager(
+            deployment, self._shared, lambda: self._admission.queued
+        )
         self._reloads = MergedReloads(manager.room, self._reload)
         shows_metrics = self._frontend.metrics if listen.metrics is None else listen.metrics
+        page = self.metrics.page if shows_metrics else None
+        description = msgspec.json.encode(openapi.document(__version__))
         self._endpoints = Endpoints(
             manager.runtime,
             self._admission_queue,
             Keys.of(settings.keys),
-            ready=self.ready,
-            page=self.metrics.page if shows_metrics else None,
-            description=msgspec.json.encode(openapi.document(__version__)),
+            own_pages=OwnPages(self.ready, description, page, metrics_without_key=listen.metrics is True),
             started_unix_s=int(time.time()),
-            metrics_without_key=listen.metrics is True,
             pages=self._pages,
             proxied=self._frontend.proxied,
             relayed=self._frontend.relayed,
@@ -268,8 +182,7 @@ class Gateway:
             self.ready,
             key_pair=None if certificate is None else lambda: certificate.pair,
         )
-        limits, instances = settings.limits, deployment.cluster.instances
-        self._forwarder.streams_max = streams_to_forward(limits.connections, len(instances))
+        self._forwarder.streams_max = streams_to_forward(settings.limits.connections, len(deployment.cluster.instances))
         if settings.forwarding_thread:
             self._forwarder.start()
         server = self._server = self._frontend.server(parts)
@@ -286,8 +199,7 @@ class Gateway:
         self._membership.follow(deployment.cluster.file.discovery, deployment.folder)
         if self.replication is not None:
             self.replication.start(settings.prompt.block_tokens)
-        self._ticker = asyncio.get_running_loop().create_task(self._tick())
-        self._renewals = asyncio.get_running_loop().create_task(follow(certificate, admin))
+        self._periodic = [asyncio.create_task(self._tick()), asyncio.create_task(follow(certificate, admin))]
         address = host_port(listen.host, self.port)
         log_exposures(settings, settings)
         log_event("info", "serving", address=address, policy=settings.policy, instances=len(manager.runtime.engines))
@@ -340,10 +252,9 @@ class Gateway:
 
     async def _close(self) -> None:
         manager, server = self._clusters, self._server
-        periodic = [task for task in (self._ticker, self._renewals) if task is not None]
-        for task in periodic:
+        for task in self._periodic:
             task.cancel()
-        await asyncio.gather(*periodic, return_exceptions=True)
+        await asyncio.gather(*self._periodic, return_exceptions=True)
         self._lag.close()
         if self.replication is not None:
             await self.replication.close()
@@ -423,18 +334,17 @@ class Gateway:
         assert self._admin is not None
         settings = deployment.settings
         self._server.limits = deployment.http_limits
-        instances = deployment.cluster.instances
-        self._forwarder.streams_max = streams_to_forward(settings.limits.connections, len(instances))
+        self._forwarder.streams_max = streams_to_forward(settings.limits.connections, len(deployment.cluster.instances))
         self._budget.share, self._budget.floor_per_s = settings.retries.share, settings.retries.floor_per_s
         self._admission_queue.change(deployment.admission_limits)
         self._tenancy.change(settings)
         self._admin.change(self._admin_parts(deployment))
         if self._logs is not None:
             self._logs.change(settings.log.format, settings.log.level, access=settings.log.access)
-        if self._certificate is not None and settings.listen.tls is not None:
-            self._certificate.change(settings.listen.tls)
-        if self._admin_certificate is not None and settings.admin.tls is not None:
-            self._admin_certificate.change(settings.admin.tls)
+        certificates = (self._certificate, settings.listen.tls), (self._admin_certificate, settings.admin.tls)
+        for certificate, tls in certificates:
+            if certificate is not None and tls is not None:
+                certificate.change(tls)
 
     def _admin_parts(self, deployment: Deployment) -> AdminParts:
         assert self._clusters is not None
@@ -458,22 +368,19 @@ class Gateway:
 
     def _status(self) -> GatewayStatus:
         """Return the present gauges."""
-        clusters = self._clusters.clusters if self._clusters is not None else ()
-        connections = self._server.connections if self._server is not None else 0
-        ready, draining = not self.ready(), self._draining
-        role_switches = self._clusters.role_switches if self._clusters is not None else None
+        manager, replication = self._clusters, self.replication
         return status_snapshot(
-            clusters,
+            manager.clusters if manager is not None else (),
             self._admission,
-            connections,
+            self._server.connections if self._server is not None else 0,
             self.now(),
-            ready=ready,
-            draining=draining,
+            ready=not self.ready(),
+            draining=self._draining,
             forwarded=len(self._forwarder),
-            role_switches=role_switches,
-            scaling=self._clusters.scaling if self._clusters is not None else None,
+            role_switches=manager.role_switches if manager is not None else None,
+            scaling=manager.scaling if manager is not None else None,
             discovery=self._membership.load if self._membership is not None else None,
-            replication=self.replication.load if self.replication is not None else None,
+            replication=replication.load if replication is not None else None,
             path_ratios=self.state.lowest_path_ratios(self.now()),
         )
 
@@ -486,7 +393,7 @@ class Gateway:
                 self._tenancy.limiter.observe(self.now())
                 if self.replication is not None:
                     self.replication.refresh()
-                self.runtime.open_files.check(self.now())
+                self.runtime.reports.open_files.check(self.now())
                 self.state.remember(self.now())
             except Exception as error:  # the cause may be gone at the next run
                 log_event("error", "check_failed", reason=f"{type(error).__name__}: {error}")

@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from kvroute.serve.api.json_fields import ENGINE_FIELDS
 from kvroute.serve.api.requests import Completion, read_completion
 from kvroute.serve.api.responses import cached_tokens, usage_of
-from kvroute.serve.engines.protocols import (
-    PROTOCOLS,
-    KvHandshake,
-    KvSource,
-    PdProtocol,
-    ProtocolError,
-    engine_id,
-)
+from kvroute.serve.engines.pd_protocol import KvHandshake, KvSource, PdProtocol, ProtocolError
+from kvroute.serve.engines.protocols import PROTOCOLS, engine_id
 from kvroute.serve.proxy.legs.prefix_copy_leg import copy_body
 from kvroute.types import TRAITS, KvProtocol
 from kvroute_engine.connector.transfer_params import KvTransferParams, read_transfer_params

@@ -172,7 +172,7 @@ def test_an_instance_that_another_gateway_stops_gets_no_requests() -> None:
             for sequence, serves in ((1, False), (2, True)):
                 event = ScaleEnded(gateway.now(), "decode0", serves=serves)
                 report = PeerReport("other", sequence, gateway.now(), events=(event,), whole=True)
-                gateway.notify(PeerReported(gateway.now(), report))
+                gateway.peers.notify(PeerReported(gateway.now(), report))
                 assert engine.availability.up is serves
 
     uvloop.run(run())
@@ -186,7 +186,7 @@ def test_without_autoscaling_no_gateway_stops_an_instance() -> None:
             gateway = gate.gateway
             events = tuple([ScaleEnded(gateway.now(), name, serves=False) for name in gateway.runtime.engines])
             report = PeerReport("other", 1, gateway.now(), events=events, whole=True)
-            gateway.notify(PeerReported(gateway.now(), report))
+            gateway.peers.notify(PeerReported(gateway.now(), report))
             assert all(engine.availability.up for engine in gateway.runtime.engines.values())
             assert (await gate.ask()).status == 200
 

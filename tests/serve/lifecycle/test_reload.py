@@ -125,11 +125,11 @@ def test_a_reload_waits_while_two_earlier_clusters_have_requests() -> None:
                 third = asyncio.create_task(front.gateway.reload(lambda: made))
                 for _ in range(3):
                     assert (await front.ask()).status == 200
-                assert len(front.gateway.cores()) == 3
+                assert len(front.gateway.peers.cores()) == 3
                 gates[0].open.set()
                 assert (await held[0]).status == 200
                 assert await third
-                assert len(front.gateway.cores()) <= 3
+                assert len(front.gateway.peers.cores()) <= 3
                 gates[1].open.set()
                 assert (await held[1]).status == 200
                 last = asyncio.create_task(front.gateway.reload(lambda: made))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.serve.observe.admin.state import REQUESTS_MOST, DashboardState
+from kvroute.serve.observe.admin.state import DashboardState
 from kvroute.serve.observe.history import POINTS_MOST, STEP_S, History, HistoryPoint
+from kvroute.serve.observe.recent_requests import REQUESTS_MOST
 from kvroute.serve.observe.view import GatewayStatus, Ttft
 from kvroute.topology import InstanceCounts, build, fat_tree
 

@@ -16,15 +16,14 @@ from kvroute.control import ControlSpec
 from kvroute.serve.observe.admin.state import (
     DECISIONS_MOST,
     LINGER_S,
-    REQUESTS_MOST,
     TICK_DECISIONS_MOST,
     TRANSFERS_SHOWN_MOST,
-    WINDOW_S,
     DashboardState,
 )
 from kvroute.serve.observe.decision_view import CANDIDATES_MOST, judgement_of
 from kvroute.serve.observe.layout import Place
 from kvroute.serve.observe.metrics.rates import RATE_S, Rate
+from kvroute.serve.observe.recent_requests import REQUESTS_MOST, WINDOW_S
 from kvroute.serve.observe.view import GatewayStatus, InstanceLoad, Snapshot, Ttft
 from kvroute.topology import Cluster, InstanceCounts, build, fat_tree, two_datacenters
 from kvroute.types import Arrived, Decode, Offload, Prefill, PrefillFinished, Reject, Request, SwitchRole, Terms

@@ -40,6 +40,7 @@ from kvroute.serve.api.json_fields import PIECE_BYTES
 from kvroute.serve.proxy.admission.admission import AdmissionController, AdmissionLimits
 from kvroute.serve.proxy.admission.queue import AdmissionQueue
 from kvroute.serve.proxy.endpoints import Endpoints
+from kvroute.serve.proxy.own_pages import OwnPages
 
 PAGES = ("/v1/models", "/health", "/ready", "/metrics", "/openapi.json")
 POSTED = (COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize")
@@ -354,9 +355,7 @@ def test_a_metrics_page_is_generated_in_pieces_and_other_requests_run_in_between
                 gateway.runtime,
                 admission_queue,
                 Keys({}),
-                ready=gateway.ready,
-                page=page,
-                description=b"{}",
+                own_pages=OwnPages(gateway.ready, b"{}", page),
                 started_unix_s=0,
             )
             server = HttpServer(endpoints)

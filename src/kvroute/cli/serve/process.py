@@ -24,9 +24,10 @@ from kvroute.types import Endpoint, InputError
 from kvroute_engine.addresses import host_port
 
 if TYPE_CHECKING:
-    from kvroute.serve.assembly import Gateway, SharedByWorkers
+    from kvroute.serve.assembly import Gateway
     from kvroute.serve.config.worker import WorkerSpec
     from kvroute.serve.lifecycle.deployment import Deployment
+    from kvroute.serve.lifecycle.peers import SharedByWorkers
     from kvroute.serve.proxy.frontend import Frontend
 
 _READY_S = 300.0
@@ -119,7 +120,7 @@ async def run_gateway(
 
 def shared_by_workers(worker: WorkerSpec) -> SharedByWorkers:
     """Return what a worker shares with the others."""
-    from kvroute.serve.assembly import SharedByWorkers
+    from kvroute.serve.lifecycle.peers import SharedByWorkers
     from kvroute.serve.proxy.other_workers import OtherWorkers
     from kvroute.serve.replication.local_stream import LocalStream
 

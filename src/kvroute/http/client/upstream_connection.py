@@ -1,4 +1,4 @@
-"""One connection to an engine: sends requests, parses responses and calls the sink; the pool opens it."""
+"""One connection to an engine: sends requests, and calls the sink with responses; the pool opens it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-import httptools
-
 from kvroute.http.client.call import Call, ChunkHandler, Failure, Phase
+from kvroute.http.client.response_parser import HEAD_LINES_MAX, ResponseParser
 from kvroute.http.deadlines import NEVER_S
 from kvroute.http.forwarding.stream_forwarder import Forwarded, ForwardedStream
 from kvroute.http.forwarding.turn_writes import TurnTransport
-from kvroute.http.headers import Headers
 from kvroute.http.slices import SLICE_BYTES, TurnBudget
 
-HEAD_BYTES_MAX = 256 * 1024
-"""Maximum consecutive bytes without a byte of the body: the longest head, trailer section and chunk extension."""
-HEAD_LINES_MAX = 256
-"""Maximum header lines of one response."""
 _PIECES_MAX = 1024
 """Pieces of the body, or header lines, in one turn of the loop; what follows is parsed in the next one."""
 _PIECE_BYTES, _EXCESS_MAX = 16, 1 << 20
@@ -36,9 +30,6 @@ _CHUNKS_BEFORE = 4
 """Chunks in a row that arrive alone before a thread forwards those that follow: short streams are not worth it."""
 _UNREAD_S = 1.0
 """Time for the event loop to find data that has arrived, in seconds, before it fails a call that the thread had."""
-_FRAMING = (b"content-length", b"transfer-encoding")
-_SPENT = httptools.HttpResponseParser(object())
-"""A parser without callbacks."""
 
 
 class ConnectionOwner(Protocol):
@@ -72,28 +63,17 @@ class UpstreamConnection(asyncio.Protocol):
         self._served = False
         self._call: Call | None = None
         self._now: Callable[[], float] = asyncio.get_running_loop().time
-        self._parser = httptools.HttpResponseParser(self)
+        self._response = ResponseParser()
         self._forwarded: ForwardedStream | None = None
         """The response while a thread forwards it."""
         self._clear()
 
     def _clear(self) -> None:
-        self._received = False
-        self._bare_bytes = 0
-        self._status = 0
-        self._headers: Headers = []
-        self._head_told = False
-        self._body_begun = False
-        self._keep_alive = False
-        self._complete = False
-        self._surplus = False
-        self._chunk_ended = False
-        """The last chunk that has begun is complete."""
+        self._head_told = self._body_begun = False
         self._between_chunks = False
         """The last received data ended with a complete chunk."""
         self._alone = 0
         """Chunks in a row that arrived alone."""
-        self._parts: list[bytes] = []
         self._excess = 0
         """Cost of the pieces of the body beyond their bytes."""
         self._rest = b""
@@ -111,6 +91,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert self._transport is not None
         self._call = call
         call.connection = self
+        self._response.head_only = call.head_only
         self.deadline_s = self._now() + call.first_byte_s
         if call.body:
             self._transport.writelines((call.request, call.body))
@@ -201,18 +182,18 @@ class UpstreamConnection(asyncio.Protocol):
             self._rest += data
             return
         self._alone = 0
+        response = self._response
         error = self._feed(data) if len(data) <= SLICE_BYTES else self._feed_slices(data)
-        if self._status and not self._head_told:
+        if response.status and not self._head_told:
             self._head_told = True
-            if len(self._headers) > HEAD_LINES_MAX:
+            if len(response.headers) > HEAD_LINES_MAX:
                 self._fail("malformed", f"the response has more than {HEAD_LINES_MAX} header lines")
                 return
-            call.handler.on_head(self._status, self._headers)
+            call.handler.on_head(response.status, response.headers)
         comment = False
-        if self._parts and not call.over:
-            body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-            self._excess = max(self._excess + _PIECE_BYTES * len(self._parts) - len(body), 0)
-            self._parts.clear()
+        if response.parts and not call.over:
+            count, body = len(response.parts), response.take_body()
+            self._excess = max(self._excess + _PIECE_BYTES * count - len(body), 0)
             self._body_begun = True
             comment = call.events and body[0] == _COLON and _DATA not in body
             started_s = time.perf_counter()
@@ -220,8 +201,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._budget.handled(len(body), time.perf_counter() - started_s)
         if call.over:  # aborted by the sink
             return
-        if self._complete:
-            self._end(keep=self._keep_alive and not self._surplus and not error and not call.head_only)
+        if response.complete:
+            self._end(keep=response.keep_alive and not response.surplus and not error and not call.head_only)
         elif error:
             self._fail("malformed", error)
         elif self._excess > _EXCESS_MAX:
@@ -239,9 +220,9 @@ class UpstreamConnection(asyncio.Protocol):
         call = self._call
         if call is None:
             return
-        if exc is None and self._head_told and self._until_close():
+        if exc is None and self._head_told and self._response.until_close:
             self._end(keep=False)
-        elif self._served and not self._received and not call.retried:
+        elif self._served and not self._response.received and not call.retried:
             self._call = None
             call.connection = None
             call.retried = True
@@ -251,71 +232,24 @@ class UpstreamConnection(asyncio.Protocol):
                 "reset", f"the engine closed the connection ({exc})" if exc else "the engine closed the connection"
             )
 
-    # callbacks of the parser
-
-    def on_message_begin(self) -> None:
-        self._surplus = self._complete
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._status:  # otherwise it is a trailer
-            self._headers.append((name.lower(), value.rstrip()))
-
-    def on_headers_complete(self) -> None:
-        if self._complete:
-            return
-        status = self._parser.get_status_code()
-        if status < 200:  # informational, before the response
-            if status < 100 or any(name in _FRAMING for name, _ in self._headers):
-                raise ValueError("an informational response has no body")  # RFC 9110 section 15.2; ends the parsing
-            self._headers = []
-            return
-        self._status = status
-        self._keep_alive = self._parser.should_keep_alive()
-        self._complete = self._call is not None and self._call.head_only
-
-    def on_body(self, data: bytes) -> None:
-        if not self._complete:
-            self._parts.append(data)
-
-    def on_chunk_header(self) -> None:
-        self._chunk_ended = False
-
-    def on_chunk_complete(self) -> None:
-        self._chunk_ended = True
-
-    def on_message_complete(self) -> None:
-        self._complete = self._status != 0
-
     def _feed(self, data: bytes) -> str:
         """Parse data; return an error text, or an empty string."""
-        self._received = True
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            return "the engine switches protocols without a request for it"
-        except httptools.HttpParserError as error:
-            return f"the response is not valid HTTP ({error})"
-        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
-        if self._parts:
-            self._bare_bytes = 0
-            return ""
-        self._bare_bytes += len(data)
-        if self._bare_bytes > HEAD_BYTES_MAX:
-            part = "trailer section or chunk extension" if self._status else "head"
-            return f"the response's {part} is longer than {HEAD_BYTES_MAX} bytes"
-        return ""
+        error = self._response.feed(data)
+        self._between_chunks = not error and self._response.between_chunks
+        return error
 
     def _feed_slices(self, data: bytes) -> str:
         """Parse data as far as one turn of the loop may go; return an error text, or an empty string."""
+        response = self._response
         for at in range(0, len(data), SLICE_BYTES):
             end = at + SLICE_BYTES
             error = self._feed(data[at:end])
             if error or end >= len(data):
                 return error
-            if self._complete:
-                self._surplus = True
+            if response.complete:
+                response.surplus = True
                 return ""
-            if end >= self._budget.nbytes or len(self._parts) + len(self._headers) > _PIECES_MAX:
+            if end >= self._budget.nbytes or len(response.parts) + len(response.headers) > _PIECES_MAX:
                 self._rest, self._between_chunks = data[end:], False
                 assert self._transport is not None
                 self._transport.pause_reading()
@@ -338,9 +272,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _forget(self) -> None:
-        """Drop the parser, which references this connection, and the received data."""
-        self._parser = _SPENT
-        self._parts = []
+        """Drop the received data."""
+        self._response.forget()
         self._rest = b""
 
     # the thread that forwards chunks
@@ -393,13 +326,6 @@ class UpstreamConnection(asyncio.Protocol):
         if self._call is not None and self._call.chunks is not None:
             self._call.chunks.on_forwarded(result)
 
-    def _until_close(self) -> bool:
-        """Whether the response body ends with the connection (RFC 9112 section 6.3)."""
-        return not any(
-            name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
-            for name, value in self._headers
-        )
-
     def _end(self, *, keep: bool) -> None:
         call = self._call
         assert call is not None
@@ -410,6 +336,7 @@ class UpstreamConnection(asyncio.Protocol):
         call.finish()
         if keep:
             self._served = True
+            self._response.clear()
             self._clear()
             self._owner.keep(self)
         else:

@@ -11,14 +11,8 @@ from kvroute.http.client.pool import UpstreamPool, request_bytes
 from kvroute.http.headers import Headers, header_lines
 from kvroute.serve.engines.availability import NOT_COUNTED, Availability
 from kvroute.serve.engines.breaker import Attempt
-from kvroute.serve.engines.protocols import (
-    PROTOCOLS,
-    QUERY_PATH,
-    KvHandshake,
-    KvSource,
-    ProtocolError,
-    engine_id,
-)
+from kvroute.serve.engines.pd_protocol import KvHandshake, KvSource, ProtocolError
+from kvroute.serve.engines.protocols import PROTOCOLS, QUERY_PATH, engine_id
 from kvroute.types import Instance, Role
 
 RANK_HEADER = b"x-data-parallel-rank"

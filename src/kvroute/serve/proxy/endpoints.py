@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from urllib.parse import unquote
 
-from kvroute.http.server.content_coding import ACCEPTED, CodingError, content_coding, decoded
+from kvroute.http.server.content_coding import ACCEPTED, content_coding
 from kvroute.http.server.request_parser import HttpError
 from kvroute.http.server.web_pages import WebPages, answer_other_site
 from kvroute.serve.api.api_keys import Keys
@@ -38,9 +37,11 @@ from kvroute.serve.api.responses import error_body, model_body, models_body, no_
 from kvroute.serve.observe.logs import access, access_on, log_event
 from kvroute.serve.proxy.admission.queue import AdmissionQueue
 from kvroute.serve.proxy.admission.tenancy import Charge, Refusal
+from kvroute.serve.proxy.body_reader import BodyReader, Read, Taken
 from kvroute.serve.proxy.completion.request import ProxiedRequest
 from kvroute.serve.proxy.legs.passthrough import PassthroughRequest
 from kvroute.serve.proxy.model_cards import ModelCards
+from kvroute.serve.proxy.own_pages import OwnPages, no_such_path
 from kvroute.serve.proxy.request_events import Caller
 from kvroute.serve.proxy.retry import free_of_charge
 
@@ -63,9 +64,6 @@ _REASONS = {401: "key", 403: "web_page", 408: "too_slow", 413: "too_large", 429:
 
 _REFUSAL_HEADERS = {415: (b"accept-encoding", ACCEPTED), 503: (b"retry-after", b"1")}
 """Additional header of rejections, by status."""
-SMALL_BODY_BYTES = 1024 * 1024
-Read = TypeVar("Read", Completion, PassthroughBody)
-Taken = TypeVar("Taken", bound="ClientExchange")
 MakeRequest: TypeAlias = "Callable[[ClusterRuntime, ClientExchange, Completion, bytes, float], ProxiedRequest]"
 """Makes the request of a completion; the arguments are those of `ProxiedRequest`."""
 
@@ -92,11 +90,8 @@ class Endpoints:
         admission_queue: AdmissionQueue,
         keys: Keys,
         *,
-        ready: Callable[[], str],
-        page: Callable[[str], tuple[str, Iterator[str]]] | None,
-        description: bytes,
+        own_pages: OwnPages,
         started_unix_s: int,
-        metrics_without_key: bool = False,
         pages: WebPages | None = None,
         proxied: MakeRequest = ProxiedRequest,
         relayed: MakePassthrough = PassthroughRequest,
@@ -107,11 +102,7 @@ class Endpoints:
             runtime: the cluster for new requests; replaced on reload.
             admission_queue: the admission queue.
             keys: API keys of the clients that are served.
-            ready: returns the reason why no requests are accepted; empty: they are accepted.
-            page: returns content type and pieces of the metrics for an Accept header; None: only the admin port has
-                them.
-            metrics_without_key: whether every client may read the metrics although keys are required.
-            description: the OpenAPI document.
+            own_pages: pages about the gateway itself.
             started_unix_s: start of the gateway, for the list of models.
             pages: decides which web pages may read responses; None: no page of another site.
             proxied: makes the request of an admitted completion.
@@ -120,12 +111,11 @@ class Endpoints:
         """
         self.serving, self.keys = runtime, keys
         self._proxied, self._relayed, self._routed = proxied, relayed, routed
-        self._pages, self._open_metrics = pages or WebPages(), metrics_without_key
+        self._pages, self._own_pages = pages or WebPages(), own_pages
         self._admission_queue = admission_queue
-        self._ready, self._page, self._description, self._started = ready, page, description, started_unix_s
+        self._started = started_unix_s
         self._turn, self._cards = 0, ModelCards()
-        self._readers = (ThreadPoolExecutor(1, "read"), ThreadPoolExecutor(1, "read-large"))
-        """Threads for small and for large bodies, so that a small one does not wait for a large one."""
+        self._reader = BodyReader()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __call__(self, exchange: Exchange) -> None:
@@ -213,9 +203,8 @@ class Endpoints:
         kind = self._kind(exchange.path)
         try:
             exchange.on_gone = exchange.release_body  # the body may wait long for its turn
-            if coding:
-                await self._decode(exchange, coding)
-            found = await self._read_in_turn(exchange, read)
+            body_bytes_max = int(self.serving.settings.limits.body_bytes)
+            found = await self._reader.read(exchange, read, coding, body_bytes_max)
             if found is not None and not exchange.gone:
                 take(exchange, key, found, received_at)
                 return
@@ -228,36 +217,6 @@ class Endpoints:
             return
         self.serving.metrics.client_gone()
         self._admission_queue.log_finished(exchange, kind, 499, self.serving.now() - received_at, key)
-
-    async def _decode(self, exchange: ClientExchange, coding: bytes) -> None:
-        """Remove the content codings of a body, in a thread.
-
-        Raises:
-            RequestError: see `decoded`; or 503, there is no memory for the decoded body.
-        """
-        body, bytes_max = exchange.body, int(self.serving.settings.limits.body_bytes)
-        if not body:
-            return
-        run = asyncio.get_running_loop().run_in_executor
-        try:
-            found = await run(self._readers[1], decoded, coding, body, bytes_max)
-        except CodingError as error:
-            raise RequestError(str(error), status=error.status, code=error.code) from None
-        if not (exchange.gone or exchange.replace_body(found)):
-            exchange.release_body()
-            what = "the gateway has reached its memory limit for request bodies; try again later"
-            raise RequestError(what, status=503, type="service_unavailable")
-
-    async def _read_in_turn(self, exchange: Taken, read: Callable[[bytes, bytes], Read]) -> Read | None:
-        """Parse a body in a thread, one at a time: a decoder holds the interpreter lock while it works, and several at
-        once would hold it in turn without running the event loop in between. None: the client has disconnected."""
-        reader = self._readers[len(exchange.body) > SMALL_BODY_BYTES]
-
-        def run() -> Read | None:
-            path, body = exchange.path, exchange.body
-            return None if exchange.gone else read(path, body)
-
-        return await asyncio.get_running_loop().run_in_executor(reader, run)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -383,35 +342,19 @@ class Endpoints:
         self.serving.state.rejected(self.serving.now())
         self._admission_queue.log_finished(exchange, kind, refusal.status, 0.0, key)
 
-    # Pages of the gateway itself
-
     def _own(self, exchange: ClientExchange) -> None:
-        path, method = exchange.path, exchange.method
+        path, method, pages = exchange.path, exchange.method, self._own_pages
         if path in COMPLETIONS:
             self._wrong_method(exchange, b"POST")
         elif (path in OWN or path.startswith(MODEL_PATH)) and method not in READ:
             self._wrong_method(exchange, b"GET, HEAD")
         elif path.startswith(MODEL_PATH):
             self._models(exchange)
-        elif path == b"/health":
-            exchange.respond(200, b'{"status":"ok"}')
-        elif path == b"/ready":
-            why = self._ready()
-            if why:
-                exchange.respond(503, error_body(why, "service_unavailable"), headers=[(b"retry-after", b"1")])
-            else:
-                exchange.respond(200, b'{"status":"ready"}')
-        elif path == b"/metrics" and self._page is not None and (self._open_metrics or not self.keys.required):
-            self._spawn(_show_metrics(exchange, self._page))
-        elif path == b"/openapi.json":
-            exchange.respond(200, self._description)
-        else:
-            what = f"the path {path.decode('latin-1')[:200]!r} does not exist"
-            if path == b"/metrics":
-                what += "; the admin port serves it, and `gateway: {listen: {metrics: true}}` opens it to all clients"
-            else:
-                what += "; `gateway: {passthrough: [PATH]}` forwards further paths to an engine"
-            self._refuse(exchange, 404, error_body(what, "invalid_request_error", code="not_found"), "other", None)
+        elif path == b"/metrics" and pages.shows_metrics(keys_required=self.keys.required):
+            self._spawn(pages.show_metrics(exchange))
+        elif not pages.answer(exchange):
+            body = error_body(no_such_path(path), "invalid_request_error", code="not_found")
+            self._refuse(exchange, 404, body, "other", None)
 
     def _wrong_method(self, exchange: ClientExchange, allowed: bytes) -> None:
         method, path = exchange.method.decode("latin-1"), exchange.path[:200].decode("latin-1")
@@ -449,13 +392,3 @@ class Endpoints:
 
 
 _NOBODY = "\0"
-
-
-async def _show_metrics(exchange: ClientExchange, page: Callable[[str], tuple[str, Iterator[str]]]) -> None:
-    """Respond with the metrics, rendered piece by piece so that other requests run in between."""
-    kind, pieces = page((exchange.header(b"accept") or b"").decode("latin-1"))
-    parts = []
-    for text in pieces:
-        parts.append(text)
-        await asyncio.sleep(0)
-    exchange.respond(200, "".join(parts).encode(), kind.encode())

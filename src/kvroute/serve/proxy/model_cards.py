@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Raw
 
 from kvroute.http.client.call import Failure, ResponseHandler
-from kvroute.http.headers import forwarded, header_lines
 from kvroute.serve.api.json_fields import RequestError
 from kvroute.serve.api.passthrough_paths import MODELS
 from kvroute.serve.proxy.legs.passthrough import answerers
@@ -73,7 +72,7 @@ class ModelCards:
         if engine is None:
             return []
         sink = _Reader()
-        head = header_lines(forwarded(exchange.headers, exchange.request_id, runtime.forward_headers)) + runtime.added
+        head = runtime.engine_headers.lines(exchange.headers, exchange.request_id)
         request = b"GET %b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n" % (MODELS, engine.pool.host, head, engine.rank_head)
         engine.pool.send(request, sink, first_byte_s=_ANSWER_S, idle_s=_ANSWER_S)
         found = await sink.cards

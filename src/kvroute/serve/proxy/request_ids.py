@@ -1,4 +1,4 @@
-"""The X-Request-Id that engines get: the client's own, unless an engine may have a request with it already.
+"""What engines get of a request's headers. X-Request-Id is the client's own, unless an engine may have it already.
 
 An engine names its requests by it. Of two at the same time with one id it rejects the second one, or mixes their
 outputs.
@@ -6,8 +6,10 @@ outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
+
+from kvroute.http.headers import FORWARDED, Headers, forwarded, header_lines
 
 if TYPE_CHECKING:
     from kvroute.http.client_exchange import ClientExchange
@@ -41,3 +43,24 @@ class RequestIds:
     def leave(self, engine_id: bytes) -> None:
         """Forget a request that is over. Args: `engine_id`: what `enter` has returned."""
         self._present.discard(engine_id)
+
+
+class EngineHeaders:
+    """The header lines that engines receive of a client's request."""
+
+    __slots__ = ("_added", "_names")
+
+    def __init__(self, names: Iterable[str], replaced: frozenset[bytes], engine_key: bytes | None) -> None:
+        """
+        Args:
+            names: headers of the settings that are forwarded beside the usual ones.
+            replaced: headers that the gateway itself sets.
+            engine_key: key for all engines; empty: none is sent. None: the client's own key is forwarded.
+        """
+        own = replaced | (frozenset() if engine_key is None else {b"authorization"})
+        self._names = FORWARDED.union(name.lower().encode() for name in names) - own
+        self._added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""
+
+    def lines(self, headers: Headers, request_id: bytes) -> bytes:
+        """Return the lines. Args: `request_id`: X-Request-Id for the engine."""
+        return header_lines(forwarded(headers, request_id, self._names)) + self._added

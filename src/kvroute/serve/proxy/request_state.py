@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvroute.http.headers import forwarded, header_lines
+from kvroute.http.headers import header_lines
 from kvroute.serve.engines.fault_attribution import FaultAttribution
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvroute.http.headers import Headers
     from kvroute.serve.api.requests import Completion
     from kvroute.serve.api.stream_record import StreamRecord
-    from kvroute.serve.engines.protocols import KvHandshake
+    from kvroute.serve.engines.pd_protocol import KvHandshake
     from kvroute.serve.observe.tracing import RequestTrace
     from kvroute.serve.proxy.runtime import ClusterRuntime
     from kvroute.serve.wan.paths import PathAttempt
@@ -54,7 +54,7 @@ class RequestContext:
         runtime, exchange = self.runtime, self.exchange
         self.trace = runtime.tracer.request(exchange.headers, name)
         self.engine_id = self._entered_id = runtime.request_ids.enter(exchange)
-        self.head = header_lines(forwarded(exchange.headers, self.engine_id, runtime.forward_headers)) + runtime.added
+        self.head = runtime.engine_headers.lines(exchange.headers, self.engine_id)
 
     def next_attempt(self) -> None:
         """Use another id for the next attempt."""

@@ -10,15 +10,12 @@ import random
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvroute.control import Control, NextCluster
 from kvroute.http.client.callbacks import weakly
 from kvroute.http.deadlines import Deadlines
 from kvroute.http.forwarding.stream_forwarder import StreamForwarder
-from kvroute.http.headers import FORWARDED
 from kvroute.http.loop_lag import LoopLag
 from kvroute.serve.api.cache_salt import CacheSalts
 from kvroute.serve.api.passthrough_paths import PassthroughPaths
@@ -29,17 +26,17 @@ from kvroute.serve.engines.panic import Panics, PanicSet
 from kvroute.serve.engines.retry_budget import RetryBudget
 from kvroute.serve.observe.admin.state import DashboardState
 from kvroute.serve.observe.file_descriptors import OpenFiles
-from kvroute.serve.observe.logs import access, log_event
-from kvroute.serve.observe.metrics.metrics import Leg, Metrics
+from kvroute.serve.observe.logs import log_event
+from kvroute.serve.observe.metrics.metrics import Metrics
 from kvroute.serve.observe.tracing import Tracer
-from kvroute.serve.observe.view import Ttft
 from kvroute.serve.proxy.admission.placement_queue import PlacementQueue
 from kvroute.serve.proxy.admission.tenancy import Tenancy
 from kvroute.serve.proxy.constraint_log import ConstraintFallbackLog
 from kvroute.serve.proxy.expected_transfers import ExpectedTransfers
 from kvroute.serve.proxy.own_transfers import OwnTransfers
 from kvroute.serve.proxy.request_events import Caller, RequestEvents, Sharing
-from kvroute.serve.proxy.request_ids import RequestIds
+from kvroute.serve.proxy.request_ids import EngineHeaders, RequestIds
+from kvroute.serve.proxy.request_reports import RequestInProgress, RequestReports
 from kvroute.serve.proxy.served_models import ServedModels, UnsplitKinds
 from kvroute.serve.wan.paths import WanPaths
 from kvroute.topology import Cluster
@@ -47,7 +44,6 @@ from kvroute.types import (
     ClusterChanged,
     CongestionMeasured,
     Decision,
-    Decode,
     Discovered,
     Event,
     InstanceDown,
@@ -61,39 +57,6 @@ from kvroute.types import (
 if TYPE_CHECKING:
     from kvroute.serve.config.settings import GatewaySettings
     from kvroute.serve.observe.event_log import EventLogWriter
-
-
-class RequestInProgress(Protocol):
-    """A proxied request that has not ended."""
-
-    def stop(self) -> None:
-        """Abort the request because the gateway shuts down."""
-
-    def uses(self, name: str) -> bool:
-        """Return whether the request is in progress on the instance, or needs the KV cache that it holds."""
-
-    def transfers(self, source: str, target: str) -> bool:
-        """Return whether the KV cache of the request crosses from one instance to the other."""
-
-    def on_process_ended(self, name: str) -> None:
-        """Send the request again if a decode engine waits for what this instance was to write."""
-
-
-class EndedRequest(msgspec.Struct, frozen=True, gc=False):
-    """A proxied request that has ended."""
-
-    number: int
-    """Its id in the event log."""
-    ticket: int
-    """Ticket of its admission."""
-    kind: str
-    """Kind of the completion."""
-    status: int
-    """Status of the response."""
-    seconds: float
-    """Time since it was received."""
-    relayed_bytes: int
-    """Size of the relayed response body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,35 +151,41 @@ class ClusterRuntime:
         """Last load measurement of each engine."""
         self.telemetry: CongestionMeasured | LinksMeasured | None = None
         """Last measurement of the network."""
-        self.open_files = OpenFiles(shared.metrics)
         self.expected_transfers = ExpectedTransfers(cluster)
-        self.own_transfers = OwnTransfers(self.expected_transfers.alone_s, partial(_ranks_of, self.engines))
-        """Own transfers by pair, for engines whose counters do not name the other instance."""
         self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
         self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
         """Time limit for an instance to offer a cached prefix; 0: no copies."""
         self.reads_storage = cluster.file.storage is not None
         """Whether cached KV may be read from a store."""
-        engine_key = secrets.engine_key
-        own = shared.tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
+        replaced = shared.tracer.replaced
         if cluster.file.discovery is not None or any(instance.engine for instance in cluster.instances):
-            own |= {RANK_HEADER}
-        self.forward_headers = FORWARDED.union(name.lower().encode() for name in settings.forward_headers) - own
-        """Request headers forwarded to engines. The client's key is not forwarded if the engines have their own key."""
+            replaced |= {RANK_HEADER}
+        self.engine_headers = EngineHeaders(settings.forward_headers, replaced, secrets.engine_key)
+        """What engines receive of the clients' headers."""
         affinity = settings.session_affinity
         self.session_header = affinity.header.lower().encode() if affinity is not None else b""
         """Request header that names the client's session; empty: sessions are not distinguished."""
-        self.added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""
-        """Additional header lines for engines."""
         self.control = control
         """The core; only `report` changes it."""
-        self._rooms, self._on_end = shared.rooms, shared.on_end
+        self._rooms = shared.rooms
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = first_number - 1
         fallbacks = ConstraintFallbackLog(settings.constraint) if settings.constraint else None
         self.sharing, self.request_ids = shared.sharing, shared.request_ids
         self.report = RequestEvents(control, shared.metrics, events, self.callers, fallbacks, shared.sharing)
         """Passes the steps of requests to the core."""
+        self.reports = RequestReports(
+            metrics=shared.metrics,
+            dashboard=shared.state,
+            now=shared.now,
+            events=self.report,
+            engines=self.engines,
+            requests=self.requests,
+            callers=self.callers,
+            own_transfers=OwnTransfers(self.expected_transfers.alone_s, partial(_ranks_of, self.engines)),
+            open_files=OpenFiles(shared.metrics),
+            on_end=shared.on_end,
+        )
         self.tenancy = shared.tenancy
         self.placement: PlacementQueue | None = None
         """When requests are placed; None: at once."""
@@ -247,7 +216,7 @@ class ClusterRuntime:
             self.panics.remove(engine, now)
             engine.close()
             self.measured.pop(name, None)
-            self.own_transfers.forget(name)
+            self.reports.own_transfers.forget(name)
             del self.uids[name]
             self.metrics.forget(name)
         for each in following.joined:
@@ -353,68 +322,6 @@ class ClusterRuntime:
             and (other.instance.model, other.instance.protocol) == (model, protocol)
             for other in self.engines.values()
         )
-
-    # Reports of requests
-
-    def transfer_started(self, decision: Decode, now: float, expected_s: float) -> None:
-        """Report that a decode leg that fetches KV was sent."""
-        self.metrics.transfer_started(decision.tier)
-        self.state.transfer_started(decision, now, expected_s)
-        self.own_transfers.started(decision)
-
-    def transfer_ended(self, decision: Decode, now: float, landed: bool, seconds: float | None) -> None:
-        """Report the end of a transfer: complete (with the duration, if it was observed) or failed."""
-        self.metrics.transfer_ended(decision.tier, decision.kv_bytes, landed, seconds)
-        self.state.transfer_ended(decision.request_id, now, landed=landed)
-        self.own_transfers.ended(decision, seconds, now)
-
-    def transfer_observed(self, decision: Decode, seconds: float, now: float) -> None:
-        """Report the duration of a transfer that the gateway has observed by the first byte of the response."""
-        ends = decision.source, decision.target
-        event = TransferMeasured(now, *ends, decision.kv_bytes, seconds, measured_by="first-byte")
-        self.report.transfer_measured(event)
-        self.state.transfer_measured(event)
-
-    def kv_lost(self, instance: str, failed: int, expired: int) -> None:
-        """Report transfers that have failed, and requests whose KV no engine has fetched in time, as an engine's
-        connector has counted them since its last page."""
-        self.metrics.kv_lost(instance, failed, expired)
-        counts = {"failed": failed} if failed else {}
-        log_event("warning", "kv_lost", instance=instance, **counts, **({"expired": expired} if expired else {}))
-
-    def first_token(self, decision: Decode, ttft: Ttft, now: float, exemplar: tuple[str, str] | None) -> None:
-        """Report that the client has the first byte of its stream."""
-        alone = decision.source == decision.target
-        protocol = self.engines[decision.target].instance.protocol
-        self.metrics.first_token("aggregated" if alone else protocol, ttft, exemplar)
-        self.state.first_token(ttft, now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
-
-    def whole_answer(self, decision: Decode, now: float) -> None:
-        """Report that the client has its complete, unstreamed response, whose first token cannot be observed."""
-        alone = decision.source == decision.target
-        self.state.whole_answer(now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
-
-    def leg_failed(self, leg: Leg, instance: str, kind: str, why: str, request_id: bytes) -> None:
-        """Report the failure of a leg."""
-        self.metrics.leg_failed(leg, instance, kind)
-        if kind == "out_of_files":  # many requests may fail at once: limit the log lines
-            self.open_files.report("engine", self.now())
-            return
-        name = request_id.decode("latin-1")
-        log_event("warning", "leg_failed", request_id=name, instance=instance, leg=leg, kind=kind, reason=why)
-
-    def ended(self, ended: EndedRequest, now: float) -> None:
-        """Report the end of a request."""
-        number, kind, status, seconds = ended.number, ended.kind, ended.status, ended.seconds
-        try:
-            self.metrics.finished(kind, status, seconds, ended.relayed_bytes)
-            self.state.finished(now, status)
-            if self.callers and (caller := self.callers.pop(number, None)) is not None:
-                name, client, key = caller
-                access(name, kind, status, seconds, number=number, client=client, key_name=key)
-        finally:
-            self.requests.pop(number, None)
-            self._on_end(ended.ticket)
 
     @property
     def idle(self) -> bool:

@@ -142,7 +142,7 @@ class Replication:
         self._replica.approximate = self._cores.approximate()
         for event in self._replica.refresh(self._now()):
             self._cores.notify(event)
-            self._metrics.peer_lost()
+            self._metrics.replication.peer_lost()
             log_event("warning", "gateway_lost", gateway=event.gateway)
 
     async def close(self) -> None:
@@ -208,7 +208,7 @@ class Replication:
                 entry = _encode(report)
                 self._sent.append((report.sequence, self._now()))
                 await stream.append(entry)
-                self._metrics.replicated("written", len(entry))
+                self._metrics.replication.replicated("written", len(entry))
                 if report.knowledge and not report.knowledge_ends:
                     self._changed.set()
 
@@ -232,14 +232,14 @@ class Replication:
                 raise InputError(f"an entry of {len(entry)} bytes is larger than {ENTRY_MAX_BYTES} bytes")
             report = _decode(entry)
             event = replica.received(now, report)
-            self._metrics.replicated("read", len(entry))
+            self._metrics.replication.replicated("read", len(entry))
             if event is None:
                 self._returned(report.sequence, now)
                 return
             before = replica.state
             self._cores.notify(event)
         except (msgspec.DecodeError, InputError, RecursionError) as error:
-            self._metrics.entry_refused()
+            self._metrics.replication.entry_refused()
             log_event("warning", "replication_entry_refused", reason=str(error))
             return
         replica.applied(now, self._cores.cores()[0], report.gateway)
@@ -251,4 +251,4 @@ class Replication:
         while self._sent and self._sent[0][0] <= sequence:
             number, sent_at = self._sent.popleft()
             if number == sequence:
-                self._metrics.replication_lag(now - sent_at)
+                self._metrics.replication.lag(now - sent_at)

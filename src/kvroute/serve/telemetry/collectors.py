@@ -92,8 +92,8 @@ class Collectors:
             on_restart=self._kv_events.restarted,
             on_links=LinkEvents(runtime).seen,
             # Several gateways would each take all transfers of an engine for their own.
-            attribute=runtime.own_transfers.measured if runtime.sharing is None else None,
-            on_losses=runtime.kv_lost,
+            attribute=runtime.reports.own_transfers.measured if runtime.sharing is None else None,
+            on_losses=runtime.reports.kv_lost,
         )
         prometheus = settings.oracle.prometheus
         self._prometheus: PrometheusSource | None = None

@@ -8,10 +8,11 @@ from itertools import islice, zip_longest
 from msgspec.structs import replace
 
 from kvroute.control import ShadowTally, joined_calibration
-from kvroute.serve.observe.admin.state import PARTS, PATHS_SHOWN_MOST
+from kvroute.serve.observe.admin.state import PATHS_SHOWN_MOST
 from kvroute.serve.observe.decision_view import DecisionView, short
 from kvroute.serve.observe.distribution import Distribution
 from kvroute.serve.observe.history import POINTS_MOST, HistoryPoint
+from kvroute.serve.observe.recent_requests import PARTS
 from kvroute.serve.observe.view import (
     DashboardUpdate,
     Distributions,

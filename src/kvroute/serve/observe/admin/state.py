@@ -5,22 +5,20 @@ The hooks of requests only append to bounded rings; everything else is computed 
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
-import numpy as np
 
 from kvroute.control import Calibration, CalibrationRow, ShadowTally
 from kvroute.serve.observe.admin.measured_paths import MeasuredPaths
 from kvroute.serve.observe.decision_view import judgement_of, short
-from kvroute.serve.observe.distribution import counts_of
 from kvroute.serve.observe.history import History
 from kvroute.serve.observe.layout import Layout, LayoutInstance, layout_of
 from kvroute.serve.observe.metrics.rates import Rate, WanTraffic
+from kvroute.serve.observe.recent_requests import WINDOW_S, RecentRequests
 from kvroute.serve.observe.view import (
     BreakerState,
     DashboardUpdate,
@@ -28,31 +26,19 @@ from kvroute.serve.observe.view import (
     GatewayStatus,
     InstanceLoad,
     Snapshot,
-    Split,
     Tile,
     Transfer,
     Ttft,
 )
 from kvroute.topology import Cluster
-from kvroute.types import TIER_COUNT, Decision, Decode, FloatArray, Prefill, TransferMeasured
+from kvroute.types import Decision, Decode, Prefill, TransferMeasured
 
-WINDOW_S = 60.0
-"""TTFT and tier split cover requests whose first token, or whole response, came within this time."""
-REQUESTS_MOST = 4096
-"""Maximum number of requests kept; above 68 per second the window is shorter than WINDOW_S."""
-SPLITS_S = 1.0
-"""Maximum age of the percentiles: computing them takes a millisecond, during which the event loop is blocked."""
 DECISIONS_MOST = 50
 TICK_DECISIONS_MOST = 12
 TRANSFERS_SHOWN_MOST = 200
 PATHS_SHOWN_MOST = 8
 LINGER_S = 1.0
 """Time for which finished transfers stay visible: most take less than the time between two dashboard updates."""
-PARTS = ("queue", "prefill", "transfer", "first_step")
-"""Parts of a TTFT."""
-_COLUMNS = 4 + len(PARTS)
-_UNSEEN = -1.0
-"""Replaces the first part of a TTFT that could not be observed."""
 
 
 @dataclass(slots=True)
@@ -96,11 +82,7 @@ class DashboardState:
         self._decided = 0
         self._moved = 0
         self._ended: deque[_Moving] = deque(maxlen=TRANSFERS_SHOWN_MOST)
-        self._policies: list[str] = []
-        self._rows = array("d", bytes(8 * _COLUMNS * REQUESTS_MOST))
-        self._row_count = 0
-        self._splits_at = -SPLITS_S
-        self._last_splits: tuple[Split, ...] = ()
+        self._recent = RecentRequests()
         self._arrivals, self._finishes, self._rejects, self._errors = Rate(), Rate(), Rate(), Rate()
         self._history = History()
         self._calibration = Calibration()
@@ -206,12 +188,7 @@ class DashboardState:
 
     def first_token(self, ttft: Ttft, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
         """Record the first byte of a client's stream; `tier` None: prefill and decode on one instance."""
-        start = self._row(at, tier, kv_bytes, policy)
-        rows = self._rows
-        rows[start + 4] = ttft.queue_s
-        rows[start + 5] = ttft.prefill_s
-        rows[start + 6] = ttft.transfer_s
-        rows[start + 7] = ttft.first_step_s
+        self._recent.first_token(ttft, at, policy or self.policy, tier=tier, kv_bytes=kv_bytes)
 
     def predicted(self, predicted_s: float, actual_s: float) -> None:
         """Record the predicted and the actual TTFT of a stream."""
@@ -219,17 +196,7 @@ class DashboardState:
 
     def whole_answer(self, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
         """Record a response that is not streamed, whose first token cannot be observed."""
-        self._rows[self._row(at, tier, kv_bytes, policy) + 4] = _UNSEEN
-
-    def _row(self, at: float, tier: int | None, kv_bytes: float, policy: str) -> int:
-        start = (self._row_count % REQUESTS_MOST) * _COLUMNS
-        self._row_count += 1
-        rows = self._rows
-        rows[start] = at
-        rows[start + 1] = self._policy_number(policy or self.policy)
-        rows[start + 2] = -1.0 if tier is None else tier
-        rows[start + 3] = kv_bytes
-        return start
+        self._recent.whole_answer(at, policy or self.policy, tier=tier, kv_bytes=kv_bytes)
 
     def finished(self, at: float, code: int) -> None:
         """Count a request whose response is complete or has failed; 499: the client disconnected, 503: it was
@@ -246,20 +213,18 @@ class DashboardState:
         """Add a point to the history when its step has ended; called several times per second, without requests too."""
         if not self._history.is_due(at):
             return
-        known = min(self._row_count - self._history.answers, REQUESTS_MOST)
-        places = np.arange(self._row_count - known, self._row_count) % REQUESTS_MOST
-        rows = np.frombuffer(self._rows).reshape(REQUESTS_MOST, _COLUMNS)[places]
+        ttft_s, kv_bytes = self._recent.newest(self._history.answers)
         self._history.add(
             at,
             arrivals=self._arrivals.total,
-            answers=self._row_count,
-            ttft_s=rows[rows[:, 4] != _UNSEEN, 4:].sum(axis=1),
-            kv_bytes=rows[:, 3],
+            answers=self._recent.count,
+            ttft_s=ttft_s,
+            kv_bytes=kv_bytes,
         )
 
     def snapshot(self, at: float) -> Snapshot:
         """Return the current state with all recorded decisions."""
-        self._splits_at = -SPLITS_S  # the snapshot kept of a run must include its last request
+        self._recent.forget_splits()  # the snapshot kept of a run must include its last request
         return Snapshot(
             layout=self.layout,
             tick=self.tick(at, DECISIONS_MOST),
@@ -268,8 +233,7 @@ class DashboardState:
         )
 
     def _all_distributions(self, at: float) -> Distributions:
-        splits = {policy: tuple(map(counts_of, _times_s(rows))) for policy, rows in self._recent(at)}
-        return Distributions(splits=splits, history=self._history.distributions)
+        return Distributions(splits=self._recent.distributions(at), history=self._history.distributions)
 
     def tick(self, at: float, decisions_most: int = TICK_DECISIONS_MOST) -> DashboardUpdate:
         """Return the values that change, with the newest decisions."""
@@ -292,7 +256,7 @@ class DashboardState:
             transfers=self._transfers(at),
             decisions=tuple(judgement_of(*entry) for entry in newest),
             window_s=WINDOW_S,
-            splits=self._splits(at),
+            splits=self._recent.splits(at),
             wan=self._traffic.load(((each.source, each.target, each.kv_bytes) for each in self._moving.values()), at),
             paths=self._paths.slowest(at, PATHS_SHOWN_MOST),
             shadow=msgspec.structs.replace(self._shadow) if self._shadow else None,
@@ -312,11 +276,6 @@ class DashboardState:
         prefills = self._prefills.recent(at)
         return short(self._offloaded.recent(at) / prefills) if prefills else None
 
-    def _policy_number(self, policy: str) -> int:
-        if policy not in self._policies:
-            self._policies.append(policy)
-        return self._policies.index(policy)
-
     def _tiles(self, loads: Iterable[InstanceLoad]) -> tuple[Tile, ...]:
         by_name = {load.name: load for load in loads}
         return tuple(_tile(instance, by_name.get(instance.name, _UNKNOWN)) for instance in self.layout.instances)
@@ -327,21 +286,6 @@ class DashboardState:
         recent = islice(reversed(self._ended), TRANSFERS_SHOWN_MOST // 2)
         moving = islice(reversed(self._moving.values()), TRANSFERS_SHOWN_MOST // 2)
         return tuple(_transfer(entry, at) for entry in (*recent, *moving))
-
-    def _splits(self, at: float) -> tuple[Split, ...]:
-        if not 0 <= at - self._splits_at < SPLITS_S:
-            self._splits_at, self._last_splits = at, self._count_splits(at)
-        return self._last_splits
-
-    def _count_splits(self, at: float) -> tuple[Split, ...]:
-        return tuple([_split(policy, rows) for policy, rows in self._recent(at)])
-
-    def _recent(self, at: float) -> list[tuple[str, FloatArray]]:
-        """Return the rows of the last `WINDOW_S`, by policy."""
-        rows = np.frombuffer(self._rows).reshape(REQUESTS_MOST, _COLUMNS)[: min(self._row_count, REQUESTS_MOST)]
-        rows = rows[rows[:, 0] >= at - WINDOW_S]
-        by_policy = ((policy, rows[rows[:, 1] == number]) for number, policy in enumerate(self._policies))
-        return [(policy, some) for policy, some in by_policy if len(some)]
 
 
 _BREAKER: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
@@ -379,47 +323,4 @@ def _transfer(moving: _Moving, at: float) -> Transfer:
         age_s=round(max(0.0, at - moving.started_s), 4),
         expected_s=round(moving.expected_s, 6),
         took_s=None if moving.ended_s < 0 else round(moving.ended_s - moving.started_s, 6),
-    )
-
-
-def _quantiles_s(ordered: FloatArray, share: float) -> list[float]:
-    """Interpolate a quantile of each row; numpy's own function imports a module for 100 ms on its first call."""
-    place = share * (ordered.shape[1] - 1)
-    low = int(place)
-    high = min(low + 1, ordered.shape[1] - 1)
-    return [short(value) for value in ordered[:, low] + (place - low) * (ordered[:, high] - ordered[:, low])]
-
-
-def _times_s(rows: FloatArray) -> FloatArray:
-    """Return TTFT and its parts, in this order, of each observed first token. Shape: `(1 + len(PARTS), streams)`."""
-    seen = rows[rows[:, 4] != _UNSEEN]
-    columns = np.empty((1 + len(PARTS), len(seen)))
-    columns[1:] = seen[:, 4:].T
-    columns[0] = columns[1:].sum(axis=0)
-    return columns
-
-
-def _split(policy: str, rows: FloatArray) -> Split:
-    columns = _times_s(rows)
-    streams = columns.shape[1]
-    if not streams:
-        columns = np.zeros((1 + len(PARTS), 1))
-    mean_s = [short(value) for value in columns[1:].mean(axis=1)]
-    columns.sort(axis=1)
-    p50_s, p90_s = _quantiles_s(columns, 0.5), _quantiles_s(columns, 0.9)
-    tiers = rows[:, 2]
-    moved = tiers >= 0
-    numbers = tiers[moved].astype(np.int64)
-    return Split(
-        policy=policy,
-        requests=len(rows),
-        streams=streams,
-        ttft_p50_s=p50_s[0],
-        ttft_p90_s=p90_s[0],
-        part_mean_s=dict(zip(PARTS, mean_s, strict=True)),
-        part_p50_s=dict(zip(PARTS, p50_s[1:], strict=True)),
-        part_p90_s=dict(zip(PARTS, p90_s[1:], strict=True)),
-        tier_requests=tuple(np.bincount(numbers, minlength=TIER_COUNT).tolist()),
-        tier_bytes=tuple(np.bincount(numbers, rows[moved, 3], minlength=TIER_COUNT).tolist()),
-        local=int((~moved).sum()),
     )

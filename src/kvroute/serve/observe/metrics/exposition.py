@@ -27,6 +27,14 @@ program. If a bug makes them unbounded, memory stays bounded and further label s
 _OTHER = "other"
 _ODD = re.compile(r"[^0-9A-Za-z_.:/+=-]")
 
+REQUEST_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0),
+)
+"""Bounds of histograms of times of requests, in seconds."""
+LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Bounds of histograms of delays, in seconds."""
+
 
 class Family:
     """Name, help and labels of one metric; the name of a counter ends in `_total`."""

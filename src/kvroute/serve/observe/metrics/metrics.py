@@ -6,15 +6,15 @@ every sample. Single-threaded; a method costs about a microsecond or less.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Literal, TypeAlias
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics_exposition
 
-from kvroute.serve.observe.metrics.exposition import Counter, Exemplar, Histogram, lines
+from kvroute.serve.observe.metrics.exposition import LAG_S, REQUEST_S, Counter, Exemplar, Histogram, lines
 from kvroute.serve.observe.metrics.load_gauges import TIER_LABELS, load_gauges
+from kvroute.serve.observe.metrics.metric_groups import ClassMetrics, ReplicationMetrics
 from kvroute.serve.observe.view import GatewayStatus, Ttft
 from kvroute.types import (
     TIER_COUNT,
@@ -37,15 +37,7 @@ _TIER_KEYS = [(label,) for label in TIER_LABELS]
 _PREFILL, _DECODE, _READ, _REJECT, _SWITCH_ROLE = ("prefill",), ("decode",), ("read",), ("reject",), ("switch_role",)
 _SCALE = ("scale",)
 _QUEUE, _TRANSFER, _FIRST_STEP = ("queue",), ("transfer",), ("first_step",)
-_REQUEST_S = (
-    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
-    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0),
-)
-_RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-_PREDICTED_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-_PREDICTED_LABELS = (*(f"to {bound:g} s" for bound in _PREDICTED_S), f"above {_PREDICTED_S[-1]:g} s")
 _DECISION_S = (20e-6, 50e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3)
-_LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Metrics:
@@ -78,20 +70,20 @@ class Metrics:
         self._decisions = Counter("kvroute_decisions_total", "Decisions, by kind and instance.", ("kind", "engine"))
         self._decision_s = Histogram("kvroute_decision_seconds", "Time to decide.", _DECISION_S, ("kind",))
         self._ttft_s = Histogram(
-            "kvroute_ttft_seconds", "From request read to first byte sent, for streams.", _REQUEST_S, ("protocol",)
+            "kvroute_ttft_seconds", "From request read to first byte sent, for streams.", REQUEST_S, ("protocol",)
         )
-        self._part_s = Histogram("kvroute_ttft_part_seconds", "Parts of the TTFT of streams.", _REQUEST_S, ("part",))
-        self._prefill_s = Histogram("kvroute_prefill_leg_seconds", "From prefill leg sent to its response.", _REQUEST_S)
+        self._part_s = Histogram("kvroute_ttft_part_seconds", "Parts of the TTFT of streams.", REQUEST_S, ("part",))
+        self._prefill_s = Histogram("kvroute_prefill_leg_seconds", "From prefill leg sent to its response.", REQUEST_S)
         self._decode_s = Histogram(
-            "kvroute_decode_first_byte_seconds", "From decode leg sent to the first byte of its stream.", _REQUEST_S
+            "kvroute_decode_first_byte_seconds", "From decode leg sent to the first byte of its stream.", REQUEST_S
         )
         self._request_s = Histogram(
-            "kvroute_request_seconds", "From request read to end of the response.", _REQUEST_S, ("endpoint",)
+            "kvroute_request_seconds", "From request read to end of the response.", REQUEST_S, ("endpoint",)
         )
         self._transfer_s = Histogram(
             "kvroute_transfer_seconds",
             "KV transfer time as measured on streams, wait for a decode slot included.",
-            _REQUEST_S,
+            REQUEST_S,
             ("tier",),
         )
         self._transfer_bytes = Counter("kvroute_transfer_bytes_total", "KV bytes of started transfers.", ("tier",))
@@ -99,7 +91,7 @@ class Metrics:
             "kvroute_copies_total", "Cached prefixes to be copied before a prefill, by outcome.", ("outcome",)
         )
         self._copy_bytes = Counter("kvroute_copy_bytes_total", "KV bytes of copied prefixes.", ("tier",))
-        self._copy_s = Histogram("kvroute_copy_leg_seconds", "From copy leg sent to its response.", _REQUEST_S)
+        self._copy_s = Histogram("kvroute_copy_leg_seconds", "From copy leg sent to its response.", REQUEST_S)
         self._shadowed = Counter(
             "kvroute_shadow_decisions_total", "Decode decisions, by the shadow policy's verdict.", ("policy", "verdict")
         )
@@ -115,7 +107,7 @@ class Metrics:
         )
         self._relayed_bytes = Counter("kvroute_relayed_bytes_total", "Response bytes relayed to clients.")
         self._lag_s = Histogram(
-            "kvroute_event_loop_lag_seconds", "Delay with which the event loop runs a timer.", _LAG_S
+            "kvroute_event_loop_lag_seconds", "Delay with which the event loop runs a timer.", LAG_S
         )
         self._discarded = Counter(
             "kvroute_health_checks_discarded_total",
@@ -151,7 +143,7 @@ class Metrics:
             "kvroute_storage_read_bytes_total", "Bytes read from the store, by instance and side.", ("engine", "side")
         )
         self._storage_read_s = Histogram(
-            "kvroute_storage_read_seconds", "Complete reads from the store, with their queue.", _REQUEST_S, ("side",)
+            "kvroute_storage_read_seconds", "Complete reads from the store, with their queue.", REQUEST_S, ("side",)
         )
         self._reviews = Counter("kvroute_reviews_total", "Reviews of threshold and roles.", ("verdict",))
         self._scaled = Counter("kvroute_scale_actions_total", "Instances started and stopped.", ("action", "outcome"))
@@ -159,33 +151,8 @@ class Metrics:
         self._engines_changed = Counter(
             "kvroute_engine_changes_total", "Discovered engines that joined or left the cluster.", ("change",)
         )
-        self._replicated = Counter(
-            "kvroute_replication_entries_total", "Entries of the gateways' stream.", ("direction",)
-        )
-        self._replicated_bytes = Counter("kvroute_replication_bytes_total", "Bytes of these entries.", ("direction",))
-        self._entries_refused = Counter("kvroute_replication_refused_total", "Entries that could not be applied.")
-        self._replication_lag_s = Histogram(
-            "kvroute_replication_lag_seconds", "From an entry written to the same entry read.", _LAG_S
-        )
-        self._peers_lost = Counter("kvroute_replication_lost_total", "Gateways whose bookings were released.")
-        self._class_wait_s = Histogram(
-            "kvroute_class_wait_seconds", "From a prompt read to its placement, by class.", _REQUEST_S, ("class",)
-        )
-        self._class_work_s = Counter(
-            "kvroute_class_work_seconds_total", "Predicted work of placed requests, with `fair_queue`.", ("class",)
-        )
-        self._class_ttft_s = Histogram(
-            "kvroute_class_ttft_seconds", "From request read to first byte sent, for streams.", _REQUEST_S, ("class",)
-        )
-        self._prediction_ratio = Histogram(
-            "kvroute_ttft_prediction_ratio", "Actual over predicted TTFT of streams.", _RATIO
-        )
-        bucket = ("bucket",)
-        self._predictions = Counter(
-            "kvroute_ttft_predictions_total", "Streams with a predicted TTFT, by the bucket of the prediction.", bucket
-        )
-        self._predicted_s = Counter("kvroute_ttft_predicted_seconds_total", "Sum of their predictions.", bucket)
-        self._actual_s = Counter("kvroute_ttft_actual_seconds_total", "Sum of their actual TTFT.", bucket)
+        self.replication = ReplicationMetrics()
+        self.classes = ClassMetrics()
         self._transferring = [0] * TIER_COUNT
 
     def decided(self, decision: Decision, seconds: float) -> None:
@@ -295,24 +262,6 @@ class Metrics:
         """Count a rejected request; `reason` is one of a few fixed words, never a sentence."""
         self._rejects.add((reason,))
 
-    def placed(self, name: str, wait_s: float, work_s: float) -> None:
-        """Count a request that is placed. Args: `name`: of its service class."""
-        self._class_wait_s.observe((name,), wait_s)
-        self._class_work_s.add((name,), work_s)
-
-    def class_first_token(self, name: str, ttft_s: float) -> None:
-        """Observe the first byte of a stream. Args: `name`: of its service class."""
-        self._class_ttft_s.observe((name,), ttft_s)
-
-    def predicted(self, predicted_s: float, actual_s: float) -> None:
-        """Observe the predicted and the actual TTFT of a stream, from its placement on."""
-        bucket = (_PREDICTED_LABELS[bisect_left(_PREDICTED_S, predicted_s)],)
-        self._predictions.add(bucket)
-        self._predicted_s.add(bucket, predicted_s)
-        self._actual_s.add(bucket, actual_s)
-        if predicted_s > 0:
-            self._prediction_ratio.observe((), actual_s / predicted_s)
-
     def leg_failed(self, leg: Leg, instance: str, kind: str) -> None:
         """Count a failed leg; `kind`: `refused`, `reset`, `timeout`, `malformed`, `status` or `out_of_files`."""
         self._leg_failures.add((leg, instance, kind))
@@ -348,23 +297,6 @@ class Metrics:
     def health_check_discarded(self, instance: str) -> None:
         """Count a health check that timed out because the event loop was late: the engine may be healthy."""
         self._discarded.add((instance,))
-
-    def replicated(self, direction: Literal["read", "written"], nbytes: int) -> None:
-        """Count an entry of the stream that the gateways share."""
-        self._replicated.add((direction,))
-        self._replicated_bytes.add((direction,), nbytes)
-
-    def entry_refused(self) -> None:
-        """Count an entry that is damaged or impossible."""
-        self._entries_refused.add()
-
-    def replication_lag(self, seconds: float) -> None:
-        """Record the time from writing an own entry to reading it."""
-        self._replication_lag_s.observe((), seconds)
-
-    def peer_lost(self) -> None:
-        """Count another gateway whose lease has expired."""
-        self._peers_lost.add()
 
     def panicked(self, model: str, role: str) -> None:
         """Count a panic: health checks and breakers of a role are ignored from now on."""
@@ -444,6 +376,9 @@ class Metrics:
         for counted in vars(self).values():
             if isinstance(counted, Counter | Histogram):
                 yield counted.text(openmetrics)
+            elif isinstance(counted, ReplicationMetrics | ClassMetrics):
+                for each in vars(counted).values():
+                    yield each.text(openmetrics)
         gauges = load_gauges(self._load(), self._transferring, self.roles, version=self.version, policy=self.policy)
         for family, samples in gauges:
             yield lines(family, samples, openmetrics)

@@ -206,7 +206,7 @@ class PlacementQueue:
             placeable.internal_error(error)
             return
         if late is None:
-            self._metrics.placed(item.granted.name, now - item.since, entry.waiting.work_s)
+            self._metrics.classes.placed(item.granted.name, now - item.since, entry.waiting.work_s)
             return
         assert left_s is not None
         least_s = late.least_s or 0.0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvroute.http.headers import answered
 from kvroute.serve.api.responses import error_body, error_event, with_text_code
+from kvroute.serve.proxy.request_reports import EndedRequest
 from kvroute.serve.proxy.retry import UPSTREAM, LegFailure, free_of_charge, retry_after
-from kvroute.serve.proxy.runtime import EndedRequest
 
 if TYPE_CHECKING:
     from kvroute.serve.api.responses import Usage
@@ -44,9 +44,9 @@ class RequestEnd:
         account.ttft_s = now - account.arrived_at
         if runtime.placement is None:
             return
-        runtime.metrics.class_first_token(account.service_class, ttft.total_s)
+        runtime.metrics.classes.first_token(account.service_class, ttft.total_s)
         if account.predicted_s is not None and not retried:
-            runtime.metrics.predicted(account.predicted_s, account.ttft_s)
+            runtime.metrics.classes.predicted(account.predicted_s, account.ttft_s)
             runtime.state.predicted(account.predicted_s, account.ttft_s)
 
     # The reasons
@@ -162,7 +162,7 @@ class RequestEnd:
             try:
                 self._close_charge(status, output_tokens, now)
             finally:
-                runtime.ended(ended, now)
+                runtime.reports.ended(ended, now)
 
     def _close_charge(self, status: int, output_tokens: int | None, now: float) -> None:
         """Charge what was used, or nothing if the gateway or the engines have failed the request."""

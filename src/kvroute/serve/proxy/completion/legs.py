@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from msgspec import structs
 
 from kvroute.serve.api.requests import without_body
-from kvroute.serve.engines.protocols import ProtocolError
+from kvroute.serve.engines.pd_protocol import ProtocolError
 from kvroute.serve.proxy.legs.abandoned import waits_for_write
 from kvroute.serve.proxy.legs.decode_leg import DecodeLeg, DecodeOwner
 from kvroute.serve.proxy.legs.prefill_leg import PrefillLeg, PrefillOwner

@@ -216,11 +216,6 @@ class ProxiedRequest:
         request_id, why = state.request_id.decode("latin-1"), "its response has no kv_transfer_params"
         log_event("warning", "not_split", request_id=request_id, instance=leg.engine.name, endpoint=kind, reason=why)
 
-    def on_copy_finished(self, decision: Prefill, now: float, *, landed: bool) -> None:
-        """See `CopyOwner`. The core itself ends the copy when the prefill ends."""
-        if self.runtime.control.copying(decision.copy_id):
-            self.runtime.report.copy_finished(decision, now, landed=landed)
-
     def on_transfer_done(self, leg: DecodeLeg, times: TransferTimes, now: float) -> None:
         """See `DecodeOwner`."""
         runtime, state, decision = self.runtime, self.state, leg.decision
@@ -229,7 +224,7 @@ class ProxiedRequest:
         if self.legs.prefill is not None and self.legs.prefill.storage_read is not None:
             self.legs.prefill.storage_read.loaded(decision.target)
         if times.measured_s is not None and decision.source in runtime.engines:
-            runtime.transfer_observed(decision, times.measured_s, now)
+            runtime.reports.transfer_observed(decision, times.measured_s, now)
         if runtime.control.admitted(number):
             return
         computed = state.prefill_done
@@ -254,7 +249,7 @@ class ProxiedRequest:
         exemplar = ("trace_id", trace_id) if trace_id else ("request_id", str(state.number))
         self._end.first_token(ttft, now, retried=self._failures.retried)
         self.runtime.metrics.decode_answered(decode_s)
-        self.runtime.first_token(leg.decision, ttft, now, exemplar)
+        self.runtime.reports.first_token(leg.decision, ttft, now, exemplar)
 
     def release_body(self) -> None:
         """See `DecodeOwner`."""

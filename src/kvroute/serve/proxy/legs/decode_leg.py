@@ -142,7 +142,7 @@ class DecodeLeg(Leg):
         self.transfer_started_at = now
         if not self.transferring:
             self.transferring = True
-            self.state.runtime.transfer_started(self.decision, now, self.expected.transfer_s)
+            self.state.runtime.reports.transfer_started(self.decision, now, self.expected.transfer_s)
 
     def expect_transfer(self, now: float) -> None:
         """Schedule the expected end of the transfer for a response that comes whole and does not show it.
@@ -177,7 +177,7 @@ class DecodeLeg(Leg):
         if not self.transferring:
             return False
         self.transferring = False
-        self.state.runtime.transfer_ended(self.decision, now, landed, seconds)
+        self.state.runtime.reports.transfer_ended(self.decision, now, landed, seconds)
         return True
 
     def abort(self, now: float) -> None:

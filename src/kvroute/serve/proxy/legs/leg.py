@@ -154,8 +154,8 @@ class Leg:
             self.close()
             return
         self.close(failure.reason)
-        runtime, request_id = self.state.runtime, self.state.request_id
-        runtime.leg_failed(self.kind, self.engine.name, failure.kind, failure.reason, request_id)
+        reports, request_id = self.state.runtime.reports, self.state.request_id
+        reports.leg_failed(self.kind, self.engine.name, failure.kind, failure.reason, request_id)
 
     def blame(self, failure: LegFailure, now: float) -> None:
         """Report a failure, which ends the attempt, to what it counts against."""

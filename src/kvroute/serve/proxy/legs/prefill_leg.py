@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvroute.serve.api.requests import LATER_SPLIT
 from kvroute.serve.api.responses import cached_tokens
-from kvroute.serve.engines.protocols import KvHandshake, NoTransferParams, ProtocolError
-from kvroute.serve.proxy.legs.leg import Leg
-from kvroute.serve.proxy.legs.prefix_copy_leg import CopyOwner, PrefixCopyLeg
+from kvroute.serve.engines.pd_protocol import KvHandshake, NoTransferParams, ProtocolError
+from kvroute.serve.proxy.legs.leg import Leg, LegOwner
+from kvroute.serve.proxy.legs.prefix_copy_leg import PrefixCopyLeg
 from kvroute.serve.proxy.legs.storage_read import StorageRead
 from kvroute.serve.proxy.retry import LegFailure, call_failure
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvroute.types import Prefill, ReadKv
 
 
-class PrefillOwner(CopyOwner, Protocol):
+class PrefillOwner(LegOwner, Protocol):
     """Receives the outcome of a prefill."""
 
     def on_prefill_done(self, engine: EngineClient, now: float) -> None:

@@ -7,11 +7,11 @@ the prompt is then computed without the copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from kvroute.serve.engines.protocols import ProtocolError
+from kvroute.serve.engines.pd_protocol import ProtocolError
 from kvroute.serve.proxy.legs.leg import Leg, LegOwner
 from kvroute.serve.proxy.retry import LegFailure
 
@@ -33,25 +33,17 @@ _KEPT = ("model", "cache_salt")
 """Request fields that are part of an engine's cache key."""
 
 
-class CopyOwner(LegOwner, Protocol):
-    """Receives the outcome of a prefix copy."""
-
-    def on_copy_finished(self, decision: Prefill, now: float, *, landed: bool) -> None:
-        """Record that the copy of this decision has ended."""
-
-
 class PrefixCopyLeg(Leg):
     """The request to the instance that has the prefix, and the result of the copy, which the prefill leg reports."""
 
-    __slots__ = ("_expected_end", "_on_end", "_over", "_sent", "decision", "owner", "prefix_tokens")
+    __slots__ = ("_expected_end", "_on_end", "_over", "_sent", "decision", "prefix_tokens")
     kind = "copy"
-    owner: CopyOwner
     state: RequestState
 
     def __init__(
         self,
         state: RequestState,
-        owner: CopyOwner,
+        owner: LegOwner,
         decision: Prefill,
         now: float,
         on_end: Callable[[Raw | None, float], None],
@@ -157,7 +149,10 @@ class PrefixCopyLeg(Leg):
             self._end("landed" if landed else "missed", now)
 
     def _report(self, now: float, *, landed: bool) -> None:
-        self.owner.on_copy_finished(self.decision, now, landed=landed)
+        """Report the end to the core, which itself ends the copy when the prefill ends."""
+        runtime = self.state.runtime
+        if runtime.control.copying(self.decision.copy_id):
+            runtime.report.copy_finished(self.decision, now, landed=landed)
 
     def _end(self, outcome: Outcome, now: float) -> None:
         if not self._over:

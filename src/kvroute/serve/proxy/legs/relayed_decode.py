@@ -264,7 +264,7 @@ class RelayedDecodeLeg(DecodeLeg):
         now = runtime.now()
         self._answered(now)
         self._transfer_done(NOT_OBSERVED, now)
-        runtime.whole_answer(self.decision, now)
+        runtime.reports.whole_answer(self.decision, now)
         content_type, headers = answered(self.headers)
         headers += self.state.response_headers
         body = self.body()
