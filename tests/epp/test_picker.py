@@ -37,6 +37,7 @@ from kvroute.epp.envoy_pb2 import (
 )
 from kvroute.epp.messages import DESTINATION, NAMESPACE
 from kvroute.epp.server import PickerSettings
+from kvroute.http.headers import Headers
 from kvroute.serve.api.api_keys import hash_text
 
 NOT_SERVING, SERVING, UNKNOWN = 2, 1, 3
@@ -228,6 +229,58 @@ def test_an_endpoint_that_refuses_is_skipped_and_counts_as_a_failure() -> None:
             # As errors, of which four weigh as much as one connection that is refused.
             assert skipped == ["engine0"] * 4
             assert rig.gateway.runtime.engines[second].availability.up
+
+    run(main())
+
+
+class Recorder:
+    """A tracer that counts what has begun and what has ended."""
+
+    replaced: frozenset[bytes] = frozenset()
+    trace_id = ""
+    head = b"traceparent: 00-1-1-01\r\n"
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.ended: list[Any] = []
+
+    def request(self, headers: Headers, name: str, attributes: Any = None) -> Recorder:
+        self.begun.append(name)
+        return self
+
+    def leg(self, name: str, attributes: Any = None) -> Recorder:
+        self.begun.append(name)
+        return self
+
+    def end(self, *result: Any) -> None:
+        self.ended.append(result)
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+def test_requests_that_need_no_decision_are_traced_and_count_skipped_endpoints() -> None:
+    """As requests with a decision do: the endpoints before the one that has served it have refused or were full."""
+
+    async def main() -> None:
+        engines = alone(2)
+        async with picker(engines, "  breaker: {failures: 1}\n  health: {panic: 0}\n") as rig:
+            tracer = rig.gateway.runtime.tracer = Recorder()
+            skipped = 0
+            for number in range(16):
+                stream = rig.stream()
+                answer = await stream.ask(completion_body(), path="/tokenize")
+                assert answer.added["traceparent"] == "00-1-1-01"
+                await stream.respond(200, address(engines[1]))
+                await stream.end()
+                assert await rig.becomes_idle(), rig.held_resources()
+                assert tracer.begun == ["passthrough", "passthrough"] * (number + 1)
+                assert tracer.ended[-2:] == [("",), (200, "")]
+                skipped += answer.endpoints[0] == address(engines[0])
+                if not rig.gateway.runtime.engines["engine0"].availability.up:
+                    break
+            assert skipped == 4  # as errors
+            assert rig.gateway.runtime.engines["engine1"].availability.up
 
     run(main())
 
