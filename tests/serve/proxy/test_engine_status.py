@@ -121,6 +121,28 @@ def test_what_follows_from_each_status(leg: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, EMBEDDINGS])
+def test_a_full_engine_tells_the_client_when_to_try_again(path: str) -> None:
+    """Within a minute; a date, or nothing, is a second. The error of a broken engine has no such time."""
+
+    async def main() -> None:
+        prefill, decode = engines_of("vllm")
+        async with stub_rig(prefill + decode, SECTION) as front:
+            for status, said, told in (
+                (429, "7", "7"),
+                (503, "3600", "60"),
+                (503, "0", "1"),
+                (429, "Wed, 21 Oct 2026 07:28:00 GMT", "1"),
+                (500, "7", None),
+            ):
+                for engine in prefill + decode:
+                    engine.serve = refusing(status, said)
+                found = await seen(front, (prefill, decode), completion(input="x"), path)
+                assert (said, found.retry_after) == (said, told)
+
+    run(main())
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode", "stream", "event", "passthrough"])
 def test_which_status_counts_against_an_instance(leg: str) -> None:
     """A 5xx that another instance does not repeat does; not a 4xx, 429 among them, and not a 501."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from kvroute.serve.api.responses import error_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvroute.http.headers import Headers
     from kvroute.serve.engines.breaker import Cause
@@ -40,6 +40,7 @@ _VERBS = {
     "timeout": "did not respond in time",
     "malformed": "sent an invalid HTTP response",
 }
+RETRY_AFTER_MAX_S = 60
 SKIPPED = 503
 """What counts as the response of an endpoint after which Envoy has tried the next one. Envoy does not say whether it
 has refused the connection or was full, and this status counts less than a refused connection."""
@@ -86,6 +87,8 @@ class LegFailure:
     """Status of the engine's response, for the kind "status"."""
     passed_on: bool = False
     """Whether the client gets the engine's own response."""
+    retry_after_s: int = 1
+    """Time after which the client may try again, if the status of its response allows that."""
 
     @property
     def message(self) -> str:
@@ -93,7 +96,15 @@ class LegFailure:
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
-def status_failure(leg: LegKind, who: str, status: int, body: bytes, *, in_stream: bool = False) -> LegFailure:
+def status_failure(
+    leg: LegKind,
+    who: str,
+    status: int,
+    body: bytes,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    *,
+    in_stream: bool = False,
+) -> LegFailure:
     """Return the failure that an engine's error response is.
 
     Args:
@@ -101,13 +112,21 @@ def status_failure(leg: LegKind, who: str, status: int, body: bytes, *, in_strea
         who: the instance, for the reason.
         status: of the response, 400 or more; 0: an error event does not say it.
         body: of the response.
+        headers: of the response, whose Retry-After the client gets if it is a number of seconds.
         in_stream: whether a stream with status 200 begins with the error: its engine may have fetched the KV cache.
     """
     full = status in FULL
     why = f"{who} failed before the first token" if in_stream else f"{who} returned status {status}"
     if passes_on(status) and leg != "copy":
         return LegFailure("status", why, status, False, error_text(body), status, passed_on=True)
-    return LegFailure("status", why, 503 if full else 502, in_stream or not full, error_text(body), status)
+    response, sent = 503 if full else 502, in_stream or not full
+    return LegFailure("status", why, response, sent, error_text(body), status, retry_after_s=_wait_s(headers))
+
+
+def _wait_s(headers: Sequence[tuple[bytes, bytes]]) -> int:
+    text = next((value for name, value in headers if name == b"retry-after"), b"")
+    digits = text if text.isdigit() and len(text) < 16 else b"1"
+    return min(max(int(digits), 1), RETRY_AFTER_MAX_S)
 
 
 def call_failure(who: str, kind: str, *, sent: bool, text: str = "") -> LegFailure:

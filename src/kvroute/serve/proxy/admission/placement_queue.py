@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvroute.control import Backlog, QueuedRequest, RequestQueue, Waiting
 from kvroute.serve.proxy.admission.tenancy import Entitlement, Refusal, RequestAccount, Tenancy
+from kvroute.serve.proxy.retry import RETRY_AFTER_MAX_S
 from kvroute.types import Reject, Request
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ _CHECK_MIN_S, _CHECK_MAX_S = 0.002, 0.05
 """Shortest and longest interval at which waiting requests are checked again."""
 _RETRY_S = 0.02
 """Shortest interval between two attempts to place deferred requests."""
-RETRY_AFTER_MAX_S = 60
 
 
 class Placeable(Protocol):

@@ -79,7 +79,8 @@ class RequestEnd:
 
     def failed(self, failure: LegFailure, now: float, kind: str = UPSTREAM) -> None:
         """Respond with the failure of a leg."""
-        self.refused(failure.status, error_body(failure.message, kind), now, failure.reason)
+        body = error_body(failure.message, kind)
+        self.refused(failure.status, body, now, failure.reason, failure.retry_after_s)
 
     def refused(self, status: int, body: bytes, now: float, why: str, retry_after_s: int = 1) -> None:
         """Respond with an error.

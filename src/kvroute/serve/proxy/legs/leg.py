@@ -183,7 +183,7 @@ class Leg:
 
     def on_error_status(self) -> None:
         """Report an error response of the engine."""
-        self.on_failed(status_failure(self.kind, self.who, self.status, self.body()))
+        self.on_failed(status_failure(self.kind, self.who, self.status, self.body(), self.headers))
 
     def on_body(self, data: bytes) -> None:
         """See `ResponseHandler`: collect the response, up to ANSWER_BYTES_MAX."""

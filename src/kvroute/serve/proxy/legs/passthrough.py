@@ -221,7 +221,7 @@ class PassthroughRequest:
                 self._refuse(failure, error_kind)
 
     def _refuse(self, failure: LegFailure, kind: str) -> None:
-        headers = retry_after(failure.status)
+        headers = retry_after(failure.status, failure.retry_after_s)
         self.state.exchange.respond(failure.status, error_body(failure.message, kind), headers=headers)
         self.end(failure.status, failure.reason)
 
